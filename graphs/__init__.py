@@ -1,0 +1,42 @@
+"""Ways of recording a function and replaying it: one file a way. Importing this loads no torch."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from lantern_hpu.errors import DeviceError, choices
+
+if __name__ == "graphs":
+    raise ImportError("import lantern_hpu.graphs, not graphs: the same module would load twice")
+
+if TYPE_CHECKING:
+    from lantern_hpu.backends.base import Backend
+    from lantern_hpu.graphs.base import Function, Runner, State
+
+RUNNERS = {
+    "eager": "lantern_hpu.graphs.eager:EagerRunner",
+    "strict": "lantern_hpu.graphs.strict:StrictRunner",
+    "compile": "lantern_hpu.graphs.compiled:CompiledRunner",
+}
+
+
+def check_mode(backend: Backend, mode: str) -> str:
+    """The mode to use: `auto` is the backend's first.
+
+    Raises:
+        DeviceError: the backend does not offer the mode.
+    """
+    if mode == "auto":
+        return backend.graph_modes[0]
+    if mode not in backend.graph_modes:
+        hint = choices(["auto", *backend.graph_modes])
+        raise DeviceError(f"{backend.name} has no graph mode {mode!r}", hint=hint)
+    return mode
+
+
+def make_runner(function: Function, state: State, backend: Backend, mode: str) -> Runner:
+    """A runner of one mode for a function of a state."""
+    module, _, cls = RUNNERS[check_mode(backend, mode)].partition(":")
+    runner: Runner = getattr(import_module(module), cls)(function, state, backend)
+    return runner

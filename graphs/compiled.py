@@ -1,0 +1,36 @@
+"""`torch.compile` with static shapes, and a count of what it compiled."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from lantern_hpu.backends.base import Backend
+from lantern_hpu.errors import CaptureError
+from lantern_hpu.graphs.base import Function, Runner, State
+
+
+class CompiledRunner(Runner):
+    """Inductor over the whole function in one graph; a part that cannot be compiled is an error."""
+
+    mode = "compile"
+
+    def __init__(self, function: Function, state: State, backend: Backend) -> None:
+        super().__init__(function, state, backend)
+        self.compiled = torch.compile(function, fullgraph=True, dynamic=False)
+
+    def __call__(self) -> Tensor:
+        before, began = counters["stats"]["unique_graphs"], time.perf_counter()
+        try:
+            result: Tensor = self.compiled(self.state)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            reason = str(error).strip().splitlines()[0]
+            raise CaptureError(f"{type(self.function).__name__} cannot be compiled", reason) from error
+        if made := counters["stats"]["unique_graphs"] - before:
+            self.stats.captures += made
+            self.stats.capture_seconds += time.perf_counter() - began
+        self.stats.replays += 1
+        return result

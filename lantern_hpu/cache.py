@@ -1,0 +1,65 @@
+"""Keys and values of committed tokens in preallocated, flat storage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class KVCache:
+    """Static key/value cache.
+
+    The base layout is flat so that one `index_copy_` serves rows whose lengths differ, and one gather
+    commits a path in all layers: storage row of (layer, row, slot) is (layer * R + row) * S + slot.
+    """
+
+    k: Tensor  # [layers * R * S, kv_heads, hd]
+    v: Tensor  # [layers * R * S, kv_heads, hd]
+    layers: int
+    rows: int  # R
+    capacity: int  # S
+
+    @classmethod
+    def allocate(
+        cls,
+        layers: int,
+        rows: int,
+        capacity: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> KVCache:
+        """Zeros: slots not yet written are masked, and must hold finite numbers to stay harmless."""
+        shape = (layers * rows * capacity, kv_heads, head_dim)
+        k = torch.zeros(shape, dtype=dtype, device=device)
+        v = torch.zeros(shape, dtype=dtype, device=device)
+        return cls(k, v, layers, rows, capacity)
+
+    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store keys and values of one layer.
+
+        Args:
+            slots: [n] int64, row * S + slot; no value twice.
+            k, v: [n, kv_heads, hd].
+        """
+        index = slots + layer * self.rows * self.capacity
+        self.k.index_copy_(0, index, k)
+        self.v.index_copy_(0, index, v)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Views [R, S, kv_heads, hd] of one layer."""
+        shape = (self.layers, self.rows, self.capacity)
+        return self.k.unflatten(0, shape)[layer], self.v.unflatten(0, shape)[layer]
+
+    def move(self, source: Tensor, destination: Tensor) -> None:
+        """Copy slots to other slots in every layer, gathering all before writing any.
+
+        Args:
+            source, destination: [layers * n] int64 storage rows; destination holds no value twice.
+        """
+        self.k.index_copy_(0, destination, self.k.index_select(0, source))
+        self.v.index_copy_(0, destination, self.v.index_select(0, source))

@@ -1,0 +1,214 @@
+"""The loop around the captured functions: prefill, steps, and the rare host reads.
+
+This file holds no tensor mathematics; `step.py` holds no loop and no host read.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lantern_hpu import noise
+from lantern_hpu.backends.base import Backend
+from lantern_hpu.config import Request
+from lantern_hpu.errors import CaptureError
+from lantern_hpu.graphs import check_mode, make_runner
+from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.transformer import Target
+from lantern_hpu.state import DecodeState
+from lantern_hpu.step import Plan, build
+
+
+@dataclass
+class Progress:
+    """Where a batch stands after a host read."""
+
+    step: int
+    known: list[int]  # [B] tokens known of each image
+    total: int  # N
+
+
+@dataclass
+class Decoded:
+    """The tokens and counts of a finished batch."""
+
+    tokens: NDArray[np.int64]  # [B, N]
+    steps: list[int]  # [B]
+    accepted: list[list[int]]  # [B][D]
+    relaxed: list[int]  # [B]
+
+
+@dataclass
+class GraphReport:
+    """What the runners and the host did, for the report."""
+
+    runner: str
+    captures: int
+    replays: int
+    recompiles_after_warmup: int
+    host_reads: int
+    capture_seconds: float
+
+
+@dataclass
+class Timing:
+    """Seconds of the last batch."""
+
+    prefill: float = 0.0
+    steps: float = 0.0
+    count: int = 0
+
+
+@dataclass
+class Engine:
+    """Decodes batches of one plan; everything it needs is allocated and captured once."""
+
+    target: Target
+    drafter: Drafter | None
+    plan: Plan
+    backend: Backend
+    mode: str = "auto"
+    neighbours: Tensor | None = None
+    host_reads: int = 0
+    timing: Timing = field(default_factory=Timing)
+
+    def __post_init__(self) -> None:
+        self.mode = check_mode(self.backend, self.mode)
+        weight = self.target.head.weight
+        self.state = DecodeState.allocate(
+            self.target.config, self.plan.shapes, weight.dtype, weight.device
+        )
+        prefill, step = build(self.target, self.drafter, self.plan, self.neighbours)
+        self.prefill = make_runner(prefill, self.state, self.backend, self.mode)
+        self.step = make_runner(step, self.state, self.backend, self.mode)
+        self.warm_captures = -1
+
+    @property
+    def captures(self) -> int:
+        return self.prefill.stats.captures + self.step.stats.captures
+
+    @property
+    def longest(self) -> int:
+        """D + 1, most tokens that one step can add."""
+        return self.plan.shapes.tree.depth + 1
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Capture both functions and replay each once; from here on a capture is an error."""
+        if self.warm_captures >= 0:
+            return
+        blank = Request("warm-up")
+        self.load([blank] * self.plan.shapes.images)
+        for runner in (self.prefill, self.step):
+            runner()
+            runner()
+        self.backend.synchronize()
+        self.warm_captures = self.captures
+
+    def load(self, requests: Sequence[Request]) -> None:
+        """Copy the settings of a batch into the state."""
+        vocabulary = self.target.config.vocab_size
+        settings, bounds = self.state.settings, self.state.bounds
+        sampling = [request.sampling for request in requests]
+        relaxation = [request.relaxation for request in requests]
+
+        def put(goal: Tensor, values: Sequence[float]) -> None:
+            goal.copy_(torch.tensor(values, dtype=goal.dtype))
+
+        put(settings.cfg_scale, [s.cfg_scale for s in sampling])
+        put(settings.temperature, [s.temperature or 1.0 for s in sampling])
+        put(settings.top_k, [vocabulary if s.greedy else s.top_k or vocabulary for s in sampling])
+        put(settings.top_p, [1.0 if s.greedy else s.top_p for s in sampling])
+        put(settings.greedy, [s.greedy for s in sampling])
+        put(bounds.k, [r.k for r in relaxation])
+        put(bounds.delta, [r.delta or 0.0 for r in relaxation])
+        put(bounds.factor, [(r.lam or 1.0) - 1.0 for r in relaxation])
+        first = [noise.uniforms(request.seed, 0, 1)[0] for request in requests]
+        put(self.state.first_uniform, first)
+
+    @torch.no_grad()
+    def run(self, prefix: Tensor, valid: Tensor, requests: Sequence[Request]) -> Iterator[Progress]:
+        """Decode a batch, yielding after each host read; `result()` has the tokens afterwards.
+
+        Args:
+            prefix: [R, P, H] condition embeddings. valid: [R, P] bool. requests: one an image.
+
+        Raises:
+            CaptureError: something was captured again after warm-up.
+        """
+        self.warm_up()
+        self.load(requests)
+        self.state.prefix.copy_(prefix)
+        self.state.valid[:, : valid.shape[1]].copy_(valid)
+        began = time.perf_counter()
+        known = self.read(self.prefill())
+        self.timing = Timing(prefill=time.perf_counter() - began)
+        total, done = self.target.config.tokens, 0
+        yield Progress(done, known, total)
+        seeds = [request.seed for request in requests]
+        while min(known) < total:
+            began = time.perf_counter()
+            count = self.steps_before_read(total - min(known))
+            self.feed(seeds, done + 1, count)
+            for _ in range(count):
+                output = self.step()
+            known, done = self.read(output), done + count
+            self.timing.steps += time.perf_counter() - began
+            self.timing.count = done
+            self.check_captures()
+            yield Progress(done, known, total)
+
+    def steps_before_read(self, remaining: int) -> int:
+        """As many steps as are needed for sure, up to a block."""
+        return min(self.plan.shapes.block, -(-remaining // self.longest))
+
+    def feed(self, seeds: Sequence[int], first: int, count: int) -> None:
+        """Uniforms for the next steps, in one copy."""
+        shapes = self.plan.shapes
+        block = torch.from_numpy(noise.block(seeds, first, count, shapes.draws))
+        self.state.uniforms[:count].copy_(block)
+        self.state.cursor.zero_()
+
+    def read(self, known: Tensor) -> list[int]:
+        """A host read: waits for the device."""
+        self.host_reads += 1
+        return [int(n) for n in known.tolist()]
+
+    def check_captures(self) -> None:
+        if self.captures != self.warm_captures:
+            why = f"{self.captures - self.warm_captures} captures after warm-up"
+            raise CaptureError("the step was recorded again while decoding", why)
+
+    def partial(self) -> NDArray[np.int64]:
+        """The tokens so far [B, N]; those past an image's known ones mean nothing. A host read."""
+        self.host_reads += 1
+        rows = self.state.tokens.unflatten(0, (self.plan.shapes.images, -1))
+        return rows[:, : self.target.config.tokens].cpu().numpy()
+
+    def result(self) -> Decoded:
+        """Tokens and statistics of the batch that just ended."""
+        tokens = self.partial()
+        state = self.state
+        counts = torch.cat([state.steps[:, None], state.relaxed[:, None], state.accepted], 1).tolist()
+        self.host_reads += 1
+        return Decoded(
+            tokens, [c[0] for c in counts], [c[2:] for c in counts], [c[1] for c in counts]
+        )
+
+    def report(self) -> GraphReport:
+        """Counts since the engine was built."""
+        stats = (self.prefill.stats, self.step.stats)
+        return GraphReport(
+            self.mode,
+            self.captures,
+            sum(s.replays for s in stats),
+            self.captures - max(self.warm_captures, 0),
+            self.host_reads,
+            sum(s.capture_seconds for s in stats),
+        )

@@ -1,0 +1,46 @@
+"""Errors a user can act on: each says what is wrong, why, and what to try."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class LanternError(Exception):
+    """Base of every error this package raises on purpose; commands print it and exit with code 2."""
+
+    def __init__(self, what: str, why: str = "", hint: str = "") -> None:
+        self.what, self.why, self.hint = what, why, hint
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        text = self.what if not self.why else f"{self.what}: {self.why}"
+        return text if not self.hint else f"{text}\n  try: {self.hint}"
+
+
+class OptionError(LanternError):
+    """An option, prompt or setting is out of range or contradicts another one."""
+
+
+class TreeError(LanternError):
+    """A draft tree is malformed or asks for more than the drafter draws."""
+
+
+class WeightsError(LanternError):
+    """A model's files are missing, damaged or do not fit each other."""
+
+
+class DeviceError(LanternError):
+    """A device or a graph mode is unknown or cannot be used here."""
+
+
+class CaptureError(LanternError):
+    """A function breaks a rule that graph capture needs, or would have to be captured again."""
+
+
+class OutputError(LanternError):
+    """A result cannot be written where the user asked for it."""
+
+
+def choices(names: Iterable[str]) -> str:
+    """The allowed values of an option, for the end of an error message."""
+    return "one of " + ", ".join(names)

@@ -1,0 +1,82 @@
+"""From prompts to caption features: the interface, and the word table of the embedded model."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+ARTICLES = frozenset({"a", "an", "the"})
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a batch of prompts becomes before the target's own projection."""
+
+    features: Tensor  # [B, P, C], zero at pads, left-padded
+    valid: Tensor  # [B, P] bool
+
+
+class TextConditioner(Protocol):
+    """Turns prompts into caption features; T5 and word tables are implementations."""
+
+    def encode(self, prompts: Sequence[str]) -> Condition:
+        """Features of each prompt, cut to the prefix."""
+        ...
+
+    def notes(self, prompt: str) -> list[str]:
+        """Warnings for the user: words that were cut or that the model does not know."""
+        ...
+
+
+class WordConditioner(nn.Module):
+    """A table of words with learned positions: the text side of the embedded model.
+
+    Id 0 pads, id 1 is any unknown word, known words follow in sorted order. Articles are dropped.
+    """
+
+    def __init__(self, words: Sequence[str], dim: int, prefix: int) -> None:
+        super().__init__()
+        self.words = tuple(words)
+        self.index = {word: i + 2 for i, word in enumerate(self.words)}
+        self.prefix = prefix
+        self.table = nn.Embedding(len(self.words) + 2, dim)
+        self.position = nn.Embedding(prefix, dim)
+        nn.init.normal_(self.table.weight, std=dim**-0.5)
+        nn.init.normal_(self.position.weight, std=dim**-0.5)
+
+    @staticmethod
+    def split(prompt: str) -> list[str]:
+        """Lower-case words and numbers without articles."""
+        return [w for w in re.findall(r"[a-z0-9]+", prompt.lower()) if w not in ARTICLES]
+
+    def ids(self, prompt: str) -> list[int]:
+        """Ids of a prompt's words, at most `prefix` of them."""
+        return [self.index.get(word, 1) for word in self.split(prompt)[: self.prefix]]
+
+    def forward(self, ids: Tensor) -> Condition:
+        """[B, P] int64 ids, padded with 0 on the left -> features."""
+        valid = ids > 0
+        order = (valid.long().cumsum(-1) - 1).clamp(min=0)  # a word's place, whatever the padding
+        features = (self.table(ids) + self.position(order)) * valid[..., None]
+        return Condition(features, valid)
+
+    def encode(self, prompts: Sequence[str]) -> Condition:
+        rows = [self.ids(prompt) for prompt in prompts]
+        padded = [[0] * (self.prefix - len(row)) + row for row in rows]
+        return self(torch.tensor(padded, dtype=torch.int64, device=self.table.weight.device))
+
+    def notes(self, prompt: str) -> list[str]:
+        words = self.split(prompt)
+        found = []
+        if len(words) > self.prefix:
+            cut = " ".join(words[self.prefix :])
+            found.append(f"the prompt is longer than {self.prefix} words; left out: {cut!r}")
+        unknown = [w for w in words[: self.prefix] if w not in self.index]
+        if unknown:
+            found.append(f"words this model does not know: {', '.join(unknown)}")
+        return found

@@ -1,0 +1,275 @@
+"""The LlamaGen VQ tokenizer: images to a grid of codes and back.
+
+Parameter names are those of the published checkpoints (vq_ds16, vq_ds8), so their state dict loads
+as it is, apart from the `quantize.codebook_used` buffer, which only their training reads and which
+this module does not have. The default configuration is VQ-16 (343 tensors, 71.88 M parameters);
+`multipliers=(1, 2, 2, 4)` is VQ-8 (299 tensors, 70.1 M).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Vectors compared with the codebook at a time: the table of scores stays in a processor's cache.
+SEARCH_ROWS = 512
+
+
+@dataclass(frozen=True)
+class VQConfig:
+    """The shape of a tokenizer. One code covers `downsample` x `downsample` pixels."""
+
+    channels: int = 128
+    multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
+    res_blocks: int = 2
+    z_channels: int = 256
+    code_dim: int = 8
+    codebook_size: int = 16384
+    groups: int = 32
+    normalize_codebook: bool = True
+
+    def __post_init__(self) -> None:
+        # JSON has no tuples; a list here would make equal configurations compare unequal.
+        object.__setattr__(self, "multipliers", tuple(self.multipliers))
+
+    @property
+    def downsample(self) -> int:
+        return 1 << (len(self.multipliers) - 1)
+
+
+def _norm(channels: int, groups: int) -> nn.GroupNorm:
+    return nn.GroupNorm(groups, channels, eps=1e-6)
+
+
+def _conv3(inputs: int, outputs: int) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, padding=1)
+
+
+class ResBlock(nn.Module):
+    """norm, swish, conv, twice, around a shortcut."""
+
+    def __init__(self, inputs: int, outputs: int, groups: int) -> None:
+        super().__init__()
+        self.norm1 = _norm(inputs, groups)
+        self.conv1 = _conv3(inputs, outputs)
+        self.norm2 = _norm(outputs, groups)
+        self.conv2 = _conv3(outputs, outputs)
+        # Where the width stays the same the checkpoints have no shortcut weight.
+        self.nin_shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.conv1(F.silu(self.norm1(x)))  # [B, outputs, H, W]
+        h = self.conv2(F.silu(self.norm2(h)))  # [B, outputs, H, W]
+        return h + (x if self.nin_shortcut is None else self.nin_shortcut(x))
+
+
+class AttnBlock(nn.Module):
+    """Single-head self-attention over the pixels of a feature map."""
+
+    def __init__(self, channels: int, groups: int) -> None:
+        super().__init__()
+        self.norm = _norm(channels, groups)
+        self.q = nn.Conv2d(channels, channels, 1)
+        self.k = nn.Conv2d(channels, channels, 1)
+        self.v = nn.Conv2d(channels, channels, 1)
+        self.proj_out = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)  # [B, C, H, W]
+        q, k, v = (f(h).flatten(2).transpose(1, 2) for f in (self.q, self.k, self.v))  # [B, HW, C]
+        h = F.scaled_dot_product_attention(q, k, v)  # [B, HW, C], scaled by C ** -0.5
+        return x + self.proj_out(h.transpose(1, 2).reshape(x.shape))
+
+
+class Downsample(nn.Module):
+    """Halve the grid with a strided convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # The checkpoints were trained with padding on the right and the bottom only.
+        return self.conv(F.pad(x, (0, 1, 0, 1)))
+
+
+class Upsample(nn.Module):
+    """Double the grid: nearest neighbour, then a convolution."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv = _conv3(channels, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.interpolate(x, scale_factor=2.0, mode="nearest"))
+
+
+class Level(nn.Module):
+    """The blocks at one resolution, with attention if any, then a change of resolution if any."""
+
+    def __init__(
+        self, inputs: int, outputs: int, blocks: int, groups: int, attention: bool
+    ) -> None:
+        super().__init__()
+        widths = [inputs] + [outputs] * blocks
+        self.res = nn.ModuleList(
+            ResBlock(a, b, groups) for a, b in zip(widths[:-1], widths[1:], strict=True)
+        )
+        count = blocks if attention else 0
+        self.attn = nn.ModuleList(AttnBlock(outputs, groups) for _ in range(count))
+        self.downsample: Downsample | None = None
+        self.upsample: Upsample | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, block in enumerate(self.res):
+            x = block(x)
+            if len(self.attn):
+                x = self.attn[index](x)
+        for resample in (self.downsample, self.upsample):
+            x = x if resample is None else resample(x)
+        return x
+
+
+def _middle(channels: int, groups: int) -> nn.ModuleList:
+    return nn.ModuleList(
+        [
+            ResBlock(channels, channels, groups),
+            AttnBlock(channels, groups),
+            ResBlock(channels, channels, groups),
+        ]
+    )
+
+
+class Encoder(nn.Module):
+    """Images to continuous latents."""
+
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__()
+        width, last = config.channels, len(config.multipliers) - 1
+        self.conv_in = _conv3(3, width)
+        self.conv_blocks = nn.ModuleList()
+        for index, multiplier in enumerate(config.multipliers):
+            outputs = config.channels * multiplier
+            level = Level(width, outputs, config.res_blocks, config.groups, index == last)
+            width = outputs
+            if index != last:
+                level.downsample = Downsample(width)
+            self.conv_blocks.append(level)
+        self.mid = _middle(width, config.groups)
+        self.norm_out = _norm(width, config.groups)
+        self.conv_out = _conv3(width, config.z_channels)
+
+    def forward(self, images: Tensor) -> Tensor:
+        h = self.conv_in(images)  # [B, channels, H, W]
+        for block in (*self.conv_blocks, *self.mid):
+            h = block(h)
+        return self.conv_out(F.silu(self.norm_out(h)))  # [B, z_channels, h, w]
+
+
+class Decoder(nn.Module):
+    """Quantised latents to images: the encoder mirrored, with one block more a level."""
+
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__()
+        last = len(config.multipliers) - 1
+        width = config.channels * config.multipliers[last]
+        self.conv_in = _conv3(config.z_channels, width)
+        self.mid = _middle(width, config.groups)
+        self.conv_blocks = nn.ModuleList()
+        for index in range(last, -1, -1):
+            outputs = config.channels * config.multipliers[index]
+            level = Level(width, outputs, config.res_blocks + 1, config.groups, index == last)
+            width = outputs
+            if index != 0:
+                level.upsample = Upsample(width)
+            self.conv_blocks.append(level)
+        self.norm_out = _norm(width, config.groups)
+        self.conv_out = _conv3(width, 3)
+
+    def forward(self, z: Tensor) -> Tensor:
+        h = self.conv_in(z)  # [B, deepest width, h, w]
+        for block in (*self.mid, *self.conv_blocks):
+            h = block(h)
+        return self.conv_out(F.silu(self.norm_out(h)))  # [B, 3, H, W]
+
+
+class Codebook(nn.Module):
+    """The table of codes, under the name the checkpoints give it."""
+
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__()
+        self.normalize = config.normalize_codebook
+        self.embedding = nn.Embedding(config.codebook_size, config.code_dim)
+
+    def project(self, vectors: Tensor) -> Tensor:
+        """Onto the sphere the codes live on, where the codebook is normalised."""
+        return F.normalize(vectors, dim=-1) if self.normalize else vectors
+
+    def nearest(self, z: Tensor) -> Tensor:
+        """The code nearest to each vector: [..., code_dim] to [...] int64."""
+        # Never in bfloat16: neighbouring codes of a large codebook are closer than its rounding.
+        with torch.autocast(z.device.type, enabled=False):
+            table = self.project(self.embedding.weight.float())  # [V, code_dim]
+            # |z - e|^2 without the |z|^2 that all codes share, negated and halved.
+            bias = -0.5 * table.square().sum(-1)  # [V]
+            flat = self.project(z.float()).reshape(-1, table.shape[1])  # [n, code_dim]
+            parts = flat.split(SEARCH_ROWS)
+            codes = [torch.addmm(bias, part, table.T).argmax(-1) for part in parts]
+            return torch.cat(codes).reshape(z.shape[:-1])
+
+    def look_up(self, codes: Tensor) -> Tensor:
+        """The vectors of the codes: [...] int to [..., code_dim]."""
+        return self.project(self.embedding(codes))
+
+
+class VQModel(nn.Module):
+    """A tokenizer: `encode` images to codes, `decode_codes` back to images."""
+
+    def __init__(self, config: VQConfig | None = None) -> None:
+        super().__init__()
+        self.config = config or VQConfig()
+        self.encoder = Encoder(self.config)
+        self.decoder = Decoder(self.config)
+        self.quantize = Codebook(self.config)
+        self.quant_conv = nn.Conv2d(self.config.z_channels, self.config.code_dim, 1)
+        self.post_quant_conv = nn.Conv2d(self.config.code_dim, self.config.z_channels, 1)
+
+    def latents(self, images: Tensor) -> Tensor:
+        """Images [B, 3, H, W] in [-1, 1] to latents before quantisation, [B, h, w, code_dim]."""
+        z = self.quant_conv(self.encoder(images))  # [B, code_dim, h, w]
+        return self.quantize.project(z.permute(0, 2, 3, 1).float())
+
+    def decode_latents(self, z: Tensor) -> Tensor:
+        """Code vectors [B, h, w, code_dim] to images [B, 3, H, W], not clamped."""
+        weight = self.post_quant_conv.weight
+        z = z.permute(0, 3, 1, 2).to(weight.dtype)  # [B, code_dim, h, w]
+        return cast(Tensor, self.decoder(self.post_quant_conv(z)))
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Images [B, 3, H, W] in [-1, 1] to codes [B, h, w] int64."""
+        return self.quantize.nearest(self.latents(images))
+
+    def decode_codes(self, codes: Tensor) -> Tensor:
+        """Codes [B, N] int, row by row on a square grid, to images [B, 3, H, W] in [-1, 1]."""
+        grid = math.isqrt(codes.shape[1])
+        if grid * grid != codes.shape[1]:
+            raise ValueError(f"{codes.shape[1]} codes do not fill a square grid")
+        z = self.quantize.look_up(codes.reshape(-1, grid, grid))  # [B, grid, grid, code_dim]
+        return self.decode_latents(z).float().clamp(-1, 1)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """A training pass: images drawn [B, 3, H, W], latents [B, h, w, code_dim], codes [B, h, w].
+
+        The straight-through estimator: the decoder sees the codes' vectors, and their gradient goes
+        to the latents.
+        """
+        z = self.latents(images)  # [B, h, w, code_dim]
+        with torch.no_grad():
+            codes = self.quantize.nearest(z)  # [B, h, w]
+        chosen = self.quantize.look_up(codes)  # [B, h, w, code_dim]
+        return self.decode_latents(z + (chosen - z).detach()), z, codes

@@ -1,0 +1,126 @@
+"""From logits to laws, and from laws to tokens. All of it float32, the same for every method.
+
+Settings are tensors, one value per image, so that a batch may mix them without another capture. What
+a batch does not use at all (top-k, top-p) is left out when the step is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Settings:
+    """Sampling settings of a batch on the device. A greedy image has temperature 1 and no filters."""
+
+    cfg_scale: Tensor  # [B] float32
+    temperature: Tensor  # [B] float32
+    top_k: Tensor  # [B] int64, V when unused
+    top_p: Tensor  # [B] float32, 1 when unused
+    greedy: Tensor  # [B] bool
+
+
+def guide(logits: Tensor, settings: Settings, guidance: bool) -> Tensor:
+    """Classifier-free guidance: u + s (c - u).
+
+    Args:
+        logits: [R, T, V]; with guidance the first half of the rows is conditional.
+
+    Returns [B, T, V] float32.
+    """
+    logits = logits.float()
+    if not guidance:
+        return logits
+    conditional, unconditional = logits.chunk(2)
+    scale = settings.cfg_scale[:, None, None]
+    return unconditional + scale * (conditional - unconditional)
+
+
+def law(logits: Tensor, settings: Settings, max_top_k: int, use_top_p: bool) -> Tensor:
+    """Temperature, then top-p, then top-k, then softmax.
+
+    Args:
+        logits: [B, T, V] float32 after guidance.
+        max_top_k: largest top-k in the batch, 0 when no image uses it. Ties with the k-th stay in.
+        use_top_p: whether any image uses top-p; the token that crosses the bound stays in.
+
+    Returns probabilities [B, T, V] float32.
+    """
+    logits = logits / settings.temperature[:, None, None]
+    floor = float("-inf")
+    keep = torch.ones_like(logits, dtype=torch.bool)
+    if use_top_p:
+        ordered = logits.softmax(-1).sort(-1, descending=True).values
+        before = ordered.cumsum(-1) - ordered  # mass of likelier tokens
+        inside = before < settings.top_p[:, None, None]
+        # The least probability that is still inside; equal ones cannot be told apart and stay too.
+        threshold = ordered.masked_fill(~inside, 1.0).amin(-1, keepdim=True)
+        keep = keep & ((logits.softmax(-1) >= threshold) | (settings.top_p >= 1)[:, None, None])
+    if max_top_k:
+        largest = logits.topk(max_top_k, -1).values  # [B, T, max_top_k]; only its values are used
+        rank = settings.top_k.clamp(max=max_top_k) - 1
+        rank = rank[:, None, None].expand(-1, logits.shape[1], 1)
+        limited = (settings.top_k <= max_top_k)[:, None, None]
+        keep = keep & ((logits >= largest.gather(-1, rank)) | ~limited)
+    if use_top_p or max_top_k:
+        logits = torch.where(keep, logits, floor)
+    return logits.softmax(-1)
+
+
+def choose(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """One token per law by inverse CDF: the first whose cumulative mass exceeds u.
+
+    Args:
+        probabilities: [..., V], need not sum to exactly 1.
+        uniform: [...] in [0, 1).
+
+    Returns [...] int64.
+    """
+    mass = probabilities.cumsum(-1)
+    return pick(mass, uniform[..., None] * mass[..., -1:])[..., 0]
+
+
+def pick(mass: Tensor, target: Tensor) -> Tensor:
+    """Index of the interval of a cumulative mass [..., V] that holds each target [..., n]."""
+    index = torch.searchsorted(mass, target.contiguous(), right=True)
+    return index.clamp(max=mass.shape[-1] - 1)
+
+
+def choose_distinct(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """Tokens drawn one after the other without replacement, one uniform each.
+
+    The law is that of sequential draws: x_i follows the law restricted to what is left. Instead of a new
+    cumulative sum for each draw, the target is shifted past the intervals that are gone.
+
+    Args:
+        probabilities: [..., V].
+        uniform: [..., c] in [0, 1).
+
+    Returns [..., c] int64. Once no mass is left the tokens are arbitrary; they have probability 0 or were
+    drawn before, and acceptance skips such a draft.
+    """
+    mass = probabilities.cumsum(-1)  # [..., V]
+    total = mass[..., -1]  # [...]
+    tokens: list[Tensor] = []
+    starts: list[Tensor] = []  # where each drawn interval begins
+    sizes: list[Tensor] = []
+    for draw in range(uniform.shape[-1]):
+        left = total - sum(sizes) if sizes else total
+        target = uniform[..., draw] * left.clamp(min=0)
+        shifted = target
+        for start, size in zip(starts, sizes, strict=True):
+            # The interval's start once all other drawn intervals before it are cut out.
+            gone = sum(
+                torch.where(other < start, width, 0.0)
+                for other, width in zip(starts, sizes, strict=True)
+            )
+            shifted = shifted + torch.where(target >= start - gone, size, 0.0)
+        token = pick(mass, shifted[..., None])  # [..., 1]
+        size = probabilities.gather(-1, token)[..., 0]
+        tokens.append(token[..., 0])
+        starts.append(mass.gather(-1, token)[..., 0] - size)
+        sizes.append(size)
+    return torch.stack(tokens, -1)

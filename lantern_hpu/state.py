@@ -1,0 +1,126 @@
+"""Every tensor that decoding changes, allocated once.
+
+A step writes these tensors in place, with indices it computes on the device; their addresses, shapes and
+dtypes never change, which is what lets a graph be recorded once and replayed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from lantern_hpu.accept import Bounds
+from lantern_hpu.cache import KVCache
+from lantern_hpu.models.transformer import TransformerConfig
+from lantern_hpu.sampling import Settings
+from lantern_hpu.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What decides the shapes of a state, and with them which graph can serve it."""
+
+    images: int  # B
+    guidance: bool  # two rows an image
+    tree: DraftTree
+    block: int  # most steps between two host reads; uniforms are copied in for that many
+
+    @property
+    def rows(self) -> int:
+        """R, sequences on the device."""
+        return self.images * (2 if self.guidance else 1)
+
+    @property
+    def draws(self) -> int:
+        """Uniforms a step takes for an image: drafts, acceptance, bonus token."""
+        return self.tree.size - 1 + self.tree.depth * self.tree.max_children + 1
+
+
+@dataclass
+class DecodeState:
+    """The state of one batch. Position 0 is the first condition slot; image token t has slot P + t."""
+
+    # Set by the host before a batch
+    prefix: Tensor  # [R, P, H] condition embeddings
+    valid: Tensor  # [R, S] bool, False at padded condition slots
+    settings: Settings
+    bounds: Bounds
+    first_uniform: Tensor  # [B] float32, for the token that prefill draws
+    uniforms: Tensor  # [block, B, draws] float32
+    # Changed by prefill and step
+    cursor: Tensor  # [1] int64, which of `uniforms` is next
+    count: Tensor  # [B] int64, t: image tokens whose keys and values are in the cache
+    tokens: Tensor  # [B * (N + D + 1)] int64, flat; tokens 0 .. t of each image are final
+    root: Tensor  # [B] int64, token t, not yet in the cache
+    target_cache: KVCache
+    drafter_cache: KVCache | None
+    pending_tokens: Tensor  # [B, D + 1] int64, tokens the drafter has not seen
+    pending_features: Tensor  # [R, D + 1, H], the target's features before them
+    pending_count: Tensor  # [B] int64, how many of them are real
+    # Statistics, kept on the device so that they cost no host read
+    steps: Tensor  # [B] int64, steps until the image was done
+    accepted: Tensor  # [B, D] int64, steps that accepted a draft at depth d + 1
+    relaxed: Tensor  # [B] int64, drafts accepted only thanks to neighbours
+
+    @classmethod
+    def allocate(
+        cls, config: TransformerConfig, shapes: Shapes, dtype: torch.dtype, device: torch.device
+    ) -> DecodeState:
+        """Zeros everywhere, with room for `shapes` of one model."""
+        b, r, depth = shapes.images, shapes.rows, shapes.tree.depth
+        s = capacity(config, shapes.tree)
+
+        def whole(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        def real(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        def cache(layers: int) -> KVCache:
+            return KVCache.allocate(layers, r, s, config.kv, config.head_dim, dtype, device)
+
+        yes = torch.zeros(b, dtype=torch.bool, device=device)
+        return cls(
+            prefix=real(r, config.prefix, config.dim, dtype=dtype),
+            valid=torch.ones(r, s, dtype=torch.bool, device=device),
+            settings=Settings(real(b), real(b), whole(b), real(b), yes),
+            bounds=Bounds(whole(b), real(b), real(b)),
+            first_uniform=real(b),
+            uniforms=real(shapes.block, b, shapes.draws),
+            cursor=whole(1),
+            count=whole(b),
+            tokens=whole(b * (config.tokens + depth + 1)),
+            root=whole(b),
+            target_cache=cache(config.layers),
+            drafter_cache=cache(1) if depth else None,
+            pending_tokens=whole(b, depth + 1),
+            pending_features=real(r, depth + 1, config.dim, dtype=dtype),
+            pending_count=whole(b),
+            steps=whole(b),
+            accepted=whole(b, depth),
+            relaxed=whole(b),
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors by dotted name, those of nested dataclasses included."""
+        return dict(walk_tensors("", self))
+
+
+def walk_tensors(prefix: str, value: object) -> list[tuple[str, Tensor]]:
+    """Tensors of a dataclass and the dataclasses inside it."""
+    found: list[tuple[str, Tensor]] = []
+    for field in fields(value):  # type: ignore[arg-type]
+        part = getattr(value, field.name)
+        if isinstance(part, Tensor):
+            found.append((prefix + field.name, part))
+        elif hasattr(part, "__dataclass_fields__"):
+            found += walk_tensors(f"{prefix}{field.name}.", part)
+    return found
+
+
+def capacity(config: TransformerConfig, tree: DraftTree) -> int:
+    """S: prefix, image and one tree beyond them, so that a finished image still writes into its own row."""
+    need = config.prefix + config.tokens + max(tree.size, tree.depth + 1)
+    return -(-need // 64) * 64
