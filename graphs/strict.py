@@ -88,7 +88,8 @@ def check_rules(function: nn.Module, state: State) -> None:
     twin = fake_like(state, mode)
     try:
         with torch.no_grad(), mode, Rules():
-            torch.func.functional_call(function, fakes, (twin,))
+            # Parts shared by two modules are one object: tying them again would not be undone.
+            torch.func.functional_call(function, fakes, (twin,), tie_weights=False)
     except CaptureError as error:
         raise CaptureError(f"{type(function).__name__} cannot be captured", str(error)) from error
     except Exception as error:  # fake tensors raise many types for host reads and dynamic shapes

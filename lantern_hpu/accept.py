@@ -53,6 +53,8 @@ class Acceptance(nn.Module):
     above: Tensor
     priority: Tensor
     path: Tensor
+    neighbours: Tensor | None
+    nearness: Tensor | None
 
     def __init__(
         self, tree: DraftTree, neighbours: Tensor | None = None, residual: Residual = "sound"
@@ -100,7 +102,7 @@ class Acceptance(nn.Module):
         sums = source.gather(-1, near).cumsum(-1)
         bound = bounds.delta[:, None] + bounds.factor[:, None] * own
         inside = (sums <= bound[..., None]) & (self.nearness < bounds.k[:, None, None])
-        return torch.where(inside, sums, 0.0).amax(-1)
+        return (sums * inside).amax(-1)
 
     def published_zeros(self, q: Tensor, token: Tensor, lent: Tensor, bounds: Bounds) -> Tensor:
         """q [B, V] without the first k + 1 neighbours of token [B, 1], where any mass was lent.
@@ -111,7 +113,7 @@ class Acceptance(nn.Module):
             return q
         near = self.neighbours[token[:, 0]]  # [B, K]
         struck = (self.nearness <= bounds.k[:, None]) & (lent > 0)
-        return q.scatter(1, near, torch.where(struck, 0.0, q.gather(1, near)))
+        return q.scatter(1, near, q.gather(1, near) * ~struck)
 
     def siblings(
         self,

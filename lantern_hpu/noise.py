@@ -24,7 +24,8 @@ def uniforms(seed: int, step: int, slots: int) -> NDArray[np.float32]:
 
     Returns [slots] float32 in [0, 1).
     """
-    generator = np.random.Philox(key=[seed, STREAM], counter=[0, step, 0, 0])
+    key = np.array([seed, STREAM], dtype=np.uint64)  # a list of mixed sizes would become float64
+    generator = np.random.Philox(key=key, counter=[0, step, 0, 0])
     # 24 bits fill a float32 exactly, so that 1.0 cannot come out by rounding.
     return (generator.random_raw(slots) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 

@@ -50,7 +50,6 @@ def law(logits: Tensor, settings: Settings, max_top_k: int, use_top_p: bool) -> 
     Returns probabilities [B, T, V] float32.
     """
     logits = logits / settings.temperature[:, None, None]
-    floor = float("-inf")
     keep = torch.ones_like(logits, dtype=torch.bool)
     if use_top_p:
         ordered = logits.softmax(-1).sort(-1, descending=True).values
@@ -66,7 +65,7 @@ def law(logits: Tensor, settings: Settings, max_top_k: int, use_top_p: bool) -> 
         limited = (settings.top_k <= max_top_k)[:, None, None]
         keep = keep & ((logits >= largest.gather(-1, rank)) | ~limited)
     if use_top_p or max_top_k:
-        logits = torch.where(keep, logits, floor)
+        logits = logits.masked_fill(~keep, float("-inf"))
     return logits.softmax(-1)
 
 
@@ -114,10 +113,10 @@ def choose_distinct(probabilities: Tensor, uniform: Tensor) -> Tensor:
         for start, size in zip(starts, sizes, strict=True):
             # The interval's start once all other drawn intervals before it are cut out.
             gone = sum(
-                torch.where(other < start, width, 0.0)
+                width * (other < start)
                 for other, width in zip(starts, sizes, strict=True)
             )
-            shifted = shifted + torch.where(target >= start - gone, size, 0.0)
+            shifted = shifted + size * (target >= start - gone)
         token = pick(mass, shifted[..., None])  # [..., 1]
         size = probabilities.gather(-1, token)[..., 0]
         tokens.append(token[..., 0])

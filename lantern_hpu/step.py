@@ -10,6 +10,7 @@ entry, L - 1, already holds the root.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -127,6 +128,8 @@ def at(x: Tensor, index: Tensor) -> Tensor:
 class Prefill(nn.Module):
     """The condition through target and drafter, and the first image token."""
 
+    first: Tensor
+
     def __init__(self, target: Target, drafter: Drafter | None, plan: Plan) -> None:
         super().__init__()
         self.target, self.drafter = target, drafter
@@ -221,13 +224,15 @@ class Level(nn.Module):
 class Drafting(nn.Module):
     """The drafter's part of a step: catch up with the accepted tokens, then grow the tree."""
 
+    levels: Sequence[Level]  # an nn.ModuleList
+
     def __init__(self, target: Target, drafter: Drafter, plan: Plan, slots: Slots) -> None:
         super().__init__()
         self.drafter, self.slots = drafter, slots
         self.sampler = Sampler(target, plan)
         tree = plan.shapes.tree
         self.width = tree.depth + 1
-        self.levels = nn.ModuleList(Level(tree, depth) for depth in range(tree.depth))
+        self.levels = nn.ModuleList(Level(tree, depth) for depth in range(tree.depth))  # type: ignore[assignment]
 
     def run(
         self, tokens: Tensor, features: Tensor, slot: Tensor, sees: Tensor, where: Tensor, state: DecodeState

@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from html import escape
 from pathlib import Path as FilePath
 
 from lantern_hpu.errors import LanternError, TreeError, choices
@@ -257,7 +258,7 @@ def as_svg(tree: DraftTree, step: int = 30, margin: int = 24) -> str:
             f'<circle cx="{x:.1f}" cy="{y:.1f}" r="10" fill="{fill}"/>'
             f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle" fill="#fff">{label}</text>'
         )
-    title = f"{tree.name}: {tree.size - 1} drafts + root, depth {tree.depth}"
+    title = escape(f"{tree.name}: {tree.size - 1} drafts + root, depth {tree.depth}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">'

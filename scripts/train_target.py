@@ -2,9 +2,10 @@
 
     python scripts/train_target.py --data-dir data --minutes 70
 
-needs `codes.npz` and `words.json` (scripts/encode_icons.py) and writes `target.safetensors` and `target.json`.
-Weights train in bfloat16 beside float32 masters, in micro-batches small enough for the processor's cache:
-on two cores that is several times faster than one large batch. `--resume` goes on after an interruption.
+needs `codes.npz` and `words.json` (scripts/encode_icons.py) and writes `target.safetensors` and
+`target.json`. Weights train in bfloat16 beside float32 masters, in micro-batches small enough
+for the processor's cache: on two cores that is several times faster than one large batch. `--resume` goes on
+after an interruption.
 """
 
 from __future__ import annotations

@@ -1,0 +1,212 @@
+"""Measure methods side by side, with the same weights, sampler, seeds and batch, in one run.
+
+    python -m lantern_hpu.bench --output bench.json
+
+Every figure is measured on this machine. Each (method, graph mode, batch size) is warmed up - captured and
+replayed - before its images are timed, and the warm-up is reported, not hidden. The ratio of each row is
+against `ar` in the same graph mode and batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lantern_hpu.config import METHODS, Request, choose_method
+from lantern_hpu.errors import LanternError, OptionError, choices
+
+if TYPE_CHECKING:
+    from lantern_hpu.pipeline import LanternPipeline
+
+PROMPTS = (
+    "a red apple",
+    "a yellow sun",
+    "a blue fish",
+    "a green tree",
+    "a smiling face",
+    "a black cat",
+    "a purple heart",
+    "a pizza",
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lantern_hpu.bench",
+        description="Measure methods side by side on one device.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--model", default="builtin", help="`builtin`, or a model folder")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--methods", default=",".join(METHODS), help="comma-separated")
+    parser.add_argument("--tree", default=None, help="for methods that draft")
+    parser.add_argument("--graphs", default="eager", help="comma-separated graph modes")
+    parser.add_argument("--batch-sizes", default="1,8", help="comma-separated")
+    parser.add_argument("--images", type=int, default=8, help="timed images of each row, at least")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=None, metavar="FILE.json")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
+    return parser
+
+
+def split(text: str, name: str) -> list[str]:
+    """A comma-separated option."""
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise OptionError(f"{name} is empty")
+    return parts
+
+
+def sizes_of(text: str) -> list[int]:
+    """`--batch-sizes` as numbers."""
+    try:
+        sizes = [int(part) for part in split(text, "--batch-sizes")]
+    except ValueError as error:
+        raise OptionError(f"--batch-sizes is {text!r}", "expected numbers such as 1,8") from error
+    if min(sizes) < 1:
+        raise OptionError(f"--batch-sizes is {text!r}", "a batch holds 1 image or more")
+    return sizes
+
+
+def measure(
+    pipeline: LanternPipeline, method: str, tree: str | None, batch: int, images: int, seed: int
+) -> dict[str, Any]:
+    """One row of the table: `images` images (rounded up to whole batches) of one method."""
+    chosen, relaxation = choose_method(method, None if method == "ar" else tree)
+    count = -(-images // batch) * batch
+    requests = [
+        Request(PROMPTS[i % len(PROMPTS)], seed + i, pipeline.model.sampling, relaxation)
+        for i in range(count)
+    ]
+    began = time.perf_counter()
+    pipeline.draw(requests[:batch], chosen, batch)  # warm-up: capture and a whole batch of replays
+    warm = time.perf_counter() - began
+    seconds, records, reads, recompiles, decode = [], [], 0, 0, 0.0
+    for start in range(0, count, batch):
+        began = time.perf_counter()
+        result = pipeline.draw(requests[start : start + batch], chosen, batch)
+        seconds.append(time.perf_counter() - began)
+        records += result.records
+        reads += result.graph["host_reads"]
+        recompiles += result.graph["recompiles_after_warmup"]
+        decode += result.timing["decode_s"]
+    steps = sum(record.steps for record in records)
+    depth = len(records[0].accepted_by_depth)
+    return {
+        "method": method,
+        "tree": chosen.name,
+        "graphs": pipeline.graphs,
+        "batch_size": batch,
+        "images": count,
+        "warmup_s": warm,
+        "batch_seconds": seconds,
+        "seconds_per_image": sum(seconds) / count,
+        "p50_batch_s": statistics.median(seconds),
+        "images_per_second": count / sum(seconds),
+        "vq_decode_s_per_image": decode / count,
+        "tokens_per_step": sum(r.tokens - 1 for r in records) / steps,
+        "ms_per_step": 1000 * (sum(seconds) - decode) / (steps / batch),
+        "accepted_by_depth": [
+            sum(r.accepted_by_depth[d] for r in records) / steps for d in range(depth)
+        ],
+        "relaxed_accepts_per_image": sum(r.relaxed_accepts for r in records) / count,
+        "host_reads_per_image": reads / count,
+        "recompiles_after_warmup": recompiles,
+        "peak_memory_bytes": pipeline.backend.memory().peak,
+    }
+
+
+def add_ratios(rows: list[dict[str, Any]]) -> None:
+    """Speed against `ar` of the same graph mode and batch; None where `ar` was not measured."""
+    base = {
+        (r["graphs"], r["batch_size"]): r["seconds_per_image"] for r in rows if r["method"] == "ar"
+    }
+    for row in rows:
+        against = base.get((row["graphs"], row["batch_size"]))
+        row["speed_against_ar"] = against / row["seconds_per_image"] if against else None
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as a Markdown table."""
+    lines = [
+        "| method | graphs | batch | s an image | images/s | tokens a step | ms a step | x ar | host reads |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ratio = row["speed_against_ar"]
+        lines.append(
+            f"| {row['method']} | {row['graphs']} | {row['batch_size']} "
+            f"| {row['seconds_per_image']:.2f} | {row['images_per_second']:.2f} "
+            f"| {row['tokens_per_step']:.2f} | {row['ms_per_step']:.1f} "
+            f"| {'' if ratio is None else f'{ratio:.2f}'} | {row['host_reads_per_image']:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """All rows, with a line of progress each."""
+    methods, modes = split(args.methods, "--methods"), split(args.graphs, "--graphs")
+    sizes = sizes_of(args.batch_sizes)
+    for method in methods:
+        if method not in METHODS:
+            raise OptionError(f"unknown method {method!r}", hint=choices(METHODS))
+        choose_method(method, None if method == "ar" else args.tree)
+    if args.images < 1:
+        raise OptionError(f"--images is {args.images}", "allowed: 1 or more")
+    if args.output:
+        from lantern_hpu.results import check_free
+
+        check_free([args.output], args.force)
+    from tqdm import tqdm
+
+    from lantern_hpu.pipeline import LanternPipeline
+
+    rows: list[dict[str, Any]] = []
+    bar = tqdm(total=len(modes) * len(sizes) * len(methods), unit="row", file=sys.stderr)
+    for mode in modes:
+        pipeline = LanternPipeline.from_pretrained(args.model, args.device, args.dtype, mode)
+        for size in sizes:
+            for method in methods:
+                bar.set_description(f"{method}, {mode}, batch {size}")
+                rows.append(measure(pipeline, method, args.tree, size, args.images, args.seed))
+                bar.update()
+    bar.close()
+    add_ratios(rows)
+    return {
+        "kind": "lantern_hpu.bench",
+        "date": datetime.date.today().isoformat(),
+        "command": "python -m lantern_hpu.bench " + " ".join(sys.argv[1:]),
+        "model": pipeline.model.name,
+        "dtype": str(pipeline.model.target.head.weight.dtype).removeprefix("torch."),
+        "environment": pipeline.environment(),
+        "rows": rows,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `bench` command; returns the exit code."""
+    args = make_parser().parse_args(argv)
+    try:
+        result = run(args)
+        print(table(result["rows"]))
+        if args.output:
+            from lantern_hpu.results import write_file
+
+            write_file(args.output, json.dumps(result, indent=2).encode(), args.force)
+            print(f"wrote {args.output}")
+    except LanternError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,297 @@
+"""Draw images from prompts.
+
+    python -m lantern_hpu.generate --prompt "a red apple" --output apple.png
+
+A thin command: it parses, checks where results will go, and hands over to `LanternPipeline`. torch is
+imported only once everything that can be refused without it has been refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lantern_hpu import __version__
+from lantern_hpu.backends import BACKENDS
+from lantern_hpu.config import METHODS, Relaxation, Request, Sampling, choose_method
+from lantern_hpu.errors import LanternError, OptionError
+from lantern_hpu.graphs import RUNNERS
+from lantern_hpu.tree import NAMED
+
+if TYPE_CHECKING:
+    from lantern_hpu.pipeline import Event, LanternPipeline
+    from lantern_hpu.results import GenerationResult
+    from lantern_hpu.tree import DraftTree
+
+DEFAULT_METHOD = "lantern++"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lantern_hpu.generate",
+        description="Draw images from prompts.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    what = parser.add_argument_group("what to draw")
+    what.add_argument("--prompt", action="append", default=[], help="repeat for several")
+    what.add_argument("--prompts-file", type=Path, metavar="FILE", help=".txt (one a line), .tsv or .json")
+    what.add_argument("--from-png", type=Path, metavar="FILE", help="draw the same image again")
+    what.add_argument("--num-images", type=int, default=1, help="images of each prompt")
+    what.add_argument("--seed", type=int, default=0, help="of the first image; the next take the next numbers")
+    where = parser.add_argument_group("where it goes")
+    where.add_argument("--output", type=Path, default=Path("out"), help="a .png file, or a folder")
+    where.add_argument("--force", action="store_true", help="replace existing files")
+    where.add_argument("--grid", action="store_true", help="one sheet of all images")
+    where.add_argument("--report", type=Path, metavar="FILE.json", help="acceptance, timing, graph, settings")
+    where.add_argument("--save-tokens", type=Path, metavar="FILE.npz", help="the image tokens")
+    where.add_argument("--preview-every", type=int, default=0, metavar="ROWS", help="write a preview")
+    how = parser.add_argument_group("how it runs")
+    how.add_argument("--model", default="builtin", help="`builtin`, or a model folder")
+    how.add_argument("--device", default="auto", help=f"auto, {', '.join(BACKENDS)}")
+    how.add_argument("--graphs", default="auto", help=f"auto, {', '.join(RUNNERS)}")
+    how.add_argument("--dtype", default="auto", help="auto, or one the device offers")
+    how.add_argument("--batch-size", type=int, default=None, help="images decoded together (8 at most if unset)")
+    method = parser.add_argument_group("method")
+    method.add_argument(
+        "--method",
+        default=DEFAULT_METHOD,
+        help="; ".join(f"{name}: {text}" for name, text in METHODS.items()),
+    )
+    method.add_argument("--tree", default=None, help=f"{', '.join(NAMED)}, or a .json file")
+    method.add_argument("--relax-k", type=int, default=None, help="neighbours that may stand in")
+    method.add_argument("--relax-delta", type=float, default=None, help="additive bound, 0 to 1")
+    method.add_argument("--relax-lambda", type=float, default=None, help="multiplicative bound, 1 or more")
+    method.add_argument("--residual", default="sound", help="sound, or official as published")
+    sampling = parser.add_argument_group("sampling (default: the model's own)")
+    sampling.add_argument("--cfg-scale", type=float, default=None, help="guidance; 1 is off")
+    sampling.add_argument("--temperature", type=float, default=None, help="0 is greedy")
+    sampling.add_argument("--top-k", type=int, default=None, help="0 is off")
+    sampling.add_argument("--top-p", type=float, default=None, help="1 is off")
+    parser.add_argument("--version", action="version", version=f"lantern_hpu {__version__}")
+    return parser
+
+
+def read_prompts(file: Path) -> list[str]:
+    """Prompts of a text file (one a line), a TSV (column `prompt`/`Prompt`, else the first) or a JSON list.
+
+    Raises:
+        OptionError: unreadable, of another kind, or without prompts.
+    """
+    try:
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".json":
+            data = json.loads(text)
+            rows = [row["prompt"] if isinstance(row, dict) else row for row in data]
+        elif file.suffix == ".tsv":
+            lines = list(csv.reader(text.splitlines(), delimiter="\t"))
+            head = [cell.strip().lower() for cell in lines[0]] if lines else []
+            column = head.index("prompt") if "prompt" in head else 0
+            rows = [line[column] for line in lines[1 if "prompt" in head else 0 :] if line]
+        elif file.suffix == ".txt":
+            rows = text.splitlines()
+        else:
+            raise OptionError(f"{file} is of an unknown kind", "expected .txt, .tsv or .json")
+    except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
+        raise OptionError(f"cannot read prompts from {file}", str(error)) from error
+    prompts = [str(row).strip() for row in rows if str(row).strip()]
+    if not prompts:
+        raise OptionError(f"{file} holds no prompts")
+    return prompts
+
+
+def relaxation_of(args: argparse.Namespace) -> Relaxation | None:
+    """The relaxation asked for; None leaves it to the method. A missing k or bound takes its default."""
+    given = (args.relax_k, args.relax_delta, args.relax_lambda)
+    if all(value is None for value in given) and args.residual == "sound":
+        return None
+    lam = args.relax_lambda
+    if lam is None and args.relax_delta is None:
+        lam = 5.0
+    k = 10 if args.relax_k is None else args.relax_k
+    return Relaxation(k, args.relax_delta, lam, args.residual)
+
+
+def sampling_of(args: argparse.Namespace, default: Sampling) -> Sampling:
+    """The model's settings with the ones that were given put in."""
+
+    def pick(value: Any, other: Any) -> Any:
+        return other if value is None else value
+
+    return Sampling(
+        pick(args.cfg_scale, default.cfg_scale),
+        pick(args.temperature, default.temperature),
+        pick(args.top_k, default.top_k),
+        pick(args.top_p, default.top_p),
+    )
+
+
+def result_files(output: Path, prompts: Sequence[str], as_grid: bool) -> tuple[list[Path], Path | None]:
+    """Where each image goes, and the sheet.
+
+    A `.png` output is the image, or with `--grid` the sheet; anything else is a folder.
+
+    Raises:
+        OptionError: one file for several images.
+    """
+    from lantern_hpu.results import slug
+
+    if output.suffix.lower() == ".png":
+        if as_grid:
+            return [], output
+        if len(prompts) > 1:
+            why = f"there are {len(prompts)} images"
+            raise OptionError(f"--output {output} names one file", why, "a folder, or --grid")
+        return [output], None
+    if output.suffix and not output.is_dir():
+        raise OptionError(f"cannot write {output}", "images are PNG files", "a name ending in .png, or a folder")
+    files = [output / f"{index:03d}-{slug(text)}.png" for index, text in enumerate(prompts)]
+    return files, output / "grid.png" if as_grid else None
+
+
+def preview_file(output: Path) -> Path:
+    return output.with_suffix(".preview.png") if output.suffix else output / "preview.png"
+
+
+class Bar:
+    """Progress in image rows, and previews on the way."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from tqdm import tqdm
+
+        self.every, self.file, self.shown = args.preview_every, preview_file(args.output), 0
+        self.bar = tqdm(total=0, unit="row", file=sys.stderr, dynamic_ncols=True, leave=True)
+
+    def __call__(self, event: Event) -> None:
+        self.bar.total = event.total_rows * event.batches
+        self.bar.n = event.batch * event.total_rows + event.rows
+        self.bar.set_postfix_str(f"{event.tokens_per_step:.2f} tokens a step", refresh=False)
+        self.bar.refresh()
+        if self.every and (event.rows < self.shown or event.rows - self.shown >= self.every):
+            from lantern_hpu.results import encode, grid, write_file
+
+            self.shown = event.rows
+            write_file(self.file, encode(grid(event.preview())), force=True)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def again(args: argparse.Namespace) -> dict[str, Any]:
+    """Settings of the image to draw again, put into `args` where they are options."""
+    from lantern_hpu.results import read_png
+
+    if args.prompt or args.prompts_file or args.num_images != 1:
+        raise OptionError("--from-png draws one known image", "--prompt and --num-images contradict it")
+    data = read_png(args.from_png)
+    config = data["config"]
+    args.prompt, args.seed = [data["prompt"]], data["seed"]
+    args.model, args.method, args.dtype = config["model"], config["method"], config["dtype"]
+    return config
+
+
+def plan_run(args: argparse.Namespace) -> tuple[list[str], DraftTree, Relaxation, dict[str, Any] | None]:
+    """All that can be checked before torch is loaded: prompts, tree, relaxation, settings."""
+    from lantern_hpu.tree import DraftTree
+
+    known = again(args) if args.from_png else None
+    prompts = [*args.prompt, *(read_prompts(args.prompts_file) if args.prompts_file else [])]
+    if not prompts:
+        raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
+    if known is not None:
+        tree = DraftTree.from_paths(known["tree"], known["tree_paths"])
+        return prompts, tree, Relaxation(**known["relaxation"]), known
+    tree, relaxation = choose_method(args.method, args.tree, relaxation_of(args))
+    sampling_of(args, Sampling())
+    for prompt in prompts:
+        Request(prompt, args.seed)
+    return prompts, tree, relaxation, None
+
+
+def draw(args: argparse.Namespace) -> GenerationResult:
+    """The whole command after parsing."""
+    prompts, tree, relaxation, known = plan_run(args)
+    if args.num_images < 1:
+        raise OptionError(f"--num-images is {args.num_images}", "allowed: 1 or more")
+    wanted = [prompt for prompt in prompts for _ in range(args.num_images)]
+    from lantern_hpu.results import check_free
+
+    files, sheet = result_files(args.output, wanted, args.grid)
+    extra = [path for path in (sheet, args.report, args.save_tokens) if path is not None]
+    check_free([*files, *extra], args.force)
+    began = time.perf_counter()
+    from lantern_hpu.pipeline import LanternPipeline
+
+    imported = time.perf_counter() - began
+    pipeline = LanternPipeline.from_pretrained(args.model, args.device, args.dtype, args.graphs)
+    sampling = Sampling(**known["sampling"]) if known else sampling_of(args, pipeline.model.sampling)
+    requests = [Request(p, args.seed + i, sampling, relaxation) for i, p in enumerate(wanted)]
+    result = run(pipeline, args, requests, tree)
+    result.timing["import_s"] = round(imported, 4)
+    result.config["method"] = args.method
+    save(result, args, files, sheet)
+    return result
+
+
+def run(
+    pipeline: LanternPipeline, args: argparse.Namespace, requests: list[Request], tree: DraftTree
+) -> GenerationResult:
+    """Draw with a progress bar; warnings about prompts come first."""
+    for prompt in dict.fromkeys(request.prompt for request in requests):
+        for note in pipeline.model.text.notes(prompt):
+            print(f"warning: {prompt!r}: {note}", file=sys.stderr)
+    bar = Bar(args)
+    try:
+        return pipeline.draw(requests, tree, args.batch_size, bar)
+    finally:
+        bar.close()
+
+
+def save(
+    result: GenerationResult, args: argparse.Namespace, files: list[Path], sheet: Path | None
+) -> None:
+    """Write images, sheet, tokens and report, in this order."""
+    from lantern_hpu.results import encode, grid, tokens_file, write_file
+
+    for index, file in enumerate(files):
+        result.records[index].file = str(file)
+        write_file(file, result.png(index), args.force)
+    if sheet:
+        columns = args.num_images if args.num_images > 1 and len(args.prompt) > 1 else None
+        write_file(sheet, encode(grid(result.images, columns)), args.force)
+    if args.save_tokens:
+        write_file(args.save_tokens, tokens_file(result), args.force)
+    if args.report:
+        write_file(args.report, json.dumps(result.report(), indent=2).encode(), args.force)
+
+
+def summary(result: GenerationResult, args: argparse.Namespace) -> str:
+    """One line for the user."""
+    records, timing = result.records, result.timing
+    rate = sum(r.tokens for r in records) / max(sum(r.steps for r in records), 1)
+    seeds = records[0].seed if len(records) == 1 else f"{records[0].seed} to {records[-1].seed}"
+    return (
+        f"{len(records)} image(s), seed {seeds}, {args.method}, {rate:.2f} tokens a step, "
+        f"{timing['generate_s']:.1f} s -> {args.output}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `generate` command; returns the exit code."""
+    args = make_parser().parse_args(argv)
+    try:
+        result = draw(args)
+    except LanternError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(summary(result, args))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""From a model's name to a folder of checked files. Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from lantern_hpu.errors import WeightsError
+
+ASSETS = Path(__file__).parent / "assets"
+CONFIG = "model.json"
+
+
+def resolve(model: str) -> Path:
+    """The folder of a model: `builtin`, or a folder with a `model.json`.
+
+    Raises:
+        WeightsError: nothing of that name.
+    """
+    if model == "builtin":
+        return ASSETS / "builtin"
+    folder = Path(model)
+    if (folder / CONFIG).is_file():
+        return folder
+    if folder.is_dir():
+        raise WeightsError(f"{folder} is not a model", f"it has no {CONFIG}")
+    raise WeightsError(f"unknown model {model!r}", "neither a known name nor a folder", "--model builtin")
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`model.json` of a folder whose files are all there and whole.
+
+    Raises:
+        WeightsError: unreadable configuration; missing files (all are listed); a checksum that differs.
+    """
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+        files: dict[str, str] = config["files"]
+    except (OSError, ValueError, KeyError) as error:
+        raise WeightsError(f"cannot read {folder / CONFIG}", repr(error)) from error
+    missing = [name for name in files if not (folder / name).is_file()]
+    if missing:
+        raise WeightsError(f"files are missing in {folder}", ", ".join(missing), "install the package again")
+    for name, digest in files.items():
+        if sha256(folder / name) != digest:
+            why = "its checksum differs from the one in model.json: damaged, cut off, or another version"
+            raise WeightsError(f"{folder / name} cannot be used", why, "install or download it again")
+    return config
+
+
+def sha256(path: Path) -> str:
+    """Hexadecimal digest of a file.
+
+    Raises:
+        WeightsError: the file cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else (
+                hashlib.sha256(file.read()).hexdigest()
+            )
+    except OSError as error:
+        raise WeightsError(f"cannot read {path}", error.strerror or str(error)) from error

@@ -1,0 +1,107 @@
+"""A model folder: all parts of a text-to-image model that our own scripts train, and the embedded one.
+
+    model.json          sizes, words, default sampling, sha256 of each file
+    target.safetensors  words.*, condition.*, target.*
+    drafter.safetensors
+    vq.safetensors
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from lantern_hpu.config import Sampling
+from lantern_hpu.errors import WeightsError
+from lantern_hpu.hub import read_config
+from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.llamagen import CaptionProjection
+from lantern_hpu.models.text import WordConditioner
+from lantern_hpu.models.transformer import Attention, Target, TransformerConfig, plain_attention
+from lantern_hpu.models.vq import VQConfig, VQModel
+
+
+@dataclass
+class ImageModel:
+    """The parts that turn prompts into images."""
+
+    name: str
+    target: Target
+    drafter: Drafter
+    text: WordConditioner
+    condition: CaptionProjection
+    vq: VQModel
+    sampling: Sampling  # default settings
+
+    def prefix(self, prompts: Sequence[str], guidance: bool) -> tuple[Tensor, Tensor]:
+        """Condition embeddings [R, P, H] and valid [R, P] of a batch of prompts."""
+        condition = self.text.encode(prompts)
+        return self.condition.rows(condition.features, condition.valid, guidance)
+
+    @property
+    def codebook(self) -> Tensor:
+        """[V, code_dim]"""
+        return self.vq.quantize.embedding.weight
+
+
+def transformer_config(values: dict[str, Any]) -> TransformerConfig:
+    """The configuration as JSON holds it."""
+    return TransformerConfig(**{**values, "grid": tuple(values["grid"])})
+
+
+def load_model(
+    folder: Path,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+    attention: Attention = plain_attention,
+) -> ImageModel:
+    """Read a model folder; its files are checked first.
+
+    Raises:
+        WeightsError: files are missing or damaged, or tensors do not fit the configuration.
+    """
+    config = read_config(folder)
+    sizes = transformer_config(config["target"])
+    with torch.device("meta"):  # no random initialisation of what is about to be loaded
+        target = Target(sizes, attention)
+        drafter = Drafter(sizes, **config["drafter"], attention=attention)
+        text = WordConditioner(config["words"], config["caption_dim"], sizes.prefix)
+        condition = CaptionProjection(config["caption_dim"], sizes.dim, sizes.prefix)
+        vq = VQModel(VQConfig(**{**config["vq"], "multipliers": tuple(config["vq"]["multipliers"])}))
+    main = nn.ModuleDict({"words": text, "condition": condition, "target": target})
+    fill(main, folder / "target.safetensors", dtype, device)
+    fill(drafter, folder / "drafter.safetensors", dtype, device)
+    fill(vq, folder / "vq.safetensors", torch.float32, device)
+    sampling = Sampling(**config["sampling"])
+    return ImageModel(config["name"], target, drafter, text, condition, vq, sampling)
+
+
+def fill(module: nn.Module, file: Path, dtype: torch.dtype, device: torch.device | None) -> None:
+    """Put a file's tensors into a module made on `meta`.
+
+    Raises:
+        WeightsError: unreadable file, or names or shapes that differ; the first of each kind is named.
+    """
+    try:
+        tensors = load_file(file)
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"cannot read {file}", str(error)) from error
+    expected = module.state_dict()
+    missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    if missing or extra:
+        why = f"{len(missing)} tensors missing {missing[:3]}, {len(extra)} unknown {extra[:3]}"
+        raise WeightsError(f"{file} does not fit its configuration", why)
+    for name, tensor in tensors.items():
+        if tensor.shape != expected[name].shape:
+            why = f"{name} is {list(tensor.shape)}, expected {list(expected[name].shape)}"
+            raise WeightsError(f"{file} does not fit its configuration", why)
+    moved = {name: tensor.to(device, dtype) for name, tensor in tensors.items()}
+    module.load_state_dict(moved, assign=True)
+    module.requires_grad_(False).eval()

@@ -1,0 +1,324 @@
+"""Text in, images out."""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+import lantern_hpu
+from lantern_hpu import codebook, hub
+from lantern_hpu.backends import get_backend
+from lantern_hpu.backends.base import Backend
+from lantern_hpu.config import EXACT, MAX_SEED, Relaxation, Request, Sampling, choose_method, require
+from lantern_hpu.engine import Decoded, Engine, Progress
+from lantern_hpu.errors import OptionError
+from lantern_hpu.graphs import check_mode
+from lantern_hpu.models.builtin import ImageModel, load_model
+from lantern_hpu.results import GenerationResult, ImageRecord
+from lantern_hpu.state import Shapes
+from lantern_hpu.step import Plan
+from lantern_hpu.tree import DraftTree
+
+MAX_BATCH = 8  # images decoded together unless asked otherwise
+BLOCK = 16  # most steps between two host reads
+DEFAULT_METHOD = "lantern++"
+
+
+@dataclass
+class Event:
+    """A progress event, for a callback.
+
+    Attributes:
+        rows, total_rows: image rows known in the slowest image of the batch.
+        tokens_per_step: mean over the batch so far.
+        preview: draws what is known so far, grey where nothing is; a host read.
+    """
+
+    batch: int
+    batches: int
+    rows: int
+    total_rows: int
+    tokens_per_step: float
+    preview: Callable[[], list[Image.Image]]
+
+
+def to_images(pixels: Tensor) -> list[Image.Image]:
+    """[B, 3, H, W] in [-1, 1] to RGB pictures."""
+    array = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+    return [Image.fromarray(image) for image in array]
+
+
+class LanternPipeline:
+    """A model on a device, ready to draw.
+
+    Engines are built when first needed and kept, so that only the first call of a kind warms up.
+    """
+
+    def __init__(self, model: ImageModel, backend: Backend, graphs: str = "auto") -> None:
+        self.model, self.backend, self.graphs = model, backend, check_mode(backend, graphs)
+        self.engines: dict[Plan, Engine] = {}
+        self.neighbours: dict[int, Tensor] = {}
+        self.load_seconds = 0.0
+
+    @classmethod
+    def from_pretrained(
+        cls, model: str = "builtin", device: str = "auto", dtype: str = "auto", graphs: str = "auto"
+    ) -> LanternPipeline:
+        """Load a model.
+
+        Args:
+            model: `builtin`, or a folder with a `model.json`.
+            device: `auto` or a backend's name.
+            dtype: `auto` or one the device offers.
+            graphs: `auto` or one of the device's graph modes.
+
+        Raises:
+            LanternError: unknown or unusable model, device, dtype or graph mode.
+        """
+        began = time.perf_counter()
+        backend = get_backend(device)
+        check_mode(backend, graphs)
+        folder = hub.resolve(model)
+        loaded = load_model(folder, backend.dtype(dtype), backend.device, backend.attention)
+        pipeline = cls(loaded, backend, graphs)
+        pipeline.load_seconds = time.perf_counter() - began
+        return pipeline
+
+    def __call__(
+        self,
+        prompt: str | Sequence[str],
+        *,
+        num_images: int = 1,
+        seed: int = 0,
+        generator: torch.Generator | None = None,
+        method: str = DEFAULT_METHOD,
+        tree: str | DraftTree | None = None,
+        relaxation: Relaxation | None = None,
+        sampling: Sampling | None = None,
+        batch_size: int | None = None,
+        callback: Callable[[Event], None] | None = None,
+    ) -> GenerationResult:
+        """Draw `num_images` of each prompt.
+
+        Args:
+            seed: of the first image; each further image takes the next number.
+            generator: its initial seed is used instead of `seed`.
+            method: see `config.METHODS`. tree: for methods that draft. relaxation: for `lantern++`.
+            sampling: the model's defaults if not given.
+            batch_size: images decoded together, at most 8 if not given. It does not change the images.
+            callback: called after each host read.
+
+        Raises:
+            LanternError: an option is out of range.
+        """
+        require(num_images >= 1, "--num-images", num_images, "1 or more")
+        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        first = generator.initial_seed() % (MAX_SEED + 1) if generator is not None else seed
+        name = tree.name if isinstance(tree, DraftTree) else tree
+        chosen, bounds = choose_method(method, None if isinstance(tree, DraftTree) else tree, relaxation)
+        if isinstance(tree, DraftTree):
+            chosen = tree
+        settings = sampling or self.model.sampling
+        wanted = [text for text in prompts for _ in range(num_images)]
+        requests = [Request(p, first + i, settings, bounds) for i, p in enumerate(wanted)]
+        result = self.draw(requests, chosen, batch_size, callback)
+        result.config |= {"method": method, "tree": name or chosen.name}
+        return result
+
+    def draw(
+        self,
+        requests: Sequence[Request],
+        tree: DraftTree,
+        batch_size: int | None = None,
+        callback: Callable[[Event], None] | None = None,
+    ) -> GenerationResult:
+        """Draw any mix of requests with one tree; settings may differ from image to image."""
+        if not requests:
+            raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
+        engine, size = self.engine(requests, tree, batch_size)
+        timing = {"import_s": 0.0, "load_s": self.load_seconds, "warmup_s": 0.0, "text_s": 0.0}
+        timing |= {"generate_s": 0.0, "decode_s": 0.0, "ms_per_step": 0.0}
+        began, reads, replays = time.perf_counter(), engine.host_reads, engine.report().replays
+        engine.warm_up()
+        timing["warmup_s"] = time.perf_counter() - began
+        images: list[Image.Image] = []
+        records: list[ImageRecord] = []
+        tokens: list[NDArray[np.int64]] = []
+        batches = [requests[i : i + size] for i in range(0, len(requests), size)]
+        steps = 0
+        for index, batch in enumerate(batches):
+            decoded = self.draw_batch(engine, batch, size, timing, callback, (index, len(batches)))
+            drawn, timing["decode_s"] = self.pixels(decoded.tokens[: len(batch)], timing["decode_s"])
+            images += drawn
+            records += self.records(batch, decoded)
+            tokens.append(decoded.tokens[: len(batch)])
+            steps += engine.timing.count
+        timing["ms_per_step"] = 1000 * timing.pop("steps_s", 0.0) / max(steps, 1)
+        graph = asdict(engine.report())
+        graph |= {
+            "host_reads": engine.host_reads - reads,
+            "replays": engine.report().replays - replays,
+            "batch_size": size,
+        }
+        notes = [n for text in dict.fromkeys(r.prompt for r in requests) for n in self.model.text.notes(text)]
+        return GenerationResult(
+            images,
+            records,
+            np.concatenate(tokens),
+            {name: round(value, 4) for name, value in timing.items()},
+            graph,
+            self.describe(requests[0], tree),
+            self.environment(),
+            notes,
+        )
+
+    def draw_batch(
+        self,
+        engine: Engine,
+        batch: Sequence[Request],
+        size: int,
+        timing: dict[str, float],
+        callback: Callable[[Event], None] | None,
+        place: tuple[int, int],
+    ) -> Decoded:
+        """One batch through text encoding and the engine; a short batch is padded with its last image."""
+        began = time.perf_counter()
+        padded = [*batch, *[batch[-1]] * (size - len(batch))]
+        with torch.no_grad():
+            prefix, valid = self.model.prefix([r.prompt for r in padded], engine.plan.shapes.guidance)
+        text = time.perf_counter()
+        for progress in engine.run(prefix, valid, padded):
+            if callback is not None:
+                callback(self.event(engine, progress, len(batch), place))
+        decoded = engine.result()
+        timing["text_s"] += text - began
+        timing["generate_s"] += time.perf_counter() - text
+        timing["steps_s"] = timing.get("steps_s", 0.0) + engine.timing.steps
+        return decoded
+
+    def engine(
+        self, requests: Sequence[Request], tree: DraftTree, batch_size: int | None
+    ) -> tuple[Engine, int]:
+        """The engine that serves these requests, and the images it decodes together."""
+        if batch_size is not None:
+            require(batch_size >= 1, "--batch-size", batch_size, "1 or more")
+        largest = min(batch_size or MAX_BATCH, len(requests))
+        # Ten images in batches of at most eight are two batches of five, not eight and a padded two.
+        size = batch_size or math.ceil(len(requests) / math.ceil(len(requests) / largest))
+        plan = self.plan(requests, tree, size)
+        if plan not in self.engines:
+            self.engines[plan] = Engine(
+                self.model.target,
+                self.model.drafter,
+                plan,
+                self.backend,
+                self.graphs,
+                self.nearest(plan.neighbours),
+            )
+        return self.engines[plan], size
+
+    def plan(self, requests: Sequence[Request], tree: DraftTree, size: int) -> Plan:
+        """What the requests need from a step; whatever none of them uses is left out."""
+        samplings = [r.sampling for r in requests]
+        active = [r.relaxation for r in requests if r.relaxation.active]
+        vocabulary = self.model.target.config.vocab_size
+        residuals = {r.residual for r in active} or {"sound"}
+        if len(residuals) > 1:
+            raise OptionError("two residuals in one batch", "the residual is part of the graph")
+        most = max((r.k for r in active), default=0)
+        limited = [s.top_k for s in samplings if 0 < s.top_k < vocabulary and not s.greedy]
+        return Plan(
+            Shapes(size, any(s.cfg_scale != 1 for s in samplings), tree, BLOCK),
+            max_top_k=max(limited, default=0),
+            use_top_p=any(s.top_p < 1 and not s.greedy for s in samplings),
+            use_greedy=any(s.greedy for s in samplings),
+            use_sampled=not all(s.greedy for s in samplings),
+            # The published residual looks one neighbour further than the bound.
+            neighbours=min(most + 1, vocabulary - 1) if most else 0,
+            residual=residuals.pop(),
+        )
+
+    def nearest(self, k: int) -> Tensor | None:
+        """The neighbour table, or None when nothing is relaxed."""
+        if not k:
+            return None
+        if k not in self.neighbours:
+            self.neighbours[k] = codebook.nearest(self.model.codebook, k).to(self.backend.device)
+        return self.neighbours[k]
+
+    def pixels(self, tokens: NDArray[np.int64], spent: float) -> tuple[list[Image.Image], float]:
+        """Images of finished tokens [b, N], one at a time to keep memory low, and the seconds so far."""
+        began = time.perf_counter()
+        images: list[Image.Image] = []
+        for row in torch.from_numpy(tokens).to(self.backend.device).split(1):
+            with torch.no_grad():
+                images += to_images(self.model.vq.decode_codes(row))
+        return images, spent + time.perf_counter() - began
+
+    def event(self, engine: Engine, progress: Progress, count: int, place: tuple[int, int]) -> Event:
+        rows, columns = self.model.target.config.grid
+        known = progress.known[:count]
+        gained = sum(min(k, progress.total) - 1 for k in known) / count
+
+        def preview() -> list[Image.Image]:
+            return self.preview(engine.partial()[:count], known)
+
+        rate = gained / progress.step if progress.step else 0.0
+        return Event(*place, min(min(known) // columns, rows), rows, rate, preview)
+
+    def preview(self, tokens: NDArray[np.int64], known: Sequence[int]) -> list[Image.Image]:
+        """Images of the whole rows known so far; the rest is grey."""
+        rows, columns = self.model.target.config.grid
+        full = [min(k // columns, rows) for k in known]
+        held = tokens.copy()
+        for image, count in enumerate(full):
+            # What lies below is not decided: repeat the last known token so that the seam stays clean.
+            held[image, count * columns :] = held[image, max(count * columns - 1, 0)]
+        images, _ = self.pixels(held, 0.0)
+        for picture, count in zip(images, full, strict=True):
+            edge = picture.height * count // rows
+            picture.paste((200, 200, 200), (0, edge, picture.width, picture.height))
+        return images
+
+    def records(self, batch: Sequence[Request], decoded: Decoded) -> Iterator[ImageRecord]:
+        total = self.model.target.config.tokens
+        for i, request in enumerate(batch):
+            steps = decoded.steps[i]
+            rate = round((total - 1) / max(steps, 1), 4)
+            yield ImageRecord(
+                None, request.prompt, request.seed, total, steps, rate, decoded.accepted[i], decoded.relaxed[i]
+            )
+
+    def describe(self, request: Request, tree: DraftTree) -> dict[str, Any]:
+        """Settings, complete enough to draw the same image again."""
+        return {
+            "model": self.model.name,
+            "method": None,
+            "tree": tree.name,
+            "tree_paths": [list(path) for path in tree.paths[1:]],
+            "sampling": asdict(request.sampling),
+            "relaxation": asdict(request.relaxation),
+            "dtype": str(self.model.target.head.weight.dtype).removeprefix("torch."),
+            "device": self.backend.name,
+            "graphs": self.graphs,
+        }
+
+    def environment(self) -> dict[str, Any]:
+        return {
+            "lantern_hpu": lantern_hpu.__version__,
+            "python": platform.python_version(),
+            **self.backend.describe(),
+            "peak_memory_bytes": self.backend.memory().peak,
+        }
+
+

@@ -1,0 +1,247 @@
+"""Train the embedded model's drafter on the target's own samples at the default sampling settings.
+
+    python scripts/train_drafter.py --data-dir data --minutes 18
+
+needs `target.safetensors`, `tokenizer.safetensors`, `codes.npz` and `words.json`; writes
+`drafter.safetensors`. First the target draws images of training captions (kept in `samples.npz`); then the
+drafter learns, on paired conditional and unconditional rows, the law that guidance makes of them. Each batch
+is unrolled: from the second pass on the drafter reads its own guesses, as it does inside a tree. Saved
+weights are those with the highest measured overlap with the target on held-out samples, where overlap = sum
+of min(p, q) = the chance that one sampled draft is accepted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from icons import write_atomic, write_npz
+from safetensors.torch import load_file, save
+from torch import Tensor
+from tqdm import tqdm
+from train_target import Captions, TextToImage
+
+from lantern_hpu.backends import get_backend
+from lantern_hpu.config import Request, Sampling
+from lantern_hpu.engine import Engine
+from lantern_hpu.models.builtin import transformer_config
+from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.transformer import additive, prefix_mask
+from lantern_hpu.state import Shapes
+from lantern_hpu.step import Plan
+from lantern_hpu.tree import DraftTree
+
+BATCH = 16  # images sampled together
+
+
+def load_target(data_dir: Path) -> TextToImage:
+    """The trained target, ready to sample."""
+    config = transformer_config(json.loads((data_dir / "target.json").read_text()))
+    model = TextToImage(config, json.loads((data_dir / "words.json").read_text()))
+    model.load_state_dict(load_file(data_dir / "target.safetensors"))
+    return model.eval().requires_grad_(False)
+
+
+def sample(model: TextToImage, data: Captions, count: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Images drawn by the target for random training captions: codes [n, N] and word ids [n, P]."""
+    plan = Plan(Shapes(BATCH, True, DraftTree.root_only(), 64))
+    engine = Engine(model.target, None, plan, get_backend("cpu"), "eager")
+    generator = torch.Generator().manual_seed(1)
+    codes, ids = [], []
+    for start in tqdm(range(0, count, BATCH), desc="sample", unit="batch"):
+        picked = data.train[torch.randint(len(data.train), (BATCH,), generator=generator)]
+        words = data.ids[picked]
+        with torch.no_grad():
+            caption = model.words(words)
+            prefix, valid = model.condition.rows(caption.features, caption.valid, guidance=True)
+        requests = [Request("sample", start + i, sampling) for i in range(BATCH)]
+        for _ in engine.run(prefix, valid, requests):
+            pass
+        codes.append(torch.from_numpy(engine.result().tokens.copy()))
+        ids.append(words)
+    return torch.cat(codes), torch.cat(ids)
+
+
+class Trainer:
+    """Drafter, frozen target, samples."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.sampling = Sampling(cfg_scale=arguments.cfg_scale)
+        torch.manual_seed(arguments.seed)
+        self.generator = torch.Generator().manual_seed(arguments.seed)
+        self.model = load_target(arguments.data_dir)
+        self.codes, self.ids = self.samples()
+        self.held = max(16, len(self.codes) // 20)
+        self.drafter = Drafter(self.model.target.config)
+        self.start_from_target()
+        self.model.bfloat16()
+        self.master = [p.detach().clone() for p in self.drafter.parameters()]
+        self.average = [p.clone() for p in self.master]
+        self.drafter.bfloat16()
+        self.optimiser = torch.optim.AdamW(
+            self.master, lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True
+        )
+        self.step, self.seconds, self.best = 0, 0.0, 0.0
+
+    def samples(self) -> tuple[Tensor, Tensor]:
+        """Drawn once and kept."""
+        file = self.arguments.data_dir / "samples.npz"
+        if not file.exists():
+            data = Captions(self.arguments.data_dir, self.model.words)
+            codes, ids = sample(self.model, data, self.arguments.samples, self.sampling)
+            write_npz(file, codes=codes.numpy().astype(np.int16), ids=ids.numpy())
+        saved = np.load(file)
+        return torch.from_numpy(saved["codes"].astype(np.int64)), torch.from_numpy(saved["ids"])
+
+    def start_from_target(self) -> None:
+        """The target's embedding and last block; fc passes the feature on and adds a little embedding."""
+        target, drafter = self.model.target, self.drafter
+        with torch.no_grad():
+            drafter.embed.weight.copy_(target.embed.weight)
+            last = {
+                name: value
+                for name, value in target.layers[-1].state_dict().items()
+                if not name.startswith("attention_norm")
+            }
+            drafter.block.load_state_dict(last)
+            dim = target.config.dim
+            drafter.fc.weight.normal_(std=0.02)
+            drafter.fc.weight[:, dim:] += torch.eye(dim)
+            drafter.fc.bias.zero_()
+
+    def features(self, codes: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The target's hidden states of both rows of each image [2B, P + N - 1, H], and valid slots."""
+        both, words = torch.cat([codes, codes]), torch.cat([ids, ids])
+        uncond = torch.arange(len(both)) >= len(codes)
+        with torch.no_grad():
+            hidden = self.model.hidden(words, both, uncond)
+        valid = F.pad(words > 0, (0, codes.shape[1] - 2), value=True)
+        return hidden, valid
+
+    def guided(self, hidden: Tensor) -> Tensor:
+        """Logits after guidance [B, T, V] float32."""
+        conditional, unconditional = self.model.target.head(hidden).float().chunk(2)
+        return unconditional + self.sampling.cfg_scale * (conditional - unconditional)
+
+    def passes(self, codes: Tensor, ids: Tensor, depth: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Loss and overlap [] of each unrolled pass."""
+        prefix = self.model.words.prefix
+        hidden, valid = self.features(codes, ids)
+        mask = additive(prefix_mask(valid, self.model.causal[:-1, :-1]), hidden.dtype)
+        filler = torch.zeros(len(codes), prefix - 1, dtype=torch.int64)
+        tokens = torch.cat([filler, codes[:, :-1]], 1).repeat(2, 1)  # [2B, P + N - 2]
+        rope = self.model.rope[1:].expand(len(tokens), -1, -1, -1)
+        goal = hidden[:, 1:]
+        with torch.no_grad():
+            p = self.guided(goal[:, prefix - 1 :]).softmax(-1)
+        source = hidden[:, :-1]
+        losses, overlaps = [], []
+        for level in range(depth):
+            guess = self.drafter(tokens, source, rope, mask)
+            # Entry i of pass d rests on d true tokens after its last true feature.
+            first = prefix - 1 + level
+            log_q = self.guided(guess[:, first:]).log_softmax(-1)
+            law = p[:, level:]
+            near = F.smooth_l1_loss(guess[:, first:].float(), goal[:, first:].float())
+            overlap = torch.minimum(law, log_q.exp()).sum(-1).mean()
+            cross = -(law * log_q).sum(-1).mean()
+            losses.append(0.3 * cross + (1 - overlap) + 0.2 * near)
+            overlaps.append(overlap.detach())
+            source = torch.cat([hidden[:, :1], guess[:, :-1]], 1)
+        return losses, overlaps
+
+    def learning_rate(self, progress: float) -> float:
+        warm = min(1.0, (self.step + 1) / 50)
+        return float(self.arguments.lr * warm * (0.02 + 0.49 * (1 + math.cos(math.pi * progress))))
+
+    @property
+    def progress(self) -> float:
+        return min(1.0, self.seconds / (60 * self.arguments.minutes))
+
+    def train_step(self) -> list[float]:
+        began = time.monotonic()
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.learning_rate(self.progress)
+        count = len(self.codes) - self.held
+        picked = torch.randint(count, (self.arguments.batch,), generator=self.generator)
+        losses, overlaps = self.passes(self.codes[picked], self.ids[picked], self.arguments.unroll)
+        torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
+        for master, parameter in zip(self.master, self.drafter.parameters(), strict=True):
+            master.grad, parameter.grad = parameter.grad.float(), None  # type: ignore[union-attr]
+        torch.nn.utils.clip_grad_norm_(self.master, 0.5)
+        self.optimiser.step()
+        self.publish(self.master)
+        torch._foreach_lerp_(self.average, self.master, weight=1 - min(0.99, self.step / (self.step + 10)))
+        self.step += 1
+        self.seconds += time.monotonic() - began
+        return [x.item() for x in overlaps]
+
+    @torch.no_grad()
+    def publish(self, weights: list[Tensor]) -> None:
+        for parameter, weight in zip(self.drafter.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+
+    @torch.no_grad()
+    def measure(self) -> list[float]:
+        """Overlap of each pass on held-out samples, with the averaged weights."""
+        self.publish(self.average)
+        rows = []
+        for part in torch.arange(len(self.codes) - self.held, len(self.codes)).split(4):
+            _, overlaps = self.passes(self.codes[part], self.ids[part], self.arguments.unroll)
+            rows.append(torch.stack(overlaps))
+        self.publish(self.master)
+        return [float(x) for x in torch.stack(rows).mean(0)]
+
+    def keep_best(self) -> None:
+        """Measure, and save the weights if they overlap more than any before."""
+        overlaps = self.measure()
+        score = sum(overlaps)
+        if score > self.best:
+            self.best = score
+            names = [name for name, _ in self.drafter.named_parameters()]
+            weights = save(dict(zip(names, self.average, strict=True)))
+            write_atomic(self.arguments.data_dir / "drafter.safetensors", weights)
+        shown = ", ".join(f"{x:.3f}" for x in overlaps)
+        tqdm.write(f"step {self.step}, {self.seconds / 60:.1f} min: held-out overlap by pass {shown}")
+
+
+def train(trainer: Trainer) -> None:
+    measured, mean = 0.0, 0.0
+    with tqdm(total=100, bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}", mininterval=5) as bar:
+        while trainer.progress < 1:
+            overlap = trainer.train_step()[0]
+            mean = overlap if not mean else 0.97 * mean + 0.03 * overlap
+            bar.n = 100 * trainer.progress
+            bar.set_description(f"step {trainer.step} overlap {mean:.3f}", refresh=False)
+            bar.update(0)
+            if trainer.seconds - measured > 120 or trainer.progress >= 1:
+                measured = trainer.seconds
+                trainer.keep_best()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the embedded model's drafter.")
+    parser.add_argument("--data-dir", type=Path, default=Path("data"))
+    parser.add_argument("--minutes", type=float, default=18.0)
+    parser.add_argument("--samples", type=int, default=1536, help="images the target draws")
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--unroll", type=int, default=2, help="passes a batch; later ones read own guesses")
+    parser.add_argument("--cfg-scale", type=float, default=3.0)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    train(Trainer(arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""Acceptance: the vectorised rule is the textbook one, exact means exact, relaxed stays within its bounds."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+import torch
+from tiny import random_tree, ring
+from torch import Tensor
+
+from lantern_hpu.accept import Acceptance, Bounds, Residual, Verdict
+from lantern_hpu.reference import Law, Relaxed, greedy_walk, lent_mass, residual_law, walk
+from lantern_hpu.sampling import choose_distinct
+from lantern_hpu.tree import DraftTree
+
+V, B = 12, 80  # vocabulary, images a tree
+TREES = 40
+RULES = {
+    "exact": Relaxed(),
+    "additive": Relaxed(k=6, delta=0.2),
+    "multiplicative": Relaxed(k=6, lam=3.0),
+    "additive official": Relaxed(k=6, delta=0.2, residual="official"),
+    "multiplicative official": Relaxed(k=6, lam=3.0, residual="official"),
+}
+EXACT_RULES = [Relaxed(k=6, lam=1.0), Relaxed(k=6, delta=0.0), Relaxed(k=0, delta=0.5), Relaxed(k=0, lam=9.0)]
+
+
+def bounds_of(rule: Relaxed, images: int) -> Bounds:
+    k = torch.full((images,), rule.k)
+    return Bounds(k, torch.full((images,), rule.delta).double(), torch.full((images,), rule.lam - 1).double())
+
+
+def acceptance_of(tree: DraftTree, rule: Relaxed, vocabulary: int = V) -> Acceptance:
+    residual: Residual = "official" if rule.residual == "official" else "sound"
+    return Acceptance(tree, ring(vocabulary) if rule.k else None, residual)
+
+
+def with_neighbours(rule: Relaxed) -> Relaxed:
+    return Relaxed(ring(V).tolist(), rule.k, rule.delta, rule.lam, rule.residual)
+
+
+class Case:
+    """A tree with random laws for a batch of images: peaked, with exact zeros, some with few tokens left."""
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.tree = random_tree(seed)
+        nodes = len(self.tree.expanded)
+
+        def law() -> Tensor:
+            logits = 2 * torch.randn(B, nodes, V, generator=generator, dtype=torch.float64)
+            limit = logits.topk(8 if seed % 4 else 2, -1).values[..., -1:]
+            return logits.masked_fill(logits < limit, float("-inf")).softmax(-1)
+
+        self.p, self.q = law(), law()
+        tokens = torch.randint(V, (B, self.tree.size), generator=generator)
+        for row, node in enumerate(self.tree.expanded):
+            below = list(self.tree.children[node])
+            uniform = torch.rand(B, len(below), generator=generator, dtype=torch.float64)
+            tokens[:, below] = choose_distinct(self.q[:, row], uniform)
+        self.tokens = tokens
+        shape = (B, self.tree.depth, self.tree.max_children)
+        self.uniform = torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    def laws(self, image: int) -> tuple[dict[int, Law], dict[int, Law]]:
+        nodes = self.tree.expanded
+        p, q = self.p[image].tolist(), self.q[image].tolist()
+        return dict(zip(nodes, p, strict=True)), dict(zip(nodes, q, strict=True))
+
+    def sampled(self, rule: Relaxed) -> Verdict:
+        acceptance = acceptance_of(self.tree, rule)
+        return acceptance.sampled(self.p, self.q, self.tokens, self.uniform, bounds_of(rule, B))
+
+    def greedy(self, rule: Relaxed) -> Verdict:
+        return acceptance_of(self.tree, rule).greedy(self.p, self.tokens, bounds_of(rule, B))
+
+
+CASES = [Case(seed) for seed in range(TREES)]
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_vectorised_rule_is_the_textbook_rule(name: str) -> None:
+    rule, reached = with_neighbours(RULES[name]), set()
+    for case in CASES:
+        verdict = case.sampled(rule)
+        for image in range(B):
+            p, q = case.laws(image)
+            want = walk(case.tree, p, q, case.tokens[image].tolist(), case.uniform[image].tolist(), rule)
+            assert int(verdict.node[image]) == want.node
+            assert verdict.relaxed[image].tolist()[: len(want.relaxed)] == want.relaxed
+            if want.law is not None:
+                torch.testing.assert_close(verdict.law[image].tolist(), want.law, rtol=0, atol=1e-9)
+            reached |= {("depth", case.tree.depths[want.node]), ("helped", any(want.relaxed))}
+    assert {("depth", d) for d in range(4)} < reached
+    assert (("helped", True) in reached) == (name != "exact")
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_greedy_rule_is_the_textbook_rule(name: str) -> None:
+    rule, depths = with_neighbours(RULES[name]), set()
+    for case in CASES:
+        verdict = case.greedy(rule)
+        for image in range(B):
+            path = greedy_walk(case.tree, case.laws(image)[0], case.tokens[image].tolist(), rule)
+            assert int(verdict.node[image]) == path[-1]
+            depths.add(len(path) - 1)
+    assert {0, 1, 2} <= depths
+
+
+@pytest.mark.parametrize("residual", ["sound", "official"])
+@pytest.mark.parametrize("rule", EXACT_RULES, ids=["lambda 1", "delta 0", "k 0 additive", "k 0 multiplicative"])
+def test_relaxed_with_zero_bound_is_exact(rule: Relaxed, residual: str) -> None:
+    zero = Relaxed((), rule.k, rule.delta, rule.lam, residual)
+    for case in CASES:
+        # A table is given even for k = 0, so that the neighbours really are looked up and found too many.
+        acceptance = Acceptance(case.tree, ring(V), "official" if residual == "official" else "sound")
+        bounds = bounds_of(zero, B)
+        relaxed = acceptance.sampled(case.p, case.q, case.tokens, case.uniform, bounds)
+        exact = case.sampled(Relaxed())
+        assert torch.equal(relaxed.node, exact.node)
+        assert torch.equal(relaxed.law, exact.law)
+        assert not relaxed.relaxed.any()
+        greedy = acceptance.greedy(case.p, case.tokens, bounds)
+        assert torch.equal(greedy.node, case.greedy(Relaxed()).node)
+
+
+@pytest.mark.parametrize("lam", [1.0, 1.5, 2.0, 5.0])
+def test_accepted_mass_is_at_most_lambda_times_the_own_mass(lam: float) -> None:
+    p = torch.stack([case.p[:, 0] for case in CASES]).flatten(0, 1)
+    token = torch.arange(V).expand(len(p), -1)
+    rule = Relaxed(k=V - 1, lam=lam)
+    lent = acceptance_of(CASES[0].tree, rule).lent(p, token, p, bounds_of(rule, len(p)))
+    assert (p + lent <= lam * p * (1 + 1e-12)).all()
+    assert (lent > 0).any() == (lam > 1)
+
+
+@pytest.mark.parametrize("delta", [0.1, 0.3])
+def test_lent_mass_is_at_most_delta(delta: float) -> None:
+    p = torch.stack([case.p[:, 0] for case in CASES]).flatten(0, 1)
+    rule = Relaxed(k=V - 1, delta=delta)
+    token = torch.arange(V).expand(len(p), -1)
+    lent = acceptance_of(CASES[0].tree, rule).lent(p, token, p, bounds_of(rule, len(p)))
+    assert lent.max() <= delta and lent.max() > delta / 2
+
+
+@pytest.mark.parametrize("residual", ["sound", "official"])
+def test_token_of_probability_zero_is_never_accepted_under_lambda(residual: str) -> None:
+    rule, tempted = Relaxed(k=6, lam=50.0, residual=residual), 0
+    for case in CASES:
+        case_p = torch.where(torch.arange(V) % 2 == 0, case.p, 0.0)
+        case_p = case_p / case_p.sum(-1, keepdim=True)
+        acceptance = acceptance_of(case.tree, rule)
+        zero = torch.zeros_like(case.uniform)  # u = 0 accepts whatever can be accepted at all
+        node = acceptance.sampled(case_p, case.q, case.tokens, zero, bounds_of(rule, B)).node
+        for image in range(B):
+            path = list(dict.fromkeys(case.tree.path_table[int(node[image])]))[1:]
+            assert all(case.tokens[image, n] % 2 == 0 for n in path)
+        tempted += int((case.tokens[:, 1] % 2 == 1).sum())
+    assert tempted > B
+
+
+def siblings_law(p: Tensor, q: Tensor, children: int, rule: Relaxed) -> Tensor:
+    """The exact law of the token after the root, by enumerating all draws and bisecting each bar.
+
+    All ordered draws are one batch. Whether child i is accepted depends on u_i alone once the children
+    before it were refused, so bisection on u_i finds the chance of its acceptance.
+    """
+    size = len(p)
+    tree = DraftTree.from_paths("flat", [[rank] for rank in range(children)])
+    draws = torch.tensor(list(permutations(range(size), children)))
+    count = len(draws)
+    chance = torch.ones(count, dtype=torch.float64)
+    left = torch.ones(count, dtype=torch.float64)
+    for i in range(children):
+        chance, left = chance * q[draws[:, i]] / left, left - q[draws[:, i]]
+    acceptance = acceptance_of(tree, rule, size)
+    tokens = torch.cat([torch.zeros(count, 1, dtype=torch.int64), draws], 1)
+    laws = p.expand(count, 1, -1), q.expand(count, 1, -1)
+
+    def run(uniform: Tensor) -> Verdict:
+        return acceptance.sampled(*laws, tokens, uniform[:, None], bounds_of(rule, count))
+
+    out = torch.zeros(size, dtype=torch.float64)
+    uniform = torch.ones(count, children, dtype=torch.float64)
+    for i in range(children):
+        low, high = torch.zeros(count, dtype=torch.float64), torch.ones(count, dtype=torch.float64)
+        for _ in range(55):
+            uniform[:, i] = (low + high) / 2
+            accepted = run(uniform).node == i + 1
+            low = torch.where(accepted, uniform[:, i], low)
+            high = torch.where(accepted, high, uniform[:, i])
+        out.index_add_(0, draws[:, i], chance * low)
+        chance = chance * (1 - low)
+        uniform[:, i] = 1.0
+    return out + (chance[:, None] * run(uniform).law).sum(0)
+
+
+def random_laws(seed: int, size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    p, q = (2 * torch.randn(2, size, generator=generator, dtype=torch.float64)).softmax(-1)
+    return p, q
+
+
+@pytest.mark.parametrize("children", [1, 2, 3, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_exact_acceptance_reproduces_the_target_law(children: int, seed: int) -> None:
+    p, q = random_laws(seed, 6)
+    torch.testing.assert_close(siblings_law(p, q, children, Relaxed()), p, rtol=0, atol=1e-12)
+
+
+def test_relaxed_acceptance_moves_the_law() -> None:
+    p, q = random_laws(0, 6)
+    moved = siblings_law(p, q, 2, Relaxed(k=3, delta=0.3))
+    assert float(moved.sum()) == pytest.approx(1, abs=1e-12)
+    assert float((moved - p).abs().sum()) / 2 > 0.01
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sure_draft_moves_the_law_by_exactly_the_lent_mass(seed: int) -> None:
+    p, _ = random_laws(seed, 6)
+    for token in range(6):
+        rule = Relaxed(ring(6).tolist(), k=5, delta=0.3)
+        lent = lent_mass(p.tolist(), token, rule)
+        q = torch.zeros(6, dtype=torch.float64)
+        q[token] = 1.0
+        moved = float((siblings_law(p, q, 1, rule) - p).abs().sum()) / 2
+        assert moved == pytest.approx(lent, abs=1e-12) and moved <= 0.3
+
+
+# The example of the literature's table: 5 tokens, neighbours of 0 are 1, 2, 3, 4.
+P5, Q5 = [0.2, 0.1, 0.1, 0.3, 0.3], [0.5, 0.2, 0.1, 0.1, 0.1]
+NEAR5 = [[1, 2, 3, 4], [0, 2, 3, 4], [1, 0, 3, 4], [2, 4, 1, 0], [3, 2, 1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("residual", "after"),
+    [("sound", [0, 0, 0, 0.5, 0.5]), ("official", [0, 0.1 / 0.7, 0.1 / 0.7, 0.3 / 0.7, 0.2 / 0.7])],
+)
+def test_hand_made_example(residual: Residual, after: list[float]) -> None:
+    # lambda a little above 2: at exactly 2 rounding decides whether 0.1 + 0.1 is within (2 - 1) 0.2.
+    rule = Relaxed(NEAR5, k=2, lam=2.0 + 1e-9, residual=residual)
+    assert lent_mass(P5, 0, rule) == pytest.approx(0.2)
+    assert residual_law(P5, Q5, 0, 0.2, rule) == pytest.approx(after)
+    assert lent_mass(P5, 0, Relaxed(NEAR5, k=2, delta=0.15)) == pytest.approx(0.1)
+    assert lent_mass(P5, 0, Relaxed(NEAR5, k=1, lam=2.1)) == pytest.approx(0.1)
+
+    tree = DraftTree.from_paths("one", [[0]])
+    acceptance = Acceptance(tree, torch.tensor(NEAR5), residual)
+    p, q = (torch.tensor(x, dtype=torch.float64).expand(2, 1, -1) for x in (P5, Q5))
+    uniform = torch.tensor([0.79, 0.81], dtype=torch.float64)[:, None, None]  # the chance is 0.4 / 0.5
+    verdict = acceptance.sampled(p, q, torch.zeros(2, 2, dtype=torch.int64), uniform, bounds_of(rule, 2))
+    assert verdict.node.tolist() == [1, 0]
+    assert verdict.relaxed.tolist() == [[True], [False]]
+    assert verdict.law[1].tolist() == pytest.approx(after)
+
+
+def test_wider_tree_never_accepts_less() -> None:
+    narrow = DraftTree.from_paths("narrow", [[0], [1], [0, 0], [1, 0]])
+    wide = DraftTree.from_paths("wide", [*narrow.paths, [2], [0, 1], [1, 1], [2, 0], [0, 0, 0]])
+    generator = torch.Generator().manual_seed(0)
+    p = (3 * torch.randn(500, wide.size, V, generator=generator, dtype=torch.float64)).softmax(-1)
+    tokens = p.argsort(-1, descending=True)  # children are guesses of the argmax, the first often right
+    drafts = torch.randint(V, (500, wide.size), generator=generator)
+    for node in range(1, wide.size):
+        right = torch.rand(500, generator=generator) < 0.4
+        drafts[:, node] = torch.where(right, tokens[:, wide.parent[node], 0], drafts[:, node])
+    depths = {}
+    for tree in (narrow, wide):
+        nodes = [wide.ids[path] for path in tree.paths]
+        laws = p[:, [nodes[n] for n in tree.expanded]]
+        node = acceptance_of(tree, Relaxed()).greedy(laws, drafts[:, nodes], bounds_of(Relaxed(), 500)).node
+        depths[tree.name] = torch.tensor(tree.depths)[node]
+    assert (depths["wide"] >= depths["narrow"]).all()
+    assert (depths["wide"] > depths["narrow"]).any()

@@ -1,0 +1,220 @@
+"""Networks: positions, masks and caches - whatever the order of computing, the same features come out."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from tiny import NAMES, advance, condition, make_engine, plan_for, request, tiny_config, tiny_models
+from torch import Tensor
+from twin import features, full_mask, guesses
+
+from lantern_hpu.cache import KVCache
+from lantern_hpu.models.transformer import (
+    HeadNorm,
+    Target,
+    additive,
+    prefix_mask,
+    rope_table,
+    rotate,
+)
+from lantern_hpu.tree import DraftTree, load_tree
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "grouped heads": {"heads": 4, "kv_heads": 2},
+    "qk norm": {"qk_norm": True},
+    "1d half": {"rope": "1d", "rope_pairs": "half"},
+    "zero prefix": {"rope_prefix": "zero"},
+    "chameleon": {"rope": "1d", "rope_pairs": "half", "qk_norm": True, "heads": 4, "kv_heads": 1},
+}
+PROMPTS = ["abcd", "xy", "q"]  # the last two are padded on the left
+
+
+def close(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-5)
+
+
+def test_interleaved_and_half_differ_by_the_feature_permutation() -> None:
+    half = 8
+    order = torch.arange(2 * half).view(half, 2).T.flatten()  # 0, 2, 4, ..., 1, 3, 5, ...
+    for rope in ("1d", "2d"):
+        table = rope_table(tiny_config(rope=rope, dim=32), 20)[None]
+        for feature in range(2 * half):
+            unit = torch.zeros(1, 20, 1, 2 * half)
+            unit[..., feature] = 1.0
+            interleaved, by_half = rotate(unit, table, True), rotate(unit, table, False)
+            assert torch.equal(interleaved[..., order], rotate(unit[..., order], table, False))
+            if feature not in (0, 2 * half - 1):
+                assert not torch.equal(interleaved, by_half)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_first_feature_turns_towards_its_partner(interleaved: bool) -> None:
+    table = rope_table(tiny_config(rope="1d", dim=32), 4)[None]
+    unit = torch.zeros(1, 4, 1, 16)
+    unit[..., 0] = 1.0
+    turned = rotate(unit, table, interleaved)[0, 3, 0]
+    partner = 1 if interleaved else 8
+    want = torch.zeros(16)
+    want[0], want[partner] = math.cos(3), math.sin(3)
+    torch.testing.assert_close(turned, want)
+
+
+def test_2d_positions_turn_with_row_and_column() -> None:
+    config = tiny_config(grid=(3, 5), dim=32)  # 8 angles: 4 for the row, 4 for the column
+    table = rope_table(config, 4 + 15 + 6)
+    row, column = 2, 4
+    cosines, sines = table[4 + 5 * row + column]
+    for i in range(4):
+        speed = 10000.0 ** (-i / 4)
+        assert float(cosines[i]) == pytest.approx(math.cos(row * speed), abs=1e-6)
+        assert float(sines[i]) == pytest.approx(math.sin(row * speed), abs=1e-6)
+        assert float(cosines[4 + i]) == pytest.approx(math.cos(column * speed), abs=1e-6)
+        assert float(sines[4 + i]) == pytest.approx(math.sin(column * speed), abs=1e-6)
+    assert not table[19:].any()  # overshoot
+
+
+def test_condition_slots_are_unrotated_or_vanish() -> None:
+    identity = rope_table(tiny_config(), 10)[:4]
+    assert (identity[:, 0] == 1).all() and not identity[:, 1].any()
+    assert not rope_table(tiny_config(rope_prefix="zero"), 10)[:4].any()
+
+
+def test_pad_sees_only_pads_before_it_and_no_token_sees_a_pad() -> None:
+    valid = torch.tensor([[False, False, True, True]])
+    seen = prefix_mask(valid, torch.ones(4, 4, dtype=torch.bool).tril())[0].int().tolist()
+    assert seen == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_masked_slots_get_no_weight_and_an_empty_row_no_nan(dtype: torch.dtype) -> None:
+    mask = additive(torch.tensor([[[True, False], [False, False]]]), dtype)
+    assert mask.shape == (1, 1, 2, 2) and mask.dtype == dtype
+    weights = (mask + torch.tensor([0.0, 30.0], dtype=dtype)).softmax(-1)[0, 0]
+    assert weights[0].tolist() == [1.0, 0.0]
+    assert weights.isfinite().all()
+
+
+def test_head_norm_has_weights_for_each_head() -> None:
+    norm = HeadNorm(2, 4)
+    with torch.no_grad():
+        norm.weight[1] = 3.0
+        norm.bias[1] = 1.0
+    x = torch.randn(1, 5, 2, 4, generator=torch.Generator().manual_seed(0))
+    y = norm(x)
+    torch.testing.assert_close(y[:, :, 0].mean(-1), torch.zeros(1, 5), atol=1e-6, rtol=0)
+    torch.testing.assert_close(y[:, :, 0].std(-1, unbiased=False), torch.ones(1, 5), atol=1e-3, rtol=0)
+    plain = HeadNorm(2, 4)(x)
+    torch.testing.assert_close(y[:, :, 1], 3 * plain[:, :, 1] + 1)
+
+
+def test_grouped_heads_equal_repeated_key_value_heads() -> None:
+    grouped, _ = tiny_models(tiny_config(heads=4, kv_heads=2))
+    whole = Target(tiny_config(heads=4))
+    weights = grouped.state_dict()
+    for name in [n for n in weights if "qkv" in n]:
+        q, k, v = weights[name].split([64, 32, 32])
+        twice = [x.unflatten(0, (2, 16)).repeat_interleave(2, 0).flatten(0, 1) for x in (k, v)]
+        weights[name] = torch.cat([q, *twice])
+    whole.load_state_dict(weights)
+    prefix, valid = condition(grouped.config, PROMPTS)
+    close(features(grouped, prefix, valid, range(8)), features(whole, prefix, valid, range(8)))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_context_and_position_matter(variant: str) -> None:
+    target, _ = tiny_models(tiny_config(**VARIANTS[variant]))
+    prefix, valid = condition(target.config, ["abcd"], guidance=False)
+    one, other, moved = (features(target, prefix, valid, t) for t in ([3, 5, 7], [5, 3, 7], [7]))
+    assert float((one[:, -1] - other[:, -1]).abs().max()) > 1e-2
+    assert float((one[:, -1] - moved[:, -1]).abs().max()) > 1e-2
+    changed, _ = condition(target.config, ["abce"], guidance=False)
+    assert float((features(target, changed, valid, [3, 5, 7]) - one)[:, -1].abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_cached_forward_equals_the_whole_sequence_at_once(variant: str) -> None:
+    target, _ = tiny_models(tiny_config(**VARIANTS[variant]))
+    config = target.config
+    prefix, valid = condition(config, PROMPTS)
+    tokens = torch.randint(config.vocab_size, (12,), generator=torch.Generator().manual_seed(1))
+    want = features(target, prefix, valid, tokens.tolist())
+    rows, size = len(prefix), 4 + 12
+    cache = KVCache.allocate(config.layers, rows, size, config.kv, config.head_dim, torch.float32, torch.device("cpu"))
+    x = torch.cat([prefix, target.embed(tokens).expand(rows, -1, -1)], 1)
+    rope, mask = rope_table(config, size).expand(rows, -1, -1, -1), full_mask(valid, size)
+    start, got = 0, []
+    for width in (4, 1, 1, 5, 2, 3):  # prefill, single tokens, blocks
+        part = slice(start, start + width)
+        slots = (torch.arange(rows)[:, None] * size + torch.arange(start, start + width)).flatten()
+        got.append(target(x[:, part], rope[:, part], additive(mask[:, part], x.dtype), cache, slots))
+        start += width
+    close(torch.cat(got, 1), want)
+
+
+def leaves(tree: DraftTree) -> list[int]:
+    return [node for node, below in enumerate(tree.children) if not below]
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [(n, v) for n in NAMES for v in ("plain", "chameleon")] + [("mc_sim_7b_63", v) for v in VARIANTS],
+)
+def test_tree_verification_equals_a_sequential_pass_over_each_path(name: str, variant: str) -> None:
+    tree, images = load_tree(name), len(PROMPTS)
+    models = tiny_models(tiny_config(**VARIANTS[variant], grid=(6, 6)))
+    requests = [request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+    engine = make_engine(models, plan_for(tree, requests))
+    advance(engine, requests, 2)
+    state, step = engine.state, engine.step.function
+    config = engine.target.config
+    generator = torch.Generator().manual_seed(2)
+    drafts = torch.randint(config.vocab_size, (images, tree.size), generator=generator)
+    drafts[:, 0] = state.root
+    assert len(set(state.count.tolist())) > 1  # images of one batch stand at different places
+    with torch.no_grad():
+        hidden = step.verify(drafts, (state.count + config.prefix).repeat(2), state)
+    prefix, valid = condition(config, PROMPTS)
+    for image in range(images):
+        rows = [image, image + images]
+        committed = state.tokens.view(images, -1)[image, : int(state.count[image])].tolist()
+        for leaf in leaves(tree):
+            path = list(dict.fromkeys(tree.path_table[leaf]))
+            sequence = committed + drafts[image, path].tolist()
+            want = features(engine.target, prefix[rows], valid[rows], sequence)[:, -len(path) :]
+            close(hidden[rows][:, path], want)
+
+
+@pytest.mark.parametrize("sees_pads", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_drafter_catch_up_equals_one_pass_over_all_pairs(variant: str, sees_pads: bool) -> None:
+    models = tiny_models(tiny_config(**VARIANTS[variant]), sees_pads=sees_pads, input_norm=sees_pads)
+    requests = [request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+    engine = make_engine(models, plan_for(load_tree("mc_sim_7b_63"), requests))
+    advance(engine, requests, 3)
+    state, drafting = engine.state, engine.step.function.drafting
+    length = (state.count + engine.target.config.prefix).repeat(2)
+    with torch.no_grad():
+        guess = drafting.catch_up(length, state)
+    prefix, valid = condition(engine.target.config, PROMPTS)
+    for image in range(len(PROMPTS)):
+        rows = [image, image + len(PROMPTS)]
+        count = int(state.count[image])
+        tokens = state.tokens.view(len(PROMPTS), -1)[image, : count + 1].tolist()
+        hidden = features(engine.target, prefix[rows], valid[rows], tokens[:-1])
+        close(guess[rows, 0], guesses(engine.drafter, hidden, valid[rows], tokens)[:, -1])
+
+
+def test_pads_hide_from_the_drafter_unless_it_was_trained_with_them() -> None:
+    config = tiny_config()
+    hidden = torch.randn(1, 8, config.dim, generator=torch.Generator().manual_seed(3))
+    changed = hidden.clone()
+    changed[:, :2] += 1.0  # features of the two pads
+    valid = torch.tensor([[False, False, True, True]])
+    for sees_pads in (False, True):
+        _, drafter = tiny_models(config, sees_pads=sees_pads)
+        one, other = (guesses(drafter, h, valid, range(8))[:, 2:] for h in (hidden, changed))
+        assert torch.equal(one, other) != sees_pads

@@ -1,0 +1,131 @@
+"""What gets installed: one package, whole, with its assets, and no torch that a device did not ask for."""
+
+from __future__ import annotations
+
+import importlib
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+LINKS = ("backends", "graphs")
+
+
+@pytest.fixture(scope="module")
+def project() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Names in a wheel built from a copy, so that no stale build folder takes part."""
+    copy, out = tmp_path_factory.mktemp("source") / "copy", tmp_path_factory.mktemp("wheel")
+    skip = shutil.ignore_patterns(".*", "data", "out", "build", "dist", "*.egg-info", "__pycache__")
+    shutil.copytree(ROOT, copy, symlinks=True, ignore=skip)
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
+    done = subprocess.run([*command, str(copy)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (file,) = out.glob("*.whl")
+    with zipfile.ZipFile(file) as archive:
+        return archive.namelist()
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_links_are_relative_and_resolve(name: str) -> None:
+    link = ROOT / "lantern_hpu" / name
+    assert link.is_symlink()
+    assert link.readlink() == Path("..") / name
+    assert link.resolve() == (ROOT / name).resolve()
+    assert (link / "__init__.py").is_file()
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_bare_import_is_refused(name: str) -> None:
+    with pytest.raises(ImportError, match=f"import lantern_hpu.{name}, not {name}"):
+        importlib.import_module(name)
+
+
+def test_listed_packages_are_the_folders_on_disk(project: dict[str, Any]) -> None:
+    found = {"lantern_hpu"}
+    for top, prefix in [("lantern_hpu", ""), *((name, "lantern_hpu.") for name in LINKS)]:
+        for file in (ROOT / top).rglob("__init__.py"):
+            parts = file.parent.relative_to(ROOT).parts
+            if top != "lantern_hpu" or len(parts) == 1 or parts[1] not in LINKS:
+                found.add(prefix + ".".join(parts))
+    assert set(project["tool"]["setuptools"]["packages"]) == found
+
+
+def test_every_mapped_package_exists(project: dict[str, Any]) -> None:
+    for name, folder in project["tool"]["setuptools"]["package-dir"].items():
+        assert (ROOT / folder / "__init__.py").is_file(), name
+
+
+def test_wheel_holds_one_package_and_nothing_else(wheel: list[str]) -> None:
+    tops = {name.split("/")[0] for name in wheel}
+    info = [top for top in tops if top.endswith(".dist-info")]
+    assert len(info) == 1
+    assert tops == {"lantern_hpu", *info}
+    assert not [name for name in wheel if "/tests/" in name or "/scripts/" in name]
+
+
+def test_wheel_holds_every_module_once(wheel: list[str]) -> None:
+    expected = set()
+    for top, prefix in [("lantern_hpu", ""), *((name, "lantern_hpu/") for name in LINKS)]:
+        for file in (ROOT / top).rglob("*.py"):
+            parts = file.relative_to(ROOT).parts
+            if top != "lantern_hpu" or parts[1] not in LINKS:
+                expected.add(prefix + "/".join(parts))
+    modules = [name for name in wheel if name.endswith(".py")]
+    assert set(modules) == expected
+    assert len(modules) == len(expected)
+
+
+def test_wheel_holds_assets_types_and_licences(wheel: list[str]) -> None:
+    assets = (ROOT / "lantern_hpu" / "assets").rglob("*")
+    expected = {file.relative_to(ROOT).as_posix() for file in assets if file.is_file()}
+    assert expected
+    assert expected <= set(wheel)
+    assert "lantern_hpu/py.typed" in wheel
+    for name in ("LICENSE", "NOTICE"):
+        assert [entry for entry in wheel if entry.endswith(f".dist-info/licenses/{name}")]
+
+
+def test_torch_requirement_keeps_a_device_build(project: dict[str, Any]) -> None:
+    """A vendor's torch is `2.5.1a0+...`: a pin, an upper bound or a third digit would replace it."""
+    extras = project["project"]["optional-dependencies"].values()
+    listed = [*project["project"]["dependencies"], *(line for extra in extras for line in extra)]
+    torches = [r for r in map(Requirement, listed) if r.name == "torch"]
+    assert len(torches) == 1
+    for bound in torches[0].specifier:
+        assert bound.operator == ">="
+        assert len(bound.version.split(".")) == 2
+
+
+def test_constraints_parse_and_cover_the_requirements(project: dict[str, Any]) -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    for pin in pins:
+        assert [bound.operator for bound in pin.specifier] == ["=="], pin
+    for version in ("3.10", "3.11", "3.12", "3.13"):
+        here = {"python_version": version}
+        names = [p.name.lower().replace("_", "-") for p in pins if not p.marker or p.marker.evaluate(here)]
+        assert len(names) == len(set(names)), version
+        extras = project["project"]["optional-dependencies"].values()
+        wanted = [*project["project"]["dependencies"], *(line for extra in extras for line in extra)]
+        assert {Requirement(line).name for line in wanted} - {"lantern-hpu"} <= set(names), version
+
+
+def test_the_command_is_installed_under_its_name(project: dict[str, Any]) -> None:
+    module, _, function = project["project"]["scripts"]["lantern-hpu"].partition(":")
+    assert callable(getattr(importlib.import_module(module), function))

@@ -1,0 +1,452 @@
+"""The step: exact decoding keeps the law, caches stay true, images do not disturb each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from tiny import (
+    CONFIG,
+    NAMES,
+    SMALL_TREE,
+    Models,
+    advance,
+    condition,
+    draw,
+    make_engine,
+    plan_for,
+    request,
+    ring,
+    sample,
+    tiny_config,
+    tiny_models,
+)
+from torch import Tensor
+from twin import Twin, features, full_mask
+
+from lantern_hpu.cache import KVCache
+from lantern_hpu.config import Relaxation, Request
+from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.transformer import Target, additive, rope_table
+from lantern_hpu.reference import Relaxed
+from lantern_hpu.tree import DraftTree, load_tree
+
+AR = DraftTree.root_only()
+N = CONFIG.tokens
+SETTINGS: dict[str, dict[str, Any]] = {
+    "guided": {},
+    "unguided": {"cfg_scale": 1.0},
+    "top-k": {"top_k": 6},
+    "top-p": {"top_p": 0.8, "temperature": 1.3},
+    "greedy": {"temperature": 0.0},
+    "greedy unguided": {"temperature": 0.0, "cfg_scale": 1.0},
+}
+PROMPTS = ["abcd", "xy", "q", "abc"]
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    return tiny_models()
+
+
+def batch(**settings: Any) -> list[Request]:
+    return [request(prompt, 10 + seed, **settings) for seed, prompt in enumerate(PROMPTS)]
+
+
+# The whole decoder against a slow loop
+
+
+def slow_images(
+    models: Models, tree: DraftTree, requests: Sequence[Request], rule: Relaxed | None = None
+) -> list[list[int]]:
+    images = []
+    for one in requests:
+        rows = condition(models[0].config, [one.prompt], one.sampling.cfg_scale != 1)
+        images.append(Twin(models, one, *rows, rule).decode(tree))
+    return images
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("tree", [AR, SMALL_TREE], ids=lambda tree: tree.name)
+def test_images_are_those_of_the_slow_loop(models: Models, tree: DraftTree, settings: str) -> None:
+    requests = batch(**SETTINGS[settings])
+    decoded = sample(models, tree, requests)
+    assert decoded.tokens.tolist() == slow_images(models, tree, requests)
+    if tree is SMALL_TREE:
+        counts = torch.tensor(decoded.accepted).sum(0)
+        assert (counts > 0).all() and sum(decoded.steps) > counts[0]  # some were accepted, some refused
+
+
+@pytest.mark.parametrize("settings", ["guided", "top-k", "greedy"])
+def test_chain_tree_equals_chain_decoding(models: Models, settings: str) -> None:
+    requests, chain = batch(**SETTINGS[settings]), load_tree("chain")
+    assert sample(models, chain, requests).tokens.tolist() == slow_images(models, chain, requests)
+
+
+@pytest.mark.parametrize("settings", ["guided", "greedy"])
+def test_named_tree_equals_the_slow_loop(models: Models, settings: str) -> None:
+    requests, tree = batch(**SETTINGS[settings])[:2], load_tree("mc_sim_7b_63")
+    assert sample(models, tree, requests).tokens.tolist() == slow_images(models, tree, requests)
+
+
+@pytest.mark.parametrize("residual", ["sound", "official"])
+@pytest.mark.parametrize("settings", ["guided", "top-k", "greedy"])
+def test_relaxed_images_are_those_of_the_slow_loop(models: Models, settings: str, residual: Any) -> None:
+    rule = Relaxed(ring(32).tolist(), k=6, lam=4.0, residual=residual)
+    requests = batch(**SETTINGS[settings], relaxation=Relaxation(k=6, lam=4.0, residual=residual))
+    decoded = sample(models, SMALL_TREE, requests)
+    assert decoded.tokens.tolist() == slow_images(models, SMALL_TREE, requests, rule)
+    assert sum(decoded.relaxed) > 0
+
+
+def test_depth_one_tree(models: Models) -> None:
+    tree = DraftTree.from_paths("flat", [[0], [1], [2]])
+    requests = batch()
+    assert sample(models, tree, requests).tokens.tolist() == slow_images(models, tree, requests)
+
+
+@pytest.mark.parametrize("options", [{"sees_pads": True}, {"input_norm": True}, {"likeness": 0.0}], ids=str)
+def test_drafter_variants_equal_the_slow_loop(options: dict[str, Any]) -> None:
+    models, requests = tiny_models(**options), batch()
+    decoded = sample(models, SMALL_TREE, requests)
+    assert decoded.tokens.tolist() == slow_images(models, SMALL_TREE, requests)
+
+
+@pytest.mark.parametrize("prefix", [1, 2])
+def test_short_prefixes_equal_the_slow_loop(prefix: int) -> None:
+    models, requests = tiny_models(tiny_config(prefix=prefix)), batch()
+    decoded = sample(models, SMALL_TREE, requests)
+    assert decoded.tokens.tolist() == slow_images(models, SMALL_TREE, requests)
+
+
+# Exact means exact
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_fp32_equals_plain_ar(models: Models, name: str) -> None:
+    requests = batch(temperature=0.0)
+    drafted = sample(models, name, requests)
+    assert drafted.tokens.tolist() == sample(models, AR, requests).tokens.tolist()
+    assert max(drafted.steps) < N - 1
+
+
+@pytest.mark.parametrize("residual", ["sound", "official"])
+@pytest.mark.parametrize("settings", ["guided", "top-k", "greedy"])
+@pytest.mark.parametrize(
+    "bound", [{"k": 10, "lam": 1.0}, {"k": 10, "delta": 0.0}, {"k": 0, "lam": 5.0}, {"k": 0, "delta": 0.5}], ids=str
+)
+def test_relaxed_with_zero_bound_is_exact(
+    models: Models, bound: dict[str, Any], settings: str, residual: Any
+) -> None:
+    zero = batch(**SETTINGS[settings], relaxation=Relaxation(**bound, residual=residual))
+    tree = load_tree("mc_sim_7b_63")
+    # The plan has a neighbour table all the same, as it would beside an image that is relaxed.
+    relaxed = sample(models, tree, zero, neighbours=11, residual=residual)
+    exact = sample(models, tree, batch(**SETTINGS[settings]))
+    assert relaxed.tokens.tolist() == exact.tokens.tolist()
+    assert (relaxed.steps, relaxed.accepted) == (exact.steps, exact.accepted)
+    assert relaxed.relaxed == [0] * len(zero)
+
+
+def bigram_models(config: Any) -> Models:
+    """A target that looks at its last token alone, and a drafter that is exactly that target.
+
+    Blocks that add nothing leave norm(embed(token)) as the target's feature. The drafter stores these
+    vectors as its embedding and passes them on, so its guess is the feature itself.
+    """
+    target, drafter = tiny_models(config)
+    with torch.no_grad():
+        for block in [*target.layers, drafter.block]:
+            block.attention.out.weight.zero_()
+            block.ffn.down.weight.zero_()
+        drafter.embed.weight.copy_(target.norm(target.embed.weight))
+        eye = torch.eye(config.dim)
+        drafter.fc.weight.copy_(torch.cat([eye, 0 * eye], 1))
+    return target, drafter
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", ["chain", "naive_extend_57"])
+def test_target_as_drafter_accepts_everything(name: str, settings: str) -> None:
+    decoded = sample(bigram_models(tiny_config(grid=(5, 5))), name, batch(**SETTINGS[settings]))
+    assert decoded.steps == [4] * len(PROMPTS)  # 24 tokens after the first, six a step
+    assert decoded.accepted == [[4] * 5] * len(PROMPTS)
+
+
+# Exact keeps the distribution
+
+SMALL = tiny_config(vocab_size=6, dim=16, layers=1, ffn_dim=16, prefix=2, grid=(1, 3))
+IMAGES, BATCHES = 3000, 4
+
+
+def exact_law(target: Target, sampling: Request) -> Tensor:
+    """The law of whole three-token images [6, 6, 6], by the chain rule over all contexts."""
+    rows = condition(target.config, [sampling.prompt], sampling.sampling.cfg_scale != 1)
+    twin = Twin((target, Drafter(target.config)), sampling, *rows)
+    law = torch.zeros(6, 6, 6, dtype=torch.float64)
+    first = twin.target_law([])
+    for a in range(6):
+        second = twin.target_law([a])
+        for b in range(6):
+            third = torch.tensor(twin.target_law([a, b]), dtype=torch.float64)
+            law[a, b] = first[a] * second[b] * third
+    return law
+
+
+def count_images(models: Models, tree: DraftTree, **settings: Any) -> tuple[Tensor, Request]:
+    """How often each three-token image was drawn [6, 6, 6], over many seeds."""
+    requests = [request("ab", 0, **settings)] * IMAGES
+    engine = make_engine(models, plan_for(tree, requests))
+    counts = torch.zeros(6, 6, 6, dtype=torch.float64)
+    for number in range(BATCHES):
+        first = number * IMAGES
+        requests = [request("ab", first + seed, **settings) for seed in range(IMAGES)]
+        drawn = torch.from_numpy(draw(engine, requests).tokens)
+        counts.index_put_(tuple(drawn.T), torch.ones(IMAGES, dtype=torch.float64), accumulate=True)
+    return counts, requests[0]
+
+
+def surprise(counts: Tensor, law: Tensor) -> float:
+    """Chi-square in standard deviations from its mean; rare cells are taken together."""
+    expected, observed = (law * counts.sum()).flatten(), counts.flatten()
+    rare = expected < 5
+    expected = torch.cat([expected[~rare], expected[rare].sum()[None]])
+    observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
+    assert not observed[expected == 0].any()
+    full = expected > 0
+    chi2 = ((observed - expected)[full] ** 2 / expected[full]).sum()
+    freedom = int(full.sum()) - 1
+    return float((chi2 - freedom) / (2 * freedom) ** 0.5)
+
+
+@pytest.fixture(scope="module")
+def strangers() -> Models:
+    """A target and a drafter that have nothing in common, so that drafts are often refused."""
+    return tiny_models(SMALL, seed=3, likeness=0.0)
+
+
+DISTRIBUTIONS: dict[str, dict[str, Any]] = {
+    "unguided": {"cfg_scale": 1.0},
+    "guided": {"cfg_scale": 2.0},
+    "guided top-k": {"cfg_scale": 2.0, "top_k": 3},
+    "unguided top-p": {"cfg_scale": 1.0, "top_p": 0.8, "temperature": 1.2},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", DISTRIBUTIONS)
+@pytest.mark.parametrize("tree", [AR, SMALL_TREE], ids=lambda tree: tree.name)
+def test_exact_keeps_distribution(strangers: Models, tree: DraftTree, settings: str) -> None:
+    counts, one = count_images(strangers, tree, **DISTRIBUTIONS[settings])
+    law = exact_law(strangers[0], one)
+    assert int((law > 0).sum()) > 20  # far from a trivial law
+    assert surprise(counts, law) < 4
+
+
+@torch.no_grad()
+def test_distribution_test_notices_a_wrong_law(strangers: Models) -> None:
+    counts, one = count_images(strangers, SMALL_TREE, cfg_scale=1.0)
+    warmer = request(one.prompt, cfg_scale=1.0, temperature=1.1)
+    assert surprise(counts, exact_law(strangers[0], warmer)) > 10
+
+
+@torch.no_grad()
+def test_distribution_test_notices_children_that_were_not_drawn(
+    strangers: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def likeliest(laws: Tensor, uniform: Tensor) -> Tensor:
+        return laws.topk(uniform.shape[-1], -1).indices
+
+    monkeypatch.setattr("lantern_hpu.step.choose_distinct", likeliest)
+    counts, one = count_images(strangers, SMALL_TREE, cfg_scale=1.0)
+    assert surprise(counts, exact_law(strangers[0], one)) > 10
+
+
+@torch.no_grad()
+def test_distribution_test_notices_relaxation(strangers: Models) -> None:
+    counts, one = count_images(strangers, SMALL_TREE, cfg_scale=1.0, relaxation=Relaxation(k=3, lam=3.0))
+    assert surprise(counts, exact_law(strangers[0], one)) > 10
+
+
+# Caches
+
+
+def fresh_cache(model: Target | Drafter, x: Tensor, valid: Tensor, first: int, **inputs: Tensor) -> KVCache:
+    """The cache of one pass over a whole sequence; `first` is the slot of its first position."""
+    config, rows, length = model.config, len(x), x.shape[1]
+    layers = config.layers if isinstance(model, Target) else 1
+    cpu = torch.device("cpu")
+    cache = KVCache.allocate(layers, rows, length, config.kv, config.head_dim, x.dtype, cpu)
+    rope = rope_table(config, first + length)[first:].expand(rows, -1, -1, -1)
+    mask = additive(full_mask(valid, length), torch.float32)
+    model(x, **inputs, rope=rope, mask=mask, cache=cache, slots=torch.arange(rows * length))
+    return cache
+
+
+def same_entries(got: KVCache, want: KVCache, rows: list[int]) -> None:
+    for layer in range(want.layers):
+        for mine, fresh in zip(got.read(layer), want.read(layer), strict=True):
+            torch.testing.assert_close(mine[rows][:, : want.capacity], fresh, rtol=1e-4, atol=2e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("settings", ["guided", "greedy", "unguided"])
+def test_caches_after_commit_are_those_of_a_fresh_pass(models: Models, settings: str, steps: int) -> None:
+    target, drafter = models
+    requests = batch(**SETTINGS[settings])
+    plan = plan_for(load_tree("naive_extend_57"), requests)
+    engine = make_engine(models, plan)
+    advance(engine, requests, steps)
+    state, images = engine.state, len(requests)
+    assert state.drafter_cache is not None
+    prefix, valid = condition(CONFIG, PROMPTS, plan.shapes.guidance)
+    for image in range(images):
+        rows = list(range(image, plan.shapes.rows, images))
+        count, owed = int(state.count[image]), int(state.pending_count[image])
+        tokens = state.tokens.view(images, -1)[image, : count + 1]
+        assert int(tokens[-1]) == int(state.root[image])
+        shown = target.embed(tokens[:-1]).expand(len(rows), -1, -1)
+        whole = torch.cat([prefix[rows], shown], 1)
+        same_entries(state.target_cache, fresh_cache(target, whole, valid[rows], 0), rows)
+        # The drafter still owes the pairs of the last step.
+        hidden = features(target, prefix[rows], valid[rows], tokens[:-1].tolist())
+        stable = CONFIG.prefix + count - owed
+        fillers = tokens.new_zeros(CONFIG.prefix - 1)
+        ids = torch.cat([fillers, tokens])[:stable].expand(len(rows), -1)
+        fresh = fresh_cache(drafter, ids, valid[rows], 1, features=hidden[:, :stable])
+        same_entries(state.drafter_cache, fresh, rows)
+
+
+# Batches
+
+MIXED = [
+    request("abcd", 1),
+    request("xy", 2, temperature=0.0),
+    request("q", 3, top_k=5),
+    request("abcd", 4, cfg_scale=5.0, top_p=0.7),
+    request("abc", 5, temperature=0.6, relaxation=Relaxation(k=6, lam=4.0)),
+    request("abcd", 6, relaxation=Relaxation(k=3, delta=0.2)),
+]
+
+
+@pytest.mark.parametrize("tree", ["root", "mc_sim_7b_63"])
+def test_image_independent_of_batch_neighbours(models: Models, tree: str) -> None:
+    chosen = AR if tree == "root" else load_tree(tree)
+    together = sample(models, chosen, MIXED)
+    backwards = sample(models, chosen, MIXED[::-1])
+    for image, one in enumerate(MIXED):
+        alone = sample(models, chosen, [one])
+        tokens = alone.tokens[0].tolist()
+        for many, place in ((together, image), (backwards, len(MIXED) - 1 - image)):
+            assert many.tokens[place].tolist() == tokens
+            assert many.steps[place] == alone.steps[0]
+            assert many.accepted[place] == alone.accepted[0]
+            assert many.relaxed[place] == alone.relaxed[0]
+
+
+def test_engine_draws_the_same_batch_again_after_another_one(models: Models) -> None:
+    engine = make_engine(models, plan_for(load_tree("mc_sim_7b_63"), MIXED))
+    first = draw(engine, MIXED)
+    draw(engine, MIXED[::-1])
+    again = draw(engine, MIXED)
+    assert first.tokens.tolist() == again.tokens.tolist()
+    assert (first.steps, first.accepted, first.relaxed) == (again.steps, again.accepted, again.relaxed)
+
+
+def test_seeds_prompts_and_settings_change_the_image(models: Models) -> None:
+    variants = [
+        request("abcd", 1),
+        request("abcd", 2),
+        request("abce", 1),
+        request("abcd", 1, cfg_scale=5.0),
+        request("abcd", 1, temperature=0.0),
+        request("abcd", 1, top_k=2),
+    ]
+    images = sample(models, SMALL_TREE, variants).tokens.tolist()
+    assert len({tuple(image) for image in images}) == len(variants)
+
+
+# Ends and counts
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (3, 5), (1, 2), (1, 7)], ids=str)
+@pytest.mark.parametrize("tree", [AR, SMALL_TREE, *map(load_tree, NAMES)], ids=lambda tree: tree.name)
+def test_images_end_exactly_and_counts_add_up(tree: DraftTree, grid: tuple[int, int]) -> None:
+    models, total = tiny_models(tiny_config(grid=grid)), grid[0] * grid[1]
+    requests = [request("abcd", seed) for seed in range(8)]
+    engine = make_engine(models, plan_for(tree, requests))
+    decoded = draw(engine, requests)
+    assert decoded.tokens.shape == (8, total)
+    assert decoded.tokens.min() >= 0 and decoded.tokens.max() < CONFIG.vocab_size
+    assert engine.timing.count == max(decoded.steps)  # no step after the slowest image was done
+    for steps, accepted in zip(decoded.steps, decoded.accepted, strict=True):
+        # Each step adds its accepted drafts and one token; the last bonus may lie past the end.
+        assert steps + sum(accepted) in (total - 1, total)
+        assert accepted == sorted(accepted, reverse=True)
+        assert steps >= (accepted[0] if accepted else total - 1)
+
+
+def test_counts_are_what_each_step_added(models: Models) -> None:
+    requests = batch()
+    engine = make_engine(models, plan_for(load_tree("mc_sim_7b_63"), requests))
+    prefix, valid = condition(CONFIG, PROMPTS)
+    advance(engine, requests, 0)
+    known = [1] * len(requests)
+    want = torch.zeros(len(requests), 5, dtype=torch.int64)
+    for number in range(N):
+        engine.feed([r.seed for r in requests], number + 1, 1)
+        now = [int(k) for k in engine.step()]
+        for image, (old, new) in enumerate(zip(known, now, strict=True)):
+            if old < N:
+                taken = new - old - (new < N)  # at the end the last token may be a draft or the bonus
+                drafts = int(engine.state.accepted[image].sum() - want[image].sum())
+                assert drafts in ((taken,) if new < N else (taken, taken - 1))
+                want[image, :drafts] += 1
+        known = now
+    assert known == [N] * len(requests)
+    assert engine.state.accepted.tolist() == want.tolist()
+
+
+def test_image_of_one_token_needs_no_step() -> None:
+    models = tiny_models(tiny_config(grid=(1, 1)))
+    decoded = sample(models, SMALL_TREE, batch())
+    assert decoded.tokens.tolist() == slow_images(models, SMALL_TREE, batch())
+    assert decoded.steps == [0] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (3, 5)], ids=str)
+def test_overshoot_stays_in_range_and_leaves_finished_images_alone(grid: tuple[int, int]) -> None:
+    config = tiny_config(grid=grid)
+    models, tree = bigram_models(config), load_tree("chain")  # all drafts are accepted: the widest overshoot
+    requests = batch()
+    engine = make_engine(models, plan_for(tree, requests))
+    before = draw(engine, requests)
+    assert engine.state.count.tolist() == [config.tokens - 1] * len(requests)
+    with torch.no_grad():  # an index out of range raises an error here
+        for number in range(20):
+            engine.feed([r.seed for r in requests], 100 + number, 1)
+            engine.step()
+    after = engine.result()
+    assert after.tokens.tolist() == before.tokens.tolist()
+    assert (after.steps, after.accepted, after.relaxed) == (before.steps, before.accepted, before.relaxed)
+    assert engine.state.count.tolist() == [config.tokens - 1] * len(requests)
+
+
+def test_progress_grows_to_the_whole_image(models: Models) -> None:
+    requests = batch()
+    engine = make_engine(models, plan_for(SMALL_TREE, requests))
+    seen = []
+    for progress in engine.run(*condition(CONFIG, PROMPTS), requests):
+        assert progress.total == N
+        seen.append((progress.step, progress.known))
+        partial = engine.partial()
+    assert seen[0] == (0, [1] * len(requests))
+    assert seen[-1][1] == [N] * len(requests)
+    for (step, known), (later, more) in zip(seen, seen[1:], strict=False):
+        assert 0 < later - step <= engine.plan.shapes.block
+        assert all(a <= b for a, b in zip(known, more, strict=True))
+    assert partial.tolist() == engine.result().tokens.tolist()
+    assert engine.report().recompiles_after_warmup == 0

@@ -1,0 +1,166 @@
+"""Draft trees: the named ones are the published ones, derived tables are what they say, bad files are refused."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from tiny import NAMES, random_tree
+
+from lantern_hpu.errors import TreeError
+from lantern_hpu.tree import NAMED, DraftTree, as_svg, as_text, load_tree, main
+
+# name: drafts, depth, nodes at depths 1 .., nodes with children at depths 0 .., leaves, most children
+PUBLISHED = {
+    "naive_extend_57": (57, 5, (5, 13, 16, 14, 9), (1, 5, 7, 7, 5), 33, 5),
+    "mc_sim_7b_63": (25, 5, (4, 8, 8, 3, 2), (1, 4, 4, 1, 1), 15, 4),
+    "mc_sim_7b_63_balanced": (25, 5, (3, 8, 9, 3, 2), (1, 3, 4, 1, 1), 16, 3),
+    "reverse_balanced_25": (25, 5, (3, 4, 6, 5, 7), (1, 3, 3, 2, 2), 15, 4),
+    "medusa_2_7b_63": (63, 4, (10, 23, 23, 7), (1, 8, 9, 4), 42, 10),
+    "chain": (5, 5, (1, 1, 1, 1, 1), (1, 1, 1, 1, 1), 1, 1),
+}
+# Child counts of nodes that have any, in the order of their numbers.
+CHILD_COUNTS = {
+    "naive_extend_57": [5, 4, 3, 3, 2, 1, 4, 3, 3, 2, 2, 1, 1, 4, 3, 2, 1, 2, 1, 1, 3, 2, 2, 1, 1],
+    "mc_sim_7b_63": [4, 3, 2, 2, 1, 3, 2, 2, 1, 3, 2],
+    "mc_sim_7b_63_balanced": [3, 3, 3, 2, 3, 2, 2, 2, 3, 2],
+    "reverse_balanced_25": [3, 2, 1, 1, 3, 2, 1, 3, 2, 4, 3],
+    "medusa_2_7b_63": [10, 10, 5, 2, 2, 1, 1, 1, 1, 9, 4, 2, 1, 1, 1, 3, 1, 1, 4, 1, 1, 1],
+    "chain": [1, 1, 1, 1, 1],
+}
+# The one node list that counts alone would not pin down: depth 3 of the default tree.
+DEFAULT_DEPTH_3 = "000 001 002 003 010 011 012 020 021 022 030 031 100 101 110 200"
+
+
+TREES = [*map(load_tree, NAMES), *map(random_tree, range(40))]
+
+
+def test_named_trees_are_the_published_ones() -> None:
+    assert set(NAMED) == set(NAMES) == set(PUBLISHED)
+    for name, (drafts, depth, widths, frontiers, leaves, most) in PUBLISHED.items():
+        tree = load_tree(name)
+        assert (tree.size - 1, tree.depth, tree.max_children) == (drafts, depth, most)
+        assert tuple(map(len, tree.levels[1:])) == widths
+        assert tuple(map(len, tree.frontiers)) == frontiers
+        assert sum(not c for c in tree.children) == leaves
+        assert [len(tree.children[n]) for n in tree.expanded] == CHILD_COUNTS[name]
+    third = [tree_path for tree_path in load_tree("naive_extend_57").paths if len(tree_path) == 3]
+    assert ["".join(map(str, path)) for path in third] == DEFAULT_DEPTH_3.split()
+
+
+@pytest.mark.parametrize("tree", TREES, ids=lambda tree: tree.name)
+def test_tables_match_their_definitions(tree: DraftTree) -> None:
+    paths = tree.paths
+    assert paths[0] == () and list(paths) == sorted(paths, key=lambda p: (len(p), p))
+    for node, path in enumerate(paths):
+        prefixes = [path[:n] for n in range(len(path) + 1)]
+        assert tree.depths[node] == len(path)
+        assert paths[tree.parent[node]] == path[:-1]
+        assert {n for n, seen in enumerate(tree.ancestors[node]) if seen} == set(map(paths.index, prefixes))
+        assert [paths[n] for n in tree.children[node]] == [p for p in paths[1:] if p[:-1] == path]
+        walk = [paths[n] for n in tree.path_table[node]]
+        assert walk == prefixes + [path] * (tree.depth - len(path))
+    parents = sorted({paths.index(path[:-1]) for path in paths[1:]})
+    assert list(tree.expanded) == parents
+    assert [n for level in tree.frontiers for n in level] == parents
+    assert all(tree.depths[n] == depth for depth, level in enumerate(tree.frontiers) for n in level)
+    assert [n for level in tree.levels for n in level] == list(range(tree.size))
+
+
+def test_order_of_listed_paths_does_not_matter() -> None:
+    tree = load_tree("mc_sim_7b_63")
+    assert DraftTree.from_paths(tree.name, [*reversed(tree.paths)]) == tree
+
+
+def test_root_only_tree_has_one_node_and_no_depth() -> None:
+    tree = DraftTree.root_only()
+    assert (tree.size, tree.depth, tree.expanded, tree.frontiers) == (1, 0, (), ())
+
+
+def test_user_tree_loads_from_either_json_form(tmp_path: Path) -> None:
+    paths = [[1], [0], [0, 0]]
+    bare, named = tmp_path / "mine.json", tmp_path / "other.json"
+    bare.write_text(json.dumps(paths))
+    named.write_text(json.dumps({"name": "ours", "paths": paths}))
+    assert load_tree(str(bare)).name == "mine"
+    assert load_tree(str(named)).name == "ours"
+    assert load_tree(str(bare)).paths == load_tree(str(named)).paths == ((), (0,), (1,), (0, 0))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("[[0], [0, 0], [0]]", "lists node 0 twice"),
+        ("[[0], [1, 0]]", "has node 1.0: but not its parent 1"),
+        ("[[0], [2]]", "has node 2: but not the sibling 1 before it"),
+        ("[[-1]]", "ranks are whole numbers from 0"),
+        ("[[0.5]]", "ranks are whole numbers from 0"),
+        ('[["0"]]', "ranks are whole numbers from 0"),
+        ("[]", "holds no tree"),
+        ("[[]]", "holds no tree"),
+        ("{}", "holds no tree"),
+        ("[[0], 1]", "holds no tree"),
+        ("3", "holds no tree"),
+        ("[[0], ", "cannot read the tree"),
+    ],
+)
+def test_malformed_tree_file_is_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "bad.json"
+    file.write_text(text)
+    with pytest.raises(TreeError, match=complaint):
+        load_tree(str(file))
+
+
+def test_tree_rank_exceeds_drafter_topk_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "wide.json"
+    file.write_text(json.dumps([[rank] for rank in range(11)]))
+    with pytest.raises(TreeError, match="asks for rank 10 at node 10: the drafter draws 10 children"):
+        load_tree(str(file))
+
+
+def test_missing_tree_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TreeError, match="cannot read the tree"):
+        load_tree(str(tmp_path / "none.json"))
+
+
+def test_unknown_tree_name_lists_the_known_ones() -> None:
+    with pytest.raises(TreeError, match="unknown tree 'oak'") as refused:
+        load_tree("oak")
+    assert all(name in str(refused.value) for name in NAMES)
+
+
+@pytest.mark.parametrize("tree", TREES[:12], ids=lambda tree: tree.name)
+def test_text_drawing_shows_every_node_once(tree: DraftTree) -> None:
+    title, _, root, *rows = as_text(tree).split("\n")
+    assert title == f"{tree.name}: {tree.size - 1} drafts + root, depth {tree.depth}" and root == "root"
+    shown = [row.split("─ ")[1] for row in rows]
+    assert sorted(shown) == sorted(".".join(map(str, path)) for path in tree.paths[1:])
+
+
+@pytest.mark.parametrize("tree", TREES[:12], ids=lambda tree: tree.name)
+def test_svg_drawing_has_a_circle_a_node_and_a_line_a_draft(tree: DraftTree) -> None:
+    picture = ElementTree.fromstring(as_svg(tree))
+    space = "{http://www.w3.org/2000/svg}"
+    spots = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in picture.iter(f"{space}circle")]
+    assert len(spots) == len(set(spots)) == tree.size
+    assert len(list(picture.iter(f"{space}line"))) == tree.size - 1
+    width, height = float(picture.attrib["width"]), float(picture.attrib["height"])
+    assert all(0 < x < width and 0 < y < height for x, y in spots)
+
+
+def test_svg_escapes_the_name_of_a_user_tree() -> None:
+    picture = ElementTree.fromstring(as_svg(DraftTree.from_paths("a<b & c", [[0]])))
+    assert any((text.text or "").startswith("a<b & c:") for text in picture.iter())
+
+
+def test_list_command_names_all_trees(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list"]) == 0
+    shown = capsys.readouterr().out
+    assert all(f"{name}:" in shown for name in NAMES)
+
+
+def test_show_command_reports_an_unknown_tree(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", "oak"]) == 2
+    assert "unknown tree 'oak'" in capsys.readouterr().err

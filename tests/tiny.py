@@ -1,0 +1,167 @@
+"""A tiny random target with a drafter that resembles it, and how to draw with them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lantern_hpu.backends import get_backend
+from lantern_hpu.config import Relaxation, Request, Sampling
+from lantern_hpu.engine import Decoded, Engine
+from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.transformer import Target, TransformerConfig
+from lantern_hpu.state import Shapes
+from lantern_hpu.step import Plan
+from lantern_hpu.tree import DraftTree, load_tree
+
+Models = tuple[Target, Drafter]
+
+CONFIG = TransformerConfig(
+    vocab_size=32, dim=64, layers=2, heads=2, ffn_dim=96, prefix=4, grid=(4, 4), rope_prefix="identity"
+)
+SMALL_TREE = DraftTree.from_paths("small", [[0], [1], [0, 0], [0, 1]])
+NAMES = (
+    "naive_extend_57",
+    "mc_sim_7b_63",
+    "mc_sim_7b_63_balanced",
+    "reverse_balanced_25",
+    "medusa_2_7b_63",
+    "chain",
+)
+
+
+def random_tree(seed: int) -> DraftTree:
+    """A tree of random shape, at most four levels deep."""
+    rng = random.Random(seed)
+    paths: list[tuple[int, ...]] = []
+    level: list[tuple[int, ...]] = [()]
+    for _ in range(rng.randint(1, 4)):
+        counts = [rng.choice([0, 0, 1, 2, 3]) for _ in level]
+        counts[rng.randrange(len(counts))] += 1
+        level = [(*path, r) for path, count in zip(level, counts, strict=True) for r in range(count)]
+        paths += level
+    rng.shuffle(paths)
+    return DraftTree.from_paths(f"random {seed}", paths)
+
+
+def tiny_config(**changes: Any) -> TransformerConfig:
+    return replace(CONFIG, **changes)
+
+
+def tiny_models(
+    config: TransformerConfig = CONFIG, seed: int = 0, likeness: float = 1.0, **options: Any
+) -> Models:
+    """A seeded random model.
+
+    Args:
+        likeness: 1 for a drafter that copies the target's embedding and last block, 0 for an unrelated one.
+        options: of the drafter.
+    """
+    torch.manual_seed(seed)
+    target, drafter = Target(config), Drafter(config, **options)
+    with torch.no_grad():
+        for block in [*target.layers, drafter.block]:
+            block.attention.qkv.weight.mul_(2)  # so that the context matters
+            block.attention.out.weight.mul_(2)
+        target.head.weight.mul_(2)  # and laws are far from flat
+        if likeness:
+            drafter.embed.weight.copy_(target.embed.weight)
+            eye = torch.eye(config.dim)
+            drafter.fc.weight.copy_(torch.cat([eye, 0.2 * eye], 1) * likeness)
+            drafter.fc.bias.zero_()
+            known = target.layers[-1].state_dict()
+            drafter.block.load_state_dict({n: known[n] for n in drafter.block.state_dict()})
+    return target.requires_grad_(False).eval(), drafter.requires_grad_(False).eval()
+
+
+def condition(
+    config: TransformerConfig, prompts: Sequence[str], guidance: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Prefix [R, P, H] and valid [R, P]: one slot a letter, padded with zeros on the left."""
+    generator = torch.Generator().manual_seed(7)
+    letters = torch.randn(256, config.dim, generator=generator)
+    nothing = torch.randn(config.prefix, config.dim, generator=generator)
+    rows, masks = [], []
+    for prompt in prompts:
+        word = prompt.strip()[: config.prefix]
+        pads = config.prefix - len(word)
+        rows.append(torch.cat([torch.zeros(pads, config.dim), letters[[ord(c) for c in word]]]))
+        masks.append(torch.arange(config.prefix) >= pads)
+    prefix, valid = torch.stack(rows), torch.stack(masks)
+    if not guidance:
+        return prefix, valid
+    empty = nothing * valid[..., None]
+    return torch.cat([prefix, empty]), torch.cat([valid, valid])
+
+
+def plan_for(tree: DraftTree, requests: Sequence[Request], **changes: Any) -> Plan:
+    """A plan that serves these requests."""
+    samplings = [r.sampling for r in requests]
+    guidance = any(s.cfg_scale != 1 for s in samplings)
+    relaxed = [r.relaxation for r in requests if r.relaxation.active]
+    plan = Plan(
+        Shapes(len(requests), guidance, tree, block=4),
+        max_top_k=max((s.top_k for s in samplings), default=0),
+        use_top_p=any(s.top_p < 1 for s in samplings),
+        use_greedy=any(s.greedy for s in samplings),
+        use_sampled=not all(s.greedy for s in samplings),
+        neighbours=max((r.k + 1 for r in relaxed), default=0),
+        residual=relaxed[0].residual if relaxed else "sound",
+    )
+    return replace(plan, **changes)
+
+
+def ring(vocabulary: int) -> Tensor:
+    """Neighbour table [V, V - 1] of codes on a ring: +1, -1, +2, -2, ..."""
+    steps = [s for i in range(1, vocabulary) for s in (i, -i)][: vocabulary - 1]
+    return (torch.arange(vocabulary)[:, None] + torch.tensor(steps)) % vocabulary
+
+
+def make_engine(models: Models, plan: Plan, mode: str = "eager") -> Engine:
+    target, drafter = models
+    near = ring(target.config.vocab_size) if plan.neighbours else None
+    return Engine(target, drafter, plan, get_backend("cpu"), mode, near)
+
+
+def draw(engine: Engine, requests: Sequence[Request]) -> Decoded:
+    """Run a batch to its end."""
+    guidance = engine.plan.shapes.guidance
+    prefix, valid = condition(engine.target.config, [r.prompt for r in requests], guidance)
+    for _ in engine.run(prefix, valid, requests):
+        pass
+    return engine.result()
+
+
+def sample(models: Models, tree: DraftTree | str, requests: Sequence[Request], **changes: Any) -> Decoded:
+    """Draw these requests with a fresh engine."""
+    chosen = load_tree(tree) if isinstance(tree, str) else tree
+    mode = changes.pop("mode", "eager")
+    return draw(make_engine(models, plan_for(chosen, requests, **changes), mode), requests)
+
+
+def advance(engine: Engine, requests: Sequence[Request], steps: int) -> None:
+    """Prefill and so many steps, so that a test can look at the state in the middle of an image."""
+    guidance = engine.plan.shapes.guidance
+    prefix, valid = condition(engine.target.config, [r.prompt for r in requests], guidance)
+    run = engine.run(prefix, valid, requests)
+    next(run)  # prefill
+    with torch.no_grad():
+        for number in range(steps):
+            engine.feed([r.seed for r in requests], number + 1, 1)
+            engine.step()
+
+
+def request(
+    prompt: str = "abcd",
+    seed: int = 0,
+    cfg_scale: float = 2.0,
+    relaxation: Relaxation | None = None,
+    **sampling: Any,
+) -> Request:
+    """A request with its sampling options given flat."""
+    return Request(prompt, seed, Sampling(cfg_scale, **sampling), relaxation or Relaxation())

@@ -1,0 +1,162 @@
+"""The decoder as a loop over one image: no cache, no batch, no static shape, laws in plain Python.
+
+It shares the networks with the product and nothing else of the decoder, so that it can judge it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from tiny import Models
+
+from lantern_hpu import noise
+from lantern_hpu.config import Request, Sampling
+from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.transformer import Target, additive, prefix_mask, rope_table
+from lantern_hpu.reference import Law, Relaxed, greedy_walk, walk
+from lantern_hpu.tree import DraftTree
+
+
+def softmax(logits: Sequence[float]) -> Law:
+    top = max(logits)
+    weights = [math.exp(x - top) for x in logits]
+    return [w / sum(weights) for w in weights]
+
+
+def slow_law(logits: Sequence[float], sampling: Sampling) -> Law:
+    """Temperature, top-p, top-k by sorting; equal tokens at a border stay together."""
+    if sampling.greedy:
+        return softmax(logits)
+    logits = [x / sampling.temperature for x in logits]
+    law = softmax(logits)
+    keep = set(range(len(logits)))
+    if sampling.top_p < 1:
+        kept, mass = [], 0.0
+        for token in sorted(keep, key=lambda t: -law[t]):
+            if mass < sampling.top_p:
+                kept.append(token)
+            mass += law[token]
+        keep = {t for t in keep if law[t] >= law[kept[-1]]}
+    if sampling.top_k:
+        border = sorted(logits, reverse=True)[min(sampling.top_k, len(logits)) - 1]
+        keep = {t for t in keep if logits[t] >= border}
+    return softmax([x if t in keep else -math.inf for t, x in enumerate(logits)])
+
+
+def slow_choose(law: Sequence[float], uniform: float) -> int:
+    """The first token whose cumulative mass exceeds u times the whole."""
+    target, mass = uniform * sum(law), 0.0
+    for token, p in enumerate(law):
+        mass += p
+        if mass > target:
+            return token
+    return max(t for t, p in enumerate(law) if p > 0)
+
+
+def slow_distinct(law: Sequence[float], uniform: Sequence[float]) -> list[int]:
+    """Draw one after the other, striking out what was drawn."""
+    left, drawn = list(law), []
+    for u in uniform:
+        token = slow_choose(left, u)
+        left[token] = 0.0
+        drawn.append(token)
+    return drawn
+
+
+def likeliest(law: Sequence[float], count: int) -> list[int]:
+    return sorted(range(len(law)), key=lambda t: -law[t])[:count]
+
+
+def full_mask(valid: Tensor, length: int) -> Tensor:
+    """Visible entries of a whole sequence that begins with the condition: [R, T, T] bool."""
+    seen = torch.cat([valid, valid.new_ones(len(valid), max(0, length - valid.shape[1]))], 1)[:, :length]
+    return prefix_mask(seen, torch.ones(length, length, dtype=torch.bool).tril())
+
+
+def features(target: Target, prefix: Tensor, valid: Tensor, tokens: Sequence[int]) -> Tensor:
+    """The target's features [R, P + T, H] of a whole sequence in one pass without a cache."""
+    embedded = target.embed(torch.tensor(list(tokens), dtype=torch.int64))
+    x = torch.cat([prefix, embedded.expand(len(prefix), -1, -1)], 1)
+    rope = rope_table(target.config, x.shape[1]).expand(len(x), -1, -1, -1)
+    return target(x, rope, additive(full_mask(valid, x.shape[1]), x.dtype))
+
+
+def guesses(drafter: Drafter, hidden: Tensor, valid: Tensor, tokens: Sequence[int]) -> Tensor:
+    """The drafter's guesses [R, E, H]; entry i takes hidden[:, i] and the token of slot i + 1."""
+    config, entries = drafter.config, hidden.shape[1]
+    ids = torch.tensor([0] * (config.prefix - 1) + list(tokens))[:entries]
+    rope = rope_table(config, entries + 1)[1:].expand(len(hidden), -1, -1, -1)
+    mask = full_mask(torch.ones_like(valid) if drafter.sees_pads else valid, entries)
+    return drafter(ids.expand(len(hidden), -1), hidden, rope, additive(mask, hidden.dtype))
+
+
+class Twin:
+    """One image and its request. prefix [R, P, H] and valid [R, P]: its own rows."""
+
+    def __init__(
+        self, models: Models, request: Request, prefix: Tensor, valid: Tensor, rule: Relaxed | None = None
+    ) -> None:
+        (self.target, self.drafter), self.request, self.rule = models, request, rule or Relaxed()
+        self.prefix, self.valid = prefix, valid
+
+    def law(self, feature: Tensor) -> Law:
+        """[R, H] -> the law of the next token."""
+        logits = self.target.head(feature)
+        if len(logits) == 2:
+            logits = logits[1] + self.request.sampling.cfg_scale * (logits[0] - logits[1])
+        return slow_law(logits.flatten().tolist(), self.request.sampling)
+
+    def token(self, law: Law, uniform: float) -> int:
+        return likeliest(law, 1)[0] if self.request.sampling.greedy else slow_choose(law, uniform)
+
+    def target_law(self, tokens: Sequence[int]) -> Law:
+        return self.law(features(self.target, self.prefix, self.valid, tokens)[:, -1])
+
+    def draft(
+        self, tree: DraftTree, tokens: Sequence[int], uniform: Sequence[float]
+    ) -> tuple[list[int], dict[int, Law]]:
+        """The tree's tokens and the drafter's laws; tokens[-1] is the root."""
+        known = features(self.target, self.prefix, self.valid, tokens[:-1])
+        drafts, laws, inputs = {0: tokens[-1]}, {}, {0: known}
+        for node in tree.expanded:
+            on_path = [drafts[n] for n in dict.fromkeys(tree.path_table[node]) if n]
+            guess = guesses(self.drafter, inputs[node], self.valid, [*tokens, *on_path])
+            law = laws[node] = self.law(guess[:, -1])
+            below = tree.children[node]
+            if self.request.sampling.greedy:
+                drawn = likeliest(law, len(below))
+            else:
+                drawn = slow_distinct(law, [uniform[child - 1] for child in below])
+            for child, token in zip(below, drawn, strict=True):
+                drafts[child] = token
+                inputs[child] = torch.cat([inputs[node], guess[:, -1:]], 1)
+        return [drafts[n] for n in range(tree.size)], laws
+
+    def step(self, tree: DraftTree, tokens: list[int], number: int) -> list[int]:
+        """The tokens that one step adds."""
+        count = tree.size - 1 + tree.depth * tree.max_children + 1
+        uniform = noise.uniforms(self.request.seed, number, count).tolist()
+        drafts, q = self.draft(tree, tokens, uniform)
+        path = {n: [drafts[m] for m in dict.fromkeys(tree.path_table[n])][1:] for n in range(tree.size)}
+        p = {n: self.target_law(tokens + path[n]) for n in range(tree.size)}
+        if self.request.sampling.greedy:
+            node = greedy_walk(tree, p, drafts, self.rule)[-1]
+            return path[node] + likeliest(p[node], 1)
+        rest, wide = uniform[tree.size - 1 :], tree.max_children
+        tries = [rest[depth * wide : (depth + 1) * wide] for depth in range(tree.depth)]
+        outcome = walk(tree, p, q, drafts, tries, self.rule)
+        law = p[outcome.node] if outcome.law is None else outcome.law
+        return path[outcome.node] + [self.token(law, uniform[-1])]
+
+    @torch.no_grad()
+    def decode(self, tree: DraftTree) -> list[int]:
+        """The whole image."""
+        first = float(noise.uniforms(self.request.seed, 0, 1)[0])
+        tokens, number = [self.token(self.target_law([]), first)], 0
+        while len(tokens) < self.target.config.tokens:
+            number += 1
+            tokens += self.step(tree, tokens, number)
+        return tokens[: self.target.config.tokens]
