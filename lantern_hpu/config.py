@@ -14,6 +14,7 @@ METHODS = {
     "eagle": "static draft tree, exact acceptance (EAGLE)",
     "lantern++": "static draft tree, relaxed acceptance (LANTERN++)",
 }
+AUTO = "auto"  # the model's fastest method on the device, as its `model.json` has it
 DEFAULT_TREE = "naive_extend_57"
 MAX_SEED = 2**63 - 1
 
@@ -117,7 +118,7 @@ def choose_method(
         TreeError: see `load_tree`.
     """
     if method not in METHODS:
-        raise OptionError(f"unknown method {method!r}", hint=choices(METHODS))
+        raise OptionError(f"unknown method {method!r}", hint=choices([AUTO, *METHODS]))
     if method == "ar" and tree:
         raise OptionError("--tree has no meaning for ar", "it drafts nothing", "--method eagle")
     if method != "lantern++" and relaxation and relaxation != EXACT:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_hpu import __version__
 from lantern_hpu.backends import BACKENDS
-from lantern_hpu.config import METHODS, Relaxation, Request, Sampling, choose_method
+from lantern_hpu.config import AUTO, DEFAULT_TREE, METHODS, Relaxation, Request, Sampling, choose_method
 from lantern_hpu.errors import LanternError, OptionError
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.tree import NAMED
@@ -29,45 +29,44 @@ if TYPE_CHECKING:
     from lantern_hpu.results import GenerationResult
     from lantern_hpu.tree import DraftTree
 
-DEFAULT_METHOD = "lantern++"
-
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lantern_hpu.generate",
         description="Draw images from prompts.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     what = parser.add_argument_group("what to draw")
     what.add_argument("--prompt", action="append", default=[], help="repeat for several")
     what.add_argument("--prompts-file", type=Path, metavar="FILE", help=".txt (one a line), .tsv or .json")
     what.add_argument("--from-png", type=Path, metavar="FILE", help="draw the same image again")
-    what.add_argument("--num-images", type=int, default=1, help="images of each prompt")
-    what.add_argument("--seed", type=int, default=0, help="of the first image; the next take the next numbers")
+    what.add_argument("--num-images", type=int, default=1, help="images of each prompt (1)")
+    what.add_argument("--seed", type=int, default=0, help="of the first image; the next take the next numbers (0)")
     where = parser.add_argument_group("where it goes")
-    where.add_argument("--output", type=Path, default=Path("out"), help="a .png file, or a folder")
+    where.add_argument("--output", type=Path, default=Path("out"), help="a .png file, or a folder (out)")
     where.add_argument("--force", action="store_true", help="replace existing files")
     where.add_argument("--grid", action="store_true", help="one sheet of all images")
     where.add_argument("--report", type=Path, metavar="FILE.json", help="acceptance, timing, graph, settings")
     where.add_argument("--save-tokens", type=Path, metavar="FILE.npz", help="the image tokens")
-    where.add_argument("--preview-every", type=int, default=0, metavar="ROWS", help="write a preview")
+    where.add_argument("--preview-every", type=int, default=0, metavar="ROWS", help="write a preview each ROWS image rows")
     how = parser.add_argument_group("how it runs")
-    how.add_argument("--model", default="builtin", help="`builtin`, or a model folder")
-    how.add_argument("--device", default="auto", help=f"auto, {', '.join(BACKENDS)}")
-    how.add_argument("--graphs", default="auto", help=f"auto, {', '.join(RUNNERS)}")
-    how.add_argument("--dtype", default="auto", help="auto, or one the device offers")
+    how.add_argument("--model", default="builtin", help="`builtin`, or a model folder (builtin)")
+    how.add_argument("--device", default="auto", help=f"auto, {', '.join(BACKENDS)} (auto)")
+    how.add_argument("--graphs", default="auto", help=f"auto, {', '.join(RUNNERS)} (auto)")
+    how.add_argument("--dtype", default="auto", help="auto, or one the device offers (auto)")
     how.add_argument("--batch-size", type=int, default=None, help="images decoded together (8 at most if unset)")
     method = parser.add_argument_group("method")
     method.add_argument(
         "--method",
-        default=DEFAULT_METHOD,
-        help="; ".join(f"{name}: {text}" for name, text in METHODS.items()),
+        default=AUTO,
+        help="auto: the fastest measured on the device; "
+        + "; ".join(f"{name}: {text}" for name, text in METHODS.items())
+        + " (auto)",
     )
-    method.add_argument("--tree", default=None, help=f"{', '.join(NAMED)}, or a .json file")
-    method.add_argument("--relax-k", type=int, default=None, help="neighbours that may stand in")
+    method.add_argument("--tree", default=None, help=f"{', '.join(NAMED)}, or a .json file ({DEFAULT_TREE})")
+    method.add_argument("--relax-k", type=int, default=None, help="neighbours that may stand in (10)")
     method.add_argument("--relax-delta", type=float, default=None, help="additive bound, 0 to 1")
-    method.add_argument("--relax-lambda", type=float, default=None, help="multiplicative bound, 1 or more")
-    method.add_argument("--residual", default="sound", help="sound, or official as published")
+    method.add_argument("--relax-lambda", type=float, default=None, help="multiplicative bound, 1 or more (5)")
+    method.add_argument("--residual", default="sound", help="law after a relaxed rejection: sound, or official as published (sound)")
     sampling = parser.add_argument_group("sampling (default: the model's own)")
     sampling.add_argument("--cfg-scale", type=float, default=None, help="guidance; 1 is off")
     sampling.add_argument("--temperature", type=float, default=None, help="0 is greedy")
@@ -195,30 +194,38 @@ def again(args: argparse.Namespace) -> dict[str, Any]:
     return config
 
 
-def plan_run(args: argparse.Namespace) -> tuple[list[str], DraftTree, Relaxation, dict[str, Any] | None]:
-    """All that can be checked before torch is loaded: prompts, tree, relaxation, settings."""
-    from lantern_hpu.tree import DraftTree
-
-    known = again(args) if args.from_png else None
+def check(args: argparse.Namespace) -> list[str]:
+    """Refuse what can be refused before torch is loaded; returns one prompt an image."""
     prompts = [*args.prompt, *(read_prompts(args.prompts_file) if args.prompts_file else [])]
     if not prompts:
         raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
-    if known is not None:
-        tree = DraftTree.from_paths(known["tree"], known["tree_paths"])
-        return prompts, tree, Relaxation(**known["relaxation"]), known
-    tree, relaxation = choose_method(args.method, args.tree, relaxation_of(args))
+    if args.num_images < 1:
+        raise OptionError(f"--num-images is {args.num_images}", "allowed: 1 or more")
+    method = "lantern++" if args.method == AUTO else args.method
+    choose_method(method, args.tree, relaxation_of(args))
     sampling_of(args, Sampling())
     for prompt in prompts:
         Request(prompt, args.seed)
-    return prompts, tree, relaxation, None
+    return [prompt for prompt in prompts for _ in range(args.num_images)]
+
+
+def choose(
+    pipeline: LanternPipeline, args: argparse.Namespace, known: dict[str, Any] | None
+) -> tuple[str, DraftTree, Relaxation, Sampling]:
+    """Method, tree, relaxation and sampling: asked for, or those of the image to draw again."""
+    if known is None:
+        chosen = pipeline.choose(args.method, args.tree, relaxation_of(args))
+        return (*chosen, sampling_of(args, pipeline.model.sampling))
+    from lantern_hpu.tree import DraftTree
+
+    tree = DraftTree.from_paths(known["tree"], known["tree_paths"])
+    return known["method"], tree, Relaxation(**known["relaxation"]), Sampling(**known["sampling"])
 
 
 def draw(args: argparse.Namespace) -> GenerationResult:
     """The whole command after parsing."""
-    prompts, tree, relaxation, known = plan_run(args)
-    if args.num_images < 1:
-        raise OptionError(f"--num-images is {args.num_images}", "allowed: 1 or more")
-    wanted = [prompt for prompt in prompts for _ in range(args.num_images)]
+    known = again(args) if args.from_png else None
+    wanted = check(args)
     from lantern_hpu.results import check_free
 
     files, sheet = result_files(args.output, wanted, args.grid)
@@ -229,7 +236,7 @@ def draw(args: argparse.Namespace) -> GenerationResult:
 
     imported = time.perf_counter() - began
     pipeline = LanternPipeline.from_pretrained(args.model, args.device, args.dtype, args.graphs)
-    sampling = Sampling(**known["sampling"]) if known else sampling_of(args, pipeline.model.sampling)
+    args.method, tree, relaxation, sampling = choose(pipeline, args, known)
     requests = [Request(p, args.seed + i, sampling, relaxation) for i, p in enumerate(wanted)]
     result = run(pipeline, args, requests, tree)
     result.timing["import_s"] = round(imported, 4)

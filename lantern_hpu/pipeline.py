@@ -6,7 +6,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import lantern_hpu
 from lantern_hpu import codebook, hub
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Backend
-from lantern_hpu.config import EXACT, MAX_SEED, Relaxation, Request, Sampling, choose_method, require
+from lantern_hpu.config import AUTO, MAX_SEED, Relaxation, Request, Sampling, choose_method, require
 from lantern_hpu.engine import Decoded, Engine, Progress
 from lantern_hpu.errors import OptionError
 from lantern_hpu.graphs import check_mode
@@ -31,7 +31,6 @@ from lantern_hpu.tree import DraftTree
 
 MAX_BATCH = 8  # images decoded together unless asked otherwise
 BLOCK = 16  # most steps between two host reads
-DEFAULT_METHOD = "lantern++"
 
 
 @dataclass
@@ -101,8 +100,8 @@ class LanternPipeline:
         num_images: int = 1,
         seed: int = 0,
         generator: torch.Generator | None = None,
-        method: str = DEFAULT_METHOD,
-        tree: str | DraftTree | None = None,
+        method: str = AUTO,
+        tree: str | None = None,
         relaxation: Relaxation | None = None,
         sampling: Sampling | None = None,
         batch_size: int | None = None,
@@ -113,7 +112,7 @@ class LanternPipeline:
         Args:
             seed: of the first image; each further image takes the next number.
             generator: its initial seed is used instead of `seed`.
-            method: see `config.METHODS`. tree: for methods that draft. relaxation: for `lantern++`.
+            method: see `choose`. tree: name or file, for methods that draft. relaxation: for `lantern++`.
             sampling: the model's defaults if not given.
             batch_size: images decoded together, at most 8 if not given. It does not change the images.
             callback: called after each host read.
@@ -124,16 +123,27 @@ class LanternPipeline:
         require(num_images >= 1, "--num-images", num_images, "1 or more")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         first = generator.initial_seed() % (MAX_SEED + 1) if generator is not None else seed
-        name = tree.name if isinstance(tree, DraftTree) else tree
-        chosen, bounds = choose_method(method, None if isinstance(tree, DraftTree) else tree, relaxation)
-        if isinstance(tree, DraftTree):
-            chosen = tree
+        name, chosen, bounds = self.choose(method, tree, relaxation)
         settings = sampling or self.model.sampling
         wanted = [text for text in prompts for _ in range(num_images)]
         requests = [Request(p, first + i, settings, bounds) for i, p in enumerate(wanted)]
         result = self.draw(requests, chosen, batch_size, callback)
-        result.config |= {"method": method, "tree": name or chosen.name}
+        result.config["method"] = name
         return result
+
+    def choose(
+        self, method: str, tree: str | None = None, relaxation: Relaxation | None = None
+    ) -> tuple[str, DraftTree, Relaxation]:
+        """A method's name, draft tree and relaxation.
+
+        `auto` is the fastest method measured with this model on this device; a tree or a relaxation, or
+        a device without a measurement, makes it `lantern++`.
+        """
+        if method == AUTO:
+            method = "lantern++"
+            if tree is None and relaxation is None:
+                method, tree = self.model.fastest.get(self.backend.name, (method, tree))
+        return (method, *choose_method(method, tree, relaxation))
 
     def draw(
         self,
@@ -236,6 +246,7 @@ class LanternPipeline:
         if len(residuals) > 1:
             raise OptionError("two residuals in one batch", "the residual is part of the graph")
         most = max((r.k for r in active), default=0)
+        require(most < vocabulary, "--relax-k", most, f"0 to {vocabulary - 1}, the neighbours of a code")
         limited = [s.top_k for s in samplings if 0 < s.top_k < vocabulary and not s.greedy]
         return Plan(
             Shapes(size, any(s.cfg_scale != 1 for s in samplings), tree, BLOCK),

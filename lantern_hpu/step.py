@@ -406,17 +406,23 @@ class Step(nn.Module):
         news = torch.where(order < taken[:, None], drafts, bonus[:, None])  # [B, D + 1]
         where = (self.first + state.count + 1)[:, None] + order
         state.tokens.index_copy_(0, where.flatten(), news.flatten())
+        count = (state.count + taken + 1).clamp(max=self.tokens - 1)
         if self.depth:
-            self.keep(hidden, path, news, taken, length, state)
+            # A finished image adds nothing; one pair keeps its catch-up within its own row.
+            self.keep(hidden, path, news, (count - state.count).clamp(min=1), length, state)
         self.tally(taken, relaxed, order, state)
         state.root.copy_(bonus)
-        state.count.copy_((state.count + taken + 1).clamp(max=self.tokens - 1))
+        state.count.copy_(count)
         return state.count + 1
 
     def keep(
-        self, hidden: Tensor, path: Tensor, news: Tensor, taken: Tensor, length: Tensor, state: DecodeState
+        self, hidden: Tensor, path: Tensor, news: Tensor, added: Tensor, length: Tensor, state: DecodeState
     ) -> None:
-        """Move the path's keys and values together, and note what the drafter has to catch up with."""
+        """Move the path's keys and values together, and note what the drafter has to catch up with.
+
+        Args:
+            added: [B] tokens that the step added.
+        """
         rows = self.slots.per_row(path)  # [R, D + 1]
         start = (self.slots.row_start + length)[:, None]
         source = (start + rows[:, 1:]).flatten()  # [R * D]
@@ -425,7 +431,7 @@ class Step(nn.Module):
         state.target_cache.move((layers + source).flatten(), (layers + goal).flatten())
         state.pending_features.copy_(at(hidden, rows))
         state.pending_tokens.copy_(news)
-        state.pending_count.copy_(taken + 1)
+        state.pending_count.copy_(added)
 
     def tally(self, taken: Tensor, relaxed: Tensor, order: Tensor, state: DecodeState) -> None:
         """Count the step for images that are not done, and only what lies within the image."""

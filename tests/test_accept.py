@@ -6,7 +6,7 @@ from itertools import permutations
 
 import pytest
 import torch
-from tiny import random_tree, ring
+from tests.tiny import random_tree, ring
 from torch import Tensor
 
 from lantern_hpu.accept import Acceptance, Bounds, Residual, Verdict

@@ -82,7 +82,12 @@ def test_imports_point_downwards() -> None:
         for module, line in imports(parsed(file)):
             package, _, rest = module.partition(".")
             other = rest.split(".")[0]
-            if package == "lantern_hpu" and other in rank and other != part and rank[other] >= rank[part]:
+            if (
+                package == "lantern_hpu"
+                and other in rank
+                and other != part
+                and rank[other] >= rank[part]
+            ):
                 wrong.append(f"{place(file, line)}: {part} imports {other}")
     assert not wrong, "\n".join(wrong)
 
@@ -172,7 +177,10 @@ sys.exit(f"loaded {loaded}" if loaded else code)
 )
 def test_help_loads_no_torch(module: str, args: list[str]) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_TORCH, module, *args], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-c", WITHOUT_TORCH, module, *args],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()

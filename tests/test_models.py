@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import NAMES, advance, condition, make_engine, plan_for, request, tiny_config, tiny_models
+from tests.tiny import NAMES, advance, condition, make_engine, plan_for, request, tiny_config, tiny_models
 from torch import Tensor
-from twin import features, full_mask, guesses
+from tests.twin import features, full_mask, guesses
 
 from lantern_hpu.cache import KVCache
 from lantern_hpu.models.transformer import (
@@ -166,7 +166,7 @@ def leaves(tree: DraftTree) -> list[int]:
 def test_tree_verification_equals_a_sequential_pass_over_each_path(name: str, variant: str) -> None:
     tree, images = load_tree(name), len(PROMPTS)
     models = tiny_models(tiny_config(**VARIANTS[variant], grid=(6, 6)))
-    requests = [request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
+    requests = [request(prompt, 80 + seed) for seed, prompt in enumerate(PROMPTS)]
     engine = make_engine(models, plan_for(tree, requests))
     advance(engine, requests, 2)
     state, step = engine.state, engine.step.function

@@ -119,10 +119,17 @@ def test_constraints_parse_and_cover_the_requirements(project: dict[str, Any]) -
         assert [bound.operator for bound in pin.specifier] == ["=="], pin
     for version in ("3.10", "3.11", "3.12", "3.13"):
         here = {"python_version": version}
-        names = [p.name.lower().replace("_", "-") for p in pins if not p.marker or p.marker.evaluate(here)]
+        names = [
+            p.name.lower().replace("_", "-")
+            for p in pins
+            if not p.marker or p.marker.evaluate(here)
+        ]
         assert len(names) == len(set(names)), version
         extras = project["project"]["optional-dependencies"].values()
-        wanted = [*project["project"]["dependencies"], *(line for extra in extras for line in extra)]
+        wanted = [
+            *project["project"]["dependencies"],
+            *(line for extra in extras for line in extra),
+        ]
         assert {Requirement(line).name for line in wanted} - {"lantern-hpu"} <= set(names), version
 
 

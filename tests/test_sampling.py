@@ -7,7 +7,7 @@ from itertools import permutations, product
 import pytest
 import torch
 from torch import Tensor
-from twin import slow_choose, slow_distinct, slow_law
+from tests.twin import slow_choose, slow_distinct, slow_law
 
 from lantern_hpu.config import Sampling
 from lantern_hpu.sampling import Settings, choose, choose_distinct, guide, law

@@ -7,7 +7,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from tiny import NAMES, random_tree
+from tests.tiny import NAMES, random_tree
 
 from lantern_hpu.errors import TreeError
 from lantern_hpu.tree import NAMED, DraftTree, as_svg, as_text, load_tree, main

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from tiny import Models
+from tests.tiny import Models
 
 from lantern_hpu import noise
 from lantern_hpu.config import Request, Sampling

@@ -1,6 +1,6 @@
 """A model folder: all parts of a text-to-image model that our own scripts train, and the embedded one.
 
-    model.json          sizes, words, default sampling, sha256 of each file
+    model.json          sizes, words, default sampling, fastest methods, sha256 of each file
     target.safetensors  words.*, condition.*, target.*
     drafter.safetensors
     vq.safetensors
@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,8 @@ class ImageModel:
     condition: CaptionProjection
     vq: VQModel
     sampling: Sampling  # default settings
+    # Device name to [method, tree or None]: the fastest that was measured there
+    fastest: dict[str, tuple[str, str | None]] = field(default_factory=dict)
 
     def prefix(self, prompts: Sequence[str], guidance: bool) -> tuple[Tensor, Tensor]:
         """Condition embeddings [R, P, H] and valid [R, P] of a batch of prompts."""
@@ -80,7 +82,8 @@ def load_model(
     fill(drafter, folder / "drafter.safetensors", dtype, device)
     fill(vq, folder / "vq.safetensors", torch.float32, device)
     sampling = Sampling(**config["sampling"])
-    return ImageModel(config["name"], target, drafter, text, condition, vq, sampling)
+    fastest = {device: tuple(choice) for device, choice in config.get("fastest", {}).items()}
+    return ImageModel(config["name"], target, drafter, text, condition, vq, sampling, fastest)
 
 
 def fill(module: nn.Module, file: Path, dtype: torch.dtype, device: torch.device | None) -> None:

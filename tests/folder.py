@@ -1,0 +1,60 @@
+"""A model folder with tiny random weights, in the format of the embedded model."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from lantern_hpu.models.llamagen import CaptionProjection
+from lantern_hpu.models.text import WordConditioner
+from lantern_hpu.models.vq import VQConfig, VQModel
+from tests.tiny import CONFIG, tiny_models
+
+VQ = VQConfig(
+    channels=8,
+    multipliers=(1, 1),
+    res_blocks=1,
+    z_channels=8,
+    code_dim=4,
+    codebook_size=CONFIG.vocab_size,
+    groups=4,
+)
+WORDS = ["apple", "blue", "cat", "on", "red"]
+CAPTION_DIM = 16
+
+
+def write_folder(folder: Path) -> Path:
+    """Write the folder and return it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    target, drafter = tiny_models()
+    torch.manual_seed(3)
+    parts = nn.ModuleDict(
+        {
+            "words": WordConditioner(WORDS, CAPTION_DIM, CONFIG.prefix),
+            "condition": CaptionProjection(CAPTION_DIM, CONFIG.dim, CONFIG.prefix),
+            "target": target,
+        }
+    )
+    files = {}
+    for name, module in {"target": parts, "drafter": drafter, "vq": VQModel(VQ)}.items():
+        file = folder / f"{name}.safetensors"
+        save_file({n: t.contiguous() for n, t in module.state_dict().items()}, file)
+        files[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    config = {
+        "name": str(folder),
+        "files": files,
+        "target": asdict(CONFIG),
+        "caption_dim": CAPTION_DIM,
+        "drafter": {"input_norm": False, "sees_pads": False},
+        "vq": asdict(VQ),
+        "sampling": {"cfg_scale": 2.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
+        "words": WORDS,
+    }
+    (folder / "model.json").write_text(json.dumps(config))
+    return folder

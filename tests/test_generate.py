@@ -1,0 +1,309 @@
+"""The front door: what a user types, gets, and is told when it cannot work."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from lantern_hpu import LanternPipeline
+from lantern_hpu.config import METHODS, Relaxation, Sampling
+from lantern_hpu.errors import OutputError
+from lantern_hpu.generate import main, read_prompts
+from lantern_hpu.results import read_png, write_file
+from tests.folder import write_folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def pipeline(model: Path) -> LanternPipeline:
+    return LanternPipeline.from_pretrained(str(model))
+
+
+def generate(model: Path, *options: object) -> int:
+    return main(["--model", str(model), *map(str, options)])
+
+
+def pixels(file: Path) -> np.ndarray:
+    return np.asarray(Image.open(file))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_each_method_draws_under_strict(model: Path, tmp_path: Path, method: str) -> None:
+    options = ("--prompt", "a red apple", "--method", method, "--graphs", "strict", "--num-images", 2)
+    report = tmp_path / "report.json"
+    assert generate(model, *options, "--output", tmp_path / "out", "--report", report) == 0
+    files = sorted((tmp_path / "out").glob("*.png"))
+    assert [f.name for f in files] == ["000-a-red-apple.png", "001-a-red-apple.png"]
+    assert all(Image.open(f).size == (8, 8) for f in files)
+    assert not np.array_equal(pixels(files[0]), pixels(files[1]))
+    data = json.loads(report.read_text())
+    assert data["graph"]["runner"] == "strict" and data["graph"]["recompiles_after_warmup"] == 0
+    assert data["graph"]["captures"] == 2
+
+
+def test_report_keeps_its_contract(model: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    assert generate(model, "--prompt", "cat", "--output", tmp_path / "cat.png", "--report", report) == 0
+    data = json.loads(report.read_text())
+    assert set(data) == {"images", "timing", "graph", "config", "environment"}
+    (image,) = data["images"]
+    names = "file prompt seed tokens steps tokens_per_step accepted_by_depth relaxed_accepts"
+    assert set(image) == set(names.split())
+    names = "import_s load_s warmup_s text_s generate_s decode_s ms_per_step"
+    assert set(names.split()) <= set(data["timing"])
+    names = "runner captures replays recompiles_after_warmup host_reads"
+    assert set(names.split()) <= set(data["graph"])
+    gained = sum(image["accepted_by_depth"]) + image["steps"]  # drafts and bonus tokens
+    assert image["tokens"] - 1 <= gained <= image["tokens"]
+    assert image["tokens_per_step"] == pytest.approx((image["tokens"] - 1) / image["steps"], abs=1e-3)
+    assert image["file"] == str(tmp_path / "cat.png")
+
+
+def test_seed_is_echoed_and_replayable(model: Path, tmp_path: Path) -> None:
+    drawn, again = tmp_path / "drawn", tmp_path / "again.png"
+    options = ("--temperature", 0.9, "--top-k", 12, "--relax-delta", 0.2, "--relax-k", 4)
+    assert generate(model, "--prompt", "red cat", "--num-images", 3, "--seed", 40, *options, "--output", drawn) == 0
+    last = drawn / "002-red-cat.png"
+    assert read_png(last)["seed"] == 42
+    assert main(["--from-png", str(last), "--output", str(again)]) == 0
+    assert np.array_equal(pixels(last), pixels(again))
+
+
+def test_from_png_keeps_a_tree_of_the_users_own(model: Path, tmp_path: Path) -> None:
+    tree = tmp_path / "mine.json"
+    tree.write_text("[[0], [1], [0, 0]]")
+    first, second = tmp_path / "a.png", tmp_path / "b.png"
+    assert generate(model, "--prompt", "cat", "--tree", tree, "--output", first) == 0
+    tree.unlink()
+    assert main(["--from-png", str(first), "--output", str(second)]) == 0
+    assert np.array_equal(pixels(first), pixels(second))
+
+
+def test_image_does_not_depend_on_batch_size(model: Path, tmp_path: Path) -> None:
+    options = ("--prompt", "red cat", "--prompt", "blue apple", "--num-images", 3)
+    for size in (1, 4, 6):
+        assert generate(model, *options, "--batch-size", size, "--output", tmp_path / str(size)) == 0
+    for file in sorted((tmp_path / "1").iterdir()):
+        for size in ("4", "6"):
+            assert np.array_equal(pixels(file), pixels(tmp_path / size / file.name))
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("p.txt", "red cat\n\nblue apple\n"),
+        ("p.tsv", "id\tPrompt\n1\tred cat\n2\tblue apple\n"),
+        ("p.json", '["red cat", {"prompt": "blue apple"}]'),
+    ],
+)
+def test_prompts_file_of_each_kind(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    assert read_prompts(tmp_path / name) == ["red cat", "blue apple"]
+
+
+def test_grid_tokens_and_previews_are_written(model: Path, tmp_path: Path) -> None:
+    sheet, tokens = tmp_path / "sheet.png", tmp_path / "tokens.npz"
+    options = ("--prompt", "cat", "--num-images", 3, "--grid", "--save-tokens", tokens, "--preview-every", 1)
+    assert generate(model, *options, "--output", sheet) == 0
+    assert Image.open(sheet).size == (3 * 12 + 4, 16)
+    saved = np.load(tokens)
+    assert saved["tokens"].shape == (3, 16) and list(saved["seeds"]) == [0, 1, 2]
+    assert (tmp_path / "sheet.preview.png").exists()
+
+
+def test_nothing_is_overwritten_unasked(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "cat.png"
+    file.write_text("precious")
+    assert generate(model, "--prompt", "cat", "--output", file) == 2
+    assert file.read_text() == "precious" and "--force" in capsys.readouterr().err
+    assert generate(model, "--prompt", "cat", "--output", file, "--force") == 0
+    assert Image.open(file).size == (8, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--method", "magic"], "lantern++"),
+        (["--tree", "oak"], "naive_extend_57"),
+        (["--device", "toaster"], "cpu"),
+        (["--graphs", "paper"], "strict"),
+        (["--dtype", "int3"], "float32"),
+        (["--relax-lambda", "0.5"], "1 (exact) or more"),
+        (["--relax-delta", "1.5"], "0 (exact) to 1"),
+        (["--relax-delta", "0.1", "--relax-lambda", "2"], "exclude each other"),
+        (["--method", "eagle", "--relax-k", "3"], "exact"),
+        (["--method", "ar", "--tree", "chain"], "drafts nothing"),
+        (["--residual", "odd"], "official"),
+        (["--cfg-scale", "0.5"], "--cfg-scale"),
+        (["--temperature", "-1"], "0 (greedy)"),
+        (["--top-p", "0"], "--top-p"),
+        (["--seed", "-4"], "--seed"),
+        (["--num-images", "0"], "--num-images"),
+        (["--batch-size", "0"], "--batch-size"),
+        (["--relax-k", "99"], "0 to 31"),
+        (["--prompts-file", "nowhere.txt"], "nowhere.txt"),
+        (["--prompt", "   "], "empty"),
+        (["--from-png", "x.png"], "contradict"),
+        (["--num-images", "2", "--output", "one.png"], "--grid"),
+        (["--output", "image.jpg"], ".png"),
+    ],
+)
+def test_bad_options_get_one_clear_error(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    says: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert generate(model, "--prompt", "cat", *options) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("error:") == 1 and "Traceback" not in shown
+    assert says in shown
+    assert not list(tmp_path.rglob("*.png"))
+
+
+def test_rank_above_the_draws_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = tmp_path / "wide.json"
+    tree.write_text(json.dumps([[i] for i in range(11)]))
+    assert generate(model, "--prompt", "cat", "--tree", tree, "--output", tmp_path / "x.png") == 2
+    assert "draws 10 children" in capsys.readouterr().err
+
+
+def test_no_prompt_is_an_error(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(model) == 2
+    assert "no prompt" in capsys.readouterr().err
+
+
+def test_long_and_unknown_words_are_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompt = "a red cat on blue apple zebra"
+    assert generate(model, "--prompt", prompt, "--output", tmp_path / "x.png") == 0
+    shown = capsys.readouterr().err
+    assert "'apple zebra'" in shown and "longer than 4 words" in shown
+    assert generate(model, "--prompt", "zebra cat", "--output", tmp_path / "y.png") == 0
+    assert "does not know: zebra" in capsys.readouterr().err
+
+
+def damage(folder: Path, how: str) -> None:
+    file = folder / "drafter.safetensors"
+    data = bytearray(file.read_bytes())
+    if how == "flipped":
+        data[-5] ^= 1
+        file.write_bytes(data)
+    elif how == "truncated":
+        file.write_bytes(data[: len(data) // 2])
+    else:
+        file.unlink()
+        (folder / "vq.safetensors").unlink()
+
+
+@pytest.mark.parametrize(
+    ("how", "says"),
+    [
+        ("flipped", ["drafter.safetensors", "checksum"]),
+        ("truncated", ["drafter.safetensors", "checksum"]),
+        ("missing", ["drafter.safetensors", "vq.safetensors"]),
+    ],
+)
+def test_damaged_weights_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str, says: list[str]
+) -> None:
+    folder = write_folder(tmp_path / "model")
+    damage(folder, how)
+    assert generate(folder, "--prompt", "cat", "--output", tmp_path / "x.png") == 2
+    shown = capsys.readouterr().err
+    assert all(word in shown for word in says) and not (tmp_path / "x.png").exists()
+
+
+def test_weights_of_another_size_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path / "model")
+    config = json.loads((folder / "model.json").read_text())
+    config["target"]["ffn_dim"] = 32
+    (folder / "model.json").write_text(json.dumps(config))
+    assert generate(folder, "--prompt", "cat", "--output", tmp_path / "x.png") == 2
+    assert "does not fit its configuration" in capsys.readouterr().err
+
+
+def test_unknown_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert generate(tmp_path / "nothing", "--prompt", "cat") == 2
+    assert "unknown model" in capsys.readouterr().err
+    assert generate(tmp_path, "--prompt", "cat") == 2
+    assert "no model.json" in capsys.readouterr().err
+
+
+def test_unwritable_place_is_refused_before_drawing(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    assert generate(model, "--prompt", "cat", "--output", tmp_path / "file" / "x.png") == 2
+    shown = capsys.readouterr().err
+    assert "cannot write" in shown and "row" not in shown
+
+
+def test_failed_write_leaves_no_half_file(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))  # a disk that is full after 1000 bytes
+    try:
+        with pytest.raises(OutputError, match="cannot write"):
+            write_file(tmp_path / "big.bin", b"x" * 5000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_picture_of_another_program_cannot_be_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Image.new("RGB", (8, 8)).save(tmp_path / "other.png")
+    assert main(["--from-png", str(tmp_path / "other.png")]) == 2
+    assert "no settings" in capsys.readouterr().err
+
+
+def test_pipeline_in_python(pipeline: LanternPipeline) -> None:
+    rows: list[int] = []
+    result = pipeline(["red cat", "apple"], num_images=2, seed=5, callback=lambda e: rows.append(e.rows))
+    assert len(result.images) == 4 and result.images[0].size == (8, 8)
+    assert [r.seed for r in result.records] == [5, 6, 7, 8]
+    assert rows == sorted(rows) and rows[-1] == 4
+    again = pipeline("apple", seed=7)
+    assert np.array_equal(np.asarray(again.images[0]), np.asarray(result.images[2]))
+    generator = torch.Generator().manual_seed(7)
+    seeded = pipeline("apple", generator=generator)
+    assert np.array_equal(np.asarray(seeded.images[0]), np.asarray(again.images[0]))
+
+
+def test_only_the_first_call_of_a_kind_builds_an_engine(pipeline: LanternPipeline) -> None:
+    pipeline("cat")
+    count = len(pipeline.engines)
+    pipeline("apple", seed=9, sampling=Sampling(cfg_scale=3.0, temperature=0.8))
+    assert len(pipeline.engines) == count
+    pipeline("apple", method="ar")
+    assert len(pipeline.engines) == count + 1
+
+
+def test_relaxation_off_needs_no_codebook(pipeline: LanternPipeline) -> None:
+    pipeline.neighbours.clear()
+    exact = pipeline("cat", method="eagle")
+    assert not pipeline.neighbours
+    relaxed = pipeline("cat", relaxation=Relaxation(k=4, lam=1.0))
+    assert not pipeline.neighbours
+    assert np.array_equal(exact.tokens, relaxed.tokens)
+
+
+def test_geometry_comes_from_the_checkpoint(pipeline: LanternPipeline) -> None:
+    assert pipeline("cat").tokens.shape == (1, 16)
+    assert pipeline.model.target.config.grid == (4, 4)
+
+
+def test_host_reads_are_rare(pipeline: LanternPipeline) -> None:
+    for method in METHODS:
+        assert pipeline("cat", method=method).graph["host_reads"] <= 24

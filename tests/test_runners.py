@@ -1,0 +1,257 @@
+"""Ways to record the step: each draws the same image, and the strict one refuses what no graph can record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lantern_hpu.backends import get_backend
+from lantern_hpu.config import Relaxation, Request
+from lantern_hpu.errors import CaptureError, DeviceError
+from lantern_hpu.graphs import RUNNERS, check_mode, make_runner
+from lantern_hpu.graphs.strict import StrictRunner
+from lantern_hpu.tree import DraftTree, load_tree
+from tests.tiny import draw, make_engine, plan_for, request, sample, tiny_config, tiny_models
+
+AR = DraftTree.root_only()
+RELAXED = Relaxation(k=6, lam=4.0)
+METHODS: dict[str, tuple[DraftTree, dict[str, Any]]] = {
+    "ar": (AR, {}),
+    "ar greedy": (AR, {"temperature": 0.0}),
+    "eagle": (load_tree("naive_extend_57"), {}),
+    "eagle unguided": (load_tree("naive_extend_57"), {"cfg_scale": 1.0}),
+    "eagle greedy": (load_tree("naive_extend_57"), {"temperature": 0.0}),
+    "eagle top-k, top-p": (load_tree("mc_sim_7b_63"), {"top_k": 8, "top_p": 0.9}),
+    "lantern++": (load_tree("naive_extend_57"), {"relaxation": RELAXED}),
+    "lantern++ greedy": (load_tree("mc_sim_7b_63"), {"temperature": 0.0, "relaxation": RELAXED}),
+    "lantern++ official": (
+        load_tree("mc_sim_7b_63"),
+        {"relaxation": Relaxation(k=6, delta=0.3, residual="official")},
+    ),
+}
+
+
+def batch(**settings: Any) -> list[Request]:
+    return [request("abcd", 1, **settings), request("xy", 2, **settings)]
+
+
+# The real step
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_step_is_capture_legal(method: str) -> None:
+    tree, settings = METHODS[method]
+    models, requests = tiny_models(), batch(**settings)
+    strict = make_engine(models, plan_for(tree, requests), "strict")
+    decoded = draw(strict, requests)
+    eager = sample(models, tree, requests)
+    assert decoded.tokens.tolist() == eager.tokens.tolist()
+    assert (decoded.steps, decoded.accepted, decoded.relaxed) == (eager.steps, eager.accepted, eager.relaxed)
+    report = strict.report()
+    assert (report.runner, report.captures, report.recompiles_after_warmup) == ("strict", 2, 0)
+    # Warm-up runs each function twice, then prefill once and every step.
+    assert report.replays == 4 + 1 + max(decoded.steps)
+
+
+def test_mixed_batch_is_capture_legal() -> None:
+    requests = [request("ab", 1), request("xyz", 2, temperature=0.0), request("q", 3, relaxation=RELAXED)]
+    models, tree = tiny_models(), load_tree("mc_sim_7b_63")
+    strict = sample(models, tree, requests, mode="strict")
+    assert strict.tokens.tolist() == sample(models, tree, requests).tokens.tolist()
+
+
+def test_kwargs_are_not_part_of_graph_key() -> None:
+    """Prompts, seeds and settings of one plan are data: other values need no other capture."""
+    models, tree = tiny_models(), load_tree("mc_sim_7b_63")
+    plan = plan_for(tree, [request(top_k=8)] * 2)
+    engine = make_engine(models, plan, "strict")
+    for seed in range(4):
+        requests = [
+            request("abcd"[seed:], seed, cfg_scale=1.5 + seed, top_k=seed + 2),
+            request("xy", 9, temperature=0.5 + seed),
+        ]
+        alone = make_engine(models, plan, "eager")
+        assert draw(engine, requests).tokens.tolist() == draw(alone, requests).tokens.tolist()
+    assert engine.report().captures == 2
+
+
+@pytest.mark.slow
+def test_compiled_step_draws_the_same_image() -> None:
+    models = tiny_models(tiny_config(vocab_size=16, dim=16, layers=1, ffn_dim=16, grid=(2, 4)))
+    requests = batch()
+    for tree in (AR, DraftTree.from_paths("three", [[0], [1]])):
+        engine = make_engine(models, plan_for(tree, requests), "compile")
+        decoded = draw(engine, requests)
+        assert decoded.tokens.tolist() == sample(models, tree, requests).tokens.tolist()
+        assert (engine.report().captures, engine.report().recompiles_after_warmup) == (2, 0)
+
+
+# After warm-up
+
+
+def test_no_recompile_after_warmup() -> None:
+    requests = batch()
+    engine = make_engine(tiny_models(), plan_for(load_tree("chain"), requests), "strict")
+    draw(engine, requests)
+    assert engine.report().recompiles_after_warmup == 0
+    engine.step.stats.captures += 1  # what a runner does when it records again
+    with pytest.raises(CaptureError, match="recorded again while decoding: 1 captures after warm-up"):
+        draw(engine, requests)
+
+
+def test_warm_up_runs_once() -> None:
+    engine = make_engine(tiny_models(), plan_for(AR, batch()), "strict")
+    engine.warm_up()
+    engine.warm_up()
+    assert engine.report().replays == 4
+
+
+# What the strict runner refuses
+
+
+@dataclass
+class Numbers:
+    """A state of two tensors."""
+
+    x: Tensor
+    total: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"x": self.x, "total": self.total}
+
+
+def numbers() -> Numbers:
+    return Numbers(torch.arange(6.0), torch.zeros(6))
+
+
+class Function(nn.Module):
+    """A function of the state, made from a lambda."""
+
+    def __init__(self, body: Callable[[Numbers], Tensor]) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, state: Numbers) -> Tensor:
+        return self.body(state)
+
+
+def strict(body: Callable[[Numbers], Tensor], state: Numbers) -> StrictRunner:
+    return StrictRunner(Function(body), state, get_backend("cpu"))
+
+
+def legal(state: Numbers) -> Tensor:
+    state.total.add_(state.x)
+    return state.total * 2
+
+
+def test_strict_runs_a_legal_function_once_a_call() -> None:
+    state = numbers()
+    runner = strict(legal, state)
+    runner()
+    state.x.fill_(1.0)
+    assert runner().tolist() == [2, 4, 6, 8, 10, 12]
+    assert state.total.tolist() == [1, 2, 3, 4, 5, 6]  # checking the rules changed nothing
+    assert (runner.stats.captures, runner.stats.replays) == (1, 2)
+
+
+def write_slice(state: Numbers) -> Tensor:
+    state.total[2:4] = state.x[2:4]
+    return state.x * 1
+
+
+def mask_select(state: Numbers) -> Tensor:
+    return state.x[state.x > 2]
+
+
+def branch(state: Numbers) -> Tensor:
+    return state.x * 2 if state.x.sum() > 0 else state.x * 3
+
+
+CAPTURED = torch.ones(6)
+
+ILLEGAL: dict[str, tuple[Callable[[Numbers], Tensor], str]] = {
+    "host read": (lambda s: s.x * s.x.sum().item(), "item|data-dependent|DataDependent"),
+    "branch on data": (branch, "DataDependent"),
+    "list": (lambda s: s.x * s.x.tolist()[0], "DataDependent|item"),
+    "boolean indexing": (mask_select, "DynamicOutputShape"),
+    "nonzero": (lambda s: s.x.nonzero().float(), "DynamicOutputShape"),
+    "slice write into a view": (write_slice, "writes into a view"),
+    "in-place on a view": (lambda s: s.total.view(2, 3).add_(1.0) * 1, "writes into a view"),
+    "copy to the host": (lambda s: s.x.cpu() * 2, "copy from meta to cpu"),
+    "copy from the host": (lambda s: s.total.copy_(torch.empty(6, device="cpu")), "copy from cpu to meta"),
+    "torch.tensor": (lambda s: s.x + torch.tensor([1.0] * 6, device=s.x.device), "makes a constant"),
+    "arange": (lambda s: s.x + torch.arange(6, device=s.x.device), "aten::arange makes a constant"),
+    "zeros": (lambda s: s.x + torch.zeros(6, device=s.x.device), "aten::zeros makes a constant"),
+    "full": (lambda s: s.x + torch.full((6,), 2.0, device=s.x.device), "aten::full makes a constant"),
+    "noise": (lambda s: s.x + torch.rand(6, device=s.x.device), "aten::rand makes a constant"),
+    "tensor from outside": (lambda s: s.x + CAPTURED, "cannot be captured"),
+}
+
+
+@pytest.mark.parametrize("name", ILLEGAL)
+def test_strict_refuses(name: str) -> None:
+    body, complaint = ILLEGAL[name]
+    state = numbers()
+    with pytest.raises(CaptureError, match=complaint) as refused:
+        strict(body, state)()
+    assert str(refused.value).startswith("Function cannot be captured")
+    assert state.x.tolist() == list(range(6)) and not state.total.any()
+
+
+def test_strict_refuses_a_state_tensor_that_was_replaced() -> None:
+    for field in ("x", "total"):
+        state = numbers()
+        runner = strict(legal, state)
+        runner()
+        setattr(state, field, getattr(state, field).clone())
+        with pytest.raises(CaptureError, match=f"state tensor '{field}' was replaced after capture"):
+            runner()
+
+
+def test_strict_poisons_a_result_that_was_kept_too_long() -> None:
+    state = numbers()
+    runner = strict(legal, state)
+    kept = runner()
+    assert kept.tolist() == [0, 2, 4, 6, 8, 10]
+    runner.function.body = lambda s: kept * 1  # a function that reads its last result
+    assert runner().isnan().all()
+    counting = strict(lambda s: s.x.long(), numbers())
+    first = counting()
+    counting.function.body = lambda s: first * 1
+    assert counting().tolist() == [-1] * 6
+
+
+# Choosing
+
+
+def test_every_mode_of_the_processor_has_a_runner() -> None:
+    backend = get_backend("cpu")
+    assert set(backend.graph_modes) == set(RUNNERS)
+    assert check_mode(backend, "auto") == backend.graph_modes[0]
+    for mode in backend.graph_modes:
+        runner = make_runner(Function(legal), numbers(), backend, mode)
+        assert runner.mode == runner.stats.mode == check_mode(backend, mode) == mode
+
+
+def test_unknown_graph_mode_lists_the_known_ones() -> None:
+    with pytest.raises(DeviceError, match="cpu has no graph mode 'cuda_graph'") as refused:
+        make_engine(tiny_models(), plan_for(AR, batch()), "cuda_graph")
+    assert "one of auto, eager, strict, compile" in str(refused.value)
+
+
+def test_unknown_device_lists_the_known_ones() -> None:
+    with pytest.raises(DeviceError, match="unknown device 'tpu'\n  try: one of auto, cpu"):
+        get_backend("tpu")
+
+
+def test_unknown_dtype_lists_the_offered_ones() -> None:
+    backend = get_backend("cpu")
+    assert backend.dtype("auto") == torch.float32 and backend.dtype("bfloat16") == torch.bfloat16
+    with pytest.raises(DeviceError, match="cpu does not offer dtype 'int8'") as refused:
+        backend.dtype("int8")
+    assert "float32" in str(refused.value) and "bfloat16" in str(refused.value)
