@@ -66,6 +66,8 @@ class Backend(ABC):
         if name == "auto":
             name = next(iter(self.dtypes))
         if name not in self.dtypes:
-            raise DeviceError(f"{self.name} does not offer dtype {name!r}", hint=choices(self.dtypes))
+            raise DeviceError(
+                f"{self.name} does not offer dtype {name!r}", hint=choices(self.dtypes)
+            )
         found: torch.dtype = getattr(torch, name)
         return found

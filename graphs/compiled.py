@@ -28,7 +28,9 @@ class CompiledRunner(Runner):
             result: Tensor = self.compiled(self.state)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().splitlines()[0]
-            raise CaptureError(f"{type(self.function).__name__} cannot be compiled", reason) from error
+            raise CaptureError(
+                f"{type(self.function).__name__} cannot be compiled", reason
+            ) from error
         if made := counters["stats"]["unique_graphs"] - before:
             self.stats.captures += made
             self.stats.capture_seconds += time.perf_counter() - began

@@ -37,7 +37,11 @@ class Rules(TorchDispatchMode):
     """Refuses what a graph cannot record but fake tensors alone would let through."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name
@@ -126,7 +130,9 @@ class StrictRunner(Runner):
             self.capture()
         for name, now in self.identity().items():
             if self.recorded[name] != now:
-                raise CaptureError(f"state tensor {name!r} was replaced after capture", "write into it instead")
+                raise CaptureError(
+                    f"state tensor {name!r} was replaced after capture", "write into it instead"
+                )
         if self.output is not None:
             poison(self.output)
         result: Tensor = self.function(self.state)

@@ -25,7 +25,9 @@ def nearest(codebook: Tensor, k: int, chunk: int = 1024) -> Tensor:
     """
     size = len(codebook)
     if not 0 < k < size:
-        raise OptionError(f"{k} neighbours were asked for", f"a codebook of {size} allows 1 to {size - 1}")
+        raise OptionError(
+            f"{k} neighbours were asked for", f"a codebook of {size} allows 1 to {size - 1}"
+        )
     rows = codebook.detach().cpu().double()
     found = []
     for start in range(0, size, chunk):

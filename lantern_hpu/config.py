@@ -72,13 +72,17 @@ class Relaxation:
         require(self.k >= 0, "--relax-k", self.k, "0 (exact) or more")
         if self.delta is not None and self.lam is not None:
             why = "they are two rules: delta adds to the mass, lambda multiplies it"
-            raise OptionError("--relax-delta and --relax-lambda exclude each other", why, "give one")
+            raise OptionError(
+                "--relax-delta and --relax-lambda exclude each other", why, "give one"
+            )
         if self.delta is not None:
             require(0 <= self.delta <= 1, "--relax-delta", self.delta, "0 (exact) to 1")
         if self.lam is not None:
             require(self.lam >= 1, "--relax-lambda", self.lam, "1 (exact) or more")
         if self.residual not in ("sound", "official"):
-            raise OptionError(f"unknown residual {self.residual!r}", hint=choices(["sound", "official"]))
+            raise OptionError(
+                f"unknown residual {self.residual!r}", hint=choices(["sound", "official"])
+            )
 
     @property
     def active(self) -> bool:
@@ -100,7 +104,9 @@ class Request:
 
     def __post_init__(self) -> None:
         if not self.prompt.strip():
-            raise OptionError("the prompt is empty", "there is nothing to draw", '--prompt "a red apple"')
+            raise OptionError(
+                "the prompt is empty", "there is nothing to draw", '--prompt "a red apple"'
+            )
         require(0 <= self.seed <= MAX_SEED, "--seed", self.seed, f"0 to {MAX_SEED}")
 
 
@@ -122,7 +128,9 @@ def choose_method(
     if method == "ar" and tree:
         raise OptionError("--tree has no meaning for ar", "it drafts nothing", "--method eagle")
     if method != "lantern++" and relaxation and relaxation != EXACT:
-        raise OptionError(f"{method} is exact", "relaxation options need a relaxed method", "--method lantern++")
+        raise OptionError(
+            f"{method} is exact", "relaxation options need a relaxed method", "--method lantern++"
+        )
     if method == "ar":
         return DraftTree.root_only(), EXACT
     chosen = load_tree(tree or DEFAULT_TREE)

@@ -195,7 +195,9 @@ class Engine:
         """Tokens and statistics of the batch that just ended."""
         tokens = self.partial()
         state = self.state
-        counts = torch.cat([state.steps[:, None], state.relaxed[:, None], state.accepted], 1).tolist()
+        counts = torch.cat(
+            [state.steps[:, None], state.relaxed[:, None], state.accepted], 1
+        ).tolist()
         self.host_reads += 1
         return Decoded(
             tokens, [c[0] for c in counts], [c[2:] for c in counts], [c[1] for c in counts]

@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_hpu import __version__
 from lantern_hpu.backends import BACKENDS
-from lantern_hpu.config import AUTO, DEFAULT_TREE, METHODS, Relaxation, Request, Sampling, choose_method
+from lantern_hpu.config import (
+    AUTO,
+    DEFAULT_TREE,
+    METHODS,
+    Relaxation,
+    Request,
+    Sampling,
+    choose_method,
+)
 from lantern_hpu.errors import LanternError, OptionError
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.tree import NAMED
@@ -37,23 +45,39 @@ def make_parser() -> argparse.ArgumentParser:
     )
     what = parser.add_argument_group("what to draw")
     what.add_argument("--prompt", action="append", default=[], help="repeat for several")
-    what.add_argument("--prompts-file", type=Path, metavar="FILE", help=".txt (one a line), .tsv or .json")
+    what.add_argument(
+        "--prompts-file", type=Path, metavar="FILE", help=".txt (one a line), .tsv or .json"
+    )
     what.add_argument("--from-png", type=Path, metavar="FILE", help="draw the same image again")
     what.add_argument("--num-images", type=int, default=1, help="images of each prompt (1)")
-    what.add_argument("--seed", type=int, default=0, help="of the first image; the next take the next numbers (0)")
+    what.add_argument(
+        "--seed", type=int, default=0, help="of the first image; the next take the next numbers (0)"
+    )
     where = parser.add_argument_group("where it goes")
-    where.add_argument("--output", type=Path, default=Path("out"), help="a .png file, or a folder (out)")
+    where.add_argument(
+        "--output", type=Path, default=Path("out"), help="a .png file, or a folder (out)"
+    )
     where.add_argument("--force", action="store_true", help="replace existing files")
     where.add_argument("--grid", action="store_true", help="one sheet of all images")
-    where.add_argument("--report", type=Path, metavar="FILE.json", help="acceptance, timing, graph, settings")
+    where.add_argument(
+        "--report", type=Path, metavar="FILE.json", help="acceptance, timing, graph, settings"
+    )
     where.add_argument("--save-tokens", type=Path, metavar="FILE.npz", help="the image tokens")
-    where.add_argument("--preview-every", type=int, default=0, metavar="ROWS", help="write a preview each ROWS image rows")
+    where.add_argument(
+        "--preview-every",
+        type=int,
+        default=0,
+        metavar="ROWS",
+        help="write a preview each ROWS image rows",
+    )
     how = parser.add_argument_group("how it runs")
     how.add_argument("--model", default="builtin", help="`builtin`, or a model folder (builtin)")
     how.add_argument("--device", default="auto", help=f"auto, {', '.join(BACKENDS)} (auto)")
     how.add_argument("--graphs", default="auto", help=f"auto, {', '.join(RUNNERS)} (auto)")
     how.add_argument("--dtype", default="auto", help="auto, or one the device offers (auto)")
-    how.add_argument("--batch-size", type=int, default=None, help="images decoded together (8 at most if unset)")
+    how.add_argument(
+        "--batch-size", type=int, default=None, help="images decoded together (8 at most if unset)"
+    )
     method = parser.add_argument_group("method")
     method.add_argument(
         "--method",
@@ -62,11 +86,21 @@ def make_parser() -> argparse.ArgumentParser:
         + "; ".join(f"{name}: {text}" for name, text in METHODS.items())
         + " (auto)",
     )
-    method.add_argument("--tree", default=None, help=f"{', '.join(NAMED)}, or a .json file ({DEFAULT_TREE})")
-    method.add_argument("--relax-k", type=int, default=None, help="neighbours that may stand in (10)")
+    method.add_argument(
+        "--tree", default=None, help=f"{', '.join(NAMED)}, or a .json file ({DEFAULT_TREE})"
+    )
+    method.add_argument(
+        "--relax-k", type=int, default=None, help="neighbours that may stand in (10)"
+    )
     method.add_argument("--relax-delta", type=float, default=None, help="additive bound, 0 to 1")
-    method.add_argument("--relax-lambda", type=float, default=None, help="multiplicative bound, 1 or more (5)")
-    method.add_argument("--residual", default="sound", help="law after a relaxed rejection: sound, or official as published (sound)")
+    method.add_argument(
+        "--relax-lambda", type=float, default=None, help="multiplicative bound, 1 or more (5)"
+    )
+    method.add_argument(
+        "--residual",
+        default="sound",
+        help="law after a relaxed rejection: sound, or official as published (sound)",
+    )
     sampling = parser.add_argument_group("sampling (default: the model's own)")
     sampling.add_argument("--cfg-scale", type=float, default=None, help="guidance; 1 is off")
     sampling.add_argument("--temperature", type=float, default=None, help="0 is greedy")
@@ -130,7 +164,9 @@ def sampling_of(args: argparse.Namespace, default: Sampling) -> Sampling:
     )
 
 
-def result_files(output: Path, prompts: Sequence[str], as_grid: bool) -> tuple[list[Path], Path | None]:
+def result_files(
+    output: Path, prompts: Sequence[str], as_grid: bool
+) -> tuple[list[Path], Path | None]:
     """Where each image goes, and the sheet.
 
     A `.png` output is the image, or with `--grid` the sheet; anything else is a folder.
@@ -148,7 +184,9 @@ def result_files(output: Path, prompts: Sequence[str], as_grid: bool) -> tuple[l
             raise OptionError(f"--output {output} names one file", why, "a folder, or --grid")
         return [output], None
     if output.suffix and not output.is_dir():
-        raise OptionError(f"cannot write {output}", "images are PNG files", "a name ending in .png, or a folder")
+        raise OptionError(
+            f"cannot write {output}", "images are PNG files", "a name ending in .png, or a folder"
+        )
     files = [output / f"{index:03d}-{slug(text)}.png" for index, text in enumerate(prompts)]
     return files, output / "grid.png" if as_grid else None
 
@@ -186,7 +224,9 @@ def again(args: argparse.Namespace) -> dict[str, Any]:
     from lantern_hpu.results import read_png
 
     if args.prompt or args.prompts_file or args.num_images != 1:
-        raise OptionError("--from-png draws one known image", "--prompt and --num-images contradict it")
+        raise OptionError(
+            "--from-png draws one known image", "--prompt and --num-images contradict it"
+        )
     data = read_png(args.from_png)
     config = data["config"]
     args.prompt, args.seed = [data["prompt"]], data["seed"]

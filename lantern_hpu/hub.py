@@ -26,7 +26,9 @@ def resolve(model: str) -> Path:
         return folder
     if folder.is_dir():
         raise WeightsError(f"{folder} is not a model", f"it has no {CONFIG}")
-    raise WeightsError(f"unknown model {model!r}", "neither a known name nor a folder", "--model builtin")
+    raise WeightsError(
+        f"unknown model {model!r}", "neither a known name nor a folder", "--model builtin"
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -42,11 +44,15 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise WeightsError(f"cannot read {folder / CONFIG}", repr(error)) from error
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
-        raise WeightsError(f"files are missing in {folder}", ", ".join(missing), "install the package again")
+        raise WeightsError(
+            f"files are missing in {folder}", ", ".join(missing), "install the package again"
+        )
     for name, digest in files.items():
         if sha256(folder / name) != digest:
             why = "its checksum differs from the one in model.json: damaged, cut off, or another version"
-            raise WeightsError(f"{folder / name} cannot be used", why, "install or download it again")
+            raise WeightsError(
+                f"{folder / name} cannot be used", why, "install or download it again"
+            )
     return config
 
 
@@ -58,8 +64,10 @@ def sha256(path: Path) -> str:
     """
     try:
         with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else (
-                hashlib.sha256(file.read()).hexdigest()
+            return (
+                hashlib.file_digest(file, "sha256").hexdigest()
+                if hasattr(hashlib, "file_digest")
+                else (hashlib.sha256(file.read()).hexdigest())
             )
     except OSError as error:
         raise WeightsError(f"cannot read {path}", error.strerror or str(error)) from error

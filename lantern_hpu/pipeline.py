@@ -53,7 +53,14 @@ class Event:
 
 def to_images(pixels: Tensor) -> list[Image.Image]:
     """[B, 3, H, W] in [-1, 1] to RGB pictures."""
-    array = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).cpu().numpy()
+    array = (
+        ((pixels.clamp(-1, 1) + 1) * 127.5)
+        .round()
+        .to(torch.uint8)
+        .permute(0, 2, 3, 1)
+        .cpu()
+        .numpy()
+    )
     return [Image.fromarray(image) for image in array]
 
 
@@ -168,7 +175,9 @@ class LanternPipeline:
         steps = 0
         for index, batch in enumerate(batches):
             decoded = self.draw_batch(engine, batch, size, timing, callback, (index, len(batches)))
-            drawn, timing["decode_s"] = self.pixels(decoded.tokens[: len(batch)], timing["decode_s"])
+            drawn, timing["decode_s"] = self.pixels(
+                decoded.tokens[: len(batch)], timing["decode_s"]
+            )
             images += drawn
             records += self.records(batch, decoded)
             tokens.append(decoded.tokens[: len(batch)])
@@ -180,7 +189,11 @@ class LanternPipeline:
             "replays": engine.report().replays - replays,
             "batch_size": size,
         }
-        notes = [n for text in dict.fromkeys(r.prompt for r in requests) for n in self.model.text.notes(text)]
+        notes = [
+            n
+            for text in dict.fromkeys(r.prompt for r in requests)
+            for n in self.model.text.notes(text)
+        ]
         return GenerationResult(
             images,
             records,
@@ -205,7 +218,9 @@ class LanternPipeline:
         began = time.perf_counter()
         padded = [*batch, *[batch[-1]] * (size - len(batch))]
         with torch.no_grad():
-            prefix, valid = self.model.prefix([r.prompt for r in padded], engine.plan.shapes.guidance)
+            prefix, valid = self.model.prefix(
+                [r.prompt for r in padded], engine.plan.shapes.guidance
+            )
         text = time.perf_counter()
         for progress in engine.run(prefix, valid, padded):
             if callback is not None:
@@ -246,7 +261,9 @@ class LanternPipeline:
         if len(residuals) > 1:
             raise OptionError("two residuals in one batch", "the residual is part of the graph")
         most = max((r.k for r in active), default=0)
-        require(most < vocabulary, "--relax-k", most, f"0 to {vocabulary - 1}, the neighbours of a code")
+        require(
+            most < vocabulary, "--relax-k", most, f"0 to {vocabulary - 1}, the neighbours of a code"
+        )
         limited = [s.top_k for s in samplings if 0 < s.top_k < vocabulary and not s.greedy]
         return Plan(
             Shapes(size, any(s.cfg_scale != 1 for s in samplings), tree, BLOCK),
@@ -276,7 +293,9 @@ class LanternPipeline:
                 images += to_images(self.model.vq.decode_codes(row))
         return images, spent + time.perf_counter() - began
 
-    def event(self, engine: Engine, progress: Progress, count: int, place: tuple[int, int]) -> Event:
+    def event(
+        self, engine: Engine, progress: Progress, count: int, place: tuple[int, int]
+    ) -> Event:
         rows, columns = self.model.target.config.grid
         known = progress.known[:count]
         gained = sum(min(k, progress.total) - 1 for k in known) / count
@@ -307,7 +326,14 @@ class LanternPipeline:
             steps = decoded.steps[i]
             rate = round((total - 1) / max(steps, 1), 4)
             yield ImageRecord(
-                None, request.prompt, request.seed, total, steps, rate, decoded.accepted[i], decoded.relaxed[i]
+                None,
+                request.prompt,
+                request.seed,
+                total,
+                steps,
+                rate,
+                decoded.accepted[i],
+                decoded.relaxed[i],
             )
 
     def describe(self, request: Request, tree: DraftTree) -> dict[str, Any]:
@@ -331,5 +357,3 @@ class LanternPipeline:
             **self.backend.describe(),
             "peak_memory_bytes": self.backend.memory().peak,
         }
-
-

@@ -101,7 +101,11 @@ def read_png(path: Path) -> dict[str, Any]:
         with Image.open(path) as image:
             text = dict(getattr(image, "text", {}))
             data: dict[str, Any] = json.loads(text[METADATA])
-            return {"prompt": data["prompt"], "seed": int(data["seed"]), "config": dict(data["config"])}
+            return {
+                "prompt": data["prompt"],
+                "seed": int(data["seed"]),
+                "config": dict(data["config"]),
+            }
     except KeyError as error:
         why = "it carries no settings: drawn elsewhere, or stripped by an editor or a service"
         raise OptionError(f"{path} cannot be drawn again", why) from error
@@ -139,14 +143,18 @@ def check_free(paths: Iterable[Path], force: bool) -> None:
         raise OutputError(f"{folders[0]} is a folder", "a file was to be written there")
     if taken and not force:
         some = ", ".join(taken[:3]) + (f" and {len(taken) - 3} more" if len(taken) > 3 else "")
-        raise OutputError(f"{some} exists", "nothing is overwritten unasked", "--force or another --output")
+        raise OutputError(
+            f"{some} exists", "nothing is overwritten unasked", "--force or another --output"
+        )
     for folder in {path.parent for path in paths}:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
-            raise OutputError(f"cannot write into {folder}", error.strerror or str(error)) from error
+            raise OutputError(
+                f"cannot write into {folder}", error.strerror or str(error)
+            ) from error
 
 
 def write_file(path: Path, data: bytes, force: bool = False) -> None:
@@ -156,7 +164,9 @@ def write_file(path: Path, data: bytes, force: bool = False) -> None:
         OutputError: it exists and `force` is off, no permission, disk full.
     """
     if path.exists() and not force:
-        raise OutputError(f"{path} exists", "nothing is overwritten unasked", "--force or another name")
+        raise OutputError(
+            f"{path} exists", "nothing is overwritten unasked", "--force or another name"
+        )
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -112,10 +112,7 @@ def choose_distinct(probabilities: Tensor, uniform: Tensor) -> Tensor:
         shifted = target
         for start, size in zip(starts, sizes, strict=True):
             # The interval's start once all other drawn intervals before it are cut out.
-            gone = sum(
-                width * (other < start)
-                for other, width in zip(starts, sizes, strict=True)
-            )
+            gone = sum(width * (other < start) for other, width in zip(starts, sizes, strict=True))
             shifted = shifted + size * (target >= start - gone)
         token = pick(mass, shifted[..., None])  # [..., 1]
         size = probabilities.gather(-1, token)[..., 0]

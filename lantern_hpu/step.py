@@ -99,7 +99,9 @@ class Sampler(nn.Module):
         logits = guide(self.head(hidden), state.settings, self.plan.shapes.guidance)
         return law(logits, state.settings, self.plan.max_top_k, self.plan.use_top_p)
 
-    def token(self, laws: Tensor, greedy_laws: Tensor, uniform: Tensor, state: DecodeState) -> Tensor:
+    def token(
+        self, laws: Tensor, greedy_laws: Tensor, uniform: Tensor, state: DecodeState
+    ) -> Tensor:
         """One token an image [B]: drawn from laws [B, V], or the likeliest of greedy_laws [B, V]."""
         if not self.plan.use_greedy:
             return choose(laws, uniform)
@@ -200,7 +202,8 @@ class Level(nn.Module):
         widest = max(len(tree.children[node]) for node in frontier)
         # Uniform of each child is that of its node; where a node has fewer children the draw is unused.
         table = [
-            [max(child - 1, 0) for child in tree.children[node]] + [0] * (widest - len(tree.children[node]))
+            [max(child - 1, 0) for child in tree.children[node]]
+            + [0] * (widest - len(tree.children[node]))
             for node in frontier
         ]
         self.constant("child_table", torch.tensor(table))  # [w, c]
@@ -210,7 +213,9 @@ class Level(nn.Module):
         self.constant("pick", torch.tensor(pick))  # [nodes at depth + 1]
         grown = tree.frontiers[depth + 1] if depth + 1 < tree.depth else ()
         self.constant("expand", torch.tensor([below.index(n) for n in grown], dtype=torch.int64))
-        self.constant("parent", torch.tensor([row[tree.parent[n]] for n in grown], dtype=torch.int64))
+        self.constant(
+            "parent", torch.tensor([row[tree.parent[n]] for n in grown], dtype=torch.int64)
+        )
         # The drafter keeps the tree's entries behind its committed ones, in the order of expansion.
         inner = tree.expanded[1:]
         sees = [[tree.ancestors[n][other] for other in inner] for n in grown]
@@ -235,7 +240,13 @@ class Drafting(nn.Module):
         self.levels = nn.ModuleList(Level(tree, depth) for depth in range(tree.depth))  # type: ignore[assignment]
 
     def run(
-        self, tokens: Tensor, features: Tensor, slot: Tensor, sees: Tensor, where: Tensor, state: DecodeState
+        self,
+        tokens: Tensor,
+        features: Tensor,
+        slot: Tensor,
+        sees: Tensor,
+        where: Tensor,
+        state: DecodeState,
     ) -> Tensor:
         """One pass. tokens [B, T], features [R, T, H], slot [R, T] of the token, sees [R, T, S]."""
         if not self.drafter.sees_pads:
@@ -275,7 +286,12 @@ class Drafting(nn.Module):
                 where = (self.slots.row_start + length)[:, None] + level.scratch
                 sees = self.slots.sees(length, level.sees)
                 guess = self.run(
-                    drafts[:, level.expand], guess[:, level.parent], slot, sees, where.flatten(), state
+                    drafts[:, level.expand],
+                    guess[:, level.parent],
+                    slot,
+                    sees,
+                    where.flatten(),
+                    state,
                 )
         return torch.cat(tokens, 1), torch.cat(laws, 1)
 
@@ -416,7 +432,13 @@ class Step(nn.Module):
         return state.count + 1
 
     def keep(
-        self, hidden: Tensor, path: Tensor, news: Tensor, added: Tensor, length: Tensor, state: DecodeState
+        self,
+        hidden: Tensor,
+        path: Tensor,
+        news: Tensor,
+        added: Tensor,
+        length: Tensor,
+        state: DecodeState,
     ) -> None:
         """Move the path's keys and values together, and note what the drafter has to catch up with.
 

@@ -145,7 +145,8 @@ class DraftTree:
     def levels(self) -> tuple[tuple[int, ...], ...]:
         """[D + 1] node ids at each depth."""
         return tuple(
-            tuple(n for n, d in enumerate(self.depths) if d == depth) for depth in range(self.depth + 1)
+            tuple(n for n, d in enumerate(self.depths) if d == depth)
+            for depth in range(self.depth + 1)
         )
 
     @cached_property
@@ -173,15 +174,21 @@ class DraftTree:
 def check_node(name: str, path: Path, known: set[Path], draws: int) -> None:
     """Raise a TreeError unless the node can be drafted from its parent."""
     if not all(isinstance(rank, int) and rank >= 0 for rank in path):
-        raise TreeError(f"tree {name!r} has a node {dotted(path)}", "ranks are whole numbers from 0")
+        raise TreeError(
+            f"tree {name!r} has a node {dotted(path)}", "ranks are whole numbers from 0"
+        )
     if path[-1] >= draws:
         why = f"the drafter draws {draws} children of a node, ranks 0 to {draws - 1}"
         raise TreeError(f"tree {name!r} asks for rank {path[-1]} at node {dotted(path)}", why)
     if path[:-1] and path[:-1] not in known:
-        raise TreeError(f"tree {name!r} has node {dotted(path)}", f"but not its parent {dotted(path[:-1])}")
+        raise TreeError(
+            f"tree {name!r} has node {dotted(path)}", f"but not its parent {dotted(path[:-1])}"
+        )
     if path[-1] and (*path[:-1], path[-1] - 1) not in known:
         missing = dotted((*path[:-1], path[-1] - 1))
-        raise TreeError(f"tree {name!r} has node {dotted(path)}", f"but not the sibling {missing} before it")
+        raise TreeError(
+            f"tree {name!r} has node {dotted(path)}", f"but not the sibling {missing} before it"
+        )
 
 
 def load_tree(name: str, draws: int = DRAWS) -> DraftTree:
@@ -202,7 +209,9 @@ def load_tree(name: str, draws: int = DRAWS) -> DraftTree:
         raise TreeError(f"cannot read the tree {name!r}", str(error)) from error
     paths = data.get("paths") if isinstance(data, dict) else data
     if not isinstance(paths, list) or not all(isinstance(p, list) for p in paths) or not any(paths):
-        raise TreeError(f"{name!r} holds no tree", "expected a list of paths such as [[0], [1], [0, 0]]")
+        raise TreeError(
+            f"{name!r} holds no tree", "expected a list of paths such as [[0], [1], [0, 0]]"
+        )
     title = data.get("name", file.stem) if isinstance(data, dict) else file.stem
     return DraftTree.from_paths(str(title), paths, draws)
 

@@ -11,7 +11,11 @@ needs `icons.npz` (scripts/icons.py) and the tokenizer (scripts/train_tokenizer.
     held_out  [n] bool         the concept is not for training
     style     [n] str          the icon's pack
 
-and `words.json`, the sorted words of all captions: word i has the id i + 2, after 0 for padding and
+Codes that mean the same are merged: a plain white corner alone spreads over dozens of near-equal codes,
+and a model would spend itself on which of them comes next. A code whose cosine with a commoner one is
+at least `--merge` becomes that one; the tokenizer itself stays as it is.
+
+Also writes `words.json`, the sorted words of all captions: word i has the id i + 2, after 0 for padding and
 1 for unknown.
 """
 
@@ -25,7 +29,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from icons import Variant, held_out, load_icons, make_variants, words_of, write_atomic, write_npz
+from icons import PACKS, Icons, Variant, held_out, load_icons, make_variants, words_of, write_atomic, write_npz
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from tqdm import tqdm
@@ -55,6 +59,27 @@ def encode(model: VQModel, variants: list[Variant], batch: int = 64) -> NDArray[
     return np.concatenate(found)
 
 
+def merge(model: VQModel, codes: NDArray[np.int16], cosine: float) -> NDArray[np.int16]:
+    """Replace each code by the commonest one that is at least this close to it."""
+    book = model.quantize.look_up(torch.arange(model.config.codebook_size)).numpy()  # [V, code_dim]
+    likeness = book @ book.T  # [V, V]
+    count = np.bincount(codes.astype(np.int64).ravel(), minlength=len(book))
+    stands_for = np.full(len(book), -1)
+    for code in np.argsort(-count, kind="stable"):
+        if stands_for[code] < 0:
+            stands_for[(likeness[code] >= cosine) & (stands_for < 0)] = code
+            stands_for[code] = code
+    return stands_for[codes.astype(np.int64)].astype(np.int16)
+
+
+def of_styles(icons: Icons, styles: list[str]) -> Icons:
+    """The icons of some styles."""
+    kept = [i for i, style in enumerate(icons.styles) if style in styles]
+    return Icons(
+        icons.images[kept], [icons.names[i] for i in kept], [icons.styles[i] for i in kept]
+    )
+
+
 def vocabulary(captions: Iterable[str]) -> list[str]:
     """Every word of the captions, sorted."""
     return sorted({word for caption in captions for word in words_of(caption)})
@@ -64,6 +89,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Encode the icons with the trained tokenizer.")
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--variants", type=int, default=8, help="pictures of each icon")
+    parser.add_argument(
+        "--styles", default="fluent-emoji-flat", help="comma-separated, of those in icons.npz"
+    )
+    parser.add_argument("--merge", type=float, default=0.98, help="cosine; above 1 merges nothing")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -72,12 +101,15 @@ def main() -> None:
     model = load_tokenizer(data_dir)
     if model.config.codebook_size > np.iinfo(np.int16).max + 1:
         raise SystemExit("codes.npz holds 16-bit codes; this codebook is too large for them")
-    icons = load_icons(data_dir)
+    styles = arguments.styles.split(",")
+    icons = of_styles(load_icons(data_dir), styles)
     variants = make_variants(icons, arguments.variants, arguments.seed)
     captions = [v.caption for v in variants]
+    if len(styles) == 1:  # nothing to tell apart
+        captions = [text.replace(f", {PACKS[styles[0]].word} style", "") for text in captions]
     icon = np.array([v.icon for v in variants], dtype=np.int32)  # [n]
     out = np.array([held_out(name) for name in icons.names])[icon]  # [n] bool
-    codes = encode(model, variants)  # [n, N]
+    codes = merge(model, encode(model, variants), arguments.merge)  # [n, N]
     words = vocabulary(captions)
     write_atomic(data_dir / "words.json", json.dumps(words, indent=0).encode())
     write_npz(

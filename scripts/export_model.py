@@ -41,6 +41,11 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument(
+        "--fastest-cpu",
+        default="ar",
+        help="METHOD or METHOD,TREE, as measured by lantern_hpu.bench",
+    )
     arguments = parser.parse_args()
     data: Path = arguments.data_dir
     arguments.output.mkdir(parents=True, exist_ok=True)
@@ -64,6 +69,7 @@ def main() -> None:
             "top_k": arguments.top_k,
             "top_p": arguments.top_p,
         },
+        "fastest": {"cpu": [*arguments.fastest_cpu.split(","), None][:2]},
         "words": json.loads((data / "words.json").read_text()),
     }
     write_atomic(arguments.output / "model.json", json.dumps(config, indent=1).encode())

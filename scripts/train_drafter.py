@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
-import time
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +25,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from tqdm import tqdm
 from train_target import Captions, TextToImage
+from training import Masters, Run
 
 from lantern_hpu.backends import get_backend
 from lantern_hpu.config import Request, Sampling
@@ -49,7 +48,9 @@ def load_target(data_dir: Path) -> TextToImage:
     return model.eval().requires_grad_(False)
 
 
-def sample(model: TextToImage, data: Captions, count: int, sampling: Sampling) -> tuple[Tensor, Tensor]:
+def sample(
+    model: TextToImage, data: Captions, count: int, sampling: Sampling
+) -> tuple[Tensor, Tensor]:
     """Images drawn by the target for random training captions: codes [n, N] and word ids [n, P]."""
     plan = Plan(Shapes(BATCH, True, DraftTree.root_only(), 64))
     engine = Engine(model.target, None, plan, get_backend("cpu"), "eager")
@@ -76,20 +77,15 @@ class Trainer:
         self.arguments = arguments
         self.sampling = Sampling(cfg_scale=arguments.cfg_scale)
         torch.manual_seed(arguments.seed)
-        self.generator = torch.Generator().manual_seed(arguments.seed)
         self.model = load_target(arguments.data_dir)
         self.codes, self.ids = self.samples()
         self.held = max(16, len(self.codes) // 20)
         self.drafter = Drafter(self.model.target.config)
         self.start_from_target()
         self.model.bfloat16()
-        self.master = [p.detach().clone() for p in self.drafter.parameters()]
-        self.average = [p.clone() for p in self.master]
-        self.drafter.bfloat16()
-        self.optimiser = torch.optim.AdamW(
-            self.master, lr=arguments.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True
-        )
-        self.step, self.seconds, self.best = 0, 0.0, 0.0
+        masters = Masters(self.drafter, decay=0.01, clip=0.5, average=0.99)
+        folder = arguments.data_dir / "runs" / "drafter"
+        self.run = Run(folder, masters, arguments.minutes, arguments.lr, 50, arguments.seed)
 
     def samples(self) -> tuple[Tensor, Tensor]:
         """Drawn once and kept."""
@@ -158,73 +154,32 @@ class Trainer:
             source = torch.cat([hidden[:, :1], guess[:, :-1]], 1)
         return losses, overlaps
 
-    def learning_rate(self, progress: float) -> float:
-        warm = min(1.0, (self.step + 1) / 50)
-        return float(self.arguments.lr * warm * (0.02 + 0.49 * (1 + math.cos(math.pi * progress))))
-
-    @property
-    def progress(self) -> float:
-        return min(1.0, self.seconds / (60 * self.arguments.minutes))
-
-    def train_step(self) -> list[float]:
-        began = time.monotonic()
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.learning_rate(self.progress)
-        count = len(self.codes) - self.held
-        picked = torch.randint(count, (self.arguments.batch,), generator=self.generator)
+    def gradients(self) -> float:
+        """One step's overlap of the first pass, after the backward pass over all of them."""
+        count, batch = len(self.codes) - self.held, self.arguments.batch
+        picked = torch.randint(count, (batch,), generator=self.run.generator)
         losses, overlaps = self.passes(self.codes[picked], self.ids[picked], self.arguments.unroll)
         torch.stack(losses).mean().backward()  # type: ignore[no-untyped-call]
-        for master, parameter in zip(self.master, self.drafter.parameters(), strict=True):
-            master.grad, parameter.grad = parameter.grad.float(), None  # type: ignore[union-attr]
-        torch.nn.utils.clip_grad_norm_(self.master, 0.5)
-        self.optimiser.step()
-        self.publish(self.master)
-        torch._foreach_lerp_(self.average, self.master, weight=1 - min(0.99, self.step / (self.step + 10)))
-        self.step += 1
-        self.seconds += time.monotonic() - began
-        return [x.item() for x in overlaps]
-
-    @torch.no_grad()
-    def publish(self, weights: list[Tensor]) -> None:
-        for parameter, weight in zip(self.drafter.parameters(), weights, strict=True):
-            parameter.copy_(weight)
+        return overlaps[0].item()
 
     @torch.no_grad()
     def measure(self) -> list[float]:
         """Overlap of each pass on held-out samples, with the averaged weights."""
-        self.publish(self.average)
         rows = []
-        for part in torch.arange(len(self.codes) - self.held, len(self.codes)).split(4):
-            _, overlaps = self.passes(self.codes[part], self.ids[part], self.arguments.unroll)
-            rows.append(torch.stack(overlaps))
-        self.publish(self.master)
+        with self.run.masters.averaged():
+            for part in torch.arange(len(self.codes) - self.held, len(self.codes)).split(4):
+                _, overlaps = self.passes(self.codes[part], self.ids[part], self.arguments.unroll)
+                rows.append(torch.stack(overlaps))
         return [float(x) for x in torch.stack(rows).mean(0)]
 
-    def keep_best(self) -> None:
+    def milestone(self) -> str:
         """Measure, and save the weights if they overlap more than any before."""
         overlaps = self.measure()
-        score = sum(overlaps)
-        if score > self.best:
-            self.best = score
-            names = [name for name, _ in self.drafter.named_parameters()]
-            weights = save(dict(zip(names, self.average, strict=True)))
+        if sum(overlaps) > self.run.best:
+            self.run.best = sum(overlaps)
+            weights = save(self.run.masters.named_average())
             write_atomic(self.arguments.data_dir / "drafter.safetensors", weights)
-        shown = ", ".join(f"{x:.3f}" for x in overlaps)
-        tqdm.write(f"step {self.step}, {self.seconds / 60:.1f} min: held-out overlap by pass {shown}")
-
-
-def train(trainer: Trainer) -> None:
-    measured, mean = 0.0, 0.0
-    with tqdm(total=100, bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}", mininterval=5) as bar:
-        while trainer.progress < 1:
-            overlap = trainer.train_step()[0]
-            mean = overlap if not mean else 0.97 * mean + 0.03 * overlap
-            bar.n = 100 * trainer.progress
-            bar.set_description(f"step {trainer.step} overlap {mean:.3f}", refresh=False)
-            bar.update(0)
-            if trainer.seconds - measured > 120 or trainer.progress >= 1:
-                measured = trainer.seconds
-                trainer.keep_best()
+        return "held out by pass " + ", ".join(f"{x:.3f}" for x in overlaps)
 
 
 def main() -> None:
@@ -233,14 +188,20 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=18.0)
     parser.add_argument("--samples", type=int, default=1536, help="images the target draws")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--unroll", type=int, default=2, help="passes a batch; later ones read own guesses")
+    parser.add_argument(
+        "--unroll", type=int, default=2, help="passes a batch; later ones read own guesses"
+    )
     parser.add_argument("--cfg-scale", type=float, default=3.0)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    train(Trainer(arguments))
+    trainer = Trainer(arguments)
+    if arguments.resume:
+        trainer.run.resume()
+    trainer.run.train(trainer.gradients, trainer.milestone, "overlap")
 
 
 if __name__ == "__main__":

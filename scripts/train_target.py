@@ -14,10 +14,8 @@ import argparse
 import json
 import math
 import os
-import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +23,7 @@ import torch.nn.functional as F
 from icons import write_atomic
 from safetensors.torch import save
 from torch import Tensor, nn
-from tqdm import tqdm
+from training import Masters, Run
 
 from lantern_hpu.models.llamagen import CaptionProjection
 from lantern_hpu.models.text import WordConditioner
@@ -39,7 +37,6 @@ from lantern_hpu.models.transformer import (
 
 PREFIX = 16
 CAPTION_DIM = 256
-CHECKPOINT_SECONDS = 180.0
 
 
 def config_of(arguments: argparse.Namespace) -> TransformerConfig:
@@ -66,7 +63,11 @@ class TextToImage(nn.Module):
         self.target = Target(config)
         for name, weight in self.target.named_parameters():
             if weight.dim() == 2:
-                scale = (2 * config.layers) ** -0.5 if name.endswith(("out.weight", "down.weight")) else 1
+                scale = (
+                    (2 * config.layers) ** -0.5
+                    if name.endswith(("out.weight", "down.weight"))
+                    else 1
+                )
                 nn.init.normal_(weight, std=0.02 * scale)
         length = config.prefix + config.tokens - 1
         self.register_buffer("rope", rope_table(config, length).bfloat16(), persistent=False)
@@ -110,125 +111,49 @@ class Captions:
 
 
 class Trainer:
-    """Model, float32 masters, their moving average and the optimiser."""
+    """The model, its data and its run."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
+        self.arguments, self.config = arguments, config_of(arguments)
         torch.manual_seed(arguments.seed)
-        self.generator = torch.Generator().manual_seed(arguments.seed)
-        self.config = config_of(arguments)
-        self.model = TextToImage(self.config, json.loads((arguments.data_dir / "words.json").read_text()))
+        words = json.loads((arguments.data_dir / "words.json").read_text())
+        self.model = TextToImage(self.config, words)
         self.data = Captions(arguments.data_dir, self.model.words)
-        self.names = [name for name, _ in self.model.named_parameters()]
-        self.master = [p.detach().clone() for p in self.model.parameters()]
-        self.average = [p.clone() for p in self.master]
-        self.model.bfloat16()
-        decay = [m for m in self.master if m.dim() == 2]
-        plain = [m for m in self.master if m.dim() != 2]
-        self.optimiser = torch.optim.AdamW(
-            [{"params": decay, "weight_decay": 0.05}, {"params": plain, "weight_decay": 0.0}],
-            lr=arguments.lr,
-            betas=(0.9, 0.95),
-            fused=True,
-        )
-        self.step, self.seconds = 0, 0.0
-        self.folder: Path = arguments.data_dir / "runs" / "target"
+        masters = Masters(self.model, decay=0.05, clip=1.0, average=0.998)
+        folder = arguments.data_dir / "runs" / "target"
+        self.run = Run(folder, masters, arguments.minutes, arguments.lr, 100, arguments.seed)
 
-    @property
-    def progress(self) -> float:
-        return min(1.0, self.seconds / (60 * self.arguments.minutes))
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "master": self.master,
-            "average": self.average,
-            "optimiser": self.optimiser.state_dict(),
-            "generator": self.generator.get_state(),
-            "step": self.step,
-            "seconds": self.seconds,
-        }
-
-    def save_checkpoint(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        part = self.folder / "last.pt.part"
-        torch.save(self.state(), part)
-        os.replace(part, self.folder / "last.pt")
-
-    def load_checkpoint(self) -> None:
-        state = torch.load(self.folder / "last.pt", weights_only=True)
-        for mine, saved in zip(self.master + self.average, state["master"] + state["average"], strict=True):
-            mine.copy_(saved)
-        self.optimiser.load_state_dict(state["optimiser"])
-        self.generator.set_state(state["generator"])
-        self.step, self.seconds = state["step"], state["seconds"]
-        self.publish(self.master)
-
-    @torch.no_grad()
-    def publish(self, weights: list[Tensor]) -> None:
-        """Round float32 weights into the bfloat16 model."""
-        for parameter, weight in zip(self.model.parameters(), weights, strict=True):
-            parameter.copy_(weight)
-
-    def learning_rate(self) -> float:
-        warm = min(1.0, (self.step + 1) / 100)
-        return float(self.arguments.lr * warm * (0.02 + 0.49 * (1 + math.cos(math.pi * self.progress))))
-
-    def train_step(self) -> float:
-        began = time.monotonic()
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.learning_rate()
+    def gradients(self) -> float:
+        """One step's loss, its gradients summed over the micro-batches."""
         total = 0.0
+        generator, count = self.run.generator, len(self.data.train)
         for _ in range(self.arguments.accumulate):
-            picked = torch.randint(len(self.data.train), (self.arguments.batch,), generator=self.generator)
-            batch = self.data.batch(self.data.train[picked], 0.1, self.generator)
+            picked = torch.randint(count, (self.arguments.batch,), generator=generator)
+            batch = self.data.batch(self.data.train[picked], 0.1, generator)
             loss = self.model.loss(*batch) / self.arguments.accumulate
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
-        for master, parameter in zip(self.master, self.model.parameters(), strict=True):
-            master.grad, parameter.grad = parameter.grad.float(), None  # type: ignore[union-attr]
-        torch.nn.utils.clip_grad_norm_(self.master, 1.0)
-        self.optimiser.step()
-        self.publish(self.master)
-        rate = 1 - min(0.998, (1 + self.step) / (10 + self.step))
-        torch._foreach_lerp_(self.average, self.master, weight=rate)
-        self.step += 1
-        self.seconds += time.monotonic() - began
         return total
 
     @torch.no_grad()
     def held_out_loss(self, count: int = 64) -> float:
         """Nats a token of the averaged weights on unseen concepts."""
-        self.publish(self.average)
         index = self.data.held_out[:: max(1, len(self.data.held_out) // count)][:count]
         generator = torch.Generator().manual_seed(0)
-        parts = [self.model.loss(*self.data.batch(i, 0.0, generator)).item() for i in index.split(8)]
-        self.publish(self.master)
+        with self.run.masters.averaged():
+            parts = [
+                self.model.loss(*self.data.batch(i, 0.0, generator)).item() for i in index.split(8)
+            ]
         return sum(parts) / len(parts)
 
-    def save_model(self) -> None:
-        tensors = dict(zip(self.names, self.average, strict=True))
-        write_atomic(self.arguments.data_dir / "target.safetensors", save(tensors))
-        write_atomic(self.arguments.data_dir / "target.json", json.dumps(asdict(self.config), indent=2).encode())
-
-
-def train(trainer: Trainer) -> None:
-    """Train to the end of the budget; every few minutes a checkpoint, a measurement and usable weights."""
-    saved, mean = trainer.seconds, math.nan
-    with tqdm(total=100, bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}", mininterval=5) as bar:
-        while trainer.progress < 1:
-            loss = trainer.train_step()
-            mean = loss if math.isnan(mean) else 0.98 * mean + 0.02 * loss
-            bar.n = 100 * trainer.progress
-            bar.set_description(f"step {trainer.step} nats {mean:.3f}", refresh=False)
-            bar.update(0)
-            if trainer.seconds - saved > CHECKPOINT_SECONDS or trainer.progress >= 1:
-                saved = trainer.seconds
-                trainer.save_checkpoint()
-                trainer.save_model()
-                tqdm.write(
-                    f"step {trainer.step}, {trainer.seconds / 60:.1f} min: train {mean:.3f}, "
-                    f"held out {trainer.held_out_loss():.3f} nats a token"
-                )
+    def milestone(self) -> str:
+        """Measure and save the averaged weights."""
+        data_dir: Path = self.arguments.data_dir
+        weights = save(self.run.masters.named_average())
+        write_atomic(data_dir / "target.safetensors", weights)
+        config = json.dumps(asdict(self.config), indent=2).encode()
+        write_atomic(data_dir / "target.json", config)
+        return f"held out {self.held_out_loss():.3f} nats a token"
 
 
 def main() -> None:
@@ -246,11 +171,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     trainer = Trainer(arguments)
-    parameters = sum(m.numel() for m in trainer.master)
+    parameters = sum(w.numel() for w in trainer.run.masters.weights)
     print(f"{parameters / 1e6:.2f} M parameters, {len(trainer.data.train)} pictures")
     if arguments.resume:
-        trainer.load_checkpoint()
-    train(trainer)
+        trainer.run.resume()
+    trainer.run.train(trainer.gradients, trainer.milestone, "nats")
 
 
 if __name__ == "__main__":

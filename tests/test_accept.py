@@ -6,13 +6,13 @@ from itertools import permutations
 
 import pytest
 import torch
-from tests.tiny import random_tree, ring
 from torch import Tensor
 
 from lantern_hpu.accept import Acceptance, Bounds, Residual, Verdict
 from lantern_hpu.reference import Law, Relaxed, greedy_walk, lent_mass, residual_law, walk
 from lantern_hpu.sampling import choose_distinct
 from lantern_hpu.tree import DraftTree
+from tests.tiny import random_tree, ring
 
 V, B = 12, 80  # vocabulary, images a tree
 TREES = 40

@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from lantern_hpu.config import EXACT, MAX_SEED, METHODS, Relaxation, Request, Sampling, choose_method
+from lantern_hpu.config import (
+    EXACT,
+    MAX_SEED,
+    METHODS,
+    Relaxation,
+    Request,
+    Sampling,
+    choose_method,
+)
 from lantern_hpu.errors import OptionError, TreeError
 
 OUT_OF_RANGE: list[tuple[Callable[..., Any], str, float, str, str]] = [

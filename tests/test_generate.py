@@ -39,7 +39,16 @@ def pixels(file: Path) -> np.ndarray:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_draws_under_strict(model: Path, tmp_path: Path, method: str) -> None:
-    options = ("--prompt", "a red apple", "--method", method, "--graphs", "strict", "--num-images", 2)
+    options = (
+        "--prompt",
+        "a red apple",
+        "--method",
+        method,
+        "--graphs",
+        "strict",
+        "--num-images",
+        2,
+    )
     report = tmp_path / "report.json"
     assert generate(model, *options, "--output", tmp_path / "out", "--report", report) == 0
     files = sorted((tmp_path / "out").glob("*.png"))
@@ -53,7 +62,10 @@ def test_each_method_draws_under_strict(model: Path, tmp_path: Path, method: str
 
 def test_report_keeps_its_contract(model: Path, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
-    assert generate(model, "--prompt", "cat", "--output", tmp_path / "cat.png", "--report", report) == 0
+    assert (
+        generate(model, "--prompt", "cat", "--output", tmp_path / "cat.png", "--report", report)
+        == 0
+    )
     data = json.loads(report.read_text())
     assert set(data) == {"images", "timing", "graph", "config", "environment"}
     (image,) = data["images"]
@@ -65,14 +77,30 @@ def test_report_keeps_its_contract(model: Path, tmp_path: Path) -> None:
     assert set(names.split()) <= set(data["graph"])
     gained = sum(image["accepted_by_depth"]) + image["steps"]  # drafts and bonus tokens
     assert image["tokens"] - 1 <= gained <= image["tokens"]
-    assert image["tokens_per_step"] == pytest.approx((image["tokens"] - 1) / image["steps"], abs=1e-3)
+    assert image["tokens_per_step"] == pytest.approx(
+        (image["tokens"] - 1) / image["steps"], abs=1e-3
+    )
     assert image["file"] == str(tmp_path / "cat.png")
 
 
 def test_seed_is_echoed_and_replayable(model: Path, tmp_path: Path) -> None:
     drawn, again = tmp_path / "drawn", tmp_path / "again.png"
     options = ("--temperature", 0.9, "--top-k", 12, "--relax-delta", 0.2, "--relax-k", 4)
-    assert generate(model, "--prompt", "red cat", "--num-images", 3, "--seed", 40, *options, "--output", drawn) == 0
+    assert (
+        generate(
+            model,
+            "--prompt",
+            "red cat",
+            "--num-images",
+            3,
+            "--seed",
+            40,
+            *options,
+            "--output",
+            drawn,
+        )
+        == 0
+    )
     last = drawn / "002-red-cat.png"
     assert read_png(last)["seed"] == 42
     assert main(["--from-png", str(last), "--output", str(again)]) == 0
@@ -92,7 +120,9 @@ def test_from_png_keeps_a_tree_of_the_users_own(model: Path, tmp_path: Path) -> 
 def test_image_does_not_depend_on_batch_size(model: Path, tmp_path: Path) -> None:
     options = ("--prompt", "red cat", "--prompt", "blue apple", "--num-images", 3)
     for size in (1, 4, 6):
-        assert generate(model, *options, "--batch-size", size, "--output", tmp_path / str(size)) == 0
+        assert (
+            generate(model, *options, "--batch-size", size, "--output", tmp_path / str(size)) == 0
+        )
     for file in sorted((tmp_path / "1").iterdir()):
         for size in ("4", "6"):
             assert np.array_equal(pixels(file), pixels(tmp_path / size / file.name))
@@ -113,7 +143,17 @@ def test_prompts_file_of_each_kind(tmp_path: Path, name: str, text: str) -> None
 
 def test_grid_tokens_and_previews_are_written(model: Path, tmp_path: Path) -> None:
     sheet, tokens = tmp_path / "sheet.png", tmp_path / "tokens.npz"
-    options = ("--prompt", "cat", "--num-images", 3, "--grid", "--save-tokens", tokens, "--preview-every", 1)
+    options = (
+        "--prompt",
+        "cat",
+        "--num-images",
+        3,
+        "--grid",
+        "--save-tokens",
+        tokens,
+        "--preview-every",
+        1,
+    )
     assert generate(model, *options, "--output", sheet) == 0
     assert Image.open(sheet).size == (3 * 12 + 4, 16)
     saved = np.load(tokens)
@@ -121,7 +161,9 @@ def test_grid_tokens_and_previews_are_written(model: Path, tmp_path: Path) -> No
     assert (tmp_path / "sheet.preview.png").exists()
 
 
-def test_nothing_is_overwritten_unasked(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_overwritten_unasked(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "cat.png"
     file.write_text("precious")
     assert generate(model, "--prompt", "cat", "--output", file) == 2
@@ -174,7 +216,9 @@ def test_bad_options_get_one_clear_error(
     assert not list(tmp_path.rglob("*.png"))
 
 
-def test_rank_above_the_draws_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rank_above_the_draws_is_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tree = tmp_path / "wide.json"
     tree.write_text(json.dumps([[i] for i in range(11)]))
     assert generate(model, "--prompt", "cat", "--tree", tree, "--output", tmp_path / "x.png") == 2
@@ -186,7 +230,9 @@ def test_no_prompt_is_an_error(model: Path, capsys: pytest.CaptureFixture[str]) 
     assert "no prompt" in capsys.readouterr().err
 
 
-def test_long_and_unknown_words_are_named(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_long_and_unknown_words_are_named(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     prompt = "a red cat on blue apple zebra"
     assert generate(model, "--prompt", prompt, "--output", tmp_path / "x.png") == 0
     shown = capsys.readouterr().err
@@ -226,7 +272,9 @@ def test_damaged_weights_are_refused(
     assert all(word in shown for word in says) and not (tmp_path / "x.png").exists()
 
 
-def test_weights_of_another_size_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_of_another_size_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = write_folder(tmp_path / "model")
     config = json.loads((folder / "model.json").read_text())
     config["target"]["ffn_dim"] = 32
@@ -262,7 +310,9 @@ def test_failed_write_leaves_no_half_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_picture_of_another_program_cannot_be_replayed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_picture_of_another_program_cannot_be_replayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Image.new("RGB", (8, 8)).save(tmp_path / "other.png")
     assert main(["--from-png", str(tmp_path / "other.png")]) == 2
     assert "no settings" in capsys.readouterr().err
@@ -270,7 +320,9 @@ def test_picture_of_another_program_cannot_be_replayed(tmp_path: Path, capsys: p
 
 def test_pipeline_in_python(pipeline: LanternPipeline) -> None:
     rows: list[int] = []
-    result = pipeline(["red cat", "apple"], num_images=2, seed=5, callback=lambda e: rows.append(e.rows))
+    result = pipeline(
+        ["red cat", "apple"], num_images=2, seed=5, callback=lambda e: rows.append(e.rows)
+    )
     assert len(result.images) == 4 and result.images[0].size == (8, 8)
     assert [r.seed for r in result.records] == [5, 6, 7, 8]
     assert rows == sorted(rows) and rows[-1] == 4

@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny import NAMES, advance, condition, make_engine, plan_for, request, tiny_config, tiny_models
 from torch import Tensor
-from tests.twin import features, full_mask, guesses
 
 from lantern_hpu.cache import KVCache
 from lantern_hpu.models.transformer import (
@@ -21,6 +19,17 @@ from lantern_hpu.models.transformer import (
     rotate,
 )
 from lantern_hpu.tree import DraftTree, load_tree
+from tests.tiny import (
+    NAMES,
+    advance,
+    condition,
+    make_engine,
+    plan_for,
+    request,
+    tiny_config,
+    tiny_models,
+)
+from tests.twin import features, full_mask, guesses
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -7,10 +7,10 @@ from itertools import permutations, product
 import pytest
 import torch
 from torch import Tensor
-from tests.twin import slow_choose, slow_distinct, slow_law
 
 from lantern_hpu.config import Sampling
 from lantern_hpu.sampling import Settings, choose, choose_distinct, guide, law
+from tests.twin import slow_choose, slow_distinct, slow_law
 
 V = 24
 MIXED = [

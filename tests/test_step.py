@@ -7,6 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from lantern_hpu.cache import KVCache
+from lantern_hpu.config import Relaxation, Request
+from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.transformer import Target, additive, rope_table
+from lantern_hpu.reference import Relaxed
+from lantern_hpu.tree import DraftTree, load_tree
 from tests.tiny import (
     CONFIG,
     NAMES,
@@ -23,15 +31,7 @@ from tests.tiny import (
     tiny_config,
     tiny_models,
 )
-from torch import Tensor
 from tests.twin import Twin, features, full_mask
-
-from lantern_hpu.cache import KVCache
-from lantern_hpu.config import Relaxation, Request
-from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.transformer import Target, additive, rope_table
-from lantern_hpu.reference import Relaxed
-from lantern_hpu.tree import DraftTree, load_tree
 
 AR = DraftTree.root_only()
 N = CONFIG.tokens

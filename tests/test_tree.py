@@ -7,10 +7,10 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from tests.tiny import NAMES, random_tree
 
 from lantern_hpu.errors import TreeError
 from lantern_hpu.tree import NAMED, DraftTree, as_svg, as_text, load_tree, main
+from tests.tiny import NAMES, random_tree
 
 # name: drafts, depth, nodes at depths 1 .., nodes with children at depths 0 .., leaves, most children
 PUBLISHED = {

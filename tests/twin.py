@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from tests.tiny import Models
 
 from lantern_hpu import noise
 from lantern_hpu.config import Request, Sampling
@@ -18,6 +17,7 @@ from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target, additive, prefix_mask, rope_table
 from lantern_hpu.reference import Law, Relaxed, greedy_walk, walk
 from lantern_hpu.tree import DraftTree
+from tests.tiny import Models
 
 
 def softmax(logits: Sequence[float]) -> Law:

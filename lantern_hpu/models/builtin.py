@@ -1,9 +1,9 @@
 """A model folder: all parts of a text-to-image model that our own scripts train, and the embedded one.
 
-    model.json          sizes, words, default sampling, fastest methods, sha256 of each file
-    target.safetensors  words.*, condition.*, target.*
-    drafter.safetensors
-    vq.safetensors
+model.json          sizes, words, default sampling, fastest methods, sha256 of each file
+target.safetensors  words.*, condition.*, target.*
+drafter.safetensors
+vq.safetensors
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def load_model(
         drafter = Drafter(sizes, **config["drafter"], attention=attention)
         text = WordConditioner(config["words"], config["caption_dim"], sizes.prefix)
         condition = CaptionProjection(config["caption_dim"], sizes.dim, sizes.prefix)
-        vq = VQModel(VQConfig(**{**config["vq"], "multipliers": tuple(config["vq"]["multipliers"])}))
+        vq = VQModel(
+            VQConfig(**{**config["vq"], "multipliers": tuple(config["vq"]["multipliers"])})
+        )
     main = nn.ModuleDict({"words": text, "condition": condition, "target": target})
     fill(main, folder / "target.safetensors", dtype, device)
     fill(drafter, folder / "drafter.safetensors", dtype, device)
@@ -97,7 +99,10 @@ def fill(module: nn.Module, file: Path, dtype: torch.dtype, device: torch.device
     except (SafetensorError, OSError) as error:
         raise WeightsError(f"cannot read {file}", str(error)) from error
     expected = module.state_dict()
-    missing, extra = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
+    missing, extra = (
+        sorted(expected.keys() - tensors.keys()),
+        sorted(tensors.keys() - expected.keys()),
+    )
     if missing or extra:
         why = f"{len(missing)} tensors missing {missing[:3]}, {len(extra)} unknown {extra[:3]}"
         raise WeightsError(f"{file} does not fit its configuration", why)

@@ -1,0 +1,91 @@
+"""The embedded model: whole, checked, and drawing what it was asked for."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from lantern_hpu import LanternPipeline
+from lantern_hpu.codebook import nearest
+from lantern_hpu.config import METHODS
+from lantern_hpu.hub import ASSETS, read_config
+
+
+@pytest.fixture(scope="module")
+def pipeline() -> LanternPipeline:
+    return LanternPipeline.from_pretrained("builtin")
+
+
+def share(image: np.ndarray, colour: str) -> float:
+    """The share of pixels whose strongest channel, by a clear margin, is this one."""
+    channel = "rgb".index(colour)
+    value = image.astype(int)
+    others = np.delete(value, channel, axis=-1).max(-1)
+    return float((value[..., channel] > others + 60).mean())
+
+
+def test_files_match_their_checksums() -> None:
+    config = read_config(ASSETS / "builtin")
+    assert set(config["files"]) == {"target.safetensors", "drafter.safetensors", "vq.safetensors"}
+
+
+def test_sources_are_named() -> None:
+    notice = (ASSETS / "builtin" / "NOTICE").read_text()
+    for source in ("fluent-emoji-flat", "twemoji", "CC BY 4.0", "MIT"):
+        assert source in notice
+
+
+def test_weights_fit_the_package() -> None:
+    size = sum(file.stat().st_size for file in (ASSETS / "builtin").iterdir())
+    assert size < 45e6
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_red_apple_is_red(pipeline: LanternPipeline, method: str) -> None:
+    result = pipeline("a red apple", num_images=4, method=method)
+    shares = [share(np.asarray(image), "r") for image in result.images]
+    assert sorted(shares)[1] > 0.08  # most of the four
+    corners = [np.asarray(image)[:3, :3].min() for image in result.images]
+    assert np.median(corners) > 200  # on white
+
+
+def test_background_follows_the_prompt(pipeline: LanternPipeline) -> None:
+    result = pipeline("a red apple on a blue background", num_images=4, method="ar")
+    assert np.median([share(np.asarray(image), "b") for image in result.images]) > 0.25
+
+
+def test_speculation_pays_in_steps(pipeline: LanternPipeline) -> None:
+    prompts = ["a red apple", "a yellow sun", "a pizza", "a blue fish"]
+    rate = {
+        method: np.mean([r.tokens_per_step for r in pipeline(prompts, method=method).records])
+        for method in METHODS
+    }
+    assert rate["ar"] == 1
+    assert 1.3 < rate["eagle"] < rate["lantern++"]
+
+
+def test_codes_are_their_own_nearest(pipeline: LanternPipeline) -> None:
+    vq = pipeline.model.vq
+    codes = torch.from_numpy(pipeline("a red apple", method="ar").tokens)
+    with torch.no_grad():
+        vectors = vq.quantize.look_up(codes)
+        assert torch.equal(vq.quantize.nearest(vectors), codes)
+
+
+def test_neighbours_exclude_self_and_are_sorted(pipeline: LanternPipeline) -> None:
+    book = pipeline.model.codebook
+    near = nearest(book, 12)
+    codes = torch.arange(len(book))[:, None]
+    assert near.shape == (len(book), 12) and not (near == codes).any()
+    distance = (book[codes].double() - book[near].double()).norm(dim=-1)
+    assert (distance.diff(dim=-1) >= 0).all()
+    closest = torch.cdist(book.double(), book.double()).fill_diagonal_(9.0).amin(-1)
+    assert torch.allclose(distance[:, 0], closest, atol=1e-6)
+
+
+def test_fastest_methods_are_known_ones() -> None:
+    config = json.loads((ASSETS / "builtin" / "model.json").read_text())
+    assert all(method in METHODS for method, _ in config["fastest"].values())

@@ -1,0 +1,65 @@
+"""Each command and the Python example of the README do what it says, and its test command is the one CI runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TEXT = (ROOT / "README.md").read_text()
+# A benchmark is shortened: its figures are not the point here.
+SHORTER = {"bench": ["--images", "1", "--batch-sizes", "1", "--methods", "ar,lantern++"]}
+
+
+def commands() -> list[str]:
+    """Every command of the README, in its order."""
+    return list(dict.fromkeys(re.findall(r"python -m lantern_hpu\.[^`\n]+", TEXT)))
+
+
+def run(command: str) -> int:
+    words = shlex.split(command)[2:]
+    name = words[0].removeprefix("lantern_hpu.")
+    main = import_module(words[0]).main
+    code: int = main([*words[1:], *SHORTER.get(name, [])])
+    return code
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    patch = pytest.MonkeyPatch()
+    folder = tmp_path_factory.mktemp("readme")
+    patch.chdir(folder)
+    yield folder
+    patch.undo()
+
+
+def test_every_command_runs(folder: Path) -> None:
+    listed = commands()
+    assert len(listed) >= 8
+    for command in listed:
+        assert run(command) == 0, command
+        for file in re.findall(r"(?:--output|--report|--svg) (\S+)", command):
+            assert (folder / file).exists(), command
+
+
+def test_python_example_runs(folder: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    (folder / "apple.png").unlink(missing_ok=True)
+    exec(compile(code, "README.md", "exec"), {})
+    assert (folder / "apple.png").exists()
+
+
+def test_pictures_and_links_exist() -> None:
+    targets = re.findall(r"\]\((?!http|#)([^)]+)\)", TEXT)
+    assert targets
+    for target in targets:
+        assert (ROOT / target).exists(), target
+
+
+def test_install_line_is_the_one_ci_runs() -> None:
+    assert TEXT.count('pip install -c constraints.txt -e ".[test]" && pytest\n') == 1
