@@ -68,6 +68,8 @@ class Acceptance(nn.Module):
         """
         super().__init__()
         self.depth, self.max_children, self.residual = tree.depth, tree.max_children, residual
+        # Most children of a node at each depth: no walk tries more there
+        self.widest = [max(len(tree.children[n]) for n in nodes) for nodes in tree.frontiers]
         table = [list(c) + [0] * (tree.max_children - len(c)) for c in tree.children]
         expanded = {node: row for row, node in enumerate(tree.expanded)}
         rows = [expanded.get(node, -1) for node in range(tree.size)]
@@ -119,14 +121,14 @@ class Acceptance(nn.Module):
         self,
         p: Tensor,  # [B, V] the target's law at a node
         q: Tensor,  # [B, V] the drafter's
-        tokens: Tensor,  # [B, C] the children's tokens in the order of their draws
-        exists: Tensor,  # [B, C] bool
-        uniform: Tensor,  # [B, C]
+        tokens: Tensor,  # [B, c] the children's tokens in the order of their draws
+        exists: Tensor,  # [B, c] bool
+        uniform: Tensor,  # [B, c]
         bounds: Bounds,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Try the children of one node in turn.
 
-        Returns which was accepted [B, C] bool (at most one), the residual law if none was [B, V], and
+        Returns which was accepted [B, c] bool (at most one), the residual law if none was [B, V], and
         whether the accepted one needed its neighbours [B] bool.
         """
         whole = p
@@ -173,13 +175,13 @@ class Acceptance(nn.Module):
             row = self.row[node]
             walking = walking & (row >= 0)
             index = row.clamp(min=0)[:, None, None].expand(-1, 1, p.shape[-1])
-            children = self.child_table[node]  # [B, C]
+            children = self.child_table[node][:, : self.widest[level]]  # [B, c]
             passed, rest, helped = self.siblings(
                 p.gather(1, index)[:, 0],
                 q.gather(1, index)[:, 0],
                 tokens.gather(1, children),
                 (children > 0) & walking[:, None],
-                uniform[:, level],
+                uniform[:, level, : self.widest[level]],
                 bounds,
             )
             law = torch.where(walking[:, None], rest, law)

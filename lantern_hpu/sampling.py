@@ -50,23 +50,33 @@ def law(logits: Tensor, settings: Settings, max_top_k: int, use_top_p: bool) -> 
     Returns probabilities [B, T, V] float32.
     """
     logits = logits / settings.temperature[:, None, None]
-    keep = torch.ones_like(logits, dtype=torch.bool)
+    dropped = []
     if use_top_p:
-        ordered = logits.softmax(-1).sort(-1, descending=True).values
-        before = ordered.cumsum(-1) - ordered  # mass of likelier tokens
-        inside = before < settings.top_p[:, None, None]
-        # The least probability that is still inside; equal ones cannot be told apart and stay too.
-        threshold = ordered.masked_fill(~inside, 1.0).amin(-1, keepdim=True)
-        keep = keep & ((logits.softmax(-1) >= threshold) | (settings.top_p >= 1)[:, None, None])
+        dropped.append(beyond_top_p(logits.softmax(-1), settings.top_p))
     if max_top_k:
-        largest = logits.topk(max_top_k, -1).values  # [B, T, max_top_k]; only its values are used
-        rank = settings.top_k.clamp(max=max_top_k) - 1
-        rank = rank[:, None, None].expand(-1, logits.shape[1], 1)
-        limited = (settings.top_k <= max_top_k)[:, None, None]
-        keep = keep & ((logits >= largest.gather(-1, rank)) | ~limited)
-    if use_top_p or max_top_k:
-        logits = logits.masked_fill(~keep, float("-inf"))
+        dropped.append(beyond_top_k(logits, settings.top_k, max_top_k))
+    for mask in dropped:
+        logits = logits.masked_fill(mask, float("-inf"))
     return logits.softmax(-1)
+
+
+def beyond_top_p(probabilities: Tensor, top_p: Tensor) -> Tensor:
+    """Which tokens [B, T, V] lie past each image's top-p [B] mass; none where it is 1."""
+    ordered = probabilities.sort(-1, descending=True).values
+    before = ordered.cumsum(-1) - ordered  # mass of likelier tokens
+    bound = top_p[:, None, None]
+    # The least probability that is still inside; equal ones cannot be told apart and stay too.
+    least = ordered.masked_fill(before >= bound, 1.0).amin(-1, keepdim=True)
+    return (probabilities < least) & (bound < 1)
+
+
+def beyond_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
+    """Which tokens [B, T, V] are less likely than each image's top-k-th; none where top-k is past `most`."""
+    largest = logits.topk(
+        most, -1
+    ).values  # [B, T, most]; only values are used, never the order of ties
+    rank = (top_k.clamp(max=most) - 1)[:, None, None].expand(-1, logits.shape[1], 1)
+    return (logits < largest.gather(-1, rank)) & (top_k <= most)[:, None, None]
 
 
 def choose(probabilities: Tensor, uniform: Tensor) -> Tensor:

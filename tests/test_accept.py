@@ -23,12 +23,19 @@ RULES = {
     "additive official": Relaxed(k=6, delta=0.2, residual="official"),
     "multiplicative official": Relaxed(k=6, lam=3.0, residual="official"),
 }
-EXACT_RULES = [Relaxed(k=6, lam=1.0), Relaxed(k=6, delta=0.0), Relaxed(k=0, delta=0.5), Relaxed(k=0, lam=9.0)]
+EXACT_RULES = [
+    Relaxed(k=6, lam=1.0),
+    Relaxed(k=6, delta=0.0),
+    Relaxed(k=0, delta=0.5),
+    Relaxed(k=0, lam=9.0),
+]
 
 
 def bounds_of(rule: Relaxed, images: int) -> Bounds:
     k = torch.full((images,), rule.k)
-    return Bounds(k, torch.full((images,), rule.delta).double(), torch.full((images,), rule.lam - 1).double())
+    return Bounds(
+        k, torch.full((images,), rule.delta).double(), torch.full((images,), rule.lam - 1).double()
+    )
 
 
 def acceptance_of(tree: DraftTree, rule: Relaxed, vocabulary: int = V) -> Acceptance:
@@ -86,7 +93,9 @@ def test_vectorised_rule_is_the_textbook_rule(name: str) -> None:
         verdict = case.sampled(rule)
         for image in range(B):
             p, q = case.laws(image)
-            want = walk(case.tree, p, q, case.tokens[image].tolist(), case.uniform[image].tolist(), rule)
+            want = walk(
+                case.tree, p, q, case.tokens[image].tolist(), case.uniform[image].tolist(), rule
+            )
             assert int(verdict.node[image]) == want.node
             assert verdict.relaxed[image].tolist()[: len(want.relaxed)] == want.relaxed
             if want.law is not None:
@@ -109,12 +118,16 @@ def test_greedy_rule_is_the_textbook_rule(name: str) -> None:
 
 
 @pytest.mark.parametrize("residual", ["sound", "official"])
-@pytest.mark.parametrize("rule", EXACT_RULES, ids=["lambda 1", "delta 0", "k 0 additive", "k 0 multiplicative"])
+@pytest.mark.parametrize(
+    "rule", EXACT_RULES, ids=["lambda 1", "delta 0", "k 0 additive", "k 0 multiplicative"]
+)
 def test_relaxed_with_zero_bound_is_exact(rule: Relaxed, residual: str) -> None:
     zero = Relaxed((), rule.k, rule.delta, rule.lam, residual)
     for case in CASES:
         # A table is given even for k = 0, so that the neighbours really are looked up and found too many.
-        acceptance = Acceptance(case.tree, ring(V), "official" if residual == "official" else "sound")
+        acceptance = Acceptance(
+            case.tree, ring(V), "official" if residual == "official" else "sound"
+        )
         bounds = bounds_of(zero, B)
         relaxed = acceptance.sampled(case.p, case.q, case.tokens, case.uniform, bounds)
         exact = case.sampled(Relaxed())
@@ -248,8 +261,12 @@ def test_hand_made_example(residual: Residual, after: list[float]) -> None:
     tree = DraftTree.from_paths("one", [[0]])
     acceptance = Acceptance(tree, torch.tensor(NEAR5), residual)
     p, q = (torch.tensor(x, dtype=torch.float64).expand(2, 1, -1) for x in (P5, Q5))
-    uniform = torch.tensor([0.79, 0.81], dtype=torch.float64)[:, None, None]  # the chance is 0.4 / 0.5
-    verdict = acceptance.sampled(p, q, torch.zeros(2, 2, dtype=torch.int64), uniform, bounds_of(rule, 2))
+    uniform = torch.tensor([0.79, 0.81], dtype=torch.float64)[
+        :, None, None
+    ]  # the chance is 0.4 / 0.5
+    verdict = acceptance.sampled(
+        p, q, torch.zeros(2, 2, dtype=torch.int64), uniform, bounds_of(rule, 2)
+    )
     assert verdict.node.tolist() == [1, 0]
     assert verdict.relaxed.tolist() == [[True], [False]]
     assert verdict.law[1].tolist() == pytest.approx(after)
@@ -260,7 +277,9 @@ def test_wider_tree_never_accepts_less() -> None:
     wide = DraftTree.from_paths("wide", [*narrow.paths, [2], [0, 1], [1, 1], [2, 0], [0, 0, 0]])
     generator = torch.Generator().manual_seed(0)
     p = (3 * torch.randn(500, wide.size, V, generator=generator, dtype=torch.float64)).softmax(-1)
-    tokens = p.argsort(-1, descending=True)  # children are guesses of the argmax, the first often right
+    tokens = p.argsort(
+        -1, descending=True
+    )  # children are guesses of the argmax, the first often right
     drafts = torch.randint(V, (500, wide.size), generator=generator)
     for node in range(1, wide.size):
         right = torch.rand(500, generator=generator) < 0.4
@@ -269,7 +288,8 @@ def test_wider_tree_never_accepts_less() -> None:
     for tree in (narrow, wide):
         nodes = [wide.ids[path] for path in tree.paths]
         laws = p[:, [nodes[n] for n in tree.expanded]]
-        node = acceptance_of(tree, Relaxed()).greedy(laws, drafts[:, nodes], bounds_of(Relaxed(), 500)).node
-        depths[tree.name] = torch.tensor(tree.depths)[node]
+        rule = acceptance_of(tree, Relaxed())
+        verdict = rule.greedy(laws, drafts[:, nodes], bounds_of(Relaxed(), 500))
+        depths[tree.name] = torch.tensor(tree.depths)[verdict.node]
     assert (depths["wide"] >= depths["narrow"]).all()
     assert (depths["wide"] > depths["narrow"]).any()

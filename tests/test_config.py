@@ -63,7 +63,9 @@ def test_delta_and_lambda_exclude_each_other() -> None:
 
 
 def test_unknown_residual_lists_the_known_ones() -> None:
-    with pytest.raises(OptionError, match="unknown residual 'lumina'\n  try: one of sound, official"):
+    with pytest.raises(
+        OptionError, match="unknown residual 'lumina'\n  try: one of sound, official"
+    ):
         Relaxation(residual="lumina")  # type: ignore[arg-type]
 
 
@@ -80,7 +82,9 @@ def test_unknown_residual_lists_the_known_ones() -> None:
         (Relaxation(k=1, delta=0.01), True),
     ],
 )
-def test_relaxation_is_active_only_if_it_can_change_anything(relaxation: Relaxation, active: bool) -> None:
+def test_relaxation_is_active_only_if_it_can_change_anything(
+    relaxation: Relaxation, active: bool
+) -> None:
     assert relaxation.active is active
 
 

@@ -18,6 +18,7 @@ from lantern_hpu.models.transformer import (
     rope_table,
     rotate,
 )
+from lantern_hpu.step import Step
 from lantern_hpu.tree import DraftTree, load_tree
 from tests.tiny import (
     NAMES,
@@ -115,7 +116,9 @@ def test_head_norm_has_weights_for_each_head() -> None:
     x = torch.randn(1, 5, 2, 4, generator=torch.Generator().manual_seed(0))
     y = norm(x)
     torch.testing.assert_close(y[:, :, 0].mean(-1), torch.zeros(1, 5), atol=1e-6, rtol=0)
-    torch.testing.assert_close(y[:, :, 0].std(-1, unbiased=False), torch.ones(1, 5), atol=1e-3, rtol=0)
+    torch.testing.assert_close(
+        y[:, :, 0].std(-1, unbiased=False), torch.ones(1, 5), atol=1e-3, rtol=0
+    )
     plain = HeadNorm(2, 4)(x)
     torch.testing.assert_close(y[:, :, 1], 3 * plain[:, :, 1] + 1)
 
@@ -152,14 +155,18 @@ def test_cached_forward_equals_the_whole_sequence_at_once(variant: str) -> None:
     tokens = torch.randint(config.vocab_size, (12,), generator=torch.Generator().manual_seed(1))
     want = features(target, prefix, valid, tokens.tolist())
     rows, size = len(prefix), 4 + 12
-    cache = KVCache.allocate(config.layers, rows, size, config.kv, config.head_dim, torch.float32, torch.device("cpu"))
+    cache = KVCache.allocate(
+        config.layers, rows, size, config.kv, config.head_dim, torch.float32, torch.device("cpu")
+    )
     x = torch.cat([prefix, target.embed(tokens).expand(rows, -1, -1)], 1)
     rope, mask = rope_table(config, size).expand(rows, -1, -1, -1), full_mask(valid, size)
     start, got = 0, []
     for width in (4, 1, 1, 5, 2, 3):  # prefill, single tokens, blocks
         part = slice(start, start + width)
         slots = (torch.arange(rows)[:, None] * size + torch.arange(start, start + width)).flatten()
-        got.append(target(x[:, part], rope[:, part], additive(mask[:, part], x.dtype), cache, slots))
+        got.append(
+            target(x[:, part], rope[:, part], additive(mask[:, part], x.dtype), cache, slots)
+        )
         start += width
     close(torch.cat(got, 1), want)
 
@@ -170,7 +177,8 @@ def leaves(tree: DraftTree) -> list[int]:
 
 @pytest.mark.parametrize(
     ("name", "variant"),
-    [(n, v) for n in NAMES for v in ("plain", "chameleon")] + [("mc_sim_7b_63", v) for v in VARIANTS],
+    [(n, v) for n in NAMES for v in ("plain", "chameleon")]
+    + [("mc_sim_7b_63", v) for v in VARIANTS],
 )
 def test_tree_verification_equals_a_sequential_pass_over_each_path(name: str, variant: str) -> None:
     tree, images = load_tree(name), len(PROMPTS)
@@ -179,6 +187,7 @@ def test_tree_verification_equals_a_sequential_pass_over_each_path(name: str, va
     engine = make_engine(models, plan_for(tree, requests))
     advance(engine, requests, 2)
     state, step = engine.state, engine.step.function
+    assert isinstance(step, Step)
     config = engine.target.config
     generator = torch.Generator().manual_seed(2)
     drafts = torch.randint(config.vocab_size, (images, tree.size), generator=generator)
@@ -200,21 +209,24 @@ def test_tree_verification_equals_a_sequential_pass_over_each_path(name: str, va
 @pytest.mark.parametrize("sees_pads", [False, True])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_drafter_catch_up_equals_one_pass_over_all_pairs(variant: str, sees_pads: bool) -> None:
-    models = tiny_models(tiny_config(**VARIANTS[variant]), sees_pads=sees_pads, input_norm=sees_pads)
+    models = tiny_models(
+        tiny_config(**VARIANTS[variant], grid=(6, 6)), sees_pads=sees_pads, input_norm=sees_pads
+    )
     requests = [request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
     engine = make_engine(models, plan_for(load_tree("mc_sim_7b_63"), requests))
     advance(engine, requests, 3)
-    state, drafting = engine.state, engine.step.function.drafting
+    state, step = engine.state, engine.step.function
+    assert isinstance(step, Step) and step.drafting is not None
     length = (state.count + engine.target.config.prefix).repeat(2)
     with torch.no_grad():
-        guess = drafting.catch_up(length, state)
+        guess = step.drafting.catch_up(length, state)
     prefix, valid = condition(engine.target.config, PROMPTS)
     for image in range(len(PROMPTS)):
         rows = [image, image + len(PROMPTS)]
         count = int(state.count[image])
         tokens = state.tokens.view(len(PROMPTS), -1)[image, : count + 1].tolist()
         hidden = features(engine.target, prefix[rows], valid[rows], tokens[:-1])
-        close(guess[rows, 0], guesses(engine.drafter, hidden, valid[rows], tokens)[:, -1])
+        close(guess[rows, 0], guesses(models[1], hidden, valid[rows], tokens)[:, -1])
 
 
 def test_pads_hide_from_the_drafter_unless_it_was_trained_with_them() -> None:

@@ -45,7 +45,9 @@ def test_seeds_and_steps_do_not_share_numbers() -> None:
 
 
 def test_large_seeds_are_told_apart() -> None:
-    rows = {tuple(uniforms(seed, 0, 4)) for seed in (2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1)}
+    rows = {
+        tuple(uniforms(seed, 0, 4)) for seed in (2**63 - 1, 2**63, 2**63 + 1, 2**64 - 2, 2**64 - 1)
+    }
     assert len(rows) == 5
 
 

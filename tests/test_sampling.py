@@ -157,7 +157,9 @@ def test_distinct_draws_follow_sequential_sampling_without_replacement(draws: in
         for token in order:
             chance, left = chance * float(weights[token]) / left, left - float(weights[token])
         expected = count * chance
-        chi2 += (float(observed[sum(t * 5**i for i, t in enumerate(order))]) - expected) ** 2 / expected
+        chi2 += (
+            float(observed[sum(t * 5**i for i, t in enumerate(order))]) - expected
+        ) ** 2 / expected
         cells += 1
     assert chi2 < (cells - 1) + 4 * (2 * (cells - 1)) ** 0.5
     assert int(observed.sum()) == count
@@ -167,6 +169,8 @@ def test_running_out_of_tokens_draws_nothing_new() -> None:
     one = torch.zeros(V)
     one[[3, 7, 20]] = torch.tensor([0.5, 0.3, 0.2])
     generator = torch.Generator().manual_seed(7)
-    for row in choose_distinct(one.expand(200, -1), torch.rand(200, 6, generator=generator)).tolist():
+    for row in choose_distinct(
+        one.expand(200, -1), torch.rand(200, 6, generator=generator)
+    ).tolist():
         assert set(row[:3]) == {3, 7, 20}
         assert all(token in row[:3] or one[token] == 0 for token in row[3:])

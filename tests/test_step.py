@@ -93,7 +93,9 @@ def test_named_tree_equals_the_slow_loop(models: Models, settings: str) -> None:
 
 @pytest.mark.parametrize("residual", ["sound", "official"])
 @pytest.mark.parametrize("settings", ["guided", "top-k", "greedy"])
-def test_relaxed_images_are_those_of_the_slow_loop(models: Models, settings: str, residual: Any) -> None:
+def test_relaxed_images_are_those_of_the_slow_loop(
+    models: Models, settings: str, residual: Any
+) -> None:
     rule = Relaxed(ring(32).tolist(), k=6, lam=4.0, residual=residual)
     requests = batch(**SETTINGS[settings], relaxation=Relaxation(k=6, lam=4.0, residual=residual))
     decoded = sample(models, SMALL_TREE, requests)
@@ -107,7 +109,9 @@ def test_depth_one_tree(models: Models) -> None:
     assert sample(models, tree, requests).tokens.tolist() == slow_images(models, tree, requests)
 
 
-@pytest.mark.parametrize("options", [{"sees_pads": True}, {"input_norm": True}, {"likeness": 0.0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"sees_pads": True}, {"input_norm": True}, {"likeness": 0.0}], ids=str
+)
 def test_drafter_variants_equal_the_slow_loop(options: dict[str, Any]) -> None:
     models, requests = tiny_models(**options), batch()
     decoded = sample(models, SMALL_TREE, requests)
@@ -135,7 +139,9 @@ def test_greedy_fp32_equals_plain_ar(models: Models, name: str) -> None:
 @pytest.mark.parametrize("residual", ["sound", "official"])
 @pytest.mark.parametrize("settings", ["guided", "top-k", "greedy"])
 @pytest.mark.parametrize(
-    "bound", [{"k": 10, "lam": 1.0}, {"k": 10, "delta": 0.0}, {"k": 0, "lam": 5.0}, {"k": 0, "delta": 0.5}], ids=str
+    "bound",
+    [{"k": 10, "lam": 1.0}, {"k": 10, "delta": 0.0}, {"k": 0, "lam": 5.0}, {"k": 0, "delta": 0.5}],
+    ids=str,
 )
 def test_relaxed_with_zero_bound_is_exact(
     models: Models, bound: dict[str, Any], settings: str, residual: Any
@@ -266,14 +272,18 @@ def test_distribution_test_notices_children_that_were_not_drawn(
 
 @torch.no_grad()
 def test_distribution_test_notices_relaxation(strangers: Models) -> None:
-    counts, one = count_images(strangers, SMALL_TREE, cfg_scale=1.0, relaxation=Relaxation(k=3, lam=3.0))
+    counts, one = count_images(
+        strangers, SMALL_TREE, cfg_scale=1.0, relaxation=Relaxation(k=3, lam=3.0)
+    )
     assert surprise(counts, exact_law(strangers[0], one)) > 10
 
 
 # Caches
 
 
-def fresh_cache(model: Target | Drafter, x: Tensor, valid: Tensor, first: int, **inputs: Tensor) -> KVCache:
+def fresh_cache(
+    model: Target | Drafter, x: Tensor, valid: Tensor, first: int, **inputs: Tensor
+) -> KVCache:
     """The cache of one pass over a whole sequence; `first` is the slot of its first position."""
     config, rows, length = model.config, len(x), x.shape[1]
     layers = config.layers if isinstance(model, Target) else 1
@@ -353,7 +363,11 @@ def test_engine_draws_the_same_batch_again_after_another_one(models: Models) -> 
     draw(engine, MIXED[::-1])
     again = draw(engine, MIXED)
     assert first.tokens.tolist() == again.tokens.tolist()
-    assert (first.steps, first.accepted, first.relaxed) == (again.steps, again.accepted, again.relaxed)
+    assert (first.steps, first.accepted, first.relaxed) == (
+        again.steps,
+        again.accepted,
+        again.relaxed,
+    )
 
 
 def test_seeds_prompts_and_settings_change_the_image(models: Models) -> None:
@@ -373,7 +387,9 @@ def test_seeds_prompts_and_settings_change_the_image(models: Models) -> None:
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (3, 5), (1, 2), (1, 7)], ids=str)
-@pytest.mark.parametrize("tree", [AR, SMALL_TREE, *map(load_tree, NAMES)], ids=lambda tree: tree.name)
+@pytest.mark.parametrize(
+    "tree", [AR, SMALL_TREE, *map(load_tree, NAMES)], ids=lambda tree: tree.name
+)
 def test_images_end_exactly_and_counts_add_up(tree: DraftTree, grid: tuple[int, int]) -> None:
     models, total = tiny_models(tiny_config(grid=grid)), grid[0] * grid[1]
     requests = [request("abcd", seed) for seed in range(8)]
@@ -392,7 +408,6 @@ def test_images_end_exactly_and_counts_add_up(tree: DraftTree, grid: tuple[int, 
 def test_counts_are_what_each_step_added(models: Models) -> None:
     requests = batch()
     engine = make_engine(models, plan_for(load_tree("mc_sim_7b_63"), requests))
-    prefix, valid = condition(CONFIG, PROMPTS)
     advance(engine, requests, 0)
     known = [1] * len(requests)
     want = torch.zeros(len(requests), 5, dtype=torch.int64)
@@ -401,7 +416,9 @@ def test_counts_are_what_each_step_added(models: Models) -> None:
         now = [int(k) for k in engine.step()]
         for image, (old, new) in enumerate(zip(known, now, strict=True)):
             if old < N:
-                taken = new - old - (new < N)  # at the end the last token may be a draft or the bonus
+                taken = (
+                    new - old - (new < N)
+                )  # at the end the last token may be a draft or the bonus
                 drafts = int(engine.state.accepted[image].sum() - want[image].sum())
                 assert drafts in ((taken,) if new < N else (taken, taken - 1))
                 want[image, :drafts] += 1
@@ -420,7 +437,10 @@ def test_image_of_one_token_needs_no_step() -> None:
 @pytest.mark.parametrize("grid", [(4, 4), (3, 5)], ids=str)
 def test_overshoot_stays_in_range_and_leaves_finished_images_alone(grid: tuple[int, int]) -> None:
     config = tiny_config(grid=grid)
-    models, tree = bigram_models(config), load_tree("chain")  # all drafts are accepted: the widest overshoot
+    models, tree = (
+        bigram_models(config),
+        load_tree("chain"),
+    )  # all drafts are accepted: the widest overshoot
     requests = batch()
     engine = make_engine(models, plan_for(tree, requests))
     before = draw(engine, requests)
@@ -431,7 +451,11 @@ def test_overshoot_stays_in_range_and_leaves_finished_images_alone(grid: tuple[i
             engine.step()
     after = engine.result()
     assert after.tokens.tolist() == before.tokens.tolist()
-    assert (after.steps, after.accepted, after.relaxed) == (before.steps, before.accepted, before.relaxed)
+    assert (after.steps, after.accepted, after.relaxed) == (
+        before.steps,
+        before.accepted,
+        before.relaxed,
+    )
     assert engine.state.count.tolist() == [config.tokens - 1] * len(requests)
 
 

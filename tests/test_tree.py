@@ -58,7 +58,9 @@ def test_tables_match_their_definitions(tree: DraftTree) -> None:
         prefixes = [path[:n] for n in range(len(path) + 1)]
         assert tree.depths[node] == len(path)
         assert paths[tree.parent[node]] == path[:-1]
-        assert {n for n, seen in enumerate(tree.ancestors[node]) if seen} == set(map(paths.index, prefixes))
+        assert {n for n, seen in enumerate(tree.ancestors[node]) if seen} == set(
+            map(paths.index, prefixes)
+        )
         assert [paths[n] for n in tree.children[node]] == [p for p in paths[1:] if p[:-1] == path]
         walk = [paths[n] for n in tree.path_table[node]]
         assert walk == prefixes + [path] * (tree.depth - len(path))
@@ -116,7 +118,9 @@ def test_malformed_tree_file_is_refused(tmp_path: Path, text: str, complaint: st
 def test_tree_rank_exceeds_drafter_topk_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "wide.json"
     file.write_text(json.dumps([[rank] for rank in range(11)]))
-    with pytest.raises(TreeError, match="asks for rank 10 at node 10: the drafter draws 10 children"):
+    with pytest.raises(
+        TreeError, match="asks for rank 10 at node 10: the drafter draws 10 children"
+    ):
         load_tree(str(file))
 
 
@@ -134,7 +138,10 @@ def test_unknown_tree_name_lists_the_known_ones() -> None:
 @pytest.mark.parametrize("tree", TREES[:12], ids=lambda tree: tree.name)
 def test_text_drawing_shows_every_node_once(tree: DraftTree) -> None:
     title, _, root, *rows = as_text(tree).split("\n")
-    assert title == f"{tree.name}: {tree.size - 1} drafts + root, depth {tree.depth}" and root == "root"
+    assert (
+        title == f"{tree.name}: {tree.size - 1} drafts + root, depth {tree.depth}"
+        and root == "root"
+    )
     shown = [row.split("─ ")[1] for row in rows]
     assert sorted(shown) == sorted(".".join(map(str, path)) for path in tree.paths[1:])
 

@@ -22,7 +22,14 @@ from lantern_hpu.tree import DraftTree, load_tree
 Models = tuple[Target, Drafter]
 
 CONFIG = TransformerConfig(
-    vocab_size=32, dim=64, layers=2, heads=2, ffn_dim=96, prefix=4, grid=(4, 4), rope_prefix="identity"
+    vocab_size=32,
+    dim=64,
+    layers=2,
+    heads=2,
+    ffn_dim=96,
+    prefix=4,
+    grid=(4, 4),
+    rope_prefix="identity",
 )
 SMALL_TREE = DraftTree.from_paths("small", [[0], [1], [0, 0], [0, 1]])
 NAMES = (
@@ -43,7 +50,9 @@ def random_tree(seed: int) -> DraftTree:
     for _ in range(rng.randint(1, 4)):
         counts = [rng.choice([0, 0, 1, 2, 3]) for _ in level]
         counts[rng.randrange(len(counts))] += 1
-        level = [(*path, r) for path, count in zip(level, counts, strict=True) for r in range(count)]
+        level = [
+            (*path, r) for path, count in zip(level, counts, strict=True) for r in range(count)
+        ]
         paths += level
     rng.shuffle(paths)
     return DraftTree.from_paths(f"random {seed}", paths)
@@ -137,7 +146,9 @@ def draw(engine: Engine, requests: Sequence[Request]) -> Decoded:
     return engine.result()
 
 
-def sample(models: Models, tree: DraftTree | str, requests: Sequence[Request], **changes: Any) -> Decoded:
+def sample(
+    models: Models, tree: DraftTree | str, requests: Sequence[Request], **changes: Any
+) -> Decoded:
     """Draw these requests with a fresh engine."""
     chosen = load_tree(tree) if isinstance(tree, str) else tree
     mode = changes.pop("mode", "eager")

@@ -72,7 +72,9 @@ def likeliest(law: Sequence[float], count: int) -> list[int]:
 
 def full_mask(valid: Tensor, length: int) -> Tensor:
     """Visible entries of a whole sequence that begins with the condition: [R, T, T] bool."""
-    seen = torch.cat([valid, valid.new_ones(len(valid), max(0, length - valid.shape[1]))], 1)[:, :length]
+    seen = torch.cat([valid, valid.new_ones(len(valid), max(0, length - valid.shape[1]))], 1)[
+        :, :length
+    ]
     return prefix_mask(seen, torch.ones(length, length, dtype=torch.bool).tril())
 
 
@@ -97,7 +99,12 @@ class Twin:
     """One image and its request. prefix [R, P, H] and valid [R, P]: its own rows."""
 
     def __init__(
-        self, models: Models, request: Request, prefix: Tensor, valid: Tensor, rule: Relaxed | None = None
+        self,
+        models: Models,
+        request: Request,
+        prefix: Tensor,
+        valid: Tensor,
+        rule: Relaxed | None = None,
     ) -> None:
         (self.target, self.drafter), self.request, self.rule = models, request, rule or Relaxed()
         self.prefix, self.valid = prefix, valid
@@ -140,7 +147,9 @@ class Twin:
         count = tree.size - 1 + tree.depth * tree.max_children + 1
         uniform = noise.uniforms(self.request.seed, number, count).tolist()
         drafts, q = self.draft(tree, tokens, uniform)
-        path = {n: [drafts[m] for m in dict.fromkeys(tree.path_table[n])][1:] for n in range(tree.size)}
+        path = {
+            n: [drafts[m] for m in dict.fromkeys(tree.path_table[n])][1:] for n in range(tree.size)
+        }
         p = {n: self.target_law(tokens + path[n]) for n in range(tree.size)}
         if self.request.sampling.greedy:
             node = greedy_walk(tree, p, drafts, self.rule)[-1]

@@ -1,0 +1,75 @@
+"""Draw the README's picture: the same prompts and seeds, a row for each method.
+
+    python scripts/readme_pictures.py --output docs/images/methods.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from PIL import Image, ImageDraw, ImageFont
+
+from lantern_hpu import LanternPipeline
+from lantern_hpu.config import METHODS
+from lantern_hpu.results import encode, write_file
+
+PROMPTS = (
+    "a red apple",
+    "a yellow sun",
+    "a pizza",
+    "a blue heart on a yellow background",
+    "a smiling face",
+    "a red circle on a blue background",
+    "a soccer ball",
+    "a rainbow",
+)
+LABEL = 92  # pixels at the left of each row
+HEAD = 34  # pixels above the first row
+
+
+def caption(prompt: str) -> str:
+    """The prompt in lines short enough to stand above its picture."""
+    words, lines = prompt.split(), [""]
+    for word in words:
+        if len(lines[-1]) + len(word) > 18:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {word}".strip()
+    return "\n".join(lines)
+
+
+def sheet(rows: dict[str, list[Image.Image]], prompts: tuple[str, ...], size: int) -> Image.Image:
+    """Pictures [method][prompt] with the prompts above and the methods at the left."""
+    width, height = LABEL + size * len(prompts), HEAD + size * len(rows)
+    page = Image.new("RGB", (width, height), "white")
+    pen, font = ImageDraw.Draw(page), ImageFont.load_default(11)
+    for column, prompt in enumerate(prompts):
+        place = (LABEL + size * column + size // 2, HEAD // 2)
+        pen.multiline_text(place, caption(prompt), "black", font, anchor="mm", align="center")
+    for line, (label, images) in enumerate(rows.items()):
+        top = HEAD + size * line
+        pen.multiline_text((6, top + size // 2), label, "black", font, anchor="lm")
+        for column, image in enumerate(images):
+            small = image.resize((size - 6, size - 6), Image.Resampling.LANCZOS)
+            page.paste(small, (LABEL + size * column + 3, top + 3))
+    return page
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw the README's picture.")
+    parser.add_argument("--output", type=Path, default=Path("docs/images/methods.png"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--size", type=int, default=106, help="pixels of a picture with its margin")
+    arguments = parser.parse_args()
+    pipeline = LanternPipeline.from_pretrained("builtin")
+    rows = {}
+    for method in METHODS:
+        result = pipeline(PROMPTS, seed=arguments.seed, method=method)
+        rate = sum(r.tokens - 1 for r in result.records) / sum(r.steps for r in result.records)
+        rows[f"{method}\n{rate:.2f} tokens\na step"] = result.images
+    write_file(arguments.output, encode(sheet(rows, PROMPTS, arguments.size)), force=True)
+    print(f"wrote {arguments.output}")
+
+
+if __name__ == "__main__":
+    main()
