@@ -28,13 +28,13 @@ class Backend(ABC):
         name: the value of `--device`.
         device: where tensors live.
         dtypes: supported number formats, best first, each with the reason for its place.
-        graph_modes: ways to record a function, best first, always ending in `eager`.
+        graph_modes: ways to record a function, best first, each with the reason for its place; `eager` is one.
     """
 
     name: str
     device: torch.device
     dtypes: dict[str, str]
-    graph_modes: tuple[str, ...]
+    graph_modes: dict[str, str]
 
     @abstractmethod
     def available(self) -> tuple[bool, str]:

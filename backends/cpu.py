@@ -20,7 +20,11 @@ class CPUBackend(Backend):
         "float32": "exact comparisons hold, and single tokens are not faster in bfloat16",
         "bfloat16": "half the memory; pays where the processor multiplies bfloat16 natively",
     }
-    graph_modes = ("eager", "strict", "compile")
+    graph_modes = {
+        "eager": "nothing to gain from a recording: calls cost little and start at once",
+        "strict": "judges whether an accelerator could record the function; as fast as eager after that",
+        "compile": "inductor; warms up for a minute or more, so it pays for long runs at most",
+    }
 
     def available(self) -> tuple[bool, str]:
         return True, "every machine has a processor"

@@ -28,7 +28,7 @@ def check_mode(backend: Backend, mode: str) -> str:
         DeviceError: the backend does not offer the mode.
     """
     if mode == "auto":
-        return backend.graph_modes[0]
+        return next(iter(backend.graph_modes))
     if mode not in backend.graph_modes:
         hint = choices(["auto", *backend.graph_modes])
         raise DeviceError(f"{backend.name} has no graph mode {mode!r}", hint=hint)

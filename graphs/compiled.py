@@ -12,6 +12,8 @@ from lantern_hpu.backends.base import Backend
 from lantern_hpu.errors import CaptureError
 from lantern_hpu.graphs.base import Function, Runner, State
 
+ENGINES = 64  # that may be compiled in one process
+
 
 class CompiledRunner(Runner):
     """Inductor over the whole function in one graph; a part that cannot be compiled is an error."""
@@ -25,7 +27,9 @@ class CompiledRunner(Runner):
     def __call__(self) -> Tensor:
         before, began = counters["stats"]["unique_graphs"], time.perf_counter()
         try:
-            result: Tensor = self.compiled(self.state)
+            # Each engine compiles its own step; the default limit of 8 is one for all of them together.
+            with torch._dynamo.config.patch(cache_size_limit=ENGINES):
+                result: Tensor = self.compiled(self.state)
         except torch._dynamo.exc.TorchDynamoException as error:
             reason = str(error).strip().splitlines()[0]
             raise CaptureError(

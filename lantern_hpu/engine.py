@@ -49,6 +49,7 @@ class GraphReport:
     """What the runners and the host did, for the report."""
 
     runner: str
+    why: str  # the backend's reason for the runner's place among its modes
     captures: int
     replays: int
     recompiles_after_warmup: int
@@ -208,6 +209,7 @@ class Engine:
         stats = (self.prefill.stats, self.step.stats)
         return GraphReport(
             self.mode,
+            self.backend.graph_modes[self.mode],
             self.captures,
             sum(s.replays for s in stats),
             self.captures - max(self.warm_captures, 0),

@@ -29,7 +29,17 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from icons import PACKS, Icons, Variant, held_out, load_icons, make_variants, words_of, write_atomic, write_npz
+from icons import (
+    PACKS,
+    Icons,
+    Variant,
+    held_out,
+    load_icons,
+    make_variants,
+    words_of,
+    write_atomic,
+    write_npz,
+)
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from tqdm import tqdm

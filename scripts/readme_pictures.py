@@ -1,6 +1,6 @@
 """Draw the README's picture: the same prompts and seeds, a row for each method.
 
-    python scripts/readme_pictures.py --output docs/images/methods.png
+python scripts/readme_pictures.py --output docs/images/methods.png
 """
 
 from __future__ import annotations

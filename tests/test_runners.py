@@ -252,7 +252,7 @@ def test_strict_poisons_a_result_that_was_kept_too_long() -> None:
 def test_every_mode_of_the_processor_has_a_runner() -> None:
     backend = get_backend("cpu")
     assert set(backend.graph_modes) == set(RUNNERS)
-    assert check_mode(backend, "auto") == backend.graph_modes[0]
+    assert check_mode(backend, "auto") == next(iter(backend.graph_modes))
     for mode in backend.graph_modes:
         runner = make_runner(Function(legal), numbers(), backend, mode)
         assert runner.mode == runner.stats.mode == check_mode(backend, mode) == mode
