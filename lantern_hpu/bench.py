@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
 PROMPTS = (
     "a red apple",
-    "a yellow sun",
-    "a blue fish",
-    "a green tree",
+    "a sun",
+    "a fish",
+    "a cat face",
     "a smiling face",
-    "a black cat",
+    "a soccer ball",
     "a purple heart",
     "a pizza",
 )

@@ -16,13 +16,13 @@ from lantern_hpu.results import encode, write_file
 
 PROMPTS = (
     "a red apple",
-    "a yellow sun",
-    "a pizza",
-    "a blue heart on a yellow background",
-    "a smiling face",
+    "a sun",
     "a red circle on a blue background",
-    "a soccer ball",
-    "a rainbow",
+    "a cat face",
+    "a smiling face",
+    "a purple heart on a yellow background",
+    "a green book",
+    "an orange",
 )
 LABEL = 92  # pixels at the left of each row
 HEAD = 34  # pixels above the first row

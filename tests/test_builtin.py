@@ -53,12 +53,12 @@ def test_red_apple_is_red(pipeline: LanternPipeline, method: str) -> None:
 
 
 def test_background_follows_the_prompt(pipeline: LanternPipeline) -> None:
-    result = pipeline("a red apple on a blue background", num_images=4, method="ar")
+    result = pipeline("a red circle on a blue background", num_images=4, method="ar")
     assert np.median([share(np.asarray(image), "b") for image in result.images]) > 0.25
 
 
 def test_speculation_pays_in_steps(pipeline: LanternPipeline) -> None:
-    prompts = ["a red apple", "a yellow sun", "a pizza", "a blue fish"]
+    prompts = ["a red apple", "a sun", "a pizza", "a fish"]
     rate = {
         method: np.mean([r.tokens_per_step for r in pipeline(prompts, method=method).records])
         for method in METHODS
