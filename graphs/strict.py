@@ -23,12 +23,13 @@ from lantern_hpu.errors import CaptureError
 from lantern_hpu.graphs.base import Function, Runner, State
 
 # Operators that make a tensor out of nothing. In a graph they would be constants of the recording, made
-# anew in each replay, often from host memory; they belong into the module as buffers.
+# anew in each replay, often from host memory; they belong into the module as buffers. (`zeros_like` and
+# its kin follow a tensor of the function and are plain fills on the device.)
 CONSTANTS = frozenset(
     f"aten::{name}"
     for name in (
-        "arange eye full linspace lift_fresh lift_fresh_copy ones rand randint randn randperm "
-        "scalar_tensor tril_indices triu_indices zeros"
+        "arange eye full linspace lift_fresh lift_fresh_copy new_full new_ones new_zeros ones rand "
+        "randint randn randperm scalar_tensor tril_indices triu_indices zeros"
     ).split()
 )
 
@@ -59,10 +60,14 @@ class Rules(TorchDispatchMode):
 
     @staticmethod
     def writes_view(func: Any, args: tuple[Any, ...]) -> bool:
-        """Whether the operator changes its first argument and that is a view."""
-        first = func._schema.arguments[0] if func._schema.arguments else None
-        changes = first is not None and first.alias_info is not None and first.alias_info.is_write
-        return bool(changes and isinstance(args[0], Tensor) and args[0]._is_view())
+        """Whether the operator changes an argument that is a view."""
+        return any(
+            declared.alias_info is not None
+            and declared.alias_info.is_write
+            and isinstance(given, Tensor)
+            and given._is_view()
+            for declared, given in zip(func._schema.arguments, args, strict=False)
+        )
 
 
 def fake_like(value: Any, mode: FakeTensorMode) -> Any:

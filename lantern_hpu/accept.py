@@ -49,7 +49,7 @@ class Acceptance(nn.Module):
 
     parent: Tensor
     child_table: Tensor
-    row: Tensor
+    law_row: Tensor
     above: Tensor
     priority: Tensor
     path: Tensor
@@ -77,7 +77,7 @@ class Acceptance(nn.Module):
         order = [d * tree.size + tree.size - n for n, d in enumerate(tree.depths)]
         self.constant("parent", torch.tensor(tree.parent))  # [M]
         self.constant("child_table", torch.tensor(table))  # [M, C], 0 where there is none
-        self.constant("row", torch.tensor(rows))  # [M] row in p and q, -1 for leaves
+        self.constant("law_row", torch.tensor(rows))  # [M] row in p and q, -1 for leaves
         self.constant("above", torch.tensor(tree.ancestors)[:, 1:])  # [M, M - 1]
         self.constant("priority", torch.tensor(order))  # [M]
         self.constant("path", torch.tensor(tree.path_table)[:, 1:])  # [M, D]
@@ -106,15 +106,20 @@ class Acceptance(nn.Module):
         inside = (sums <= bound[..., None]) & (self.nearness < bounds.k[:, None, None])
         return (sums * inside).amax(-1)
 
-    def published_zeros(self, q: Tensor, token: Tensor, lent: Tensor, bounds: Bounds) -> Tensor:
-        """q [B, V] without the first k + 1 neighbours of token [B, 1], where any mass was lent.
+    def published_zeros(
+        self, p: Tensor, q: Tensor, token: Tensor, own: Tensor, bounds: Bounds
+    ) -> Tensor:
+        """q [B, V] without the first k + 1 neighbours of token [B, 1], if the nearest is within the bound.
 
-        With nothing lent q stays whole, so that a bound of zero is exact under this residual too.
+        Where the bound itself is zero q stays whole, so that it is exact under this residual too.
         """
         if self.neighbours is None or self.nearness is None:
             return q
         near = self.neighbours[token[:, 0]]  # [B, K]
-        struck = (self.nearness <= bounds.k[:, None]) & (lent > 0)
+        bound = bounds.delta[:, None] + bounds.factor[:, None] * own  # [B, 1]
+        active = (bounds.k > 0) & (bounds.delta + bounds.factor > 0)
+        relaxed = active[:, None] & (p.gather(1, near[:, :1]) <= bound)
+        struck = (self.nearness <= bounds.k[:, None]) & relaxed
         return q.scatter(1, near, q.gather(1, near) * ~struck)
 
     def siblings(
@@ -146,7 +151,9 @@ class Acceptance(nn.Module):
             passed = tried & (bar < own + lent)[:, 0]
             relaxed = relaxed | (passed & ~(bar < own)[:, 0])
             failed = (tried & ~passed)[:, None]
-            taken = q if self.residual == "sound" else self.published_zeros(q, token, lent, bounds)
+            taken = (
+                q if self.residual == "sound" else self.published_zeros(p, q, token, own, bounds)
+            )
             rest = (p - taken).clamp(min=0)
             total = rest.sum(-1, keepdim=True)
             # Rounding can leave nothing; then the unreduced law is the closest honest answer.
@@ -172,7 +179,7 @@ class Acceptance(nn.Module):
         walking = torch.ones_like(node, dtype=torch.bool)
         relaxed = []
         for level in range(self.depth):
-            row = self.row[node]
+            row = self.law_row[node]
             walking = walking & (row >= 0)
             index = row.clamp(min=0)[:, None, None].expand(-1, 1, p.shape[-1])
             children = self.child_table[node][:, : self.widest[level]]  # [B, c]
@@ -197,7 +204,7 @@ class Acceptance(nn.Module):
             p: [B, I, V] the target's unfiltered laws; tokens: [B, M].
         """
         drafts = tokens[:, 1:]  # [B, M - 1]
-        row = self.row[self.parent[1:]]  # [M - 1]
+        row = self.law_row[self.parent[1:]]  # [M - 1]
         own = p.flatten(1).gather(1, row * p.shape[-1] + drafts)  # [B, M - 1]
         top, best = (x[:, row] for x in p.max(-1))
         wins = drafts == best

@@ -80,6 +80,8 @@ def measure(
     pipeline: LanternPipeline, method: str, tree: str | None, batch: int, images: int, seed: int
 ) -> dict[str, Any]:
     """One row of the table: `images` images (rounded up to whole batches) of one method."""
+    from lantern_hpu.results import tokens_per_step
+
     chosen, relaxation = choose_method(method, None if method == "ar" else tree)
     count = -(-images // batch) * batch
     requests = [
@@ -87,18 +89,21 @@ def measure(
         for i in range(count)
     ]
     began = time.perf_counter()
-    pipeline.draw(requests[:batch], chosen, batch)  # warm-up: capture and a whole batch of replays
+    pipeline.draw(
+        requests[:batch], chosen, method, batch
+    )  # warm-up: capture and a whole batch of replays
     warm = time.perf_counter() - began
-    seconds, records, reads, recompiles, decode = [], [], 0, 0, 0.0
+    seconds, records, timings, reads, captures = [], [], [], 0, 0
     for start in range(0, count, batch):
         began = time.perf_counter()
-        result = pipeline.draw(requests[start : start + batch], chosen, batch)
+        result = pipeline.draw(requests[start : start + batch], chosen, method, batch)
         seconds.append(time.perf_counter() - began)
         records += result.records
         reads += result.graph["host_reads"]
-        recompiles += result.graph["recompiles_after_warmup"]
-        decode += result.timing["decode_s"]
+        captures += result.graph["recompiles_after_warmup"]
+        timings.append(result.timing)
     steps = sum(record.steps for record in records)
+    spent = {name: sum(t[name] for t in timings) for name in timings[0]}
     depth = len(records[0].accepted_by_depth)
     return {
         "method": method,
@@ -111,16 +116,17 @@ def measure(
         "seconds_per_image": sum(seconds) / count,
         "p50_batch_s": statistics.median(seconds),
         "images_per_second": count / sum(seconds),
-        "vq_decode_s_per_image": decode / count,
-        "tokens_per_step": sum(r.tokens - 1 for r in records) / steps,
-        "ms_per_step": 1000 * (sum(seconds) - decode) / (steps / batch),
+        "prefill_s_per_image": spent["prefill_s"] / count,
+        "steps_s_per_image": spent["steps_s"] / count,
+        "vq_decode_s_per_image": spent["decode_s"] / count,
+        "tokens_per_step": tokens_per_step(records),
+        "ms_per_step": 1000 * spent["steps_s"] / spent["steps"],
         "accepted_by_depth": [
             sum(r.accepted_by_depth[d] for r in records) / steps for d in range(depth)
         ],
         "relaxed_accepts_per_image": sum(r.relaxed_accepts for r in records) / count,
         "host_reads_per_image": reads / count,
-        "recompiles_after_warmup": recompiles,
-        "peak_memory_bytes": pipeline.backend.memory().peak,
+        "recompiles_after_warmup": captures,
     }
 
 
@@ -151,7 +157,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     """All rows, with a line of progress each."""
     methods, modes = split(args.methods, "--methods"), split(args.graphs, "--graphs")
     sizes = sizes_of(args.batch_sizes)
@@ -159,6 +165,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if method not in METHODS:
             raise OptionError(f"unknown method {method!r}", hint=choices(METHODS))
         choose_method(method, None if method == "ar" else args.tree)
+    for parts in (methods, modes, list(map(str, sizes))):
+        if len(set(parts)) < len(parts) or ("auto" in parts and len(parts) > 1):
+            why = "each row is measured once, and `auto` is one of the modes"
+            raise OptionError(f"{','.join(parts)} names something twice", why)
     if args.images < 1:
         raise OptionError(f"--images is {args.images}", "allowed: 1 or more")
     if args.output:
@@ -183,7 +193,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "kind": "lantern_hpu.bench",
         "date": datetime.date.today().isoformat(),
-        "command": "python -m lantern_hpu.bench " + " ".join(sys.argv[1:]),
+        "command": "python -m lantern_hpu.bench " + " ".join(argv),
         "model": pipeline.model.name,
         "dtype": str(pipeline.model.target.head.weight.dtype).removeprefix("torch."),
         "environment": pipeline.environment(),
@@ -193,9 +203,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `bench` command; returns the exit code."""
-    args = make_parser().parse_args(argv)
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = make_parser().parse_args(given)
     try:
-        result = run(args)
+        result = run(args, given)
         print(table(result["rows"]))
         if args.output:
             from lantern_hpu.results import write_file

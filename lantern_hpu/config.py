@@ -16,6 +16,7 @@ METHODS = {
 }
 AUTO = "auto"  # the model's fastest method on the device, as its `model.json` has it
 DEFAULT_TREE = "naive_extend_57"
+DEFAULT_K, DEFAULT_LAMBDA = 10, 5.0  # of lantern++, as published
 MAX_SEED = 2**63 - 1
 
 
@@ -43,7 +44,9 @@ class Sampling:
 
     def __post_init__(self) -> None:
         require(1 <= self.cfg_scale <= 100, "--cfg-scale", self.cfg_scale, "1 (off) to 100")
-        require(0 <= self.temperature <= 10, "--temperature", self.temperature, "0 (greedy) to 10")
+        # Below 0.01 float32 would overflow on the way to what greedy says exactly.
+        fits = self.temperature == 0 or 0.01 <= self.temperature <= 10
+        require(fits, "--temperature", self.temperature, "0 (greedy), or 0.01 to 10")
         require(self.top_k >= 0, "--top-k", self.top_k, "0 (off) or more")
         require(0 < self.top_p <= 1, "--top-p", self.top_p, "above 0, up to 1 (off)")
 
@@ -117,7 +120,7 @@ def choose_method(
 
     Args:
         tree: name or file, for methods that draft.
-        relaxation: for `lantern++`; its published default is k = 10, lambda = 5.
+        relaxation: for `lantern++`; its published default if not given.
 
     Raises:
         OptionError: unknown method, or an option that the method has no use for.
@@ -136,4 +139,4 @@ def choose_method(
     chosen = load_tree(tree or DEFAULT_TREE)
     if method == "eagle":
         return chosen, EXACT
-    return chosen, relaxation or Relaxation(k=10, lam=5.0)
+    return chosen, relaxation or Relaxation(DEFAULT_K, lam=DEFAULT_LAMBDA)

@@ -62,7 +62,7 @@ class Timing:
     """Seconds of the last batch."""
 
     prefill: float = 0.0
-    steps: float = 0.0
+    steps: float = 0.0  # uniforms, replays and host reads
     count: int = 0
 
 
@@ -190,7 +190,7 @@ class Engine:
         """The tokens so far [B, N]; those past an image's known ones mean nothing. A host read."""
         self.host_reads += 1
         rows = self.state.tokens.unflatten(0, (self.plan.shapes.images, -1))
-        return rows[:, : self.target.config.tokens].cpu().numpy()
+        return rows[:, : self.target.config.tokens].cpu().numpy().copy()
 
     def result(self) -> Decoded:
         """Tokens and statistics of the batch that just ended."""

@@ -21,21 +21,23 @@ from lantern_hpu import __version__
 from lantern_hpu.backends import BACKENDS
 from lantern_hpu.config import (
     AUTO,
+    DEFAULT_K,
+    DEFAULT_LAMBDA,
     DEFAULT_TREE,
     METHODS,
     Relaxation,
     Request,
     Sampling,
     choose_method,
+    require,
 )
-from lantern_hpu.errors import LanternError, OptionError
+from lantern_hpu.errors import LanternError, OptionError, WeightsError
 from lantern_hpu.graphs import RUNNERS
-from lantern_hpu.tree import NAMED
+from lantern_hpu.tree import NAMED, DraftTree
 
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import Event, LanternPipeline
     from lantern_hpu.results import GenerationResult
-    from lantern_hpu.tree import DraftTree
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -49,9 +51,12 @@ def make_parser() -> argparse.ArgumentParser:
         "--prompts-file", type=Path, metavar="FILE", help=".txt (one a line), .tsv or .json"
     )
     what.add_argument("--from-png", type=Path, metavar="FILE", help="draw the same image again")
-    what.add_argument("--num-images", type=int, default=1, help="images of each prompt (1)")
+    what.add_argument("--num-images", type=int, default=None, help="images of each prompt (1)")
     what.add_argument(
-        "--seed", type=int, default=0, help="of the first image; the next take the next numbers (0)"
+        "--seed",
+        type=int,
+        default=None,
+        help="of the first image; the next take the next numbers (0)",
     )
     where = parser.add_argument_group("where it goes")
     where.add_argument(
@@ -71,17 +76,17 @@ def make_parser() -> argparse.ArgumentParser:
         help="write a preview each ROWS image rows",
     )
     how = parser.add_argument_group("how it runs")
-    how.add_argument("--model", default="builtin", help="`builtin`, or a model folder (builtin)")
+    how.add_argument("--model", default=None, help="`builtin`, or a model folder (builtin)")
     how.add_argument("--device", default="auto", help=f"auto, {', '.join(BACKENDS)} (auto)")
     how.add_argument("--graphs", default="auto", help=f"auto, {', '.join(RUNNERS)} (auto)")
-    how.add_argument("--dtype", default="auto", help="auto, or one the device offers (auto)")
+    how.add_argument("--dtype", default=None, help="auto, or one the device offers (auto)")
     how.add_argument(
         "--batch-size", type=int, default=None, help="images decoded together (8 at most if unset)"
     )
     method = parser.add_argument_group("method")
     method.add_argument(
         "--method",
-        default=AUTO,
+        default=None,
         help="auto: the fastest measured on the device; "
         + "; ".join(f"{name}: {text}" for name, text in METHODS.items())
         + " (auto)",
@@ -98,7 +103,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     method.add_argument(
         "--residual",
-        default="sound",
+        default=None,
         help="law after a relaxed rejection: sound, or official as published (sound)",
     )
     sampling = parser.add_argument_group("sampling (default: the model's own)")
@@ -140,14 +145,14 @@ def read_prompts(file: Path) -> list[str]:
 
 def relaxation_of(args: argparse.Namespace) -> Relaxation | None:
     """The relaxation asked for; None leaves it to the method. A missing k or bound takes its default."""
-    given = (args.relax_k, args.relax_delta, args.relax_lambda)
-    if all(value is None for value in given) and args.residual == "sound":
+    given = (args.relax_k, args.relax_delta, args.relax_lambda, args.residual)
+    if all(value is None for value in given):
         return None
     lam = args.relax_lambda
     if lam is None and args.relax_delta is None:
-        lam = 5.0
-    k = 10 if args.relax_k is None else args.relax_k
-    return Relaxation(k, args.relax_delta, lam, args.residual)
+        lam = DEFAULT_LAMBDA
+    k = DEFAULT_K if args.relax_k is None else args.relax_k
+    return Relaxation(k, args.relax_delta, lam, args.residual or "sound")
 
 
 def sampling_of(args: argparse.Namespace, default: Sampling) -> Sampling:
@@ -192,7 +197,8 @@ def result_files(
 
 
 def preview_file(output: Path) -> Path:
-    return output.with_suffix(".preview.png") if output.suffix else output / "preview.png"
+    png = output.suffix.lower() == ".png"
+    return output.with_suffix(".preview.png") if png else output / "preview.png"
 
 
 class Bar:
@@ -201,7 +207,8 @@ class Bar:
     def __init__(self, args: argparse.Namespace) -> None:
         from tqdm import tqdm
 
-        self.every, self.file, self.shown = args.preview_every, preview_file(args.output), 0
+        self.every, self.file = args.preview_every, preview_file(args.output)
+        self.batch, self.shown = 0, 0  # of the last preview
         self.bar = tqdm(total=0, unit="row", file=sys.stderr, dynamic_ncols=True, leave=True)
 
     def __call__(self, event: Event) -> None:
@@ -209,7 +216,9 @@ class Bar:
         self.bar.n = event.batch * event.total_rows + event.rows
         self.bar.set_postfix_str(f"{event.tokens_per_step:.2f} tokens a step", refresh=False)
         self.bar.refresh()
-        if self.every and (event.rows < self.shown or event.rows - self.shown >= self.every):
+        if event.batch != self.batch:
+            self.batch, self.shown = event.batch, 0
+        if self.every and event.rows - self.shown >= self.every:
             from lantern_hpu.results import encode, grid, write_file
 
             self.shown = event.rows
@@ -219,45 +228,72 @@ class Bar:
         self.bar.close()
 
 
+# What an image to draw again already says; giving one of these beside it is a contradiction.
+SETTLED = (
+    "prompt prompts_file num_images seed dtype method tree relax_k relax_delta relax_lambda residual "
+    "cfg_scale temperature top_k top_p"
+).split()
+
+
 def again(args: argparse.Namespace) -> dict[str, Any]:
-    """Settings of the image to draw again, put into `args` where they are options."""
+    """The settings of the image to draw again; what `args` can hold of them is put there."""
     from lantern_hpu.results import read_png
 
-    if args.prompt or args.prompts_file or args.num_images != 1:
+    given = [name for name in SETTLED if getattr(args, name) not in (None, [])]
+    if given:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
         raise OptionError(
-            "--from-png draws one known image", "--prompt and --num-images contradict it"
+            f"--from-png and {names} exclude each other", "the image says what to draw"
         )
     data = read_png(args.from_png)
-    config = data["config"]
+    config: dict[str, Any] = data["config"]
     args.prompt, args.seed = [data["prompt"]], data["seed"]
-    args.model, args.method, args.dtype = config["model"], config["method"], config["dtype"]
+    args.model, args.dtype = args.model or config["model"], config["dtype"]
+    args.method = config["method"]
     return config
 
 
-def check(args: argparse.Namespace) -> list[str]:
-    """Refuse what can be refused before torch is loaded; returns one prompt an image."""
+def check(args: argparse.Namespace, known: dict[str, Any] | None) -> list[str]:
+    """Fill in defaults, and refuse what can be refused before torch is loaded.
+
+    Returns one prompt an image.
+    """
+    for name, value in {"num_images": 1, "seed": 0, "dtype": "auto", "method": AUTO}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
     prompts = [*args.prompt, *(read_prompts(args.prompts_file) if args.prompts_file else [])]
     if not prompts:
         raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
-    if args.num_images < 1:
-        raise OptionError(f"--num-images is {args.num_images}", "allowed: 1 or more")
-    method = "lantern++" if args.method == AUTO else args.method
-    choose_method(method, args.tree, relaxation_of(args))
-    sampling_of(args, Sampling())
-    for prompt in prompts:
-        Request(prompt, args.seed)
-    return [prompt for prompt in prompts for _ in range(args.num_images)]
+    require(args.num_images >= 1, "--num-images", args.num_images, "1 or more")
+    require(args.preview_every >= 0, "--preview-every", args.preview_every, "0 (off) or more")
+    size = args.batch_size
+    require(size is None or size >= 1, "--batch-size", size, "1 or more")
+    if known is None:
+        method = "lantern++" if args.method == AUTO else args.method
+        choose_method(method, args.tree, relaxation_of(args))
+        sampling_of(args, Sampling())
+    wanted = [prompt for prompt in prompts for _ in range(args.num_images)]
+    for index, prompt in enumerate(wanted):
+        Request(prompt, args.seed + index)
+    return wanted
 
 
-def choose(
+def settings_of(
     pipeline: LanternPipeline, args: argparse.Namespace, known: dict[str, Any] | None
 ) -> tuple[str, DraftTree, Relaxation, Sampling]:
-    """Method, tree, relaxation and sampling: asked for, or those of the image to draw again."""
+    """Method, tree, relaxation and sampling: asked for, or those of the image to draw again.
+
+    Raises:
+        WeightsError: the image was drawn with other weights.
+    """
     if known is None:
         chosen = pipeline.choose(args.method, args.tree, relaxation_of(args))
         return (*chosen, sampling_of(args, pipeline.model.sampling))
-    from lantern_hpu.tree import DraftTree
-
+    if known["weights"] != pipeline.model.files:
+        what = f"{args.from_png} cannot be drawn again"
+        raise WeightsError(
+            what, f"it was drawn with other weights than {args.model} has", "--model"
+        )
     tree = DraftTree.from_paths(known["tree"], known["tree_paths"])
     return known["method"], tree, Relaxation(**known["relaxation"]), Sampling(**known["sampling"])
 
@@ -265,22 +301,23 @@ def choose(
 def draw(args: argparse.Namespace) -> GenerationResult:
     """The whole command after parsing."""
     known = again(args) if args.from_png else None
-    wanted = check(args)
+    wanted = check(args, known)
     from lantern_hpu.results import check_free
 
     files, sheet = result_files(args.output, wanted, args.grid)
-    extra = [path for path in (sheet, args.report, args.save_tokens) if path is not None]
-    check_free([*files, *extra], args.force)
+    preview = preview_file(args.output) if args.preview_every else None
+    others = [sheet, preview, args.report, args.save_tokens]
+    check_free([*files, *(path for path in others if path is not None)], args.force)
     began = time.perf_counter()
     from lantern_hpu.pipeline import LanternPipeline
 
     imported = time.perf_counter() - began
-    pipeline = LanternPipeline.from_pretrained(args.model, args.device, args.dtype, args.graphs)
-    args.method, tree, relaxation, sampling = choose(pipeline, args, known)
+    model = args.model or "builtin"
+    pipeline = LanternPipeline.from_pretrained(model, args.device, args.dtype, args.graphs)
+    args.method, tree, relaxation, sampling = settings_of(pipeline, args, known)
     requests = [Request(p, args.seed + i, sampling, relaxation) for i, p in enumerate(wanted)]
     result = run(pipeline, args, requests, tree)
     result.timing["import_s"] = round(imported, 4)
-    result.config["method"] = args.method
     save(result, args, files, sheet)
     return result
 
@@ -294,7 +331,7 @@ def run(
             print(f"warning: {prompt!r}: {note}", file=sys.stderr)
     bar = Bar(args)
     try:
-        return pipeline.draw(requests, tree, args.batch_size, bar)
+        return pipeline.draw(requests, tree, args.method, args.batch_size, bar)
     finally:
         bar.close()
 
@@ -309,7 +346,7 @@ def save(
         result.records[index].file = str(file)
         write_file(file, result.png(index), args.force)
     if sheet:
-        columns = args.num_images if args.num_images > 1 and len(args.prompt) > 1 else None
+        columns = args.num_images if 1 < args.num_images < len(result.images) else None
         write_file(sheet, encode(grid(result.images, columns)), args.force)
     if args.save_tokens:
         write_file(args.save_tokens, tokens_file(result), args.force)
@@ -319,11 +356,12 @@ def save(
 
 def summary(result: GenerationResult, args: argparse.Namespace) -> str:
     """One line for the user."""
+    from lantern_hpu.results import tokens_per_step
+
     records, timing = result.records, result.timing
-    rate = sum(r.tokens for r in records) / max(sum(r.steps for r in records), 1)
     seeds = records[0].seed if len(records) == 1 else f"{records[0].seed} to {records[-1].seed}"
     return (
-        f"{len(records)} image(s), seed {seeds}, {args.method}, {rate:.2f} tokens a step, "
+        f"{len(records)} image(s), seed {seeds}, {args.method}, {tokens_per_step(records):.2f} tokens a step, "
         f"{timing['generate_s']:.1f} s -> {args.output}"
     )
 

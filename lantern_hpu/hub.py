@@ -31,6 +31,11 @@ def resolve(model: str) -> Path:
     )
 
 
+def source(folder: Path) -> str:
+    """What `--model` takes to find a folder again from anywhere."""
+    return "builtin" if folder == ASSETS / "builtin" else str(folder.resolve())
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """`model.json` of a folder whose files are all there and whole.
 
@@ -39,8 +44,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     try:
         config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
-        files: dict[str, str] = config["files"]
-    except (OSError, ValueError, KeyError) as error:
+        files: dict[str, str] = dict(config["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"cannot read {folder / CONFIG}", repr(error)) from error
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:

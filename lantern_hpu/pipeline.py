@@ -130,13 +130,11 @@ class LanternPipeline:
         require(num_images >= 1, "--num-images", num_images, "1 or more")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         first = generator.initial_seed() % (MAX_SEED + 1) if generator is not None else seed
-        name, chosen, bounds = self.choose(method, tree, relaxation)
+        method, chosen, bounds = self.choose(method, tree, relaxation)
         settings = sampling or self.model.sampling
         wanted = [text for text in prompts for _ in range(num_images)]
         requests = [Request(p, first + i, settings, bounds) for i, p in enumerate(wanted)]
-        result = self.draw(requests, chosen, batch_size, callback)
-        result.config["method"] = name
-        return result
+        return self.draw(requests, chosen, method, batch_size, callback)
 
     def choose(
         self, method: str, tree: str | None = None, relaxation: Relaxation | None = None
@@ -156,23 +154,29 @@ class LanternPipeline:
         self,
         requests: Sequence[Request],
         tree: DraftTree,
+        method: str,
         batch_size: int | None = None,
         callback: Callable[[Event], None] | None = None,
     ) -> GenerationResult:
-        """Draw any mix of requests with one tree; settings may differ from image to image."""
+        """Draw any mix of requests with one tree; settings may differ from image to image.
+
+        Args:
+            method: only a name for reports; tree and relaxation decide.
+        """
         if not requests:
             raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
         engine, size = self.engine(requests, tree, batch_size)
         timing = {"import_s": 0.0, "load_s": self.load_seconds, "warmup_s": 0.0, "text_s": 0.0}
         timing |= {"generate_s": 0.0, "decode_s": 0.0, "ms_per_step": 0.0}
-        began, reads, replays = time.perf_counter(), engine.host_reads, engine.report().replays
+        timing |= {"prefill_s": 0.0, "steps_s": 0.0, "steps": 0}
+        began = time.perf_counter()
         engine.warm_up()
         timing["warmup_s"] = time.perf_counter() - began
+        before = engine.report()
         images: list[Image.Image] = []
         records: list[ImageRecord] = []
         tokens: list[NDArray[np.int64]] = []
         batches = [requests[i : i + size] for i in range(0, len(requests), size)]
-        steps = 0
         for index, batch in enumerate(batches):
             decoded = self.draw_batch(engine, batch, size, timing, callback, (index, len(batches)))
             drawn, timing["decode_s"] = self.pixels(
@@ -181,12 +185,11 @@ class LanternPipeline:
             images += drawn
             records += self.records(batch, decoded)
             tokens.append(decoded.tokens[: len(batch)])
-            steps += engine.timing.count
-        timing["ms_per_step"] = 1000 * timing.pop("steps_s", 0.0) / max(steps, 1)
-        graph = asdict(engine.report())
-        graph |= {
-            "host_reads": engine.host_reads - reads,
-            "replays": engine.report().replays - replays,
+        timing["ms_per_step"] = 1000 * timing["steps_s"] / max(timing["steps"], 1)
+        after = engine.report()
+        graph = asdict(after) | {
+            "host_reads": after.host_reads - before.host_reads,
+            "replays": after.replays - before.replays,
             "batch_size": size,
         }
         notes = [
@@ -200,7 +203,11 @@ class LanternPipeline:
             np.concatenate(tokens),
             {name: round(value, 4) for name, value in timing.items()},
             graph,
-            self.describe(requests[0], tree),
+            [
+                {"sampling": asdict(r.sampling), "relaxation": asdict(r.relaxation)}
+                for r in requests
+            ],
+            self.describe(tree, method),
             self.environment(),
             notes,
         )
@@ -222,13 +229,18 @@ class LanternPipeline:
                 [r.prompt for r in padded], engine.plan.shapes.guidance
             )
         text = time.perf_counter()
+        called = 0.0  # seconds in the callback are not ours
         for progress in engine.run(prefix, valid, padded):
             if callback is not None:
+                start = time.perf_counter()
                 callback(self.event(engine, progress, len(batch), place))
+                called += time.perf_counter() - start
         decoded = engine.result()
         timing["text_s"] += text - began
-        timing["generate_s"] += time.perf_counter() - text
-        timing["steps_s"] = timing.get("steps_s", 0.0) + engine.timing.steps
+        timing["generate_s"] += time.perf_counter() - text - called
+        timing["prefill_s"] += engine.timing.prefill
+        timing["steps_s"] += engine.timing.steps
+        timing["steps"] += engine.timing.count
         return decoded
 
     def engine(
@@ -336,15 +348,14 @@ class LanternPipeline:
                 decoded.relaxed[i],
             )
 
-    def describe(self, request: Request, tree: DraftTree) -> dict[str, Any]:
-        """Settings, complete enough to draw the same image again."""
+    def describe(self, tree: DraftTree, method: str) -> dict[str, Any]:
+        """Settings that all images of a run share; with an image's own they draw it again."""
         return {
-            "model": self.model.name,
-            "method": None,
+            "model": self.model.source,
+            "weights": self.model.files,
+            "method": method,
             "tree": tree.name,
             "tree_paths": [list(path) for path in tree.paths[1:]],
-            "sampling": asdict(request.sampling),
-            "relaxation": asdict(request.relaxation),
             "dtype": str(self.model.target.head.weight.dtype).removeprefix("torch."),
             "device": self.backend.name,
             "graphs": self.graphs,

@@ -55,10 +55,12 @@ def without(law: Law, token: int) -> Law:
     return normalised([0.0 if y == token else v for y, v in enumerate(law)]) or [0.0] * len(law)
 
 
-def residual_law(p: Law, q: Law, token: int, lent: float, rule: Relaxed) -> Law | None:
+def residual_law(p: Law, q: Law, token: int, rule: Relaxed) -> Law | None:
     """What is left of p once a draft drawn from q was refused."""
     taken = list(q)
-    if rule.residual == "official" and lent > 0:
+    active = rule.k > 0 and (rule.delta > 0 or rule.lam > 1)
+    bound = rule.delta + (rule.lam - 1.0) * p[token]
+    if rule.residual == "official" and active and p[rule.neighbours[token][0]] <= bound:
         for other in list(rule.neighbours[token])[: rule.k + 1]:
             taken[other] = 0.0
     return normalised([max(a - b, 0.0) for a, b in zip(p, taken, strict=True)])
@@ -90,7 +92,7 @@ def walk(
             if bar < left[token] + lent:
                 below = walk(tree, p, q, tokens, uniform, rule, child)
                 return Outcome(below.node, below.law, [not bar < left[token], *below.relaxed])
-            left = residual_law(left, drawn, token, lent, rule) or list(p[node])
+            left = residual_law(left, drawn, token, rule) or list(p[node])
         drawn = without(drawn, token)
     return Outcome(node, left)
 

@@ -20,6 +20,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from lantern_hpu.errors import OptionError, OutputError
 
+REPLAYED = ("model", "weights", "method", "tree", "tree_paths", "sampling", "relaxation", "dtype")
 METADATA = "lantern_hpu"  # key of the PNG text chunk with everything needed to draw the image again
 
 
@@ -51,6 +52,7 @@ class GenerationResult:
     tokens: NDArray[np.int64]  # [images, N]
     timing: dict[str, float]
     graph: dict[str, Any]
+    settings: list[dict[str, Any]]  # sampling and relaxation of each image
     config: dict[str, Any]
     environment: dict[str, Any]
     notes: list[str]
@@ -61,7 +63,7 @@ class GenerationResult:
             "images": [asdict(record) for record in self.records],
             "timing": self.timing,
             "graph": self.graph,
-            "config": self.config,
+            "config": self.config | self.settings[0],  # of the first image
             "environment": self.environment,
         }
 
@@ -71,7 +73,7 @@ class GenerationResult:
         return {
             "prompt": record.prompt,
             "seed": record.seed,
-            "config": self.config,
+            "config": self.config | self.settings[index],
             "environment": self.environment,
         }
 
@@ -101,13 +103,13 @@ def read_png(path: Path) -> dict[str, Any]:
         with Image.open(path) as image:
             text = dict(getattr(image, "text", {}))
             data: dict[str, Any] = json.loads(text[METADATA])
-            return {
-                "prompt": data["prompt"],
-                "seed": int(data["seed"]),
-                "config": dict(data["config"]),
-            }
+            config = dict(data["config"])
+            missing = [name for name in REPLAYED if name not in config]
+            if missing:
+                raise OptionError(f"{path} cannot be drawn again", f"it lacks {', '.join(missing)}")
+            return {"prompt": data["prompt"], "seed": int(data["seed"]), "config": config}
     except KeyError as error:
-        why = "it carries no settings: drawn elsewhere, or stripped by an editor or a service"
+        why = "it carries no settings: a sheet, drawn elsewhere, or stripped by an editor"
         raise OptionError(f"{path} cannot be drawn again", why) from error
     except (OSError, ValueError, TypeError) as error:
         raise OptionError(f"cannot read {path}", str(error)) from error
@@ -130,13 +132,22 @@ def slug(prompt: str, length: int = 40) -> str:
     return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:length].strip("-") or "image"
 
 
+def tokens_per_step(records: Sequence[ImageRecord]) -> float:
+    """Mean over images: tokens after the first, which prefill draws, for each step."""
+    return sum(r.tokens - 1 for r in records) / max(sum(r.steps for r in records), 1)
+
+
 def check_free(paths: Iterable[Path], force: bool) -> None:
     """Refuse to go on if a result could not be written later.
 
     Raises:
-        OutputError: a file exists (unless forced), or its folder cannot be written.
+        OutputError: two results would go to one file, a file exists (unless forced), or its folder cannot be
+            written.
     """
     paths = list(paths)
+    twice = [str(path) for path in paths if paths.count(path) > 1]
+    if twice:
+        raise OutputError(f"{twice[0]} is to hold two results", "each needs a file of its own")
     taken = [str(path) for path in paths if path.exists()]
     folders = [path for path in paths if path.is_dir()]
     if folders:
@@ -174,12 +185,25 @@ def write_file(path: Path, data: bytes, force: bool = False) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        place(part, path, force)
     except OSError as error:
         raise OutputError(f"cannot write {path}", error.strerror or str(error)) from error
     finally:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
+
+
+def place(part: Path, path: Path, force: bool) -> None:
+    """Give a finished file its name; unlike a move, a link fails if the name was taken meanwhile."""
+    if not force:
+        try:
+            os.link(part, path)
+            return
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without links
+            pass
+    os.replace(part, path)
 
 
 def tokens_file(result: GenerationResult) -> bytes:

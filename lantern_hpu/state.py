@@ -91,7 +91,7 @@ class DecodeState:
             uniforms=real(shapes.block, b, shapes.draws),
             cursor=whole(1),
             count=whole(b),
-            tokens=whole(b * (config.tokens + depth + 1)),
+            tokens=whole(b * columns(config, shapes.tree)),
             root=whole(b),
             target_cache=cache(config.layers),
             drafter_cache=cache(1) if depth else None,
@@ -118,6 +118,11 @@ def walk_tensors(prefix: str, value: object) -> list[tuple[str, Tensor]]:
         elif hasattr(part, "__dataclass_fields__"):
             found += walk_tensors(f"{prefix}{field.name}.", part)
     return found
+
+
+def columns(config: TransformerConfig, tree: DraftTree) -> int:
+    """Width of an image's row in `tokens`: the image, and scratch for what a step writes past its end."""
+    return config.tokens + tree.depth + 1
 
 
 def capacity(config: TransformerConfig, tree: DraftTree) -> int:

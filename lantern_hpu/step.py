@@ -20,7 +20,7 @@ from lantern_hpu.accept import Acceptance, Residual, Verdict
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target, additive, rope_table
 from lantern_hpu.sampling import choose, choose_distinct, guide, law
-from lantern_hpu.state import DecodeState, Shapes, capacity
+from lantern_hpu.state import DecodeState, Shapes, capacity, columns
 from lantern_hpu.tree import DraftTree
 
 
@@ -137,8 +137,7 @@ class Prefill(nn.Module):
         self.target, self.drafter = target, drafter
         self.slots, self.sampler = Slots(target, plan.shapes), Sampler(target, plan)
         self.prefix, self.plan = target.config.prefix, plan
-        row = target.config.tokens + plan.shapes.tree.depth + 1
-        first = count_up(plan.shapes.images) * row
+        first = count_up(plan.shapes.images) * columns(target.config, plan.shapes.tree)
         self.register_buffer("first", first, persistent=False)  # [B] each image's token 0
 
     def mask(self, state: DecodeState, start: Tensor, width: int, sees_pads: bool) -> Tensor:
@@ -303,7 +302,7 @@ class Step(nn.Module):
     ancestors: Tensor
     expanded: Tensor
     path: Tensor
-    row: Tensor
+    has_children: Tensor
     first: Tensor
     layer_start: Tensor
 
@@ -338,8 +337,8 @@ class Step(nn.Module):
             "ancestors": torch.tensor(tree.ancestors),  # [M, M]
             "expanded": torch.tensor(tree.expanded, dtype=torch.int64),  # [I]
             "path": torch.tensor(tree.path_table),  # [M, D + 1]
-            "row": torch.tensor([bool(c) for c in tree.children]),  # [M] has children
-            "first": count_up(plan.shapes.images) * (config.tokens + tree.depth + 1),  # [B]
+            "has_children": torch.tensor([bool(c) for c in tree.children]),  # [M]
+            "first": count_up(plan.shapes.images) * columns(config, tree),  # [B]
             "layer_start": count_up(config.layers) * plan.shapes.rows * capacity(config, tree),
         }
         for name, value in constants.items():
@@ -372,13 +371,14 @@ class Step(nn.Module):
         """Where the walk stops [B], the token after it [B], and which drafts were relaxed [B, D]."""
         if self.acceptance is None or q is None:
             laws = self.sampler(hidden, state)[:, 0]
-            node = torch.zeros_like(state.root)
-            return node, self.sampler.token(laws, laws, uniform[:, 0], state), state.accepted.bool()
+            bonus = self.sampler.token(laws, laws, uniform[:, 0], state)
+            none = torch.zeros_like(state.accepted, dtype=torch.bool)  # [B, 0]: nothing to relax
+            return torch.zeros_like(state.root), bonus, none
         p = self.sampler(hidden[:, self.expanded], state)  # [B, I, V]
         verdict = self.judge(self.acceptance, p, q, tokens, uniform, state)
         stop = self.slots.per_row(verdict.node)[:, None]  # [R, 1]
         fresh = self.sampler(at(hidden, stop), state)[:, 0]  # [B, V]
-        laws = torch.where(self.row[verdict.node][:, None], verdict.law, fresh)
+        laws = torch.where(self.has_children[verdict.node][:, None], verdict.law, fresh)
         bonus = self.sampler.token(laws, fresh, uniform[:, -1], state)
         return verdict.node, bonus, verdict.relaxed
 

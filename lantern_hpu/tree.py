@@ -75,6 +75,11 @@ class DraftTree:
             TreeError: a path repeats, lacks its parent, skips a sibling, or needs more than `draws` draws.
         """
         listed = [tuple(path) for path in paths if len(path)]
+        for path in listed:
+            if not all(type(rank) is int and rank >= 0 for rank in path):
+                raise TreeError(
+                    f"tree {name!r} has a node {path}", "ranks are whole numbers from 0"
+                )
         unique = set(listed)
         if len(unique) != len(listed):
             twice = next(path for path in listed if listed.count(path) > 1)
@@ -173,10 +178,6 @@ class DraftTree:
 
 def check_node(name: str, path: Path, known: set[Path], draws: int) -> None:
     """Raise a TreeError unless the node can be drafted from its parent."""
-    if not all(isinstance(rank, int) and rank >= 0 for rank in path):
-        raise TreeError(
-            f"tree {name!r} has a node {dotted(path)}", "ranks are whole numbers from 0"
-        )
     if path[-1] >= draws:
         why = f"the drafter draws {draws} children of a node, ranks 0 to {draws - 1}"
         raise TreeError(f"tree {name!r} asks for rank {path[-1]} at node {dotted(path)}", why)

@@ -12,7 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from lantern_hpu import LanternPipeline
 from lantern_hpu.config import METHODS
-from lantern_hpu.results import encode, write_file
+from lantern_hpu.results import encode, tokens_per_step, write_file
 
 PROMPTS = (
     "a red apple",
@@ -65,8 +65,8 @@ def main() -> None:
     rows = {}
     for method in METHODS:
         result = pipeline(PROMPTS, seed=arguments.seed, method=method)
-        rate = sum(r.tokens - 1 for r in result.records) / sum(r.steps for r in result.records)
-        rows[f"{method}\n{rate:.2f} tokens\na step"] = result.images
+        rate = f"{tokens_per_step(result.records):.2f}"
+        rows[f"{method}\n{rate} tokens\na step"] = result.images
     write_file(arguments.output, encode(sheet(rows, PROMPTS, arguments.size)), force=True)
     print(f"wrote {arguments.output}")
 

@@ -13,6 +13,7 @@ of min(p, q) = the chance that one sampled draft is accepted.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -65,7 +66,7 @@ def sample(
         requests = [Request("sample", start + i, sampling) for i in range(BATCH)]
         for _ in engine.run(prefix, valid, requests):
             pass
-        codes.append(torch.from_numpy(engine.result().tokens.copy()))
+        codes.append(torch.from_numpy(engine.result().tokens))
         ids.append(words)
     return torch.cat(codes), torch.cat(ids)
 
@@ -75,7 +76,7 @@ class Trainer:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
-        self.sampling = Sampling(cfg_scale=arguments.cfg_scale)
+        self.sampling = Sampling(arguments.cfg_scale, arguments.temperature)
         torch.manual_seed(arguments.seed)
         self.model = load_target(arguments.data_dir)
         self.codes, self.ids = self.samples()
@@ -88,12 +89,17 @@ class Trainer:
         self.run = Run(folder, masters, arguments.minutes, arguments.lr, 50, arguments.seed)
 
     def samples(self) -> tuple[Tensor, Tensor]:
-        """Drawn once and kept."""
+        """Drawn once for a target and its settings, and kept."""
         file = self.arguments.data_dir / "samples.npz"
-        if not file.exists():
+        weights = (self.arguments.data_dir / "target.safetensors").read_bytes()
+        # What the samples depend on: samples of another target or guidance would train the wrong law.
+        key = f"{hashlib.sha256(weights).hexdigest()} {self.sampling} {self.arguments.samples}"
+        if not file.exists() or str(np.load(file)["key"]) != key:
             data = Captions(self.arguments.data_dir, self.model.words)
             codes, ids = sample(self.model, data, self.arguments.samples, self.sampling)
-            write_npz(file, codes=codes.numpy().astype(np.int16), ids=ids.numpy())
+            write_npz(
+                file, codes=codes.numpy().astype(np.int16), ids=ids.numpy(), key=np.array(key)
+            )
         saved = np.load(file)
         return torch.from_numpy(saved["codes"].astype(np.int64)), torch.from_numpy(saved["ids"])
 
@@ -123,9 +129,10 @@ class Trainer:
         return hidden, valid
 
     def guided(self, hidden: Tensor) -> Tensor:
-        """Logits after guidance [B, T, V] float32."""
+        """Logits after guidance and temperature [B, T, V] float32."""
         conditional, unconditional = self.model.target.head(hidden).float().chunk(2)
-        return unconditional + self.sampling.cfg_scale * (conditional - unconditional)
+        guided = unconditional + self.sampling.cfg_scale * (conditional - unconditional)
+        return guided / self.sampling.temperature
 
     def passes(self, codes: Tensor, ids: Tensor, depth: int) -> tuple[list[Tensor], list[Tensor]]:
         """Loss and overlap [] of each unrolled pass."""
@@ -191,7 +198,8 @@ def main() -> None:
     parser.add_argument(
         "--unroll", type=int, default=2, help="passes a batch; later ones read own guesses"
     )
-    parser.add_argument("--cfg-scale", type=float, default=3.0)
+    parser.add_argument("--cfg-scale", type=float, default=2.5)
+    parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)

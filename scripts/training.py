@@ -64,8 +64,10 @@ class Masters:
     def averaged(self) -> Iterator[None]:
         """The model with its averaged weights."""
         self.publish(self.average)
-        yield
-        self.publish(self.weights)
+        try:
+            yield
+        finally:
+            self.publish(self.weights)
 
     def named_average(self) -> dict[str, Tensor]:
         return dict(zip(self.names, self.average, strict=True))

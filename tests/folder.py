@@ -54,6 +54,7 @@ def write_folder(folder: Path) -> Path:
         "drafter": {"input_norm": False, "sees_pads": False},
         "vq": asdict(VQ),
         "sampling": {"cfg_scale": 2.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
+        "fastest": {},
         "words": WORDS,
     }
     (folder / "model.json").write_text(json.dumps(config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import resource
 from pathlib import Path
@@ -10,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from lantern_hpu import LanternPipeline
-from lantern_hpu.config import METHODS, Relaxation, Sampling
+from lantern_hpu.config import METHODS, Relaxation, Request, Sampling, choose_method
 from lantern_hpu.errors import OutputError
 from lantern_hpu.generate import main, read_prompts
 from lantern_hpu.results import read_png, write_file
@@ -128,6 +130,66 @@ def test_image_does_not_depend_on_batch_size(model: Path, tmp_path: Path) -> Non
             assert np.array_equal(pixels(file), pixels(tmp_path / size / file.name))
 
 
+def test_saved_tokens_are_each_images_own(model: Path, tmp_path: Path) -> None:
+    options = ("--prompt", "red cat", "--num-images", 3, "--output", tmp_path / "out")
+    for size in (1, 3):
+        file = tmp_path / f"{size}.npz"
+        assert (
+            generate(model, *options, "--force", "--batch-size", size, "--save-tokens", file) == 0
+        )
+    alone, together = np.load(tmp_path / "1.npz")["tokens"], np.load(tmp_path / "3.npz")["tokens"]
+    assert np.array_equal(alone, together) and not np.array_equal(alone[0], alone[1])
+
+
+def test_each_png_holds_its_own_settings(pipeline: LanternPipeline, tmp_path: Path) -> None:
+    tree, bounds = choose_method("eagle")
+    hot, cold = (Request("cat", 1, Sampling(temperature=t), bounds) for t in (1.0, 0.5))
+    result = pipeline.draw([hot, cold], tree, "eagle")
+    for index, name in enumerate(("hot.png", "cold.png")):
+        write_file(tmp_path / name, result.png(index))
+        again = tmp_path / f"again-{name}"
+        assert main(["--from-png", str(tmp_path / name), "--output", str(again)]) == 0
+        assert np.array_equal(pixels(again), pixels(tmp_path / name))
+
+
+@pytest.mark.parametrize("option", ["--seed", "--temperature", "--top-k", "--relax-k"])
+def test_replay_refuses_other_settings(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
+    file = tmp_path / "cat.png"
+    assert generate(model, "--prompt", "cat", "--output", file) == 0
+    assert main(["--from-png", str(file), option, "1", "--output", str(tmp_path / "b.png")]) == 2
+    assert f"{option} exclude each other" in capsys.readouterr().err
+
+
+def test_replay_refuses_other_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, file = write_folder(tmp_path / "model"), tmp_path / "cat.png"
+    assert generate(folder, "--prompt", "cat", "--output", file) == 0
+    weights = load_file(folder / "drafter.safetensors")
+    save_file({n: t * 2 for n, t in weights.items()}, folder / "drafter.safetensors")
+    config = json.loads((folder / "model.json").read_text())
+    digest = hashlib.sha256((folder / "drafter.safetensors").read_bytes()).hexdigest()
+    config["files"]["drafter.safetensors"] = digest
+    (folder / "model.json").write_text(json.dumps(config))
+    assert main(["--from-png", str(file), "--output", str(tmp_path / "again.png")]) == 2
+    assert "other weights" in capsys.readouterr().err
+
+
+def test_one_file_cannot_hold_two_results(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "x.png"
+    assert generate(model, "--prompt", "cat", "--output", file, "--report", file) == 2
+    assert "two results" in capsys.readouterr().err and not file.exists()
+
+
+@pytest.mark.parametrize("text", ['[["a"], [0]]', "[[[0]]]", "[[0.5]]", "[[-1]]", "{}"])
+def test_tree_file_of_nonsense_is_refused(model: Path, tmp_path: Path, text: str) -> None:
+    tree = tmp_path / "odd.json"
+    tree.write_text(text)
+    assert generate(model, "--prompt", "cat", "--tree", tree, "--output", tmp_path / "x.png") == 2
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -190,12 +252,14 @@ def test_nothing_is_overwritten_unasked(
         (["--temperature", "-1"], "0 (greedy)"),
         (["--top-p", "0"], "--top-p"),
         (["--seed", "-4"], "--seed"),
+        (["--temperature", "1e-5"], "0.01"),
+        (["--preview-every", "-1"], "--preview-every"),
         (["--num-images", "0"], "--num-images"),
         (["--batch-size", "0"], "--batch-size"),
         (["--relax-k", "99"], "0 to 31"),
         (["--prompts-file", "nowhere.txt"], "nowhere.txt"),
         (["--prompt", "   "], "empty"),
-        (["--from-png", "x.png"], "contradict"),
+        (["--from-png", "x.png"], "exclude each other"),
         (["--num-images", "2", "--output", "one.png"], "--grid"),
         (["--output", "image.jpg"], ".png"),
     ],
@@ -236,6 +300,8 @@ def test_long_and_unknown_words_are_named(
     prompt = "a red cat on blue apple zebra"
     assert generate(model, "--prompt", prompt, "--output", tmp_path / "x.png") == 0
     shown = capsys.readouterr().err
+    assert generate(model, "--prompt", "赤いりんご", "--output", tmp_path / "z.png") == 0
+    assert "no word of it is known" in capsys.readouterr().err
     assert "'apple zebra'" in shown and "longer than 4 words" in shown
     assert generate(model, "--prompt", "zebra cat", "--output", tmp_path / "y.png") == 0
     assert "does not know: zebra" in capsys.readouterr().err

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.config import Sampling
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.hub import read_config
+from lantern_hpu.hub import CONFIG, read_config, source
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.llamagen import CaptionProjection
 from lantern_hpu.models.text import WordConditioner
@@ -33,6 +33,8 @@ class ImageModel:
     """The parts that turn prompts into images."""
 
     name: str
+    source: str  # what `--model` takes to find it again
+    files: dict[str, str]  # sha256 of each file: which weights these are
     target: Target
     drafter: Drafter
     text: WordConditioner
@@ -70,22 +72,44 @@ def load_model(
         WeightsError: files are missing or damaged, or tensors do not fit the configuration.
     """
     config = read_config(folder)
-    sizes = transformer_config(config["target"])
-    with torch.device("meta"):  # no random initialisation of what is about to be loaded
-        target = Target(sizes, attention)
-        drafter = Drafter(sizes, **config["drafter"], attention=attention)
-        text = WordConditioner(config["words"], config["caption_dim"], sizes.prefix)
-        condition = CaptionProjection(config["caption_dim"], sizes.dim, sizes.prefix)
-        vq = VQModel(
-            VQConfig(**{**config["vq"], "multipliers": tuple(config["vq"]["multipliers"])})
-        )
+    try:
+        with torch.device("meta"):  # no random initialisation of what is about to be loaded
+            target, drafter, text, condition, vq = make_parts(config, attention)
+        sampling = Sampling(**config["sampling"])
+        fastest = {name: (method, tree) for name, (method, tree) in config["fastest"].items()}
+    except (KeyError, TypeError, ValueError) as error:
+        raise WeightsError(f"{folder / CONFIG} does not describe a model", repr(error)) from error
     main = nn.ModuleDict({"words": text, "condition": condition, "target": target})
     fill(main, folder / "target.safetensors", dtype, device)
     fill(drafter, folder / "drafter.safetensors", dtype, device)
     fill(vq, folder / "vq.safetensors", torch.float32, device)
-    sampling = Sampling(**config["sampling"])
-    fastest = {device: tuple(choice) for device, choice in config.get("fastest", {}).items()}
-    return ImageModel(config["name"], target, drafter, text, condition, vq, sampling, fastest)
+    return ImageModel(
+        config["name"],
+        source(folder),
+        config["files"],
+        target,
+        drafter,
+        text,
+        condition,
+        vq,
+        sampling,
+        fastest,
+    )
+
+
+def make_parts(
+    config: dict[str, Any], attention: Attention
+) -> tuple[Target, Drafter, WordConditioner, CaptionProjection, VQModel]:
+    """The modules that a configuration describes, without weights."""
+    sizes, width = transformer_config(config["target"]), config["caption_dim"]
+    vq = config["vq"]
+    return (
+        Target(sizes, attention),
+        Drafter(sizes, **config["drafter"], attention=attention),
+        WordConditioner(config["words"], width, sizes.prefix),
+        CaptionProjection(width, sizes.dim, sizes.prefix),
+        VQModel(VQConfig(**{**vq, "multipliers": tuple(vq["multipliers"])})),
+    )
 
 
 def fill(module: nn.Module, file: Path, dtype: torch.dtype, device: torch.device | None) -> None:

@@ -52,7 +52,7 @@ class WordConditioner(nn.Module):
     @staticmethod
     def split(prompt: str) -> list[str]:
         """Lower-case words and numbers without articles."""
-        return [w for w in re.findall(r"[a-z0-9]+", prompt.lower()) if w not in ARTICLES]
+        return [w for w in re.findall(r"[^\W_]+", prompt.lower()) if w not in ARTICLES]
 
     def ids(self, prompt: str) -> list[int]:
         """Ids of a prompt's words, at most `prefix` of them."""
@@ -73,6 +73,8 @@ class WordConditioner(nn.Module):
     def notes(self, prompt: str) -> list[str]:
         words = self.split(prompt)
         found = []
+        if not any(word in self.index for word in words[: self.prefix]):
+            found.append("no word of it is known to this model, so it may draw anything")
         if len(words) > self.prefix:
             cut = " ".join(words[self.prefix :])
             found.append(f"the prompt is longer than {self.prefix} words; left out: {cut!r}")
