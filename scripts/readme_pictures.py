@@ -22,7 +22,7 @@ PROMPTS = (
     "a smiling face",
     "a purple heart on a yellow background",
     "a green book",
-    "an orange",
+    "a tomato",
 )
 LABEL = 92  # pixels at the left of each row
 HEAD = 34  # pixels above the first row
