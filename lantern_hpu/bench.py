@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.config import METHODS, Request, choose_method
-from lantern_hpu.errors import LanternError, OptionError, choices
+from lantern_hpu.errors import OptionError, choices, exit_code
 
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import LanternPipeline
@@ -89,9 +89,8 @@ def measure(
         for i in range(count)
     ]
     began = time.perf_counter()
-    pipeline.draw(
-        requests[:batch], chosen, method, batch
-    )  # warm-up: capture and a whole batch of replays
+    # Warm-up: capture, and a whole batch of replays
+    pipeline.draw(requests[:batch], chosen, method, batch)
     warm = time.perf_counter() - began
     seconds, records, timings, reads, captures = [], [], [], 0, 0
     for start in range(0, count, batch):
@@ -201,22 +200,21 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def show(result: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print the table, and write the whole result if asked."""
+    print(table(result["rows"]))
+    if args.output:
+        from lantern_hpu.results import write_file
+
+        write_file(args.output, json.dumps(result, indent=2).encode(), args.force)
+        print(f"wrote {args.output}")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The `bench` command; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     args = make_parser().parse_args(given)
-    try:
-        result = run(args, given)
-        print(table(result["rows"]))
-        if args.output:
-            from lantern_hpu.results import write_file
-
-            write_file(args.output, json.dumps(result, indent=2).encode(), args.force)
-            print(f"wrote {args.output}")
-    except LanternError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: show(run(args, given), args))
 
 
 if __name__ == "__main__":

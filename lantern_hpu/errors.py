@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 
 
 class LanternError(Exception):
@@ -39,6 +40,16 @@ class CaptureError(LanternError):
 
 class OutputError(LanternError):
     """A result cannot be written where the user asked for it."""
+
+
+def exit_code(command: Callable[[], object]) -> int:
+    """Run a command; 0, or 2 after printing what a LanternError has to say."""
+    try:
+        command()
+    except LanternError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
 
 
 def choices(names: Iterable[str]) -> str:

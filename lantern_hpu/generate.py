@@ -31,7 +31,7 @@ from lantern_hpu.config import (
     choose_method,
     require,
 )
-from lantern_hpu.errors import LanternError, OptionError, WeightsError
+from lantern_hpu.errors import OptionError, WeightsError, exit_code
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.tree import NAMED, DraftTree
 
@@ -326,9 +326,8 @@ def run(
     pipeline: LanternPipeline, args: argparse.Namespace, requests: list[Request], tree: DraftTree
 ) -> GenerationResult:
     """Draw with a progress bar; warnings about prompts come first."""
-    for prompt in dict.fromkeys(request.prompt for request in requests):
-        for note in pipeline.model.text.notes(prompt):
-            print(f"warning: {prompt!r}: {note}", file=sys.stderr)
+    for prompt, note in pipeline.notes(requests):
+        print(f"warning: {prompt!r}: {note}", file=sys.stderr)
     bar = Bar(args)
     try:
         return pipeline.draw(requests, tree, args.method, args.batch_size, bar)
@@ -369,13 +368,7 @@ def summary(result: GenerationResult, args: argparse.Namespace) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The `generate` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    try:
-        result = draw(args)
-    except LanternError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(summary(result, args))
-    return 0
+    return exit_code(lambda: print(summary(draw(args), args)))
 
 
 if __name__ == "__main__":

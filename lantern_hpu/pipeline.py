@@ -179,12 +179,11 @@ class LanternPipeline:
         batches = [requests[i : i + size] for i in range(0, len(requests), size)]
         for index, batch in enumerate(batches):
             decoded = self.draw_batch(engine, batch, size, timing, callback, (index, len(batches)))
-            drawn, timing["decode_s"] = self.pixels(
-                decoded.tokens[: len(batch)], timing["decode_s"]
-            )
-            images += drawn
-            records += self.records(batch, decoded)
             tokens.append(decoded.tokens[: len(batch)])
+            began = time.perf_counter()
+            images += self.pixels(tokens[-1])
+            timing["decode_s"] += time.perf_counter() - began
+            records += self.records(batch, decoded)
         timing["ms_per_step"] = 1000 * timing["steps_s"] / max(timing["steps"], 1)
         after = engine.report()
         graph = asdict(after) | {
@@ -192,11 +191,6 @@ class LanternPipeline:
             "replays": after.replays - before.replays,
             "batch_size": size,
         }
-        notes = [
-            n
-            for text in dict.fromkeys(r.prompt for r in requests)
-            for n in self.model.text.notes(text)
-        ]
         return GenerationResult(
             images,
             records,
@@ -209,8 +203,13 @@ class LanternPipeline:
             ],
             self.describe(tree, method),
             self.environment(),
-            notes,
+            [note for _, note in self.notes(requests)],
         )
+
+    def notes(self, requests: Sequence[Request]) -> list[tuple[str, str]]:
+        """Each prompt with what the model cannot do with it, once."""
+        prompts = dict.fromkeys(request.prompt for request in requests)
+        return [(text, note) for text in prompts for note in self.model.text.notes(text)]
 
     def draw_batch(
         self,
@@ -296,14 +295,13 @@ class LanternPipeline:
             self.neighbours[k] = codebook.nearest(self.model.codebook, k).to(self.backend.device)
         return self.neighbours[k]
 
-    def pixels(self, tokens: NDArray[np.int64], spent: float) -> tuple[list[Image.Image], float]:
-        """Images of finished tokens [b, N], one at a time to keep memory low, and the seconds so far."""
-        began = time.perf_counter()
+    def pixels(self, tokens: NDArray[np.int64]) -> list[Image.Image]:
+        """Images of finished tokens [b, N], one at a time to keep memory low."""
         images: list[Image.Image] = []
         for row in torch.from_numpy(tokens).to(self.backend.device).split(1):
             with torch.no_grad():
                 images += to_images(self.model.vq.decode_codes(row))
-        return images, spent + time.perf_counter() - began
+        return images
 
     def event(
         self, engine: Engine, progress: Progress, count: int, place: tuple[int, int]
@@ -326,7 +324,7 @@ class LanternPipeline:
         for image, count in enumerate(full):
             # What lies below is not decided: repeat the last known token so that the seam stays clean.
             held[image, count * columns :] = held[image, max(count * columns - 1, 0)]
-        images, _ = self.pixels(held, 0.0)
+        images = self.pixels(held)
         for picture, count in zip(images, full, strict=True):
             edge = picture.height * count // rows
             picture.paste((200, 200, 200), (0, edge, picture.width, picture.height))

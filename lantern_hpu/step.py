@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.accept import Acceptance, Residual, Verdict
 from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.transformer import Target, additive, rope_table
+from lantern_hpu.models.transformer import Target, additive, prefix_mask, rope_table
 from lantern_hpu.sampling import choose, choose_distinct, guide, law
 from lantern_hpu.state import DecodeState, Shapes, capacity, columns
 from lantern_hpu.tree import DraftTree
@@ -141,11 +141,10 @@ class Prefill(nn.Module):
         self.register_buffer("first", first, persistent=False)  # [B] each image's token 0
 
     def mask(self, state: DecodeState, start: Tensor, width: int, sees_pads: bool) -> Tensor:
-        """[R, 1, width, S] causal mask; a pad sees only the pads before it (see `prefix_mask`)."""
+        """[R, 1, width, S] causal mask, with the rule for pads of `prefix_mask`."""
         causal = self.slots.sees(start, self.slots.below[:width, :width])
         if not sees_pads:
-            pad = ~state.valid[:, :width, None]
-            causal = causal & (state.valid[:, None] | pad)
+            causal = prefix_mask(state.valid, causal)
         return additive(causal, state.prefix.dtype)
 
     def rope(self, first: int, width: int) -> Tensor:

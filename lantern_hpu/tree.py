@@ -19,7 +19,7 @@ from functools import cached_property
 from html import escape
 from pathlib import Path as FilePath
 
-from lantern_hpu.errors import LanternError, TreeError, choices
+from lantern_hpu.errors import TreeError, choices, exit_code
 
 Path = tuple[int, ...]
 
@@ -278,6 +278,23 @@ def as_svg(tree: DraftTree, step: int = 30, margin: int = 24) -> str:
     )
 
 
+def list_trees() -> None:
+    """Print the named trees' sizes."""
+    for name in NAMED:
+        print("\n".join(as_text(load_tree(name)).split("\n")[:2]), end="\n\n")
+
+
+def show(args: argparse.Namespace) -> None:
+    """Print one tree, and draw it if asked."""
+    tree = load_tree(args.name)
+    print(as_text(tree))
+    if args.svg:
+        from lantern_hpu.results import write_file  # keeps `list` free of image libraries
+
+        write_file(args.svg, as_svg(tree).encode(), args.force)
+        print(f"wrote {args.svg}")
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("lantern_hpu.tree", description="List and draw draft trees.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -292,22 +309,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """The `tree` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    try:
-        if args.command == "list":
-            for name in NAMED:
-                print("\n".join(as_text(load_tree(name)).split("\n")[:2]), end="\n\n")
-            return 0
-        tree = load_tree(args.name)
-        print(as_text(tree))
-        if args.svg:
-            from lantern_hpu.results import write_file  # keeps `list` free of image libraries
-
-            write_file(args.svg, as_svg(tree).encode(), args.force)
-            print(f"wrote {args.svg}")
-    except LanternError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_code(lambda: list_trees() if args.command == "list" else show(args))
 
 
 if __name__ == "__main__":

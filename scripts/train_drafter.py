@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +25,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from tqdm import tqdm
 from train_target import Captions, TextToImage
-from training import Masters, Run
+from training import Masters, Run, parse
 
 from lantern_hpu.backends import get_backend
 from lantern_hpu.config import Request, Sampling
@@ -201,11 +200,7 @@ def main() -> None:
     parser.add_argument("--cfg-scale", type=float, default=2.5)
     parser.add_argument("--temperature", type=float, default=0.8)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    arguments = parse(parser)
     trainer = Trainer(arguments)
     if arguments.resume:
         trainer.run.resume()

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from icons import write_atomic
 from safetensors.torch import save
 from torch import Tensor, nn
-from training import Masters, Run
+from training import Masters, Run, parse
 
 from lantern_hpu.models.llamagen import CaptionProjection
 from lantern_hpu.models.text import WordConditioner
@@ -165,11 +164,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="images a micro-batch")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches a step")
     parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    arguments = parse(parser)
     trainer = Trainer(arguments)
     parameters = sum(w.numel() for w in trainer.run.masters.weights)
     print(f"{parameters / 1e6:.2f} M parameters, {len(trainer.data.train)} pictures")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import math
 import os
@@ -15,6 +16,16 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 CHECKPOINT_SECONDS = 150.0
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse with the options every training has, and set the threads."""
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    return arguments
 
 
 class Masters:

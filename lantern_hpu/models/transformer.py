@@ -243,12 +243,12 @@ def prefix_mask(valid: Tensor, causal: Tensor) -> Tensor:
     the drafter reads the same pad features on every device.
 
     Args:
-        valid: [R, T] bool, False at pads.
-        causal: [T, T] bool, lower triangle.
+        valid: [R, S] bool, False at pads; S = T, or the slots of a cache whose first T are the queries.
+        causal: [T, S] or [R, T, S] bool, what each query sees but for pads.
 
-    Returns [R, T, T] bool.
+    Returns [R, T, S] bool.
     """
-    return causal & (valid[:, None, :] | ~valid[:, :, None])
+    return causal & (valid[:, None] | ~valid[:, : causal.shape[-2], None])
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
