@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lantern_hpu.errors import DeviceError, choices
+from lantern_hpu.errors import DeviceError, OptionError, choices
 
 if __name__ == "backends":
     raise ImportError("import lantern_hpu.backends, not backends: the same module would load twice")
@@ -13,23 +13,56 @@ if __name__ == "backends":
 if TYPE_CHECKING:
     from lantern_hpu.backends.base import Backend
 
-BACKENDS = {"cpu": "lantern_hpu.backends.cpu:CPUBackend"}
+# Best first
+BACKENDS = {
+    "hpu": "lantern_hpu.backends.hpu:HPUBackend",
+    "cpu": "lantern_hpu.backends.cpu:CPUBackend",
+}
 
 
-def get_backend(name: str = "auto") -> Backend:
+EMULATED = "hpu"  # the device that an emulator can stand in for
+
+
+def prepare(name: str, graphs: str = "auto", emulate: bool = False) -> None:
+    """What must happen before torch is imported: Gaudi's flags are read then.
+
+    Raises:
+        DeviceError: the environment contradicts the graph mode.
+    """
+    from lantern_hpu.backends import hpu_env
+
+    if name in ("auto", "hpu") and not emulate and hpu_env.plugin_folder() is not None:
+        hpu_env.prepare(graphs if name == "hpu" or graphs in hpu_env.LAZY else "auto")
+
+
+def get_backend(name: str = "auto", graphs: str = "auto", emulate: bool = False) -> Backend:
     """The backend of a device; `auto` takes the first that is available.
+
+    Args:
+        graphs: the graph mode wanted, for devices that read it while they are loaded.
+        emulate: stand in for the device if the backend can.
 
     Raises:
         DeviceError: unknown name, or the device cannot be used here; the reason is the backend's own.
+        OptionError: the device cannot be emulated.
     """
+    if emulate and name == "auto":
+        raise OptionError("--emulate needs a device", "which one to stand in for", "--device hpu")
     if name != "auto" and name not in BACKENDS:
         raise DeviceError(f"unknown device {name!r}", hint=choices(["auto", *BACKENDS]))
     refused = []
     for candidate in BACKENDS if name == "auto" else [name]:
         module, _, cls = BACKENDS[candidate].partition(":")
-        backend: Backend = getattr(import_module(module), cls)()
+        backend: Backend = getattr(import_module(module), cls)(graphs, emulate)
         usable, why = backend.available()
         if usable:
             return backend
-        refused.append(f"{candidate}: {why}")
-    raise DeviceError(f"device {name!r} cannot be used here", "; ".join(refused), choices(BACKENDS))
+        backend.close()
+        refused.append(f"{candidate}: {why}" if name == "auto" else why)
+        emulates = backend.emulates
+    others = [other for other in BACKENDS if other != name]
+    hint = " or ".join(f"--device {other}" for other in others)
+    if emulates:
+        hint += f"; --device {name} --emulate runs the {name} code without one"
+    hint += "; python -m lantern_hpu.doctor says more"
+    raise DeviceError(f"device {name!r} cannot be used here", "; ".join(refused), hint)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from lantern_hpu.errors import DeviceError, choices
+from lantern_hpu.errors import DeviceError, OptionError, choices
+from lantern_hpu.kernels import PLAIN, Kernels
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,22 @@ class Backend(ABC):
     device: torch.device
     dtypes: dict[str, str]
     graph_modes: dict[str, str]
+    emulates = False  # whether it can run without its device
+
+    @property
+    def measured_as(self) -> str:
+        """The device whose measured defaults hold here."""
+        return self.name
+
+    def __init__(self, graphs: str = "auto", emulate: bool = False) -> None:
+        """Nothing is loaded yet.
+
+        Args:
+            graphs: the graph mode wanted; some devices read it while their software is loaded.
+            emulate: stand in for a device that is not there.
+        """
+        if emulate and not self.emulates:
+            raise OptionError(f"{self.name} cannot be emulated", "it needs no emulator")
 
     @abstractmethod
     def available(self) -> tuple[bool, str]:
@@ -48,10 +67,40 @@ class Backend(ABC):
     def memory(self) -> Memory:
         """Bytes in total, free, and at the peak of this process."""
 
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        """q [R, h, T, hd], k and v [R, kv, S, hd], additive mask [R, 1, T, S] -> [R, h, T, hd]."""
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    def kernels(self, choice: str = "auto") -> Kernels:
+        """What the transformer calls on this device.
+
+        Args:
+            choice: `auto`, the fastest forms that agree with the plain ones; or `plain`.
+        """
+        if choice not in ("auto", "plain"):
+            raise OptionError(f"--kernels is {choice!r}", hint=choices(["auto", "plain"]))
+        return PLAIN
+
+    def compile(self, function: nn.Module) -> Callable[[Any], Tensor]:
+        """The function, compiled whole with static shapes."""
+        compiled: Callable[[Any], Tensor] = torch.compile(function, fullgraph=True, dynamic=False)
+        return compiled
+
+    def flush(self) -> None:  # noqa: B027 - most devices gather nothing
+        """Launch what a lazy device has gathered, so that what follows is a graph of its own."""
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Whatever the device compiles inside is expected; after it, nothing should be."""
+        yield
+
+    def counters(self) -> dict[str, int]:
+        """What the device counts since its start: compilations, fallbacks, launches, ... if it does."""
+        return {}
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turns the device's known errors into ones that say what to do."""
+        yield
+
+    def close(self) -> None:  # noqa: B027 - most devices need no closing
+        """Give back what was taken for this backend alone."""
 
     @abstractmethod
     def describe(self) -> dict[str, object]:

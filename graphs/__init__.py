@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from lantern_hpu.graphs.base import Function, Runner, State
 
 RUNNERS = {
+    "hpu_graph": "lantern_hpu.graphs.hpu:HPUGraphRunner",
+    "hpu_graph_split": "lantern_hpu.graphs.hpu:SplitHPUGraphRunner",
     "eager": "lantern_hpu.graphs.eager:EagerRunner",
     "strict": "lantern_hpu.graphs.strict:StrictRunner",
     "compile": "lantern_hpu.graphs.compiled:CompiledRunner",

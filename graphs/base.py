@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
@@ -19,8 +20,15 @@ class State(Protocol):
         ...
 
 
-# A module whose `forward(state)` changes the state in place and returns one tensor.
+# A module whose `forward(state)` changes the state in place and returns one tensor. It may have `parts`,
+# functions that in a row are the same: each takes the state and what the one before returned.
 Function = nn.Module
+
+
+def parts(function: Function) -> tuple[Callable[..., Any], ...]:
+    """Where a function may be cut."""
+    found: tuple[Callable[..., Any], ...] = getattr(function, "parts", (function,))
+    return found
 
 
 @dataclass

@@ -16,13 +16,13 @@ ENGINES = 64  # that may be compiled in one process
 
 
 class CompiledRunner(Runner):
-    """Inductor over the whole function in one graph; a part that cannot be compiled is an error."""
+    """The device's compiler over the whole function in one graph; a part it cannot compile is an error."""
 
     mode = "compile"
 
     def __init__(self, function: Function, state: State, backend: Backend) -> None:
         super().__init__(function, state, backend)
-        self.compiled = torch.compile(function, fullgraph=True, dynamic=False)
+        self.compiled = backend.compile(function)
 
     def __call__(self) -> Tensor:
         before, began = counters["stats"]["unique_graphs"], time.perf_counter()

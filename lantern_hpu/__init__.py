@@ -24,6 +24,9 @@ if not (Path(__file__).parent / "backends").is_dir():
 
 def __getattr__(name: str) -> Any:
     if name == "LanternPipeline":
+        from lantern_hpu.backends import prepare
+
+        prepare("auto")  # flags that a device reads while torch is imported
         from lantern_hpu.pipeline import LanternPipeline
 
         return LanternPipeline

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from lantern_hpu.constants import Constants, count_up
+from lantern_hpu.sampling import gather, likeliest
 from lantern_hpu.tree import DraftTree
 
 Residual = Literal["sound", "official"]
@@ -28,7 +30,7 @@ Residual = Literal["sound", "official"]
 class Bounds:
     """How far acceptance is relaxed, one value per image; k = 0 is exact."""
 
-    k: Tensor  # [B] int64, neighbours that may lend their mass
+    k: Tensor  # [B] int32, neighbours that may lend their mass
     delta: Tensor  # [B] float32, additive bound (0 under the multiplicative rule)
     factor: Tensor  # [B] float32, lambda - 1 (0 under the additive rule)
 
@@ -37,14 +39,14 @@ class Bounds:
 class Verdict:
     """Where the walk down the tree stopped."""
 
-    node: Tensor  # [B] int64, last accepted node
+    node: Tensor  # [B] int32, last accepted node
     law: Tensor  # [B, V] float32, law of the next token if `node` has children (all were rejected)
     # [B, D] bool, the draft at depth d+1 was accepted only thanks to its neighbours; means nothing for
     # depths past `node`
     relaxed: Tensor
 
 
-class Acceptance(nn.Module):
+class Acceptance(Constants):
     """The acceptance rule for one tree, with the tree's tables as constants on the device."""
 
     parent: Tensor
@@ -62,7 +64,7 @@ class Acceptance(nn.Module):
         """
         Args:
             tree: at least one draft.
-            neighbours: [V, K] int64, other codes by rising distance; None leaves relaxation out.
+            neighbours: [V, K] int32, other codes by rising distance; None leaves relaxation out.
             residual: what a relaxed rejection leaves. "sound": [p - q]+. "official": as published, q is
                 zeroed at the first k + 1 neighbours before the subtraction.
         """
@@ -82,10 +84,7 @@ class Acceptance(nn.Module):
         self.constant("priority", torch.tensor(order))  # [M]
         self.constant("path", torch.tensor(tree.path_table)[:, 1:])  # [M, D]
         self.constant("neighbours", neighbours)
-        self.constant("nearness", None if neighbours is None else torch.arange(neighbours.shape[1]))
-
-    def constant(self, name: str, value: Tensor | None) -> None:
-        self.register_buffer(name, value, persistent=False)
+        self.constant("nearness", None if neighbours is None else count_up(neighbours.shape[1]))
 
     def lent(self, p: Tensor, token: Tensor, own: Tensor, bounds: Bounds) -> Tensor:
         """Mass that the neighbours of each token lend it.
@@ -101,7 +100,7 @@ class Acceptance(nn.Module):
             return torch.zeros_like(own)
         near = self.neighbours[token]  # [B, n, K]
         source = p if p.dim() == 3 else p[:, None].expand(-1, token.shape[1], -1)
-        sums = source.gather(-1, near).cumsum(-1)
+        sums = gather(source, -1, near).cumsum(-1)
         bound = bounds.delta[:, None] + bounds.factor[:, None] * own
         inside = (sums <= bound[..., None]) & (self.nearness < bounds.k[:, None, None])
         return (sums * inside).amax(-1)
@@ -115,7 +114,7 @@ class Acceptance(nn.Module):
         """
         if self.neighbours is None or self.nearness is None:
             return q
-        near = self.neighbours[token[:, 0]]  # [B, K]
+        near = self.neighbours[token[:, 0]].long()  # [B, K]
         bound = bounds.delta[:, None] + bounds.factor[:, None] * own  # [B, 1]
         active = (bounds.k > 0) & (bounds.delta + bounds.factor > 0)
         relaxed = active[:, None] & (p.gather(1, near[:, :1]) <= bound)
@@ -142,7 +141,7 @@ class Acceptance(nn.Module):
         accepted = []
         for child in range(tokens.shape[1]):
             token = tokens[:, child : child + 1]
-            own, drawn = p.gather(1, token), q.gather(1, token)  # [B, 1]
+            own, drawn = gather(p, 1, token), gather(q, 1, token)  # [B, 1]
             lent = self.lent(p, token, own, bounds)
             bar = uniform[:, child : child + 1] * drawn
             # Strictly below: a token of probability 0 is never accepted, whatever u. A token without
@@ -159,7 +158,7 @@ class Acceptance(nn.Module):
             # Rounding can leave nothing; then the unreduced law is the closest honest answer.
             rest = torch.where(total > 0, rest / total, whole)
             p = torch.where(failed, rest, p)
-            q = q.scatter(1, token, 0.0)
+            q = q.scatter(1, token.long(), 0.0)
             q = q / q.sum(-1, keepdim=True).clamp(min=1e-30)
             waiting = waiting & ~passed
             accepted.append(passed)
@@ -184,16 +183,16 @@ class Acceptance(nn.Module):
             index = row.clamp(min=0)[:, None, None].expand(-1, 1, p.shape[-1])
             children = self.child_table[node][:, : self.widest[level]]  # [B, c]
             passed, rest, helped = self.siblings(
-                p.gather(1, index)[:, 0],
-                q.gather(1, index)[:, 0],
-                tokens.gather(1, children),
+                gather(p, 1, index)[:, 0],
+                gather(q, 1, index)[:, 0],
+                gather(tokens, 1, children),
                 (children > 0) & walking[:, None],
                 uniform[:, level, : self.widest[level]],
                 bounds,
             )
             law = torch.where(walking[:, None], rest, law)
             walking = walking & passed.any(1)
-            node = torch.where(walking, (children * passed).sum(1), node)
+            node = torch.where(walking, (children * passed).sum(1, dtype=torch.int32), node)
             relaxed.append(helped)
         return Verdict(node, law, torch.stack(relaxed, 1))
 
@@ -205,8 +204,8 @@ class Acceptance(nn.Module):
         """
         drafts = tokens[:, 1:]  # [B, M - 1]
         row = self.law_row[self.parent[1:]]  # [M - 1]
-        own = p.flatten(1).gather(1, row * p.shape[-1] + drafts)  # [B, M - 1]
-        top, best = (x[:, row] for x in p.max(-1))
+        own = gather(p.flatten(1), 1, row * p.shape[-1] + drafts)  # [B, M - 1]
+        top, best = p.amax(-1)[:, row], likeliest(p, 1)[..., 0][:, row]
         wins = drafts == best
         raised = own
         if self.neighbours is not None:
@@ -214,7 +213,7 @@ class Acceptance(nn.Module):
         helped = (raised > top) | ((raised == top) & (drafts < best))
         failed = ~(wins | helped)  # [B, M - 1]
         reached = ~(failed[:, None] & self.above).any(-1)  # [B, M]
-        node = (reached * self.priority).argmax(-1)
+        node = (reached * self.priority).argmax(-1).int()
         on_path = self.path[node]  # [B, D]
-        relaxed = (helped & ~wins).gather(1, (on_path - 1).clamp(min=0))  # past `node`: not counted
+        relaxed = gather(helped & ~wins, 1, (on_path - 1).clamp(min=0))  # past `node`: not counted
         return Verdict(node, p[:, 0], relaxed)

@@ -43,10 +43,10 @@ class KVCache:
         """Store keys and values of one layer.
 
         Args:
-            slots: [n] int64, row * S + slot; no value twice.
+            slots: [n] int32, row * S + slot; no value twice.
             k, v: [n, kv_heads, hd].
         """
-        index = slots + layer * self.rows * self.capacity
+        index = (slots + layer * self.rows * self.capacity).long()
         self.k.index_copy_(0, index, k)
         self.v.index_copy_(0, index, v)
 
@@ -59,7 +59,8 @@ class KVCache:
         """Copy slots to other slots in every layer, gathering all before writing any.
 
         Args:
-            source, destination: [layers * n] int64 storage rows; destination holds no value twice.
+            source, destination: [layers * n] int32 storage rows; destination holds no value twice.
         """
-        self.k.index_copy_(0, destination, self.k.index_select(0, source))
-        self.v.index_copy_(0, destination, self.v.index_select(0, source))
+        goal = destination.long()  # `index_copy_` takes no other
+        self.k.index_copy_(0, goal, self.k.index_select(0, source))
+        self.v.index_copy_(0, goal, self.v.index_select(0, source))

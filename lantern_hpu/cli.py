@@ -28,6 +28,8 @@ class Command:
 COMMANDS = {
     "generate": Command("lantern_hpu.generate", "draw images from prompts"),
     "bench": Command("lantern_hpu.bench", "compare methods and graph modes"),
+    "doctor": Command("lantern_hpu.doctor", "show what this machine offers and what is wrong"),
+    "lint": Command("lantern_hpu.lint", "name the rules of Gaudi that code breaks"),
     "tree": Command("lantern_hpu.tree", "list and draw draft trees"),
 }
 

@@ -18,7 +18,7 @@ def nearest(codebook: Tensor, k: int, chunk: int = 1024) -> Tensor:
         codebook: [V, dim].
         k: 1 to V - 1.
 
-    Returns [V, k] int64; no code is its own neighbour.
+    Returns [V, k] int32; no code is its own neighbour.
 
     Raises:
         OptionError: k is out of range.
@@ -36,4 +36,4 @@ def nearest(codebook: Tensor, k: int, chunk: int = 1024) -> Tensor:
         own = torch.arange(start, start + len(part))
         distance[torch.arange(len(part)), own] = float("inf")
         found.append(distance.sort(dim=-1, stable=True).indices[:, :k])
-    return torch.cat(found)
+    return torch.cat(found).int()

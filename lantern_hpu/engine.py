@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -107,6 +108,7 @@ class Engine:
         blank = Request("warm-up")
         self.load([blank] * self.plan.shapes.images)
         for runner in (self.prefill, self.step):
+            self.feed([blank.seed] * self.plan.shapes.images, 1, 1)
             runner()
             runner()
         self.backend.synchronize()
@@ -133,6 +135,14 @@ class Engine:
         first = [noise.uniforms(request.seed, 0, 1)[0] for request in requests]
         put(self.state.first_uniform, first)
 
+    def place(self, prefix: Tensor, valid: Tensor) -> None:
+        """Copy a batch's condition into the state."""
+        self.state.prefix.copy_(prefix)
+        # Slots past the prefix are never padding.
+        width = self.state.valid.shape[1] - valid.shape[1]
+        self.state.valid.copy_(F.pad(valid, (0, width), value=True))
+        self.backend.flush()
+
     @torch.no_grad()
     def run(self, prefix: Tensor, valid: Tensor, requests: Sequence[Request]) -> Iterator[Progress]:
         """Decode a batch, yielding after each host read; `result()` has the tokens afterwards.
@@ -144,9 +154,8 @@ class Engine:
             CaptureError: something was captured again after warm-up.
         """
         self.warm_up()
+        self.place(prefix, valid)
         self.load(requests)
-        self.state.prefix.copy_(prefix)
-        self.state.valid[:, : valid.shape[1]].copy_(valid)
         began = time.perf_counter()
         known = self.read(self.prefill())
         self.timing = Timing(prefill=time.perf_counter() - began)
@@ -170,10 +179,10 @@ class Engine:
         return min(self.plan.shapes.block, -(-remaining // self.longest))
 
     def feed(self, seeds: Sequence[int], first: int, count: int) -> None:
-        """Uniforms for the next steps, in one copy."""
-        shapes = self.plan.shapes
-        block = torch.from_numpy(noise.block(seeds, first, count, shapes.draws))
-        self.state.uniforms[:count].copy_(block)
+        """Uniforms for the next steps, in one copy of one size, whatever the count."""
+        block = np.zeros(self.state.uniforms.shape, np.float32)
+        block[:count] = noise.block(seeds, first, count, self.plan.shapes.draws)
+        self.state.uniforms.copy_(torch.from_numpy(block))
         self.state.cursor.zero_()
 
     def read(self, known: Tensor) -> list[int]:
@@ -188,9 +197,10 @@ class Engine:
 
     def partial(self) -> NDArray[np.int64]:
         """The tokens so far [B, N]; those past an image's known ones mean nothing. A host read."""
+        self.backend.flush()
         self.host_reads += 1
         rows = self.state.tokens.unflatten(0, (self.plan.shapes.images, -1))
-        return rows[:, : self.target.config.tokens].cpu().numpy().copy()
+        return rows[:, : self.target.config.tokens].cpu().numpy().astype(np.int64)
 
     def result(self) -> Decoded:
         """Tokens and statistics of the batch that just ended."""

@@ -14,11 +14,12 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu import __version__
-from lantern_hpu.backends import BACKENDS
+from lantern_hpu.backends import BACKENDS, prepare
 from lantern_hpu.config import (
     AUTO,
     DEFAULT_K,
@@ -79,6 +80,14 @@ def make_parser() -> argparse.ArgumentParser:
     how.add_argument("--model", default=None, help="`builtin`, or a model folder (builtin)")
     how.add_argument("--device", default="auto", help=f"auto, {', '.join(BACKENDS)} (auto)")
     how.add_argument("--graphs", default="auto", help=f"auto, {', '.join(RUNNERS)} (auto)")
+    how.add_argument(
+        "--emulate",
+        action="store_true",
+        help="with --device hpu: an emulator of its contract, for machines without one",
+    )
+    how.add_argument(
+        "--kernels", default="auto", help="auto: the device's fused ones; plain: torch's (auto)"
+    )
     how.add_argument("--dtype", default=None, help="auto, or one the device offers (auto)")
     how.add_argument(
         "--batch-size", type=int, default=None, help="images decoded together (8 at most if unset)"
@@ -210,8 +219,10 @@ class Bar:
         self.every, self.file = args.preview_every, preview_file(args.output)
         self.batch, self.shown = 0, 0  # of the last preview
         self.bar = tqdm(total=0, unit="row", file=sys.stderr, dynamic_ncols=True, leave=True)
+        self.bar.set_description_str("warming up")
 
     def __call__(self, event: Event) -> None:
+        self.bar.set_description_str("drawing", refresh=False)
         self.bar.total = event.total_rows * event.batches
         self.bar.n = event.batch * event.total_rows + event.rows
         self.bar.set_postfix_str(f"{event.tokens_per_step:.2f} tokens a step", refresh=False)
@@ -309,14 +320,17 @@ def draw(args: argparse.Namespace) -> GenerationResult:
     others = [sheet, preview, args.report, args.save_tokens]
     check_free([*files, *(path for path in others if path is not None)], args.force)
     began = time.perf_counter()
+    prepare(args.device, args.graphs, args.emulate)
     from lantern_hpu.pipeline import LanternPipeline
 
     imported = time.perf_counter() - began
-    model = args.model or "builtin"
-    pipeline = LanternPipeline.from_pretrained(model, args.device, args.dtype, args.graphs)
-    args.method, tree, relaxation, sampling = settings_of(pipeline, args, known)
-    requests = [Request(p, args.seed + i, sampling, relaxation) for i, p in enumerate(wanted)]
-    result = run(pipeline, args, requests, tree)
+    pipeline = LanternPipeline.from_pretrained(
+        args.model or "builtin", args.device, args.dtype, args.graphs, args.kernels, args.emulate
+    )
+    with closing(pipeline):
+        args.method, tree, relaxation, sampling = settings_of(pipeline, args, known)
+        requests = [Request(p, args.seed + i, sampling, relaxation) for i, p in enumerate(wanted)]
+        result = run(pipeline, args, requests, tree)
     result.timing["import_s"] = round(imported, 4)
     save(result, args, files, sheet)
     return result
@@ -330,7 +344,8 @@ def run(
         print(f"warning: {prompt!r}: {note}", file=sys.stderr)
     bar = Bar(args)
     try:
-        return pipeline.draw(requests, tree, args.method, args.batch_size, bar)
+        with pipeline.backend.errors():
+            return pipeline.draw(requests, tree, args.method, args.batch_size, bar)
     finally:
         bar.close()
 
@@ -359,6 +374,12 @@ def summary(result: GenerationResult, args: argparse.Namespace) -> str:
 
     records, timing = result.records, result.timing
     seeds = records[0].seed if len(records) == 1 else f"{records[0].seed} to {records[-1].seed}"
+    warm = result.graph
+    print(
+        f"warm-up {timing['warmup_s']:.1f} s: {warm['captures']} captures by {warm['runner']}, "
+        f"{result.environment['peak_memory_bytes'] or 0:,} bytes at most",
+        file=sys.stderr,
+    )
     return (
         f"{len(records)} image(s), seed {seeds}, {args.method}, {tokens_per_step(records):.2f} tokens a step, "
         f"{timing['generate_s']:.1f} s -> {args.output}"

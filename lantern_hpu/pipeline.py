@@ -78,7 +78,13 @@ class LanternPipeline:
 
     @classmethod
     def from_pretrained(
-        cls, model: str = "builtin", device: str = "auto", dtype: str = "auto", graphs: str = "auto"
+        cls,
+        model: str = "builtin",
+        device: str = "auto",
+        dtype: str = "auto",
+        graphs: str = "auto",
+        kernels: str = "auto",
+        emulate: bool = False,
     ) -> LanternPipeline:
         """Load a model.
 
@@ -87,18 +93,31 @@ class LanternPipeline:
             device: `auto` or a backend's name.
             dtype: `auto` or one the device offers.
             graphs: `auto` or one of the device's graph modes.
+            kernels: `auto`, the device's fused kernels where they agree with the plain ones; or `plain`.
+            emulate: stand in for a device that is not here (`hpu`); `close` ends that.
 
         Raises:
             LanternError: unknown or unusable model, device, dtype or graph mode.
         """
         began = time.perf_counter()
-        backend = get_backend(device)
-        check_mode(backend, graphs)
-        folder = hub.resolve(model)
-        loaded = load_model(folder, backend.dtype(dtype), backend.device, backend.attention)
-        pipeline = cls(loaded, backend, graphs)
+        backend = get_backend(device, graphs, emulate)
+        try:
+            check_mode(backend, graphs)
+            folder = hub.resolve(model)
+            with backend.errors():
+                chosen = backend.kernels(kernels)
+                loaded = load_model(folder, backend.dtype(dtype), backend.device, chosen)
+            pipeline = cls(loaded, backend, graphs)
+        except BaseException:
+            backend.close()
+            raise
         pipeline.load_seconds = time.perf_counter() - began
         return pipeline
+
+    def close(self) -> None:
+        """Give the device back; only an emulated one must be."""
+        self.engines.clear()
+        self.backend.close()
 
     def __call__(
         self,
@@ -147,7 +166,7 @@ class LanternPipeline:
         if method == AUTO:
             method = "lantern++"
             if tree is None and relaxation is None:
-                method, tree = self.model.fastest.get(self.backend.name, (method, tree))
+                method, tree = self.model.fastest.get(self.backend.measured_as, (method, tree))
         return (method, *choose_method(method, tree, relaxation))
 
     def draw(
@@ -170,9 +189,9 @@ class LanternPipeline:
         timing |= {"generate_s": 0.0, "decode_s": 0.0, "ms_per_step": 0.0}
         timing |= {"prefill_s": 0.0, "steps_s": 0.0, "steps": 0}
         began = time.perf_counter()
-        engine.warm_up()
+        self.warm_up(engine, requests[0])
         timing["warmup_s"] = time.perf_counter() - began
-        before = engine.report()
+        before, counted = engine.report(), self.backend.counters()
         images: list[Image.Image] = []
         records: list[ImageRecord] = []
         tokens: list[NDArray[np.int64]] = []
@@ -186,10 +205,14 @@ class LanternPipeline:
             records += self.records(batch, decoded)
         timing["ms_per_step"] = 1000 * timing["steps_s"] / max(timing["steps"], 1)
         after = engine.report()
+        now = self.backend.counters()
         graph = asdict(after) | {
             "host_reads": after.host_reads - before.host_reads,
             "replays": after.replays - before.replays,
             "batch_size": size,
+            # What the device itself counted while drawing, where it does
+            "device": {name: now[name] - counted[name] for name in now},
+            "kernels": self.model.target.kernels.names(),
         }
         return GenerationResult(
             images,
@@ -205,6 +228,19 @@ class LanternPipeline:
             self.environment(),
             [note for _, note in self.notes(requests)],
         )
+
+    def warm_up(self, engine: Engine, request: Request) -> None:
+        """Whatever the device compiles for these shapes - text, prefill, step, pixels - is compiled here."""
+        if engine.warm_captures >= 0:
+            return
+        config, shapes = self.model.target.config, engine.plan.shapes
+        with self.backend.errors(), self.backend.warming_up(), torch.no_grad():
+            self.backend.flush()
+            prefix, valid = self.model.prefix([request.prompt] * shapes.images, shapes.guidance)
+            engine.place(prefix, valid)
+            engine.warm_up()
+            engine.result()
+            self.pixels(np.zeros((1, config.tokens), np.int64))
 
     def notes(self, requests: Sequence[Request]) -> list[tuple[str, str]]:
         """Each prompt with what the model cannot do with it, once."""
@@ -222,6 +258,7 @@ class LanternPipeline:
     ) -> Decoded:
         """One batch through text encoding and the engine; a short batch is padded with its last image."""
         began = time.perf_counter()
+        self.backend.flush()
         padded = [*batch, *[batch[-1]] * (size - len(batch))]
         with torch.no_grad():
             prefix, valid = self.model.prefix(
@@ -298,9 +335,10 @@ class LanternPipeline:
     def pixels(self, tokens: NDArray[np.int64]) -> list[Image.Image]:
         """Images of finished tokens [b, N], one at a time to keep memory low."""
         images: list[Image.Image] = []
-        for row in torch.from_numpy(tokens).to(self.backend.device).split(1):
+        for row in torch.from_numpy(tokens.astype(np.int32)).split(1):
+            self.backend.flush()  # the same graph for each image
             with torch.no_grad():
-                images += to_images(self.model.vq.decode_codes(row))
+                images += to_images(self.model.vq.decode_codes(row.to(self.backend.device)))
         return images
 
     def event(

@@ -18,9 +18,30 @@ class Settings:
 
     cfg_scale: Tensor  # [B] float32
     temperature: Tensor  # [B] float32
-    top_k: Tensor  # [B] int64, V when unused
+    top_k: Tensor  # [B] int32, V when unused
     top_p: Tensor  # [B] float32, 1 when unused
     greedy: Tensor  # [B] bool
+
+
+def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """`x.gather` with int32 indices, which not every torch takes; ids stay int32 everywhere else."""
+    return x.gather(dim, index.long())
+
+
+def likeliest(laws: Tensor, count: int) -> Tensor:
+    """The `count` likeliest tokens of each law [..., V], likeliest first: [..., count] int32.
+
+    Of equal ones the lower token comes first: `topk` and `argmax` promise no order, and an order that
+    differs between devices would make their images differ.
+    """
+    best = laws.topk(count, -1).values  # [..., count]
+    places = []
+    for rank in range(count):
+        value = best[..., rank : rank + 1]
+        before = (best[..., :rank] == value).sum(-1, keepdim=True, dtype=torch.int32)
+        seen = (laws == value).cumsum(-1, dtype=torch.int32)  # [..., V]
+        places.append((seen <= before).sum(-1, dtype=torch.int32))
+    return torch.stack(places, -1)
 
 
 def guide(logits: Tensor, settings: Settings, guidance: bool) -> Tensor:
@@ -76,7 +97,7 @@ def beyond_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
         most, -1
     ).values  # [B, T, most]; only values are used, never the order of ties
     rank = (top_k.clamp(max=most) - 1)[:, None, None].expand(-1, logits.shape[1], 1)
-    return (logits < largest.gather(-1, rank)) & (top_k <= most)[:, None, None]
+    return (logits < gather(largest, -1, rank)) & (top_k <= most)[:, None, None]
 
 
 def choose(probabilities: Tensor, uniform: Tensor) -> Tensor:
@@ -86,7 +107,7 @@ def choose(probabilities: Tensor, uniform: Tensor) -> Tensor:
         probabilities: [..., V], need not sum to exactly 1.
         uniform: [...] in [0, 1).
 
-    Returns [...] int64.
+    Returns [...] int32.
     """
     mass = probabilities.cumsum(-1)
     return pick(mass, uniform[..., None] * mass[..., -1:])[..., 0]
@@ -94,7 +115,7 @@ def choose(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 def pick(mass: Tensor, target: Tensor) -> Tensor:
     """Index of the interval of a cumulative mass [..., V] that holds each target [..., n]."""
-    index = torch.searchsorted(mass, target.contiguous(), right=True)
+    index = torch.searchsorted(mass, target.contiguous(), right=True, out_int32=True)
     return index.clamp(max=mass.shape[-1] - 1)
 
 
@@ -108,7 +129,7 @@ def choose_distinct(probabilities: Tensor, uniform: Tensor) -> Tensor:
         probabilities: [..., V].
         uniform: [..., c] in [0, 1).
 
-    Returns [..., c] int64. Once no mass is left the tokens are arbitrary; they have probability 0 or were
+    Returns [..., c] int32. Once no mass is left the tokens are arbitrary; they have probability 0 or were
     drawn before, and acceptance skips such a draft.
     """
     mass = probabilities.cumsum(-1)  # [..., V]
@@ -125,8 +146,8 @@ def choose_distinct(probabilities: Tensor, uniform: Tensor) -> Tensor:
             gone = sum(width * (other < start) for other, width in zip(starts, sizes, strict=True))
             shifted = shifted + size * (target >= start - gone)
         token = pick(mass, shifted[..., None])  # [..., 1]
-        size = probabilities.gather(-1, token)[..., 0]
+        size = gather(probabilities, -1, token)[..., 0]
         tokens.append(token[..., 0])
-        starts.append(mass.gather(-1, token)[..., 0] - size)
+        starts.append(gather(mass, -1, token)[..., 0] - size)
         sizes.append(size)
     return torch.stack(tokens, -1)

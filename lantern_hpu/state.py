@@ -50,19 +50,19 @@ class DecodeState:
     first_uniform: Tensor  # [B] float32, for the token that prefill draws
     uniforms: Tensor  # [block, B, draws] float32
     # Changed by prefill and step
-    cursor: Tensor  # [1] int64, which of `uniforms` is next
-    count: Tensor  # [B] int64, t: image tokens whose keys and values are in the cache
-    tokens: Tensor  # [B * (N + D + 1)] int64, flat; tokens 0 .. t of each image are final
-    root: Tensor  # [B] int64, token t, not yet in the cache
+    cursor: Tensor  # [1] int32, which of `uniforms` is next
+    count: Tensor  # [B] int32, t: image tokens whose keys and values are in the cache
+    tokens: Tensor  # [B * (N + D + 1)] int32, flat; tokens 0 .. t of each image are final
+    root: Tensor  # [B] int32, token t, not yet in the cache
     target_cache: KVCache
     drafter_cache: KVCache | None
-    pending_tokens: Tensor  # [B, D + 1] int64, tokens the drafter has not seen
+    pending_tokens: Tensor  # [B, D + 1] int32, tokens the drafter has not seen
     pending_features: Tensor  # [R, D + 1, H], the target's features before them
-    pending_count: Tensor  # [B] int64, how many of them are real
+    pending_count: Tensor  # [B] int32, how many of them are real
     # Statistics, kept on the device so that they cost no host read
-    steps: Tensor  # [B] int64, steps until the image was done
-    accepted: Tensor  # [B, D] int64, steps that accepted a draft at depth d + 1
-    relaxed: Tensor  # [B] int64, drafts accepted only thanks to neighbours
+    steps: Tensor  # [B] int32, steps until the image was done
+    accepted: Tensor  # [B, D] int32, steps that accepted a draft at depth d + 1
+    relaxed: Tensor  # [B] int32, drafts accepted only thanks to neighbours
 
     @classmethod
     def allocate(
@@ -73,7 +73,7 @@ class DecodeState:
         s = capacity(config, shapes.tree)
 
         def whole(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=device)
+            return torch.zeros(shape, dtype=torch.int32, device=device)
 
         def real(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)

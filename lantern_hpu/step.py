@@ -10,16 +10,18 @@ entry, L - 1, already holds the root.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lantern_hpu.accept import Acceptance, Residual, Verdict
+from lantern_hpu.constants import Constants, count_up
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target, additive, prefix_mask, rope_table
-from lantern_hpu.sampling import choose, choose_distinct, guide, law
+from lantern_hpu.sampling import choose, choose_distinct, gather, guide, law, likeliest
 from lantern_hpu.state import DecodeState, Shapes, capacity, columns
 from lantern_hpu.tree import DraftTree
 
@@ -37,11 +39,7 @@ class Plan:
     residual: Residual = "sound"
 
 
-def count_up(size: int) -> Tensor:
-    return torch.arange(size, dtype=torch.int64)
-
-
-class Slots(nn.Module):
+class Slots(Constants):
     """Positions and masks of the cache, as constants on the device."""
 
     rope: Tensor
@@ -61,9 +59,6 @@ class Slots(nn.Module):
         self.constant("row_start", count_up(shapes.rows) * size)  # [R]
         self.constant("below", torch.ones(width, width, dtype=torch.bool).tril())
         self.constant("wide", count_up(max(width, tree.size)))
-
-    def constant(self, name: str, value: Tensor) -> None:
-        self.register_buffer(name, value, persistent=False)
 
     def per_row(self, x: Tensor) -> Tensor:
         """[B, ...] -> [R, ...]: an image's rows always hold the same tokens at the same positions."""
@@ -105,29 +100,29 @@ class Sampler(nn.Module):
         """One token an image [B]: drawn from laws [B, V], or the likeliest of greedy_laws [B, V]."""
         if not self.plan.use_greedy:
             return choose(laws, uniform)
-        likeliest = greedy_laws.argmax(-1)
+        best = likeliest(greedy_laws, 1)[..., 0]
         if not self.plan.use_sampled:
-            return likeliest
-        return torch.where(state.settings.greedy, likeliest, choose(laws, uniform))
+            return best
+        return torch.where(state.settings.greedy, best, choose(laws, uniform))
 
     def distinct(self, laws: Tensor, uniform: Tensor, state: DecodeState) -> Tensor:
         """Children of each node [B, w, c] from laws [B, w, V]: drawn, or the likeliest if greedy."""
         if not self.plan.use_greedy:
             return choose_distinct(laws, uniform)
-        likeliest = laws.topk(uniform.shape[-1], -1).indices
+        best = likeliest(laws, uniform.shape[-1])
         if not self.plan.use_sampled:
-            return likeliest
+            return best
         return torch.where(
-            state.settings.greedy[:, None, None], likeliest, choose_distinct(laws, uniform)
+            state.settings.greedy[:, None, None], best, choose_distinct(laws, uniform)
         )
 
 
 def at(x: Tensor, index: Tensor) -> Tensor:
     """Rows of x [A, T, H] at index [A, n]: [A, n, H]."""
-    return x.gather(1, index[..., None].expand(-1, -1, x.shape[-1]))
+    return gather(x, 1, index[..., None].expand(-1, -1, x.shape[-1]))
 
 
-class Prefill(nn.Module):
+class Prefill(Constants):
     """The condition through target and drafter, and the first image token."""
 
     first: Tensor
@@ -138,7 +133,7 @@ class Prefill(nn.Module):
         self.slots, self.sampler = Slots(target, plan.shapes), Sampler(target, plan)
         self.prefix, self.plan = target.config.prefix, plan
         first = count_up(plan.shapes.images) * columns(target.config, plan.shapes.tree)
-        self.register_buffer("first", first, persistent=False)  # [B] each image's token 0
+        self.constant("first", first)  # [B] each image's token 0
 
     def mask(self, state: DecodeState, start: Tensor, width: int, sees_pads: bool) -> Tensor:
         """[R, 1, width, S] causal mask, with the rule for pads of `prefix_mask`."""
@@ -168,7 +163,7 @@ class Prefill(nn.Module):
         """Entries 0 .. P-2 carry the condition's features beside the filler token 0."""
         width, start = self.prefix - 1, torch.zeros_like(self.slots.row_start)
         mask = self.mask(state, start, width, drafter.sees_pads)
-        filler = torch.zeros_like(hidden[:, :-1, 0], dtype=torch.int64)
+        filler = torch.zeros_like(hidden[:, :-1, 0], dtype=torch.int32)
         where = self.slots.flat(start, width)
         rope = self.rope(1, width)
         drafter(filler, hidden[:, :-1], rope, mask, state.drafter_cache, where)
@@ -176,7 +171,7 @@ class Prefill(nn.Module):
     def reset(self, state: DecodeState, root: Tensor, last: Tensor) -> None:
         for tensor in (state.count, state.cursor, state.steps, state.accepted, state.relaxed):
             tensor.zero_()
-        state.tokens.index_copy_(0, self.first, root)
+        state.tokens.index_copy_(0, self.first.long(), root)
         state.root.copy_(root)
         # The drafter owes the pair (feature of the last condition slot, root).
         state.pending_tokens.copy_(root[:, None].expand_as(state.pending_tokens))
@@ -184,7 +179,7 @@ class Prefill(nn.Module):
         state.pending_count.fill_(1)
 
 
-class Level(nn.Module):
+class Level(Constants):
     """Tables of one drafting level: nodes at this depth that have children."""
 
     child_table: Tensor
@@ -210,18 +205,15 @@ class Level(nn.Module):
         pick = [row[tree.parent[n]] * widest + tree.paths[n][-1] for n in below]
         self.constant("pick", torch.tensor(pick))  # [nodes at depth + 1]
         grown = tree.frontiers[depth + 1] if depth + 1 < tree.depth else ()
-        self.constant("expand", torch.tensor([below.index(n) for n in grown], dtype=torch.int64))
+        self.constant("expand", torch.tensor([below.index(n) for n in grown], dtype=torch.int32))
         self.constant(
-            "parent", torch.tensor([row[tree.parent[n]] for n in grown], dtype=torch.int64)
+            "parent", torch.tensor([row[tree.parent[n]] for n in grown], dtype=torch.int32)
         )
         # The drafter keeps the tree's entries behind its committed ones, in the order of expansion.
         inner = tree.expanded[1:]
         sees = [[tree.ancestors[n][other] for other in inner] for n in grown]
         self.constant("sees", torch.tensor(sees, dtype=torch.bool))  # [grown, I - 1]
-        self.constant("scratch", torch.tensor([inner.index(n) for n in grown], dtype=torch.int64))
-
-    def constant(self, name: str, value: Tensor) -> None:
-        self.register_buffer(name, value, persistent=False)
+        self.constant("scratch", torch.tensor([inner.index(n) for n in grown], dtype=torch.int32))
 
 
 class Drafting(nn.Module):
@@ -294,7 +286,7 @@ class Drafting(nn.Module):
         return torch.cat(tokens, 1), torch.cat(laws, 1)
 
 
-class Step(nn.Module):
+class Step(Constants):
     """One decode step for a batch of images, each at its own length."""
 
     depths: Tensor
@@ -315,7 +307,7 @@ class Step(nn.Module):
         """
         Args:
             drafter: needed unless the tree is the root alone.
-            neighbours: [V, K] int64 for relaxed acceptance.
+            neighbours: [V, K] int32 for relaxed acceptance.
         """
         super().__init__()
         self.target, self.plan = target, plan
@@ -334,24 +326,38 @@ class Step(nn.Module):
         constants = {
             "depths": torch.tensor(tree.depths),  # [M]
             "ancestors": torch.tensor(tree.ancestors),  # [M, M]
-            "expanded": torch.tensor(tree.expanded, dtype=torch.int64),  # [I]
+            "expanded": torch.tensor(tree.expanded, dtype=torch.int32),  # [I]
             "path": torch.tensor(tree.path_table),  # [M, D + 1]
             "has_children": torch.tensor([bool(c) for c in tree.children]),  # [M]
             "first": count_up(plan.shapes.images) * columns(config, tree),  # [B]
             "layer_start": count_up(config.layers) * plan.shapes.rows * capacity(config, tree),
         }
         for name, value in constants.items():
-            self.register_buffer(name, value, persistent=False)
+            self.constant(name, value)
 
     def forward(self, state: DecodeState) -> Tensor:
         """Returns how many tokens of each image are known [B]."""
-        uniform = state.uniforms.index_select(0, state.cursor)[0]  # [B, draws]
+        return self.finish(state, *self.draft(state))
+
+    @property
+    def parts(self) -> tuple[Callable[..., Any], ...]:
+        """Two halves, for a device that cannot record the whole as one graph."""
+        return self.draft, self.finish
+
+    def draft(self, state: DecodeState) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """This step's uniforms [B, draws], committed slots [R], tree tokens [B, M], drafter laws [B, I, V]."""
+        uniform = state.uniforms.index_select(0, state.cursor)[0]
         state.cursor.add_(1)
-        length = self.slots.per_row(state.count) + self.prefix  # [R]
+        length = self.slots.per_row(state.count) + self.prefix
         if self.drafting is None:
-            tokens, q = state.root[:, None], None
-        else:
-            tokens, q = self.drafting(length, uniform[:, : self.size - 1], state)
+            return uniform, length, state.root[:, None], None
+        tokens, q = self.drafting(length, uniform[:, : self.size - 1], state)
+        return uniform, length, tokens, q
+
+    def finish(
+        self, state: DecodeState, uniform: Tensor, length: Tensor, tokens: Tensor, q: Tensor | None
+    ) -> Tensor:
+        """Verify, accept and commit. -> [B] tokens known"""
         hidden = self.verify(tokens, length, state)
         node, bonus, relaxed = self.accept(hidden, tokens, q, uniform[:, self.size - 1 :], state)
         return self.commit(hidden, tokens, node, bonus, relaxed, length, state)
@@ -417,10 +423,10 @@ class Step(nn.Module):
         path, taken = self.path[node], self.depths[node]  # [B, D + 1], [B]
         order = self.slots.wide[: self.depth + 1]  # [D + 1]
         # Token t + 1 + i is draft i + 1 of the path, or the bonus token after the last of them.
-        drafts = tokens.gather(1, torch.cat([path[:, 1:], path[:, -1:]], 1))
+        drafts = gather(tokens, 1, torch.cat([path[:, 1:], path[:, -1:]], 1))
         news = torch.where(order < taken[:, None], drafts, bonus[:, None])  # [B, D + 1]
         where = (self.first + state.count + 1)[:, None] + order
-        state.tokens.index_copy_(0, where.flatten(), news.flatten())
+        state.tokens.index_copy_(0, where.flatten().long(), news.flatten())
         count = (state.count + taken + 1).clamp(max=self.tokens - 1)
         if self.depth:
             # A finished image adds nothing; one pair keeps its catch-up within its own row.
@@ -462,7 +468,7 @@ class Step(nn.Module):
             depth = order[1:]  # 1 .. D
             counted = (depth <= taken[:, None]) & (state.count[:, None] + depth <= last)
             state.accepted.add_(counted)
-            state.relaxed.add_((relaxed & counted).sum(1))
+            state.relaxed.add_((relaxed & counted).sum(1, dtype=torch.int32))
 
 
 def build(

@@ -61,7 +61,8 @@ class Case:
             return logits.masked_fill(logits < limit, float("-inf")).softmax(-1)
 
         self.p, self.q = law(), law()
-        tokens = torch.randint(V, (B, self.tree.size), generator=generator)
+        shape = (B, self.tree.size)
+        tokens = torch.randint(V, shape, generator=generator, dtype=torch.int32)
         for row, node in enumerate(self.tree.expanded):
             below = list(self.tree.children[node])
             uniform = torch.rand(B, len(below), generator=generator, dtype=torch.float64)
@@ -188,7 +189,7 @@ def siblings_law(p: Tensor, q: Tensor, children: int, rule: Relaxed) -> Tensor:
     for i in range(children):
         chance, left = chance * q[draws[:, i]] / left, left - q[draws[:, i]]
     acceptance = acceptance_of(tree, rule, size)
-    tokens = torch.cat([torch.zeros(count, 1, dtype=torch.int64), draws], 1)
+    tokens = torch.cat([torch.zeros(count, 1, dtype=torch.int32), draws], 1)
     laws = p.expand(count, 1, -1), q.expand(count, 1, -1)
 
     def run(uniform: Tensor) -> Verdict:
@@ -265,7 +266,7 @@ def test_hand_made_example(residual: Residual, after: list[float]) -> None:
         :, None, None
     ]  # the chance is 0.4 / 0.5
     verdict = acceptance.sampled(
-        p, q, torch.zeros(2, 2, dtype=torch.int64), uniform, bounds_of(rule, 2)
+        p, q, torch.zeros(2, 2, dtype=torch.int32), uniform, bounds_of(rule, 2)
     )
     assert verdict.node.tolist() == [1, 0]
     assert verdict.relaxed.tolist() == [[True], [False]]

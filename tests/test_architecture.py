@@ -19,9 +19,10 @@ PACKAGE = ROOT / "lantern_hpu"
 # A part may import parts of lines above its own, and itself. A folder is one part.
 LAYERS = (
     {"errors"},
+    {"kernels"},
     {"backends"},
     {"graphs"},
-    {"noise", "cache", "codebook", "sampling", "hub", "results"},
+    {"constants", "noise", "cache", "codebook", "sampling", "hub", "results"},
     {"tree"},
     {"config", "accept", "reference"},
     {"models"},
@@ -29,7 +30,7 @@ LAYERS = (
     {"step"},
     {"engine"},
     {"pipeline"},
-    {"generate", "bench"},
+    {"generate", "bench", "doctor", "lint"},
     {"cli"},
 )
 DEVICES = {"cpu", "cuda", "hpu", "mps", "xpu"}

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.cache import KVCache
+from lantern_hpu.kernels import rotate
 from lantern_hpu.models.transformer import (
     HeadNorm,
     Target,
     additive,
     prefix_mask,
     rope_table,
-    rotate,
 )
 from lantern_hpu.step import Step
 from lantern_hpu.tree import DraftTree, load_tree

@@ -263,7 +263,7 @@ def test_distribution_test_notices_children_that_were_not_drawn(
     strangers: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def likeliest(laws: Tensor, uniform: Tensor) -> Tensor:
-        return laws.topk(uniform.shape[-1], -1).indices
+        return laws.topk(uniform.shape[-1], -1).indices.int()
 
     monkeypatch.setattr("lantern_hpu.step.choose_distinct", likeliest)
     counts, one = count_images(strangers, SMALL_TREE, cfg_scale=1.0)
@@ -410,7 +410,7 @@ def test_counts_are_what_each_step_added(models: Models) -> None:
     engine = make_engine(models, plan_for(load_tree("mc_sim_7b_63"), requests))
     advance(engine, requests, 0)
     known = [1] * len(requests)
-    want = torch.zeros(len(requests), 5, dtype=torch.int64)
+    want = torch.zeros(len(requests), 5, dtype=torch.int32)
     for number in range(N):
         engine.feed([r.seed for r in requests], number + 1, 1)
         now = [int(k) for k in engine.step()]

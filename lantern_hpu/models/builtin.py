@@ -21,10 +21,11 @@ from torch import Tensor, nn
 from lantern_hpu.config import Sampling
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.hub import CONFIG, read_config, source
+from lantern_hpu.kernels import PLAIN, Kernels
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.llamagen import CaptionProjection
 from lantern_hpu.models.text import WordConditioner
-from lantern_hpu.models.transformer import Attention, Target, TransformerConfig, plain_attention
+from lantern_hpu.models.transformer import Target, TransformerConfig
 from lantern_hpu.models.vq import VQConfig, VQModel
 
 
@@ -64,7 +65,7 @@ def load_model(
     folder: Path,
     dtype: torch.dtype = torch.float32,
     device: torch.device | None = None,
-    attention: Attention = plain_attention,
+    kernels: Kernels = PLAIN,
 ) -> ImageModel:
     """Read a model folder; its files are checked first.
 
@@ -74,7 +75,7 @@ def load_model(
     config = read_config(folder)
     try:
         with torch.device("meta"):  # no random initialisation of what is about to be loaded
-            target, drafter, text, condition, vq = make_parts(config, attention)
+            target, drafter, text, condition, vq = make_parts(config, kernels)
         sampling = Sampling(**config["sampling"])
         fastest = {name: (method, tree) for name, (method, tree) in config["fastest"].items()}
     except (KeyError, TypeError, ValueError) as error:
@@ -98,14 +99,14 @@ def load_model(
 
 
 def make_parts(
-    config: dict[str, Any], attention: Attention
+    config: dict[str, Any], kernels: Kernels
 ) -> tuple[Target, Drafter, WordConditioner, CaptionProjection, VQModel]:
     """The modules that a configuration describes, without weights."""
     sizes, width = transformer_config(config["target"]), config["caption_dim"]
     vq = config["vq"]
     return (
-        Target(sizes, attention),
-        Drafter(sizes, **config["drafter"], attention=attention),
+        Target(sizes, kernels),
+        Drafter(sizes, **config["drafter"], kernels=kernels),
         WordConditioner(config["words"], width, sizes.prefix),
         CaptionProjection(width, sizes.dim, sizes.prefix),
         VQModel(VQConfig(**{**vq, "multipliers": tuple(vq["multipliers"])})),

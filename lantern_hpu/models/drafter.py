@@ -11,12 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.cache import KVCache
-from lantern_hpu.models.transformer import (
-    Attention,
-    Block,
-    TransformerConfig,
-    plain_attention,
-)
+from lantern_hpu.kernels import PLAIN, Kernels
+from lantern_hpu.models.transformer import Block, TransformerConfig
 
 
 class Drafter(nn.Module):
@@ -27,7 +23,7 @@ class Drafter(nn.Module):
         config: TransformerConfig,
         input_norm: bool = False,
         sees_pads: bool = False,
-        attention: Attention = plain_attention,
+        kernels: Kernels = PLAIN,
     ) -> None:
         """
         Args:
@@ -39,7 +35,7 @@ class Drafter(nn.Module):
         self.config, self.sees_pads = config, sees_pads
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.fc = nn.Linear(2 * config.dim, config.dim)
-        self.block = Block(config, attention, input_norm)
+        self.block = Block(config, kernels, input_norm)
 
     def forward(
         self,

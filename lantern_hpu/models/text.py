@@ -59,16 +59,18 @@ class WordConditioner(nn.Module):
         return [self.index.get(word, 1) for word in self.split(prompt)[: self.prefix]]
 
     def forward(self, ids: Tensor) -> Condition:
-        """[B, P] int64 ids, padded with 0 on the left -> features."""
+        """[B, P] int32 ids, padded with 0 on the left -> features."""
         valid = ids > 0
-        order = (valid.long().cumsum(-1) - 1).clamp(min=0)  # a word's place, whatever the padding
+        order = (valid.int().cumsum(-1, dtype=torch.int32) - 1).clamp(
+            min=0
+        )  # a word's place, whatever the padding
         features = (self.table(ids) + self.position(order)) * valid[..., None]
         return Condition(features, valid)
 
     def encode(self, prompts: Sequence[str]) -> Condition:
         rows = [self.ids(prompt) for prompt in prompts]
         padded = [[0] * (self.prefix - len(row)) + row for row in rows]
-        return self(torch.tensor(padded, dtype=torch.int64, device=self.table.weight.device))
+        return self(torch.tensor(padded, dtype=torch.int32, device=self.table.weight.device))
 
     def notes(self, prompt: str) -> list[str]:
         words = self.split(prompt)

@@ -6,7 +6,6 @@ static cache. The module reads no Python value that varies between calls, so a g
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,9 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lantern_hpu.cache import KVCache
-
-# q [R, heads, T, hd], k and v [R, kv_heads, S, hd], additive mask [R, 1, T, S] -> [R, heads, T, hd]
-Attention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+from lantern_hpu.kernels import PLAIN, Kernels
 
 
 @dataclass(frozen=True)
@@ -88,39 +85,20 @@ def rope_table(config: TransformerConfig, positions: int) -> Tensor:
     return table
 
 
-def rotate(x: Tensor, rope: Tensor, interleaved: bool) -> Tensor:
-    """Turn each pair of features by its angle.
-
-    Args:
-        x: [R, T, heads, hd].
-        rope: [R, T, 2, hd / 2], rows of `rope_table` for these tokens.
-        interleaved: pairs are (0, 1), (2, 3), ... (LlamaGen) or (0, hd/2), (1, hd/2 + 1), ... (Llama).
-    """
-    cos, sin = rope[:, :, None, 0], rope[:, :, None, 1]  # [R, T, 1, hd / 2]
-    if interleaved:
-        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Torch's own attention; a backend may offer a faster one of the same signature."""
-    return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1]
-    )
-
-
 class RMSNorm(nn.Module):
     """Root-mean-square norm, computed in float32 whatever the model's dtype."""
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, eps: float, kernels: Kernels = PLAIN) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
+        self.eps, self.kernels = eps, kernels
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return self.kernels.rms_norm(x, self.weight, self.eps)
+
+
+def norm(config: TransformerConfig, kernels: Kernels) -> RMSNorm:
+    return RMSNorm(config.dim, config.norm_eps, kernels)
 
 
 class HeadNorm(nn.Module):
@@ -140,11 +118,11 @@ class HeadNorm(nn.Module):
 class SelfAttention(nn.Module):
     """Grouped-query attention over the cache (or over its own keys when there is none)."""
 
-    def __init__(self, config: TransformerConfig, attention: Attention) -> None:
+    def __init__(self, config: TransformerConfig, kernels: Kernels) -> None:
         super().__init__()
         self.heads, self.kv, self.head_dim = config.heads, config.kv, config.head_dim
         self.interleaved = config.rope_pairs == "interleaved"
-        self.attention = attention
+        self.kernels = kernels
         self.qkv = nn.Linear(config.dim, (self.heads + 2 * self.kv) * self.head_dim, bias=False)
         self.out = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
         if config.qk_norm:
@@ -164,12 +142,13 @@ class SelfAttention(nn.Module):
     ) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split([self.heads, self.kv, self.kv], dim=2)
-        q = rotate(self.q_norm(q), rope, self.interleaved)
-        k = rotate(self.k_norm(k), rope, self.interleaved)
+        q = self.kernels.rotate(self.q_norm(q), rope, self.interleaved)
+        k = self.kernels.rotate(self.k_norm(k), rope, self.interleaved)
         if cache is not None and slots is not None:
             cache.write(layer, slots, k.flatten(0, 1), v.flatten(0, 1))
             k, v = cache.read(layer)
-        mixed = self.attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), mask)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        mixed = self.kernels.attention(q, k, v, mask)  # [R, heads, T, hd]
         return self.out(mixed.transpose(1, 2).flatten(2))
 
 
@@ -190,12 +169,12 @@ class Block(nn.Module):
     """One layer. The LlamaGen drafter's has no norm before its attention."""
 
     def __init__(
-        self, config: TransformerConfig, attention: Attention, input_norm: bool = True
+        self, config: TransformerConfig, kernels: Kernels, input_norm: bool = True
     ) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps) if input_norm else nn.Identity()
-        self.attention = SelfAttention(config, attention)
-        self.ffn_norm = RMSNorm(config.dim, config.norm_eps)
+        self.attention_norm = norm(config, kernels) if input_norm else nn.Identity()
+        self.attention = SelfAttention(config, kernels)
+        self.ffn_norm = norm(config, kernels)
         self.ffn = FeedForward(config.dim, config.ffn_dim)
 
     def forward(
@@ -214,12 +193,12 @@ class Block(nn.Module):
 class Target(nn.Module):
     """The model whose images we want: token embedding, decoder, final norm, head."""
 
-    def __init__(self, config: TransformerConfig, attention: Attention = plain_attention) -> None:
+    def __init__(self, config: TransformerConfig, kernels: Kernels = PLAIN) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.kernels = config, kernels
         self.embed = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config, attention) for _ in range(config.layers))
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.layers = nn.ModuleList(Block(config, kernels) for _ in range(config.layers))
+        self.norm = norm(config, kernels)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
 
     def forward(

@@ -1,0 +1,102 @@
+"""An emulator of Gaudi's contract, so that wrong code fails on a laptop.
+
+    with emulate() as card:
+        x = torch.arange(4, device="hpu")
+        ...
+    print(card.findings.sorted(), card.counts)
+
+It is written from the public sources of the PyTorch bridge, release 1.19, and Habana's documentation. Tensors
+say `hpu` and keep their numbers on the CPU; lazy graphs, recipes, HPU graphs, int32 storage, fallbacks, host
+reads and the metrics follow the bridge. It knows nothing of speed, fusion, bfloat16 rounding, tie order or
+newer bridges: what passes here is contract-checked, not tested on a Gaudi.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from lantern_hpu.backends.hpu_emulator.device import Counts, Device, current, installed, listening
+from lantern_hpu.backends.hpu_emulator.graphs import abandoned_on_error
+from lantern_hpu.backends.hpu_emulator.habana import ROOT, modules
+from lantern_hpu.backends.hpu_emulator.modes import Functions, Operators
+from lantern_hpu.backends.hpu_emulator.rules import RULES, Finding, Rule
+
+__all__ = ["ROOT", "RULES", "Counts", "Device", "Finding", "Rule", "current", "emulate"]
+
+
+@contextmanager
+def emulate(
+    lazy: bool = True, flags: Mapping[str, str] | None = None, importable: bool = False
+) -> Iterator[Device]:
+    """Install an emulated card in this thread.
+
+    Args:
+        lazy: PT_HPU_LAZY_MODE.
+        flags: the other flags of the bridge.
+        importable: whether `import habana_frameworks` works meanwhile. Libraries take that for a Gaudi, so
+            this is for foreign scripts alone.
+    """
+    card = Device(lazy, flags)
+    with ExitStack() as stack:
+        stack.enter_context(installed(card))
+        card.modules = modules(card)
+        stack.enter_context(abandoned_on_error(card))
+        stack.enter_context(device_module(card.modules[f"{ROOT}.torch.hpu"]))
+        if importable:
+            stack.enter_context(imported(card))
+        card.listen(Functions(card), Operators(card))
+        stack.callback(card.deaf)
+        yield card
+
+
+@contextmanager
+def device_module(module: ModuleType) -> Iterator[None]:
+    """`torch.hpu`, as the bridge registers it."""
+    torch.hpu = module  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del torch.hpu  # type: ignore[attr-defined]
+
+
+@contextmanager
+def imported(card: Device) -> Iterator[None]:
+    """The modules under their names in `sys.modules`, and `hpu_backend` for `torch.compile`."""
+    real = torch.compile
+
+    def compile(model: Any = None, *args: Any, backend: Any = "inductor", **options: Any) -> Any:
+        if backend != "hpu_backend":
+            return real(model, *args, backend=backend, **options)
+        if card.lazy:
+            card.findings.hit("H080", "torch.compile with hpu_backend in lazy mode", "error")
+            raise RuntimeError("hpu_backend needs PT_HPU_LAZY_MODE=0")
+        return (lambda model: model) if model is None else model  # operator by operator
+
+    sys.modules.update(card.modules)
+    torch.compile = compile
+    try:
+        yield
+    finally:
+        torch.compile = real
+        for name in card.modules:
+            sys.modules.pop(name, None)
+
+
+def audit(event: str, arguments: tuple[Any, ...]) -> None:
+    """Flags that come too late, and forks."""
+    if event not in ("os.putenv", "os.fork") or not listening():
+        return
+    if event == "os.fork":
+        current().findings.hit("H082")
+    elif os.fsdecode(arguments[0]).startswith("PT_"):
+        current().findings.hit("H081", os.fsdecode(arguments[0]))
+
+
+sys.addaudithook(audit)

@@ -1,0 +1,276 @@
+"""The rules that look at one operator and its arguments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lantern_hpu.backends.hpu_emulator.tensor import HPUTensor
+
+if TYPE_CHECKING:
+    from lantern_hpu.backends.hpu_emulator.device import Device
+    from lantern_hpu.backends.hpu_emulator.ops import Op
+
+INT32 = torch.iinfo(torch.int32)
+MEGABYTE = 2**20
+DYNAMIC = {
+    **dict.fromkeys(("nonzero", "nonzero_numpy", "masked_select", "argwhere"), "H010"),
+    **dict.fromkeys(
+        ("_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount", "histc"), "H011"
+    ),
+}
+COMPLEX = ("view_as_complex", "view_as_real", "polar", "complex", "fft", "_fft")
+PAYLOADS = frozenset(
+    "gather take_along_dim scatter scatter_ argmax argmin max min topk roll index_put index_put_".split()
+)
+PRODUCTS = frozenset("mm bmm addmm baddbmm addbmm addmv mv dot".split())
+ARITHMETIC = frozenset(
+    "add add_ sub sub_ rsub mul mul_ pow cumsum cumprod sum prod neg bitwise_left_shift __lshift__ square".split()
+)
+INDEXED = frozenset(
+    "gather index_select embedding index index_put index_put_ index_copy index_copy_ index_add index_add_ "
+    "index_fill index_fill_ scatter scatter_ scatter_add scatter_add_ scatter_reduce take".split()
+)
+WRITES_ONCE = frozenset("index_put index_put_ index_copy index_copy_ scatter scatter_".split())
+WHOLE_COPIES = frozenset("index_put_ index_add_ scatter_add_".split())
+
+
+def before(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Everything that can be said of an operator before it runs."""
+    hit = device.findings.hit
+    first = args[0] if args and isinstance(args[0], Tensor) else None
+    if op.packet in DYNAMIC:
+        dynamic(device, op, DYNAMIC[op.packet])
+    if op.packet == "repeat_interleave" and kwargs.get("output_size") is None:
+        dynamic(device, op, "H011")
+    for mark in op.writes:
+        target = kwargs.get(mark) if isinstance(mark, str) else args[mark]
+        if isinstance(target, HPUTensor):
+            view_write(device, op, target)
+    if op.packet.startswith(COMPLEX) or (first is not None and first.is_complex()):
+        hit("H034", op.name)
+    if first is None:
+        return
+    if first.dtype == torch.float64:
+        hit("H033", op.name)
+    if op.packet in PAYLOADS and first.dtype == torch.int64 and first.dim() and device.lazy:
+        hit("H032", op.name, "error" if op.packet in ("gather", "take_along_dim") else None)
+    if (
+        op.packet in ("sort", "argsort", "msort")
+        and first.dim()
+        and first.shape[sort_dim(args, kwargs)] > 1024
+    ):
+        hit("H044", op.name)
+    half = first.dtype in (torch.bfloat16, torch.float16)
+    if op.packet == "multinomial" and half and first.shape[-1] > 32767:
+        hit("H046", op.name)
+    if op.packet in INDEXED:
+        indexed(device, op, args, kwargs)
+
+
+def sort_dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    numbers = [a for a in args[1:] if type(a) is int]
+    dim: int = kwargs.get("dim", numbers[0] if numbers else -1)
+    return dim
+
+
+def falls_back(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Native operators that fall back for some arguments."""
+    hit = device.findings.hit
+    first = args[0] if args and isinstance(args[0], Tensor) else None
+    if first is None:
+        return False
+    if op.name == "sort.stable" and (kwargs.get("stable") or (len(args) > 1 and args[1] is True)):
+        dim = sort_dim(args, kwargs) % max(first.dim(), 1)
+        if dim == 0 or first.shape[dim] > 37:
+            hit("H041", op.name)
+            return True
+    reduces = op.packet in ("argmax", "argmin") or (
+        op.packet in ("max", "min") and (len(args) > 1 or "dim" in kwargs)
+    )
+    if reduces and first.dtype == torch.bool:
+        hit("H042", op.name)
+        return True
+    if op.packet in PRODUCTS and not first.is_floating_point() and not first.is_complex():
+        hit("H043", op.name)
+        return True
+    if op.packet == "index_select" and first.dim() > 5:
+        return True
+    if op.packet == "where" and first.dtype != torch.bool:
+        return True
+    if op.packet == "roll" and first.dtype == torch.int64:
+        hit("H032", op.name)
+        return True
+    return False
+
+
+def dynamic(device: Device, op: Op, rule: str) -> None:
+    """An operator whose result's shape depends on data: it reads the size back."""
+    device.findings.hit(rule, op.name)
+    device.counts.dynamic[op.name] += 1
+    device.flush("dynamic shape")
+    device.counts.host_syncs["dynamic shape"] += 1
+    device.staging = device.lazy
+
+
+def view_write(device: Device, op: Op, target: HPUTensor) -> None:
+    if target.base is not None:
+        device.findings.hit("H060", op.name)
+
+
+def foreign(device: Device, op: Op, value: Tensor) -> None:
+    """A CPU tensor among device tensors.
+
+    Raises:
+        RuntimeError: it is not a scalar; torch refuses it too.
+    """
+    if value.dim() == 0:
+        return
+    if op.packet in ("index", "index_put", "index_put_"):
+        device.findings.hit("H061", f"{op.name} with a CPU index", "warn")
+        device.accept(value)
+        return
+    device.findings.hit("H061", op.name)
+    raise RuntimeError(
+        "Expected all tensors to be on the same device, but found at least two devices, hpu:0 and cpu! "
+        f"({op.name})"
+    )
+
+
+# Numbers
+
+
+def upload(device: Device, values: Tensor) -> None:
+    """The range check of an upload, which the bridge makes on the host.
+
+    Raises:
+        RuntimeError: values that the narrower type cannot hold.
+    """
+    if values.is_complex():
+        device.findings.hit("H034", "upload")
+    if values.dtype == torch.float64:
+        device.findings.hit("H033", "upload")
+    if not device.lazy or not values.numel() or values.dtype != torch.int64:
+        return
+    low, high = int(values.min()), int(values.max())
+    if low < INT32.min or high > INT32.max:
+        device.findings.hit("H030", f"[{low}, {high}]")
+        if device.flags.get("PT_HPU_ENABLE_VALID_DATA_RANGE_CHECK", "true").lower() in (
+            "1",
+            "true",
+        ):
+            raise RuntimeError(
+                f"Error when trying to cast Long to Int, Input values range [{low}, {high}] exceeds "
+                f"Int range [{INT32.min}, {INT32.max}]"
+            )
+
+
+def int32_range(device: Device, op: Op, result: Any) -> None:
+    """Whether integer arithmetic left the range that lazy mode stores."""
+    if op.packet not in ARITHMETIC or not isinstance(result, Tensor):
+        return
+    if result.dtype == torch.int64 and result.numel():
+        low, high = torch.aminmax(result)
+        if int(low) < INT32.min or int(high) > INT32.max:
+            device.findings.hit("H031", f"{op.name}: [{int(low)}, {int(high)}]")
+
+
+# Indices
+
+
+def indexed(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Rules for reads and writes through index tensors."""
+    hit = device.findings.hit
+    first, indices = args[0], index_tensors(op, args)
+    if op.packet in ("index", "index_put", "index_put_"):
+        if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
+            boolean_index(device, op, args)
+            return
+        if any(i is None for i in args[1]):
+            hit("H047", op.name)
+        if first.dim() > (5 if op.packet == "index" else 8):
+            hit("H045", f"{op.name} on {first.dim()} dimensions")
+    if op.packet == "index_select" and first.dim() > 5:
+        hit("H045", f"{op.name} on {first.dim()} dimensions")
+    accumulates = (len(args) > 3 and args[3] is True) or kwargs.get("accumulate") is True
+    if op.packet in WHOLE_COPIES and first.numel() * first.element_size() > MEGABYTE:
+        hit("H054", op.name)
+    source = args[3] if op.packet.startswith("scatter") and len(args) > 3 else None
+    if isinstance(source, HPUTensor) and source.raw.data_ptr() == raw(first).data_ptr():
+        hit("H053", op.name)
+    for problem, detail in broken_indices(op.packet, raw(first), indices, args, accumulates):
+        hit(problem, f"{op.name}: {detail}")
+
+
+def raw(value: Any) -> Any:
+    return value.raw if isinstance(value, HPUTensor) else value
+
+
+def boolean_index(device: Device, op: Op, args: tuple[Any, ...]) -> None:
+    if op.packet == "index":
+        dynamic(device, op, "H010")
+        return
+    if args[2].dim() == 0:
+        device.findings.hit("H012", op.name)
+        return
+    device.findings.hit("H012", op.name, "error")
+    dynamic(device, op, "H010")
+
+
+def index_tensors(op: Op, args: tuple[Any, ...]) -> list[tuple[int, Tensor]]:
+    """(size of the indexed dimension, index) of each index tensor."""
+    first = args[0]
+    if op.packet == "embedding":
+        return [(first.shape[0], raw(args[1]))]
+    if op.packet == "take":
+        return [(first.numel(), raw(args[1]))]
+    if op.packet in ("index", "index_put", "index_put_"):
+        return [(first.shape[d], raw(i)) for d, i in enumerate(args[1]) if i is not None]
+    return [(first.shape[args[1]] if first.dim() else 1, raw(args[2]))]
+
+
+def broken_indices(
+    packet: str, target: Tensor, indices: list[tuple[int, Tensor]], args: Any, accumulates: bool
+) -> list[tuple[str, str]]:
+    """Negative, too large and repeated indices: (rule, detail)."""
+    found = []
+    indices = [(size, slim(index)) for size, index in indices]
+    writes = packet.startswith(("index_put", "index_copy", "index_add", "index_fill", "scatter"))
+    for size, index in indices:
+        if not index.numel():
+            continue
+        low, high = (int(x) for x in torch.aminmax(index))
+        if low < 0 and not (writes and packet.startswith("index_put")):
+            found.append(("H050", f"{low}"))
+        if high >= size or low < -size:
+            found.append(("H051", f"{high if high >= size else low} of {size}"))
+    if packet in WRITES_ONCE and not accumulates and repeats(packet, indices, args):
+        found.append(("H052", "two writes to one place"))
+    return found
+
+
+def slim(index: Tensor) -> Tensor:
+    """An expanded index once: its repetitions say nothing new."""
+    for dim, (size, stride) in enumerate(zip(index.shape, index.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            index = index.narrow(dim, 0, 1)
+    return index
+
+
+def repeats(packet: str, indices: list[tuple[int, Tensor]], args: Any) -> bool:
+    """Whether one place is written twice."""
+    if packet.startswith("index_copy"):
+        index = indices[0][1]
+    elif packet.startswith("index_put"):
+        flat = torch.broadcast_tensors(*(i for _, i in indices))
+        index = torch.zeros_like(flat[0], dtype=torch.int64)
+        for (size, _), part in zip(indices, flat, strict=True):
+            index = index * size + part % size
+    else:  # scatter: along one dimension
+        ordered = indices[0][1].sort(args[1]).values
+        count = ordered.shape[args[1]] if ordered.dim() else 1
+        before = ordered.narrow(args[1], 0, max(count - 1, 0))
+        return bool((before == ordered.narrow(args[1], min(1, count), max(count - 1, 0))).any())
+    return index.unique().numel() < index.numel()

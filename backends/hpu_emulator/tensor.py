@@ -1,0 +1,97 @@
+"""A tensor that says it lives on `hpu` while its numbers lie in a CPU tensor.
+
+torch itself is told `meta`: such a tensor needs no device guard and no driver, and what torch's own C++
+makes on the way (`zeros` inside `one_hot`, say) is asked for on `meta` too and so can be told from a CPU
+tensor that the caller made. Python code sees `hpu`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HPU = torch.device("hpu", 0)
+META = torch.device("meta")
+
+
+class HPUTensor(Tensor):
+    """A device tensor of the emulator.
+
+    Attributes:
+        raw: the CPU tensor with its numbers.
+        base: the tensor it is a view of, or None.
+        stale: the rule to report when it is read next, or None.
+    """
+
+    raw: Tensor
+    base: HPUTensor | None
+    stale: str | None
+
+    @staticmethod
+    def __new__(cls, raw: Tensor, base: HPUTensor | None = None) -> HPUTensor:
+        made = Tensor._make_wrapper_subclass(
+            cls,
+            raw.size(),
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            device=META,
+        )
+        made.raw, made.base, made.stale = raw, base, None
+        return made
+
+    def __init__(self, raw: Tensor, base: HPUTensor | None = None) -> None: ...
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return HPU
+
+    @property
+    def is_hpu(self) -> bool:
+        return True
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return False
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return False
+
+    def data_ptr(self) -> int:
+        return self.raw.data_ptr()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        from lantern_hpu.backends.hpu_emulator.device import current
+
+        values = current().read(self, "print") if self.stale is None else self.raw
+        return f"{repr(values)[:-1]}, device='hpu:0')"
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        from lantern_hpu.backends.hpu_emulator.device import current
+
+        return current().run(func, args, kwargs or {})
+
+
+def is_hpu(device: object) -> bool:
+    """Whether a `device=` argument means the device."""
+    if device is None or isinstance(device, int):
+        return False
+    return torch.device(device).type == "hpu"  # type: ignore[call-overload]

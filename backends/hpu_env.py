@@ -1,0 +1,353 @@
+"""Gaudi's environment: which flags must be set before its software is imported, and what of it is here.
+
+Gaudi reads its flags while `habana_frameworks` is imported, which `import torch` may do by itself, and the default of
+the most important one differs between releases. So `prepare` sets them all explicitly, before either is imported.
+This module imports neither.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+from lantern_hpu.errors import DeviceError, choices
+
+# Whether a graph mode needs lazy mode. HPU graphs exist in lazy mode alone, the compiler in the other alone.
+LAZY = {"hpu_graph": True, "hpu_graph_split": True, "compile": False, "eager": False}
+
+LAZY_MODE = "PT_HPU_LAZY_MODE"
+RECIPE_CACHE = "PT_HPU_RECIPE_CACHE_CONFIG"
+PREFIXES = ("PT_", "HABANA_")
+MARK = "LANTERN_HPU_FLAGS"  # what `prepare` set, as JSON, so that it is not taken for the user's
+
+# Where things are on a machine with a Gaudi.
+DEV = Path("/dev")
+DRIVER = Path("/sys/module/habanalabs/version")
+MOUNTS = Path("/proc/self/mounts")
+SMI = "hl-smi"
+SMI_SECONDS = 5.0
+IDLE_MIB = 2048  # an idle card reports several hundred MiB of its own
+NETWORK_DISKS = {"nfs", "nfs4", "cifs", "smb3", "9p", "lustre", "gpfs", "ceph", "beegfs", "afs"}
+
+
+@dataclass(frozen=True)
+class Flags:
+    """The flags in force.
+
+    Attributes:
+        lazy: whether operations are collected into graphs (HPU graphs), or run one by one or compiled.
+        why: why this mode.
+        chosen: what we set.
+        respected: what the user had set; left as it is.
+    """
+
+    lazy: bool
+    why: str
+    chosen: dict[str, str]
+    respected: dict[str, str]
+
+    @property
+    def mode(self) -> str:
+        """The graph mode to use if none is asked for."""
+        return "hpu_graph" if self.lazy else "compile"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that can be told without importing torch."""
+
+    name: str
+    ok: bool
+    detail: str
+
+
+def prepare(
+    mode: str = "auto", emulate: bool = False, environ: MutableMapping[str, str] | None = None
+) -> Flags:
+    """Decide between lazy mode and the other, and set the flags that the user has not set.
+
+    Call it before torch is imported. Calling it again is harmless. With `emulate` nothing is set, only reported.
+
+    Raises:
+        DeviceError: an unknown graph mode; the user's own flag contradicts it; or Gaudi's software is already loaded
+            in the other mode.
+    """
+    env = os.environ if environ is None else environ
+    mine = _ours(env)
+    user = {n: v for n, v in env.items() if n.startswith(PREFIXES) and n not in mine}
+    lazy, why = _decide(mode, user.get(LAZY_MODE), emulate)
+    running = None if emulate else _running_lazy()
+    if running is not None:
+        if mode == "auto" and LAZY_MODE not in user:
+            lazy, why = running, f"habana_frameworks is already loaded in {_name(running)}"
+        if lazy != running:
+            raise DeviceError(
+                f"{LAZY_MODE}={lazy:d} comes too late",
+                f"habana_frameworks is already loaded in {_name(running)}, and reads it when loaded",
+                f"{LAZY_MODE}={lazy:d} in the shell, or use lantern_hpu before importing torch",
+            )
+        return Flags(lazy, why, mine, user)
+    chosen = {name: value for name, value in _wanted(lazy, env).items() if name not in user}
+    if not emulate:
+        for name in mine:
+            del env[name]
+        env.update(chosen)
+        env[MARK] = json.dumps(chosen)
+    return Flags(lazy, why, chosen, user)
+
+
+def _ours(env: Mapping[str, str]) -> dict[str, str]:
+    """Flags that an earlier call set, also in a parent process, and nobody has changed since."""
+    marked: dict[str, str] = json.loads(env.get(MARK, "{}"))
+    return {name: value for name, value in marked.items() if env.get(name) == value}
+
+
+def _decide(mode: str, flag: str | None, emulate: bool) -> tuple[bool, str]:
+    """(lazy or not, why); `flag` is the user's own."""
+    if mode != "auto":
+        if mode not in LAZY:
+            raise DeviceError(f"Gaudi has no graph mode {mode!r}", hint=choices(["auto", *LAZY]))
+        lazy = LAZY[mode]
+        if flag is not None and (flag != "0") != lazy:
+            others = " or ".join(name for name, needs in LAZY.items() if needs != lazy)
+            raise DeviceError(
+                f"graph mode {mode!r} needs {LAZY_MODE}={lazy:d}",
+                f"the environment says {LAZY_MODE}={flag}",
+                f"unset {LAZY_MODE}, or graph mode {others}",
+            )
+        return lazy, f"graph mode {mode!r} was asked for"
+    if flag is not None:
+        return flag != "0", f"{LAZY_MODE}={flag} was set already"
+    if emulate:
+        return True, "the emulator stands in for lazy mode, where HPU graphs are"
+    torch = installed("torch")
+    if is_fork(torch):
+        return True, f"torch {torch} is Gaudi's own build, which lazy mode and its HPU graphs need"
+    return False, f"torch {torch} is not Gaudi's own build (+git, +hpu), and lazy mode refuses it"
+
+
+def _running_lazy() -> bool | None:
+    """The mode that Gaudi's software was loaded in; None if it is not loaded.
+
+    The flag may have been changed or left unset since, and its default is not the same in all releases. But these
+    names are there in lazy mode alone.
+    """
+    hpu = sys.modules.get("habana_frameworks.torch.hpu")
+    return None if hpu is None else hasattr(hpu, "wrap_in_hpu_graph")
+
+
+def _name(lazy: bool) -> str:
+    return "lazy mode" if lazy else "eager and compile mode"
+
+
+def _wanted(lazy: bool, env: Mapping[str, str]) -> dict[str, str]:
+    """All flags that we would set."""
+    flags = {
+        LAZY_MODE: str(int(lazy)),
+        "PT_HPU_WEIGHT_SHARING": "0",  # it wraps parameters, and we tie none
+        "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES": "0",  # every shape is fixed
+    }
+    folder, _ = recipe_folder(env)
+    if folder is not None:
+        flags[RECIPE_CACHE] = folder
+    if lazy and _world_size(env) > 1:
+        flags["PT_HPU_ENABLE_LAZY_COLLECTIVES"] = "true"  # HPU graphs on several cards need it
+    return flags
+
+
+def _world_size(env: Mapping[str, str]) -> int:
+    """Processes started together, by torchrun or by MPI."""
+    size = env.get("WORLD_SIZE") or env.get("OMPI_COMM_WORLD_SIZE") or "1"
+    return int(size) if size.isdigit() else 1
+
+
+def recipe_folder(env: Mapping[str, str]) -> tuple[str | None, str]:
+    """Where compiled recipes are kept between runs, or None, and why.
+
+    One folder for all processes of a machine: the first that needs a recipe compiles it and the others read it. That
+    rests on file locks, so a network disk will not do. Recipes carry the versions they were made with.
+
+    The flag holds the bare path: the longer forms (three fields, later four) are each refused by some release, this
+    one by none. It means that nothing is deleted at the start and that 1024 MB are kept.
+    """
+    base = env.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = os.path.realpath(os.path.join(base, "lantern_hpu", "recipes"))
+    if not re.fullmatch(r"[\w./-]+", folder, re.ASCII):
+        return None, f"{folder} has characters that Gaudi refuses in a path"
+    disk = _disk_type(folder)
+    if disk in NETWORK_DISKS or disk.startswith("fuse"):
+        return None, f"{folder} is on a network disk ({disk}), where file locks do not hold"
+    return folder, folder
+
+
+def _disk_type(folder: str) -> str:
+    """The type of the file system that a path is or would be on; empty where the system does not tell."""
+    try:
+        lines = MOUNTS.read_text().splitlines()
+    except OSError:
+        return ""
+    found, longest = "", 0
+    for _, point, kind, *_ in (line.split() for line in lines):
+        inside = folder == point or folder.startswith(point.rstrip("/") + "/")
+        if inside and len(point) >= longest:
+            found, longest = kind, len(point)
+    return found
+
+
+def installed(distribution: str) -> str | None:
+    """The version of a distribution, without importing it."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def is_fork(torch: str | None) -> bool:
+    """Whether a version of torch is Gaudi's own build."""
+    return (torch or "").partition("+")[2].startswith(("git", "hpu"))
+
+
+def plugin_folder() -> Path | None:
+    """Where Gaudi's package for torch is, without importing it."""
+    try:
+        spec = find_spec("habana_frameworks")
+    except (ImportError, ValueError):  # something in sys.modules that only has the name
+        return None
+    for place in (spec and spec.submodule_search_locations) or ():
+        if (Path(place) / "torch").is_dir():
+            return Path(place) / "torch"
+    return None
+
+
+def checks() -> list[Check]:
+    """Everything that can be told without importing torch."""
+    return [
+        _check_plugin(),
+        _check_torch(),
+        _check_nodes(),
+        _check_driver(),
+        _check_visible(),
+        _check_cards(),
+        _check_recipes(),
+    ]
+
+
+def _check_plugin() -> Check:
+    folder, version = plugin_folder(), installed("habana-torch-plugin")
+    if folder is None:
+        return Check("plugin", False, "habana_frameworks is not installed (Gaudi's images have it)")
+    return Check(
+        "plugin", True, f"habana-torch-plugin {version or 'of unknown version'} in {folder}"
+    )
+
+
+def _check_torch() -> Check:
+    """Whether torch is the one that the plugin was built for; pip likes to replace it."""
+    torch, folder = installed("torch"), plugin_folder()
+    if torch is None:
+        return Check("torch", False, "torch is not installed")
+    if folder is None:
+        kind = (
+            "Gaudi's own build" if is_fork(torch) else "not Gaudi's own build, as it should be here"
+        )
+        return Check("torch", True, f"{torch}, {kind}")
+    built_for = _read(folder / "required_version.txt")
+    if built_for and _release(built_for) != _release(torch):
+        return _replaced(torch, f"the plugin was built for {built_for}")
+    if is_fork(torch):
+        return Check("torch", True, f"{torch}, Gaudi's own build: every graph mode")
+    local = torch.partition("+")[2]
+    upstream = any(folder.glob("lib/libhabana_pytorch2_plugin.upstream.so"))
+    if not upstream and (is_fork(built_for) or local.startswith(("cpu", "cu"))):
+        return _replaced(torch, "the plugin has no part for a stock torch")
+    return Check("torch", True, f"{torch}, a stock build: compile and eager, and no HPU graphs")
+
+
+def _replaced(torch: str, why: str) -> Check:
+    fix = "reinstall Gaudi's own, or start from a fresh image"
+    return Check("torch", False, f"REPLACED: {torch} is not what came with Gaudi ({why}): {fix}")
+
+
+def _release(version: str | None) -> str:
+    """Major and minor number of a version."""
+    found = re.match(r"\D*(\d+\.\d+)", version or "")
+    return found[1] if found else ""
+
+
+def _check_nodes() -> Check:
+    nodes = sorted([*DEV.glob("accel/accel[0-9]*"), *DEV.glob("hl[0-9]*")])
+    if not nodes:
+        return Check("device nodes", False, f"none in {DEV} (a container needs --runtime=habana)")
+    closed = [str(node) for node in nodes if not os.access(node, os.R_OK | os.W_OK)]
+    if closed:
+        return Check("device nodes", False, f"no permission to use {', '.join(closed)}")
+    return Check("device nodes", True, ", ".join(map(str, nodes)))
+
+
+def _check_driver() -> Check:
+    driver, plugin = _read(DRIVER), installed("habana-torch-plugin")
+    if driver is None:
+        return Check("driver", False, "habanalabs is not loaded")
+    if plugin and _release(plugin) != _release(driver):
+        why = f"habanalabs {driver} does not match the plugin's release {plugin}"
+        return Check("driver", False, f"{why}: use an image of the driver's release")
+    return Check("driver", True, f"habanalabs {driver}")
+
+
+def _check_visible() -> Check:
+    """What the container and the process may see."""
+    names = ("HABANA_VISIBLE_DEVICES", "HABANA_VISIBLE_MODULES", "HLS_MODULE_ID")
+    given = {name: os.environ[name] for name in names if name in os.environ}
+    shown = ", ".join(f"{name}={value}" for name, value in given.items())
+    return Check("visible cards", True, shown or "not restricted")
+
+
+def _check_cards() -> Check:
+    """Cards and which are taken, as far as `hl-smi` tells."""
+    program = shutil.which(SMI)
+    if program is None:
+        return Check("cards", False, f"{SMI} is not on PATH")
+    query = [program, "-Q", "module_id,memory.used", "-f", "csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=SMI_SECONDS)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Check("cards", False, f"{SMI} gave no answer: {error}")
+    visible = os.environ.get("HABANA_VISIBLE_MODULES", "all").replace(" ", "").split(",")
+    rows = re.findall(r"^\s*(\d+)\s*,\s*(\d+)", done.stdout, re.MULTILINE)
+    used = {int(card): int(mib) for card, mib in rows if visible == ["all"] or card in visible}
+    if not used:
+        said = (done.stderr or done.stdout).strip().splitlines()
+        return Check("cards", False, f"{SMI} lists none" + (f": {said[0]}" if said else ""))
+    taken = [card for card, mib in used.items() if mib > IDLE_MIB]
+    if len(taken) == len(used):
+        return Check("cards", False, f"all {len(used)} look taken (by their memory)")
+    which = f" (modules {', '.join(map(str, taken))} look taken)" if taken else ""
+    return Check("cards", True, f"{len(used)}, {len(used) - len(taken)} free{which}")
+
+
+def _check_recipes() -> Check:
+    """Where compiled graphs are kept between runs."""
+    given = os.environ.get(RECIPE_CACHE)
+    if given is not None and RECIPE_CACHE not in _ours(os.environ):
+        return Check("recipe cache", True, f"{RECIPE_CACHE}={given}")
+    folder, why = recipe_folder(os.environ)
+    if folder is None:
+        return Check("recipe cache", False, f"off: {why} (set {RECIPE_CACHE} to a local folder)")
+    return Check("recipe cache", True, folder)
+
+
+def _read(file: Path) -> str | None:
+    """A small text file, or None."""
+    try:
+        return file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return None

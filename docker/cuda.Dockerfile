@@ -1,0 +1,20 @@
+# NVIDIA: docker build -f docker/cuda.Dockerfile -t lantern_hpu:cuda .
+#
+# Whether this version of lantern_hpu uses the GPU, `doctor` says.
+ARG BASE=pytorch/pytorch:2.9.1-cuda12.8-cudnn9-runtime
+FROM ${BASE}
+
+ENV XDG_CACHE_HOME=/cache PIP_BREAK_SYSTEM_PACKAGES=1
+WORKDIR /opt/lantern_hpu
+COPY . .
+
+# No constraints.txt: it names a torch, and pip would replace the base's. The build fails if that happens all the same.
+RUN torch='from importlib.metadata import version; print(version("torch"))' \
+    && before="$(python3 -c "$torch")" \
+    && python3 -m pip install --no-cache-dir . \
+    && after="$(python3 -c "$torch")" \
+    && { [ "$before" = "$after" ] || { echo "pip replaced torch $before with $after" >&2; exit 1; }; }
+
+WORKDIR /out
+ENTRYPOINT ["python3", "-m", "lantern_hpu"]
+CMD ["doctor"]

@@ -1,0 +1,22 @@
+# Gaudi: docker build -f docker/hpu.Dockerfile -t lantern_hpu:hpu .
+#
+# The base brings Gaudi's libraries, its plugin and its own torch. Take one of the host driver's release. For HPU graphs
+# it must be a pytorch-installer-*; a pytorch-upstream-installer-* has a stock torch, for `--graphs compile`.
+ARG BASE=vault.habana.ai/gaudi-docker/1.24.0/ubuntu22.04/habanalabs/pytorch-installer-2.10.0:latest
+FROM ${BASE}
+
+# Compiled recipes go to /cache: mount a volume on a local disk there, never a network disk.
+ENV XDG_CACHE_HOME=/cache OMPI_MCA_btl_vader_single_copy_mechanism=none PIP_BREAK_SYSTEM_PACKAGES=1
+WORKDIR /opt/lantern_hpu
+COPY . .
+
+# No constraints.txt: it names a torch, and pip would replace Gaudi's. The build fails if that happens all the same.
+RUN torch='from importlib.metadata import version; print(version("torch"))' \
+    && before="$(python3 -c "$torch")" \
+    && python3 -m pip install --no-cache-dir . \
+    && after="$(python3 -c "$torch")" \
+    && { [ "$before" = "$after" ] || { echo "pip replaced torch $before with $after" >&2; exit 1; }; }
+
+WORKDIR /out
+ENTRYPOINT ["python3", "-m", "lantern_hpu"]
+CMD ["doctor"]

@@ -1,0 +1,194 @@
+"""What Gaudi would say to this code, on a machine without one.
+
+    python -m lantern_hpu.lint --strict                 the embedded model, every method
+    python -m lantern_hpu.lint --script my_model.py     your own code
+
+Code runs on the emulated card (`backends/hpu_emulator`); each rule of the contract that it breaks is printed with
+the line that broke it, why it matters, and what to write instead. A script may `import habana_frameworks.torch`, and
+may call `lantern_hpu.lint.warmed_up()` once every shape has been seen: from there on a compilation is an error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lantern_hpu.backends import EMULATED
+from lantern_hpu.config import METHODS, Request, choose_method
+from lantern_hpu.errors import OptionError, choices, exit_code
+from lantern_hpu.graphs import RUNNERS
+
+if TYPE_CHECKING:
+    from lantern_hpu.backends.hpu_emulator import Device, Finding
+
+PROMPTS = ("a red apple", "a blue fish")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lantern_hpu.lint",
+        description="Run code on an emulated Gaudi and name every rule that it breaks.",
+    )
+    parser.add_argument("--model", default="builtin", help="`builtin`, or a model folder (builtin)")
+    parser.add_argument("--method", default="all", help=f"all, {', '.join(METHODS)} (all)")
+    parser.add_argument("--graphs", default="auto", help=f"auto, {', '.join(RUNNERS)} (auto)")
+    parser.add_argument("--dtype", default="auto", help="auto, or one the device offers (auto)")
+    parser.add_argument("--script", type=Path, metavar="FILE.py", help="a program of your own")
+    parser.add_argument("--args", nargs="*", default=[], help="what the program gets")
+    parser.add_argument(
+        "--eager", action="store_true", help="run the program with PT_HPU_LAZY_MODE=0"
+    )
+    parser.add_argument("--strict", action="store_true", help="exit code 1 on any error")
+    parser.add_argument("--all", action="store_true", help="show what is merely worth knowing too")
+    parser.add_argument("--json", action="store_true", help="findings and counts, for programs")
+    return parser
+
+
+def warmed_up() -> None:
+    """For a script: every shape has been seen, so that a new recipe is a fault. Without the emulator: nothing."""
+    from lantern_hpu.backends.hpu_emulator import current
+
+    try:
+        card = current()
+    except RuntimeError:
+        return
+    card.warmed_up()
+
+
+def lint_model(args: argparse.Namespace) -> list[Device]:
+    """Warm-up and two images by each method; the cards that they ran on."""
+    if args.method not in ("all", *METHODS):
+        raise OptionError(f"unknown method {args.method!r}", hint=choices(["all", *METHODS]))
+    from lantern_hpu.pipeline import LanternPipeline
+
+    cards = []
+    for method in METHODS if args.method == "all" else [args.method]:
+        print(f"{method}: warm-up and {len(PROMPTS)} images", file=sys.stderr)
+        pipeline = LanternPipeline.from_pretrained(
+            args.model, EMULATED, args.dtype, args.graphs, emulate=True
+        )
+        with closing(pipeline):
+            tree, relaxation = choose_method(method)
+            settings = pipeline.model.sampling
+            requests = [Request(p, i, settings, relaxation) for i, p in enumerate(PROMPTS)]
+            pipeline.draw(requests, tree, method, batch_size=1)
+            cards.append(pipeline.backend.card)  # type: ignore[attr-defined]
+    return cards
+
+
+def lint_script(file: Path, args: Sequence[str], lazy: bool) -> tuple[Device, BaseException | None]:
+    """Run a program on an emulated card; also gives the exception that ended it, if one did."""
+    from lantern_hpu.backends.hpu_emulator import emulate
+
+    if not file.is_file():
+        raise OptionError(f"there is no {file}", hint="the path of a Python program")
+    ended: BaseException | None = None
+    argv, sys.argv = sys.argv, [str(file), *args]
+    flags = {n: v for n, v in os.environ.items() if n.startswith(("PT_", "WORLD_SIZE"))}
+    try:
+        with emulate(lazy, flags, importable=True) as card:
+            try:
+                runpy.run_path(str(file), run_name="__main__")
+            except SystemExit as stop:
+                ended = stop if stop.code else None
+            except Exception as error:
+                ended = error
+                card.note_failure(error)
+            card.flush("exit")
+    finally:
+        sys.argv = argv
+    return card, ended
+
+
+def merged(cards: Iterable[Device]) -> list[Finding]:
+    """Findings of several runs, each rule and place once."""
+    found: dict[tuple[str, str, int, str], Finding] = {}
+    for card in cards:
+        for key, finding in card.findings.found.items():
+            if key in found:
+                found[key].count += finding.count
+            else:
+                found[key] = finding
+    order = ("error", "warn", "info")
+    return sorted(
+        found.values(), key=lambda f: (order.index(f.severity), f.rule.id, f.file, f.line)
+    )
+
+
+def text(findings: Sequence[Finding]) -> str:
+    """One paragraph a finding."""
+    blocks = []
+    for finding in findings:
+        file = os.path.relpath(finding.file) if os.path.isabs(finding.file) else finding.file
+        where = f"{file}:{finding.line}"
+        captured = " in a capture" if finding.captured else ""
+        often = f", {finding.count} times" if finding.count > 1 else ""
+        detail = f" ({finding.detail}{often})" if finding.detail else often
+        blocks.append(
+            f"{where}: {finding.severity} {finding.rule.title}{captured}{detail}\n"
+            f"    why: {finding.rule.why}\n    instead: {finding.rule.instead}"
+        )
+    return "\n".join(blocks)
+
+
+def summary(cards: Sequence[Device]) -> dict[str, Any]:
+    """Counts over all runs."""
+    counts = [card.counts for card in cards]
+    return {
+        "recompiles_after_warmup": sum(c.recompiles for c in counts),
+        "cpu_fallbacks": sum(c.fallbacks.total() for c in counts),
+        "recipes": sum(c.recipes for c in counts),
+        "launches": sum(c.launches for c in counts),
+        "graph_launches": sum(c.graphs["launches"] for c in counts),
+        "host_syncs": sum(c.host_syncs.total() for c in counts),
+        "uploads": sum(c.uploads for c in counts),
+    }
+
+
+def run(args: argparse.Namespace) -> bool:
+    """Print what was found; whether it is clean."""
+    ended: BaseException | None = None
+    if args.script:
+        card, ended = lint_script(args.script, args.args, not args.eager)
+        cards = [card]
+    else:
+        cards = lint_model(args)
+    findings = merged(cards)
+    errors = sum(f.severity == "error" for f in findings)
+    shown = [f for f in findings if args.all or f.severity != "info"]
+    counts = summary(cards)
+    if args.json:
+        print(json.dumps({"findings": [f.as_dict() for f in findings], "counts": counts}, indent=2))
+    else:
+        if shown:
+            print(text(shown))
+        warnings = sum(f.severity == "warn" for f in findings)
+        print(f"{errors} errors, {warnings} warnings, {len(findings) - errors - warnings} notes")
+        print(", ".join(f"{value} {name.replace('_', ' ')}" for name, value in counts.items()))
+    if ended is not None:
+        print(f"the program ended with {type(ended).__name__}: {ended}", file=sys.stderr)
+    return not errors and ended is None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `lint` command: 0, 1 with `--strict` and an error found, 2 for bad options."""
+    args = make_parser().parse_args(argv)
+    clean = True
+
+    def work() -> None:
+        nonlocal clean
+        clean = run(args)
+
+    code = exit_code(work)
+    return code or (1 if args.strict and not clean else 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

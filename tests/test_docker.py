@@ -1,0 +1,116 @@
+"""The images, as far as they can be checked unbuilt: the base is the user's choice, and its torch stays."""
+
+from __future__ import annotations
+
+import fnmatch
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parent.parent
+KINDS = ("hpu", "cuda")
+
+pytestmark = pytest.mark.skipif(not (ROOT / "docker").is_dir(), reason="not in this checkout")
+
+
+def instructions(kind: str) -> list[tuple[str, str]]:
+    """(instruction, rest) in order, continuation lines joined and comments left out."""
+    text = (ROOT / "docker" / f"{kind}.Dockerfile").read_text()
+    text = re.sub(r"^#.*\n", "", text, flags=re.MULTILINE).replace("\\\n", " ")
+    return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line]
+
+
+def only(kind: str, instruction: str) -> str:
+    (rest,) = [rest for name, rest in instructions(kind) if name == instruction]
+    return rest
+
+
+def compose(kind: str) -> str:
+    return (ROOT / "docker" / f"compose.{kind}.yaml").read_text()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_base_is_an_argument_with_a_default(kind: str) -> None:
+    (first, default), (second, base), *_ = instructions(kind)
+    assert (first, second, base) == ("ARG", "FROM", "${BASE}")
+    assert re.fullmatch(r"BASE=[\w./-]+:[\w.-]+", default)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compose_has_the_same_base_and_file(kind: str) -> None:
+    default = only(kind, "ARG").removeprefix("BASE=")
+    assert f"BASE: ${{BASE:-{default}}}\n" in compose(kind)
+    assert f"dockerfile: docker/{kind}.Dockerfile\n" in compose(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_torch_is_not_asked_for(kind: str) -> None:
+    run = only(kind, "RUN")
+    assert re.search(r"pip install --no-cache-dir \. ", run)
+    assert not re.search(r"torch\s*[=<>~!]=|constraints|index-url|--upgrade|-U\b", run)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_replaced_torch_fails_the_build(kind: str, replaced: bool, tmp_path: Path) -> None:
+    """The RUN line with a python3 that only says its torch's version, and a pip that may change it."""
+    version, python = tmp_path / "version", tmp_path / "python3"
+    version.write_text("2.10.0a0+git1234567\n")
+    install = f"echo 2.13.0 > {version}" if replaced else "true"
+    python.write_text(f'#!/bin/sh\nif [ "$1" = -m ]; then {install}; else cat {version}; fi\n')
+    python.chmod(0o755)
+    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(
+        ["sh", "-c", only(kind, "RUN")], capture_output=True, text=True, env=environ
+    )
+    assert (done.returncode != 0) == replaced
+    said = "pip replaced torch 2.10.0a0+git1234567 with 2.13.0\n"
+    assert done.stderr == (said if replaced else "")
+
+
+def test_gaudi_containers_get_what_they_need() -> None:
+    text = compose("hpu")
+    for line in ("runtime: habana", "ipc: host", "- SYS_NICE"):
+        assert f" {line}\n" in text
+    assert "HABANA_VISIBLE_DEVICES: ${HABANA_VISIBLE_DEVICES:-0}" in text  # one card, not `all`
+    assert "OMPI_MCA_btl_vader_single_copy_mechanism=none" in only("hpu", "ENV")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_recipes_outlive_the_container(kind: str) -> None:
+    assert "XDG_CACHE_HOME=/cache" in only(kind, "ENV")
+    assert "- cache:/cache\n" in compose(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_compose_files_are_yaml(kind: str) -> None:
+    if importlib.util.find_spec("yaml") is None:
+        pytest.skip("no yaml module at hand")
+    import yaml  # type: ignore[import-untyped, unused-ignore]
+
+    service: Any = yaml.safe_load(compose(kind))["services"]["lantern"]
+    assert (ROOT / "docker" / service["build"]["context"]).resolve() == ROOT
+    assert "\t" not in compose(kind)
+
+
+def test_the_build_gets_all_that_the_package_is_made_of() -> None:
+    """Nothing that pyproject.toml names is held back from the image."""
+    lines = (ROOT / ".dockerignore").read_text().splitlines()
+    patterns = [line.removeprefix("**/") for line in lines if line and not line.startswith("#")]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    needed = ["pyproject.toml", project["project"]["readme"], *project["project"]["license-files"]]
+    needed += project["tool"]["setuptools"]["package-dir"].values()
+    for path in needed:
+        for part in Path(path).parts:
+            assert not [pattern for pattern in patterns if fnmatch.fnmatch(part, pattern)], path

@@ -1,0 +1,255 @@
+"""The doctor says what is there and what is wrong, whatever is broken, and prepares flags before torch is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lantern_hpu import doctor
+from lantern_hpu.backends import BACKENDS, hpu_env
+from lantern_hpu.backends.base import Memory
+from lantern_hpu.errors import DeviceError
+
+ROOT = Path(__file__).parent.parent
+
+
+class Fake:
+    """A backend as the contract has it; a test breaks the method named by `broken`."""
+
+    name = "fake"
+    emulates = True
+    dtypes = {"bfloat16": "fast", "float32": "exact"}
+    graph_modes = {"record": "fastest", "eager": "always"}
+    closed = 0
+    broken = ""
+    error: Exception = RuntimeError("no reason")
+
+    def __init__(self) -> None:
+        self.check("__init__")
+
+    def check(self, name: str) -> None:
+        if name == self.broken:
+            raise self.error
+
+    def available(self) -> tuple[bool, str]:
+        self.check("available")
+        return True, "a card is free"
+
+    def memory(self) -> Memory:
+        self.check("memory")
+        return Memory(96 * 2**30, 48 * 2**30, None)
+
+    def describe(self) -> dict[str, object]:
+        self.check("describe")
+        return {"device": "FAKE9", "driver": "1.24", "flags": {"A": "1"}}
+
+    def close(self) -> None:
+        Fake.closed += 1
+
+
+class Absent(Fake):
+    def available(self) -> tuple[bool, str]:
+        return False, "no card; no driver"
+
+
+FAKE, ABSENT = f"{__name__}:Fake", f"{__name__}:Absent"
+
+
+@pytest.fixture(autouse=True)
+def no_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hpu_env, "plugin_folder", lambda: None)
+
+
+def devices(monkeypatch: pytest.MonkeyPatch, **targets: str) -> None:
+    """These backends are all there are, in this order."""
+    for name in list(BACKENDS):
+        monkeypatch.delitem(BACKENDS, name)
+    for name, target in targets.items():
+        monkeypatch.setitem(BACKENDS, name, target)
+
+
+def told(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert doctor.main(args) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    return said.out
+
+
+def facts(capsys: pytest.CaptureFixture[str]) -> Any:
+    return json.loads(told(capsys, "--json"))
+
+
+def test_this_machine_is_described_and_nothing_is_set(capsys: pytest.CaptureFixture[str]) -> None:
+    before = dict(os.environ)
+    text = told(capsys)
+    assert dict(os.environ) == before
+    assert all(name in text for name in ("lantern_hpu", "python", "torch", *BACKENDS))
+    assert all(check.name in text for check in hpu_env.checks())
+    assert text.splitlines()[-1].startswith("default: ")
+    assert "error" not in text
+
+
+def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    said = facts(capsys)
+    assert set(said) == {
+        *("lantern_hpu", "python", "platform", "torch", "devices", "gaudi", "default")
+    }
+    assert list(said["devices"]) == list(BACKENDS)
+    assert said["devices"][said["default"]["device"]]["available"]
+    assert said["gaudi"]["flags"]["active"] is False
+    assert said["gaudi"]["flags"]["why"]
+
+
+def test_a_device_is_shown_with_memory_modes_and_versions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices(monkeypatch, fake=FAKE)
+    (section,) = [part for part in told(capsys).split("\n\n") if part.startswith("fake: ")]
+    assert section.splitlines() == [
+        "fake: available, a card is free",
+        "  device       FAKE9",
+        "  driver       1.24",
+        "  memory       96.0 GiB total, 48.0 GiB free",
+        "  dtypes       bfloat16, float32",
+        "  graph modes  record, eager",
+    ]
+
+
+def test_auto_is_the_first_that_is_available_and_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices(monkeypatch, first=ABSENT, second=FAKE, third=FAKE)
+    last = told(capsys).splitlines()[-1]
+    assert last == "default: second, because a card is free; first is not available"
+
+
+def test_a_device_that_is_not_there_says_why_and_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices(monkeypatch, fake=ABSENT)
+    (section,) = [part for part in told(capsys).split("\n\n") if part.startswith("fake: ")]
+    assert section.splitlines()[:3] == [
+        "fake: not available",
+        "  why          no card",
+        "               no driver",
+    ]
+    assert section.endswith("  try          --device fake --emulate runs its code on the processor")
+
+
+def test_what_was_taken_is_given_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices(monkeypatch, fake=FAKE, other=ABSENT)
+    before = Fake.closed
+    told(capsys)
+    assert Fake.closed == before + 2
+
+
+def test_no_device_at_all_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    devices(monkeypatch, first=ABSENT)
+    assert told(capsys).splitlines()[-1].startswith("default: no device, because first is not")
+    assert facts(capsys)["default"]["device"] is None
+
+
+@pytest.mark.parametrize("broken", ["__init__", "available", "memory", "describe"])
+def test_a_broken_backend_breaks_nothing_else(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], broken: str
+) -> None:
+    monkeypatch.setattr(Absent, "__init__", lambda self: None)
+    monkeypatch.setattr(Fake, "broken", broken)
+    monkeypatch.setattr(Fake, "error", RuntimeError("synStatus=20 [Device already acquired]"))
+    devices(monkeypatch, fake=FAKE, other=ABSENT)
+    text = told(capsys)
+    assert "RuntimeError: synStatus=20" in text
+    assert "already taken" in text
+    assert "hl-smi" in text
+    assert "other: not available\n" in text
+
+
+@pytest.mark.parametrize("target", ["lantern_hpu.no_such_module:X", f"{__name__}:NoSuchClass"])
+def test_a_backend_that_cannot_be_imported_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], target: str
+) -> None:
+    devices(monkeypatch, fake=target, other=FAKE)
+    said = facts(capsys)
+    assert "Error: " in said["devices"]["fake"]["error"]
+    assert said["default"]["device"] == "other"
+
+
+def test_our_own_errors_are_shown_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Fake, "broken", "available")
+    monkeypatch.setattr(Fake, "error", DeviceError("what is wrong", "why", "this"))
+    devices(monkeypatch, fake=FAKE)
+    text = told(capsys)
+    assert "error  what is wrong: why\n" in text
+    assert "try    this\n" in text
+    assert text.count("what is wrong") == 1
+
+
+WITH_PLUGIN = """
+import sys
+from lantern_hpu.backends import BACKENDS
+BACKENDS.clear()
+BACKENDS["fake"] = "fake_device:Device"
+from lantern_hpu import doctor
+sys.exit(doctor.main(sys.argv[1:]))
+"""
+DEVICE = """
+import os, sys
+assert "torch" not in sys.modules
+SEEN = os.environ["PT_HPU_LAZY_MODE"]
+class Device:
+    dtypes = graph_modes = {}
+    def available(self):
+        return True, f"imported with PT_HPU_LAZY_MODE={SEEN}"
+    def memory(self):
+        raise ImportError("x")
+    describe = memory
+    def close(self):
+        pass
+"""
+
+
+@pytest.fixture
+def gaudi(tmp_path: Path) -> dict[str, str]:
+    """The environment of a machine with a plugin (built for another torch) and a device."""
+    torch = tmp_path / "habana_frameworks" / "torch"
+    torch.mkdir(parents=True)
+    (torch / "required_version.txt").write_text("2.4.0a0+git1234567")
+    (tmp_path / "fake_device.py").write_text(DEVICE)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PT_")}
+    return {**kept, "PYTHONPATH": str(tmp_path)}
+
+
+def run(environ: dict[str, str], *args: str) -> str:
+    command = [sys.executable, "-c", WITH_PLUGIN, *args]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_flags_are_set_before_a_device_is_imported_and_reported(gaudi: dict[str, str]) -> None:
+    said = json.loads(run({**gaudi, "PT_HPU_WEIGHT_SHARING": "1"}, "--json"))
+    flags = said["gaudi"]["flags"]
+    assert flags["active"] is True
+    assert flags["chosen"]["PT_HPU_LAZY_MODE"] == "0"
+    assert flags["respected"] == {"PT_HPU_WEIGHT_SHARING": "1"}
+    assert said["default"]["why"] == "imported with PT_HPU_LAZY_MODE=0"
+
+
+def test_flags_and_a_replaced_torch_are_called_out(gaudi: dict[str, str]) -> None:
+    text = run({**gaudi, "PT_HPU_LAZY_MODE": "1"})
+    assert "mode   lazy: PT_HPU_LAZY_MODE=1 was set already" in text
+    assert "set    PT_HPU_WEIGHT_SHARING=0" in text
+    assert "yours  PT_HPU_LAZY_MODE=1" in text
+    assert "--  REPLACED: " in text and "built for 2.4.0a0+git1234567" in text

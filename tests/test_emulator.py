@@ -1,0 +1,464 @@
+"""The emulator is faithful: each test is named after a fact of the bridge (release 1.19) that it keeps.
+
+Sources are files of HabanaAI/gaudi-pytorch-bridge unless another is named.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lantern_hpu.backends.hpu_emulator import ROOT, RULES, Device, emulate
+from lantern_hpu.backends.hpu_emulator.compiled import compile_on_host
+from lantern_hpu.backends.hpu_emulator.ops import TABLE, describe
+
+
+@pytest.fixture
+def card() -> Iterator[Device]:
+    with emulate() as device, torch.no_grad():
+        yield device
+
+
+def hpu() -> ModuleType:
+    module: ModuleType = torch.hpu  # type: ignore[attr-defined]
+    return module
+
+
+def part(card: Device, name: str) -> ModuleType:
+    return card.modules[f"{ROOT}.torch.{name}"]
+
+
+def ones(*shape: int, **options: Any) -> Tensor:
+    return torch.ones(*shape, device="hpu", **options)
+
+
+def rules(card: Device, severity: str | None = None) -> set[str]:
+    return {f.rule.id for f in card.findings.sorted() if severity in (None, f.severity)}
+
+
+# The device
+
+
+def test_tensors_say_hpu_and_keep_their_numbers(card: Device) -> None:
+    made = [
+        torch.arange(3, device="hpu"),
+        torch.tensor([1.0], device="hpu"),
+        torch.zeros(2).to("hpu"),
+        ones(2)[0] * 2,
+        nn.Linear(2, 2).to("hpu").weight,
+    ]
+    assert all(t.device == torch.device("hpu", 0) and t.is_hpu and not t.is_cpu for t in made)
+    assert (ones(2, 2) @ ones(2, 2)).cpu().tolist() == [[2, 2], [2, 2]]
+    assert "device='hpu:0'" in repr(ones(1))
+    with torch.device("hpu"):
+        assert torch.zeros(1).device.type == "hpu"
+
+
+def test_modules_run_as_on_a_cpu(card: Device) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(8, 6), nn.LayerNorm(6), nn.Linear(6, 4), nn.GELU())
+    ids = torch.tensor([[1, 2, 7]])
+    want = model(ids)
+    got = model.to("hpu")(ids.to("hpu"))
+    assert torch.equal(got.cpu(), want)
+
+
+def test_in_place_writes_through_a_view_reach_the_base(card: Device) -> None:
+    x = torch.zeros(2, 3, device="hpu")
+    x[0] = 1.0
+    x.view(6).add_(1)
+    assert x.cpu().tolist() == [[2, 2, 2], [1, 1, 1]]
+
+
+def test_cpu_tensor_among_device_tensors_is_refused(card: Device) -> None:
+    with pytest.raises(RuntimeError, match="on the same device"):
+        ones(3) + torch.ones(3)
+    assert (ones(3) + torch.tensor(1.0)).cpu().tolist() == [2, 2, 2]  # a scalar is let through
+    with pytest.raises(TypeError, match="can't convert hpu:0"):
+        ones(1).numpy()
+
+
+def test_nothing_is_left_behind() -> None:
+    with emulate(importable=True):
+        assert f"{ROOT}.torch.core" in sys.modules
+    assert not any(name.startswith(ROOT) for name in sys.modules)
+    assert not hasattr(torch, "hpu")
+    with emulate():
+        assert not any(name.startswith(ROOT) for name in sys.modules)  # not even now
+
+
+# Lazy graphs (habana_lazy/hpu_lazy_tensors.cpp, lazy_graph_hash_builder.cpp)
+
+
+def test_same_sequence_of_operators_is_one_recipe(card: Device) -> None:
+    core = part(card, "core")
+    for _ in range(3):
+        (ones(4) * 2 + 1).relu()
+        core.mark_step()
+    assert (card.counts.recipes, card.counts.hits, card.counts.launches) == (1, 2, 3)
+
+
+def test_shape_or_slice_bound_makes_a_recipe_and_a_scalar_does_not(card: Device) -> None:
+    core, x = part(card, "core"), ones(8)
+    core.mark_step()
+    before = card.counts.recipes
+    for factor in (2.0, 3.0, 4.0):
+        x * factor
+        core.mark_step()
+    assert card.counts.recipes == before + 1
+    for bound in (2, 3, 4):
+        x[:bound] + 1
+        core.mark_step()
+    assert card.counts.recipes == before + 4
+
+
+def test_item_flushes_and_waits(card: Device) -> None:
+    x = ones(2) + 1
+    assert x.sum().item() == 4 and int(x[0]) == 2 and bool((x > 0).all()) and x.tolist() == [2, 2]
+    assert card.counts.host_syncs == {"item": 3, "tolist": 1}
+    assert card.counts.flushes["item"] >= 2
+
+
+def test_mark_step_outside_lazy_mode_does_nothing_and_warns_once() -> None:
+    with emulate(lazy=False) as card, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        core = part(card, "core")
+        assert core.mark_step() is None and core.mark_step() is None
+        assert len(caught) == 1
+
+
+def test_eager_mode_lacks_the_graphs_api() -> None:
+    with emulate(lazy=False) as card:
+        for name in ("HPUGraph", "wrap_in_hpu_graph", "ModuleCacher"):
+            assert not hasattr(hpu(), name)
+        assert rules(card, "error") == {"H080"}
+        assert f"{ROOT}.torch.hpu.graphs" not in card.modules
+
+
+def test_step_closures_run_after_the_next_mark_step(card: Device) -> None:
+    core, ran = part(card, "core"), []
+    core.add_step_closure(ran.append, (1,))
+    assert not ran
+    core.mark_step()
+    assert ran == [1]
+
+
+# HPU graphs (python_packages/.../hpu/graphs.py, backend/habana_device/HPUGraph.cpp)
+
+
+def captured(body: Any) -> Any:
+    graph = hpu().HPUGraph()
+    graph.capture_begin()
+    try:
+        result = body()
+    finally:
+        graph.capture_end()
+    return graph, result
+
+
+def test_capture_executes(card: Device) -> None:
+    """tests/pytest_working/lazy/test_capture_replay_inplace.py: +1 at capture, +1 at replay."""
+    x = torch.zeros(2, device="hpu")
+    graph, _ = captured(lambda: x.add_(1))
+    assert x.cpu().tolist() == [1, 1]
+    graph.replay()
+    assert x.cpu().tolist() == [2, 2]
+
+
+def test_replay_reads_the_recorded_storages(card: Device) -> None:
+    x, scale = ones(2), 3.0
+    graph, out = captured(lambda: x * scale)
+    scale = 5.0
+    x.fill_(2)
+    graph.replay()
+    assert out.cpu().tolist() == [6, 6]  # new data, the old constant
+    x = ones(2) * 100  # another tensor under the old name
+    graph.replay()
+    assert out.cpu().tolist() == [6, 6]
+
+
+def test_mark_step_in_a_capture_makes_two_launches(card: Device) -> None:
+    """tests/pytest_working/lazy/test_inplace_output_handling.py: legal, and it costs."""
+
+    def body() -> Tensor:
+        y = ones(2) + 1
+        part(card, "core").mark_step()
+        return y * 2
+
+    graph, out = captured(body)
+    launches = card.counts.graphs["launches"]
+    graph.replay()
+    assert card.counts.graphs["launches"] == launches + 2
+    assert out.cpu().tolist() == [4, 4]
+    assert rules(card, "info") >= {"H065"} and not rules(card, "error")
+
+
+def test_kv_write_by_index_copy_in_a_graph(card: Device) -> None:
+    cache, place = torch.zeros(4, 2, device="hpu"), torch.tensor([0], device="hpu")
+    graph, _ = captured(lambda: cache.index_copy_(0, place, ones(1, 2)))
+    place.fill_(2)
+    graph.replay()
+    assert cache.cpu()[:, 0].tolist() == [1, 0, 1, 0]
+    assert not rules(card, "error")
+
+
+def test_second_capture_begin_is_fatal(card: Device) -> None:
+    first, second = hpu().HPUGraph(), hpu().HPUGraph()
+    first.capture_begin()
+    with pytest.raises(RuntimeError, match="graph Capture already in progress"):
+        second.capture_begin()
+    with pytest.raises(RuntimeError, match="replay while"):
+        first.replay()
+    first.capture_end()
+    assert "H066" in rules(card, "error")
+
+
+def test_capture_must_end_on_its_stream(card: Device) -> None:
+    graph = hpu().HPUGraph()
+    with hpu().stream(hpu().Stream()):
+        graph.capture_begin()
+    with pytest.raises(RuntimeError, match="capture must end on the stream it began on"):
+        graph.capture_end()
+    card.recording = None
+
+
+def test_capture_leaves_dynamic_shapes_switched_off() -> None:
+    with emulate(flags={"PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES": "1"}):
+        assert hpu().get_dynamic_shape_status()
+        captured(lambda: ones(1) + 1)
+        assert not hpu().get_dynamic_shape_status()
+
+
+def test_fallback_in_a_capture_raises_with_the_documented_text(card: Device) -> None:
+    """hpu_ops/cpu_fallback.cpp:100"""
+    x = ones(4, 4)
+    with pytest.raises(RuntimeError, match="cpu fallback is not supported during hpu graph captur"):
+        captured(lambda: x.unfold(0, 2, 1).histc(3))
+    assert "H040" in rules(card, "error")
+
+
+def test_random_numbers_are_fresh_in_each_replay(card: Device) -> None:
+    graph, out = captured(lambda: torch.rand(8, device="hpu"))
+    seen = [tuple(out.cpu().tolist())]
+    for _ in range(3):
+        graph.replay()
+        seen.append(tuple(out.cpu().tolist()))
+    assert len(set(seen)) == 4
+
+
+def test_dry_run_computes_nothing(card: Device) -> None:
+    x = torch.zeros(2, device="hpu")
+    graph = hpu().HPUGraph()
+    graph.capture_begin(dry_run=True)
+    x.add_(1)
+    out = x * 2
+    graph.capture_end()
+    assert x.cpu().tolist() == [0, 0]
+    assert out.cpu().isnan().all() and "H067" in rules(card, "error")
+    graph.replay()
+    assert out.cpu().tolist() == [2, 2]
+
+
+# wrap_in_hpu_graph (hpu/graphs.py:553-659)
+
+
+class Double(nn.Module):
+    def forward(self, x: Tensor, factor: Any = 2) -> Tensor:
+        return x * factor
+
+
+def wrapped(**options: Any) -> nn.Module:
+    made: nn.Module = hpu().wrap_in_hpu_graph(Double(), **options)
+    return made
+
+
+def test_zero_dimensional_tensor_is_one_graph_and_python_numbers_are_many(card: Device) -> None:
+    model, x = wrapped(), ones(2)
+    for value in (1.0, 2.0, 3.0):
+        assert model(x, torch.tensor(value, device="hpu")).cpu()[0] == value
+    assert card.counts.graphs["captured"] == 1
+    for number in range(2, 7):
+        model(x, number)
+    assert card.counts.graphs["captured"] == 6
+    assert "H021" in rules(card, "error")
+
+
+def test_key_leaves_the_dtype_out(card: Device) -> None:
+    model = wrapped()
+    model(ones(2))
+    model(ones(2, dtype=torch.bfloat16))
+    assert card.counts.graphs["captured"] == 1
+    assert "H022" in rules(card, "error")
+
+
+def test_minus_one_and_minus_two_share_a_key(card: Device) -> None:
+    model, x = wrapped(), ones(2)
+    model(x, -1)
+    assert model(x, -2).cpu().tolist() == [-1, -1]  # the wrong graph
+    assert "H022" in rules(card, "error")
+
+
+def test_order_of_keyword_arguments_is_part_of_the_key(card: Device) -> None:
+    model = wrapped()
+    model(x=ones(2), factor=ones(1))
+    model(factor=ones(1), x=ones(2))
+    assert card.counts.graphs["captured"] == 2
+
+
+def test_outputs_share_one_storage_and_inputs_are_the_first_callers(card: Device) -> None:
+    model, first = wrapped(), ones(2)
+    kept = model(first)
+    model(ones(2) * 7)
+    assert first.cpu().tolist() == [7, 7]  # the caller's tensor was the static input
+    assert kept.cpu().tolist() == [14, 14]
+    assert {"H063"} <= rules(card, "error") and "H064" in rules(card)
+
+
+def test_max_graphs_runs_plainly_beyond_it(card: Device) -> None:
+    model = wrapped(max_graphs=1)
+    model(ones(2))
+    assert model(ones(3)).cpu().tolist() == [2, 2, 2]
+    assert card.counts.graphs["captured"] == 1 and "H023" in rules(card)
+
+
+def test_reserved_arguments(card: Device) -> None:
+    model, x = wrapped(), ones(2)
+    out = model(x)
+    replays = card.counts.graphs["replayed"]
+    x.fill_(5)
+    assert model(x, warmup_mode=True) is out
+    assert card.counts.graphs["replayed"] == replays
+    assert model(x, bypass_hpu_graphs=True).cpu().tolist() == [10, 10]
+    assert card.counts.graphs["bypassed"] == 1
+    with pytest.raises(TypeError):
+        hpu().wrap_in_hpu_graph(Double(), hash_with_views=True)
+
+
+def test_live_inputs_write_through(card: Device) -> None:
+    """tests/pytest_working/lazy/test_inplace_output_handling.py:102, disable_tensor_cache=True"""
+
+    class Cache(nn.Module):
+        def forward(self, cache: Tensor, place: Tensor) -> Tensor:
+            cache.index_copy_(0, place, ones(1, 2))
+            return cache.relu_()
+
+    model = hpu().wrap_in_hpu_graph(Cache(), disable_tensor_cache=True)
+    cache = -ones(3, 2)
+    model(cache, torch.tensor([1], device="hpu"))
+    assert cache.cpu()[:, 0].tolist() == [0, 1, 0]
+
+
+def test_exception_leaves_the_capture_open() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            raise ValueError("no")
+
+    with emulate() as card:
+        with pytest.raises(ValueError, match="no"):
+            hpu().wrap_in_hpu_graph(Broken())(ones(1))
+        with pytest.raises(RuntimeError, match="already in progress"):
+            hpu().HPUGraph().capture_begin()
+    assert "H066" in rules(card, "error")
+
+
+def test_copy_to_is_cut_to_the_shorter_sequence(card: Device) -> None:
+    one, two = ones(1), ones(1)
+    hpu().copy_to([one, two], [ones(1) * 5])
+    assert (one.cpu().item(), two.cpu().item()) == (5, 1)
+
+
+# Numbers, indices, operators
+
+
+def test_int64_upload_out_of_range_raises(card: Device) -> None:
+    """habana_kernels/lazy_kernels.cpp:233"""
+    with pytest.raises(RuntimeError, match="trying to cast Long to Int, Input values range"):
+        torch.tensor([2**40], device="hpu")
+    assert torch.tensor([2**31 - 1], device="hpu").tolist() == [2**31 - 1]
+
+
+def test_int64_is_real_outside_lazy_mode() -> None:
+    with emulate(lazy=False):
+        assert torch.tensor([2**40], device="hpu").tolist() == [2**40]
+
+
+def test_complex_of_device_tensors_is_a_cpu_tensor(card: Device) -> None:
+    assert torch.complex(ones(2), ones(2)).device.type == "cpu"
+    assert "H034" in rules(card, "error")
+
+
+def test_fallback_counts_and_waits(card: Device) -> None:
+    torch.histc(ones(4), 3)
+    assert sum(card.counts.fallbacks.values()) == 1 and card.counts.host_syncs["fallback"] == 1
+    stats = part(card, "hpu.metrics").metric_global("cpu_fallback").stats()
+    assert stats[0] == ("TotalNumber", 1) and "histc" in stats[1][1]
+
+
+def test_fallback_can_be_forbidden() -> None:
+    with (
+        emulate(flags={"PT_HPU_PLACE_ON_CPU": "none"}),
+        pytest.raises(RuntimeError, match="not yet"),
+    ):
+        torch.histc(ones(4), 3)
+
+
+def test_operator_table_agrees_with_what_falls_back() -> None:
+    for name in TABLE["cpu_only_not_listed"]:
+        packet, _, overload = name.partition(".")
+        found = getattr(torch.ops.aten, packet, None)
+        if found is not None and (overload or "default") in found.overloads():
+            assert not describe(getattr(found, overload or "default")).native, name
+    for func in (torch.ops.aten.mm.default, torch.ops.aten.index_copy_.default):
+        assert describe(func).native
+
+
+def test_stable_sort_is_native_up_to_37_elements(card: Device) -> None:
+    ones(2, 37).sort(dim=-1, stable=True)
+    assert not card.counts.fallbacks
+    ones(2, 38).sort(dim=-1, stable=True)
+    assert card.counts.fallbacks == {"sort.stable": 1}
+
+
+# Metrics and compilation
+
+
+def test_metrics_are_read_by_position(card: Device) -> None:
+    metrics = part(card, "hpu.metrics")
+    ones(3) + 1
+    hpu().synchronize()
+    assert metrics.metric_global("graph_compilation").stats()[0] == ("TotalNumber", 1)
+    with metrics.metric_localcontext("graph_compilation") as local:
+        ones(4) + 1
+        hpu().synchronize()
+        assert local.stats()[0][1] == 1
+    with pytest.raises(metrics.MetricNotFound):
+        metrics.metric_global("speed")
+    assert list(hpu().memory_stats())[:3] == ["Limit", "InUse", "MaxInUse"]
+
+
+def test_memory_is_counted(card: Device) -> None:
+    before = hpu().memory_allocated()
+    kept = ones(1024)
+    assert hpu().memory_allocated() == before + 4096
+    del kept
+    assert hpu().memory_allocated() == before
+    assert hpu().max_memory_allocated() >= before + 4096
+
+
+def test_hpu_backend_is_refused_in_lazy_mode(card: Device) -> None:
+    with pytest.raises(RuntimeError, match="PT_HPU_LAZY_MODE=0"):
+        compile_on_host(card, Double())
+    assert "H080" in rules(card, "error")
+
+
+def test_every_rule_says_why_and_what_instead() -> None:
+    assert len(RULES) >= 45
+    for rule in RULES.values():
+        assert rule.why and rule.instead and rule.id.startswith("H")

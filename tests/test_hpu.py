@@ -1,0 +1,276 @@
+"""Gaudi's code on the emulated card: the same images, one launch a step, nothing compiled after the warm-up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lantern_hpu import LanternPipeline, kernels
+from lantern_hpu.backends import get_backend
+from lantern_hpu.backends.hpu import HPUBackend
+from lantern_hpu.backends.hpu_kernels import matmul_attention
+from lantern_hpu.config import METHODS
+from lantern_hpu.errors import CaptureError, DeviceError, OptionError
+from lantern_hpu.generate import main
+from lantern_hpu.graphs import make_runner
+from lantern_hpu.step import Step
+from tests.folder import write_folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@contextmanager
+def emulated(model: Path, graphs: str = "auto", **options: Any) -> Iterator[LanternPipeline]:
+    made = LanternPipeline.from_pretrained(
+        str(model), "hpu", graphs=graphs, emulate=True, **options
+    )
+    with closing(made):
+        yield made
+
+
+def backend_of(pipeline: LanternPipeline) -> HPUBackend:
+    assert isinstance(pipeline.backend, HPUBackend)
+    return pipeline.backend
+
+
+def error_rules(pipeline: LanternPipeline) -> set[str]:
+    card = backend_of(pipeline).card
+    assert card is not None
+    return {finding.rule.id for finding in card.findings.errors}
+
+
+PROMPTS = ["a red apple", "blue cat"]
+
+
+@pytest.mark.parametrize("graphs", ["hpu_graph", "hpu_graph_split", "eager"])
+@pytest.mark.parametrize("method", METHODS)
+def test_same_tokens_as_the_cpu(model: Path, method: str, graphs: str) -> None:
+    want = LanternPipeline.from_pretrained(str(model), "cpu", "float32")
+    with emulated(model, graphs) as pipeline:
+        for seed in (3, 40):
+            got = pipeline(PROMPTS, seed=seed, method=method)
+            expected = want(PROMPTS, seed=seed, method=method)
+            assert got.tokens.tolist() == expected.tokens.tolist()
+            assert [r.steps for r in got.records] == [r.steps for r in expected.records]
+            pairs = zip(got.images, expected.images, strict=True)
+            assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
+        assert not error_rules(pipeline)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ar", "lantern++"])
+def test_same_tokens_as_the_cpu_when_compiled(model: Path, method: str) -> None:
+    tree = None if method == "ar" else "chain"
+    want = LanternPipeline.from_pretrained(str(model), "cpu", "float32")
+    with emulated(model, "compile") as pipeline:
+        got = pipeline(PROMPTS, seed=3, method=method, tree=tree)
+        expected = want(PROMPTS, seed=3, method=method, tree=tree)
+        assert got.tokens.tolist() == expected.tokens.tolist()
+        assert (got.graph["captures"], got.graph["recompiles_after_warmup"]) == (2, 0)
+        assert got.graph["device"]["cpu_fallbacks"] == 0 and not error_rules(pipeline)
+
+
+@pytest.mark.parametrize(("graphs", "launches"), [("hpu_graph", 1), ("hpu_graph_split", 2)])
+@pytest.mark.parametrize("method", METHODS)
+def test_one_launch_a_step_and_the_zeros(
+    model: Path, method: str, graphs: str, launches: int
+) -> None:
+    with emulated(model, graphs) as pipeline:
+        for seed in range(3):
+            result = pipeline(PROMPTS, seed=seed, method=method)
+            graph, device = result.graph, result.graph["device"]
+            steps = graph["replays"] - 1  # and a prefill
+            assert device["graph_launches"] == launches * steps + 1
+            assert device["graph_compilations"] == 0
+            assert device["cpu_fallbacks"] == device["lint_errors"] == device["lint_warnings"] == 0
+            # The engine's own reads, and one for the pixels of each image
+            assert device["device_reads"] == graph["host_reads"] + len(PROMPTS)
+            assert (graph["captures"], graph["recompiles_after_warmup"]) == (2, 0)
+
+
+def test_bfloat16_runs(model: Path) -> None:
+    with emulated(model, dtype="bfloat16") as pipeline:
+        pipeline("a red apple", method="lantern++")
+        assert not error_rules(pipeline)
+
+
+# Planted faults
+
+
+def planted(fault: Callable[[Step, Any], object]) -> Callable[[Step, Any], Any]:
+    real = Step.draft
+
+    def draft(self: Step, state: Any) -> Any:
+        fault(self, state)
+        return real(self, state)
+
+    return draft
+
+
+def growing(step: Step, state: Any) -> None:
+    step.seen = torch.cat([getattr(step, "seen", state.root), state.root])  # type: ignore[assignment]
+
+
+def varying(step: Step, state: Any) -> None:
+    step.turn = getattr(step, "turn", 0) + 1  # type: ignore[assignment]
+    state.valid[:, : step.turn % 8 + 1] & True  # type: ignore[operator]
+
+
+FAULTS: dict[str, tuple[str, str, Callable[[Step, Any], object]]] = {
+    "item": ("H001", "hpu_graph", lambda step, state: state.count.sum().item()),
+    "slice write": (
+        "H060",
+        "hpu_graph",
+        lambda step, state: state.pending_tokens[:, :1].copy_(state.root[:, None]),
+    ),
+    "int64 gather": (
+        "H032",
+        "hpu_graph",
+        lambda step, state: state.tokens.long().gather(0, state.count.long()),
+    ),
+    "host random": ("H070", "hpu_graph", lambda step, state: state.uniforms * float(torch.rand(1))),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_is_named(model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule, graphs, fault = FAULTS[name]
+    monkeypatch.setattr(Step, "draft", planted(fault))
+    with emulated(model, graphs) as pipeline:
+        pipeline("a red apple", method="ar")
+        assert rule in error_rules(pipeline)
+
+
+@pytest.mark.parametrize(("rule", "fault"), [("H013", growing), ("H014", varying)])
+def test_planted_change_from_step_to_step_is_named(
+    model: Path, rule: str, fault: Callable[[Step, Any], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such code cannot vary inside a graph; run operator by operator in lazy mode it recompiles."""
+    monkeypatch.setattr(Step, "draft", planted(fault))
+    monkeypatch.setattr("lantern_hpu.graphs.hpu.HPUGraphRunner.__call__", run_and_mark)
+    with emulated(model, "hpu_graph") as pipeline:
+        pipeline("a red apple", method="ar")
+        assert {rule, "H020"} <= error_rules(pipeline)
+
+
+def run_and_mark(runner: Any) -> Tensor:
+    result: Tensor = runner.run()
+    runner.device.flush()
+    return result
+
+
+# The runner
+
+
+class Broken(nn.Module):
+    def forward(self, state: Any) -> Tensor:
+        raise RuntimeError("synStatus=26 [Generic failure]")
+
+
+class Fine(nn.Module):
+    def forward(self, state: Any) -> Tensor:
+        return state["x"] + 1  # type: ignore[no-any-return]
+
+
+def test_failed_capture_leaves_the_process_usable() -> None:
+    with closing(get_backend("hpu", emulate=True)) as backend, torch.no_grad():
+        state: Any = {"x": torch.ones(2, device=backend.device)}
+        with pytest.raises(CaptureError, match="Broken cannot be captured: synStatus=26"):
+            make_runner(Broken(), state, backend, "hpu_graph")()
+        runner = make_runner(Fine(), state, backend, "hpu_graph")
+        runner()
+        state["x"].fill_(5)
+        assert runner().tolist() == [6, 6]
+        assert (runner.stats.captures, runner.stats.replays) == (1, 2)
+
+
+# Kernels
+
+
+def test_fused_kernels_equal_their_plain_twins() -> None:
+    with closing(HPUBackend(emulate=True)) as backend, torch.no_grad():
+        fused = backend.kernels()
+        assert set(fused.names().values()) == {"fused_sdpa", "fused_rms_norm", "fused_rope"}
+        assert backend.kernels("plain") is kernels.PLAIN
+        q, k, v, mask = (
+            torch.randn(s, device="hpu")
+            for s in ((2, 4, 3, 16), (2, 2, 8, 16), (2, 2, 8, 16), (2, 1, 3, 8))
+        )
+        for plain in (matmul_attention, kernels.attention):
+            apart = fused.attention(q, k, v, mask) - plain(q, k, v, mask)
+            assert apart.abs().max().item() < 1e-5
+        x, rope = torch.randn(2, 3, 4, 16, device="hpu"), torch.randn(2, 3, 2, 8, device="hpu")
+        for interleaved in (True, False):
+            got, want = fused.rotate(x, rope, interleaved), kernels.rotate(x, rope, interleaved)
+            assert torch.equal(got.cpu(), want.cpu())
+
+
+def test_kernel_that_is_missing_or_wrong_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(HPUBackend(emulate=True)) as backend:
+        module = backend.part("hpex.kernels")
+        monkeypatch.delattr(module, "FusedSDPA")
+        monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda p, *rest: p)
+        assert backend.kernels().names() == {
+            "attention": "matmul_attention",
+            "rms_norm": "fused_rms_norm",
+            "rotate": "plain",
+        }
+
+
+def test_unknown_kernels_are_refused(model: Path) -> None:
+    with pytest.raises(OptionError, match="--kernels is 'magic'"):
+        LanternPipeline.from_pretrained(str(model), "cpu", kernels="magic")
+
+
+# The front door
+
+
+def test_command_draws_what_the_cpu_draws(model: Path, tmp_path: Path) -> None:
+    common = ["--model", str(model), "--prompt", "a red apple", "--seed", "7"]
+    for name, options in {"hpu": ["--emulate"], "cpu": ["--dtype", "float32"]}.items():
+        files = [
+            f"--{o}={tmp_path / name}.{e}" for o, e in {"output": "png", "report": "json"}.items()
+        ]
+        files.append(f"--save-tokens={tmp_path / name}.npz")
+        assert main([*common, "--device", name, *options, *files]) == 0
+    tokens = [np.load(tmp_path / f"{name}.npz")["tokens"].tolist() for name in ("hpu", "cpu")]
+    assert tokens[0] == tokens[1]
+    report = json.loads((tmp_path / "hpu.json").read_text())
+    assert report["environment"]["emulated"] is True
+    assert report["graph"]["recompiles_after_warmup"] == 0
+    assert report["graph"]["device"]["cpu_fallbacks"] == 0
+    assert report["graph"]["device"]["lint_errors"] == 0
+    assert not hasattr(torch, "hpu")  # the emulator has gone
+
+
+def test_without_a_card_the_reasons_and_the_ways_out_are_named(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    output = str(tmp_path / "x.png")
+    assert main(["--device", "hpu", "--prompt", "a sun", "--output", output]) == 2
+    said = capsys.readouterr().err
+    for part in ("habana_frameworks", "--device cpu", "--emulate", "lantern_hpu.doctor"):
+        assert part in said
+    assert main(["--device", "cpu", "--emulate", "--prompt", "a sun", "--output", output]) == 2
+    assert "cpu cannot be emulated" in capsys.readouterr().err
+
+
+def test_graph_mode_against_the_lazy_flag_is_a_named_conflict(
+    monkeypatch: pytest.MonkeyPatch, model: Path
+) -> None:
+    for graphs, flag in (("hpu_graph", "0"), ("compile", "1")):
+        monkeypatch.setenv("PT_HPU_LAZY_MODE", flag)
+        with pytest.raises(DeviceError, match=f"'{graphs}' needs PT_HPU_LAZY_MODE"):
+            LanternPipeline.from_pretrained(str(model), "hpu", graphs=graphs, emulate=True)
+        assert not hasattr(torch, "hpu")

@@ -1,0 +1,167 @@
+"""The lint names the rule and the line: a gallery of bad programs, one for each error, and a clean bill for ours."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from lantern_hpu.lint import lint_script, main
+from tests.folder import write_folder
+
+START = """
+import torch
+import habana_frameworks.torch as ht
+import habana_frameworks.torch.core as htcore
+from lantern_hpu.lint import warmed_up
+hpu = ht.hpu
+x = torch.ones(4, 4, device="hpu")
+ids = torch.tensor([1, 0, 3, 2], dtype=torch.int32, device="hpu")
+big = torch.arange(4, device="hpu")
+
+def capture(body):
+    graph = hpu.HPUGraph()
+    graph.capture_begin()
+    try:
+        return graph, body()
+    finally:
+        graph.capture_end()
+
+def wrapped(body):
+    return hpu.wrap_in_hpu_graph_func(body)
+"""
+
+# Rule -> a program's last lines; the line with BAD is the one to be named.
+GALLERY = {
+    "H001": "for _ in range(40):\n    if (x.sum() > 3).item(): x = x + 1  # BAD",
+    "H001 captured": "capture(lambda: x * x.sum().item())  # BAD",
+    "H002": "capture(lambda: x.cpu())  # BAD",
+    "H003": "capture(lambda: hpu.synchronize())  # BAD",
+    "H004": "capture(lambda: torch.equal(x, x))  # BAD",
+    "H010": "y = x[x > 0]  # BAD",
+    "H010 nonzero": "y = x.nonzero()  # BAD",
+    "H011": "y = ids.unique()  # BAD",
+    "H012": "x[x > 0] = torch.ones(16, device='hpu')  # BAD",
+    "H013": (
+        "seen = x\nfor _ in range(8):\n    seen = torch.cat([seen, x])  # BAD\n    htcore.mark_step()"
+    ),
+    "H014": (
+        "def step(n):\n    y = x[:n] * 2  # BAD\n    htcore.mark_step()\n"
+        "htcore.mark_step()\nstep(1)\nwarmed_up()\nstep(2)"
+    ),
+    "H020": "warmed_up()\ny = x @ x\nhtcore.mark_step()  # BAD",
+    "H021": "f = wrapped(lambda x, n: x * n)\nfor n in range(3, 9):\n    f(x, n)  # BAD",
+    "H022": "f = wrapped(lambda x: x * 2)\nf(x)\nf(x.bfloat16())  # BAD",
+    "H030": "y = torch.tensor([2**40], device='hpu')  # BAD",
+    "H031": "y = (big + 2**30) * 4  # BAD",
+    "H032": "y = big.gather(0, big)  # BAD",
+    "H034": "y = torch.view_as_complex(x.view(4, 2, 2))  # BAD",
+    "H040": "capture(lambda: torch.histc(x))  # BAD",
+    "H041": "long = torch.ones(64, device='hpu')\ncapture(lambda: long.sort(stable=True))  # BAD",
+    "H042": "capture(lambda: (x > 0).max(-1))  # BAD",
+    "H043": "i = ids.view(2, 2)\ncapture(lambda: i @ i)  # BAD",
+    "H045": "y = torch.ones(1, 1, 1, 1, 1, 2, device='hpu').index_select(5, ids[:1])  # BAD",
+    "H050": "y = x[ids - 1]  # BAD",
+    "H051": "y = x.index_select(0, ids + 1)  # BAD",
+    "H052": "x.index_copy_(0, big * 0, x * 2)  # BAD",
+    "H053": "x.scatter_(0, big.view(1, 4), x)  # BAD",
+    "H060": "def body():\n    x[:2] = 3.0  # BAD\ncapture(body)",
+    "H061": "y = x + torch.ones(4, 4)  # BAD",
+    "H061 captured": "capture(lambda: x + torch.tensor([1.0] * 4, device='hpu'))  # BAD",
+    "H062": "wrapped(lambda x: x * 2)(x[1:])  # BAD",
+    "H063": "f = wrapped(lambda x: x * 2)\na = f(x)\nb = f(x + 1)\nc = a + b  # BAD",
+    "H066": "a, b = hpu.HPUGraph(), hpu.HPUGraph()\na.capture_begin()\nb.capture_begin()  # BAD",
+    "H067": (
+        "g = hpu.HPUGraph()\ng.capture_begin(dry_run=True)\ny = x * 2\ng.capture_end()\nz = y + 1  # BAD"
+    ),
+    "H070": "capture(lambda: x * float(torch.rand(1)))  # BAD",
+    "H080 compile": "torch.compile(lambda x: x, backend='hpu_backend')  # BAD",
+    "H080 reserved": ("def forward(x):\n    return x\nforward(x, bypass_hpu_graphs=True)  # BAD"),
+    "H081": "import os\nos.environ['PT_HPU_LAZY_MODE'] = '1'  # BAD",
+    "H082": "import os\nif os.fork() == 0:  # BAD\n    os._exit(0)",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", GALLERY)
+def test_bad_program_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
+    file = tmp_path / "bad.py"
+    source = START + GALLERY[name] + "\n"
+    file.write_text(source)
+    card, _ = lint_script(file, [], lazy=True)
+    bad = 1 + next(i for i, line in enumerate(source.splitlines()) if "# BAD" in line)
+    caught = {(f.rule.id, f.line) for f in card.findings.errors if f.file == str(file)}
+    assert (name.split()[0], bad) in caught, card.findings.errors
+
+
+def test_collectives_without_their_flag_are_caught(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    file = tmp_path / "bad.py"
+    file.write_text(START + "capture(lambda: x * 2)\n")
+    card, _ = lint_script(file, [], lazy=True)
+    assert {f.rule.id for f in card.findings.errors} == {"H085"}
+
+
+def test_the_gallery_covers_every_error_rule() -> None:
+    from lantern_hpu.backends.hpu_emulator import RULES
+
+    errors = {r.id for r in RULES.values() if "error" in (r.severity, r.captured)}
+    assert errors - {name.split()[0] for name in GALLERY} == {"H084", "H085", "H047"} - {"H047"}
+
+
+def test_good_program_is_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "good.py"
+    file.write_text(
+        START
+        + "cache, place = torch.zeros(8, 4, device='hpu'), torch.zeros(1, dtype=torch.int64, device='hpu')\n"
+        "def body():\n"
+        "    cache.index_copy_(0, place, x[:1] * 2)\n"
+        "    place.add_(1)\n"
+        "    return torch.where(cache > 1, cache, cache * 0).sum()\n"
+        "graph, out = capture(body)\n"
+        "warmed_up()\n"
+        "for _ in range(4): graph.replay()\n"
+        "assert out.item() == 5 * 4 * 2\n"
+    )
+    assert main(["--script", str(file), "--strict"]) == 0
+    said = capsys.readouterr().out
+    assert "0 errors, 0 warnings" in said
+
+
+def test_finding_names_place_reason_and_remedy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "bad.py"
+    file.write_text(START + "y = x[x > 0]\n")
+    assert main(["--script", str(file)]) == 0
+    assert main(["--script", str(file), "--strict"]) == 1
+    said = capsys.readouterr().out
+    line = len(file.read_text().splitlines())
+    assert re.search(rf"bad\.py:{line}: error H010 dynamic-nonzero", said)
+    assert "why: the shape of the result depends on data" in said and "instead: where(" in said
+    main(["--script", str(file), "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert {"H010"} <= {f["rule"] for f in data["findings"]}
+    assert data["findings"][0]["line"] == line
+
+
+def test_lint_of_a_model_folder_is_clean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_folder(tmp_path / "tiny")
+    assert main(["--model", str(model), "--strict", "--json"]) == 0
+    counts = json.loads(capsys.readouterr().out)["counts"]
+    assert counts["recompiles_after_warmup"] == counts["cpu_fallbacks"] == 0
+    assert counts["graph_launches"] > 0
+
+
+def test_bad_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--method", "magic"]) == 2
+    assert main(["--script", str(tmp_path / "none.py")]) == 2
+    said = capsys.readouterr().err
+    assert "unknown method 'magic'" in said and "there is no" in said
