@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
+from lantern_hpu.backends import hpu_errors
 from lantern_hpu.backends.base import Backend
 from lantern_hpu.errors import CaptureError
 from lantern_hpu.graphs.base import Function, Runner, State, parts
@@ -60,8 +61,11 @@ class HPUGraphRunner(Runner):
                     self.graph.capture_end()
         except RuntimeError as error:
             self.graph.reset()
-            name = type(self.function).__name__
-            raise CaptureError(f"{name} cannot be captured", str(error)) from error
+            known, name = hpu_errors.explain(error), type(self.function).__name__
+            why, hint = (
+                (str(error), "") if known is None else (f"{known.what} ({known.why})", known.hint)
+            )
+            raise CaptureError(f"{name} cannot be captured", why, hint) from error
         hpu.synchronize()
         self.stats.captures += 1
         self.stats.capture_seconds += time.perf_counter() - began

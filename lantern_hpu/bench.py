@@ -16,9 +16,11 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lantern_hpu.backends import prepare
 from lantern_hpu.config import METHODS, Request, choose_method
 from lantern_hpu.errors import OptionError, choices, exit_code
 
@@ -176,17 +178,21 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         check_free([args.output], args.force)
     from tqdm import tqdm
 
+    prepare(args.device, modes[0])  # before torch is imported
     from lantern_hpu.pipeline import LanternPipeline
 
     rows: list[dict[str, Any]] = []
     bar = tqdm(total=len(modes) * len(sizes) * len(methods), unit="row", file=sys.stderr)
     for mode in modes:
+        prepare(args.device, mode)
         pipeline = LanternPipeline.from_pretrained(args.model, args.device, args.dtype, mode)
-        for size in sizes:
-            for method in methods:
-                bar.set_description(f"{method}, {mode}, batch {size}")
-                rows.append(measure(pipeline, method, args.tree, size, args.images, args.seed))
-                bar.update()
+        with closing(pipeline):
+            for size in sizes:
+                for method in methods:
+                    bar.set_description(f"{method}, {mode}, batch {size}")
+                    rows.append(measure(pipeline, method, args.tree, size, args.images, args.seed))
+                    bar.update()
+            environment = pipeline.environment()
     bar.close()
     add_ratios(rows)
     return {
@@ -195,7 +201,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         "command": "python -m lantern_hpu.bench " + " ".join(argv),
         "model": pipeline.model.name,
         "dtype": str(pipeline.model.target.head.weight.dtype).removeprefix("torch."),
-        "environment": pipeline.environment(),
+        "environment": environment,
         "rows": rows,
     }
 

@@ -331,6 +331,8 @@ def draw(args: argparse.Namespace) -> GenerationResult:
         args.method, tree, relaxation, sampling = settings_of(pipeline, args, known)
         requests = [Request(p, args.seed + i, sampling, relaxation) for i, p in enumerate(wanted)]
         result = run(pipeline, args, requests, tree)
+    if line := warm_up_line(result):
+        print(line, file=sys.stderr)
     result.timing["import_s"] = round(imported, 4)
     save(result, args, files, sheet)
     return result
@@ -368,18 +370,22 @@ def save(
         write_file(args.report, json.dumps(result.report(), indent=2).encode(), args.force)
 
 
+def warm_up_line(result: GenerationResult) -> str:
+    """What recording the graphs took, if any were recorded."""
+    graph, peak = result.graph, result.environment["peak_memory_bytes"]
+    if not graph["captures"]:
+        return ""
+    memory = f", {peak / 2**20:,.0f} MiB at most" if peak else ""
+    seconds = result.timing["warmup_s"]
+    return f"warm-up {seconds:.1f} s: {graph['captures']} captures by {graph['runner']}{memory}"
+
+
 def summary(result: GenerationResult, args: argparse.Namespace) -> str:
     """One line for the user."""
     from lantern_hpu.results import tokens_per_step
 
     records, timing = result.records, result.timing
     seeds = records[0].seed if len(records) == 1 else f"{records[0].seed} to {records[-1].seed}"
-    warm = result.graph
-    print(
-        f"warm-up {timing['warmup_s']:.1f} s: {warm['captures']} captures by {warm['runner']}, "
-        f"{result.environment['peak_memory_bytes'] or 0:,} bytes at most",
-        file=sys.stderr,
-    )
     return (
         f"{len(records)} image(s), seed {seeds}, {args.method}, {tokens_per_step(records):.2f} tokens a step, "
         f"{timing['generate_s']:.1f} s -> {args.output}"
