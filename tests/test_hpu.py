@@ -186,7 +186,7 @@ class Fine(nn.Module):
 def test_failed_capture_leaves_the_process_usable() -> None:
     with closing(get_backend("hpu", emulate=True)) as backend, torch.no_grad():
         state: Any = {"x": torch.ones(2, device=backend.device)}
-        with pytest.raises(CaptureError, match="Broken cannot be captured: .*synStatus=26"):
+        with pytest.raises(CaptureError, match=r"Broken cannot be captured: .*synStatus=26"):
             make_runner(Broken(), state, backend, "hpu_graph")()
         runner = make_runner(Fine(), state, backend, "hpu_graph")
         runner()
