@@ -47,7 +47,9 @@ def get_backend(name: str = "auto", graphs: str = "auto", emulate: bool = False)
         OptionError: the device cannot be emulated.
     """
     if emulate and name == "auto":
-        raise OptionError("--emulate needs a device", "which one to stand in for", "--device hpu")
+        raise OptionError(
+            "--emulate needs a device", "which one to stand in for", f"--device {EMULATED}"
+        )
     if name != "auto" and name not in BACKENDS:
         raise DeviceError(f"unknown device {name!r}", hint=choices(["auto", *BACKENDS]))
     refused = []

@@ -39,11 +39,7 @@ class Backend(ABC):
     dtypes: dict[str, str]
     graph_modes: dict[str, str]
     emulates = False  # whether it can run without its device
-
-    @property
-    def measured_as(self) -> str:
-        """The device whose measured defaults hold here."""
-        return self.name
+    compiler = "inductor"  # what `torch.compile` uses
 
     def __init__(self, graphs: str = "auto", emulate: bool = False) -> None:
         """Nothing is loaded yet.
@@ -54,6 +50,11 @@ class Backend(ABC):
         """
         if emulate and not self.emulates:
             raise OptionError(f"{self.name} cannot be emulated", "it needs no emulator")
+
+    @property
+    def measured_as(self) -> str:
+        """The device whose measured defaults hold here."""
+        return self.name
 
     @abstractmethod
     def available(self) -> tuple[bool, str]:
@@ -79,7 +80,9 @@ class Backend(ABC):
 
     def compile(self, function: nn.Module) -> Callable[[Any], Tensor]:
         """The function, compiled whole with static shapes."""
-        compiled: Callable[[Any], Tensor] = torch.compile(function, fullgraph=True, dynamic=False)
+        compiled: Callable[[Any], Tensor] = torch.compile(
+            function, backend=self.compiler, fullgraph=True, dynamic=False
+        )
         return compiled
 
     def flush(self) -> None:  # noqa: B027 - most devices gather nothing

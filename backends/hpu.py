@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +13,12 @@ from torch import Tensor, nn
 
 from lantern_hpu.backends import hpu_env, hpu_errors
 from lantern_hpu.backends.base import Backend, Memory
+from lantern_hpu.backends.hpu_env import ROOT
 from lantern_hpu.kernels import PLAIN, Kernels
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu_emulator import Device
 
-ROOT = "habana_frameworks"
 DTYPES = {
     "bfloat16": "what the matrix engines are made for",
     "float32": "exact comparisons with other devices hold; slower and twice the memory",
@@ -41,6 +40,7 @@ class HPUBackend(Backend):
     name = "hpu"
     device = torch.device("hpu")
     emulates = True
+    compiler = "hpu_backend"
 
     def __init__(self, graphs: str = "auto", emulate: bool = False) -> None:
         self.wanted, self.emulated = graphs, emulate
@@ -112,18 +112,20 @@ class HPUBackend(Backend):
     def available(self) -> tuple[bool, str]:
         if self.emulated:
             return True, "emulated: contract-checked, nothing runs on a Gaudi"
+        reasons = []
+        if hpu_env.plugin_folder() is not None:
+            try:
+                self.open()
+                if self.hpu.is_available() and self.hpu.device_count():
+                    why = self.flags.why if self.flags else ""
+                    return True, f"{self.hpu.get_device_name()}, {why}"
+                reasons.append(f"{ROOT} finds no card")
+            except (ImportError, RuntimeError, AssertionError, OSError) as error:
+                known = hpu_errors.explain(error)
+                reasons.append(str(known) if known else f"{type(error).__name__}: {error}")
+        # Only now: the checks ask hl-smi, which a card that works need not wait for.
         missing = [check for check in hpu_env.checks() if not check.ok]
-        if any(check.name == "plugin" for check in missing):
-            return False, "; ".join(f"{check.name}: {check.detail}" for check in missing)
-        try:
-            self.open()
-            if self.hpu.is_available() and self.hpu.device_count():
-                return True, f"{self.hpu.get_device_name()}, {self.flags.why if self.flags else ''}"
-            why = "habana_frameworks finds no card"
-        except (ImportError, RuntimeError, AssertionError, OSError) as error:
-            known = hpu_errors.explain(error)
-            why = str(known) if known else f"{type(error).__name__}: {error}"
-        return False, "; ".join([why, *(f"{check.name}: {check.detail}" for check in missing)])
+        return False, "; ".join([*reasons, *(f"{c.name}: {c.detail}" for c in missing)])
 
     # What the device does
 
@@ -151,10 +153,7 @@ class HPUBackend(Backend):
             from lantern_hpu.backends.hpu_emulator.compiled import compile_on_host
 
             return compile_on_host(self.card, function)
-        compiled: Callable[[Any], Tensor] = torch.compile(
-            function, backend="hpu_backend", fullgraph=True, dynamic=False
-        )
-        return compiled
+        return super().compile(function)
 
     @contextmanager
     def warming_up(self) -> Iterator[None]:
@@ -174,13 +173,13 @@ class HPUBackend(Backend):
             "cpu_fallbacks": int(metric("cpu_fallback").stats()[0][1]),
         }
         if self.card is not None:
-            counts, findings = self.card.counts, self.card.findings.sorted()
+            counts, findings = self.card.counts, self.card.findings
             counted |= {
                 "graph_launches": counts.graphs["launches"],
                 "device_reads": counts.host_syncs.total(),
                 "uploads": counts.uploads,
-                "lint_errors": sum(f.count for f in findings if f.severity == "error"),
-                "lint_warnings": sum(f.count for f in findings if f.severity == "warn"),
+                "lint_errors": findings.hits("error"),
+                "lint_warnings": findings.hits("warn"),
             }
         return counted
 
@@ -200,14 +199,9 @@ class HPUBackend(Backend):
             "emulated": self.emulated,
             "card": self.hpu.get_device_name() if self.modules else None,
             "torch": torch.__version__,
-            "plugin": "emulator of bridge 1.19" if self.emulated else plugin_version(),
+            "plugin": "emulator of bridge 1.19"
+            if self.emulated
+            else hpu_env.installed(hpu_env.PLUGIN),
             "lazy": self.lazy,
             "flags": self.flags.chosen | self.flags.respected if self.flags else {},
         }
-
-
-def plugin_version() -> str | None:
-    try:
-        return version("habana-torch-plugin")
-    except PackageNotFoundError:
-        return None

@@ -24,6 +24,8 @@ from lantern_hpu.errors import DeviceError, choices
 # Whether a graph mode needs lazy mode. HPU graphs exist in lazy mode alone, the compiler in the other alone.
 LAZY = {"hpu_graph": True, "hpu_graph_split": True, "compile": False, "eager": False}
 
+ROOT = "habana_frameworks"  # Gaudi's Python package
+PLUGIN = "habana-torch-plugin"  # and the distribution that has it
 LAZY_MODE = "PT_HPU_LAZY_MODE"
 RECIPE_CACHE = "PT_HPU_RECIPE_CACHE_CONFIG"
 PREFIXES = ("PT_", "HABANA_")
@@ -141,7 +143,7 @@ def _running_lazy() -> bool | None:
     The flag may have been changed or left unset since, and its default is not the same in all releases. But these
     names are there in lazy mode alone.
     """
-    hpu = sys.modules.get("habana_frameworks.torch.hpu")
+    hpu = sys.modules.get(f"{ROOT}.torch.hpu")
     return None if hpu is None else hasattr(hpu, "wrap_in_hpu_graph")
 
 
@@ -219,7 +221,7 @@ def is_fork(torch: str | None) -> bool:
 def plugin_folder() -> Path | None:
     """Where Gaudi's package for torch is, without importing it."""
     try:
-        spec = find_spec("habana_frameworks")
+        spec = find_spec(ROOT)
     except (ImportError, ValueError):  # something in sys.modules that only has the name
         return None
     for place in (spec and spec.submodule_search_locations) or ():
@@ -242,7 +244,7 @@ def checks() -> list[Check]:
 
 
 def _check_plugin() -> Check:
-    folder, version = plugin_folder(), installed("habana-torch-plugin")
+    folder, version = plugin_folder(), installed(PLUGIN)
     if folder is None:
         return Check("plugin", False, "habana_frameworks is not installed (Gaudi's images have it)")
     return Check(
@@ -294,7 +296,7 @@ def _check_nodes() -> Check:
 
 
 def _check_driver() -> Check:
-    driver, plugin = _read(DRIVER), installed("habana-torch-plugin")
+    driver, plugin = _read(DRIVER), installed(PLUGIN)
     if driver is None:
         return Check("driver", False, "habanalabs is not loaded")
     if plugin and _release(plugin) != _release(driver):

@@ -184,7 +184,6 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     bar = tqdm(total=len(modes) * len(sizes) * len(methods), unit="row", file=sys.stderr)
     for mode in modes:
-        prepare(args.device, mode)
         pipeline = LanternPipeline.from_pretrained(args.model, args.device, args.dtype, mode)
         with closing(pipeline):
             for size in sizes:

@@ -92,6 +92,11 @@ class Engine:
         self.warm_captures = -1
 
     @property
+    def warm(self) -> bool:
+        """Whether the warm-up is behind it."""
+        return self.warm_captures >= 0
+
+    @property
     def captures(self) -> int:
         return self.prefill.stats.captures + self.step.stats.captures
 
@@ -103,7 +108,7 @@ class Engine:
     @torch.no_grad()
     def warm_up(self) -> None:
         """Capture both functions and replay each once; from here on a capture is an error."""
-        if self.warm_captures >= 0:
+        if self.warm:
             return
         blank = Request("warm-up")
         self.load([blank] * self.plan.shapes.images)

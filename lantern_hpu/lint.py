@@ -109,17 +109,12 @@ def lint_script(file: Path, args: Sequence[str], lazy: bool) -> tuple[Device, Ba
 
 def merged(cards: Iterable[Device]) -> list[Finding]:
     """Findings of several runs, each rule and place once."""
-    found: dict[tuple[str, str, int, str], Finding] = {}
+    from lantern_hpu.backends.hpu_emulator.rules import Findings
+
+    together = Findings(lambda: False)
     for card in cards:
-        for key, finding in card.findings.found.items():
-            if key in found:
-                found[key].count += finding.count
-            else:
-                found[key] = finding
-    order = ("error", "warn", "info")
-    return sorted(
-        found.values(), key=lambda f: (order.index(f.severity), f.rule.id, f.file, f.line)
-    )
+        together.add(card.findings)
+    return together.sorted()
 
 
 def text(findings: Sequence[Finding]) -> str:

@@ -231,7 +231,7 @@ class LanternPipeline:
 
     def warm_up(self, engine: Engine, request: Request) -> None:
         """Whatever the device compiles for these shapes - text, prefill, step, pixels - is compiled here."""
-        if engine.warm_captures >= 0:
+        if engine.warm:
             return
         config, shapes = self.model.target.config, engine.plan.shapes
         with self.backend.errors(), self.backend.warming_up(), torch.no_grad():

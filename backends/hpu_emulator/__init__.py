@@ -24,9 +24,10 @@ import torch
 
 from lantern_hpu.backends.hpu_emulator.device import Counts, Device, current, installed, listening
 from lantern_hpu.backends.hpu_emulator.graphs import abandoned_on_error
-from lantern_hpu.backends.hpu_emulator.habana import ROOT, modules
+from lantern_hpu.backends.hpu_emulator.habana import modules
 from lantern_hpu.backends.hpu_emulator.modes import Functions, Operators
 from lantern_hpu.backends.hpu_emulator.rules import RULES, Finding, Rule
+from lantern_hpu.backends.hpu_env import ROOT
 
 __all__ = ["ROOT", "RULES", "Counts", "Device", "Finding", "Rule", "current", "emulate"]
 

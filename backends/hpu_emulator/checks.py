@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lantern_hpu.backends.hpu_emulator import ops
 from lantern_hpu.backends.hpu_emulator.tensor import HPUTensor
 
 if TYPE_CHECKING:
@@ -45,8 +46,7 @@ def before(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
         dynamic(device, op, DYNAMIC[op.packet])
     if op.packet == "repeat_interleave" and kwargs.get("output_size") is None:
         dynamic(device, op, "H011")
-    for mark in op.writes:
-        target = kwargs.get(mark) if isinstance(mark, str) else args[mark]
+    for target in ops.written(op, args, kwargs):
         if isinstance(target, HPUTensor):
             view_write(device, op, target)
     if op.packet.startswith(COMPLEX) or (first is not None and first.is_complex()):
@@ -110,9 +110,7 @@ def dynamic(device: Device, op: Op, rule: str) -> None:
     """An operator whose result's shape depends on data: it reads the size back."""
     device.findings.hit(rule, op.name)
     device.counts.dynamic[op.name] += 1
-    device.flush("dynamic shape")
-    device.counts.host_syncs["dynamic shape"] += 1
-    device.staging = device.lazy
+    device.wait("dynamic shape")
 
 
 def view_write(device: Device, op: Op, target: HPUTensor) -> None:

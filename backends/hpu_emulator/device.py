@@ -32,7 +32,6 @@ VARIANTS = 4  # recipes that differ by a constant alone before somebody is to bl
 GATHERED = 10_000  # operators without an end
 STAGE = 10  # operators in a graph after a host read, until one of ENDS
 ENDS = ("mark_step", "capture begin", "replay")
-INT32 = torch.iinfo(torch.int32)
 # Operators whose constants or shapes are worth a look at who called them
 SITED = frozenset(
     "slice select narrow arange topk roll constant_pad_nd view expand cat stack as_strided".split()
@@ -99,8 +98,8 @@ class Device:
         if not op.native or checks.falls_back(self, op, args, kwargs):
             self.fall_back(op)
         if self.recording is not None:
-            for mark in op.writes:
-                self.recording.keep(raw_kwargs[mark] if isinstance(mark, str) else raw_args[mark])
+            for target in ops.written(op, raw_args, raw_kwargs):
+                self.recording.keep(target)
         seed = self.next_seed() if op.random else None
         result = execute(func, raw_args, raw_kwargs, seed)
         if self.lazy:
@@ -161,8 +160,7 @@ class Device:
         """Add an operator to the graph that is being gathered."""
         self.pending.append(ops.key(op, args, kwargs))
         self.sites.append(call_site() if op.packet in SITED and self.recording is None else None)
-        for mark in op.writes:
-            target = kwargs.get(mark) if isinstance(mark, str) else args[mark]
+        for target in ops.written(op, args, kwargs):
             if isinstance(target, HPUTensor):
                 self.written.add(target.raw.untyped_storage().data_ptr())
         most = int(self.flags.get("PT_HPU_MAX_COMPOUND_OP_SIZE", 0)) or 2**63
@@ -231,6 +229,10 @@ class Device:
         bad = not within or self.recording is not None
         detail = reason if within else f"{reason}: more than one read for each launched step"
         self.findings.hit(rule, detail, "error" if bad else "info")
+        self.wait(reason)
+
+    def wait(self, reason: str) -> None:
+        """The host waits for the device; after that lazy mode submits in small pieces for a while."""
         self.flush(reason)
         self.counts.host_syncs[reason] += 1
         self.staging = self.lazy
@@ -279,9 +281,7 @@ class Device:
             raise RuntimeError(
                 f"cpu fallback is not supported during hpu graph capturing ({op.name})"
             )
-        self.flush("fallback")
-        self.counts.host_syncs["fallback"] += 1
-        self.staging = self.lazy
+        self.wait("fallback")
 
     # Random numbers
 

@@ -116,8 +116,8 @@ class Recording:
                 return now[value.index]
             return [fill(item) for item in value] if type(value) is list else value
 
-        quiet = (torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch(), torch.no_grad())
-        with quiet[0], quiet[1], quiet[2]:
+        no_functions, no_dispatch = torch._C.DisableTorchFunction, torch._C._DisableTorchDispatch
+        with no_functions(), no_dispatch(), torch.no_grad():
             for step in self.steps:
                 args = tuple(map(fill, step.args))
                 kwargs = {name: fill(value) for name, value in step.kwargs.items()}

@@ -20,10 +20,8 @@ from torch import Tensor
 
 from lantern_hpu.backends.hpu_emulator import graphs, hpex
 from lantern_hpu.backends.hpu_emulator.device import LIMIT, Device, current
-from lantern_hpu.backends.hpu_emulator.tensor import HPU, HPUTensor
-
-ROOT = "habana_frameworks"
-
+from lantern_hpu.backends.hpu_emulator.tensor import HPUTensor
+from lantern_hpu.backends.hpu_env import ROOT
 
 # core
 
@@ -447,6 +445,3 @@ def modules(device: Device) -> dict[str, ModuleType]:
             setattr(made[parent], child, made[name])
     made[f"{ROOT}.torch.core"].hpu = made[f"{ROOT}.torch.hpu"]  # type: ignore[attr-defined]
     return made
-
-
-__all__ = ["HPU", "ROOT", "Event", "Stream", "current_stream", "modules", "stream"]

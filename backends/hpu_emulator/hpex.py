@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import Library
 
+from lantern_hpu.kernels import rms_norm
+
 OPERATORS = Library("hpu_emulated", "DEF")
 OPERATORS.define(
     "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, float dropout, bool causal, float? scale) -> Tensor"
@@ -34,10 +36,6 @@ def sdpa(
     return F.scaled_dot_product_attention(
         q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped
     )
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, pairwise: bool) -> Tensor:

@@ -62,20 +62,11 @@ class Operators(TorchDispatchMode):
         kwargs = kwargs or {}
         goal = kwargs.get("device")
         made_here = goal is not None and goal.type == "meta" and self.card.inside
-        if made_here or HPUTensor in types or holds_ours(args) or holds_ours(kwargs.values()):
+        if made_here or HPUTensor in types:
             return self.card.run(func, args, kwargs)
         if self.card.recording is not None:
             on_host(self.card, func)
         return func(*args, **kwargs)
-
-
-def holds_ours(values: Any) -> bool:
-    """Whether a device tensor is among the values or in a list among them."""
-    return any(
-        isinstance(value, HPUTensor)
-        or (isinstance(value, (list, tuple)) and any(isinstance(v, HPUTensor) for v in value))
-        for value in values
-    )
 
 
 def on_host(card: Device, func: Any) -> None:

@@ -87,9 +87,9 @@ def is_composed(func: Any) -> bool:
     return (f"{plain}.{overload}" if overload else plain) in NATIVE
 
 
-def arguments(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[int | str, Any]]:
-    """All arguments with the marks that `Op` uses for them."""
-    return [*enumerate(args), *kwargs.items()]
+def written(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operator changes."""
+    return [kwargs.get(mark) if isinstance(mark, str) else args[mark] for mark in op.writes]
 
 
 def spec(value: Any) -> Any:
@@ -109,6 +109,6 @@ def key(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...
     """An operator's part of a recipe key; the value of a device scalar does not belong to it."""
     parts = tuple(
         (name, type(value).__name__ if name in op.scalars and is_number(value) else spec(value))
-        for name, value in arguments(op, args, kwargs)
+        for name, value in [*enumerate(args), *kwargs.items()]
     )
     return (op.name, parts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Literal
 
@@ -497,6 +497,16 @@ class Findings:
             self.found.values(),
             key=lambda f: (ORDER.index(f.severity), f.rule.id, f.file, f.line),
         )
+
+    def add(self, other: Findings) -> None:
+        """Take over the findings of another run."""
+        for key, finding in other.found.items():
+            count = self.found[key].count if key in self.found else 0
+            self.found[key] = replace(finding, count=finding.count + count)
+
+    def hits(self, severity: Severity) -> int:
+        """How often rules were hit with this severity."""
+        return sum(f.count for f in self.found.values() if f.severity == severity)
 
     @property
     def errors(self) -> list[Finding]:
