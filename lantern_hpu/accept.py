@@ -1,12 +1,17 @@
-"""Which drafts of a verified tree are accepted: exact speculative sampling and its relaxation.
+"""Which drafts of a verified tree are accepted: exact speculative sampling and its relaxations.
 
-Exact: children of a node were drawn without replacement from q; child x is accepted with probability
-min(1, p(x) / q(x)), and after a rejection p becomes [p - q]+ and q loses x (Leviathan et al. 2023, with
-SpecInfer's siblings). The law of the image does not change.
+Exact, static tree: children of a node were drawn without replacement from q; child x is accepted with
+probability min(1, p(x) / q(x)), and after a rejection p becomes [p - q]+ and q loses x (Leviathan et al. 2023,
+with SpecInfer's siblings). Exact, dynamic tree: children are the likeliest, not drawn, which is the same with
+all of q on x: accepted with probability p(x), and after a rejection p loses x. The law of the image does not
+change.
 
-Relaxed (LANTERN, arXiv 2410.03355; LANTERN++, arXiv 2502.06352): x also stands for its nearest codes.
-Going through its neighbours from the nearest, their mass is added to p(x) as long as the sum stays within
-a bound: delta (additive) or (lambda - 1) p(x) (multiplicative).
+Relaxed by neighbours (LANTERN, arXiv 2410.03355; LANTERN++, arXiv 2502.06352): x also stands for its nearest
+codes. Going through its neighbours from the nearest, their mass is added to p(x) as long as the sum stays
+within a bound: delta (additive) or (lambda - 1) p(x) (multiplicative).
+
+Relaxed by depth (annealed, Cool-SD): x is accepted with probability min(1, w p(x) / q(x)), where w falls with
+depth; the residual is [p - min(q, w p)]+. It is exact as long as w is at most 1.
 
 `reference.py` is the same in plain Python.
 """
@@ -14,25 +19,25 @@ a bound: delta (additive) or (lambda - 1) p(x) (multiplicative).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lantern_hpu.config import Residual
 from lantern_hpu.constants import Constants, count_up
-from lantern_hpu.sampling import gather, likeliest
-from lantern_hpu.tree import DraftTree
-
-Residual = Literal["sound", "official"]
+from lantern_hpu.sampling import at, gather, likeliest
+from lantern_hpu.tables import Tables, rows_at
+from lantern_hpu.tree import Tree
 
 
 @dataclass
 class Bounds:
-    """How far acceptance is relaxed, one value per image; k = 0 is exact."""
+    """How far acceptance is relaxed, one value per image; k = 0 and weight = 1 are exact."""
 
     k: Tensor  # [B] int32, neighbours that may lend their mass
-    delta: Tensor  # [B] float32, additive bound (0 under the multiplicative rule)
-    factor: Tensor  # [B] float32, lambda - 1 (0 under the additive rule)
+    delta: Tensor  # [B] float32, additive bound (0 under other rules)
+    factor: Tensor  # [B] float32, lambda - 1 (0 under other rules)
+    weight: Tensor  # [B, D] float32, w at each depth (1 under other rules)
 
 
 @dataclass
@@ -47,128 +52,168 @@ class Verdict:
 
 
 class Acceptance(Constants):
-    """The acceptance rule for one tree, with the tree's tables as constants on the device."""
+    """The acceptance rules for trees of one kind."""
 
-    parent: Tensor
-    child_table: Tensor
-    law_row: Tensor
-    above: Tensor
     priority: Tensor
-    path: Tensor
     neighbours: Tensor | None
     nearness: Tensor | None
 
     def __init__(
-        self, tree: DraftTree, neighbours: Tensor | None = None, residual: Residual = "sound"
+        self,
+        tree: Tree,
+        neighbours: Tensor | None = None,
+        residual: Residual = "sound",
+        annealed: bool = False,
     ) -> None:
         """
         Args:
             tree: at least one draft.
-            neighbours: [V, K] int32, other codes by rising distance; None leaves relaxation out.
-            residual: what a relaxed rejection leaves. "sound": [p - q]+. "official": as published, q is
-                zeroed at the first k + 1 neighbours before the subtraction.
+            neighbours: [V, K] int32, other codes by rising distance; None leaves lent mass out.
+            residual: what a rejection leaves where neighbours lent mass. "sound": of a static tree
+                [p - q]+, of a dynamic one p without x and the neighbours that lent. "official": as
+                published, the first k + 1 neighbours are zeroed in q, or p for a dynamic tree.
+            annealed: whether weights other than 1 are ever given.
         """
         super().__init__()
-        self.depth, self.max_children, self.residual = tree.depth, tree.max_children, residual
+        self.residual, self.annealed = residual, annealed
         # Most children of a node at each depth: no walk tries more there
-        self.widest = [max(len(tree.children[n]) for n in nodes) for nodes in tree.frontiers]
-        table = [list(c) + [0] * (tree.max_children - len(c)) for c in tree.children]
-        expanded = {node: row for row, node in enumerate(tree.expanded)}
-        rows = [expanded.get(node, -1) for node in range(tree.size)]
-        # The deepest node wins; at equal depth the first in path order, which has the lower number.
-        order = [d * tree.size + tree.size - n for n, d in enumerate(tree.depths)]
-        self.constant("parent", torch.tensor(tree.parent))  # [M]
-        self.constant("child_table", torch.tensor(table))  # [M, C], 0 where there is none
-        self.constant("law_row", torch.tensor(rows))  # [M] row in p and q, -1 for leaves
-        self.constant("above", torch.tensor(tree.ancestors)[:, 1:])  # [M, M - 1]
-        self.constant("priority", torch.tensor(order))  # [M]
-        self.constant("path", torch.tensor(tree.path_table)[:, 1:])  # [M, D]
+        self.widest = tree.widest
+        # The deepest node wins; at equal depth the lower number does.
+        self.constant("priority", tree.size - 1 - count_up(tree.size))  # [M]
         self.constant("neighbours", neighbours)
         self.constant("nearness", None if neighbours is None else count_up(neighbours.shape[1]))
 
-    def lent(self, p: Tensor, token: Tensor, own: Tensor, bounds: Bounds) -> Tensor:
-        """Mass that the neighbours of each token lend it.
+    # -- one draft
+
+    def lenders(
+        self, p: Tensor, token: Tensor, own: Tensor, bounds: Bounds
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """The nearest codes of each token, their summed mass, and which of them lend it.
 
         Args:
             p: [B, V] law, or [B, n, V] with one law per token.
             token: [B, n].
             own: [B, n], p(token).
 
-        Returns [B, n] float32: the largest prefix sum within the bound; 0 without relaxation.
+        Returns [B, n, K] int32, float32 and bool; None without a table.
         """
         if self.neighbours is None or self.nearness is None:
-            return torch.zeros_like(own)
+            return None
         near = self.neighbours[token]  # [B, n, K]
         source = p if p.dim() == 3 else p[:, None].expand(-1, token.shape[1], -1)
         sums = gather(source, -1, near).cumsum(-1)
         bound = bounds.delta[:, None] + bounds.factor[:, None] * own
         inside = (sums <= bound[..., None]) & (self.nearness < bounds.k[:, None, None])
-        return (sums * inside).amax(-1)
+        return near, sums, inside
 
-    def published_zeros(
-        self, p: Tensor, q: Tensor, token: Tensor, own: Tensor, bounds: Bounds
-    ) -> Tensor:
-        """q [B, V] without the first k + 1 neighbours of token [B, 1], if the nearest is within the bound.
+    def lent(self, p: Tensor, token: Tensor, own: Tensor, bounds: Bounds) -> Tensor:
+        """Mass that the neighbours of each token lend it: [B, n] float32, see `lenders`.
 
-        Where the bound itself is zero q stays whole, so that it is exact under this residual too.
+        It is the largest prefix sum within the bound; 0 without relaxation.
         """
-        if self.neighbours is None or self.nearness is None:
-            return q
-        near = self.neighbours[token[:, 0]].long()  # [B, K]
-        bound = bounds.delta[:, None] + bounds.factor[:, None] * own  # [B, 1]
-        active = (bounds.k > 0) & (bounds.delta + bounds.factor > 0)
-        relaxed = active[:, None] & (p.gather(1, near[:, :1]) <= bound)
-        struck = (self.nearness <= bounds.k[:, None]) & relaxed
-        return q.scatter(1, near, q.gather(1, near) * ~struck)
+        found = self.lenders(p, token, own, bounds)
+        return torch.zeros_like(own) if found is None else (found[1] * found[2]).amax(-1)
+
+    def raised(
+        self, p: Tensor, token: Tensor, own: Tensor, bounds: Bounds, weight: Tensor
+    ) -> Tensor:
+        """Mass that token [B, n] is accepted with; own: [B, n] p(token), weight: [B, n] of its depth."""
+        lent = self.lent(p, token, own, bounds)
+        return (own * weight if self.annealed else own) + lent
+
+    def struck(self, p: Tensor, token: Tensor, own: Tensor, bounds: Bounds, sound: bool) -> Tensor:
+        """p or q [B, V] keeps which of its entries when token [B, 1] is refused: [B, V] bool.
+
+        "sound" strikes the neighbours that lent mass; otherwise the first k + 1, if the nearest lent any.
+        Where the bound itself is zero nothing is struck, so that it is exact under this residual too.
+        """
+        kept = torch.ones_like(p, dtype=torch.bool)
+        found = self.lenders(p, token, own, bounds)
+        if found is None or self.nearness is None:
+            return kept
+        near, _, inside = (part[:, 0] for part in found)  # [B, K]
+        if not sound:
+            active = (bounds.k > 0) & (bounds.delta + bounds.factor > 0)
+            inside = (self.nearness <= bounds.k[:, None]) & inside[:, :1] & active[:, None]
+        return kept.scatter(1, near.long(), ~inside)
+
+    def rest(
+        self,
+        p: Tensor,
+        q: Tensor | None,
+        token: Tensor,
+        own: Tensor,
+        bounds: Bounds,
+        weight: Tensor,
+        whole: Tensor,
+    ) -> Tensor:
+        """The law [B, V] once token [B, 1] was refused; `whole` where rounding leaves nothing of it."""
+        sound = self.residual == "sound"
+        if q is None:
+            left = p.scatter(1, token.long(), 0.0)
+            if self.neighbours is not None:
+                left = left * self.struck(p, token, own, bounds, sound)
+            if self.annealed:
+                kept = own * (1 - weight).clamp(min=0)
+                left = left.scatter(1, token.long(), kept)
+        else:
+            taken = q
+            if self.neighbours is not None and not sound:
+                taken = q * self.struck(p, token, own, bounds, sound)
+            left = (p - taken).clamp(min=0)
+            if self.annealed:
+                left = torch.maximum(left, p * (1 - weight).clamp(min=0))
+        total = left.sum(-1, keepdim=True)
+        return torch.where(total > 0, left / total, whole)
+
+    # -- a node and its children
 
     def siblings(
         self,
         p: Tensor,  # [B, V] the target's law at a node
-        q: Tensor,  # [B, V] the drafter's
-        tokens: Tensor,  # [B, c] the children's tokens in the order of their draws
+        q: Tensor | None,  # [B, V] the drafter's; None: the children were not drawn
+        tokens: Tensor,  # [B, c] the children's tokens in the order they are tried
         exists: Tensor,  # [B, c] bool
         uniform: Tensor,  # [B, c]
         bounds: Bounds,
+        depth: int,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Try the children of one node in turn.
+        """Try the children of one node, `depth` drafts below the root, in turn.
 
         Returns which was accepted [B, c] bool (at most one), the residual law if none was [B, V], and
-        whether the accepted one needed its neighbours [B] bool.
+        whether the accepted one needed the relaxation [B] bool.
         """
-        whole = p
+        whole, weight = p, bounds.weight[:, depth : depth + 1]
         waiting = torch.ones_like(exists[:, 0])
         relaxed = torch.zeros_like(waiting)
         accepted = []
         for child in range(tokens.shape[1]):
             token = tokens[:, child : child + 1]
-            own, drawn = gather(p, 1, token), gather(q, 1, token)  # [B, 1]
-            lent = self.lent(p, token, own, bounds)
-            bar = uniform[:, child : child + 1] * drawn
-            # Strictly below: a token of probability 0 is never accepted, whatever u. A token without
-            # drafter mass was not really drawn (the draws ran out) and is skipped.
-            tried = (exists[:, child] & (drawn[:, 0] > 0)) & waiting
-            passed = tried & (bar < own + lent)[:, 0]
+            own = gather(p, 1, token)  # [B, 1]
+            bar, tried = uniform[:, child : child + 1], exists[:, child] & waiting
+            if q is not None:
+                # A token without drafter mass was not really drawn (the draws ran out) and is skipped.
+                drawn = gather(q, 1, token)
+                bar, tried = bar * drawn, tried & (drawn[:, 0] > 0)
+            # Strictly below: a token of probability 0 is never accepted, whatever u.
+            passed = tried & (bar < self.raised(p, token, own, bounds, weight))[:, 0]
             relaxed = relaxed | (passed & ~(bar < own)[:, 0])
-            failed = (tried & ~passed)[:, None]
-            taken = (
-                q if self.residual == "sound" else self.published_zeros(p, q, token, own, bounds)
-            )
-            rest = (p - taken).clamp(min=0)
-            total = rest.sum(-1, keepdim=True)
-            # Rounding can leave nothing; then the unreduced law is the closest honest answer.
-            rest = torch.where(total > 0, rest / total, whole)
-            p = torch.where(failed, rest, p)
-            q = q.scatter(1, token.long(), 0.0)
-            q = q / q.sum(-1, keepdim=True).clamp(min=1e-30)
+            rest = self.rest(p, q, token, own, bounds, weight, whole)
+            p = torch.where((tried & ~passed)[:, None], rest, p)
+            if q is not None:
+                q = without(q, token)
             waiting = waiting & ~passed
             accepted.append(passed)
         return torch.stack(accepted, 1), p, relaxed
 
+    # -- a tree
+
     def sampled(
         self,
         p: Tensor,  # [B, I, V] the target's laws at nodes with children
-        q: Tensor,  # [B, I, V] the drafter's
+        q: Tensor | None,  # [B, I, V] the drafter's; None: the drafts were not drawn
         tokens: Tensor,  # [B, M]
+        tables: Tables,
         uniform: Tensor,  # [B, D, C]
         bounds: Bounds,
     ) -> Verdict:
@@ -177,18 +222,18 @@ class Acceptance(Constants):
         law = p[:, 0]
         walking = torch.ones_like(node, dtype=torch.bool)
         relaxed = []
-        for level in range(self.depth):
-            row = self.law_row[node]
-            walking = walking & (row >= 0)
-            index = row.clamp(min=0)[:, None, None].expand(-1, 1, p.shape[-1])
-            children = self.child_table[node][:, : self.widest[level]]  # [B, c]
+        for depth, width in enumerate(self.widest):
+            children = rows_at(tables.child, node)[:, :width]  # [B, c]
+            walking = walking & (children[:, 0] > 0)
+            row = gather(tables.row, 1, node[:, None])[:, 0]
             passed, rest, helped = self.siblings(
-                gather(p, 1, index)[:, 0],
-                gather(q, 1, index)[:, 0],
+                rows_at(p, row),
+                None if q is None else rows_at(q, row),
                 gather(tokens, 1, children),
                 (children > 0) & walking[:, None],
-                uniform[:, level, : self.widest[level]],
+                uniform[:, depth, :width],
                 bounds,
+                depth,
             )
             law = torch.where(walking[:, None], rest, law)
             walking = walking & passed.any(1)
@@ -196,24 +241,32 @@ class Acceptance(Constants):
             relaxed.append(helped)
         return Verdict(node, law, torch.stack(relaxed, 1))
 
-    def greedy(self, p: Tensor, tokens: Tensor, bounds: Bounds) -> Verdict:
-        """The longest path of drafts that each win the argmax, with their neighbours' mass if relaxed.
+    def greedy(self, p: Tensor, tokens: Tensor, tables: Tables, bounds: Bounds) -> Verdict:
+        """The longest path of drafts that each win the argmax, with what relaxation adds to them.
 
         Args:
             p: [B, I, V] the target's unfiltered laws; tokens: [B, M].
         """
         drafts = tokens[:, 1:]  # [B, M - 1]
-        row = self.law_row[self.parent[1:]]  # [M - 1]
+        row = gather(tables.row, 1, tables.parent[:, 1:])  # [B, M - 1]
         own = gather(p.flatten(1), 1, row * p.shape[-1] + drafts)  # [B, M - 1]
-        top, best = p.amax(-1)[:, row], likeliest(p, 1)[..., 0][:, row]
+        top, best = gather(p.amax(-1), 1, row), gather(likeliest(p, 1)[..., 0], 1, row)
         wins = drafts == best
         raised = own
-        if self.neighbours is not None:
-            raised = own + self.lent(p[:, row], drafts, own, bounds)
+        if self.neighbours is not None or self.annealed:
+            weight = gather(bounds.weight, 1, tables.depth[:, 1:] - 1)
+            raised = self.raised(at(p, row), drafts, own, bounds, weight)
         helped = (raised > top) | ((raised == top) & (drafts < best))
         failed = ~(wins | helped)  # [B, M - 1]
-        reached = ~(failed[:, None] & self.above).any(-1)  # [B, M]
-        node = (reached * self.priority).argmax(-1).int()
-        on_path = self.path[node]  # [B, D]
+        reached = ~(failed[:, None] & tables.ancestors[:, :, 1:]).any(-1)  # [B, M]
+        priority = tables.depth * tokens.shape[1] + self.priority
+        node = (reached * priority).argmax(-1).int()
+        on_path = rows_at(tables.path, node)[:, 1:]  # [B, D]
         relaxed = gather(helped & ~wins, 1, (on_path - 1).clamp(min=0))  # past `node`: not counted
         return Verdict(node, p[:, 0], relaxed)
+
+
+def without(q: Tensor, token: Tensor) -> Tensor:
+    """The drafter's law [B, V] given that it is not token [B, 1], which was tried."""
+    q = q.scatter(1, token.long(), 0.0)
+    return q / q.sum(-1, keepdim=True).clamp(min=1e-30)

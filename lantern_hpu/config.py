@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+import math
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 from lantern_hpu.errors import OptionError, choices
-from lantern_hpu.tree import DraftTree, load_tree
+from lantern_hpu.tree import DYNAMIC, DraftTree, DynamicTree, Tree, load_tree
 
-# name: what it does. `eagle2` and `lantern` need dynamic trees.
-METHODS = {
+METHODS = {  # name: what it does
     "ar": "one token a step",
     "eagle": "static draft tree, exact acceptance (EAGLE)",
+    "eagle2": "dynamic draft tree, exact acceptance (EAGLE-2)",
+    "lantern": "dynamic draft tree, relaxed acceptance (LANTERN)",
     "lantern++": "static draft tree, relaxed acceptance (LANTERN++)",
 }
+RELAXED, GROWING = ("lantern", "lantern++"), ("eagle2", "lantern")
 AUTO = "auto"  # the model's fastest method on the device, as its `model.json` has it
 DEFAULT_TREE = "naive_extend_57"
-DEFAULT_K, DEFAULT_LAMBDA = 10, 5.0  # of lantern++, as published
+Residual = Literal["sound", "official"]
+Rule = Literal["additive", "multiplicative", "annealed"]
 MAX_SEED = 2**63 - 1
 
 
@@ -57,43 +61,146 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Relaxation:
-    """How far a draft may stand for its neighbours in the codebook (algorithm: `accept.py`).
+    """How far acceptance departs from the exact rule (algorithm: `accept.py`).
 
     Attributes:
-        k: neighbours that may lend their mass; 0 is exact.
-        delta: additive bound on the lent mass, in [0, 1]; excludes lam.
-        lam: multiplicative bound: accepted mass is at most lam p(x); 1 is exact; excludes delta.
-        residual: law after a relaxed rejection; "official" reproduces the published code.
+        rule: "additive" (LANTERN): a draft's nearest codes lend it at most `bound` of their mass.
+            "multiplicative" (LANTERN++): they raise its mass to at most `bound` times its own.
+            "annealed" (Cool-SD): its mass is multiplied by bound exp(-nu i - mu), i drafts below the root's
+            children.
+        k: neighbours that may lend their mass; 0 is exact. Not for the annealed rule.
+        bound: delta in [0, 1]; lambda, 1 or more; or the weight at the root's children.
+        residual: law after a refusal; "official" reproduces the published code.
+        nu, mu: of the annealed rule.
     """
 
+    rule: Rule = "multiplicative"
     k: int = 0
-    delta: float | None = None
-    lam: float | None = None
-    residual: Literal["sound", "official"] = "sound"
+    bound: float = 1.0
+    residual: Residual = "sound"
+    nu: float = 0.0
+    mu: float = 0.0
+
+    @classmethod
+    def additive(cls, k: int, delta: float, residual: Residual = "sound") -> Relaxation:
+        return cls("additive", k, delta, residual)
+
+    @classmethod
+    def multiplicative(cls, k: int, lam: float, residual: Residual = "sound") -> Relaxation:
+        return cls("multiplicative", k, lam, residual)
+
+    @classmethod
+    def annealed(cls, omega: float, nu: float = 0.0, mu: float = 0.0) -> Relaxation:
+        return cls("annealed", 0, omega, "sound", nu, mu)
 
     def __post_init__(self) -> None:
+        for kind, chosen, known in (
+            ("rule", self.rule, Rule),
+            ("residual", self.residual, Residual),
+        ):
+            if chosen not in get_args(known):
+                raise OptionError(f"unknown {kind} {chosen!r}", hint=choices(get_args(known)))
         require(self.k >= 0, "--relax-k", self.k, "0 (exact) or more")
-        if self.delta is not None and self.lam is not None:
-            why = "they are two rules: delta adds to the mass, lambda multiplies it"
-            raise OptionError(
-                "--relax-delta and --relax-lambda exclude each other", why, "give one"
+        if self.rule == "additive":
+            require(0 <= self.bound <= 1, "--relax-delta", self.bound, "0 (exact) to 1")
+        elif self.rule == "multiplicative":
+            require(self.bound >= 1, "--relax-lambda", self.bound, "1 (exact) or more")
+        elif self.rule == "annealed":
+            require(
+                0 <= self.bound <= 1000, "--relax-omega", self.bound, "0 to 1000; exact up to 1"
             )
-        if self.delta is not None:
-            require(0 <= self.delta <= 1, "--relax-delta", self.delta, "0 (exact) to 1")
-        if self.lam is not None:
-            require(self.lam >= 1, "--relax-lambda", self.lam, "1 (exact) or more")
-        if self.residual not in ("sound", "official"):
-            raise OptionError(
-                f"unknown residual {self.residual!r}", hint=choices(["sound", "official"])
+            require(
+                self.k == 0, "--relax-k", self.k, "0, as no neighbour lends mass to --relax-omega"
             )
+            for name, value in {"--relax-nu": self.nu, "--relax-mu": self.mu}.items():
+                require(-10 <= value <= 10, name, value, "-10 to 10")
+
+    @property
+    def delta(self) -> float:
+        """Bound on lent mass that does not depend on the draft."""
+        return self.bound if self.rule == "additive" else 0.0
+
+    @property
+    def factor(self) -> float:
+        """Bound on lent mass in units of the draft's own."""
+        return self.bound - 1 if self.rule == "multiplicative" else 0.0
+
+    def weights(self, depth: int) -> list[float]:
+        """[depth] what a draft's own mass is multiplied by."""
+        if self.rule != "annealed":
+            return [1.0] * depth
+        return [self.bound * math.exp(-self.nu * i - self.mu) for i in range(depth)]
+
+    @property
+    def lends(self) -> bool:
+        """Whether neighbours can lend anything; k = 0, delta = 0 and lambda = 1 are all exact."""
+        return self.k > 0 and self.delta + self.factor > 0
+
+    @property
+    def weighs(self) -> bool:
+        """Whether a draft's own mass is changed anywhere."""
+        return any(weight != 1 for weight in self.weights(2))
 
     @property
     def active(self) -> bool:
-        """Whether it can change anything; k = 0, delta = 0 and lambda = 1 are all exact."""
-        return self.k > 0 and ((self.delta or 0) > 0 or (self.lam or 1) > 1)
+        """Whether it can change what is accepted."""
+        return self.lends or self.weighs
 
 
 EXACT = Relaxation()
+# What the papers and their reproductions report figures for; `--relax` takes the names.
+PRESETS = {
+    "delta-0.1": Relaxation.additive(1000, 0.1),
+    "delta-0.2": Relaxation.additive(1000, 0.2),
+    "delta-0.3": Relaxation.additive(1000, 0.3),
+    "delta-0.4": Relaxation.additive(1000, 0.4),
+    "lambda-5": Relaxation.multiplicative(10, 5.0),
+    "lambda-10": Relaxation.multiplicative(5, 10.0),
+    "lambda-20": Relaxation.multiplicative(5, 20.0),
+}
+DEFAULT_RELAXATION = {"lantern": PRESETS["delta-0.2"], "lantern++": PRESETS["lambda-5"]}
+
+
+def complete(
+    method: str,
+    k: int | None = None,
+    delta: float | None = None,
+    lam: float | None = None,
+    omega: float | None = None,
+    nu: float | None = None,
+    mu: float | None = None,
+    residual: Residual | None = None,
+    preset: str | None = None,
+) -> Relaxation | None:
+    """The relaxation that loose options mean; what is not given is the preset's, or the method's default.
+
+    Returns None if nothing was given, which leaves it to the method.
+
+    Raises:
+        OptionError: two rules at once, an unknown preset, or a value out of range.
+    """
+    rules = {"--relax-delta": delta, "--relax-lambda": lam, "--relax-omega": omega}
+    given = [name for name, value in rules.items() if value is not None]
+    if len(given) > 1:
+        why = "they are different rules: delta adds to the mass, lambda and omega multiply it"
+        raise OptionError(f"{given[0]} and {given[1]} exclude each other", why, "give one")
+    if preset is not None and preset not in PRESETS:
+        raise OptionError(f"unknown preset {preset!r}", hint=choices(PRESETS))
+    if preset is not None and given:
+        raise OptionError(f"--relax and {given[0]} exclude each other", "the preset is a rule")
+    if omega is None and (nu is not None or mu is not None):
+        raise OptionError("--relax-nu and --relax-mu belong to --relax-omega")
+    if omega is not None:
+        require(k is None, "--relax-k", k, "none, as no neighbour lends mass to --relax-omega")
+        return Relaxation("annealed", 0, omega, residual or "sound", nu or 0.0, mu or 0.0)
+    if not given and preset is None and k is None and residual is None:
+        return None
+    base = PRESETS[preset] if preset else DEFAULT_RELAXATION.get(method, PRESETS["lambda-5"])
+    if lam is not None:
+        base = replace(PRESETS["lambda-5"], bound=lam)
+    if delta is not None:
+        base = replace(PRESETS["delta-0.2"], bound=delta)
+    return replace(base, k=base.k if k is None else k, residual=residual or base.residual)
 
 
 @dataclass(frozen=True)
@@ -115,12 +222,12 @@ class Request:
 
 def choose_method(
     method: str, tree: str | None = None, relaxation: Relaxation | None = None
-) -> tuple[DraftTree, Relaxation]:
+) -> tuple[Tree, Relaxation]:
     """The draft tree and relaxation that a method name stands for.
 
     Args:
         tree: name or file, for methods that draft.
-        relaxation: for `lantern++`; its published default if not given.
+        relaxation: for relaxed methods; the published default if not given.
 
     Raises:
         OptionError: unknown method, or an option that the method has no use for.
@@ -130,13 +237,16 @@ def choose_method(
         raise OptionError(f"unknown method {method!r}", hint=choices([AUTO, *METHODS]))
     if method == "ar" and tree:
         raise OptionError("--tree has no meaning for ar", "it drafts nothing", "--method eagle")
-    if method != "lantern++" and relaxation and relaxation != EXACT:
-        raise OptionError(
-            f"{method} is exact", "relaxation options need a relaxed method", "--method lantern++"
-        )
+    if method not in RELAXED and relaxation and relaxation != EXACT:
+        hint = f"--method {RELAXED[0]} or {RELAXED[1]}"
+        raise OptionError(f"{method} is exact", "relaxation options need a relaxed method", hint)
     if method == "ar":
         return DraftTree.root_only(), EXACT
-    chosen = load_tree(tree or DEFAULT_TREE)
-    if method == "eagle":
-        return chosen, EXACT
-    return chosen, relaxation or Relaxation(DEFAULT_K, lam=DEFAULT_LAMBDA)
+    grows = method in GROWING
+    chosen = load_tree(tree or (DYNAMIC if grows else DEFAULT_TREE))
+    if isinstance(chosen, DynamicTree) != grows:
+        fits = [m for m in METHODS if m != "ar" and (m in GROWING) != grows]
+        kind = "a dynamic" if grows else "a static"
+        why = f"{method} drafts {kind} tree"
+        raise OptionError(f"--tree {tree} does not fit {method}", why, f"--method {fits[0]}")
+    return chosen, relaxation or DEFAULT_RELAXATION.get(method, EXACT)

@@ -18,12 +18,14 @@ from torch import Tensor
 from lantern_hpu import noise
 from lantern_hpu.backends.base import Backend
 from lantern_hpu.config import Request
+from lantern_hpu.draft import Drafts
 from lantern_hpu.errors import CaptureError
 from lantern_hpu.graphs import check_mode, make_runner
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target
+from lantern_hpu.plan import Plan
 from lantern_hpu.state import DecodeState
-from lantern_hpu.step import Plan, build
+from lantern_hpu.step import Step, build
 
 
 @dataclass
@@ -126,7 +128,7 @@ class Engine:
         sampling = [request.sampling for request in requests]
         relaxation = [request.relaxation for request in requests]
 
-        def put(goal: Tensor, values: Sequence[float]) -> None:
+        def put(goal: Tensor, values: Sequence[float] | Sequence[Sequence[float]]) -> None:
             goal.copy_(torch.tensor(values, dtype=goal.dtype))
 
         put(settings.cfg_scale, [s.cfg_scale for s in sampling])
@@ -135,8 +137,9 @@ class Engine:
         put(settings.top_p, [1.0 if s.greedy else s.top_p for s in sampling])
         put(settings.greedy, [s.greedy for s in sampling])
         put(bounds.k, [r.k for r in relaxation])
-        put(bounds.delta, [r.delta or 0.0 for r in relaxation])
-        put(bounds.factor, [(r.lam or 1.0) - 1.0 for r in relaxation])
+        put(bounds.delta, [r.delta for r in relaxation])
+        put(bounds.factor, [r.factor for r in relaxation])
+        put(bounds.weight, [r.weights(self.longest - 1) for r in relaxation])
         first = [noise.uniforms(request.seed, 0, 1)[0] for request in requests]
         put(self.state.first_uniform, first)
 
@@ -159,10 +162,8 @@ class Engine:
             CaptureError: something was captured again after warm-up.
         """
         self.warm_up()
-        self.place(prefix, valid)
-        self.load(requests)
         began = time.perf_counter()
-        known = self.read(self.prefill())
+        known = self.start(prefix, valid, requests)
         self.timing = Timing(prefill=time.perf_counter() - began)
         total, done = self.target.config.tokens, 0
         yield Progress(done, known, total)
@@ -170,14 +171,33 @@ class Engine:
         while min(known) < total:
             began = time.perf_counter()
             count = self.steps_before_read(total - min(known))
-            self.feed(seeds, done + 1, count)
-            for _ in range(count):
-                output = self.step()
-            known, done = self.read(output), done + count
+            known, done = self.advance(seeds, done + 1, count), done + count
             self.timing.steps += time.perf_counter() - began
             self.timing.count = done
             self.check_captures()
             yield Progress(done, known, total)
+
+    def start(self, prefix: Tensor, valid: Tensor, requests: Sequence[Request]) -> list[int]:
+        """Prefill of a batch; see `run`. -> [B] tokens known"""
+        self.warm_up()
+        self.place(prefix, valid)
+        self.load(requests)
+        return self.read(self.prefill())
+
+    def advance(self, seeds: Sequence[int], first: int, count: int) -> list[int]:
+        """Steps `first`, `first` + 1, ... of a batch. -> [B] tokens known"""
+        self.feed(seeds, first, count)
+        for _ in range(count):
+            output = self.step()
+        return self.read(output)
+
+    def draft(self) -> Drafts:
+        """The trees that the next step would verify; nothing moves on. For looking at, not for speed."""
+        step = self.step.function
+        assert isinstance(step, Step)
+        drafts = step.draft(self.state)[2]
+        self.state.cursor.zero_()
+        return drafts
 
     def steps_before_read(self, remaining: int) -> int:
         """As many steps as are needed for sure, up to a block."""

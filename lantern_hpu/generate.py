@@ -22,19 +22,20 @@ from lantern_hpu import __version__
 from lantern_hpu.backends import BACKENDS, prepare
 from lantern_hpu.config import (
     AUTO,
-    DEFAULT_K,
-    DEFAULT_LAMBDA,
     DEFAULT_TREE,
+    GROWING,
     METHODS,
+    PRESETS,
     Relaxation,
     Request,
     Sampling,
     choose_method,
+    complete,
     require,
 )
 from lantern_hpu.errors import OptionError, WeightsError, exit_code
 from lantern_hpu.graphs import RUNNERS
-from lantern_hpu.tree import NAMED, DraftTree
+from lantern_hpu.tree import DYNAMIC, NAMED, DraftTree, DynamicTree, Tree, load_tree
 
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import Event, LanternPipeline
@@ -101,15 +102,35 @@ def make_parser() -> argparse.ArgumentParser:
         + " (auto)",
     )
     method.add_argument(
-        "--tree", default=None, help=f"{', '.join(NAMED)}, or a .json file ({DEFAULT_TREE})"
+        "--tree",
+        default=None,
+        help=f"{', '.join(NAMED)}, or a .json file ({DEFAULT_TREE}); for eagle2 and lantern {DYNAMIC}, or "
+        f"{DYNAMIC}:KxExN for top-k K, E expansions and N drafts ({DynamicTree().name})",
+    )
+    method.add_argument("--relax", default=None, metavar="PRESET", help=", ".join(PRESETS))
+    method.add_argument(
+        "--relax-k",
+        type=int,
+        default=None,
+        help="neighbours that may stand in (lantern: 1000, lantern++: 10)",
     )
     method.add_argument(
-        "--relax-k", type=int, default=None, help="neighbours that may stand in (10)"
+        "--relax-delta", type=float, default=None, help="additive bound, 0 to 1 (lantern: 0.2)"
     )
-    method.add_argument("--relax-delta", type=float, default=None, help="additive bound, 0 to 1")
     method.add_argument(
-        "--relax-lambda", type=float, default=None, help="multiplicative bound, 1 or more (5)"
+        "--relax-lambda",
+        type=float,
+        default=None,
+        help="multiplicative bound, 1 or more (lantern++: 5)",
     )
+    method.add_argument(
+        "--relax-omega",
+        type=float,
+        default=None,
+        help="annealed: weight OMEGA exp(-NU i - MU) of a draft i below the first; exact up to 1",
+    )
+    method.add_argument("--relax-nu", type=float, default=None, metavar="NU", help="see omega (0)")
+    method.add_argument("--relax-mu", type=float, default=None, metavar="MU", help="see omega (0)")
     method.add_argument(
         "--residual",
         default=None,
@@ -153,15 +174,23 @@ def read_prompts(file: Path) -> list[str]:
 
 
 def relaxation_of(args: argparse.Namespace) -> Relaxation | None:
-    """The relaxation asked for; None leaves it to the method. A missing k or bound takes its default."""
-    given = (args.relax_k, args.relax_delta, args.relax_lambda, args.residual)
-    if all(value is None for value in given):
-        return None
-    lam = args.relax_lambda
-    if lam is None and args.relax_delta is None:
-        lam = DEFAULT_LAMBDA
-    k = DEFAULT_K if args.relax_k is None else args.relax_k
-    return Relaxation(k, args.relax_delta, lam, args.residual or "sound")
+    """The relaxation asked for; None leaves it to the method."""
+    return complete(
+        drawn_by(args.method),
+        args.relax_k,
+        args.relax_delta,
+        args.relax_lambda,
+        args.relax_omega,
+        args.relax_nu,
+        args.relax_mu,
+        args.residual,
+        args.relax,
+    )
+
+
+def drawn_by(method: str) -> str:
+    """The method that options are meant for: `auto` with any of them is `lantern++`."""
+    return "lantern++" if method == AUTO else method
 
 
 def sampling_of(args: argparse.Namespace, default: Sampling) -> Sampling:
@@ -241,8 +270,8 @@ class Bar:
 
 # What an image to draw again already says; giving one of these beside it is a contradiction.
 SETTLED = (
-    "prompt prompts_file num_images seed dtype method tree relax_k relax_delta relax_lambda residual "
-    "cfg_scale temperature top_k top_p"
+    "prompt prompts_file num_images seed dtype method tree relax relax_k relax_delta relax_lambda "
+    "relax_omega relax_nu relax_mu residual cfg_scale temperature top_k top_p"
 ).split()
 
 
@@ -280,8 +309,7 @@ def check(args: argparse.Namespace, known: dict[str, Any] | None) -> list[str]:
     size = args.batch_size
     require(size is None or size >= 1, "--batch-size", size, "1 or more")
     if known is None:
-        method = "lantern++" if args.method == AUTO else args.method
-        choose_method(method, args.tree, relaxation_of(args))
+        choose_method(drawn_by(args.method), args.tree, relaxation_of(args))
         sampling_of(args, Sampling())
     wanted = [prompt for prompt in prompts for _ in range(args.num_images)]
     for index, prompt in enumerate(wanted):
@@ -291,7 +319,7 @@ def check(args: argparse.Namespace, known: dict[str, Any] | None) -> list[str]:
 
 def settings_of(
     pipeline: LanternPipeline, args: argparse.Namespace, known: dict[str, Any] | None
-) -> tuple[str, DraftTree, Relaxation, Sampling]:
+) -> tuple[str, Tree, Relaxation, Sampling]:
     """Method, tree, relaxation and sampling: asked for, or those of the image to draw again.
 
     Raises:
@@ -305,8 +333,15 @@ def settings_of(
         raise WeightsError(
             what, f"it was drawn with other weights than {args.model} has", "--model"
         )
-    tree = DraftTree.from_paths(known["tree"], known["tree_paths"])
-    return known["method"], tree, Relaxation(**known["relaxation"]), Sampling(**known["sampling"])
+    name, paths = known["tree"], known["tree_paths"]
+    grows = known["method"] in GROWING
+    tree = load_tree(name) if grows else DraftTree.from_paths(name, paths)
+    try:
+        relaxation = Relaxation(**known["relaxation"])
+    except TypeError as error:
+        what = f"{args.from_png} cannot be drawn again"
+        raise OptionError(what, "another version of this package drew it") from error
+    return known["method"], tree, relaxation, Sampling(**known["sampling"])
 
 
 def draw(args: argparse.Namespace) -> GenerationResult:
@@ -339,7 +374,7 @@ def draw(args: argparse.Namespace) -> GenerationResult:
 
 
 def run(
-    pipeline: LanternPipeline, args: argparse.Namespace, requests: list[Request], tree: DraftTree
+    pipeline: LanternPipeline, args: argparse.Namespace, requests: list[Request], tree: Tree
 ) -> GenerationResult:
     """Draw with a progress bar; warnings about prompts come first."""
     for prompt, note in pipeline.notes(requests):

@@ -24,13 +24,18 @@ from lantern_hpu.engine import Decoded, Engine, Progress
 from lantern_hpu.errors import OptionError
 from lantern_hpu.graphs import check_mode
 from lantern_hpu.models.builtin import ImageModel, load_model
+from lantern_hpu.plan import Plan
 from lantern_hpu.results import GenerationResult, ImageRecord
 from lantern_hpu.state import Shapes
-from lantern_hpu.step import Plan
-from lantern_hpu.tree import DraftTree
+from lantern_hpu.tree import DraftTree, Tree
 
 MAX_BATCH = 8  # images decoded together unless asked otherwise
 BLOCK = 16  # most steps between two host reads
+
+
+def tree_paths(tree: Tree) -> list[list[int]]:
+    """A static tree's drafts; a dynamic one's name says all there is to know."""
+    return [list(path) for path in tree.paths[1:]] if isinstance(tree, DraftTree) else []
 
 
 @dataclass
@@ -138,7 +143,7 @@ class LanternPipeline:
         Args:
             seed: of the first image; each further image takes the next number.
             generator: its initial seed is used instead of `seed`.
-            method: see `choose`. tree: name or file, for methods that draft. relaxation: for `lantern++`.
+            method: see `choose`. tree: name or file, for methods that draft. relaxation: for relaxed methods.
             sampling: the model's defaults if not given.
             batch_size: images decoded together, at most 8 if not given. It does not change the images.
             callback: called after each host read.
@@ -157,7 +162,7 @@ class LanternPipeline:
 
     def choose(
         self, method: str, tree: str | None = None, relaxation: Relaxation | None = None
-    ) -> tuple[str, DraftTree, Relaxation]:
+    ) -> tuple[str, Tree, Relaxation]:
         """A method's name, draft tree and relaxation.
 
         `auto` is the fastest method measured with this model on this device; a tree or a relaxation, or
@@ -172,7 +177,7 @@ class LanternPipeline:
     def draw(
         self,
         requests: Sequence[Request],
-        tree: DraftTree,
+        tree: Tree,
         method: str,
         batch_size: int | None = None,
         callback: Callable[[Event], None] | None = None,
@@ -280,7 +285,7 @@ class LanternPipeline:
         return decoded
 
     def engine(
-        self, requests: Sequence[Request], tree: DraftTree, batch_size: int | None
+        self, requests: Sequence[Request], tree: Tree, batch_size: int | None
     ) -> tuple[Engine, int]:
         """The engine that serves these requests, and the images it decodes together."""
         if batch_size is not None:
@@ -300,10 +305,11 @@ class LanternPipeline:
             )
         return self.engines[plan], size
 
-    def plan(self, requests: Sequence[Request], tree: DraftTree, size: int) -> Plan:
+    def plan(self, requests: Sequence[Request], tree: Tree, size: int) -> Plan:
         """What the requests need from a step; whatever none of them uses is left out."""
         samplings = [r.sampling for r in requests]
-        active = [r.relaxation for r in requests if r.relaxation.active]
+        relaxed = [r.relaxation for r in requests]
+        active = [r for r in relaxed if r.lends]
         vocabulary = self.model.target.config.vocab_size
         residuals = {r.residual for r in active} or {"sound"}
         if len(residuals) > 1:
@@ -321,6 +327,7 @@ class LanternPipeline:
             use_sampled=not all(s.greedy for s in samplings),
             # The published residual looks one neighbour further than the bound.
             neighbours=min(most + 1, vocabulary - 1) if most else 0,
+            annealed=any(r.weighs for r in relaxed),
             residual=residuals.pop(),
         )
 
@@ -384,14 +391,14 @@ class LanternPipeline:
                 decoded.relaxed[i],
             )
 
-    def describe(self, tree: DraftTree, method: str) -> dict[str, Any]:
+    def describe(self, tree: Tree, method: str) -> dict[str, Any]:
         """Settings that all images of a run share; with an image's own they draw it again."""
         return {
             "model": self.model.source,
             "weights": self.model.files,
             "method": method,
             "tree": tree.name,
-            "tree_paths": [list(path) for path in tree.paths[1:]],
+            "tree_paths": tree_paths(tree),
             "dtype": str(self.model.target.head.weight.dtype).removeprefix("torch."),
             "device": self.backend.name,
             "graphs": self.graphs,

@@ -28,6 +28,11 @@ def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
     return x.gather(dim, index.long())
 
 
+def at(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x [A, T, X] at index [A, n]: [A, n, X]."""
+    return gather(x, 1, index[..., None].expand(-1, -1, x.shape[-1]))
+
+
 def likeliest(laws: Tensor, count: int) -> Tensor:
     """The `count` likeliest tokens of each law [..., V], likeliest first: [..., count] int32.
 

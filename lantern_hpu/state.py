@@ -15,7 +15,7 @@ from lantern_hpu.accept import Bounds
 from lantern_hpu.cache import KVCache
 from lantern_hpu.models.transformer import TransformerConfig
 from lantern_hpu.sampling import Settings
-from lantern_hpu.tree import DraftTree
+from lantern_hpu.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Shapes:
 
     images: int  # B
     guidance: bool  # two rows an image
-    tree: DraftTree
+    tree: Tree
     block: int  # most steps between two host reads; uniforms are copied in for that many
 
     @property
@@ -35,7 +35,7 @@ class Shapes:
     @property
     def draws(self) -> int:
         """Uniforms a step takes for an image: drafts, acceptance, bonus token."""
-        return self.tree.size - 1 + self.tree.depth * self.tree.max_children + 1
+        return self.tree.draws + self.tree.depth * self.tree.max_children + 1
 
 
 @dataclass
@@ -86,7 +86,7 @@ class DecodeState:
             prefix=real(r, config.prefix, config.dim, dtype=dtype),
             valid=torch.ones(r, s, dtype=torch.bool, device=device),
             settings=Settings(real(b), real(b), whole(b), real(b), yes),
-            bounds=Bounds(whole(b), real(b), real(b)),
+            bounds=Bounds(whole(b), real(b), real(b), real(b, depth)),
             first_uniform=real(b),
             uniforms=real(shapes.block, b, shapes.draws),
             cursor=whole(1),
@@ -120,12 +120,12 @@ def walk_tensors(prefix: str, value: object) -> list[tuple[str, Tensor]]:
     return found
 
 
-def columns(config: TransformerConfig, tree: DraftTree) -> int:
+def columns(config: TransformerConfig, tree: Tree) -> int:
     """Width of an image's row in `tokens`: the image, and scratch for what a step writes past its end."""
     return config.tokens + tree.depth + 1
 
 
-def capacity(config: TransformerConfig, tree: DraftTree) -> int:
+def capacity(config: TransformerConfig, tree: Tree) -> int:
     """S: prefix, image and one tree beyond them, so that a finished image still writes into its own row."""
-    need = config.prefix + config.tokens + max(tree.size, tree.depth + 1)
+    need = config.prefix + config.tokens + max(tree.size, tree.depth + 1, tree.scratch)
     return -(-need // 64) * 64

@@ -10,116 +10,22 @@ entry, L - 1, already holds the root.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from lantern_hpu.accept import Acceptance, Residual, Verdict
+from lantern_hpu.accept import Acceptance, Verdict
 from lantern_hpu.constants import Constants, count_up
+from lantern_hpu.draft import Drafts, make_drafting
 from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.transformer import Target, additive, prefix_mask, rope_table
-from lantern_hpu.sampling import choose, choose_distinct, gather, guide, law, likeliest
-from lantern_hpu.state import DecodeState, Shapes, capacity, columns
+from lantern_hpu.models.transformer import Target, additive, prefix_mask
+from lantern_hpu.plan import Plan, Sampler, Slots
+from lantern_hpu.sampling import at, gather
+from lantern_hpu.state import DecodeState, capacity, columns
+from lantern_hpu.tables import StaticTables, rows_at
 from lantern_hpu.tree import DraftTree
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is fixed when a step is built; a different plan is a different graph."""
-
-    shapes: Shapes
-    max_top_k: int = 0  # 0: no image uses top-k
-    use_top_p: bool = False
-    use_greedy: bool = False  # some image is greedy
-    use_sampled: bool = True  # some image is sampled
-    neighbours: int = 0  # K, neighbours kept; 0: acceptance is exact
-    residual: Residual = "sound"
-
-
-class Slots(Constants):
-    """Positions and masks of the cache, as constants on the device."""
-
-    rope: Tensor
-    slot: Tensor
-    row_start: Tensor
-    below: Tensor
-    wide: Tensor
-
-    def __init__(self, target: Target, shapes: Shapes) -> None:
-        super().__init__()
-        config, tree = target.config, shapes.tree
-        self.rows, self.guidance = shapes.rows, shapes.guidance
-        size = capacity(config, tree)
-        width = max(config.prefix, tree.depth + 1)
-        self.constant("rope", rope_table(config, config.prefix + config.tokens + tree.depth + 1))
-        self.constant("slot", count_up(size))  # [S]
-        self.constant("row_start", count_up(shapes.rows) * size)  # [R]
-        self.constant("below", torch.ones(width, width, dtype=torch.bool).tril())
-        self.constant("wide", count_up(max(width, tree.size)))
-
-    def per_row(self, x: Tensor) -> Tensor:
-        """[B, ...] -> [R, ...]: an image's rows always hold the same tokens at the same positions."""
-        return torch.cat([x, x]) if self.guidance else x
-
-    def flat(self, start: Tensor, width: int) -> Tensor:
-        """Storage rows of `width` slots from start [R]: [R * width]."""
-        return (self.row_start + start)[:, None].add(self.wide[:width]).flatten()
-
-    def sees(self, start: Tensor, table: Tensor) -> Tensor:
-        """What queries that follow `start` committed slots may see: those slots, and each other by table.
-
-        Args:
-            start: [R]. table: [T, X] bool; column x is slot start + x.
-
-        Returns [R, T, S] bool.
-        """
-        offset = self.slot - start[:, None]  # [R, S]
-        inside = (offset >= 0) & (offset < table.shape[1])
-        local = table[:, offset.clamp(0, table.shape[1] - 1)].transpose(0, 1)  # [R, T, S]
-        return (offset < 0)[:, None] | (local & inside[:, None])
-
-
-class Sampler(nn.Module):
-    """Hidden states to laws: the target's head, guidance and the sampling settings."""
-
-    def __init__(self, target: Target, plan: Plan) -> None:
-        super().__init__()
-        self.head, self.plan = target.head, plan
-
-    def forward(self, hidden: Tensor, state: DecodeState) -> Tensor:
-        """[R, T, H] -> [B, T, V] float32."""
-        logits = guide(self.head(hidden), state.settings, self.plan.shapes.guidance)
-        return law(logits, state.settings, self.plan.max_top_k, self.plan.use_top_p)
-
-    def token(
-        self, laws: Tensor, greedy_laws: Tensor, uniform: Tensor, state: DecodeState
-    ) -> Tensor:
-        """One token an image [B]: drawn from laws [B, V], or the likeliest of greedy_laws [B, V]."""
-        if not self.plan.use_greedy:
-            return choose(laws, uniform)
-        best = likeliest(greedy_laws, 1)[..., 0]
-        if not self.plan.use_sampled:
-            return best
-        return torch.where(state.settings.greedy, best, choose(laws, uniform))
-
-    def distinct(self, laws: Tensor, uniform: Tensor, state: DecodeState) -> Tensor:
-        """Children of each node [B, w, c] from laws [B, w, V]: drawn, or the likeliest if greedy."""
-        if not self.plan.use_greedy:
-            return choose_distinct(laws, uniform)
-        best = likeliest(laws, uniform.shape[-1])
-        if not self.plan.use_sampled:
-            return best
-        return torch.where(
-            state.settings.greedy[:, None, None], best, choose_distinct(laws, uniform)
-        )
-
-
-def at(x: Tensor, index: Tensor) -> Tensor:
-    """Rows of x [A, T, H] at index [A, n]: [A, n, H]."""
-    return gather(x, 1, index[..., None].expand(-1, -1, x.shape[-1]))
 
 
 class Prefill(Constants):
@@ -179,121 +85,10 @@ class Prefill(Constants):
         state.pending_count.fill_(1)
 
 
-class Level(Constants):
-    """Tables of one drafting level: nodes at this depth that have children."""
-
-    child_table: Tensor
-    pick: Tensor
-    expand: Tensor
-    parent: Tensor
-    sees: Tensor
-    scratch: Tensor
-
-    def __init__(self, tree: DraftTree, depth: int) -> None:
-        super().__init__()
-        frontier, self.depth = tree.frontiers[depth], depth
-        widest = max(len(tree.children[node]) for node in frontier)
-        # Uniform of each child is that of its node; where a node has fewer children the draw is unused.
-        table = [
-            [max(child - 1, 0) for child in tree.children[node]]
-            + [0] * (widest - len(tree.children[node]))
-            for node in frontier
-        ]
-        self.constant("child_table", torch.tensor(table))  # [w, c]
-        row = {node: i for i, node in enumerate(frontier)}
-        below = tree.levels[depth + 1]
-        pick = [row[tree.parent[n]] * widest + tree.paths[n][-1] for n in below]
-        self.constant("pick", torch.tensor(pick))  # [nodes at depth + 1]
-        grown = tree.frontiers[depth + 1] if depth + 1 < tree.depth else ()
-        self.constant("expand", torch.tensor([below.index(n) for n in grown], dtype=torch.int32))
-        self.constant(
-            "parent", torch.tensor([row[tree.parent[n]] for n in grown], dtype=torch.int32)
-        )
-        # The drafter keeps the tree's entries behind its committed ones, in the order of expansion.
-        inner = tree.expanded[1:]
-        sees = [[tree.ancestors[n][other] for other in inner] for n in grown]
-        self.constant("sees", torch.tensor(sees, dtype=torch.bool))  # [grown, I - 1]
-        self.constant("scratch", torch.tensor([inner.index(n) for n in grown], dtype=torch.int32))
-
-
-class Drafting(nn.Module):
-    """The drafter's part of a step: catch up with the accepted tokens, then grow the tree."""
-
-    levels: Sequence[Level]  # an nn.ModuleList
-
-    def __init__(self, target: Target, drafter: Drafter, plan: Plan, slots: Slots) -> None:
-        super().__init__()
-        self.drafter, self.slots = drafter, slots
-        self.sampler = Sampler(target, plan)
-        tree = plan.shapes.tree
-        self.width = tree.depth + 1
-        self.levels = nn.ModuleList(Level(tree, depth) for depth in range(tree.depth))  # type: ignore[assignment]
-
-    def run(
-        self,
-        tokens: Tensor,
-        features: Tensor,
-        slot: Tensor,
-        sees: Tensor,
-        where: Tensor,
-        state: DecodeState,
-    ) -> Tensor:
-        """One pass. tokens [B, T], features [R, T, H], slot [R, T] of the token, sees [R, T, S]."""
-        if not self.drafter.sees_pads:
-            sees = sees & state.valid[:, None]
-        rope = self.slots.rope[slot].to(features.dtype)
-        mask = additive(sees, features.dtype)
-        rows = self.slots.per_row(tokens)
-        return self.drafter(rows, features, rope, mask, state.drafter_cache, where)
-
-    def catch_up(self, length: Tensor, state: DecodeState) -> Tensor:
-        """Add the pairs of the last step; entries past the real ones are overwritten. -> [R, 1, H]"""
-        pending = self.slots.per_row(state.pending_count)  # [R]
-        start = length - pending
-        slot = start[:, None] + 1 + self.slots.wide[: self.width]
-        sees = self.slots.sees(start, self.slots.below[: self.width, : self.width])
-        where = self.slots.flat(start, self.width)
-        guess = self.run(state.pending_tokens, state.pending_features, slot, sees, where, state)
-        return at(guess, (pending - 1)[:, None])
-
-    def forward(self, length: Tensor, uniform: Tensor, state: DecodeState) -> tuple[Tensor, Tensor]:
-        """
-        Args:
-            length: [R] committed slots. uniform: [B, M - 1], one a draft.
-
-        Returns the tree's tokens [B, M] and the drafter's laws [B, I, V] at nodes with children.
-        """
-        guess = self.catch_up(length, state)  # [R, w, H]
-        tokens, laws = [state.root[:, None]], []
-        for level in self.levels:
-            q = self.sampler(guess, state)  # [B, w, V]
-            draws = self.sampler.distinct(q, uniform[:, level.child_table], state)  # [B, w, c]
-            drafts = draws.flatten(1)[:, level.pick]  # [B, nodes at the next depth]
-            laws.append(q)
-            tokens.append(drafts)
-            if len(level.expand):
-                slot = (length + level.depth + 1)[:, None].expand(-1, len(level.expand))
-                where = (self.slots.row_start + length)[:, None] + level.scratch
-                sees = self.slots.sees(length, level.sees)
-                guess = self.run(
-                    drafts[:, level.expand],
-                    guess[:, level.parent],
-                    slot,
-                    sees,
-                    where.flatten(),
-                    state,
-                )
-        return torch.cat(tokens, 1), torch.cat(laws, 1)
-
-
 class Step(Constants):
     """One decode step for a batch of images, each at its own length."""
 
-    depths: Tensor
-    ancestors: Tensor
-    expanded: Tensor
-    path: Tensor
-    has_children: Tensor
+    expanded: Tensor | None
     first: Tensor
     layer_start: Tensor
 
@@ -319,21 +114,19 @@ class Step(Constants):
             tree.depth,
             tree.size,
         )
+        # Nodes whose children may be tried; which they are is not known of a dynamic tree.
+        expanded = None
+        if isinstance(tree, DraftTree):
+            expanded = torch.tensor(tree.expanded, dtype=torch.int32)
         self.drafting = self.acceptance = None
         if drafter is not None and self.depth:
-            self.drafting = Drafting(target, drafter, plan, self.slots)
-            self.acceptance = Acceptance(tree, neighbours, plan.residual)
-        constants = {
-            "depths": torch.tensor(tree.depths),  # [M]
-            "ancestors": torch.tensor(tree.ancestors),  # [M, M]
-            "expanded": torch.tensor(tree.expanded, dtype=torch.int32),  # [I]
-            "path": torch.tensor(tree.path_table),  # [M, D + 1]
-            "has_children": torch.tensor([bool(c) for c in tree.children]),  # [M]
-            "first": count_up(plan.shapes.images) * columns(config, tree),  # [B]
-            "layer_start": count_up(config.layers) * plan.shapes.rows * capacity(config, tree),
-        }
-        for name, value in constants.items():
-            self.constant(name, value)
+            self.drafting = make_drafting(target, drafter, plan, self.slots)
+            self.acceptance = Acceptance(tree, neighbours, plan.residual, plan.annealed)
+        self.alone = StaticTables(DraftTree.root_only())
+        self.constant("expanded", expanded)  # [I]
+        self.constant("first", count_up(plan.shapes.images) * columns(config, tree))  # [B]
+        layers = count_up(config.layers) * plan.shapes.rows * capacity(config, tree)
+        self.constant("layer_start", layers)  # [layers]
 
     def forward(self, state: DecodeState) -> Tensor:
         """Returns how many tokens of each image are known [B]."""
@@ -344,46 +137,49 @@ class Step(Constants):
         """Two halves, for a device that cannot record the whole as one graph."""
         return self.draft, self.finish
 
-    def draft(self, state: DecodeState) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """This step's uniforms [B, draws], committed slots [R], tree tokens [B, M], drafter laws [B, I, V]."""
+    def draft(self, state: DecodeState) -> tuple[Tensor, Tensor, Drafts]:
+        """This step's uniforms for acceptance [B, D * C + 1], committed slots [R], and trees."""
         uniform = state.uniforms.index_select(0, state.cursor)[0]
         state.cursor.add_(1)
         length = self.slots.per_row(state.count) + self.prefix
+        root = state.root[:, None]
         if self.drafting is None:
-            return uniform, length, state.root[:, None], None
-        tokens, q = self.drafting(length, uniform[:, : self.size - 1], state)
-        return uniform, length, tokens, q
+            return uniform, length, Drafts(root, None, self.alone(len(root)))
+        draws = self.plan.shapes.tree.draws
+        drafts = self.drafting(length, uniform[:, :draws], state)
+        return uniform[:, draws:], length, drafts
 
-    def finish(
-        self, state: DecodeState, uniform: Tensor, length: Tensor, tokens: Tensor, q: Tensor | None
-    ) -> Tensor:
+    def finish(self, state: DecodeState, uniform: Tensor, length: Tensor, drafts: Drafts) -> Tensor:
         """Verify, accept and commit. -> [B] tokens known"""
-        hidden = self.verify(tokens, length, state)
-        node, bonus, relaxed = self.accept(hidden, tokens, q, uniform[:, self.size - 1 :], state)
-        return self.commit(hidden, tokens, node, bonus, relaxed, length, state)
+        hidden = self.verify(drafts, length, state)
+        node, bonus, relaxed = self.accept(hidden, drafts, uniform, state)
+        return self.commit(hidden, drafts, node, bonus, relaxed, length, state)
 
-    def verify(self, tokens: Tensor, length: Tensor, state: DecodeState) -> Tensor:
-        """The target over the whole tree in one pass: [B, M] -> features [R, M, H]."""
-        rope = self.slots.rope[length[:, None] + self.depths].to(state.prefix.dtype)
-        sees = self.slots.sees(length, self.ancestors) & state.valid[:, None]
+    def verify(self, drafts: Drafts, length: Tensor, state: DecodeState) -> Tensor:
+        """The target over the whole tree in one pass: features [R, M, H]."""
+        depth, ancestors = map(self.slots.per_row, (drafts.tables.depth, drafts.tables.ancestors))
+        rope = self.slots.rope[length[:, None] + depth].to(state.prefix.dtype)
+        sees = self.slots.sees(length, ancestors) & state.valid[:, None]
         where = self.slots.flat(length, self.size)
-        x = self.target.embed(self.slots.per_row(tokens))
+        x = self.target.embed(self.slots.per_row(drafts.tokens))
         return self.target(x, rope, additive(sees, x.dtype), state.target_cache, where)
 
     def accept(
-        self, hidden: Tensor, tokens: Tensor, q: Tensor | None, uniform: Tensor, state: DecodeState
+        self, hidden: Tensor, drafts: Drafts, uniform: Tensor, state: DecodeState
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Where the walk stops [B], the token after it [B], and which drafts were relaxed [B, D]."""
-        if self.acceptance is None or q is None:
+        if self.acceptance is None:
             laws = self.sampler(hidden, state)[:, 0]
             bonus = self.sampler.token(laws, laws, uniform[:, 0], state)
             none = torch.zeros_like(state.accepted, dtype=torch.bool)  # [B, 0]: nothing to relax
             return torch.zeros_like(state.root), bonus, none
-        p = self.sampler(hidden[:, self.expanded], state)  # [B, I, V]
-        verdict = self.judge(self.acceptance, p, q, tokens, uniform, state)
+        inner = hidden if self.expanded is None else hidden[:, self.expanded]
+        p = self.sampler(inner, state)  # [B, I, V]
+        verdict = self.judge(self.acceptance, p, drafts, uniform, state)
         stop = self.slots.per_row(verdict.node)[:, None]  # [R, 1]
         fresh = self.sampler(at(hidden, stop), state)[:, 0]  # [B, V]
-        laws = torch.where(self.has_children[verdict.node][:, None], verdict.law, fresh)
+        inside = rows_at(drafts.tables.child, verdict.node)[:, :1] > 0  # [B, 1]
+        laws = torch.where(inside, verdict.law, fresh)
         bonus = self.sampler.token(laws, fresh, uniform[:, -1], state)
         return verdict.node, bonus, verdict.relaxed
 
@@ -391,19 +187,19 @@ class Step(Constants):
         self,
         acceptance: Acceptance,
         p: Tensor,
-        q: Tensor,
-        tokens: Tensor,
+        drafts: Drafts,
         uniform: Tensor,
         state: DecodeState,
     ) -> Verdict:
         """The sampled walk, the greedy one, or each for its images."""
+        tokens, tables = drafts.tokens, drafts.tables
         if not self.plan.use_sampled:
-            return acceptance.greedy(p, tokens, state.bounds)
+            return acceptance.greedy(p, tokens, tables, state.bounds)
         tries = uniform[:, :-1].unflatten(1, (self.depth, -1))  # [B, D, C]
-        sampled = acceptance.sampled(p, q, tokens, tries, state.bounds)
+        sampled = acceptance.sampled(p, drafts.q, tokens, tables, tries, state.bounds)
         if not self.plan.use_greedy:
             return sampled
-        likeliest = acceptance.greedy(p, tokens, state.bounds)
+        likeliest = acceptance.greedy(p, tokens, tables, state.bounds)
         greedy = state.settings.greedy
         node = torch.where(greedy, likeliest.node, sampled.node)
         relaxed = torch.where(greedy[:, None], likeliest.relaxed, sampled.relaxed)
@@ -412,7 +208,7 @@ class Step(Constants):
     def commit(
         self,
         hidden: Tensor,
-        tokens: Tensor,
+        drafts: Drafts,
         node: Tensor,  # [B]
         bonus: Tensor,  # [B]
         relaxed: Tensor,  # [B, D]
@@ -420,11 +216,12 @@ class Step(Constants):
         state: DecodeState,
     ) -> Tensor:
         """Keep the accepted path and the bonus token; everything else is overwritten later."""
-        path, taken = self.path[node], self.depths[node]  # [B, D + 1], [B]
+        path = rows_at(drafts.tables.path, node)  # [B, D + 1]
+        taken = gather(drafts.tables.depth, 1, node[:, None])[:, 0]  # [B]
         order = self.slots.wide[: self.depth + 1]  # [D + 1]
         # Token t + 1 + i is draft i + 1 of the path, or the bonus token after the last of them.
-        drafts = gather(tokens, 1, torch.cat([path[:, 1:], path[:, -1:]], 1))
-        news = torch.where(order < taken[:, None], drafts, bonus[:, None])  # [B, D + 1]
+        accepted = gather(drafts.tokens, 1, torch.cat([path[:, 1:], path[:, -1:]], 1))
+        news = torch.where(order < taken[:, None], accepted, bonus[:, None])  # [B, D + 1]
         where = (self.first + state.count + 1)[:, None] + order
         state.tokens.index_copy_(0, where.flatten().long(), news.flatten())
         count = (state.count + taken + 1).clamp(max=self.tokens - 1)

@@ -33,8 +33,8 @@ from lantern_hpu.engine import Engine
 from lantern_hpu.models.builtin import transformer_config
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import additive, prefix_mask
+from lantern_hpu.plan import Plan
 from lantern_hpu.state import Shapes
-from lantern_hpu.step import Plan
 from lantern_hpu.tree import DraftTree
 
 BATCH = 16  # images sampled together

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.accept import Acceptance, Bounds, Residual, Verdict
-from lantern_hpu.reference import Law, Relaxed, greedy_walk, lent_mass, residual_law, walk
+from lantern_hpu.accept import Acceptance, Bounds, Verdict
+from lantern_hpu.config import Residual
+from lantern_hpu.reference import Law, Relaxed, greedy_walk, raised_mass, residual_law, walk
 from lantern_hpu.sampling import choose_distinct
+from lantern_hpu.tables import StaticTables, Tables
 from lantern_hpu.tree import DraftTree
 from tests.tiny import random_tree, ring
 
@@ -22,29 +26,38 @@ RULES = {
     "multiplicative": Relaxed(k=6, lam=3.0),
     "additive official": Relaxed(k=6, delta=0.2, residual="official"),
     "multiplicative official": Relaxed(k=6, lam=3.0, residual="official"),
+    "annealed": Relaxed(weights=(1.8, 1.2, 0.8, 0.5)),
 }
+KINDS = {
+    "drawn": True,
+    "likeliest": False,
+}  # how the drafts came about: static trees, dynamic trees
 EXACT_RULES = [
     Relaxed(k=6, lam=1.0),
     Relaxed(k=6, delta=0.0),
     Relaxed(k=0, delta=0.5),
     Relaxed(k=0, lam=9.0),
+    Relaxed(weights=(1.0,) * 4),
 ]
 
 
-def bounds_of(rule: Relaxed, images: int) -> Bounds:
+def bounds_of(rule: Relaxed, images: int, depth: int = 4) -> Bounds:
+    def each(value: float) -> Tensor:
+        return torch.full((images,), value, dtype=torch.float64)
+
+    weight = torch.tensor([rule.weight(d) for d in range(depth)], dtype=torch.float64)
     k = torch.full((images,), rule.k)
-    return Bounds(
-        k, torch.full((images,), rule.delta).double(), torch.full((images,), rule.lam - 1).double()
-    )
+    return Bounds(k, each(rule.delta), each(rule.lam - 1), weight.expand(images, -1))
 
 
 def acceptance_of(tree: DraftTree, rule: Relaxed, vocabulary: int = V) -> Acceptance:
     residual: Residual = "official" if rule.residual == "official" else "sound"
-    return Acceptance(tree, ring(vocabulary) if rule.k else None, residual)
+    near = ring(vocabulary) if rule.k else None
+    return Acceptance(tree, near, residual, bool(rule.weights))
 
 
 def with_neighbours(rule: Relaxed) -> Relaxed:
-    return Relaxed(ring(V).tolist(), rule.k, rule.delta, rule.lam, rule.residual)
+    return replace(rule, neighbours=ring(V).tolist())
 
 
 class Case:
@@ -76,27 +89,34 @@ class Case:
         p, q = self.p[image].tolist(), self.q[image].tolist()
         return dict(zip(nodes, p, strict=True)), dict(zip(nodes, q, strict=True))
 
-    def sampled(self, rule: Relaxed) -> Verdict:
-        acceptance = acceptance_of(self.tree, rule)
-        return acceptance.sampled(self.p, self.q, self.tokens, self.uniform, bounds_of(rule, B))
+    @property
+    def tables(self) -> Tables:
+        return StaticTables(self.tree)(B)
 
-    def greedy(self, rule: Relaxed) -> Verdict:
-        return acceptance_of(self.tree, rule).greedy(self.p, self.tokens, bounds_of(rule, B))
+    def sampled(self, rule: Relaxed, drawn: bool = True, **changes: Any) -> Verdict:
+        given = {"p": self.p, "q": self.q if drawn else None, "uniform": self.uniform} | changes
+        acceptance = given.pop("acceptance", acceptance_of(self.tree, rule))
+        given |= {"tokens": self.tokens, "tables": self.tables, "bounds": bounds_of(rule, B)}
+        return acceptance.sampled(**given)
+
+    def greedy(self, rule: Relaxed, acceptance: Acceptance | None = None) -> Verdict:
+        acceptance = acceptance or acceptance_of(self.tree, rule)
+        return acceptance.greedy(self.p, self.tokens, self.tables, bounds_of(rule, B))
 
 
 CASES = [Case(seed) for seed in range(TREES)]
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", RULES)
-def test_vectorised_rule_is_the_textbook_rule(name: str) -> None:
-    rule, reached = with_neighbours(RULES[name]), set()
+def test_vectorised_rule_is_the_textbook_rule(name: str, kind: str) -> None:
+    rule, reached, drawn = with_neighbours(RULES[name]), set(), KINDS[kind]
     for case in CASES:
-        verdict = case.sampled(rule)
+        verdict = case.sampled(rule, drawn)
         for image in range(B):
             p, q = case.laws(image)
-            want = walk(
-                case.tree, p, q, case.tokens[image].tolist(), case.uniform[image].tolist(), rule
-            )
+            draws = case.tokens[image].tolist(), case.uniform[image].tolist()
+            want = walk(case.tree, p, q if drawn else None, *draws, rule)
             assert int(verdict.node[image]) == want.node
             assert verdict.relaxed[image].tolist()[: len(want.relaxed)] == want.relaxed
             if want.law is not None:
@@ -118,24 +138,26 @@ def test_greedy_rule_is_the_textbook_rule(name: str) -> None:
     assert {0, 1, 2} <= depths
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("residual", ["sound", "official"])
 @pytest.mark.parametrize(
-    "rule", EXACT_RULES, ids=["lambda 1", "delta 0", "k 0 additive", "k 0 multiplicative"]
+    "rule",
+    EXACT_RULES,
+    ids=["lambda 1", "delta 0", "k 0 additive", "k 0 multiplicative", "weight 1"],
 )
-def test_relaxed_with_zero_bound_is_exact(rule: Relaxed, residual: str) -> None:
-    zero = Relaxed((), rule.k, rule.delta, rule.lam, residual)
+def test_relaxed_with_zero_bound_is_exact(rule: Relaxed, residual: str, kind: str) -> None:
+    zero, drawn = replace(rule, residual=residual), KINDS[kind]
     for case in CASES:
         # A table is given even for k = 0, so that the neighbours really are looked up and found too many.
         acceptance = Acceptance(
-            case.tree, ring(V), "official" if residual == "official" else "sound"
+            case.tree, ring(V), "official" if residual == "official" else "sound", True
         )
-        bounds = bounds_of(zero, B)
-        relaxed = acceptance.sampled(case.p, case.q, case.tokens, case.uniform, bounds)
-        exact = case.sampled(Relaxed())
+        relaxed = case.sampled(zero, drawn, acceptance=acceptance)
+        exact = case.sampled(Relaxed(), drawn)
         assert torch.equal(relaxed.node, exact.node)
         assert torch.equal(relaxed.law, exact.law)
         assert not relaxed.relaxed.any()
-        greedy = acceptance.greedy(case.p, case.tokens, bounds)
+        greedy = case.greedy(zero, acceptance)
         assert torch.equal(greedy.node, case.greedy(Relaxed()).node)
 
 
@@ -166,7 +188,7 @@ def test_token_of_probability_zero_is_never_accepted_under_lambda(residual: str)
         case_p = case_p / case_p.sum(-1, keepdim=True)
         acceptance = acceptance_of(case.tree, rule)
         zero = torch.zeros_like(case.uniform)  # u = 0 accepts whatever can be accepted at all
-        node = acceptance.sampled(case_p, case.q, case.tokens, zero, bounds_of(rule, B)).node
+        node = case.sampled(rule, acceptance=acceptance, p=case_p, uniform=zero).node
         for image in range(B):
             path = list(dict.fromkeys(case.tree.path_table[int(node[image])]))[1:]
             assert all(case.tokens[image, n] % 2 == 0 for n in path)
@@ -174,26 +196,33 @@ def test_token_of_probability_zero_is_never_accepted_under_lambda(residual: str)
     assert tempted > B
 
 
-def siblings_law(p: Tensor, q: Tensor, children: int, rule: Relaxed) -> Tensor:
+def siblings_law(
+    p: Tensor, q: Tensor, children: int, rule: Relaxed, draws: Tensor | None = None
+) -> Tensor:
     """The exact law of the token after the root, by enumerating all draws and bisecting each bar.
+
+    Given draws [1, children] are sure: the children of a dynamic tree.
 
     All ordered draws are one batch. Whether child i is accepted depends on u_i alone once the children
     before it were refused, so bisection on u_i finds the chance of its acceptance.
     """
     size = len(p)
     tree = DraftTree.from_paths("flat", [[rank] for rank in range(children)])
-    draws = torch.tensor(list(permutations(range(size), children)))
+    drawn = draws is None
+    if draws is None:
+        draws = torch.tensor(list(permutations(range(size), children)))
     count = len(draws)
     chance = torch.ones(count, dtype=torch.float64)
     left = torch.ones(count, dtype=torch.float64)
-    for i in range(children):
+    for i in range(children if drawn else 0):
         chance, left = chance * q[draws[:, i]] / left, left - q[draws[:, i]]
     acceptance = acceptance_of(tree, rule, size)
     tokens = torch.cat([torch.zeros(count, 1, dtype=torch.int32), draws], 1)
-    laws = p.expand(count, 1, -1), q.expand(count, 1, -1)
+    laws = p.expand(count, 1, -1), q.expand(count, 1, -1) if drawn else None
+    tables, bounds = StaticTables(tree)(count), bounds_of(rule, count)
 
     def run(uniform: Tensor) -> Verdict:
-        return acceptance.sampled(*laws, tokens, uniform[:, None], bounds_of(rule, count))
+        return acceptance.sampled(*laws, tokens, tables, uniform[:, None], bounds)
 
     out = torch.zeros(size, dtype=torch.float64)
     uniform = torch.ones(count, children, dtype=torch.float64)
@@ -223,6 +252,27 @@ def test_exact_acceptance_reproduces_the_target_law(children: int, seed: int) ->
     torch.testing.assert_close(siblings_law(p, q, children, Relaxed()), p, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("children", [1, 3, 5])
+@pytest.mark.parametrize("seed", range(4))
+def test_exact_acceptance_of_sure_drafts_reproduces_the_target_law(
+    children: int, seed: int
+) -> None:
+    p, q = random_laws(seed, 6)
+    sure = torch.arange(children)[None]
+    law = siblings_law(p, q, children, Relaxed(), sure)
+    torch.testing.assert_close(law, p, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0, 1.7])
+def test_annealed_acceptance_is_exact_up_to_weight_one(weight: float, kind: str) -> None:
+    p, q = random_laws(1, 6)
+    sure = None if KINDS[kind] else torch.arange(3)[None]
+    law = siblings_law(p, q, 3, Relaxed(weights=(weight,) * 4), sure)
+    moved = float((law - p).abs().sum()) / 2
+    assert moved < 1e-12 if weight <= 1 else moved > 0.01
+
+
 def test_relaxed_acceptance_moves_the_law() -> None:
     p, q = random_laws(0, 6)
     moved = siblings_law(p, q, 2, Relaxed(k=3, delta=0.3))
@@ -238,8 +288,16 @@ def test_sure_draft_moves_the_law_by_exactly_the_lent_mass(seed: int) -> None:
         lent = lent_mass(p.tolist(), token, rule)
         q = torch.zeros(6, dtype=torch.float64)
         q[token] = 1.0
-        moved = float((siblings_law(p, q, 1, rule) - p).abs().sum()) / 2
-        assert moved == pytest.approx(lent, abs=1e-12) and moved <= 0.3
+        for sure in (
+            None,
+            torch.tensor([[token]]),
+        ):  # drawn from a law that has nothing else, or given
+            moved = float((siblings_law(p, q, 1, rule, sure) - p).abs().sum()) / 2
+            assert moved == pytest.approx(lent, abs=1e-12) and moved <= 0.3
+
+
+def lent_mass(p: Law, token: int, rule: Relaxed) -> float:
+    return raised_mass(p, token, rule) - p[token]
 
 
 # The example of the literature's table: 5 tokens, neighbours of 0 are 1, 2, 3, 4.
@@ -265,11 +323,29 @@ def test_hand_made_example(residual: Residual, after: list[float]) -> None:
     uniform = torch.tensor([0.79, 0.81], dtype=torch.float64)[
         :, None, None
     ]  # the chance is 0.4 / 0.5
-    verdict = acceptance.sampled(
-        p, q, torch.zeros(2, 2, dtype=torch.int32), uniform, bounds_of(rule, 2)
-    )
+    tables, tokens = StaticTables(tree)(2), torch.zeros(2, 2, dtype=torch.int32)
+    verdict = acceptance.sampled(p, q, tokens, tables, uniform, bounds_of(rule, 2))
     assert verdict.node.tolist() == [1, 0]
     assert verdict.relaxed.tolist() == [[True], [False]]
+    assert verdict.law[1].tolist() == pytest.approx(after)
+
+
+@pytest.mark.parametrize(
+    ("residual", "after"),
+    [("sound", [0, 0, 0.1 / 0.7, 0.3 / 0.7, 0.3 / 0.7]), ("official", [0, 0, 0, 0, 1])],
+)
+def test_hand_made_example_of_a_sure_draft(residual: Residual, after: list[float]) -> None:
+    rule = Relaxed(NEAR5, k=2, delta=0.15, residual=residual)
+    assert raised_mass(P5, 0, rule) == pytest.approx(0.3)
+    assert residual_law(P5, None, 0, rule) == pytest.approx(after)
+
+    tree = DraftTree.from_paths("one", [[0]])
+    acceptance = Acceptance(tree, torch.tensor(NEAR5), residual)
+    p = torch.tensor(P5, dtype=torch.float64).expand(2, 1, -1)
+    uniform = torch.tensor([0.29, 0.31], dtype=torch.float64)[:, None, None]
+    tables, tokens = StaticTables(tree)(2), torch.zeros(2, 2, dtype=torch.int32)
+    verdict = acceptance.sampled(p, None, tokens, tables, uniform, bounds_of(rule, 2))
+    assert verdict.node.tolist() == [1, 0]
     assert verdict.law[1].tolist() == pytest.approx(after)
 
 
@@ -290,7 +366,8 @@ def test_wider_tree_never_accepts_less() -> None:
         nodes = [wide.ids[path] for path in tree.paths]
         laws = p[:, [nodes[n] for n in tree.expanded]]
         rule = acceptance_of(tree, Relaxed())
-        verdict = rule.greedy(laws, drafts[:, nodes], bounds_of(Relaxed(), 500))
+        tables = StaticTables(tree)(500)
+        verdict = rule.greedy(laws, drafts[:, nodes], tables, bounds_of(Relaxed(), 500))
         depths[tree.name] = torch.tensor(tree.depths)[verdict.node]
     assert (depths["wide"] >= depths["narrow"]).all()
     assert (depths["wide"] > depths["narrow"]).any()

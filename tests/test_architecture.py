@@ -24,13 +24,17 @@ LAYERS = (
     {"graphs"},
     {"constants", "noise", "cache", "codebook", "sampling", "hub", "results"},
     {"tree"},
-    {"config", "accept", "reference"},
+    {"config", "reference", "tables"},
+    {"accept"},
     {"models"},
     {"state"},
+    {"plan"},
+    {"draft"},
     {"step"},
     {"engine"},
     {"pipeline"},
-    {"generate", "bench", "doctor", "lint"},
+    {"grown"},
+    {"generate", "bench", "doctor", "lint", "tree.__main__"},
     {"cli"},
 )
 DEVICES = {"cpu", "cuda", "hpu", "mps", "xpu"}
@@ -42,9 +46,10 @@ def sources() -> Iterator[tuple[str, Path]]:
     for file in sorted(PACKAGE.glob("*.py")):
         if file.stem not in ("__init__", "__main__"):
             yield file.stem, file
-    for folder in (PACKAGE / "models", ROOT / "backends", ROOT / "graphs"):
+    for folder in (PACKAGE / "models", PACKAGE / "tree", ROOT / "backends", ROOT / "graphs"):
         for file in sorted(folder.rglob("*.py")):
-            yield folder.name, file
+            # A folder's command may use what stands above the folder.
+            yield f"{folder.name}.__main__" if file.stem == "__main__" else folder.name, file
 
 
 def parsed(file: Path) -> ast.Module:

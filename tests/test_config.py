@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,9 +18,13 @@ from lantern_hpu.config import (
     Request,
     Sampling,
     choose_method,
+    complete,
 )
 from lantern_hpu.errors import OptionError, TreeError
 
+ADDITIVE = partial(Relaxation.additive, 1)
+MULTIPLICATIVE = partial(Relaxation.multiplicative, 1)
+ANNEALED = partial(Relaxation.annealed, 1.0)
 OUT_OF_RANGE: list[tuple[Callable[..., Any], str, float, str, str]] = [
     (Sampling, "cfg_scale", 0.9, "--cfg-scale", "1 (off) to 100"),
     (Sampling, "cfg_scale", 101, "--cfg-scale", "1 (off) to 100"),
@@ -28,10 +35,13 @@ OUT_OF_RANGE: list[tuple[Callable[..., Any], str, float, str, str]] = [
     (Sampling, "top_p", 0.0, "--top-p", "above 0, up to 1 (off)"),
     (Sampling, "top_p", 1.1, "--top-p", "above 0, up to 1 (off)"),
     (Relaxation, "k", -1, "--relax-k", "0 (exact) or more"),
-    (Relaxation, "delta", -0.1, "--relax-delta", "0 (exact) to 1"),
-    (Relaxation, "delta", 1.5, "--relax-delta", "0 (exact) to 1"),
-    (Relaxation, "lam", 0.5, "--relax-lambda", "1 (exact) or more"),
-    (Relaxation, "lam", float("nan"), "--relax-lambda", "1 (exact) or more"),
+    (ADDITIVE, "delta", -0.1, "--relax-delta", "0 (exact) to 1"),
+    (ADDITIVE, "delta", 1.5, "--relax-delta", "0 (exact) to 1"),
+    (MULTIPLICATIVE, "lam", 0.5, "--relax-lambda", "1 (exact) or more"),
+    (MULTIPLICATIVE, "lam", float("nan"), "--relax-lambda", "1 (exact) or more"),
+    (Relaxation.annealed, "omega", -1, "--relax-omega", "0 to 1000; exact up to 1"),
+    (ANNEALED, "nu", 11, "--relax-nu", "-10 to 10"),
+    (ANNEALED, "mu", float("nan"), "--relax-mu", "-10 to 10"),
 ]
 
 
@@ -47,7 +57,11 @@ def test_out_of_range_option_is_refused_by_name(
 def test_borders_of_every_range_are_allowed() -> None:
     for cfg_scale, temperature, top_p in ((1, 0, 1.0), (100, 10, 1e-6)):
         Sampling(cfg_scale, temperature, 0, top_p)
-    for relaxation in (Relaxation(0, delta=0), Relaxation(1, delta=1), Relaxation(1, lam=1)):
+    for relaxation in (
+        Relaxation.additive(0, 0),
+        Relaxation.additive(1, 1),
+        Relaxation.multiplicative(1, 1),
+    ):
         assert relaxation.residual == "sound"
     assert Request("x", MAX_SEED).seed == MAX_SEED
 
@@ -57,9 +71,48 @@ def test_temperature_zero_is_greedy() -> None:
     assert not Sampling(temperature=0.01).greedy
 
 
-def test_delta_and_lambda_exclude_each_other() -> None:
-    with pytest.raises(OptionError, match="--relax-delta and --relax-lambda exclude each other"):
-        Relaxation(k=10, delta=0.1, lam=2.0)
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"delta": 0.1, "lam": 2.0}, "--relax-delta and --relax-lambda exclude each other"),
+        ({"lam": 2.0, "omega": 2.0}, "--relax-lambda and --relax-omega exclude each other"),
+        ({"preset": "delta-0.1", "lam": 2.0}, "--relax and --relax-lambda exclude each other"),
+        ({"preset": "magic"}, "unknown preset 'magic'"),
+        ({"omega": 2.0, "k": 3}, "--relax-k is 3"),
+        ({"nu": 1.0}, "--relax-nu and --relax-mu belong to --relax-omega"),
+    ],
+    ids=str,
+)
+def test_contradicting_relaxations_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said):
+        complete("lantern", **options)
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "meant"),
+    [
+        ("lantern", {}, None),
+        ("lantern", {"k": 5}, Relaxation.additive(5, 0.2)),
+        ("lantern++", {"k": 5}, Relaxation.multiplicative(5, 5.0)),
+        ("lantern++", {"delta": 0.1}, Relaxation.additive(1000, 0.1)),
+        ("lantern", {"lam": 3.0}, Relaxation.multiplicative(10, 3.0)),
+        ("lantern", {"preset": "lambda-20", "k": 7}, Relaxation.multiplicative(7, 20.0)),
+        ("lantern", {"residual": "official"}, Relaxation.additive(1000, 0.2, "official")),
+        ("lantern", {"omega": 1.5, "nu": 0.7}, Relaxation.annealed(1.5, 0.7)),
+    ],
+    ids=str,
+)
+def test_what_is_not_said_is_the_published_default(
+    method: str, options: dict[str, Any], meant: Relaxation | None
+) -> None:
+    assert complete(method, **options) == meant
+
+
+def test_annealed_weights_fall_with_depth() -> None:
+    weights = Relaxation.annealed(2.0, nu=0.5, mu=0.1).weights(4)
+    want = [2.0 * math.exp(-0.5 * i - 0.1) for i in range(4)]
+    assert weights == pytest.approx(want)
+    assert Relaxation.additive(3, 0.1).weights(2) == [1.0, 1.0]
 
 
 def test_unknown_residual_lists_the_known_ones() -> None:
@@ -74,12 +127,15 @@ def test_unknown_residual_lists_the_known_ones() -> None:
     [
         (EXACT, False),
         (Relaxation(k=10), False),
-        (Relaxation(k=10, lam=1.0), False),
-        (Relaxation(k=10, delta=0.0), False),
-        (Relaxation(k=0, lam=5.0), False),
-        (Relaxation(k=0, delta=0.5), False),
-        (Relaxation(k=1, lam=1.01), True),
-        (Relaxation(k=1, delta=0.01), True),
+        (Relaxation.multiplicative(10, 1.0), False),
+        (Relaxation.additive(10, 0.0), False),
+        (Relaxation.multiplicative(0, 5.0), False),
+        (Relaxation.additive(0, 0.5), False),
+        (Relaxation.multiplicative(1, 1.01), True),
+        (Relaxation.additive(1, 0.01), True),
+        (Relaxation.annealed(1.0), False),
+        (Relaxation.annealed(1.0, nu=0.1), True),
+        (Relaxation.annealed(1.5), True),
     ],
 )
 def test_relaxation_is_active_only_if_it_can_change_anything(
@@ -106,14 +162,18 @@ def test_methods_stand_for_their_tree_and_relaxation() -> None:
     tree, relaxation = choose_method("eagle")
     assert (tree.name, relaxation) == ("naive_extend_57", EXACT)
     tree, relaxation = choose_method("lantern++")
-    assert (tree.name, relaxation) == ("naive_extend_57", Relaxation(k=10, lam=5.0))
-    mine = Relaxation(k=5, delta=0.2)
+    assert (tree.name, relaxation) == ("naive_extend_57", Relaxation.multiplicative(10, 5.0))
+    tree, relaxation = choose_method("eagle2")
+    assert (tree.name, relaxation) == ("dynamic:10x4x58", EXACT)
+    tree, relaxation = choose_method("lantern", "dynamic:4x2x9")
+    assert (tree.name, relaxation) == ("dynamic:4x2x9", Relaxation.additive(1000, 0.2))
+    mine = Relaxation.additive(5, 0.2)
     tree, relaxation = choose_method("lantern++", "chain", mine)
     assert (tree.name, relaxation) == ("chain", mine)
 
 
 def test_explicitly_exact_relaxation_is_not_replaced_by_the_default() -> None:
-    exact = Relaxation(k=10, lam=1.0)
+    exact = Relaxation.multiplicative(10, 1.0)
     assert choose_method("lantern++", None, exact)[1] == exact
     assert not choose_method("lantern++", None, EXACT)[1].active
 
@@ -127,9 +187,23 @@ def test_unknown_method_lists_the_known_ones() -> None:
 def test_method_refuses_options_it_has_no_use_for() -> None:
     with pytest.raises(OptionError, match="--tree has no meaning for ar"):
         choose_method("ar", "chain")
-    for method in ("ar", "eagle"):
+    for method in ("ar", "eagle", "eagle2"):
         with pytest.raises(OptionError, match=f"{method} is exact"):
-            choose_method(method, None, Relaxation(k=10, lam=5.0))
+            choose_method(method, None, Relaxation.multiplicative(10, 5.0))
+
+
+@pytest.mark.parametrize(
+    ("method", "tree", "kind"),
+    [
+        ("eagle", "dynamic", "static"),
+        ("lantern++", "dynamic:4x2x9", "static"),
+        ("eagle2", "chain", "dynamic"),
+        ("lantern", "chain", "dynamic"),
+    ],
+)
+def test_method_refuses_trees_of_the_other_kind(method: str, tree: str, kind: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(f"{method} drafts a {kind} tree")):
+        choose_method(method, tree)
 
 
 def test_method_reports_an_unknown_tree() -> None:

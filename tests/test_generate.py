@@ -412,7 +412,7 @@ def test_relaxation_off_needs_no_codebook(pipeline: LanternPipeline) -> None:
     pipeline.neighbours.clear()
     exact = pipeline("cat", method="eagle")
     assert not pipeline.neighbours
-    relaxed = pipeline("cat", relaxation=Relaxation(k=4, lam=1.0))
+    relaxed = pipeline("cat", relaxation=Relaxation.multiplicative(4, 1.0))
     assert not pipeline.neighbours
     assert np.array_equal(exact.tokens, relaxed.tokens)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.cache import KVCache
+from lantern_hpu.draft import Drafts
 from lantern_hpu.kernels import rotate
 from lantern_hpu.models.transformer import (
     HeadNorm,
@@ -19,7 +20,8 @@ from lantern_hpu.models.transformer import (
     rope_table,
 )
 from lantern_hpu.step import Step
-from lantern_hpu.tree import DraftTree, load_tree
+from lantern_hpu.tables import StaticTables
+from lantern_hpu.tree import DraftTree, load_static
 from tests.tiny import (
     NAMES,
     advance,
@@ -181,7 +183,7 @@ def leaves(tree: DraftTree) -> list[int]:
     + [("mc_sim_7b_63", v) for v in VARIANTS],
 )
 def test_tree_verification_equals_a_sequential_pass_over_each_path(name: str, variant: str) -> None:
-    tree, images = load_tree(name), len(PROMPTS)
+    tree, images = load_static(name), len(PROMPTS)
     models = tiny_models(tiny_config(**VARIANTS[variant], grid=(6, 6)))
     requests = [request(prompt, 80 + seed) for seed, prompt in enumerate(PROMPTS)]
     engine = make_engine(models, plan_for(tree, requests))
@@ -194,7 +196,8 @@ def test_tree_verification_equals_a_sequential_pass_over_each_path(name: str, va
     drafts[:, 0] = state.root
     assert len(set(state.count.tolist())) > 1  # images of one batch stand at different places
     with torch.no_grad():
-        hidden = step.verify(drafts, (state.count + config.prefix).repeat(2), state)
+        trees = Drafts(drafts, None, StaticTables(tree)(images))
+        hidden = step.verify(trees, (state.count + config.prefix).repeat(2), state)
     prefix, valid = condition(config, PROMPTS)
     for image in range(images):
         rows = [image, image + images]
@@ -213,7 +216,7 @@ def test_drafter_catch_up_equals_one_pass_over_all_pairs(variant: str, sees_pads
         tiny_config(**VARIANTS[variant], grid=(6, 6)), sees_pads=sees_pads, input_norm=sees_pads
     )
     requests = [request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
-    engine = make_engine(models, plan_for(load_tree("mc_sim_7b_63"), requests))
+    engine = make_engine(models, plan_for(load_static("mc_sim_7b_63"), requests))
     advance(engine, requests, 3)
     state, step = engine.state, engine.step.function
     assert isinstance(step, Step) and step.drafting is not None

@@ -15,23 +15,23 @@ from lantern_hpu.config import Relaxation, Request
 from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs import RUNNERS, check_mode, make_runner
 from lantern_hpu.graphs.strict import StrictRunner
-from lantern_hpu.tree import DraftTree, load_tree
+from lantern_hpu.tree import DraftTree, load_static
 from tests.tiny import draw, make_engine, plan_for, request, sample, tiny_config, tiny_models
 
 AR = DraftTree.root_only()
-RELAXED = Relaxation(k=6, lam=4.0)
+RELAXED = Relaxation.multiplicative(6, 4.0)
 METHODS: dict[str, tuple[DraftTree, dict[str, Any]]] = {
     "ar": (AR, {}),
     "ar greedy": (AR, {"temperature": 0.0}),
-    "eagle": (load_tree("naive_extend_57"), {}),
-    "eagle unguided": (load_tree("naive_extend_57"), {"cfg_scale": 1.0}),
-    "eagle greedy": (load_tree("naive_extend_57"), {"temperature": 0.0}),
-    "eagle top-k, top-p": (load_tree("mc_sim_7b_63"), {"top_k": 8, "top_p": 0.9}),
-    "lantern++": (load_tree("naive_extend_57"), {"relaxation": RELAXED}),
-    "lantern++ greedy": (load_tree("mc_sim_7b_63"), {"temperature": 0.0, "relaxation": RELAXED}),
+    "eagle": (load_static("naive_extend_57"), {}),
+    "eagle unguided": (load_static("naive_extend_57"), {"cfg_scale": 1.0}),
+    "eagle greedy": (load_static("naive_extend_57"), {"temperature": 0.0}),
+    "eagle top-k, top-p": (load_static("mc_sim_7b_63"), {"top_k": 8, "top_p": 0.9}),
+    "lantern++": (load_static("naive_extend_57"), {"relaxation": RELAXED}),
+    "lantern++ greedy": (load_static("mc_sim_7b_63"), {"temperature": 0.0, "relaxation": RELAXED}),
     "lantern++ official": (
-        load_tree("mc_sim_7b_63"),
-        {"relaxation": Relaxation(k=6, delta=0.3, residual="official")},
+        load_static("mc_sim_7b_63"),
+        {"relaxation": Relaxation.additive(6, 0.3, "official")},
     ),
 }
 
@@ -68,14 +68,14 @@ def test_mixed_batch_is_capture_legal() -> None:
         request("xyz", 2, temperature=0.0),
         request("q", 3, relaxation=RELAXED),
     ]
-    models, tree = tiny_models(), load_tree("mc_sim_7b_63")
+    models, tree = tiny_models(), load_static("mc_sim_7b_63")
     strict = sample(models, tree, requests, mode="strict")
     assert strict.tokens.tolist() == sample(models, tree, requests).tokens.tolist()
 
 
 def test_kwargs_are_not_part_of_graph_key() -> None:
     """Prompts, seeds and settings of one plan are data: other values need no other capture."""
-    models, tree = tiny_models(), load_tree("mc_sim_7b_63")
+    models, tree = tiny_models(), load_static("mc_sim_7b_63")
     plan = plan_for(tree, [request(top_k=8)] * 2)
     engine = make_engine(models, plan, "strict")
     for seed in range(4):
@@ -106,7 +106,7 @@ def test_compiled_step_draws_the_same_image(tree: DraftTree) -> None:
 
 def test_no_recompile_after_warmup() -> None:
     requests = batch()
-    engine = make_engine(tiny_models(), plan_for(load_tree("chain"), requests), "strict")
+    engine = make_engine(tiny_models(), plan_for(load_static("chain"), requests), "strict")
     draw(engine, requests)
     assert engine.report().recompiles_after_warmup == 0
     engine.step.stats.captures += 1  # what a runner does when it records again

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from lantern_hpu.config import Relaxation, Request
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target, additive, rope_table
 from lantern_hpu.reference import Relaxed
-from lantern_hpu.tree import DraftTree, load_tree
+from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
 from tests.tiny import (
     CONFIG,
     NAMES,
@@ -34,6 +35,7 @@ from tests.tiny import (
 from tests.twin import Twin, features, full_mask
 
 AR = DraftTree.root_only()
+GROWN = DynamicTree(top_k=3, expansions=2, drafts=8)
 N = CONFIG.tokens
 SETTINGS: dict[str, dict[str, Any]] = {
     "guided": {},
@@ -59,7 +61,7 @@ def batch(**settings: Any) -> list[Request]:
 
 
 def slow_images(
-    models: Models, tree: DraftTree, requests: Sequence[Request], rule: Relaxed | None = None
+    models: Models, tree: Tree, requests: Sequence[Request], rule: Relaxed | None = None
 ) -> list[list[int]]:
     images = []
     for one in requests:
@@ -81,13 +83,13 @@ def test_images_are_those_of_the_slow_loop(models: Models, tree: DraftTree, sett
 
 @pytest.mark.parametrize("settings", ["guided", "top-k", "greedy"])
 def test_chain_tree_equals_chain_decoding(models: Models, settings: str) -> None:
-    requests, chain = batch(**SETTINGS[settings]), load_tree("chain")
+    requests, chain = batch(**SETTINGS[settings]), load_static("chain")
     assert sample(models, chain, requests).tokens.tolist() == slow_images(models, chain, requests)
 
 
 @pytest.mark.parametrize("settings", ["guided", "greedy"])
 def test_named_tree_equals_the_slow_loop(models: Models, settings: str) -> None:
-    requests, tree = batch(**SETTINGS[settings])[:2], load_tree("mc_sim_7b_63")
+    requests, tree = batch(**SETTINGS[settings])[:2], load_static("mc_sim_7b_63")
     assert sample(models, tree, requests).tokens.tolist() == slow_images(models, tree, requests)
 
 
@@ -97,10 +99,53 @@ def test_relaxed_images_are_those_of_the_slow_loop(
     models: Models, settings: str, residual: Any
 ) -> None:
     rule = Relaxed(ring(32).tolist(), k=6, lam=4.0, residual=residual)
-    requests = batch(**SETTINGS[settings], relaxation=Relaxation(k=6, lam=4.0, residual=residual))
+    requests = batch(**SETTINGS[settings], relaxation=Relaxation.multiplicative(6, 4.0, residual))
     decoded = sample(models, SMALL_TREE, requests)
     assert decoded.tokens.tolist() == slow_images(models, SMALL_TREE, requests, rule)
     assert sum(decoded.relaxed) > 0
+
+
+# Dynamic trees
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_dynamic_images_are_those_of_the_slow_loop(models: Models, settings: str) -> None:
+    requests = batch(**SETTINGS[settings])
+    decoded = sample(models, GROWN, requests)
+    assert decoded.tokens.tolist() == slow_images(models, GROWN, requests)
+    counts = torch.tensor(decoded.accepted).sum(0)
+    assert 0 < counts[0] < sum(decoded.steps)
+
+
+@pytest.mark.parametrize("residual", ["sound", "official"])
+@pytest.mark.parametrize("settings", ["guided", "top-k", "greedy"])
+def test_relaxed_dynamic_images_are_those_of_the_slow_loop(
+    models: Models, settings: str, residual: Any
+) -> None:
+    rule = Relaxed(ring(32).tolist(), k=6, delta=0.3, residual=residual)
+    requests = batch(**SETTINGS[settings], relaxation=Relaxation.additive(6, 0.3, residual))
+    decoded = sample(models, GROWN, requests)
+    assert decoded.tokens.tolist() == slow_images(models, GROWN, requests, rule)
+    assert sum(decoded.relaxed) > 0
+
+
+@pytest.mark.parametrize("tree", [SMALL_TREE, GROWN], ids=lambda tree: tree.name)
+@pytest.mark.parametrize("settings", ["guided", "greedy"])
+def test_annealed_images_are_those_of_the_slow_loop(
+    models: Models, tree: Tree, settings: str
+) -> None:
+    annealed = Relaxation.annealed(2.0, nu=0.4)
+    requests = batch(**SETTINGS[settings], relaxation=annealed)
+    decoded = sample(models, tree, requests)
+    rule = Relaxed(weights=annealed.weights(tree.depth))
+    assert decoded.tokens.tolist() == slow_images(models, tree, requests, rule)
+    assert sum(decoded.relaxed) > 0
+
+
+@pytest.mark.parametrize("name", ["dynamic:1x3x4", "dynamic:3x0x2", "dynamic:4x1x20", "dynamic"])
+def test_dynamic_tree_of_any_size(models: Models, name: str) -> None:
+    requests, tree = batch()[:2], load_tree(name)
+    assert sample(models, tree, requests).tokens.tolist() == slow_images(models, tree, requests)
 
 
 def test_depth_one_tree(models: Models) -> None:
@@ -139,15 +184,20 @@ def test_greedy_fp32_equals_plain_ar(models: Models, name: str) -> None:
 @pytest.mark.parametrize("residual", ["sound", "official"])
 @pytest.mark.parametrize("settings", ["guided", "top-k", "greedy"])
 @pytest.mark.parametrize(
-    "bound",
-    [{"k": 10, "lam": 1.0}, {"k": 10, "delta": 0.0}, {"k": 0, "lam": 5.0}, {"k": 0, "delta": 0.5}],
+    "rule",
+    [
+        Relaxation.multiplicative(10, 1.0),
+        Relaxation.additive(10, 0.0),
+        Relaxation.multiplicative(0, 5.0),
+        Relaxation.additive(0, 0.5),
+    ],
     ids=str,
 )
+@pytest.mark.parametrize("tree", [load_static("mc_sim_7b_63"), GROWN], ids=lambda tree: tree.name)
 def test_relaxed_with_zero_bound_is_exact(
-    models: Models, bound: dict[str, Any], settings: str, residual: Any
+    models: Models, tree: Tree, rule: Relaxation, settings: str, residual: Any
 ) -> None:
-    zero = batch(**SETTINGS[settings], relaxation=Relaxation(**bound, residual=residual))
-    tree = load_tree("mc_sim_7b_63")
+    zero = batch(**SETTINGS[settings], relaxation=replace(rule, residual=residual))
     # The plan has a neighbour table all the same, as it would beside an image that is relaxed.
     relaxed = sample(models, tree, zero, neighbours=11, residual=residual)
     exact = sample(models, tree, batch(**SETTINGS[settings]))
@@ -201,7 +251,7 @@ def exact_law(target: Target, sampling: Request) -> Tensor:
     return law
 
 
-def count_images(models: Models, tree: DraftTree, **settings: Any) -> tuple[Tensor, Request]:
+def count_images(models: Models, tree: Tree, **settings: Any) -> tuple[Tensor, Request]:
     """How often each three-token image was drawn [6, 6, 6], over many seeds."""
     requests = [request("ab", 0, **settings)] * IMAGES
     engine = make_engine(models, plan_for(tree, requests))
@@ -243,8 +293,8 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("settings", DISTRIBUTIONS)
-@pytest.mark.parametrize("tree", [AR, SMALL_TREE], ids=lambda tree: tree.name)
-def test_exact_keeps_distribution(strangers: Models, tree: DraftTree, settings: str) -> None:
+@pytest.mark.parametrize("tree", [AR, SMALL_TREE, GROWN], ids=lambda tree: tree.name)
+def test_exact_keeps_distribution(strangers: Models, tree: Tree, settings: str) -> None:
     counts, one = count_images(strangers, tree, **DISTRIBUTIONS[settings])
     law = exact_law(strangers[0], one)
     assert int((law > 0).sum()) > 20  # far from a trivial law
@@ -265,7 +315,7 @@ def test_distribution_test_notices_children_that_were_not_drawn(
     def likeliest(laws: Tensor, uniform: Tensor) -> Tensor:
         return laws.topk(uniform.shape[-1], -1).indices.int()
 
-    monkeypatch.setattr("lantern_hpu.step.choose_distinct", likeliest)
+    monkeypatch.setattr("lantern_hpu.plan.choose_distinct", likeliest)
     counts, one = count_images(strangers, SMALL_TREE, cfg_scale=1.0)
     assert surprise(counts, exact_law(strangers[0], one)) > 10
 
@@ -273,7 +323,7 @@ def test_distribution_test_notices_children_that_were_not_drawn(
 @torch.no_grad()
 def test_distribution_test_notices_relaxation(strangers: Models) -> None:
     counts, one = count_images(
-        strangers, SMALL_TREE, cfg_scale=1.0, relaxation=Relaxation(k=3, lam=3.0)
+        strangers, SMALL_TREE, cfg_scale=1.0, relaxation=Relaxation.multiplicative(3, 3.0)
     )
     assert surprise(counts, exact_law(strangers[0], one)) > 10
 
@@ -307,7 +357,7 @@ def same_entries(got: KVCache, want: KVCache, rows: list[int]) -> None:
 def test_caches_after_commit_are_those_of_a_fresh_pass(settings: str, steps: int) -> None:
     target, drafter = models = tiny_models(tiny_config(grid=(6, 6)))  # not done after three steps
     requests = batch(**SETTINGS[settings])
-    plan = plan_for(load_tree("naive_extend_57"), requests)
+    plan = plan_for(load_static("naive_extend_57"), requests)
     engine = make_engine(models, plan)
     advance(engine, requests, steps)
     state, images = engine.state, len(requests)
@@ -337,14 +387,14 @@ MIXED = [
     request("xy", 2, temperature=0.0),
     request("q", 3, top_k=5),
     request("abcd", 4, cfg_scale=5.0, top_p=0.7),
-    request("abc", 5, temperature=0.6, relaxation=Relaxation(k=6, lam=4.0)),
-    request("abcd", 6, relaxation=Relaxation(k=3, delta=0.2)),
+    request("abc", 5, temperature=0.6, relaxation=Relaxation.multiplicative(6, 4.0)),
+    request("abcd", 6, relaxation=Relaxation.additive(3, 0.2)),
 ]
 
 
 @pytest.mark.parametrize("tree", ["root", "mc_sim_7b_63"])
 def test_image_independent_of_batch_neighbours(models: Models, tree: str) -> None:
-    chosen = AR if tree == "root" else load_tree(tree)
+    chosen = AR if tree == "root" else load_static(tree)
     together = sample(models, chosen, MIXED)
     backwards = sample(models, chosen, MIXED[::-1])
     for image, one in enumerate(MIXED):
@@ -358,7 +408,7 @@ def test_image_independent_of_batch_neighbours(models: Models, tree: str) -> Non
 
 
 def test_engine_draws_the_same_batch_again_after_another_one(models: Models) -> None:
-    engine = make_engine(models, plan_for(load_tree("mc_sim_7b_63"), MIXED))
+    engine = make_engine(models, plan_for(load_static("mc_sim_7b_63"), MIXED))
     first = draw(engine, MIXED)
     draw(engine, MIXED[::-1])
     again = draw(engine, MIXED)
@@ -388,7 +438,7 @@ def test_seeds_prompts_and_settings_change_the_image(models: Models) -> None:
 
 @pytest.mark.parametrize("grid", [(4, 4), (3, 5), (1, 2), (1, 7)], ids=str)
 @pytest.mark.parametrize(
-    "tree", [AR, SMALL_TREE, *map(load_tree, NAMES)], ids=lambda tree: tree.name
+    "tree", [AR, SMALL_TREE, *map(load_static, NAMES)], ids=lambda tree: tree.name
 )
 def test_images_end_exactly_and_counts_add_up(tree: DraftTree, grid: tuple[int, int]) -> None:
     models, total = tiny_models(tiny_config(grid=grid)), grid[0] * grid[1]
@@ -407,7 +457,7 @@ def test_images_end_exactly_and_counts_add_up(tree: DraftTree, grid: tuple[int, 
 
 def test_counts_are_what_each_step_added(models: Models) -> None:
     requests = batch()
-    engine = make_engine(models, plan_for(load_tree("mc_sim_7b_63"), requests))
+    engine = make_engine(models, plan_for(load_static("mc_sim_7b_63"), requests))
     advance(engine, requests, 0)
     known = [1] * len(requests)
     want = torch.zeros(len(requests), 5, dtype=torch.int32)
@@ -439,7 +489,7 @@ def test_overshoot_stays_in_range_and_leaves_finished_images_alone(grid: tuple[i
     config = tiny_config(grid=grid)
     models, tree = (
         bigram_models(config),
-        load_tree("chain"),
+        load_static("chain"),
     )  # all drafts are accepted: the widest overshoot
     requests = batch()
     engine = make_engine(models, plan_for(tree, requests))

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from lantern_hpu.errors import TreeError
-from lantern_hpu.tree import NAMED, DraftTree, as_svg, as_text, load_tree, main
+from lantern_hpu.tree import NAMED, DraftTree, DynamicTree, load_static, load_tree
+from lantern_hpu.tree.__main__ import as_svg, as_text, main
 from tests.tiny import NAMES, random_tree
 
 # name: drafts, depth, nodes at depths 1 .., nodes with children at depths 0 .., leaves, most children
@@ -40,13 +41,13 @@ TREES = [*map(load_tree, NAMES), *map(random_tree, range(40))]
 def test_named_trees_are_the_published_ones() -> None:
     assert set(NAMED) == set(NAMES) == set(PUBLISHED)
     for name, (drafts, depth, widths, frontiers, leaves, most) in PUBLISHED.items():
-        tree = load_tree(name)
+        tree = load_static(name)
         assert (tree.size - 1, tree.depth, tree.max_children) == (drafts, depth, most)
         assert tuple(map(len, tree.levels[1:])) == widths
         assert tuple(map(len, tree.frontiers)) == frontiers
         assert sum(not c for c in tree.children) == leaves
         assert [len(tree.children[n]) for n in tree.expanded] == CHILD_COUNTS[name]
-    third = [tree_path for tree_path in load_tree("naive_extend_57").paths if len(tree_path) == 3]
+    third = [tree_path for tree_path in load_static("naive_extend_57").paths if len(tree_path) == 3]
     assert ["".join(map(str, path)) for path in third] == DEFAULT_DEPTH_3.split()
 
 
@@ -72,7 +73,7 @@ def test_tables_match_their_definitions(tree: DraftTree) -> None:
 
 
 def test_order_of_listed_paths_does_not_matter() -> None:
-    tree = load_tree("mc_sim_7b_63")
+    tree = load_static("mc_sim_7b_63")
     assert DraftTree.from_paths(tree.name, [*reversed(tree.paths)]) == tree
 
 
@@ -86,9 +87,9 @@ def test_user_tree_loads_from_either_json_form(tmp_path: Path) -> None:
     bare, named = tmp_path / "mine.json", tmp_path / "other.json"
     bare.write_text(json.dumps(paths))
     named.write_text(json.dumps({"name": "ours", "paths": paths}))
-    assert load_tree(str(bare)).name == "mine"
-    assert load_tree(str(named)).name == "ours"
-    assert load_tree(str(bare)).paths == load_tree(str(named)).paths == ((), (0,), (1,), (0, 0))
+    assert load_static(str(bare)).name == "mine"
+    assert load_static(str(named)).name == "ours"
+    assert load_static(str(bare)).paths == load_static(str(named)).paths == ((), (0,), (1,), (0, 0))
 
 
 @pytest.mark.parametrize(
@@ -112,7 +113,7 @@ def test_malformed_tree_file_is_refused(tmp_path: Path, text: str, complaint: st
     file = tmp_path / "bad.json"
     file.write_text(text)
     with pytest.raises(TreeError, match=complaint):
-        load_tree(str(file))
+        load_static(str(file))
 
 
 def test_tree_rank_exceeds_drafter_topk_is_refused(tmp_path: Path) -> None:
@@ -121,17 +122,17 @@ def test_tree_rank_exceeds_drafter_topk_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         TreeError, match="asks for rank 10 at node 10: the drafter draws 10 children"
     ):
-        load_tree(str(file))
+        load_static(str(file))
 
 
 def test_missing_tree_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TreeError, match="cannot read the tree"):
-        load_tree(str(tmp_path / "none.json"))
+        load_static(str(tmp_path / "none.json"))
 
 
 def test_unknown_tree_name_lists_the_known_ones() -> None:
     with pytest.raises(TreeError, match="unknown tree 'oak'") as refused:
-        load_tree("oak")
+        load_static("oak")
     assert all(name in str(refused.value) for name in NAMES)
 
 
@@ -171,3 +172,56 @@ def test_list_command_names_all_trees(capsys: pytest.CaptureFixture[str]) -> Non
 def test_show_command_reports_an_unknown_tree(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", "oak"]) == 2
     assert "unknown tree 'oak'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("dynamic", (10, 4, 58)), ("dynamic:3x0x2", (3, 0, 2))]
+)
+def test_dynamic_tree_by_name(name: str, sizes: tuple[int, int, int]) -> None:
+    tree = load_tree(name)
+    assert tree == DynamicTree(*sizes) and load_tree(tree.name) == tree
+    _, expansions, drafts = sizes
+    assert (tree.size, tree.depth) == (drafts + 1, expansions + 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("dynamic:3x2", "expected top-k, expansions and drafts"),
+        ("dynamic:axbxc", "expected top-k, expansions and drafts"),
+        ("dynamic:0x1x1", "top-k is 1 to 64, the depth 0 to 16"),
+        ("dynamic:3x17x9", "top-k is 1 to 64, the depth 0 to 16"),
+        ("dynamic:3x1x13", "there are 12 candidates"),
+        ("dynamic:3x1x0", "there are 12 candidates"),
+    ],
+)
+def test_dynamic_tree_that_cannot_be_grown_is_refused(name: str, why: str) -> None:
+    with pytest.raises(TreeError, match=why):
+        load_tree(name)
+
+
+def test_show_command_draws_a_dynamic_tree_at_a_step(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "tree.svg"
+    request = ["--prompt", "a red apple", "--step", "3", "--svg", str(file)]
+    assert main(["show", "dynamic:3x2x8", *request]) == 0
+    shown = capsys.readouterr().out
+    assert "8 drafts + root" in shown and shown.count("token ") == 8
+    assert len(list(ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}circle"))) == 9
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["dynamic"], "a dynamic tree depends on the image"),
+        (["chain", "--prompt", "a sun"], "--prompt has no meaning for chain"),
+        (["dynamic", "--prompt", "a sun", "--step", "-1"], "--step is -1"),
+        (["dynamic", "--prompt", "a sun", "--step", "256"], "the image has fewer steps"),
+    ],
+)
+def test_show_command_refuses(
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["show", *given]) == 2
+    assert said in capsys.readouterr().err

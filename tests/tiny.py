@@ -15,9 +15,9 @@ from lantern_hpu.config import Relaxation, Request, Sampling
 from lantern_hpu.engine import Decoded, Engine
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target, TransformerConfig
+from lantern_hpu.plan import Plan
 from lantern_hpu.state import Shapes
-from lantern_hpu.step import Plan
-from lantern_hpu.tree import DraftTree, load_tree
+from lantern_hpu.tree import DraftTree, load_static
 
 Models = tuple[Target, Drafter]
 
@@ -112,7 +112,7 @@ def plan_for(tree: DraftTree, requests: Sequence[Request], **changes: Any) -> Pl
     """A plan that serves these requests."""
     samplings = [r.sampling for r in requests]
     guidance = any(s.cfg_scale != 1 for s in samplings)
-    relaxed = [r.relaxation for r in requests if r.relaxation.active]
+    relaxed = [r.relaxation for r in requests if r.relaxation.lends]
     plan = Plan(
         Shapes(len(requests), guidance, tree, block=4),
         max_top_k=max((s.top_k for s in samplings), default=0),
@@ -120,6 +120,7 @@ def plan_for(tree: DraftTree, requests: Sequence[Request], **changes: Any) -> Pl
         use_greedy=any(s.greedy for s in samplings),
         use_sampled=not all(s.greedy for s in samplings),
         neighbours=max((r.k + 1 for r in relaxed), default=0),
+        annealed=any(r.relaxation.weighs for r in requests),
         residual=relaxed[0].residual if relaxed else "sound",
     )
     return replace(plan, **changes)
@@ -150,7 +151,7 @@ def sample(
     models: Models, tree: DraftTree | str, requests: Sequence[Request], **changes: Any
 ) -> Decoded:
     """Draw these requests with a fresh engine."""
-    chosen = load_tree(tree) if isinstance(tree, str) else tree
+    chosen = load_static(tree) if isinstance(tree, str) else tree
     mode = changes.pop("mode", "eager")
     return draw(make_engine(models, plan_for(chosen, requests, **changes), mode), requests)
 
@@ -159,12 +160,10 @@ def advance(engine: Engine, requests: Sequence[Request], steps: int) -> None:
     """Prefill and so many steps, so that a test can look at the state in the middle of an image."""
     guidance = engine.plan.shapes.guidance
     prefix, valid = condition(engine.target.config, [r.prompt for r in requests], guidance)
-    run = engine.run(prefix, valid, requests)
-    next(run)  # prefill
+    engine.start(prefix, valid, requests)
     with torch.no_grad():
         for number in range(steps):
-            engine.feed([r.seed for r in requests], number + 1, 1)
-            engine.step()
+            engine.advance([r.seed for r in requests], number + 1, 1)
 
 
 def request(

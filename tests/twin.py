@@ -15,8 +15,8 @@ from lantern_hpu import noise
 from lantern_hpu.config import Request, Sampling
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target, additive, prefix_mask, rope_table
-from lantern_hpu.reference import Law, Relaxed, greedy_walk, walk
-from lantern_hpu.tree import DraftTree
+from lantern_hpu.reference import Law, Relaxed, dynamic_tree, walk, wins
+from lantern_hpu.tree import DraftTree, DynamicTree, Tree
 from tests.tiny import Models
 
 
@@ -142,26 +142,68 @@ class Twin:
                 inputs[child] = torch.cat([inputs[node], guess[:, -1:]], 1)
         return [drafts[n] for n in range(tree.size)], laws
 
-    def step(self, tree: DraftTree, tokens: list[int], number: int) -> list[int]:
+    def grow(
+        self, grown: DynamicTree, tokens: Sequence[int]
+    ) -> tuple[DraftTree, list[int], list[int]]:
+        """A dynamic tree, its tokens, and the age of each node: where two are equal the older one counts."""
+        inputs = {(): features(self.target, self.prefix, self.valid, tokens[:-1])}
+
+        def law(path: tuple[int, ...]) -> Law:
+            if path not in inputs:
+                above = inputs[path[:-1]]
+                guess = guesses(self.drafter, above, self.valid, [*tokens, *path[:-1]])
+                inputs[path] = torch.cat([above, guess[:, -1:]], 1)
+            return self.law(
+                guesses(self.drafter, inputs[path], self.valid, [*tokens, *path])[:, -1]
+            )
+
+        found = dynamic_tree(law, grown.top_k, grown.expansions, grown.drafts)
+        ranks: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
+        for path in found:  # parents come first, siblings in order
+            older = sum(other[:-1] == path[:-1] for other in ranks if other)
+            ranks[path] = (*ranks[path[:-1]], older)
+        tree = DraftTree.from_paths("grown", ranks.values(), draws=grown.top_k)
+        back = {rank: path for path, rank in ranks.items()}
+        paths = [back[rank] for rank in tree.paths]
+        age = [found.index(path) + 1 if path else 0 for path in paths]
+        return tree, [path[-1] if path else tokens[-1] for path in paths], age
+
+    def step(self, tree: Tree, tokens: list[int], number: int) -> list[int]:
         """The tokens that one step adds."""
-        count = tree.size - 1 + tree.depth * tree.max_children + 1
+        count, wide = tree.draws + tree.depth * tree.max_children + 1, tree.max_children
         uniform = noise.uniforms(self.request.seed, number, count).tolist()
-        drafts, q = self.draft(tree, tokens, uniform)
+        rest = uniform[tree.draws :]
+        tries = [rest[depth * wide : (depth + 1) * wide] for depth in range(tree.depth)]
+        q: dict[int, Law] | None = None
+        if isinstance(tree, DynamicTree):
+            tree, drafts, age = self.grow(tree, tokens)
+        else:
+            drafts, q = self.draft(tree, tokens, uniform)
+            age = list(range(tree.size))
         path = {
             n: [drafts[m] for m in dict.fromkeys(tree.path_table[n])][1:] for n in range(tree.size)
         }
         p = {n: self.target_law(tokens + path[n]) for n in range(tree.size)}
         if self.request.sampling.greedy:
-            node = greedy_walk(tree, p, drafts, self.rule)[-1]
+            node = self.deepest(tree, p, drafts, age)
             return path[node] + likeliest(p[node], 1)
-        rest, wide = uniform[tree.size - 1 :], tree.max_children
-        tries = [rest[depth * wide : (depth + 1) * wide] for depth in range(tree.depth)]
         outcome = walk(tree, p, q, drafts, tries, self.rule)
         law = p[outcome.node] if outcome.law is None else outcome.law
         return path[outcome.node] + [self.token(law, uniform[-1])]
 
+    def deepest(
+        self, tree: DraftTree, p: dict[int, Law], drafts: Sequence[int], age: Sequence[int]
+    ) -> int:
+        """The end of the longest path whose drafts all win; of equally long ones the oldest."""
+        won = {0}
+        for node in range(1, tree.size):
+            above = tree.parent[node]
+            if above in won and wins(p[above], drafts[node], self.rule, tree.depths[above]):
+                won.add(node)
+        return max(won, key=lambda node: (tree.depths[node], -age[node]))
+
     @torch.no_grad()
-    def decode(self, tree: DraftTree) -> list[int]:
+    def decode(self, tree: Tree) -> list[int]:
         """The whole image."""
         first = float(noise.uniforms(self.request.seed, 0, 1)[0])
         tokens, number = [self.token(self.target_law([]), first)], 0

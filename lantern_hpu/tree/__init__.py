@@ -1,29 +1,26 @@
-"""Draft trees: which drafts a step makes, as data, and how to draw them.
+"""Draft trees: which drafts a step makes, as data.
 
-    python -m lantern_hpu.tree list
-    python -m lantern_hpu.tree show naive_extend_57 --svg tree.svg
-
-A node is named by the sibling ranks on its path from the root: `0.2` is the third child of the first
-child. Nodes are numbered by (depth, path), the root is node 0. The named trees are those of the published
-LANTERN++, EAGLE and Medusa configurations. This module needs no torch.
+A static tree has the same nodes at every step. A node is named by the sibling ranks on its path from the
+root: `0.2` is the third child of the first child. Nodes are numbered by (depth, path), the root is node 0.
+The named trees are those of the published LANTERN++, EAGLE and Medusa configurations. A dynamic tree
+(EAGLE-2) has a fixed size, and grows anew at every step. This module needs no torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from html import escape
 from pathlib import Path as FilePath
 
-from lantern_hpu.errors import TreeError, choices, exit_code
+from lantern_hpu.errors import TreeError, choices
 
 Path = tuple[int, ...]
 
 DRAWS = 10  # children that a drafter draws at a node, at most
+DYNAMIC = "dynamic"
+MOST_CHILDREN, MOST_EXPANSIONS = 64, 16  # of a dynamic tree
 
 # Child counts of the nodes, level by level, in the order of their parents; a tree is fully described by
 # them, since a node's children have the ranks 0 .. c-1. Trailing leaves are left out of each level.
@@ -160,6 +157,21 @@ class DraftTree:
         return tuple(tuple(n for n in level if self.children[n]) for level in self.levels[:-1])
 
     @cached_property
+    def widest(self) -> tuple[int, ...]:
+        """[D] most children of a node at each depth."""
+        return tuple(max(len(self.children[n]) for n in nodes) for nodes in self.frontiers)
+
+    @property
+    def draws(self) -> int:
+        """Uniforms that drafting takes: one a draft."""
+        return self.size - 1
+
+    @property
+    def scratch(self) -> int:
+        """Nodes that go through the drafter."""
+        return max(0, len(self.expanded) - 1)
+
+    @cached_property
     def ancestors(self) -> tuple[tuple[bool, ...], ...]:
         """[M][M] whether the second node is the first or one of its ancestors."""
         return tuple(
@@ -174,6 +186,82 @@ class DraftTree:
             way = [self.ids[path[:length]] for length in range(len(path) + 1)]
             rows.append(tuple(way + [node] * (self.depth - len(path))))
         return tuple(rows)
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """A tree that is grown anew at each step from the drafter's laws, one an image (EAGLE-2).
+
+    The root and then, `expansions` times, the `top_k` likeliest of the newest candidates get `top_k` children
+    each; of all candidates the `drafts` likeliest are kept. Whatever the values, the sizes are these.
+
+    Raises:
+        TreeError: a size is out of range.
+    """
+
+    top_k: int = DRAWS
+    expansions: int = 4
+    drafts: int = 58
+
+    def __post_init__(self) -> None:
+        if not (1 <= self.top_k <= MOST_CHILDREN and 0 <= self.expansions <= MOST_EXPANSIONS):
+            why = f"top-k is 1 to {MOST_CHILDREN}, the depth 0 to {MOST_EXPANSIONS}"
+            raise TreeError(f"no tree {self.name!r} can be grown", why)
+        if not 1 <= self.drafts <= self.candidates:
+            why = f"there are {self.candidates} candidates to keep 1 or more of"
+            raise TreeError(f"no tree {self.name!r} can be grown", why)
+
+    @classmethod
+    def parse(cls, name: str) -> DynamicTree:
+        """`dynamic`, or `dynamic:8x3x30` for top-k 8, 3 expansions and 30 drafts."""
+        if name == DYNAMIC:
+            return cls()
+        sizes = name.removeprefix(f"{DYNAMIC}:").split("x")
+        if len(sizes) != 3 or not all(size.isdecimal() for size in sizes):
+            why = "expected top-k, expansions and drafts"
+            raise TreeError(f"cannot read the tree {name!r}", why, f"{DYNAMIC}:10x4x58")
+        return cls(*map(int, sizes))
+
+    @property
+    def name(self) -> str:
+        return f"{DYNAMIC}:{self.top_k}x{self.expansions}x{self.drafts}"
+
+    @property
+    def candidates(self) -> int:
+        return self.top_k + self.expansions * self.top_k**2
+
+    @property
+    def size(self) -> int:
+        """M, nodes with the root."""
+        return self.drafts + 1
+
+    @property
+    def depth(self) -> int:
+        """D, the longest path there can be."""
+        return self.expansions + 1
+
+    @property
+    def max_children(self) -> int:
+        """C, most children of a node."""
+        return self.top_k
+
+    @property
+    def widest(self) -> tuple[int, ...]:
+        """[D] most children of a node at each depth."""
+        return (self.top_k,) * self.depth
+
+    @property
+    def draws(self) -> int:
+        """Uniforms that drafting takes: none, the drafts are the likeliest."""
+        return 0
+
+    @property
+    def scratch(self) -> int:
+        """Nodes that go through the drafter."""
+        return self.expansions * self.top_k
+
+
+Tree = DraftTree | DynamicTree
 
 
 def check_node(name: str, path: Path, known: set[Path], draws: int) -> None:
@@ -192,7 +280,14 @@ def check_node(name: str, path: Path, known: set[Path], draws: int) -> None:
         )
 
 
-def load_tree(name: str, draws: int = DRAWS) -> DraftTree:
+def load_tree(name: str) -> Tree:
+    """Any tree by name or file; see `load_static` and `DynamicTree.parse`."""
+    if name.partition(":")[0] == DYNAMIC:
+        return DynamicTree.parse(name)
+    return load_static(name)
+
+
+def load_static(name: str, draws: int = DRAWS) -> DraftTree:
     """A named tree, or a user's from a JSON file: a list of paths, or `{"name": ..., "paths": [...]}`.
 
     Raises:
@@ -202,7 +297,7 @@ def load_tree(name: str, draws: int = DRAWS) -> DraftTree:
         return DraftTree.from_counts(name, NAMED[name])
     file = FilePath(name)
     if file.suffix != ".json":
-        hint = choices([*NAMED, "a .json file"])
+        hint = choices([*NAMED, DYNAMIC, "a .json file"])
         raise TreeError(f"unknown tree {name!r}", hint=hint)
     try:
         data = json.loads(file.read_text())
@@ -215,102 +310,3 @@ def load_tree(name: str, draws: int = DRAWS) -> DraftTree:
         )
     title = data.get("name", file.stem) if isinstance(data, dict) else file.stem
     return DraftTree.from_paths(str(title), paths, draws)
-
-
-def as_text(tree: DraftTree) -> str:
-    """The tree drawn with lines, one node a row."""
-    widths = "/".join(str(len(level)) for level in tree.levels[1:])
-    rows = [
-        f"{tree.name}: {tree.size - 1} drafts + root, depth {tree.depth}",
-        f"drafts by depth {widths}, {len(tree.expanded)} nodes with children",
-        "root",
-    ]
-
-    def draw(node: int, indent: str) -> None:
-        below = tree.children[node]
-        for child in below:
-            last = child == below[-1]
-            rows.append(f"{indent}{'└─' if last else '├─'} {dotted(tree.paths[child])}")
-            draw(child, indent + ("   " if last else "│  "))
-
-    draw(0, "")
-    return "\n".join(rows)
-
-
-def layout(tree: DraftTree) -> list[float]:
-    """A horizontal place for each node: leaves in path order, parents above the middle of their children."""
-    place = [0.0] * tree.size
-    leaves = sorted((p, n) for n, p in enumerate(tree.paths) if not tree.children[n])
-    for column, (_, node) in enumerate(leaves):
-        place[node] = float(column)
-    for node in reversed(range(tree.size)):
-        below = tree.children[node]
-        if below:
-            place[node] = (place[below[0]] + place[below[-1]]) / 2
-    return place
-
-
-def as_svg(tree: DraftTree, step: int = 30, margin: int = 24) -> str:
-    """The tree as an SVG picture: each circle shows its sibling rank."""
-    place, leaves = layout(tree), sum(not below for below in tree.children)
-    width = max(340, 2 * margin + step * (leaves - 1))
-    height = 2 * margin + 2 * step * tree.depth + 26
-    shift = (width - 2 * margin - step * (leaves - 1)) / 2 + margin
-    spot = [(shift + step * x, 44 + 2 * step * d) for x, d in zip(place, tree.depths, strict=True)]
-    lines, circles = [], []
-    for node, (x, y) in enumerate(spot):
-        if node:
-            px, py = spot[tree.parent[node]]
-            lines.append(f'<line x1="{px:.1f}" y1="{py:.1f}" x2="{x:.1f}" y2="{y:.1f}"/>')
-        label = tree.paths[node][-1] if node else "r"
-        fill = "#1b6ca8" if tree.children[node] else "#7fb4d9"
-        circles.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="10" fill="{fill}"/>'
-            f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle" fill="#fff">{label}</text>'
-        )
-    title = escape(f"{tree.name}: {tree.size - 1} drafts + root, depth {tree.depth}")
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">'
-        f'<rect width="100%" height="100%" fill="#fff"/>'
-        f'<text x="{margin}" y="20" font-size="13">{title}</text>'
-        f'<g stroke="#99a" stroke-width="1.2">{"".join(lines)}</g>{"".join(circles)}</svg>\n'
-    )
-
-
-def list_trees() -> None:
-    """Print the named trees' sizes."""
-    for name in NAMED:
-        print("\n".join(as_text(load_tree(name)).split("\n")[:2]), end="\n\n")
-
-
-def show(args: argparse.Namespace) -> None:
-    """Print one tree, and draw it if asked."""
-    tree = load_tree(args.name)
-    print(as_text(tree))
-    if args.svg:
-        from lantern_hpu.results import write_file  # keeps `list` free of image libraries
-
-        write_file(args.svg, as_svg(tree).encode(), args.force)
-        print(f"wrote {args.svg}")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("lantern_hpu.tree", description="List and draw draft trees.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="the named trees and their sizes")
-    show = commands.add_parser("show", help="draw a tree")
-    show.add_argument("name", help="a named tree or a .json file")
-    show.add_argument("--svg", type=FilePath, metavar="FILE", help="also write an SVG picture")
-    show.add_argument("--force", action="store_true", help="replace an existing SVG")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """The `tree` command; returns the exit code."""
-    args = make_parser().parse_args(argv)
-    return exit_code(lambda: list_trees() if args.command == "list" else show(args))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
