@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import prepare
-from lantern_hpu.config import METHODS, Request, choose_method
+from lantern_hpu.config import GROWING, METHODS, Request, choose_method
 from lantern_hpu.errors import OptionError, choices, exit_code
+from lantern_hpu.tree import DYNAMIC
 
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import LanternPipeline
@@ -67,6 +68,12 @@ def split(text: str, name: str) -> list[str]:
     return parts
 
 
+def tree_for(method: str, tree: str | None) -> str | None:
+    """The tree that was asked for, where the method drafts trees of its kind."""
+    fits = method != "ar" and tree is not None and (method in GROWING) == tree.startswith(DYNAMIC)
+    return tree if fits else None
+
+
 def sizes_of(text: str) -> list[int]:
     """`--batch-sizes` as numbers."""
     try:
@@ -84,7 +91,7 @@ def measure(
     """One row of the table: `images` images (rounded up to whole batches) of one method."""
     from lantern_hpu.results import tokens_per_step
 
-    chosen, relaxation = choose_method(method, None if method == "ar" else tree)
+    _, chosen, relaxation = pipeline.choose(method, tree_for(method, tree))
     count = -(-images // batch) * batch
     requests = [
         Request(PROMPTS[i % len(PROMPTS)], seed + i, pipeline.model.sampling, relaxation)
@@ -165,7 +172,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     for method in methods:
         if method not in METHODS:
             raise OptionError(f"unknown method {method!r}", hint=choices(METHODS))
-        choose_method(method, None if method == "ar" else args.tree)
+        choose_method(method, tree_for(method, args.tree))
     for parts in (methods, modes, list(map(str, sizes))):
         if len(set(parts)) < len(parts) or ("auto" in parts and len(parts) > 1):
             why = "each row is measured once, and `auto` is one of the modes"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import EMULATED
-from lantern_hpu.config import METHODS, Request, choose_method
+from lantern_hpu.config import METHODS, Request
 from lantern_hpu.errors import OptionError, choices, exit_code
 from lantern_hpu.graphs import RUNNERS
 
@@ -75,7 +75,7 @@ def lint_model(args: argparse.Namespace) -> list[Device]:
             args.model, EMULATED, args.dtype, args.graphs, emulate=True
         )
         with closing(pipeline):
-            tree, relaxation = choose_method(method)
+            _, tree, relaxation = pipeline.choose(method)
             settings = pipeline.model.sampling
             requests = [Request(p, i, settings, relaxation) for i, p in enumerate(PROMPTS)]
             pipeline.draw(requests, tree, method, batch_size=1)

@@ -6,7 +6,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -172,7 +172,12 @@ class LanternPipeline:
             method = "lantern++"
             if tree is None and relaxation is None:
                 method, tree = self.model.fastest.get(self.backend.measured_as, (method, tree))
-        return (method, *choose_method(method, tree, relaxation))
+        chosen, bounds = choose_method(method, tree, relaxation)
+        if (
+            relaxation is None
+        ):  # a small codebook has fewer neighbours than the published default asks for
+            bounds = replace(bounds, k=min(bounds.k, self.model.target.config.vocab_size - 1))
+        return method, chosen, bounds
 
     def draw(
         self,
@@ -317,6 +322,10 @@ class LanternPipeline:
         most = max((r.k for r in active), default=0)
         require(
             most < vocabulary, "--relax-k", most, f"0 to {vocabulary - 1}, the neighbours of a code"
+        )
+        children = tree.max_children
+        require(
+            children <= vocabulary, "--tree", tree.name, f"at most {vocabulary} children of a node"
         )
         limited = [s.top_k for s in samplings if 0 < s.top_k < vocabulary and not s.greedy]
         return Plan(

@@ -15,12 +15,13 @@ from lantern_hpu.config import Relaxation, Request
 from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs import RUNNERS, check_mode, make_runner
 from lantern_hpu.graphs.strict import StrictRunner
-from lantern_hpu.tree import DraftTree, load_static
+from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static
 from tests.tiny import draw, make_engine, plan_for, request, sample, tiny_config, tiny_models
 
 AR = DraftTree.root_only()
 RELAXED = Relaxation.multiplicative(6, 4.0)
-METHODS: dict[str, tuple[DraftTree, dict[str, Any]]] = {
+GROWN = DynamicTree(3, 2, 8)
+METHODS: dict[str, tuple[Tree, dict[str, Any]]] = {
     "ar": (AR, {}),
     "ar greedy": (AR, {"temperature": 0.0}),
     "eagle": (load_static("naive_extend_57"), {}),
@@ -33,6 +34,15 @@ METHODS: dict[str, tuple[DraftTree, dict[str, Any]]] = {
         load_static("mc_sim_7b_63"),
         {"relaxation": Relaxation.additive(6, 0.3, "official")},
     ),
+    "lantern++ annealed": (
+        load_static("mc_sim_7b_63"),
+        {"relaxation": Relaxation.annealed(1.5, nu=0.5)},
+    ),
+    "eagle2": (DynamicTree(), {}),
+    "eagle2 greedy": (GROWN, {"temperature": 0.0}),
+    "lantern": (GROWN, {"relaxation": Relaxation.additive(6, 0.3)}),
+    "lantern official": (GROWN, {"relaxation": Relaxation.additive(6, 0.3, "official")}),
+    "lantern greedy": (GROWN, {"temperature": 0.0, "relaxation": RELAXED}),
 }
 
 
@@ -62,13 +72,14 @@ def test_step_is_capture_legal(method: str) -> None:
     assert report.replays == 4 + 1 + max(decoded.steps)
 
 
-def test_mixed_batch_is_capture_legal() -> None:
+@pytest.mark.parametrize("tree", [load_static("mc_sim_7b_63"), GROWN], ids=lambda tree: tree.name)
+def test_mixed_batch_is_capture_legal(tree: Tree) -> None:
     requests = [
         request("ab", 1),
         request("xyz", 2, temperature=0.0),
         request("q", 3, relaxation=RELAXED),
     ]
-    models, tree = tiny_models(), load_static("mc_sim_7b_63")
+    models = tiny_models()
     strict = sample(models, tree, requests, mode="strict")
     assert strict.tokens.tolist() == sample(models, tree, requests).tokens.tolist()
 

@@ -389,12 +389,14 @@ MIXED = [
     request("abcd", 4, cfg_scale=5.0, top_p=0.7),
     request("abc", 5, temperature=0.6, relaxation=Relaxation.multiplicative(6, 4.0)),
     request("abcd", 6, relaxation=Relaxation.additive(3, 0.2)),
+    request("xyz", 7, relaxation=Relaxation.annealed(1.5, nu=0.5)),
 ]
 
 
-@pytest.mark.parametrize("tree", ["root", "mc_sim_7b_63"])
-def test_image_independent_of_batch_neighbours(models: Models, tree: str) -> None:
-    chosen = AR if tree == "root" else load_static(tree)
+@pytest.mark.parametrize(
+    "chosen", [AR, load_static("mc_sim_7b_63"), GROWN], ids=lambda tree: tree.name
+)
+def test_image_independent_of_batch_neighbours(models: Models, chosen: Tree) -> None:
     together = sample(models, chosen, MIXED)
     backwards = sample(models, chosen, MIXED[::-1])
     for image, one in enumerate(MIXED):
@@ -438,9 +440,9 @@ def test_seeds_prompts_and_settings_change_the_image(models: Models) -> None:
 
 @pytest.mark.parametrize("grid", [(4, 4), (3, 5), (1, 2), (1, 7)], ids=str)
 @pytest.mark.parametrize(
-    "tree", [AR, SMALL_TREE, *map(load_static, NAMES)], ids=lambda tree: tree.name
+    "tree", [AR, SMALL_TREE, GROWN, *map(load_static, NAMES)], ids=lambda tree: tree.name
 )
-def test_images_end_exactly_and_counts_add_up(tree: DraftTree, grid: tuple[int, int]) -> None:
+def test_images_end_exactly_and_counts_add_up(tree: Tree, grid: tuple[int, int]) -> None:
     models, total = tiny_models(tiny_config(grid=grid)), grid[0] * grid[1]
     requests = [request("abcd", seed) for seed in range(8)]
     engine = make_engine(models, plan_for(tree, requests))
