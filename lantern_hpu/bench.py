@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 from lantern_hpu.backends import prepare
 from lantern_hpu.config import GROWING, METHODS, Request, choose_method
 from lantern_hpu.errors import OptionError, choices, exit_code
-from lantern_hpu.tree import DYNAMIC
+from lantern_hpu.tree import DYNAMIC, DynamicTree, Tree
 
 if TYPE_CHECKING:
+    from lantern_hpu.backends.base import Backend
     from lantern_hpu.pipeline import LanternPipeline
 
 PROMPTS = (
@@ -85,6 +86,52 @@ def sizes_of(text: str) -> list[int]:
     return sizes
 
 
+PARTS = ("draft", "tables", "verify", "accept", "commit")
+
+
+class Stopwatch:
+    """Seconds spent in the parts of a step, the device waited for before and after each."""
+
+    def __init__(self, backend: Backend) -> None:
+        self.backend, self.seconds = backend, dict.fromkeys(PARTS, 0.0)
+
+    def watch(self, owner: Any, method: str, part: str) -> None:
+        """From now on, time this method."""
+        inner = getattr(owner, method)
+
+        def timed(*args: Any) -> Any:
+            self.backend.synchronize()
+            began = time.perf_counter()
+            result = inner(*args)
+            self.backend.synchronize()
+            self.seconds[part] += time.perf_counter() - began
+            return result
+
+        setattr(owner, method, timed)
+
+
+def split_step(
+    pipeline: LanternPipeline, requests: Sequence[Request], tree: Tree
+) -> dict[str, float]:
+    """Milliseconds of each part of an eager step; `tables`, of dynamic trees, is not part of `draft`."""
+    from lantern_hpu.engine import Engine
+
+    plan = pipeline.plan(requests, tree, len(requests))
+    near = pipeline.nearest(plan.neighbours)
+    model = pipeline.model
+    engine = Engine(model.target, model.drafter, plan, pipeline.backend, "eager", near)
+    pipeline.warm_up(engine, requests[0])
+    watch, step = Stopwatch(pipeline.backend), engine.step.function
+    for part in ("draft", "verify", "accept", "commit"):
+        watch.watch(step, part, part)
+    if isinstance(tree, DynamicTree):
+        watch.watch(step.drafting.tables, "forward", "tables")  # type: ignore[union-attr]
+    timing = dict.fromkeys(("text_s", "generate_s", "prefill_s", "steps_s", "steps"), 0.0)
+    pipeline.draw_batch(engine, requests, len(requests), timing, None, (0, 1))
+    watch.seconds["draft"] -= watch.seconds["tables"]
+    return {part: 1000 * seconds / timing["steps"] for part, seconds in watch.seconds.items()}
+
+
 def measure(
     pipeline: LanternPipeline, method: str, tree: str | None, batch: int, images: int, seed: int
 ) -> dict[str, Any]:
@@ -135,6 +182,7 @@ def measure(
         "relaxed_accepts_per_image": sum(r.relaxed_accepts for r in records) / count,
         "host_reads_per_image": reads / count,
         "recompiles_after_warmup": captures,
+        "eager_step_ms": split_step(pipeline, requests[:batch], chosen),
     }
 
 
@@ -162,6 +210,20 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
             f"| {row['tokens_per_step']:.2f} | {row['ms_per_step']:.1f} "
             f"| {'' if ratio is None else f'{ratio:.2f}'} | {row['host_reads_per_image']:.1f} |"
         )
+    return "\n".join(lines)
+
+
+def split_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Where the time of an eager step goes, as a Markdown table; each row once, whatever its graphs."""
+    lines = [
+        f"| method | batch | eager step, ms | {' | '.join(PARTS)} |",
+        "|---|---|---|" + "---|" * len(PARTS),
+    ]
+    for row in {(r["method"], r["batch_size"]): r for r in rows}.values():
+        parts = row["eager_step_ms"]
+        total = sum(parts.values())
+        shares = " | ".join(f"{100 * parts[part] / total:.0f} %" for part in PARTS)
+        lines.append(f"| {row['method']} | {row['batch_size']} | {total:.1f} | {shares} |")
     return "\n".join(lines)
 
 
@@ -214,7 +276,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
 def show(result: dict[str, Any], args: argparse.Namespace) -> None:
     """Print the table, and write the whole result if asked."""
-    print(table(result["rows"]))
+    print(table(result["rows"]), split_table(result["rows"]), sep="\n\n")
     if args.output:
         from lantern_hpu.results import write_file
 

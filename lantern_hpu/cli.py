@@ -30,6 +30,7 @@ COMMANDS = {
     "bench": Command("lantern_hpu.bench", "compare methods and graph modes"),
     "doctor": Command("lantern_hpu.doctor", "show what this machine offers and what is wrong"),
     "lint": Command("lantern_hpu.lint", "name the rules of Gaudi that code breaks"),
+    "fidelity": Command("lantern_hpu.fidelity", "measure how far methods move the law"),
     "tree": Command("lantern_hpu.tree.__main__", "list and draw draft trees"),
 }
 

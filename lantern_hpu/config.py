@@ -157,6 +157,7 @@ PRESETS = {
     "lambda-5": Relaxation.multiplicative(10, 5.0),
     "lambda-10": Relaxation.multiplicative(5, 10.0),
     "lambda-20": Relaxation.multiplicative(5, 20.0),
+    "omega-2": Relaxation.annealed(2.0, nu=0.2),
 }
 DEFAULT_RELAXATION = {"lantern": PRESETS["delta-0.2"], "lantern++": PRESETS["lambda-5"]}
 

@@ -173,11 +173,11 @@ class LanternPipeline:
             if tree is None and relaxation is None:
                 method, tree = self.model.fastest.get(self.backend.measured_as, (method, tree))
         chosen, bounds = choose_method(method, tree, relaxation)
-        if (
-            relaxation is None
-        ):  # a small codebook has fewer neighbours than the published default asks for
-            bounds = replace(bounds, k=min(bounds.k, self.model.target.config.vocab_size - 1))
-        return method, chosen, bounds
+        return method, chosen, self.fitted(bounds) if relaxation is None else bounds
+
+    def fitted(self, relaxation: Relaxation) -> Relaxation:
+        """A published setting with no more neighbours than this codebook has."""
+        return replace(relaxation, k=min(relaxation.k, self.model.target.config.vocab_size - 1))
 
     def draw(
         self,

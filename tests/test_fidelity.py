@@ -1,0 +1,137 @@
+"""The measured distance from the model's law: exact methods have none, and the average is that of real decoding."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lantern_hpu.accept import Acceptance, Bounds
+from lantern_hpu.config import Relaxation
+from lantern_hpu.fidelity import Row, expected, main
+from lantern_hpu.tree import DraftTree
+from tests.folder import write_folder
+from tests.tiny import ring
+
+V, TRIES, CHILDREN = 12, 40_000, 3
+RULES = {
+    "exact": Relaxation(),
+    "additive": Relaxation.additive(6, 0.2),
+    "multiplicative": Relaxation.multiplicative(6, 3.0),
+    "official": Relaxation.additive(6, 0.2, "official"),
+    "annealed": Relaxation.annealed(1.6),
+}
+FLAT = DraftTree.from_paths("flat", [[rank] for rank in range(CHILDREN)])
+
+
+def acceptance_of(rule: Relaxation) -> Acceptance:
+    return Acceptance(FLAT, ring(V) if rule.lends else None, rule.residual, rule.weighs)
+
+
+def bounds_of(rule: Relaxation, images: int) -> Bounds:
+    each = torch.ones(images, dtype=torch.float64)
+    return Bounds(
+        (rule.k * each).int(), rule.delta * each, rule.factor * each, each[:, None] * rule.bound
+    )
+
+
+def laws(seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    p, q = (2 * torch.randn(2, 1, V, generator=generator, dtype=torch.float64)).softmax(-1)
+    return p, q
+
+
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "likeliest"])
+@pytest.mark.parametrize("name", RULES)
+def test_expected_law_is_the_average_over_real_acceptance(name: str, drawn: bool) -> None:
+    rule, (p, q) = RULES[name], laws(1)
+    given = q if drawn else None
+    tokens = q.topk(CHILDREN).indices
+    exists = torch.ones_like(tokens, dtype=torch.bool)
+    acceptance = acceptance_of(rule)
+    law = expected(acceptance, p, given, tokens, exists, bounds_of(rule, 1))
+    assert float(law.sum()) == pytest.approx(1)
+
+    def many(x: Tensor) -> Tensor:
+        return x.expand(TRIES, -1)
+
+    uniform = torch.rand(TRIES, CHILDREN, generator=torch.Generator().manual_seed(2))
+    passed, rest, _ = acceptance.siblings(
+        many(p),
+        many(q) if drawn else None,
+        many(tokens),
+        many(exists),
+        uniform.double(),
+        bounds_of(rule, TRIES),
+        0,
+    )
+    seen = torch.zeros_like(many(p)).scatter(1, many(tokens), passed.double())
+    seen = torch.where(passed.any(1, keepdim=True), seen, rest).mean(0)
+    assert float((seen - law[0]).abs().max()) < 4 * (0.25 / TRIES) ** 0.5
+
+
+def test_expected_law_of_exact_acceptance_of_sure_drafts_is_the_targets() -> None:
+    p, q = laws(3)
+    tokens = q.topk(CHILDREN).indices
+    exists = torch.ones_like(tokens, dtype=torch.bool)
+    law = expected(
+        acceptance_of(RULES["exact"]), p, None, tokens, exists, bounds_of(Relaxation(), 1)
+    )
+    torch.testing.assert_close(law, p, rtol=0, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
+    folder = tmp_path_factory.mktemp("fidelity")
+    model, file = write_folder(folder / "tiny"), folder / "out.json"
+    rows = "ar,eagle,eagle2,lantern,lantern++,lantern++:omega-2"
+    sizes = ["--images", "12", "--draws", "150", "--timed", "2"]
+    assert main(["--model", str(model), "--rows", rows, *sizes, "--output", str(file)]) == 0
+    return {row["row"]: row for row in json.loads(file.read_text())["rows"]}
+
+
+def test_exact_methods_have_no_distance(figures: dict[str, dict[str, float]]) -> None:
+    assert figures["ar"]["tv"] == 0
+    assert figures["eagle2"]["tv"] < 1e-5
+    # 150 draws of 32 tokens: what is left is the noise of the draws.
+    assert figures["eagle"]["tv"] < 0.1
+
+
+def test_relaxed_methods_have_a_distance_with_an_interval(
+    figures: dict[str, dict[str, float]],
+) -> None:
+    for name in ("lantern", "lantern++", "lantern++:omega-2"):
+        assert 0.001 < figures[name]["tv"] < 1
+        assert 0 < figures[name]["tv_interval"] < figures[name]["tv"]
+        assert figures[name]["tokens_per_step"] > 1
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rows", "magic"], "unknown method 'magic'"),
+        (["--rows", "lantern:magic"], "unknown preset 'magic'"),
+        (["--rows", "eagle:delta-0.1"], "eagle is exact"),
+        (["--images", "0"], "--images is 0"),
+        (["--output", "setup.cfg/x.json"], "setup.cfg"),
+    ],
+)
+def test_bad_options_are_refused(
+    options: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "setup.cfg").write_text("a file, not a folder")
+    assert main(options) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_row_names_its_setting() -> None:
+    assert Row.parse("lantern").relaxation == Relaxation.additive(1000, 0.2)
+    assert Row.parse("lantern++:delta-0.1").relaxation == Relaxation.additive(1000, 0.1)
