@@ -40,6 +40,7 @@ class Backend(ABC):
     graph_modes: dict[str, str]
     emulates = False  # whether it can run without its device
     compiler = "inductor"  # what `torch.compile` uses
+    is_host = False  # whether it is the processor itself
 
     def __init__(self, graphs: str = "auto", emulate: bool = False) -> None:
         """Nothing is loaded yet.

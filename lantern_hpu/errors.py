@@ -42,6 +42,10 @@ class OutputError(LanternError):
     """A result cannot be written where the user asked for it."""
 
 
+class TrainingError(LanternError):
+    """A training run cannot go on."""
+
+
 def exit_code(command: Callable[[], object]) -> int:
     """Run a command; 0, or 2 after printing what a LanternError has to say."""
     try:

@@ -79,6 +79,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     how = parser.add_argument_group("how it runs")
     how.add_argument("--model", default=None, help="`builtin`, or a model folder (builtin)")
+    how.add_argument("--drafter", default=None, help="a folder of lantern_hpu.train (the model's)")
     how.add_argument("--device", default="auto", help=f"auto, {', '.join(BACKENDS)} (auto)")
     how.add_argument("--graphs", default="auto", help=f"auto, {', '.join(RUNNERS)} (auto)")
     how.add_argument(
@@ -360,7 +361,13 @@ def draw(args: argparse.Namespace) -> GenerationResult:
 
     imported = time.perf_counter() - began
     pipeline = LanternPipeline.from_pretrained(
-        args.model or "builtin", args.device, args.dtype, args.graphs, args.kernels, args.emulate
+        args.model or "builtin",
+        args.device,
+        args.dtype,
+        args.graphs,
+        args.kernels,
+        args.emulate,
+        args.drafter,
     )
     with closing(pipeline):
         args.method, tree, relaxation, sampling = settings_of(pipeline, args, known)

@@ -7,6 +7,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from lantern_hpu.config import AUTO, MAX_SEED, Relaxation, Request, Sampling, ch
 from lantern_hpu.engine import Decoded, Engine, Progress
 from lantern_hpu.errors import OptionError
 from lantern_hpu.graphs import check_mode
-from lantern_hpu.models.builtin import ImageModel, load_model
+from lantern_hpu.models.builtin import ImageModel, load_model, use_drafter
 from lantern_hpu.plan import Plan
 from lantern_hpu.results import GenerationResult, ImageRecord
 from lantern_hpu.state import Shapes
@@ -90,6 +91,7 @@ class LanternPipeline:
         graphs: str = "auto",
         kernels: str = "auto",
         emulate: bool = False,
+        drafter: str | None = None,
     ) -> LanternPipeline:
         """Load a model.
 
@@ -100,6 +102,7 @@ class LanternPipeline:
             graphs: `auto` or one of the device's graph modes.
             kernels: `auto`, the device's fused kernels where they agree with the plain ones; or `plain`.
             emulate: stand in for a device that is not here (`hpu`); `close` ends that.
+            drafter: a folder that `lantern_hpu.train` wrote, in place of the model's own drafter.
 
         Raises:
             LanternError: unknown or unusable model, device, dtype or graph mode.
@@ -112,6 +115,8 @@ class LanternPipeline:
             with backend.errors():
                 chosen = backend.kernels(kernels)
                 loaded = load_model(folder, backend.dtype(dtype), backend.device, chosen)
+                if drafter is not None:
+                    use_drafter(loaded, Path(drafter))
             pipeline = cls(loaded, backend, graphs)
         except BaseException:
             backend.close()

@@ -29,10 +29,10 @@ WORDS = ["apple", "blue", "cat", "on", "red"]
 CAPTION_DIM = 16
 
 
-def write_folder(folder: Path) -> Path:
+def write_folder(folder: Path, seed: int = 0) -> Path:
     """Write the folder and return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    target, drafter = tiny_models()
+    target, drafter = tiny_models(seed=seed)
     torch.manual_seed(3)
     parts = nn.ModuleDict(
         {

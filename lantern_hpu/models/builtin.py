@@ -8,6 +8,7 @@ vq.safetensors
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,13 +21,16 @@ from torch import Tensor, nn
 
 from lantern_hpu.config import Sampling
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.hub import CONFIG, read_config, source
+from lantern_hpu.hub import CONFIG, read_config, sha256, source
 from lantern_hpu.kernels import PLAIN, Kernels
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.llamagen import CaptionProjection
 from lantern_hpu.models.text import WordConditioner
 from lantern_hpu.models.transformer import Target, TransformerConfig
 from lantern_hpu.models.vq import VQConfig, VQModel
+
+TARGET = "target.safetensors"
+DRAFTER = "drafter.json"  # beside the weights of a drafter that lies alone
 
 
 @dataclass
@@ -44,6 +48,11 @@ class ImageModel:
     sampling: Sampling  # default settings
     # Device name to [method, tree or None]: the fastest that was measured there
     fastest: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+
+    @property
+    def fingerprint(self) -> str:
+        """Which target this is: a drafter belongs to one."""
+        return self.files[TARGET]
 
     def prefix(self, prompts: Sequence[str], guidance: bool) -> tuple[Tensor, Tensor]:
         """Condition embeddings [R, P, H] and valid [R, P] of a batch of prompts."""
@@ -81,7 +90,7 @@ def load_model(
     except (KeyError, TypeError, ValueError) as error:
         raise WeightsError(f"{folder / CONFIG} does not describe a model", repr(error)) from error
     main = nn.ModuleDict({"words": text, "condition": condition, "target": target})
-    fill(main, folder / "target.safetensors", dtype, device)
+    fill(main, folder / TARGET, dtype, device)
     fill(drafter, folder / "drafter.safetensors", dtype, device)
     fill(vq, folder / "vq.safetensors", torch.float32, device)
     return ImageModel(
@@ -96,6 +105,35 @@ def load_model(
         sampling,
         fastest,
     )
+
+
+def drafter_options(drafter: Drafter) -> dict[str, bool]:
+    """What a drafter of the same kind is built with."""
+    plain = isinstance(drafter.block.attention_norm, nn.Identity)
+    return {"input_norm": not plain, "sees_pads": drafter.sees_pads}
+
+
+def use_drafter(model: ImageModel, folder: Path) -> None:
+    """Put in the drafter that `lantern_hpu.train` left in a folder.
+
+    Raises:
+        WeightsError: no such folder, unreadable, or trained for another target.
+    """
+    try:
+        about = json.loads((folder / DRAFTER).read_text())
+        options, target = dict(about["options"]), about["target"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"{folder} holds no drafter", repr(error)) from error
+    if target != model.fingerprint:
+        why = f"it was trained for another target than {model.name}"
+        raise WeightsError(f"the drafter in {folder} does not fit", why, "--model")
+    head = model.target.head.weight
+    with torch.device("meta"):
+        drafter = Drafter(model.target.config, **options, kernels=model.target.kernels)
+    file = folder / "drafter.safetensors"
+    fill(drafter, file, head.dtype, head.device)
+    model.drafter = drafter
+    model.files = model.files | {file.name: sha256(file)}
 
 
 def make_parts(

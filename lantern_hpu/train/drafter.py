@@ -1,0 +1,319 @@
+"""Train a drafter for a target: draw, learn, measure, keep the best.
+
+What a run leaves in its folder:
+
+    samples/*.npz         what the target drew
+    state.pt              everything that a resumed run needs
+    drafter.safetensors   the weights with the most accepted drafts so far; `--drafter FOLDER` takes the folder
+    drafter.json          which target they belong to, and their figures
+    report.json, curve.png
+
+Which images a step learns from depends on the seed and the step alone, so that a resumed run goes on as if it had
+not been interrupted.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file, save
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from lantern_hpu.config import DEFAULT_RELAXATION, DEFAULT_TREE, EXACT, Request
+from lantern_hpu.errors import TrainingError, WeightsError
+from lantern_hpu.models.builtin import DRAFTER, drafter_options
+from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.transformer import Target
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.profile import profile
+from lantern_hpu.results import write_file
+from lantern_hpu.train.samples import Samples
+from lantern_hpu.train.unroll import Lesson, Unrolled
+from lantern_hpu.tree import load_static
+
+SAVE_EVERY = 50  # steps between two checkpoints
+AVERAGE = 0.99  # decay of the weights' moving average, which is what is measured and kept
+CLIP = 0.5  # norm of the gradients
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of a training run; all but `steps` must stay the same when it is resumed."""
+
+    steps: int = 2000
+    batch: int = 4  # images a step and process
+    unroll: int = 3  # passes
+    lr: float = 1e-3
+    measure_every: int = 250
+    measured: int = 8  # held-out images that are drawn to measure
+    seed: int = 0
+
+    def rate(self, step: int) -> float:
+        """Linear warm-up, then half a cosine down to 2 %."""
+        warm = min(1.0, (step + 1) / max(1, min(50, self.steps // 10)))
+        return self.lr * warm * (0.51 + 0.49 * math.cos(math.pi * min(1.0, step / self.steps)))
+
+
+@dataclass
+class Progress:
+    """What a run has done."""
+
+    step: int = 0
+    best: float = 0.0  # most tokens a step of exact decoding
+    curve: list[dict[str, float]] = field(default_factory=list)  # a point a measurement
+    losses: list[float] = field(default_factory=list)  # of every step
+
+
+def like_the_target(target: Target, **options: bool) -> Drafter:
+    """A drafter to begin with: it passes the feature on, with the target's embedding and last block at hand.
+
+    The block adds nothing at first: what it adds in the target is meant for the stream before the final norm,
+    and features come after it.
+    """
+    drafter = Drafter(target.config, **options, kernels=target.kernels)
+    dim = target.config.dim
+    with torch.no_grad():
+        drafter.embed.weight.copy_(target.embed.weight)
+        known = target.layers[-1].state_dict()
+        wanted = drafter.block.state_dict()
+        drafter.block.load_state_dict({name: known[name] for name in wanted})
+        drafter.block.attention.out.weight.zero_()
+        drafter.block.ffn.down.weight.zero_()
+        drafter.fc.weight.normal_(std=0.02)
+        drafter.fc.weight[:, dim:] += torch.eye(dim, device=drafter.fc.weight.device)
+        drafter.fc.bias.zero_()
+    return drafter.to(target.head.weight.device)
+
+
+class DrafterTraining:
+    """One run."""
+
+    def __init__(
+        self,
+        pipeline: LanternPipeline,
+        samples: Samples,
+        held_out: list[str],
+        folder: Path,
+        options: Options,
+        accelerator: Accelerator,
+    ) -> None:
+        self.pipeline, self.samples, self.held_out = pipeline, samples, held_out
+        self.folder, self.options, self.accelerator = folder, options, accelerator
+        torch.manual_seed(options.seed)
+        model = pipeline.model
+        self.drafter = like_the_target(model.target, **drafter_options(model.drafter))
+        self.average = [w.detach().clone() for w in self.drafter.parameters()]
+        unrolled = Unrolled(self.drafter, model.target.head, options.unroll)
+        optimiser = torch.optim.AdamW(
+            self.drafter.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01
+        )
+        self.model: nn.Module
+        self.model, self.optimiser = accelerator.prepare(unrolled, optimiser)
+        self.progress = Progress()
+
+    # -- one step
+
+    def lesson(self) -> Lesson:
+        """This step's images of this process."""
+        at = self.progress.step * self.accelerator.num_processes + self.accelerator.process_index
+        generator = torch.Generator().manual_seed(self.options.seed + (at << 20))
+        index = torch.randint(len(self.samples.prompts), (self.options.batch,), generator=generator)
+        prompts = [self.samples.prompts[i] for i in index]
+        tokens = self.samples.tokens[index].to(self.accelerator.device)
+        with self.accelerator.autocast(), torch.no_grad():
+            return Lesson(self.pipeline.model, prompts, tokens)
+
+    def learn(self) -> tuple[float, float]:
+        """One step. -> its loss, and the overlap of its first pass.
+
+        Raises:
+            TrainingError: the loss is not a number; nothing was changed by this step.
+        """
+        options, progress = self.options, self.progress
+        loss, overlaps = self.model(self.lesson())
+        value = float(self.accelerator.gather(loss.detach()[None]).mean())
+        if not math.isfinite(value):
+            why = f"in step {progress.step + 1}; the weights of the last checkpoint are kept"
+            raise TrainingError("the loss is not a number", why, "--resume with a lower --lr")
+        self.accelerator.backward(loss)
+        self.accelerator.clip_grad_norm_(self.drafter.parameters(), CLIP)
+        for group in self.optimiser.param_groups:
+            group["lr"] = options.rate(progress.step)
+        self.optimiser.step()
+        self.optimiser.zero_grad()
+        progress.step += 1
+        progress.losses.append(value)
+        # Early on the average follows closely, so that it forgets the start.
+        decay = min(AVERAGE, (1 + progress.step) / (10 + progress.step))
+        weights = [w.detach() for w in self.drafter.parameters()]
+        torch._foreach_lerp_(self.average, weights, 1 - decay)
+        return value, float(overlaps[0])
+
+    def run(self) -> dict[str, Any]:
+        """All steps that are left. -> the report"""
+        options, progress = self.options, self.progress
+        shown = self.accelerator.is_main_process
+        with tqdm(
+            total=options.steps, initial=progress.step, unit="step", disable=not shown
+        ) as bar:
+            while progress.step < options.steps:
+                loss, overlap = self.learn()
+                bar.set_postfix_str(f"loss {loss:.3f}, accepted {overlap:.3f}", refresh=False)
+                bar.update()
+                ends = progress.step == options.steps
+                if ends or progress.step % options.measure_every == 0:
+                    tqdm.write(self.milestone())
+                if ends or progress.step % SAVE_EVERY == 0:
+                    self.save()
+        return self.finish()
+
+    # -- measuring
+
+    @contextmanager
+    def averaged(self) -> Iterator[Drafter]:
+        """The drafter with its averaged weights."""
+        weights = list(self.drafter.parameters())
+        kept = [w.detach().clone() for w in weights]
+        self.put(self.average)
+        try:
+            yield self.drafter.eval()
+        finally:
+            self.put(kept)
+            self.drafter.train()
+
+    @torch.no_grad()
+    def put(self, values: list[Tensor]) -> None:
+        for weight, value in zip(self.drafter.parameters(), values, strict=True):
+            weight.copy_(value)
+
+    def measure(self, relaxed: bool = False) -> dict[str, Any]:
+        """Held-out images drawn with the averaged weights: exactly, or as `lantern++` does."""
+        sampling, options = self.pipeline.model.sampling, self.options
+        bounds = self.pipeline.fitted(DEFAULT_RELAXATION["lantern++"]) if relaxed else EXACT
+        requests = [
+            Request(self.held_out[i % len(self.held_out)], options.seed + i, sampling, bounds)
+            for i in range(options.measured)
+        ]
+        with self.averaged() as drafter:
+            return profile(self.pipeline, requests, load_static(DEFAULT_TREE), drafter)
+
+    def milestone(self) -> str:
+        """Measure, and keep the weights if more drafts than ever were accepted. -> a line to show"""
+        progress, recent = self.progress, self.progress.losses[-self.options.measure_every :]
+        point = {"step": float(progress.step), "loss": sum(recent) / len(recent)}
+        if self.accelerator.is_main_process:
+            figures = self.measure()
+            point["tokens_per_step"] = figures["tokens_per_step"]
+            if figures["tokens_per_step"] > progress.best:
+                progress.best = figures["tokens_per_step"]
+                self.keep(figures)
+        self.accelerator.wait_for_everyone()
+        progress.curve.append(point)
+        said = ", ".join(f"{name} {value:.3f}" for name, value in point.items() if name != "step")
+        return f"step {progress.step}: {said}"
+
+    # -- files
+
+    def write(self, name: str, data: bytes) -> None:
+        write_file(self.folder / name, data, force=True)
+
+    def keep(self, figures: dict[str, Any]) -> None:
+        """Write the averaged weights and what they are."""
+        names = [name for name, _ in self.drafter.named_parameters()]
+        tensors = dict(zip(names, self.average, strict=True))
+        self.write("drafter.safetensors", save({n: t.contiguous() for n, t in tensors.items()}))
+        about = {
+            "target": self.pipeline.model.fingerprint,
+            "options": drafter_options(self.drafter),
+            "step": self.progress.step,
+            "figures": figures,
+        }
+        self.write(DRAFTER, json.dumps(about, indent=1).encode())
+
+    def save(self) -> None:
+        """A checkpoint."""
+        if not self.accelerator.is_main_process:
+            return
+        state = {
+            "target": self.pipeline.model.fingerprint,
+            "drafter": self.drafter.state_dict(),
+            "average": self.average,
+            "optimiser": self.optimiser.state_dict(),
+            "progress": vars(self.progress),
+        }
+        content = io.BytesIO()
+        torch.save(state, content)
+        self.write("state.pt", content.getvalue())
+
+    def resume(self) -> None:
+        """Go on from the checkpoint.
+
+        Raises:
+            WeightsError: it cannot be read, or belongs to another target.
+        """
+        file = self.folder / "state.pt"
+        try:
+            state = torch.load(file, weights_only=True, map_location=self.accelerator.device)
+        except (OSError, RuntimeError, EOFError, ValueError) as error:
+            raise WeightsError(f"cannot read {file}", str(error)) from error
+        if state["target"] != self.pipeline.model.fingerprint:
+            why = "it was made with another target"
+            raise WeightsError(f"{file} cannot be used", why, "another --output")
+        self.drafter.load_state_dict(state["drafter"])
+        self.average = list(state["average"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.progress = Progress(**state["progress"])
+
+    def finish(self) -> dict[str, Any]:
+        """The report of the kept weights, and the curve."""
+        if not self.accelerator.is_main_process:
+            return {}
+        about = json.loads((self.folder / DRAFTER).read_text())
+        kept = load_file(self.folder / "drafter.safetensors")
+        self.average = [kept[name] for name, _ in self.drafter.named_parameters()]
+        report = {
+            "kind": "lantern_hpu.train drafter",
+            "target": about["target"],
+            "steps": self.progress.step,
+            "kept_step": about["step"],
+            "samples": len(self.samples.prompts),
+            "held_out_prompts": len(self.held_out),
+            "eagle": about["figures"],
+            "lantern++": self.measure(relaxed=True),
+            "curve": self.progress.curve,
+        }
+        self.write("report.json", json.dumps(report, indent=1).encode())
+        self.write("curve.png", curve(self.progress))
+        return report
+
+
+def curve(progress: Progress) -> bytes:
+    """Loss of every step and tokens a step of each measurement, as a PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    left = figure.add_subplot()
+    width = max(1, len(progress.losses) // 200)
+    smooth = [
+        sum(progress.losses[i : i + width]) / len(progress.losses[i : i + width])
+        for i in range(0, len(progress.losses), width)
+    ]
+    left.plot([width * (i + 0.5) for i in range(len(smooth))], smooth, color="#999", label="loss")
+    left.set(xlabel="step", ylabel="loss")
+    right = left.twinx()
+    points = [(p["step"], p["tokens_per_step"]) for p in progress.curve if "tokens_per_step" in p]
+    right.plot(*zip(*points, strict=True), "o-", color="#1b6ca8")
+    right.set_ylabel("tokens a step, held out", color="#1b6ca8")
+    content = io.BytesIO()
+    figure.savefig(content, format="png", dpi=120)
+    return content.getvalue()

@@ -1,0 +1,297 @@
+"""Training a drafter: it learns, resumes to the same losses, keeps the best, and refuses what cannot work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lantern_hpu import LanternPipeline
+from lantern_hpu.config import Request, Sampling
+from lantern_hpu.errors import WeightsError
+from lantern_hpu.generate import main as generate
+from lantern_hpu.profile import profile
+from lantern_hpu.train import wiring
+from lantern_hpu.train.__main__ import main
+from lantern_hpu.train.drafter import DrafterTraining
+from lantern_hpu.train.samples import split
+from lantern_hpu.train.unroll import Lesson, Unrolled
+from lantern_hpu.tree import DraftTree
+from tests.folder import write_folder
+
+PROMPTS = [
+    f"{a} {b}{c}" for a in ("red", "blue") for b in ("apple", "cat") for c in ("", " on", "s")
+]
+SHORT = [
+    "--samples",
+    "24",
+    "--batch",
+    "4",
+    "--measure-every",
+    "20",
+    "--measured",
+    "4",
+    "--lr",
+    "0.003",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
+    file.write_text("\n".join(PROMPTS))
+    return file
+
+
+def train(model: Path, prompts: Path, output: Path, *options: str) -> int:
+    where = ["--model", str(model), "--data", str(prompts), "--output", str(output)]
+    return main(["drafter", *where, *SHORT, *options])
+
+
+def report(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(model: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "drafter"
+    assert train(model, prompts, folder, "--steps", "60") == 0
+    return folder
+
+
+def losses(folder: Path) -> list[float]:
+    state = torch.load(folder / "state.pt", weights_only=True)
+    found: list[float] = state["progress"]["losses"]
+    return found
+
+
+def test_training_learns_and_reports(trained: Path) -> None:
+    found = losses(trained)
+    assert len(found) == 60 and sum(found[-10:]) < 0.8 * sum(found[:10])
+    figures = report(trained)
+    assert figures["kept_step"] in (20, 40, 60)
+    best = max(point["tokens_per_step"] for point in figures["curve"])
+    assert figures["eagle"]["tokens_per_step"] == best
+    for method in ("eagle", "lantern++"):
+        tried, accepted = figures[method]["tried"], figures[method]["accepted"]
+        assert all(sum(a) <= t for a, t in zip(accepted, tried, strict=True))
+        # Whoever accepted at one depth tries the next, but at leaves.
+        assert all(t <= sum(a) for a, t in zip(accepted, tried[1:], strict=False))
+    assert Image.open(trained / "curve.png").size[0] > 400
+
+
+def test_trained_drafter_draws(model: Path, trained: Path, tmp_path: Path) -> None:
+    options = ["--model", str(model), "--prompt", "red cat", "--method", "eagle", "--seed", "3"]
+    assert generate([*options, "--output", str(tmp_path / "own.png")]) == 0
+    mine = ["--drafter", str(trained), "--output", str(tmp_path / "mine.png")]
+    assert generate([*options, *mine]) == 0
+    read = {name: np.asarray(Image.open(tmp_path / f"{name}.png")) for name in ("own", "mine")}
+    assert not np.array_equal(
+        read["own"], read["mine"]
+    )  # other drafts: another draw of the same law
+
+
+def test_drafter_of_another_target_is_refused(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--prompt", "a sun", "--drafter", str(trained), "--output", str(tmp_path / "x.png")]
+    assert generate(options) == 2
+    assert "it was trained for another target than builtin" in capsys.readouterr().err
+
+
+def test_interrupted_training_resumes_to_the_same_losses(
+    model: Path,
+    prompts: Path,
+    trained: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    learn = DrafterTraining.learn
+
+    def interrupted(self: DrafterTraining) -> tuple[float, float]:
+        if self.progress.step == 57:
+            raise KeyboardInterrupt
+        return learn(self)
+
+    monkeypatch.setattr(DrafterTraining, "learn", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        train(model, prompts, tmp_path / "d", "--steps", "60")
+    monkeypatch.undo()
+    assert len(losses(tmp_path / "d")) == 50  # the checkpoint
+    assert train(model, prompts, tmp_path / "d", "--steps", "60", "--resume") == 0
+    assert losses(tmp_path / "d") == losses(trained)
+    assert report(tmp_path / "d") == report(trained)
+
+
+def test_interrupted_sampling_goes_on(model: Path, prompts: Path, tmp_path: Path) -> None:
+    assert train(model, prompts, tmp_path / "d", "--steps", "1") == 0
+    files = sorted((tmp_path / "d" / "samples").glob("*.npz"))
+    kept = {file: file.read_bytes() for file in files}
+    times = {file: file.stat().st_mtime_ns for file in files}
+    (tmp_path / "d" / "state.pt").unlink()
+    files[1].unlink()
+    assert train(model, prompts, tmp_path / "d", "--steps", "1") == 0
+    for file in files:
+        assert np.array_equal(
+            np.load(file)["tokens"], np.load(_copy(tmp_path, kept[file]))["tokens"]
+        )
+        assert (file.stat().st_mtime_ns == times[file]) == (file != files[1])
+
+
+def _copy(folder: Path, data: bytes) -> Path:
+    file = folder / "copy.npz"
+    file.write_bytes(data)
+    return file
+
+
+def test_nan_loss_stops_and_keeps_the_last_checkpoint(
+    model: Path,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    compare, calls = Unrolled.compare, []
+
+    def broken(self: Unrolled, *given: Any) -> tuple[Tensor, Tensor]:
+        calls.append(1)
+        loss, overlap = compare(self, *given)
+        return (loss * float("nan") if len(calls) > 3 * 55 else loss), overlap
+
+    monkeypatch.setattr(Unrolled, "compare", broken)
+    assert train(model, prompts, tmp_path / "d", "--steps", "60") == 2
+    said = capsys.readouterr().err
+    assert "the loss is not a number: in step 56" in said and "--resume with a lower --lr" in said
+    state = torch.load(tmp_path / "d" / "state.pt", weights_only=True)
+    assert state["progress"]["step"] == 50
+    assert all(bool(w.isfinite().all()) for w in state["drafter"].values())
+
+
+def test_full_disk_is_said_and_leaves_no_half_file(
+    model: Path,
+    prompts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    assert train(model, prompts, tmp_path / "d", "--steps", "1") == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert not [file for file in (tmp_path / "d").rglob("*") if file.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("lines", "options", "said"),
+    [
+        (PROMPTS[:9], [], "too few prompts: 9 different ones"),
+        (PROMPTS[:5] * 4, [], "too few prompts: 5 different ones"),
+        ([], [], "holds no prompts"),
+        (PROMPTS, ["--steps", "0"], "--steps is 0"),
+        (PROMPTS, ["--lr", "nan"], "--lr is nan"),
+        (PROMPTS, ["--resume"], "nothing to resume"),
+    ],
+)
+def test_bad_input_is_refused(
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    lines: list[str],
+    options: list[str],
+    said: str,
+) -> None:
+    file = tmp_path / "few.txt"
+    file.write_text("\n".join(lines))
+    assert train(model, file, tmp_path / "d", *options) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "d").exists()
+
+
+def test_a_run_is_not_overwritten(
+    model: Path, prompts: Path, trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = (trained / "state.pt").read_bytes()
+    assert train(model, prompts, trained) == 2
+    assert "--resume, or another --output" in capsys.readouterr().err
+    assert (trained / "state.pt").read_bytes() == before
+
+
+def test_run_of_another_target_is_not_resumed(
+    prompts: Path, trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    other = write_folder(tmp_path / "other", seed=5)
+    assert train(other, prompts, trained, "--resume") == 2
+    assert "cannot be used" in capsys.readouterr().err
+
+
+def test_held_out_prompts_are_apart_and_do_not_depend_on_their_order() -> None:
+    learned, held = split(PROMPTS)
+    assert set(learned) | set(held) == set(PROMPTS) and not set(learned) & set(held)
+    assert split(PROMPTS[::-1] * 2) == (learned, held)
+
+
+# Wiring
+
+
+def test_target_as_its_own_drafter_has_everything_accepted(model: Path) -> None:
+    pipeline = LanternPipeline.from_pretrained(str(model))
+    assert wiring.check(pipeline, "red apple") == 1
+
+
+def test_wiring_check_notices_a_shifted_feature(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = wiring.Echo.forward
+
+    def shifted(self: wiring.Echo, tokens: Tensor, *given: Any) -> Tensor:
+        return forward(self, (tokens + 1) % 32, *given)
+
+    monkeypatch.setattr(wiring.Echo, "forward", shifted)
+    with pytest.raises(WeightsError, match="drafting for itself"):
+        wiring.check(LanternPipeline.from_pretrained(str(model)), "red apple")
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(2.0), Sampling(1.0, 0.7), Sampling(3.0, 1.0, 5, 0.9)], ids=str
+)
+def test_lesson_holds_the_law_that_decoding_draws_from(model: Path, sampling: Sampling) -> None:
+    """A guess that is the target's own feature overlaps with p entirely, in every pass."""
+    pipeline = LanternPipeline.from_pretrained(str(model))
+    pipeline.model.sampling = sampling
+    tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
+    lesson = Lesson(pipeline.model, ["red cat", "blue apple on red"], tokens)
+    unrolled = Unrolled(pipeline.model.drafter, pipeline.model.target.head, 3)
+    for level in range(3):
+        _, overlap = unrolled.compare(lesson.hidden[:, 1:], lesson, level)
+        # Filters are part of p alone: an unfiltered guess puts some of its mass elsewhere.
+        assert float(overlap) == pytest.approx(1, abs=1e-5) or sampling.top_k
+        assert float(overlap) > 0.3
+
+
+def test_profile_counts_what_the_report_counts(model: Path) -> None:
+    pipeline = LanternPipeline.from_pretrained(str(model))
+    tree = DraftTree.from_paths("small", [[0], [1], [2], [0, 0], [0, 1], [1, 0]])
+    requests = [Request("red cat", seed, pipeline.model.sampling) for seed in range(6)]
+    found = profile(pipeline, requests, tree)
+    result = pipeline.draw(requests, tree, "eagle", 6)
+    by_depth = [sum(r.accepted_by_depth[d] for r in result.records) for d in range(2)]
+    over = [sum(ranks) - depth for ranks, depth in zip(found["accepted"], by_depth, strict=True)]
+    assert all(
+        0 <= more <= 6 for more in over
+    )  # the report leaves out what lies past an image's end
+    assert found["tried"][0] == sum(r.steps for r in result.records)
+    assert found["tried"][1] == sum(found["accepted"][0][:2])  # the third child has no children
