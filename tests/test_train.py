@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from lantern_hpu.train.unroll import Lesson, Unrolled
 from lantern_hpu.tree import DraftTree
 from tests.folder import write_folder
 
+ROOT = Path(__file__).parent.parent
 PROMPTS = [
     f"{a} {b}{c}" for a in ("red", "blue") for b in ("apple", "cat") for c in ("", " on", "s")
 ]
@@ -133,6 +136,17 @@ def test_interrupted_training_resumes_to_the_same_losses(
     assert train(model, prompts, tmp_path / "d", "--steps", "60", "--resume") == 0
     assert losses(tmp_path / "d") == losses(trained)
     assert report(tmp_path / "d") == report(trained)
+
+
+@pytest.mark.slow
+def test_two_processes_train_together(model: Path, prompts: Path, tmp_path: Path) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
+    where = ["--model", str(model), "--data", str(prompts), "--output", str(tmp_path / "d")]
+    command = [*launch, "-m", "lantern_hpu.train", "drafter", *where, *SHORT, "--steps", "20"]
+    subprocess.run(command, check=True, capture_output=True, timeout=240, cwd=ROOT)
+    assert len(losses(tmp_path / "d")) == 20
+    assert len(list((tmp_path / "d" / "samples").glob("*.npz"))) == 3
+    assert report(tmp_path / "d")["eagle"]["tokens_per_step"] > 1
 
 
 def test_interrupted_sampling_goes_on(model: Path, prompts: Path, tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """The `train` command.
 
     python -m lantern_hpu.train drafter --data prompts.txt --output my-drafter
-    accelerate launch -m lantern_hpu.train drafter --data prompts.txt --output my-drafter
+    torchrun --nproc_per_node 4 -m lantern_hpu.train drafter --data prompts.txt --output my-drafter
 
 The target draws images of the prompts at its own sampling settings, the drafter learns from them, and the weights
 with the most accepted drafts on held-out prompts are kept. `generate --drafter my-drafter` uses them.

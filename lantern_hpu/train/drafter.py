@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -172,7 +173,7 @@ class DrafterTraining:
                 bar.update()
                 ends = progress.step == options.steps
                 if ends or progress.step % options.measure_every == 0:
-                    tqdm.write(self.milestone())
+                    self.milestone(bar)
                 if ends or progress.step % SAVE_EVERY == 0:
                     self.save()
         return self.finish()
@@ -207,8 +208,8 @@ class DrafterTraining:
         with self.averaged() as drafter:
             return profile(self.pipeline, requests, load_static(DEFAULT_TREE), drafter)
 
-    def milestone(self) -> str:
-        """Measure, and keep the weights if more drafts than ever were accepted. -> a line to show"""
+    def milestone(self, bar: tqdm[Any]) -> None:
+        """Measure, keep the weights if more drafts than ever were accepted, and say so."""
         progress, recent = self.progress, self.progress.losses[-self.options.measure_every :]
         point = {"step": float(progress.step), "loss": sum(recent) / len(recent)}
         if self.accelerator.is_main_process:
@@ -220,7 +221,8 @@ class DrafterTraining:
         self.accelerator.wait_for_everyone()
         progress.curve.append(point)
         said = ", ".join(f"{name} {value:.3f}" for name, value in point.items() if name != "step")
-        return f"step {progress.step}: {said}"
+        if self.accelerator.is_main_process:
+            bar.write(f"step {progress.step}: {said}", file=sys.stderr)
 
     # -- files
 
