@@ -14,60 +14,30 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from drawing import draw, load_target
 from icons import write_atomic, write_npz
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
-from tqdm import tqdm
-from train_target import Captions, TextToImage
+from train_target import Captions, TextToImage, attention
 from training import Masters, Run, parse
 
-from lantern_hpu.backends import get_backend
-from lantern_hpu.config import Request, Sampling
-from lantern_hpu.engine import Engine
-from lantern_hpu.models.builtin import transformer_config
+from lantern_hpu.config import Sampling
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import additive, prefix_mask
-from lantern_hpu.state import Shapes
-from lantern_hpu.step import Plan
-from lantern_hpu.tree import DraftTree
-
-BATCH = 16  # images sampled together
-
-
-def load_target(data_dir: Path) -> TextToImage:
-    """The trained target, ready to sample."""
-    config = transformer_config(json.loads((data_dir / "target.json").read_text()))
-    model = TextToImage(config, json.loads((data_dir / "words.json").read_text()))
-    model.load_state_dict(load_file(data_dir / "target.safetensors"))
-    return model.eval().requires_grad_(False)
 
 
 def sample(
     model: TextToImage, data: Captions, count: int, sampling: Sampling
 ) -> tuple[Tensor, Tensor]:
     """Images drawn by the target for random training captions: codes [n, N] and word ids [n, P]."""
-    plan = Plan(Shapes(BATCH, True, DraftTree.root_only(), 64))
-    engine = Engine(model.target, None, plan, get_backend("cpu"), "eager")
     generator = torch.Generator().manual_seed(1)
-    codes, ids = [], []
-    for start in tqdm(range(0, count, BATCH), desc="sample", unit="batch"):
-        picked = data.train[torch.randint(len(data.train), (BATCH,), generator=generator)]
-        words = data.ids[picked]
-        with torch.no_grad():
-            caption = model.words(words)
-            prefix, valid = model.condition.rows(caption.features, caption.valid, guidance=True)
-        requests = [Request("sample", start + i, sampling) for i in range(BATCH)]
-        for _ in engine.run(prefix, valid, requests):
-            pass
-        codes.append(torch.from_numpy(engine.result().tokens))
-        ids.append(words)
-    return torch.cat(codes), torch.cat(ids)
+    ids = data.ids[data.train[torch.randint(len(data.train), (count,), generator=generator)]]
+    return draw(model, ids, sampling), ids
 
 
 class Trainer:
@@ -80,7 +50,7 @@ class Trainer:
         self.model = load_target(arguments.data_dir)
         self.codes, self.ids = self.samples()
         self.held = max(16, len(self.codes) // 20)
-        self.drafter = Drafter(self.model.target.config)
+        self.drafter = Drafter(self.model.target.config, attention=attention)
         self.start_from_target()
         self.model.bfloat16()
         masters = Masters(self.drafter, decay=0.01, clip=0.5, average=0.99)
