@@ -33,7 +33,7 @@ from icons import Icons, load_icons, write_atomic, write_npz
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from tqdm import tqdm
-from variants import Variant, held_out, make_variants, teachable, words_of
+from variants import Variant, held_out, make_variants, things, words_of
 
 from lantern_hpu.models.vq import VQConfig, VQModel
 
@@ -75,10 +75,11 @@ def merge(model: VQModel, codes: NDArray[np.int16], cosine: float) -> NDArray[np
 
 def lessons(icons: Icons, styles: list[str]) -> Icons:
     """The icons the target learns."""
+    known = things()
     kept = [
         i
         for i, (name, style) in enumerate(zip(icons.names, icons.styles, strict=True))
-        if style in styles and teachable(name)
+        if style in styles and name in known
     ]
     return Icons(
         icons.images[kept], [icons.names[i] for i in kept], [icons.styles[i] for i in kept]
