@@ -5,11 +5,11 @@
 needs `icons.npz` (scripts/icons.py) and the tokenizer (scripts/train_tokenizer.py), and writes
 `codes.npz`:
 
-    codes     [n, 256] int16   codes of the picture, row by row
-    captions  [n] str
-    icon      [n] int32        which icon of icons.npz
-    held_out  [n] bool         the concept is not for training
-    style     [n] str          the icon's pack
+    codes          [n, 256] int16   codes of the picture, row by row
+    captions       [n] str
+    concept        [n] str          the icon's name
+    held_out       [n] bool         the concept is not for training
+    pair_held_out  [n] bool         the colour on this thing is not for training
 
 Codes that mean the same are merged: a plain white corner alone spreads over dozens of near-equal codes,
 and a model would spend itself on which of them comes next. A code whose cosine with a commoner one is
@@ -29,20 +29,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from icons import (
-    PACKS,
-    Icons,
-    Variant,
-    held_out,
-    load_icons,
-    make_variants,
-    words_of,
-    write_atomic,
-    write_npz,
-)
+from icons import Icons, load_icons, write_atomic, write_npz
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from tqdm import tqdm
+from variants import Variant, held_out, make_variants, things, words_of
 
 from lantern_hpu.models.vq import VQConfig, VQModel
 
@@ -82,9 +73,14 @@ def merge(model: VQModel, codes: NDArray[np.int16], cosine: float) -> NDArray[np
     return stands_for[codes.astype(np.int64)].astype(np.int16)
 
 
-def of_styles(icons: Icons, styles: list[str]) -> Icons:
-    """The icons of some styles."""
-    kept = [i for i, style in enumerate(icons.styles) if style in styles]
+def lessons(icons: Icons, styles: list[str]) -> Icons:
+    """The icons the target learns."""
+    known = things()
+    kept = [
+        i
+        for i, (name, style) in enumerate(zip(icons.names, icons.styles, strict=True))
+        if style in styles and name in known
+    ]
     return Icons(
         icons.images[kept], [icons.names[i] for i in kept], [icons.styles[i] for i in kept]
     )
@@ -98,7 +94,7 @@ def vocabulary(captions: Iterable[str]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Encode the icons with the trained tokenizer.")
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
-    parser.add_argument("--variants", type=int, default=8, help="pictures of each icon")
+    parser.add_argument("--variants", type=int, default=24, help="pictures of each icon")
     parser.add_argument(
         "--styles", default="fluent-emoji-flat", help="comma-separated, of those in icons.npz"
     )
@@ -111,14 +107,12 @@ def main() -> None:
     model = load_tokenizer(data_dir)
     if model.config.codebook_size > np.iinfo(np.int16).max + 1:
         raise SystemExit("codes.npz holds 16-bit codes; this codebook is too large for them")
-    styles = arguments.styles.split(",")
-    icons = of_styles(load_icons(data_dir), styles)
+    icons = lessons(load_icons(data_dir), arguments.styles.split(","))
     variants = make_variants(icons, arguments.variants, arguments.seed)
     captions = [v.caption for v in variants]
-    if len(styles) == 1:  # nothing to tell apart
-        captions = [text.replace(f", {PACKS[styles[0]].word} style", "") for text in captions]
-    icon = np.array([v.icon for v in variants], dtype=np.int32)  # [n]
-    out = np.array([held_out(name) for name in icons.names])[icon]  # [n] bool
+    concept = [icons.names[v.icon] for v in variants]
+    out = np.array([held_out(name) for name in concept])  # [n] bool
+    pair = np.array([v.pair_held_out for v in variants])  # [n] bool
     codes = merge(model, encode(model, variants), arguments.merge)  # [n, N]
     words = vocabulary(captions)
     write_atomic(data_dir / "words.json", json.dumps(words, indent=0).encode())
@@ -126,13 +120,14 @@ def main() -> None:
         data_dir / "codes.npz",
         codes=codes,
         captions=np.array(captions),
-        icon=icon,
+        concept=np.array(concept),
         held_out=out,
-        style=np.array(icons.styles)[icon],
+        pair_held_out=pair,
     )
     print(
-        f"{len(codes)} pictures, {int(out.sum())} of them held out, "
-        f"{len(np.unique(codes))} codes used, {len(words)} words"
+        f"{len(codes)} pictures of {len(icons)} icons, {int(out.sum())} held out by concept, "
+        f"{int((pair & ~out).sum())} by colour and thing, {len(np.unique(codes))} codes used, "
+        f"{len(words)} words"
     )
 
 

@@ -3,8 +3,8 @@
     python scripts/icons.py --data-dir data
 
 fetches pinned npm packages, checks them, renders every icon that is kept and writes `icons.npz` to
-the data folder. The other scripts import `load_icons` and `make_variants` to get (picture, caption)
-pairs. Everything is deterministic: the same pins and seed give the same pixels and captions.
+the data folder: the other scripts read it with `load_icons`, and scripts/variants.py makes captioned
+pictures of it. The same pins give the same pixels.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import hashlib
 import io
 import json
 import os
-import random
 import re
 import subprocess
 import tarfile
@@ -28,8 +27,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from tqdm import tqdm
 
-SIZE = 64  # pixels of a finished picture
-RENDER = 128  # pixels of a stored render: twice the size, so that a jittered copy is still sharp
+RENDER = 128  # pixels of a stored render: twice a picture's, so that a smaller copy is still sharp
 
 
 @dataclass(frozen=True)
@@ -75,18 +73,6 @@ PACKS = {
 }
 DEFAULT_STYLES = "fluent-emoji-flat,twemoji"
 
-WHITE = (255, 255, 255)
-COLOURS = {
-    "red": (222, 72, 72),
-    "yellow": (255, 218, 106),
-    "green": (110, 190, 110),
-    "blue": (84, 150, 230),
-    "purple": (150, 104, 196),
-    "pink": (255, 182, 206),
-    "grey": (164, 168, 172),
-    "black": (26, 26, 30),
-}
-
 # Skin tones multiply the people fivefold, and their names say little of what is drawn.
 _SKIN = re.compile(
     r"(-|^)((medium-)?(dark|light)|medium|tone\d?|(light|medium|dark)-skin-tone)(-|$)"
@@ -127,15 +113,6 @@ class Icons:
 
     def __len__(self) -> int:
         return len(self.names)
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One picture to train on."""
-
-    image: NDArray[np.uint8]  # [64, 64, 3]
-    caption: str
-    icon: int  # which icon of Icons it shows
 
 
 def write_atomic(path: Path, data: bytes) -> None:
@@ -251,78 +228,6 @@ def load_icons(data_dir: Path) -> Icons:
         raise SystemExit(f"{path} is missing: run scripts/icons.py --data-dir {data_dir} first")
     with np.load(path) as data:
         return Icons(data["images"], data["names"].tolist(), data["styles"].tolist())
-
-
-# ------------------------------------------------------------------------------- captions, variants
-
-
-def held_out(name: str, per_mille: int = 30) -> bool:
-    """Whether a concept is kept out of training: by name, so that all its styles go together."""
-    digest = hashlib.sha256(name.encode()).digest()
-    return int.from_bytes(digest[:4], "big") % 1000 < per_mille
-
-
-def caption(name: str, style: str | None, colour: str | None) -> str:
-    """What a picture is called: its name, then style and background where they are said."""
-    words = name
-    if style is not None:
-        words += f", {PACKS[style].word} style"
-    if colour is not None:
-        words += f" on a {colour} background"
-    return words
-
-
-def words_of(text: str) -> list[str]:
-    """A caption's words as the model counts them."""
-    return [
-        word for word in re.findall(r"[a-z0-9]+", text.lower()) if word not in {"a", "an", "the"}
-    ]
-
-
-def compose(
-    render_: NDArray[np.uint8],
-    background: tuple[int, int, int],
-    scale: float,
-    dx: int,
-    dy: int,
-) -> NDArray[np.uint8]:
-    """One picture, [64, 64, 3] uint8: the icon scaled, moved off the middle, on a background."""
-    side = round(SIZE * scale)
-    icon = Image.fromarray(render_).resize((side, side), Image.Resampling.LANCZOS)
-    canvas = Image.new("RGBA", (SIZE, SIZE), (*background, 255))
-    layer = Image.new("RGBA", (SIZE, SIZE), (0, 0, 0, 0))
-    corner = (SIZE - side) // 2
-    layer.paste(icon, (corner + dx, corner + dy))
-    return np.asarray(Image.alpha_composite(canvas, layer).convert("RGB"))
-
-
-def variants_of(icons: Icons, icon: int, count: int, seed: int) -> Iterator[Variant]:
-    """The variants of one icon: half on white and half on colours, half of each moved a little.
-
-    Captions do not name the move. So several next tokens are right for the same caption, and the
-    model learns a law over them rather than one picture.
-    """
-    name, style = icons.names[icon], icons.styles[icon]
-    random_ = random.Random(f"{seed}/{style}/{name}")
-    colours: list[str | None] = [None] * (count // 2)
-    colours += random_.sample(sorted(COLOURS), count - count // 2)
-    for index, colour in enumerate(colours):
-        moved = index % 2 == 1
-        scale = PACKS[style].scale * (random_.choice([0.8, 0.86, 0.92]) if moved else 1.0)
-        room = round(SIZE * (1 - scale) / 2)
-        dx, dy = (random_.randint(-room, room) if moved else 0 for _ in range(2))
-        said = style if random_.random() < 0.5 else None
-        background = WHITE if colour is None else COLOURS[colour]
-        image = compose(icons.images[icon], background, scale, dx, dy)
-        yield Variant(image, caption(name, said, colour), icon)
-
-
-def make_variants(icons: Icons, per_icon: int = 8, seed: int = 0) -> list[Variant]:
-    """Every variant of every icon, icon by icon."""
-    found: list[Variant] = []
-    for icon in tqdm(range(len(icons)), desc="variants", unit="icon"):
-        found.extend(variants_of(icons, icon, per_icon, seed))
-    return found
 
 
 def main() -> None:

@@ -1,12 +1,12 @@
 """Train the embedded model's VQ tokenizer on the rendered icons.
 
-    python scripts/train_tokenizer.py --data-dir data --minutes 16
+    python scripts/train_tokenizer.py --data-dir data --minutes 46
 
 needs `icons.npz` (scripts/icons.py) and writes `tokenizer.safetensors`, `tokenizer.json` and a grid
 of held-out originals and reconstructions. The first steps train a plain autoencoder; then the
 codebook starts as k-means of its latents and follows them as moving averages, and codes nobody uses
 are moved to latents of the batch. The weights saved are the moving average of the trained ones. A
-run that was cut off goes on with `--resume`.
+run that was cut off goes on with `--resume`; `--start FILE` begins with the weights of an earlier run.
 
 Where other programs share the cores, OMP_WAIT_POLICY=PASSIVE keeps the threads from stalling.
 """
@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from icons import held_out as is_held_out
-from icons import load_icons, make_variants, write_atomic
+from icons import load_icons, write_atomic
 from PIL import Image
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
 from tqdm import tqdm
+from variants import held_out, make_variants
 
 from lantern_hpu.models.vq import VQConfig, VQModel
 
@@ -93,7 +93,7 @@ def load_pictures(data_dir: Path, seed: int) -> Pictures:
     icons = load_icons(data_dir)
     variants = make_variants(icons, seed=seed)
     images = torch.from_numpy(np.stack([v.image for v in variants]))  # [n, 64, 64, 3] uint8
-    out = torch.tensor([is_held_out(icons.names[v.icon]) for v in variants])  # [n] bool
+    out = torch.tensor([held_out(icons.names[v.icon]) for v in variants])  # [n] bool
     images = images.permute(0, 3, 1, 2)
     return Pictures(images[~out].contiguous(), images[out].contiguous())
 
@@ -157,6 +157,8 @@ class Trainer:
             weights, lr=arguments.lr, betas=(0.9, 0.98), weight_decay=1e-4
         )
         self.step, self.seconds, self.revived = 0, 0.0, 0
+        if arguments.start is not None:
+            self.start_from(arguments.start)
         self.folder: Path = arguments.data_dir / "runs" / "tokenizer"
 
     @property
@@ -192,6 +194,14 @@ class Trainer:
         self.optimiser.load_state_dict(state["optimiser"])
         self.generator.set_state(state["generator"])
         self.step, self.seconds = state["step"], state["seconds"]
+
+    def start_from(self, file: Path) -> None:
+        """Begin with finished weights, codebook included, instead of as a plain autoencoder."""
+        weights = load_file(file)
+        self.model.load_state_dict(weights)
+        self.average.load_state_dict(weights)
+        self.codebook.start(F.normalize(weights["quantize.embedding.weight"], dim=-1))
+        self.arguments.warm_up = -1
 
     def learning_rate(self) -> float:
         warm = min(1.0, (self.step + 1) / 50)
@@ -257,18 +267,38 @@ class Trainer:
         self.average.quantize.embedding.weight.data.copy_(self.model.quantize.embedding.weight.data)
 
 
+@dataclass(frozen=True)
+class Quality:
+    """What `measure` found."""
+
+    error: float  # mean squared, on [-1, 1]
+    psnr: float  # dB, the mean over pictures
+    used: int  # codes
+    perplexity: float  # of the codes
+
+    @property
+    def psnr_of_mean(self) -> float:
+        """dB of the mean squared error: lower than the mean of the pictures' own."""
+        return -10 * math.log10(self.error / 4)
+
+
 @torch.no_grad()
-def measure(model: VQModel, images: Tensor) -> tuple[float, int, float]:
-    """(mean squared error on [-1, 1], codes used, perplexity of the codes) over uint8 images."""
-    total, counts = 0.0, torch.zeros(CONFIG.codebook_size)  # [V]
+def measure(model: VQModel, images: Tensor) -> Quality:
+    """How well uint8 images come through."""
+    errors, counts = [], torch.zeros(CONFIG.codebook_size)  # [V]
     for part in images.split(64):
         real = to_float(part)
         codes = model.encode(real).flatten(1)  # [B, N]
-        total += (model.decode_codes(codes) - real).square().mean().item() * len(part)
+        errors.append((model.decode_codes(codes) - real).square().mean((1, 2, 3)))
         counts += torch.bincount(codes.flatten(), minlength=CONFIG.codebook_size)
+    error = torch.cat(errors)  # [n]
     law = counts / counts.sum()
-    perplexity = torch.special.entr(law).sum().exp().item()
-    return total / len(images), int((counts > 0).sum()), perplexity
+    return Quality(
+        error.mean().item(),
+        (-10 * (error / 4).log10()).mean().item(),
+        int((counts > 0).sum()),
+        torch.special.entr(law).sum().exp().item(),
+    )
 
 
 @torch.no_grad()
@@ -291,11 +321,12 @@ def save_grid(model: VQModel, images: Tensor, path: Path, count: int = 40) -> No
 def report(trainer: Trainer, every: int = 4) -> None:
     """Measure the averaged model on every few of the held-out pictures, and draw the grid."""
     held = trainer.pictures.held_out[::every]
-    error, used, perplexity = measure(trainer.average, held)
+    found = measure(trainer.average, held)
     tqdm.write(
-        f"step {trainer.step}, {trainer.seconds / 60:.1f} min: held-out MSE {error:.4f}, "
-        f"{used} of {CONFIG.codebook_size} codes used on held-out pictures, "
-        f"perplexity {perplexity:.0f}, {trainer.revived} revived so far"
+        f"step {trainer.step}, {trainer.seconds / 60:.1f} min: held-out MSE {found.error:.4f}, "
+        f"PSNR {found.psnr_of_mean:.2f} dB ({found.psnr:.2f} as a mean over pictures), "
+        f"{found.used} of {CONFIG.codebook_size} codes used on held-out pictures, "
+        f"perplexity {found.perplexity:.0f}, {trainer.revived} revived so far"
     )
     save_grid(trainer.average, held, trainer.folder / "grid.png")
 
@@ -332,6 +363,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--commitment", type=float, default=0.25)
+    parser.add_argument("--start", type=Path, help="tokenizer.safetensors of an earlier run")
     parser.add_argument("--warm-up", type=int, default=120, help="steps before quantisation")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,7 @@
-"""What the training scripts share: float32 masters of a bfloat16 model, a budget in minutes, checkpoints."""
+"""What the training scripts share: float32 masters of a bfloat16 model, a budget in minutes, checkpoints.
+
+Needs torch 2.9 or newer, for Muon.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 CHECKPOINT_SECONDS = 150.0
+TABLES = ("embed.weight", "head.weight", "table.weight", "position.weight", "uncond")
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
@@ -35,20 +39,26 @@ class Masters:
         """
         Args:
             model: in float32; it is turned to bfloat16.
-            decay: weight decay of matrices. clip: gradient norm. average: decay of the moving average.
+            decay: weight decay of the blocks' matrices. clip: gradient norm.
+            average: decay of the moving average.
         """
         self.model, self.clip, self.rate = model, clip, average
         self.names = [name for name, _ in model.named_parameters()]
         self.weights = [p.detach().clone() for p in model.parameters()]
         self.average = [p.clone() for p in self.weights]
         model.bfloat16()
-        matrices = [w for w in self.weights if w.dim() == 2]
-        others = [w for w in self.weights if w.dim() != 2]
-        groups = [
-            {"params": matrices, "weight_decay": decay},
-            {"params": others, "weight_decay": 0.0},
+        # Muon turns the blocks' matrices in all directions alike and needs fewer steps than AdamW; tables
+        # and the head, whose rows are used apart, and vectors are not what it is made for.
+        inner = [
+            weight.dim() == 2 and not name.endswith(TABLES)
+            for name, weight in zip(self.names, self.weights, strict=True)
         ]
-        self.optimiser = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True)
+        matrices = [w for w, inside in zip(self.weights, inner, strict=True) if inside]
+        others = [w for w, inside in zip(self.weights, inner, strict=True) if not inside]
+        self.optimisers: list[torch.optim.Optimizer] = [
+            torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
+        ]
 
     def step(self, lr: float, count: int) -> None:
         """Move the weights along the model's gradients; `count` is the number of steps before this one."""
@@ -56,9 +66,10 @@ class Masters:
             assert parameter.grad is not None
             weight.grad, parameter.grad = parameter.grad.float(), None
         torch.nn.utils.clip_grad_norm_(self.weights, self.clip)
-        for group in self.optimiser.param_groups:
-            group["lr"] = lr
-        self.optimiser.step()
+        for optimiser in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = lr
+            optimiser.step()
         self.publish(self.weights)
         # Early on the average follows closely, so that it forgets the start.
         torch._foreach_lerp_(
@@ -87,14 +98,15 @@ class Masters:
         return {
             "weights": self.weights,
             "average": self.average,
-            "optimiser": self.optimiser.state_dict(),
+            "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
         }
 
     def load(self, state: dict[str, Any]) -> None:
         mine, saved = self.weights + self.average, state["weights"] + state["average"]
         for tensor, value in zip(mine, saved, strict=True):
             tensor.copy_(value)
-        self.optimiser.load_state_dict(state["optimiser"])
+        for optimiser, kept in zip(self.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(kept)
         self.publish(self.weights)
 
 
@@ -116,9 +128,12 @@ class Run:
 
     @property
     def learning_rate(self) -> float:
-        """Linear warm-up, then a cosine down to 2 %."""
+        """Linear warm-up, then level, then a line down to 2 % in the last third.
+
+        Because it is level, a run can be resumed with more minutes.
+        """
         warm = min(1.0, (self.step + 1) / self.warm_up)
-        return self.lr * warm * (0.02 + 0.49 * (1 + math.cos(math.pi * self.progress)))
+        return self.lr * warm * min(1.0, 0.02 + 3 * (1 - self.progress))
 
     def save(self) -> None:
         state = self.masters.state() | {
