@@ -1,4 +1,4 @@
-"""Images drawn by the trained target, without the package's front door: for the drafter and for measuring."""
+"""Images drawn by the trained target, without the package's front door: for measuring."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from lantern_hpu.backends import get_backend
 from lantern_hpu.config import Request, Sampling
 from lantern_hpu.engine import Engine
 from lantern_hpu.models.builtin import transformer_config
+from lantern_hpu.plan import Plan
 from lantern_hpu.state import Shapes
-from lantern_hpu.step import Plan
 from lantern_hpu.tree import DraftTree
 
 BATCH = 16  # images drawn together

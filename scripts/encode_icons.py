@@ -16,7 +16,7 @@ and a model would spend itself on which of them comes next. A code whose cosine 
 at least `--merge` becomes that one; the tokenizer itself stays as it is.
 
 Also writes `words.json`, the sorted words of all captions: word i has the id i + 2, after 0 for padding and
-1 for unknown.
+1 for unknown; and `prompts.txt`, the different captions for training, which the drafter's training takes.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def vocabulary(captions: Iterable[str]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Encode the icons with the trained tokenizer.")
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
-    parser.add_argument("--variants", type=int, default=24, help="pictures of each icon")
+    parser.add_argument("--variants", type=int, default=96, help="pictures of each icon")
     parser.add_argument(
         "--styles", default="fluent-emoji-flat", help="comma-separated, of those in icons.npz"
     )
@@ -124,6 +124,8 @@ def main() -> None:
         held_out=out,
         pair_held_out=pair,
     )
+    learned = sorted({c for c, kept in zip(captions, ~(out | pair), strict=True) if kept})
+    write_atomic(data_dir / "prompts.txt", "\n".join(learned).encode())
     print(
         f"{len(codes)} pictures of {len(icons)} icons, {int(out.sum())} held out by concept, "
         f"{int((pair & ~out).sum())} by colour and thing, {len(np.unique(codes))} codes used, "

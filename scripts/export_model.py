@@ -1,8 +1,11 @@
 """Put the trained parts into a model folder: the one embedded in the package, or any other.
 
-    python scripts/export_model.py --data-dir data --output lantern_hpu/assets/builtin
+    python scripts/export_model.py --data-dir data --output data/model
+    python -m lantern_hpu.train drafter --model data/model --data data/prompts.txt --output data/drafter
+    python scripts/export_model.py --data-dir data --drafter data/drafter --output lantern_hpu/assets/builtin
 
-Weights are stored in float16; `model.json` holds sizes, words, default sampling and a checksum of each file.
+Without `--drafter` the model gets an untrained one, so that it can be loaded and one can be trained for it. Weights
+are stored in float16; `model.json` holds sizes, words, default sampling and a checksum of each file.
 """
 
 from __future__ import annotations
@@ -16,26 +19,34 @@ from typing import Any
 import torch
 from icons import write_atomic
 from safetensors.torch import load_file, save
+from torch import Tensor
 
-PARTS = {"target": "target", "drafter": "drafter", "vq": "tokenizer"}
+from lantern_hpu.models.builtin import transformer_config
+from lantern_hpu.models.drafter import Drafter
 
 
-def half(file: Path) -> bytes:
-    """A file's tensors in float16.
+def half(part: str, tensors: dict[str, Tensor]) -> bytes:
+    """A file of these tensors in float16.
 
     Raises:
         SystemExit: a weight does not fit float16.
     """
-    tensors = {name: t.to(torch.float16).contiguous() for name, t in load_file(file).items()}
-    if not all(torch.isfinite(t).all() for t in tensors.values()):
-        raise SystemExit(f"{file} holds weights beyond float16")
-    return save(tensors)
+    small = {name: t.to(torch.float16).contiguous() for name, t in tensors.items()}
+    if not all(torch.isfinite(t).all() for t in small.values()):
+        raise SystemExit(f"{part} holds weights beyond float16")
+    return save(small)
+
+
+def untrained(target: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights of a drafter that knows nothing yet."""
+    return Drafter(transformer_config(target)).state_dict()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Put the trained parts into a model folder.")
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--output", type=Path, default=Path("lantern_hpu/assets/builtin"))
+    parser.add_argument("--drafter", type=Path, help="a folder of lantern_hpu.train")
     parser.add_argument("--name", default="builtin")
     parser.add_argument("--cfg-scale", type=float, default=2.5)
     parser.add_argument("--temperature", type=float, default=0.8)
@@ -49,13 +60,20 @@ def main() -> None:
     arguments = parser.parse_args()
     data: Path = arguments.data_dir
     arguments.output.mkdir(parents=True, exist_ok=True)
+    target: dict[str, Any] = json.loads((data / "target.json").read_text())
+    sources = {
+        "target": load_file(data / "target.safetensors"),
+        "vq": load_file(data / "tokenizer.safetensors"),
+        "drafter": untrained(target)
+        if arguments.drafter is None
+        else load_file(arguments.drafter / "drafter.safetensors"),
+    }
     files = {}
-    for part, source in PARTS.items():
-        content = half(data / f"{source}.safetensors")
+    for part, tensors in sources.items():
+        content = half(part, tensors)
         write_atomic(arguments.output / f"{part}.safetensors", content)
         files[f"{part}.safetensors"] = hashlib.sha256(content).hexdigest()
         print(f"{part}: {len(content) / 1e6:.1f} MB")
-    target: dict[str, Any] = json.loads((data / "target.json").read_text())
     config = {
         "name": arguments.name,
         "files": files,

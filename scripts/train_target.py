@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +25,7 @@ from safetensors.torch import save
 from torch import Tensor, nn
 from training import Masters, Run, parse
 
+from lantern_hpu.kernels import PLAIN
 from lantern_hpu.models.llamagen import CaptionProjection
 from lantern_hpu.models.text import WordConditioner
 from lantern_hpu.models.transformer import (
@@ -66,7 +67,7 @@ class TextToImage(nn.Module):
         super().__init__()
         self.words = WordConditioner(words, CAPTION_DIM, config.prefix)
         self.condition = CaptionProjection(CAPTION_DIM, config.dim, config.prefix)
-        self.target = Target(config, attention)
+        self.target = Target(config, replace(PLAIN, attention=attention))
         for name, weight in self.target.named_parameters():
             if weight.dim() == 2:
                 scale = (

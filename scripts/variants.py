@@ -146,9 +146,11 @@ SYNONYMS = {
     "potted plant": ["plant"],
 }
 
-def things(path: Path = Path(__file__).with_name("things.txt")) -> frozenset[str]:
+
+def things() -> frozenset[str]:
     """Names of the icons that the target learns: few enough to be learned well."""
-    lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+    text = Path(__file__).with_name("things.txt").read_text()
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
     return frozenset(name.strip() for line in lines for name in line.split(":")[1].split(";"))
 
 

@@ -10,8 +10,9 @@ import torch
 
 from lantern_hpu import LanternPipeline
 from lantern_hpu.codebook import nearest
-from lantern_hpu.config import METHODS
+from lantern_hpu.config import METHODS, RELAXED
 from lantern_hpu.hub import ASSETS, read_config
+from lantern_hpu.results import GenerationResult, tokens_per_step
 
 
 @pytest.fixture(scope="module")
@@ -43,28 +44,28 @@ def test_weights_fit_the_package() -> None:
     assert size < 45e6
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_red_apple_is_red(pipeline: LanternPipeline, method: str) -> None:
-    result = pipeline("a red apple", num_images=4, method=method)
-    shares = [share(np.asarray(image), "r") for image in result.images]
-    assert sorted(shares)[1] > 0.08  # most of the four
-    corners = [np.asarray(image)[:3, :3].min() for image in result.images]
-    assert np.median(corners) > 200  # on white
+@pytest.fixture(scope="module")
+def apples(pipeline: LanternPipeline) -> dict[str, GenerationResult]:
+    """Two images of each kind of method; the exact ones have the law of `ar`, tested elsewhere."""
+    return {m: pipeline("a red apple", num_images=2, method=m) for m in ("ar", *RELAXED)}
+
+
+def test_red_apple_is_red(apples: dict[str, GenerationResult]) -> None:
+    for method, result in apples.items():
+        for image in map(np.asarray, result.images):
+            assert share(image, "r") > 0.08, method
+            assert image[:3, :3].min() > 200, method  # on white
+
+
+def test_speculation_pays_in_steps(apples: dict[str, GenerationResult]) -> None:
+    rates = {method: tokens_per_step(result.records) for method, result in apples.items()}
+    assert rates.pop("ar") == 1
+    assert all(rate > 1.5 for rate in rates.values())
 
 
 def test_background_follows_the_prompt(pipeline: LanternPipeline) -> None:
     result = pipeline("a red circle on a blue background", num_images=4, method="ar")
     assert np.median([share(np.asarray(image), "b") for image in result.images]) > 0.25
-
-
-def test_speculation_pays_in_steps(pipeline: LanternPipeline) -> None:
-    prompts = ["a red apple", "a sun", "a pizza", "a fish"]
-    rate = {
-        method: np.mean([r.tokens_per_step for r in pipeline(prompts, method=method).records])
-        for method in METHODS
-    }
-    assert rate["ar"] == 1
-    assert 1.3 < rate["eagle"] < rate["lantern++"]
 
 
 def test_codes_are_their_own_nearest(pipeline: LanternPipeline) -> None:

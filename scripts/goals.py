@@ -1,0 +1,134 @@
+"""The embedded model's figures, measured: tokenizer, likeness to training pictures, Frechet distance, speed.
+
+    python scripts/goals.py --data-dir data --model lantern_hpu/assets/builtin --output out/goals
+
+prints them with the goals they are held to, and writes `goals.json` and the contact sheets `train.png`, `pairs.png`
+(colours never seen on their thing) and `examples.png`.
+
+The Frechet distance is that of two Gaussians fitted to features of samples and of held-out pictures. There is no
+network here that knows emoji, so the features are the tokenizer's code vectors averaged over each quarter of each
+quarter of the picture (16 cells of 8 numbers): it sees colours, shapes and places, and not what they mean. For
+scale, the distance of training pictures to the same held-out ones is given too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from encode_icons import load_tokenizer
+from icons import write_atomic
+from measure_target import EXAMPLES, one_each, recall, sheet
+from torch import Tensor
+from tqdm import tqdm
+from train_target import Captions
+from train_tokenizer import load_pictures, measure
+
+from lantern_hpu import LanternPipeline
+from lantern_hpu.config import Request
+from lantern_hpu.models.vq import VQModel
+from lantern_hpu.results import tokens_per_step
+
+BATCH = 16
+
+
+def features(vq: VQModel, codes: Tensor) -> np.ndarray:
+    """[n, 256] codes -> [n, 128]: code vectors averaged over 4 x 4 cells."""
+    table = vq.quantize.look_up(torch.arange(vq.config.codebook_size))
+    grid = table[codes].view(-1, 4, 4, 4, 4, table.shape[1])  # [n, row, r, column, c, dim]
+    return grid.mean((2, 4)).flatten(1).double().numpy()
+
+
+def frechet(one: np.ndarray, other: np.ndarray) -> float:
+    """|m1 - m2|^2 + tr(C1 + C2 - 2 (C1 C2)^1/2) of two sets of features [n, d]."""
+    gap = one.mean(0) - other.mean(0)
+    first, second = np.cov(one.T), np.cov(other.T)
+    # The trace of the root of a product: its eigenvalues are real and not negative.
+    roots = np.sqrt(np.maximum(np.linalg.eigvals(first @ second).real, 0)).sum()
+    return float(gap @ gap + np.trace(first) + np.trace(second) - 2 * roots)
+
+
+def draw(pipeline: LanternPipeline, captions: list[str], method: str) -> tuple[Tensor, float]:
+    """Codes [n, 256] of one image a caption, and tokens a step."""
+    _, tree, bounds = pipeline.choose(method)
+    records, tokens = [], []
+    for start in tqdm(range(0, len(captions), BATCH), desc=method, unit="batch"):
+        requests = [
+            Request(caption, start + i, pipeline.model.sampling, bounds)
+            for i, caption in enumerate(captions[start : start + BATCH])
+        ]
+        result = pipeline.draw(requests, tree, method, BATCH)
+        records += result.records
+        tokens.append(torch.from_numpy(result.tokens))
+    return torch.cat(tokens), tokens_per_step(records)
+
+
+def warm_seconds(model: str) -> float:
+    """Of the default command, the second time it is run: the whole process."""
+    command = [sys.executable, "-m", "lantern_hpu.generate", "--model", model, "--force"]
+    command += ["--prompt", "a red apple", "--output", "out/goals/warm.png"]
+    for _ in range(2):
+        began = time.perf_counter()
+        subprocess.run(command, check=True, capture_output=True)
+        seconds = time.perf_counter() - began
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure the embedded model.")
+    parser.add_argument("--data-dir", type=Path, default=Path("data"))
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--output", type=Path, default=Path("out/goals"))
+    parser.add_argument("--count", type=int, default=200, help="training captions to draw")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Any] = {}
+
+    def note(name: str, value: float, goal: str = "") -> None:
+        found[name] = round(value, 4)
+        print(f"{name}: {value:.3f}" + (f" (goal: {goal})" if goal else ""), flush=True)
+
+    note("warm_command_s", warm_seconds(arguments.model), "at most 3")
+    tokenizer = load_tokenizer(arguments.data_dir)
+    quality = measure(tokenizer, load_pictures(arguments.data_dir, 0).held_out[::4])
+    note("held_out_psnr_db", quality.psnr_of_mean, "26 or more")
+    note("codes_in_use", quality.used / tokenizer.config.codebook_size, "0.7 or more")
+    pipeline = LanternPipeline.from_pretrained(arguments.model)
+    vq = pipeline.model.vq
+    data = Captions(arguments.data_dir, pipeline.model.text)
+    train = one_each(data, data.train, arguments.count)
+    captions = [str(caption) for caption in data.captions[train.numpy()]]
+    drawn, _ = draw(pipeline, captions, "ar")
+    icon, caption = recall(vq, data, train, drawn)
+    note("own_picture_among_5_nearest", caption, "0.6 or more, by caption")
+    note("own_icon_among_5_nearest", icon)
+    sheet(vq, drawn, captions, arguments.output / "train.png", columns=16)
+    pairs = one_each(data, data.pairs, arguments.count // 2)
+    unseen = [str(caption) for caption in data.captions[pairs.numpy()]]
+    sheet(vq, draw(pipeline, unseen, "ar")[0], unseen, arguments.output / "pairs.png", columns=10)
+    examples = [prompt for prompt in EXAMPLES for _ in range(4)]
+    codes = draw(pipeline, examples, "ar")[0]
+    sheet(vq, codes, examples, arguments.output / "examples.png", columns=8)
+    held = features(vq, data.codes[data.pairs])
+    same = [str(data.captions[i]) for i in data.pairs[:: max(1, len(data.pairs) // 200)]][:200]
+    note("frechet_training_pictures", frechet(features(vq, data.codes[data.train]), held))
+    for method in ("ar", "eagle", "lantern++"):
+        codes, rate = draw(pipeline, same, method)
+        note(f"frechet_{method}", frechet(features(vq, codes), held))
+        goal = {"eagle": "2.6 or more", "lantern++": "3.0 or more"}.get(method, "")
+        note(f"tokens_per_step_{method}", rate, goal)
+    write_atomic(arguments.output / "goals.json", json.dumps(found, indent=1).encode())
+
+
+if __name__ == "__main__":
+    main()
