@@ -19,7 +19,7 @@ from lantern_hpu.tree import DraftTree
 from tests.tiny import random_tree, ring
 
 V, B = 12, 80  # vocabulary, images a tree
-TREES = 40
+TREES = 24
 RULES = {
     "exact": Relaxed(),
     "additive": Relaxed(k=6, delta=0.2),

@@ -16,7 +16,7 @@ from lantern_hpu.results import GenerationResult, tokens_per_step
 
 
 @pytest.fixture(scope="module")
-def pipeline() -> LanternPipeline:
+def pipeline(all_cores: None) -> LanternPipeline:
     return LanternPipeline.from_pretrained("builtin")
 
 
@@ -46,8 +46,8 @@ def test_weights_fit_the_package() -> None:
 
 @pytest.fixture(scope="module")
 def apples(pipeline: LanternPipeline) -> dict[str, GenerationResult]:
-    """Two images of each kind of method; the exact ones have the law of `ar`, tested elsewhere."""
-    return {m: pipeline("a red apple", num_images=2, method=m) for m in ("ar", *RELAXED)}
+    """An image of each kind of method; the exact ones have the law of `ar`, tested elsewhere."""
+    return {m: pipeline("a red apple", method=m) for m in ("ar", *RELAXED)}
 
 
 def test_red_apple_is_red(apples: dict[str, GenerationResult]) -> None:
@@ -64,8 +64,8 @@ def test_speculation_pays_in_steps(apples: dict[str, GenerationResult]) -> None:
 
 
 def test_background_follows_the_prompt(pipeline: LanternPipeline) -> None:
-    result = pipeline("a red circle on a blue background", num_images=4, method="ar")
-    assert np.median([share(np.asarray(image), "b") for image in result.images]) > 0.25
+    result = pipeline("a cat on a blue background", num_images=2, method="ar")
+    assert all(share(np.asarray(image), "b") > 0.2 for image in result.images)
 
 
 def test_codes_are_their_own_nearest(pipeline: LanternPipeline) -> None:

@@ -10,12 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from lantern_hpu.cli import COMMANDS
+from tests.folder import write_folder
+
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 # A benchmark is shortened: its figures are not the point here.
 SHORTER = {
-    "bench": ["--images", "1", "--batch-sizes", "1", "--methods", "ar,lantern++"],
+    "bench": ["--model", "tiny", "--images", "1", "--batch-sizes", "1"],
+    "fidelity": ["--model", "tiny", "--images", "8", "--draws", "8", "--timed", "1"],
     "lint": ["--method", "ar"],
+    "train": ["--model", "tiny", "--samples", "8", "--steps", "2", "--measured", "1"],
 }
 
 MODEL = """
@@ -36,17 +41,19 @@ def commands() -> list[str]:
 def run(command: str) -> int:
     words = shlex.split(command)[2:]
     name = words[0].removeprefix("lantern_hpu.")
-    main = import_module(words[0]).main
+    main = import_module(COMMANDS[name].module).main
     code: int = main([*words[1:], *SHORTER.get(name, [])])
     return code
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def folder(tmp_path_factory: pytest.TempPathFactory, all_cores: None) -> Iterator[Path]:
     patch = pytest.MonkeyPatch()
     folder = tmp_path_factory.mktemp("readme")
     patch.chdir(folder)
+    write_folder(folder / "tiny")
     (folder / "my_model.py").write_text(MODEL)  # the reader's own
+    (folder / "prompts.txt").write_text("\n".join(f"{a} cat {b}" for a in "abcd" for b in "efg"))
     yield folder
     patch.undo()
 

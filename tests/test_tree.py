@@ -11,6 +11,7 @@ import pytest
 from lantern_hpu.errors import TreeError
 from lantern_hpu.tree import NAMED, DraftTree, DynamicTree, load_static, load_tree
 from lantern_hpu.tree.__main__ import as_svg, as_text, main
+from tests.folder import write_folder
 from tests.tiny import NAMES, random_tree
 
 # name: drafts, depth, nodes at depths 1 .., nodes with children at depths 0 .., leaves, most children
@@ -203,8 +204,8 @@ def test_dynamic_tree_that_cannot_be_grown_is_refused(name: str, why: str) -> No
 def test_show_command_draws_a_dynamic_tree_at_a_step(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    file = tmp_path / "tree.svg"
-    request = ["--prompt", "a red apple", "--step", "3", "--svg", str(file)]
+    file, model = tmp_path / "tree.svg", str(write_folder(tmp_path / "tiny"))
+    request = ["--model", model, "--prompt", "red cat", "--step", "2", "--svg", str(file)]
     assert main(["show", "dynamic:3x2x8", *request]) == 0
     shown = capsys.readouterr().out
     assert "8 drafts + root" in shown and shown.count("token ") == 8
@@ -217,11 +218,11 @@ def test_show_command_draws_a_dynamic_tree_at_a_step(
         (["dynamic"], "a dynamic tree depends on the image"),
         (["chain", "--prompt", "a sun"], "--prompt has no meaning for chain"),
         (["dynamic", "--prompt", "a sun", "--step", "-1"], "--step is -1"),
-        (["dynamic", "--prompt", "a sun", "--step", "256"], "the image has fewer steps"),
+        (["dynamic", "--prompt", "a sun", "--step", "16"], "the image has fewer steps"),
     ],
 )
 def test_show_command_refuses(
-    given: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    given: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    assert main(["show", *given]) == 2
+    assert main(["show", *given, "--model", str(write_folder(tmp_path / "tiny"))]) == 2
     assert said in capsys.readouterr().err
