@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -250,6 +251,45 @@ def test_run_of_another_target_is_not_resumed(
     other = write_folder(tmp_path / "other", seed=5)
     assert train(other, prompts, trained, "--resume") == 2
     assert "cannot be used" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "value"), [("--batch", "7"), ("--unroll", "2"), ("--seed", "1")])
+def test_options_of_a_run_do_not_change_on_the_way(
+    model: Path,
+    prompts: Path,
+    trained: Path,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    value: str,
+) -> None:
+    assert train(model, prompts, trained, "--steps", "60", "--resume", name, value) == 2
+    said = capsys.readouterr().err
+    assert f"{name} is {value}: the run was begun with" in said or "samples" in said
+
+
+def test_damaged_checkpoint_is_said(
+    model: Path,
+    prompts: Path,
+    trained: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = shutil.copytree(trained, tmp_path / "d")
+    (folder / "state.pt").write_bytes(b"not a checkpoint")
+    assert train(model, prompts, folder, "--steps", "60", "--resume") == 2
+    assert "cannot read" in capsys.readouterr().err
+
+
+def test_run_resumed_at_its_end_still_reports(
+    model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lantern_hpu.train.drafter.SAVE_EVERY", 5)
+    monkeypatch.setattr(DrafterTraining, "milestone", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(model, prompts, tmp_path / "d", "--steps", "30")
+    monkeypatch.undo()
+    assert train(model, prompts, tmp_path / "d", "--steps", "10", "--resume") == 0
+    assert report(tmp_path / "d")["steps"] == 15
 
 
 def test_held_out_prompts_are_apart_and_do_not_depend_on_their_order() -> None:

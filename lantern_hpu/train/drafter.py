@@ -17,12 +17,13 @@ from __future__ import annotations
 import io
 import json
 import math
+import pickle
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -31,7 +32,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from lantern_hpu.config import DEFAULT_RELAXATION, DEFAULT_TREE, EXACT, Request
-from lantern_hpu.errors import TrainingError, WeightsError
+from lantern_hpu.errors import OptionError, TrainingError, WeightsError
 from lantern_hpu.models.builtin import DRAFTER, drafter_options
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target
@@ -49,7 +50,7 @@ CLIP = 0.5  # norm of the gradients
 
 @dataclass(frozen=True)
 class Options:
-    """Of a training run; all but `steps` must stay the same when it is resumed."""
+    """Of a training run; all but `steps` and `lr` must stay the same when it is resumed."""
 
     steps: int = 2000
     batch: int = 4  # images a step and process
@@ -144,10 +145,12 @@ class DrafterTraining:
         loss, overlaps = self.model(self.lesson())
         value = float(self.accelerator.gather(loss.detach()[None]).mean())
         if not math.isfinite(value):
-            why = f"in step {progress.step + 1}; the weights of the last checkpoint are kept"
-            raise TrainingError("the loss is not a number", why, "--resume with a lower --lr")
+            self.stop("the loss")
         self.accelerator.backward(loss)
-        self.accelerator.clip_grad_norm_(self.drafter.parameters(), CLIP)
+        norm = self.accelerator.clip_grad_norm_(self.drafter.parameters(), CLIP)
+        # float16's own scaling leaves out such a step and goes on with a smaller scale.
+        if self.accelerator.mixed_precision != "fp16" and not bool(torch.isfinite(norm)):
+            self.stop("a gradient")
         for group in self.optimiser.param_groups:
             group["lr"] = options.rate(progress.step)
         self.optimiser.step()
@@ -159,6 +162,10 @@ class DrafterTraining:
         weights = [w.detach() for w in self.drafter.parameters()]
         torch._foreach_lerp_(self.average, weights, 1 - decay)
         return value, float(overlaps[0])
+
+    def stop(self, what: str) -> NoReturn:
+        why = f"in step {self.progress.step + 1}; the weights of the last checkpoint are kept"
+        raise TrainingError(f"{what} is not a number", why, "--resume with a lower --lr")
 
     def run(self) -> dict[str, Any]:
         """All steps that are left. -> the report"""
@@ -176,6 +183,8 @@ class DrafterTraining:
                     self.milestone(bar)
                 if ends or progress.step % SAVE_EVERY == 0:
                     self.save()
+            if not progress.curve:  # resumed at its end, before any measurement
+                self.milestone(bar)
         return self.finish()
 
     # -- measuring
@@ -252,6 +261,7 @@ class DrafterTraining:
             "average": self.average,
             "optimiser": self.optimiser.state_dict(),
             "progress": vars(self.progress),
+            "options": asdict(self.options),
         }
         content = io.BytesIO()
         torch.save(state, content)
@@ -266,15 +276,26 @@ class DrafterTraining:
         file = self.folder / "state.pt"
         try:
             state = torch.load(file, weights_only=True, map_location=self.accelerator.device)
-        except (OSError, RuntimeError, EOFError, ValueError) as error:
-            raise WeightsError(f"cannot read {file}", str(error)) from error
-        if state["target"] != self.pipeline.model.fingerprint:
-            why = "it was made with another target"
-            raise WeightsError(f"{file} cannot be used", why, "another --output")
-        self.drafter.load_state_dict(state["drafter"])
-        self.average = list(state["average"])
-        self.optimiser.load_state_dict(state["optimiser"])
-        self.progress = Progress(**state["progress"])
+            if state["target"] != self.pipeline.model.fingerprint:
+                why = "it was made with another target"
+                raise WeightsError(f"{file} cannot be used", why, "another --output")
+            self.same_options(state["options"])
+            self.drafter.load_state_dict(state["drafter"])
+            self.average = list(state["average"])
+            self.optimiser.load_state_dict(state["optimiser"])
+            self.progress = Progress(**state["progress"])
+        except (OSError, RuntimeError, EOFError, ValueError, KeyError, TypeError) as error:
+            raise WeightsError(f"cannot read {file}", repr(error)) from error
+        except pickle.UnpicklingError as error:
+            raise WeightsError(f"cannot read {file}", "it is damaged") from error
+
+    def same_options(self, earlier: dict[str, Any]) -> None:
+        """Raise an OptionError that names an option which must not change."""
+        for name, value in asdict(self.options).items():
+            if name not in ("steps", "lr") and earlier[name] != value:
+                option = "--" + name.replace("_", "-")
+                why = f"the run was begun with {earlier[name]}"
+                raise OptionError(f"{option} is {value}", why, f"{option} {earlier[name]}")
 
     def finish(self) -> dict[str, Any]:
         """The report of the kept weights, and the curve."""

@@ -74,8 +74,9 @@ def draw(
     requests = [Request(prompts[i % len(prompts)], seed + i, sampling) for i in range(count)]
     files = {folder / f"{start:06d}.npz": start for start in range(0, count, batch)}
     stamp = key(pipeline, prompts, sampling, seed)
-    todo = [file for file in files if not file.exists()]
-    mine = todo[accelerator.process_index :: accelerator.num_processes]
+    # Shared out before looking what is there: all processes must see the same list.
+    share = list(files)[accelerator.process_index :: accelerator.num_processes]
+    mine = [file for file in share if not file.exists()]
     shown = tqdm(mine, desc="samples", unit="batch", disable=not accelerator.is_main_process)
     for file in shown:
         part = requests[files[file] : files[file] + batch]

@@ -2,7 +2,8 @@
 
 The target runs over a finished image once, with guidance both rows of it; its features h and its law p at every
 token are what the drafter is to guess. Pass 1 of the drafter reads the target's features, pass d reads the
-guesses of pass d - 1, as it does d drafts deep in a tree. What counts is the share of drafts that get accepted,
+guesses of pass d - 1 wherever an image token stands. (In a tree only the last d - 1 entries are guesses; the pass is
+one for all places at once.) What counts is the share of drafts that get accepted,
 which for a drawn draft is sum min(p, q) (Leviathan et al. 2023); its gradient is poor where p and q do not meet, so
 cross-entropy and the distance of the features help.
 """
@@ -47,14 +48,16 @@ class Lesson:
             x = torch.cat([prefix, target.embed(rows[:, :-1])], 1)
             mask = additive(prefix_mask(seen, below), x.dtype)
             self.hidden = target(x, rope.expand(len(x), -1, -1, -1), mask)  # [R, P + N - 1, H]
-            self.first = config.prefix - 1  # entry that guesses the feature of token 0
-            self.p = law(target.head(self.hidden[:, self.first + 1 :]), sampling, self.guidance)
-        drafted = seen[:, :-1]
-        self.valid = drafted
-        self.below = below[:-1, :-1]
+            self.first = (
+                config.prefix - 1
+            )  # the entry that holds token 0, from which the loss counts
+            logits = target.head(self.hidden[:, self.first + 1 :])
+            self.p = law(logits, sampling, self.guidance)  # [B, N - 1, V] of tokens 1 ..
+        self.valid = seen[:, :-1]  # [R, T], T = P + N - 2 entries of the drafter
+        self.below = below[:-1, :-1]  # [T, T]
         filler = rows.new_zeros(len(rows), config.prefix - 1)
-        self.tokens = torch.cat([filler, rows[:, :-1]], 1)  # [R, P + N - 2]
-        self.rope = rope[1:].expand(len(rows), -1, -1, -1)
+        self.tokens = torch.cat([filler, rows[:, :-1]], 1)  # [R, T]
+        self.rope = rope[1:].expand(len(rows), -1, -1, -1)  # [R, T, 2, hd / 2]
 
     def mask(self, drafter: Drafter) -> Tensor:
         """[R, 1, T, T] what the drafter's entries see."""
@@ -111,7 +114,9 @@ class Unrolled(nn.Module):
             loss, overlap = self.compare(guess, lesson, level)
             losses.append(loss)
             overlaps.append(overlap)
-            source = torch.cat([lesson.hidden[:, :1], guess[:, :-1]], 1)
+            # The condition is always read as the target has it; a tree begins after it.
+            known = lesson.first + 1
+            source = torch.cat([lesson.hidden[:, :known], guess[:, lesson.first : -1]], 1)
         return torch.stack(losses).mean(), torch.stack(overlaps).detach()
 
     def compare(self, guess: Tensor, lesson: Lesson, level: int) -> tuple[Tensor, Tensor]:
