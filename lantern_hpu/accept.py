@@ -46,7 +46,7 @@ class Verdict:
 
     node: Tensor  # [B] int32, last accepted node
     law: Tensor  # [B, V] float32, law of the next token if `node` has children (all were rejected)
-    # [B, D] bool, the draft at depth d+1 was accepted only thanks to its neighbours; means nothing for
+    # [B, D] bool, the draft at depth d+1 was accepted only thanks to relaxation; means nothing for
     # depths past `node`
     relaxed: Tensor
 
@@ -121,8 +121,8 @@ class Acceptance(Constants):
         lent = self.lent(p, token, own, bounds)
         return (own * weight if self.annealed else own) + lent
 
-    def struck(self, p: Tensor, token: Tensor, own: Tensor, bounds: Bounds, sound: bool) -> Tensor:
-        """p or q [B, V] keeps which of its entries when token [B, 1] is refused: [B, V] bool.
+    def kept(self, p: Tensor, token: Tensor, own: Tensor, bounds: Bounds, sound: bool) -> Tensor:
+        """Which entries of a law stay when token [B, 1] is refused: [B, V] bool.
 
         "sound" strikes the neighbours that lent mass; otherwise the first k + 1, if the nearest lent any.
         Where the bound itself is zero nothing is struck, so that it is exact under this residual too.
@@ -147,19 +147,23 @@ class Acceptance(Constants):
         weight: Tensor,
         whole: Tensor,
     ) -> Tensor:
-        """The law [B, V] once token [B, 1] was refused; `whole` where rounding leaves nothing of it."""
+        """The law [B, V] once token [B, 1] was refused.
+
+        Where nothing is left, by rounding or because the official residual strikes it all, it is `whole`, the
+        law at the node before any refusal.
+        """
         sound = self.residual == "sound"
         if q is None:
             left = p.scatter(1, token.long(), 0.0)
             if self.neighbours is not None:
-                left = left * self.struck(p, token, own, bounds, sound)
+                left = left * self.kept(p, token, own, bounds, sound)
             if self.annealed:
                 kept = own * (1 - weight).clamp(min=0)
                 left = left.scatter(1, token.long(), kept)
         else:
             taken = q
             if self.neighbours is not None and not sound:
-                taken = q * self.struck(p, token, own, bounds, sound)
+                taken = q * self.kept(p, token, own, bounds, sound)
             left = (p - taken).clamp(min=0)
             if self.annealed:
                 left = torch.maximum(left, p * (1 - weight).clamp(min=0))

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from lantern_hpu.backends import prepare
 from lantern_hpu.config import GROWING, METHODS, Request, choose_method
 from lantern_hpu.errors import OptionError, choices, exit_code
-from lantern_hpu.tree import DYNAMIC, DynamicTree, Tree
+from lantern_hpu.tree import DynamicTree, Tree, load_tree
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.base import Backend
@@ -71,8 +71,9 @@ def split(text: str, name: str) -> list[str]:
 
 def tree_for(method: str, tree: str | None) -> str | None:
     """The tree that was asked for, where the method drafts trees of its kind."""
-    fits = method != "ar" and tree is not None and (method in GROWING) == tree.startswith(DYNAMIC)
-    return tree if fits else None
+    if method == "ar" or tree is None:
+        return None
+    return tree if isinstance(load_tree(tree), DynamicTree) == (method in GROWING) else None
 
 
 def sizes_of(text: str) -> list[int]:
@@ -126,10 +127,9 @@ def split_step(
         watch.watch(step, part, part)
     if isinstance(tree, DynamicTree):
         watch.watch(step.drafting.tables, "forward", "tables")  # type: ignore[union-attr]
-    timing = dict.fromkeys(("text_s", "generate_s", "prefill_s", "steps_s", "steps"), 0.0)
-    pipeline.draw_batch(engine, requests, len(requests), timing, None, (0, 1))
+    pipeline.draw_batch(engine, requests, len(requests))
     watch.seconds["draft"] -= watch.seconds["tables"]
-    return {part: 1000 * seconds / timing["steps"] for part, seconds in watch.seconds.items()}
+    return {part: 1000 * seconds / engine.timing.count for part, seconds in watch.seconds.items()}
 
 
 def measure(
@@ -235,6 +235,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
         if method not in METHODS:
             raise OptionError(f"unknown method {method!r}", hint=choices(METHODS))
         choose_method(method, tree_for(method, args.tree))
+    if args.tree and not any(tree_for(method, args.tree) for method in methods):
+        raise OptionError(f"--tree {args.tree} fits none of {', '.join(methods)}")
     for parts in (methods, modes, list(map(str, sizes))):
         if len(set(parts)) < len(parts) or ("auto" in parts and len(parts) > 1):
             why = "each row is measured once, and `auto` is one of the modes"

@@ -107,7 +107,10 @@ class Relaxation:
             require(self.bound >= 1, "--relax-lambda", self.bound, "1 (exact) or more")
         elif self.rule == "annealed":
             require(
-                0 <= self.bound <= 1000, "--relax-omega", self.bound, "0 to 1000; exact up to 1"
+                0 <= self.bound <= 1000,
+                "--relax-omega",
+                self.bound,
+                "0 to 1000; a weight up to 1 is exact",
             )
             require(
                 self.k == 0, "--relax-k", self.k, "0, as no neighbour lends mass to --relax-omega"

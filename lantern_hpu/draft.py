@@ -31,7 +31,7 @@ class Drafts:
     tables: Tables
 
 
-class Drafting(nn.Module):
+class Drafting(Constants):
     """What both kinds of trees need of the drafter."""
 
     def __init__(self, target: Target, drafter: Drafter, plan: Plan, slots: Slots) -> None:
@@ -178,7 +178,7 @@ class DynamicDrafting(Drafting):
         self.tree, self.tables = tree, DynamicTables(tree)
         k = tree.top_k
         # Places in one level: which node of the level before a candidate hangs from
-        self.register_buffer("origin", count_up(k * k) // k, persistent=False)  # [k * k]
+        self.constant("origin", count_up(k * k) // k)  # [k * k]
         own = torch.eye(tree.scratch, dtype=torch.bool).unflatten(0, (tree.expansions, k))
         self.register_buffer(
             "own", own, persistent=False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from lantern_hpu.errors import CaptureError
 from lantern_hpu.graphs import check_mode, make_runner
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target
-from lantern_hpu.plan import Plan
+from lantern_hpu.plan import Plan, settings_of
 from lantern_hpu.state import DecodeState
 from lantern_hpu.step import Step, build
 
@@ -123,19 +123,14 @@ class Engine:
 
     def load(self, requests: Sequence[Request]) -> None:
         """Copy the settings of a batch into the state."""
-        vocabulary = self.target.config.vocab_size
-        settings, bounds = self.state.settings, self.state.bounds
-        sampling = [request.sampling for request in requests]
-        relaxation = [request.relaxation for request in requests]
+        settings = settings_of([r.sampling for r in requests], self.target.config.vocab_size)
+        for item in fields(settings):
+            getattr(self.state.settings, item.name).copy_(getattr(settings, item.name))
+        bounds, relaxation = self.state.bounds, [request.relaxation for request in requests]
 
         def put(goal: Tensor, values: Sequence[float] | Sequence[Sequence[float]]) -> None:
             goal.copy_(torch.tensor(values, dtype=goal.dtype))
 
-        put(settings.cfg_scale, [s.cfg_scale for s in sampling])
-        put(settings.temperature, [s.temperature or 1.0 for s in sampling])
-        put(settings.top_k, [vocabulary if s.greedy else s.top_k or vocabulary for s in sampling])
-        put(settings.top_p, [1.0 if s.greedy else s.top_p for s in sampling])
-        put(settings.greedy, [s.greedy for s in sampling])
         put(bounds.k, [r.k for r in relaxation])
         put(bounds.delta, [r.delta for r in relaxation])
         put(bounds.factor, [r.factor for r in relaxation])
@@ -191,10 +186,11 @@ class Engine:
             output = self.step()
         return self.read(output)
 
-    def draft(self) -> Drafts:
-        """The trees that the next step would verify; nothing moves on. For looking at, not for speed."""
+    def draft(self, seeds: Sequence[int], number: int) -> Drafts:
+        """The trees that step `number` would verify; nothing moves on. For looking at, not for speed."""
         step = self.step.function
         assert isinstance(step, Step)
+        self.feed(seeds, number, 1)
         drafts = step.draft(self.state)[2]
         self.state.cursor.zero_()
         return drafts

@@ -86,8 +86,8 @@ class Row:
 
 
 @dataclass
-class Place:
-    """A batch of images somewhere in the middle: what the next token's law depends on."""
+class Places:
+    """One place in each of B images: what the law of the next token there depends on."""
 
     engine: Engine
     requests: list[Request]
@@ -158,45 +158,68 @@ def expected(
     return law + left * p
 
 
-def find_places(
-    pipeline: LanternPipeline, method: str, images: int, seed: int, bar: tqdm[Any]
-) -> list[Place]:
-    """Images drawn by an exact method, each batch as far as its share of the whole."""
-    from lantern_hpu.plan import Plan, Sampler
+def look(engine: Engine, seeds: list[int], number: int) -> tuple[Tensor | None, ...]:
+    """p, q, tokens and exists, as in `Places`, of all images where they stand before step `number`."""
+    from lantern_hpu.plan import Sampler
     from lantern_hpu.step import Step
 
+    step, state = engine.step.function, engine.state
+    assert isinstance(step, Step)
+    drafts = engine.draft(seeds, number)
+    length = step.slots.per_row(state.count) + step.prefix
+    hidden = step.verify(drafts, length, state)[:, :1]
+    p = Sampler(engine.target, engine.plan)(hidden, state)[:, 0]
+    child = drafts.tables.child[:, 0]  # [B, C]
+    q = None if drafts.q is None else drafts.q[:, 0]
+    return p, q, drafts.tokens.gather(1, child.long()), child > 0
+
+
+def find_places(
+    pipeline: LanternPipeline, method: str, requests: list[Request], shares: list[float]
+) -> Places:
+    """A batch drawn by an exact method, each image up to its share of the whole."""
+    import torch
+
     tree, _ = choose_method(method)
-    batches, places = -(-images // BATCH), []
-    model = pipeline.model
-    for number in range(batches):
+    engine, _ = pipeline.engine(requests, tree, len(requests))
+    pipeline.warm_up(engine, requests[0])
+    rows = pipeline.model.prefix([r.prompt for r in requests], engine.plan.shapes.guidance)
+    seeds = [r.seed for r in requests]
+    # One step past `until` must still be inside the image.
+    last = pipeline.model.target.config.tokens - 1 - engine.longest
+    until = [max(1, round(share * last)) for share in shares]
+    known, number = engine.start(*rows, requests), 1
+    found: dict[int, tuple[Tensor | None, ...]] = {}
+    while len(found) < len(requests):
+        new = [i for i in range(len(requests)) if i not in found and known[i] >= until[i]]
+        if new:
+            seen = look(engine, seeds, number)
+            found |= {i: tuple(None if x is None else x[i].clone() for x in seen) for i in new}
+        known, number = engine.advance(seeds, number, 1), number + 1
+    parts = list(zip(*[found[i] for i in range(len(requests))], strict=True))
+    p, q, tokens, exists = (None if part[0] is None else torch.stack(part) for part in parts)
+    assert p is not None and tokens is not None and exists is not None
+    return Places(engine, requests, p, q, tokens, exists)
+
+
+def all_places(pipeline: LanternPipeline, method: str, args: Any, bar: tqdm[Any]) -> list[Places]:
+    """As many images as asked for, their places evenly over the image, in batches."""
+    found = []
+    for start in range(0, args.images, BATCH):
+        index = range(start, min(args.images, start + BATCH))
         requests = [
-            Request(PROMPTS[i % len(PROMPTS)], seed + i, model.sampling)
-            for i in range(number * BATCH, min(images, (number + 1) * BATCH))
+            Request(PROMPTS[i % len(PROMPTS)], args.seed + i, pipeline.model.sampling)
+            for i in index
         ]
-        engine, _ = pipeline.engine(requests, tree, len(requests))
-        pipeline.warm_up(engine, requests[0])
-        prefix, valid = model.prefix([r.prompt for r in requests], engine.plan.shapes.guidance)
-        known, step = engine.start(prefix, valid, requests), 0
-        until = (number + 0.5) / batches * (model.target.config.tokens - 1)
-        while min(known) < until:
-            step += 1
-            known = engine.advance([r.seed for r in requests], step, 1)
-        function, plan = engine.step.function, engine.plan
-        assert isinstance(function, Step) and isinstance(plan, Plan)
-        drafts = engine.draft()
-        length = function.slots.per_row(engine.state.count) + function.prefix
-        hidden = function.verify(drafts, length, engine.state)[:, :1]
-        p = Sampler(model.target, plan)(hidden, engine.state)[:, 0]
-        child = drafts.tables.child[:, 0]  # [B, C]
-        tokens = drafts.tokens.gather(1, child.long())
-        q = None if drafts.q is None else drafts.q[:, 0]
-        places.append(Place(engine, requests, p, q, tokens, child > 0))
-        bar.update(len(requests))
-    return places
+        # Neighbours in the list lie far apart in the image, so that a batch has both ends of it.
+        shares = [(i * 0.618 + 0.5 / args.images) % 1 for i in index]
+        found.append(find_places(pipeline, method, requests, shares))
+        bar.update(len(index))
+    return found
 
 
 def distances(
-    place: Place, pipeline: LanternPipeline, row: Row, draws: int, seed: int
+    place: Places, pipeline: LanternPipeline, row: Row, draws: int, seed: int
 ) -> list[float]:
     """The TV of each image of a place."""
     import torch
@@ -231,10 +254,10 @@ def halved(difference: Tensor) -> list[float]:
     return rows
 
 
-def interval(values: Sequence[float]) -> float:
-    """Half the width of the 95 % interval of their mean."""
+def interval(values: Sequence[float]) -> float | None:
+    """Half the width of the 95 % interval of their mean; a single value has none."""
     if len(values) < 2:
-        return math.nan
+        return None
     return 1.96 * statistics.stdev(values) / math.sqrt(len(values))
 
 
@@ -268,9 +291,11 @@ def measure(args: argparse.Namespace, rows: list[Row], argv: Sequence[str]) -> d
     kinds = {row.method in GROWING for row in rows if row.method != "ar"}
     total = args.images * len(kinds) + len(rows) * args.timed + args.images * len(rows)
     pipeline = LanternPipeline.from_pretrained(args.model, args.device, args.dtype, "eager")
+    if pipeline.model.sampling.greedy:
+        raise OptionError(f"{pipeline.model.name} is greedy", "its tokens have no law to move")
     found: list[dict[str, Any]] = []
     with closing(pipeline), tqdm(total=total, unit="image", file=sys.stderr) as bar:
-        places: dict[bool, list[Place]] = {}
+        places: dict[bool, list[Places]] = {}
         for row in rows:
             row = replace(row, relaxation=pipeline.fitted(row.relaxation))
             bar.set_description(row.name)
@@ -279,7 +304,7 @@ def measure(args: argparse.Namespace, rows: list[Row], argv: Sequence[str]) -> d
                 if row.method != "ar":
                     if grows not in places:
                         base = "eagle2" if grows else "eagle"
-                        places[grows] = find_places(pipeline, base, args.images, args.seed, bar)
+                        places[grows] = all_places(pipeline, base, args, bar)
                     parts = [
                         distances(place, pipeline, row, args.draws, args.seed)
                         for place in places[grows]
@@ -335,7 +360,8 @@ def said(row: dict[str, Any]) -> str:
 
 def distance(row: dict[str, Any]) -> str:
     """The figure with its interval; an exact method's is what the estimate's noise leaves."""
-    figure = f"{row['tv']:.3f} ± {row['tv_interval']:.3f}"
+    around = row["tv_interval"]
+    figure = f"{row['tv']:.3f}" + ("" if around is None else f" ± {around:.3f}")
     if row["method"] == "ar":
         return "0"
     return f"0 (measured {figure})" if row["relaxation"] == asdict(EXACT) else figure

@@ -128,7 +128,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--relax-omega",
         type=float,
         default=None,
-        help="annealed: weight OMEGA exp(-NU i - MU) of a draft i below the first; exact up to 1",
+        help="annealed: weight OMEGA exp(-NU i - MU) of a draft i below the first; exact where that is at most 1",
     )
     method.add_argument("--relax-nu", type=float, default=None, metavar="NU", help="see omega (0)")
     method.add_argument("--relax-mu", type=float, default=None, metavar="MU", help="see omega (0)")
@@ -327,13 +327,17 @@ def settings_of(
         WeightsError: the image was drawn with other weights.
     """
     if known is None:
-        chosen = pipeline.choose(args.method, args.tree, relaxation_of(args))
-        return (*chosen, sampling_of(args, pipeline.model.sampling))
-    if known["weights"] != pipeline.model.files:
-        what = f"{args.from_png} cannot be drawn again"
-        raise WeightsError(
-            what, f"it was drawn with other weights than {args.model} has", "--model"
-        )
+        method, tree, relaxation = pipeline.choose(args.method, args.tree, relaxation_of(args))
+        if args.relax_k is None:  # a published number of neighbours, not the user's
+            relaxation = pipeline.fitted(relaxation)
+        return method, tree, relaxation, sampling_of(args, pipeline.model.sampling)
+    mine = pipeline.model.files
+    others = [name for name in known["weights"] if known["weights"][name] != mine.get(name)]
+    if others:
+        what, hint = f"{args.from_png} cannot be drawn again", "--model"
+        if all("drafter" in name for name in others):
+            hint = "--drafter with the folder that was used"
+        raise WeightsError(what, f"it was drawn with other weights than {args.model} has", hint)
     name, paths = known["tree"], known["tree_paths"]
     grows = known["method"] in GROWING
     tree = load_tree(name) if grows else DraftTree.from_paths(name, paths)

@@ -31,9 +31,10 @@ def grow(
             known = engine.start(*rows, [request])
             for number in range(1, step + 1):
                 known = engine.advance([seed], number, 1)
-            if min(known) >= engine.target.config.tokens:
-                raise OptionError(f"--step is {step}", "the image has fewer steps than that")
-            return named(engine.draft())
+                if min(known) >= engine.target.config.tokens:
+                    why = f"the image ends with step {number}"
+                    raise OptionError(f"--step is {step}", why, f"--step 0 to {number - 1}")
+            return named(engine.draft([seed], step + 1))
 
 
 def named(drafts: Drafts, image: int = 0) -> tuple[DraftTree, list[str]]:

@@ -31,6 +31,11 @@ from lantern_hpu.state import Shapes
 from lantern_hpu.tree import DraftTree, Tree
 
 MAX_BATCH = 8  # images decoded together unless asked otherwise
+# What the report says about time; `steps` is a count.
+SPENT = (
+    *("import_s", "load_s", "warmup_s", "text_s", "generate_s", "decode_s"),
+    *("ms_per_step", "prefill_s", "steps_s", "steps"),
+)
 BLOCK = 16  # most steps between two host reads
 
 
@@ -200,9 +205,7 @@ class LanternPipeline:
         if not requests:
             raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
         engine, size = self.engine(requests, tree, batch_size)
-        timing = {"import_s": 0.0, "load_s": self.load_seconds, "warmup_s": 0.0, "text_s": 0.0}
-        timing |= {"generate_s": 0.0, "decode_s": 0.0, "ms_per_step": 0.0}
-        timing |= {"prefill_s": 0.0, "steps_s": 0.0, "steps": 0}
+        timing = dict.fromkeys(SPENT, 0.0) | {"load_s": self.load_seconds}
         began = time.perf_counter()
         self.warm_up(engine, requests[0])
         timing["warmup_s"] = time.perf_counter() - began
@@ -267,11 +270,16 @@ class LanternPipeline:
         engine: Engine,
         batch: Sequence[Request],
         size: int,
-        timing: dict[str, float],
-        callback: Callable[[Event], None] | None,
-        place: tuple[int, int],
+        timing: dict[str, float] | None = None,
+        callback: Callable[[Event], None] | None = None,
+        place: tuple[int, int] = (0, 1),
     ) -> Decoded:
-        """One batch through text encoding and the engine; a short batch is padded with its last image."""
+        """One batch through text encoding and the engine; a short batch is padded with its last image.
+
+        Args:
+            timing: what is spent is added here. place: number of the batch, and how many there are.
+        """
+        timing = dict.fromkeys(SPENT, 0.0) if timing is None else timing
         began = time.perf_counter()
         self.backend.flush()
         padded = [*batch, *[batch[-1]] * (size - len(batch))]

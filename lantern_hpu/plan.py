@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.config import Residual
+from lantern_hpu.config import Residual, Sampling
 from lantern_hpu.constants import Constants, count_up
 from lantern_hpu.models.transformer import Target, rope_table
-from lantern_hpu.sampling import choose, choose_distinct, gather, guide, law, likeliest
+from lantern_hpu.sampling import Settings, choose, choose_distinct, gather, guide, law, likeliest
 from lantern_hpu.state import DecodeState, Shapes, capacity
 
 
@@ -26,6 +27,21 @@ class Plan:
     neighbours: int = 0  # K, neighbours kept; 0: no image lends their mass
     annealed: bool = False  # some image weighs its drafts by depth
     residual: Residual = "sound"
+
+
+def settings_of(sampling: Sequence[Sampling], vocabulary: int) -> Settings:
+    """Each image's settings as tensors [B] on the host; a filter that is off keeps everything."""
+
+    def each(values: Iterable[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(list(values), dtype=dtype)
+
+    return Settings(
+        each(s.cfg_scale for s in sampling),
+        each(s.temperature or 1.0 for s in sampling),
+        each((vocabulary if s.greedy else s.top_k or vocabulary for s in sampling), torch.int32),
+        each(1.0 if s.greedy else s.top_p for s in sampling),
+        each((s.greedy for s in sampling), torch.bool),
+    )
 
 
 class Slots(Constants):

@@ -62,7 +62,7 @@ class DecodeState:
     # Statistics, kept on the device so that they cost no host read
     steps: Tensor  # [B] int32, steps until the image was done
     accepted: Tensor  # [B, D] int32, steps that accepted a draft at depth d + 1
-    relaxed: Tensor  # [B] int32, drafts accepted only thanks to neighbours
+    relaxed: Tensor  # [B] int32, drafts accepted only thanks to relaxation
 
     @classmethod
     def allocate(

@@ -14,7 +14,7 @@ from torch import nn
 from lantern_hpu.models.llamagen import CaptionProjection
 from lantern_hpu.models.text import WordConditioner
 from lantern_hpu.models.vq import VQConfig, VQModel
-from tests.tiny import CONFIG, tiny_models
+from tests.tiny import CONFIG, tiny_config, tiny_models
 
 VQ = VQConfig(
     channels=8,
@@ -29,15 +29,16 @@ WORDS = ["apple", "blue", "cat", "on", "red"]
 CAPTION_DIM = 16
 
 
-def write_folder(folder: Path, seed: int = 0) -> Path:
+def write_folder(folder: Path, seed: int = 0, prefix: int = CONFIG.prefix) -> Path:
     """Write the folder and return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    target, drafter = tiny_models(seed=seed)
+    shape = tiny_config(prefix=prefix)
+    target, drafter = tiny_models(shape, seed)
     torch.manual_seed(3)
     parts = nn.ModuleDict(
         {
-            "words": WordConditioner(WORDS, CAPTION_DIM, CONFIG.prefix),
-            "condition": CaptionProjection(CAPTION_DIM, CONFIG.dim, CONFIG.prefix),
+            "words": WordConditioner(WORDS, CAPTION_DIM, prefix),
+            "condition": CaptionProjection(CAPTION_DIM, CONFIG.dim, prefix),
             "target": target,
         }
     )
@@ -49,7 +50,7 @@ def write_folder(folder: Path, seed: int = 0) -> Path:
     config = {
         "name": str(folder),
         "files": files,
-        "target": asdict(CONFIG),
+        "target": asdict(shape),
         "caption_dim": CAPTION_DIM,
         "drafter": {"input_norm": False, "sees_pads": False},
         "vq": asdict(VQ),

@@ -39,7 +39,7 @@ OUT_OF_RANGE: list[tuple[Callable[..., Any], str, float, str, str]] = [
     (ADDITIVE, "delta", 1.5, "--relax-delta", "0 (exact) to 1"),
     (MULTIPLICATIVE, "lam", 0.5, "--relax-lambda", "1 (exact) or more"),
     (MULTIPLICATIVE, "lam", float("nan"), "--relax-lambda", "1 (exact) or more"),
-    (Relaxation.annealed, "omega", -1, "--relax-omega", "0 to 1000; exact up to 1"),
+    (Relaxation.annealed, "omega", -1, "--relax-omega", "0 to 1000; a weight up to 1 is exact"),
     (ANNEALED, "nu", 11, "--relax-nu", "-10 to 10"),
     (ANNEALED, "mu", float("nan"), "--relax-mu", "-10 to 10"),
 ]

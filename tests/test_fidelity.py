@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.accept import Acceptance, Bounds
-from lantern_hpu.config import Relaxation
-from lantern_hpu.fidelity import Row, expected, main
-from lantern_hpu.tree import DraftTree
+from lantern_hpu.config import Relaxation, Request, choose_method
+from lantern_hpu.fidelity import Row, expected, find_places, main
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.train.unroll import Lesson
+from lantern_hpu.tree import DraftTree, load_tree
 from tests.folder import write_folder
 from tests.tiny import ring
 
@@ -107,6 +109,27 @@ def test_relaxed_methods_have_a_distance_with_an_interval(
         assert 0.001 < figures[name]["tv"] < 1
         assert 0 < figures[name]["tv_interval"] < figures[name]["tv"]
         assert figures[name]["tokens_per_step"] > 1
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle2"])
+def test_places_lie_inside_their_images(tmp_path: Path, method: str) -> None:
+    """The law at a place is the target's after the tokens that the image really has there."""
+    pipeline = LanternPipeline.from_pretrained(str(write_folder(tmp_path / "tiny")))
+    sampling = pipeline.model.sampling
+    requests = [Request("red cat", seed, sampling) for seed in range(8)]
+    shares = [i / 7 for i in range(8)]
+    places = find_places(pipeline, method, requests, shares)
+    whole = torch.from_numpy(pipeline.draw(requests, load_tree(name_of(method)), method, 8).tokens)
+    lesson = Lesson(pipeline.model, ["red cat"] * 8, whole)
+    for image in range(8):
+        # One of the image's laws, and a later one for a later place.
+        gap = (lesson.p[image] - places.p[image]).abs().amax(-1)
+        assert float(gap.min()) < 1e-5
+    assert len({int((lesson.p[i] - places.p[i]).abs().amax(-1).argmin()) for i in range(8)}) > 4
+
+
+def name_of(method: str) -> str:
+    return choose_method(method)[0].name
 
 
 @pytest.mark.parametrize(

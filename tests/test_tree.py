@@ -192,6 +192,7 @@ def test_dynamic_tree_by_name(name: str, sizes: tuple[int, int, int]) -> None:
         ("dynamic:axbxc", "expected top-k, expansions and drafts"),
         ("dynamic:0x1x1", "top-k is 1 to 64, the depth 0 to 16"),
         ("dynamic:3x17x9", "top-k is 1 to 64, the depth 0 to 16"),
+        ("dynamic:64x2x58", "8256 candidates"),
         ("dynamic:3x1x13", "there are 12 candidates"),
         ("dynamic:3x1x0", "there are 12 candidates"),
     ],
@@ -218,7 +219,7 @@ def test_show_command_draws_a_dynamic_tree_at_a_step(
         (["dynamic"], "a dynamic tree depends on the image"),
         (["chain", "--prompt", "a sun"], "--prompt has no meaning for chain"),
         (["dynamic", "--prompt", "a sun", "--step", "-1"], "--step is -1"),
-        (["dynamic", "--prompt", "a sun", "--step", "16"], "the image has fewer steps"),
+        (["dynamic", "--prompt", "a sun", "--step", "16"], "the image ends with step"),
     ],
 )
 def test_show_command_refuses(

@@ -122,14 +122,14 @@ def use_drafter(model: ImageModel, folder: Path) -> None:
     try:
         about = json.loads((folder / DRAFTER).read_text())
         options, target = dict(about["options"]), about["target"]
+        with torch.device("meta"):
+            drafter = Drafter(model.target.config, **options, kernels=model.target.kernels)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WeightsError(f"{folder} holds no drafter", repr(error)) from error
     if target != model.fingerprint:
         why = f"it was trained for another target than {model.name}"
         raise WeightsError(f"the drafter in {folder} does not fit", why, "--model")
     head = model.target.head.weight
-    with torch.device("meta"):
-        drafter = Drafter(model.target.config, **options, kernels=model.target.kernels)
     file = folder / "drafter.safetensors"
     fill(drafter, file, head.dtype, head.device)
     model.drafter = drafter

@@ -55,7 +55,7 @@ def check(args: argparse.Namespace) -> list[str]:
     """Refuse what can be refused before torch is loaded. -> the prompts"""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        hint = 'pip install "lantern-hpu[train]"'
+        hint = 'pip install -e ".[train]"'
         raise OptionError(f"training needs {' and '.join(missing)}", "not installed", hint)
     for name in ("samples", "steps", "batch", "unroll", "measure_every", "measured"):
         value = getattr(args, name)
@@ -66,7 +66,9 @@ def check(args: argparse.Namespace) -> list[str]:
         why = "a training run lies there"
         raise OutputError(f"{args.output} is taken", why, "--resume, or another --output")
     if args.resume and not state.exists():
-        raise OutputError(f"nothing to resume in {args.output}", f"there is no {state.name}")
+        why = f"there is no {state.name}"
+        hint = "without --resume; samples that lie there are used again"
+        raise OutputError(f"nothing to resume in {args.output}", why, hint)
     if args.output.exists() and not args.output.is_dir():
         raise OutputError(f"{args.output} is a file", "a folder was to be written there")
     return read_prompts(args.data)
@@ -87,8 +89,10 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     with closing(pipeline):
         on_host = pipeline.backend.is_host
         accelerator = Accelerator(cpu=on_host, mixed_precision=args.mixed_precision)
-        share = wiring.check(pipeline, prompts[0])
-        print(f"wiring: {share:.0%} of the target's own drafts are accepted", file=sys.stderr)
+        more = wiring.check(pipeline, prompts[0])
+        said = f"{more} steps more than the fewest" if more else "all of its drafts accepted"
+        if accelerator.is_main_process:
+            print(f"wiring: the target as its own drafter, {said}", file=sys.stderr)
         options = Options(
             args.steps,
             args.batch,

@@ -14,13 +14,12 @@ not been interrupted.
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 import math
 import pickle
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,7 +27,7 @@ from typing import Any, NoReturn
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from lantern_hpu.config import DEFAULT_RELAXATION, DEFAULT_TREE, EXACT, Request
@@ -189,22 +188,13 @@ class DrafterTraining:
 
     # -- measuring
 
-    @contextmanager
-    def averaged(self) -> Iterator[Drafter]:
-        """The drafter with its averaged weights."""
-        weights = list(self.drafter.parameters())
-        kept = [w.detach().clone() for w in weights]
-        self.put(self.average)
-        try:
-            yield self.drafter.eval()
-        finally:
-            self.put(kept)
-            self.drafter.train()
-
-    @torch.no_grad()
-    def put(self, values: list[Tensor]) -> None:
-        for weight, value in zip(self.drafter.parameters(), values, strict=True):
-            weight.copy_(value)
+    def averaged(self) -> Drafter:
+        """A drafter with the averaged weights, in the target's dtype: as it will be used."""
+        drafter = copy.deepcopy(self.drafter)
+        with torch.no_grad():
+            for weight, value in zip(drafter.parameters(), self.average, strict=True):
+                weight.copy_(value)
+        return drafter.to(self.pipeline.model.target.head.weight.dtype).eval()
 
     def measure(self, relaxed: bool = False) -> dict[str, Any]:
         """Held-out images drawn with the averaged weights: exactly, or as `lantern++` does."""
@@ -214,8 +204,8 @@ class DrafterTraining:
             Request(self.held_out[i % len(self.held_out)], options.seed + i, sampling, bounds)
             for i in range(options.measured)
         ]
-        with self.averaged() as drafter:
-            return profile(self.pipeline, requests, load_static(DEFAULT_TREE), drafter)
+        tree = load_static(DEFAULT_TREE)
+        return profile(self.pipeline, requests, tree, self.averaged())
 
     def milestone(self, bar: tqdm[Any]) -> None:
         """Measure, keep the weights if more drafts than ever were accepted, and say so."""

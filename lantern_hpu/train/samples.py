@@ -71,7 +71,10 @@ def draw(
         WeightsError: the folder holds samples of another target, of other prompts or settings.
     """
     sampling = pipeline.model.sampling
-    requests = [Request(prompts[i % len(prompts)], seed + i, sampling) for i in range(count)]
+    whole = (
+        -(-count // batch) * batch
+    )  # every file is full, so that more samples can be asked for later
+    requests = [Request(prompts[i % len(prompts)], seed + i, sampling) for i in range(whole)]
     files = {folder / f"{start:06d}.npz": start for start in range(0, count, batch)}
     stamp = key(pipeline, prompts, sampling, seed)
     # Shared out before looking what is there: all processes must see the same list.
@@ -86,19 +89,18 @@ def draw(
         write_file(file, content.getvalue())
     accelerator.wait_for_everyone()
     rows = []
-    for file, start in files.items():
+    for file in files:
         with np.load(file) as saved:
-            wanted = len(requests[start : start + batch])
-            if str(saved["key"]) != stamp or len(saved["tokens"]) < wanted:
+            if str(saved["key"]) != stamp:
                 why = "it was drawn by another target, or from other prompts or settings"
                 raise WeightsError(f"{file} cannot be used", why, "another --output")
-            rows.append(saved["tokens"][:wanted].astype(np.int64))
-    return Samples(torch.from_numpy(np.concatenate(rows)), [r.prompt for r in requests])
+            rows.append(saved["tokens"].astype(np.int64))
+    drawn = torch.from_numpy(np.concatenate(rows)[:count])
+    return Samples(drawn, [r.prompt for r in requests[:count]])
 
 
 def draw_batch(pipeline: LanternPipeline, part: list[Request], size: int) -> np.ndarray:
     """Tokens [b, N] of these requests."""
     engine, _ = pipeline.engine(part, DraftTree.root_only(), size)
     pipeline.warm_up(engine, part[0])
-    timing = dict.fromkeys(("text_s", "generate_s", "prefill_s", "steps_s", "steps"), 0.0)
-    return pipeline.draw_batch(engine, part, size, timing, None, (0, 1)).tokens[: len(part)]
+    return pipeline.draw_batch(engine, part, size).tokens[: len(part)]

@@ -11,15 +11,17 @@ cross-entropy and the distance of the features help.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lantern_hpu.config import Sampling
 from lantern_hpu.models.builtin import ImageModel
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import additive, prefix_mask, rope_table
+from lantern_hpu.plan import settings_of
+from lantern_hpu.sampling import guide, law
 
 CROSS, FEATURE = 0.3, 0.2  # weights of cross-entropy and feature distance beside 1 - overlap
 
@@ -36,8 +38,12 @@ class Lesson:
             tokens: [B, N] int64.
         """
         target, sampling = model.target, model.sampling
-        config, self.sampling = target.config, sampling
+        config = target.config
         self.guidance = sampling.cfg_scale != 1
+        self.settings = settings_of([sampling] * len(tokens), config.vocab_size)
+        for item in fields(self.settings):
+            value = getattr(self.settings, item.name).to(tokens.device)
+            setattr(self.settings, item.name, value)
         prefix, valid = model.prefix(prompts, self.guidance)  # [R, P, H], [R, P]
         rows = tokens.repeat(2, 1) if self.guidance else tokens  # [R, N]
         length = config.prefix + config.tokens - 1
@@ -47,49 +53,26 @@ class Lesson:
         with torch.no_grad():
             x = torch.cat([prefix, target.embed(rows[:, :-1])], 1)
             mask = additive(prefix_mask(seen, below), x.dtype)
-            self.hidden = target(x, rope.expand(len(x), -1, -1, -1), mask)  # [R, P + N - 1, H]
+            hidden = target(x, rope.expand(len(x), -1, -1, -1), mask)
             self.first = (
                 config.prefix - 1
             )  # the entry that holds token 0, from which the loss counts
-            logits = target.head(self.hidden[:, self.first + 1 :])
-            self.p = law(logits, sampling, self.guidance)  # [B, N - 1, V] of tokens 1 ..
+            logits = target.head(hidden[:, self.first + 1 :])
+            guided = guide(logits, self.settings, self.guidance)
+            # [B, N - 1, V], the laws of tokens 1, 2, ...
+            self.p = law(guided, self.settings, sampling.top_k, sampling.top_p < 1)
+        self.hidden = hidden.float()  # [R, P + N - 1, H]; the drafter learns in float32
         self.valid = seen[:, :-1]  # [R, T], T = P + N - 2 entries of the drafter
         self.below = below[:-1, :-1]  # [T, T]
         filler = rows.new_zeros(len(rows), config.prefix - 1)
         self.tokens = torch.cat([filler, rows[:, :-1]], 1)  # [R, T]
-        self.rope = rope[1:].expand(len(rows), -1, -1, -1)  # [R, T, 2, hd / 2]
+        self.rope = rope[1:].float().expand(len(rows), -1, -1, -1)  # [R, T, 2, hd / 2]
 
     def mask(self, drafter: Drafter) -> Tensor:
         """[R, 1, T, T] what the drafter's entries see."""
         everything = self.below.expand(len(self.valid), -1, -1)
         seen = everything if drafter.sees_pads else prefix_mask(self.valid, self.below)
         return additive(seen, self.hidden.dtype)
-
-
-def logits_of(logits: Tensor, sampling: Sampling, guidance: bool) -> Tensor:
-    """Logits [R, T, V] after guidance and temperature: [B, T, V] float32."""
-    logits = logits.float()
-    if guidance:
-        conditional, unconditional = logits.chunk(2)
-        logits = unconditional + sampling.cfg_scale * (conditional - unconditional)
-    return logits / (sampling.temperature or 1.0)
-
-
-def law(logits: Tensor, sampling: Sampling, guidance: bool) -> Tensor:
-    """The law that tokens are drawn from [B, T, V], top-k and top-p included."""
-    from lantern_hpu.sampling import beyond_top_k, beyond_top_p
-
-    ready = logits_of(logits, sampling, guidance)
-    each = torch.ones(len(ready), device=ready.device)
-    if sampling.top_p < 1:
-        ready = ready.masked_fill(
-            beyond_top_p(ready.softmax(-1), each * sampling.top_p), float("-inf")
-        )
-    if 0 < sampling.top_k < ready.shape[-1]:
-        ready = ready.masked_fill(
-            beyond_top_k(ready, (each * sampling.top_k).int(), sampling.top_k), float("-inf")
-        )
-    return ready.softmax(-1)
 
 
 class Unrolled(nn.Module):
@@ -103,7 +86,8 @@ class Unrolled(nn.Module):
         """
         super().__init__()
         self.drafter, self.depth = drafter, depth
-        self.head: Callable[[Tensor], Tensor] = head.forward  # not a submodule: its weights stay
+        # Not a submodule: its weights are not trained.
+        self.logits: Callable[[Tensor], Tensor] = lambda x: head(x.to(head.weight.dtype))
 
     def forward(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
         """The loss [], and the overlap of each pass [depth]."""
@@ -122,8 +106,9 @@ class Unrolled(nn.Module):
     def compare(self, guess: Tensor, lesson: Lesson, level: int) -> tuple[Tensor, Tensor]:
         """Loss and overlap [] of one pass; its entries rest on `level` true tokens after a true feature."""
         first = lesson.first + level
-        logits = logits_of(self.head(guess[:, first:]), lesson.sampling, lesson.guidance)
-        log_q, p = logits.log_softmax(-1), lesson.p[:, level:]
+        guided = guide(self.logits(guess[:, first:]), lesson.settings, lesson.guidance)
+        log_q = (guided / lesson.settings.temperature[:, None, None]).log_softmax(-1)
+        p = lesson.p[:, level:]
         overlap = torch.minimum(p, log_q.exp()).sum(-1).mean()
         cross = -(p * log_q).sum(-1).mean()
         goal = lesson.hidden[:, first + 1 :]

@@ -1,7 +1,8 @@
 """Is everything connected right? The target as its own drafter must have every draft accepted.
 
-Each way to get it wrong - a shift of tokens against features, positions, masks, guidance in one place only -
-shows here, before hours of training show it.
+A wrong shift of tokens, wrong positions or masks, guidance in one place only: such faults show here, before
+hours of training show them. What it cannot show is a fault in the features that a drafter reads, since the target
+needs none; `tests/test_models.py` and `tests/test_train.py` hold those to a slow twin.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.state import DecodeState
 from lantern_hpu.tree import DraftTree
 
-LEAST = 0.9  # rounding may cost a few drafts, a fault costs most
+DEPTH = 3  # of the chain
 
 
 class Echo(Drafter):
@@ -46,10 +47,10 @@ class Echo(Drafter):
         cache: KVCache | None = None,
         slots: Tensor | None = None,
     ) -> Tensor:
-        """See `Drafter`. The condition's entries are left alone: the target knows the condition."""
+        """See `Drafter`. The condition's entries, 0 .. P - 2, are left alone: the target knows the condition."""
         assert self.state is not None and slots is not None
         prefix = self.config.prefix
-        if tokens.shape[1] == prefix - 1:
+        if prefix > 1 and int(slots[0]) == 0:
             return features
         seen = additive(self.state.valid[:, None, :prefix], mask.dtype)  # [R, 1, 1, P]
         seen = seen.expand(-1, -1, mask.shape[2], -1)
@@ -60,14 +61,12 @@ class Echo(Drafter):
 
 
 @torch.no_grad()
-def agreement(pipeline: LanternPipeline, prompt: str, seed: int = 0) -> float:
-    """The fewest steps there can be, by the steps it takes when the target drafts a chain for itself.
+def wasted(pipeline: LanternPipeline, prompt: str, seed: int = 0) -> int:
+    """Steps beyond the fewest there can be, when the target drafts a chain for itself.
 
-    It is 1, unless rounding makes a draft fail.
+    There are none, unless rounding makes a draft fail.
     """
-    config = pipeline.model.target.config
-    depth = 3 if config.prefix != 5 else 4  # the catch-up must not look like the condition
-    chain = DraftTree.from_paths("chain", [[0] * length for length in range(1, depth + 1)])
+    chain = DraftTree.from_paths("chain", [[0] * length for length in range(1, DEPTH + 1)])
     requests = [Request(prompt, seed, pipeline.model.sampling)]
     echo = Echo(pipeline.model.target)
     plan = pipeline.plan(requests, chain, 1)
@@ -77,18 +76,19 @@ def agreement(pipeline: LanternPipeline, prompt: str, seed: int = 0) -> float:
     rows = pipeline.model.prefix([prompt], plan.shapes.guidance)
     for _ in engine.run(*rows, requests):
         pass
-    fewest = math.ceil((config.tokens - 1) / (depth + 1))
-    return fewest / engine.result().steps[0]
+    fewest = math.ceil((pipeline.model.target.config.tokens - 1) / (DEPTH + 1))
+    return engine.result().steps[0] - fewest
 
 
-def check(pipeline: LanternPipeline, prompt: str) -> float:
-    """The agreement, if it is what it must be.
+def check(pipeline: LanternPipeline, prompt: str) -> int:
+    """How many steps were wasted, if there were few.
 
     Raises:
         WeightsError: the target does not agree with itself.
     """
-    share = agreement(pipeline, prompt)
-    if share < LEAST:
-        why = f"drafting for itself it needs {1 / share:.1f} times the steps that it should"
+    more = wasted(pipeline, prompt)
+    allowed = max(1, pipeline.model.target.config.tokens // 100)
+    if more > allowed:
+        why = f"drafting for itself it needs {more} steps more than it should"
         raise WeightsError("the target and the decoder do not fit", why, "check the model folder")
-    return share
+    return more

@@ -20,7 +20,7 @@ Path = tuple[int, ...]
 
 DRAWS = 10  # children that a drafter draws at a node, at most
 DYNAMIC = "dynamic"
-MOST_CHILDREN, MOST_EXPANSIONS = 64, 16  # of a dynamic tree
+MOST_CHILDREN, MOST_EXPANSIONS, MOST_CANDIDATES = 64, 16, 4200  # of a dynamic tree
 
 # Child counts of the nodes, level by level, in the order of their parents; a tree is fully described by
 # them, since a node's children have the ranks 0 .. c-1. Trailing leaves are left out of each level.
@@ -206,6 +206,9 @@ class DynamicTree:
     def __post_init__(self) -> None:
         if not (1 <= self.top_k <= MOST_CHILDREN and 0 <= self.expansions <= MOST_EXPANSIONS):
             why = f"top-k is 1 to {MOST_CHILDREN}, the depth 0 to {MOST_EXPANSIONS}"
+            raise TreeError(f"no tree {self.name!r} can be grown", why)
+        if self.candidates > MOST_CANDIDATES:
+            why = f"{self.candidates} candidates would be compared with each other; {MOST_CANDIDATES} at most"
             raise TreeError(f"no tree {self.name!r} can be grown", why)
         if not 1 <= self.drafts <= self.candidates:
             why = f"there are {self.candidates} candidates to keep 1 or more of"
