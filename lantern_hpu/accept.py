@@ -10,8 +10,8 @@ Relaxed by neighbours (LANTERN, arXiv 2410.03355; LANTERN++, arXiv 2502.06352): 
 codes. Going through its neighbours from the nearest, their mass is added to p(x) as long as the sum stays
 within a bound: delta (additive) or (lambda - 1) p(x) (multiplicative).
 
-Relaxed by depth (annealed, Cool-SD): x is accepted with probability min(1, w p(x) / q(x)), where w falls with
-depth; the residual is [p - min(q, w p)]+. It is exact as long as w is at most 1.
+Relaxed by depth (annealed; Cool-SD, arXiv 2601.09212): x is accepted with probability min(1, w p(x) / q(x)), where
+w falls with depth; the residual is [p - min(q, w p)]+. It is exact as long as w is at most 1.
 
 `reference.py` is the same in plain Python.
 """
