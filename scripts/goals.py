@@ -6,9 +6,9 @@ prints them with the goals they are held to, and writes `goals.json` and the con
 (colours never seen on their thing) and `examples.png`.
 
 The Frechet distance is that of two Gaussians fitted to features of samples and of held-out pictures. There is no
-network here that knows emoji, so the features are the tokenizer's code vectors averaged over each quarter of each
-quarter of the picture (16 cells of 8 numbers): it sees colours, shapes and places, and not what they mean. For
-scale, the distance of training pictures to the same held-out ones is given too.
+network here that knows emoji, so the features are the tokenizer's code vectors averaged over each quarter of the
+picture (4 cells of 8 numbers): it sees colours, rough shapes and places, and not what they mean. For scale, the
+distance of as many training pictures to the same held-out ones is given too.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ BATCH = 16
 
 
 def features(vq: VQModel, codes: Tensor) -> np.ndarray:
-    """[n, 256] codes -> [n, 128]: code vectors averaged over 4 x 4 cells."""
+    """[n, 256] codes -> [n, 32]: code vectors averaged over 2 x 2 cells."""
     table = vq.quantize.look_up(torch.arange(vq.config.codebook_size))
-    grid = table[codes].view(-1, 4, 4, 4, 4, table.shape[1])  # [n, row, r, column, c, dim]
+    grid = table[codes].view(-1, 2, 8, 2, 8, table.shape[1])  # [n, row, r, column, c, dim]
     return grid.mean((2, 4)).flatten(1).double().numpy()
 
 
@@ -88,6 +88,9 @@ def main() -> None:
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--output", type=Path, default=Path("out/goals"))
     parser.add_argument("--count", type=int, default=200, help="training captions to draw")
+    parser.add_argument(
+        "--likeness", type=int, default=200, help="images for each Frechet distance"
+    )
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -120,8 +123,10 @@ def main() -> None:
     codes = draw(pipeline, examples, "ar")[0]
     sheet(vq, codes, examples, arguments.output / "examples.png", columns=8)
     held = features(vq, data.codes[data.pairs])
-    same = [str(data.captions[i]) for i in data.pairs[:: max(1, len(data.pairs) // 200)]][:200]
-    note("frechet_training_pictures", frechet(features(vq, data.codes[data.train]), held))
+    count = arguments.likeness
+    same = [str(data.captions[i]) for i in data.pairs[:: max(1, len(data.pairs) // count)]][:count]
+    known = data.codes[data.train[:: len(data.train) // count][:count]]
+    note("frechet_training_pictures", frechet(features(vq, known), held))
     for method in ("ar", "eagle", "lantern++"):
         codes, rate = draw(pipeline, same, method)
         note(f"frechet_{method}", frechet(features(vq, codes), held))
