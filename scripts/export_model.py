@@ -48,8 +48,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("lantern_hpu/assets/builtin"))
     parser.add_argument("--drafter", type=Path, help="a folder of lantern_hpu.train")
     parser.add_argument("--name", default="builtin")
-    parser.add_argument("--cfg-scale", type=float, default=2.5)
-    parser.add_argument("--temperature", type=float, default=0.8)
+    parser.add_argument("--cfg-scale", type=float, default=1.5)
+    parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument(
