@@ -51,6 +51,20 @@ class Verdict:
     relaxed: Tensor
 
 
+@dataclass
+class Lenders:
+    """The nearest codes of each of n tokens, and what they lend it."""
+
+    near: Tensor  # [B, n, K] int32, nearest first
+    sums: Tensor  # [B, n, K] float32, their mass up to each
+    inside: Tensor  # [B, n, K] bool, which of them lend
+
+    @property
+    def lent(self) -> Tensor:
+        """[B, n] float32, the largest sum within the bound."""
+        return (self.sums * self.inside).amax(-1)
+
+
 class Acceptance(Constants):
     """The acceptance rules for trees of one kind."""
 
@@ -85,17 +99,13 @@ class Acceptance(Constants):
 
     # -- one draft
 
-    def lenders(
-        self, p: Tensor, token: Tensor, own: Tensor, bounds: Bounds
-    ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """The nearest codes of each token, their summed mass, and which of them lend it.
+    def lenders(self, p: Tensor, token: Tensor, own: Tensor, bounds: Bounds) -> Lenders | None:
+        """Who lends to each token, within the bound; None without a table.
 
         Args:
             p: [B, V] law, or [B, n, V] with one law per token.
             token: [B, n].
             own: [B, n], p(token).
-
-        Returns [B, n, K] int32, float32 and bool; None without a table.
         """
         if self.neighbours is None or self.nearness is None:
             return None
@@ -104,35 +114,24 @@ class Acceptance(Constants):
         sums = gather(source, -1, near).cumsum(-1)
         bound = bounds.delta[:, None] + bounds.factor[:, None] * own
         inside = (sums <= bound[..., None]) & (self.nearness < bounds.k[:, None, None])
-        return near, sums, inside
+        return Lenders(near, sums, inside)
 
-    def lent(self, p: Tensor, token: Tensor, own: Tensor, bounds: Bounds) -> Tensor:
-        """Mass that the neighbours of each token lend it: [B, n] float32, see `lenders`.
+    def raised(self, own: Tensor, weight: Tensor, lenders: Lenders | None) -> Tensor:
+        """Mass that tokens are accepted with; own: [B, n] p(token), weight: [B, n] of their depth."""
+        mass = own * weight if self.annealed else own
+        return mass if lenders is None else mass + lenders.lent
 
-        It is the largest prefix sum within the bound; 0 without relaxation.
-        """
-        found = self.lenders(p, token, own, bounds)
-        return torch.zeros_like(own) if found is None else (found[1] * found[2]).amax(-1)
+    def kept(self, p: Tensor, lenders: Lenders | None, bounds: Bounds) -> Tensor:
+        """Which entries of a law stay when its token, one an image, is refused: [B, V] bool.
 
-    def raised(
-        self, p: Tensor, token: Tensor, own: Tensor, bounds: Bounds, weight: Tensor
-    ) -> Tensor:
-        """Mass that token [B, n] is accepted with; own: [B, n] p(token), weight: [B, n] of its depth."""
-        lent = self.lent(p, token, own, bounds)
-        return (own * weight if self.annealed else own) + lent
-
-    def kept(self, p: Tensor, token: Tensor, own: Tensor, bounds: Bounds, sound: bool) -> Tensor:
-        """Which entries of a law stay when token [B, 1] is refused: [B, V] bool.
-
-        "sound" strikes the neighbours that lent mass; otherwise the first k + 1, if the nearest lent any.
+        "sound" strikes the neighbours that lent mass; "official" the first k + 1, if the nearest lent any.
         Where the bound itself is zero nothing is struck, so that it is exact under this residual too.
         """
         kept = torch.ones_like(p, dtype=torch.bool)
-        found = self.lenders(p, token, own, bounds)
-        if found is None or self.nearness is None:
+        if lenders is None or self.nearness is None:
             return kept
-        near, _, inside = (part[:, 0] for part in found)  # [B, K]
-        if not sound:
+        near, inside = lenders.near[:, 0], lenders.inside[:, 0]  # [B, K]
+        if self.residual == "official":
             active = (bounds.k > 0) & (bounds.delta + bounds.factor > 0)
             inside = (self.nearness <= bounds.k[:, None]) & inside[:, :1] & active[:, None]
         return kept.scatter(1, near.long(), ~inside)
@@ -143,8 +142,9 @@ class Acceptance(Constants):
         q: Tensor | None,
         token: Tensor,
         own: Tensor,
-        bounds: Bounds,
         weight: Tensor,
+        lenders: Lenders | None,
+        bounds: Bounds,
         whole: Tensor,
     ) -> Tensor:
         """The law [B, V] once token [B, 1] was refused.
@@ -152,18 +152,16 @@ class Acceptance(Constants):
         Where nothing is left, by rounding or because the official residual strikes it all, it is `whole`, the
         law at the node before any refusal.
         """
-        sound = self.residual == "sound"
         if q is None:
             left = p.scatter(1, token.long(), 0.0)
-            if self.neighbours is not None:
-                left = left * self.kept(p, token, own, bounds, sound)
+            if lenders is not None:
+                left = left * self.kept(p, lenders, bounds)
             if self.annealed:
-                kept = own * (1 - weight).clamp(min=0)
-                left = left.scatter(1, token.long(), kept)
+                left = left.scatter(1, token.long(), own * (1 - weight).clamp(min=0))
         else:
             taken = q
-            if self.neighbours is not None and not sound:
-                taken = q * self.kept(p, token, own, bounds, sound)
+            if lenders is not None and self.residual == "official":
+                taken = q * self.kept(p, lenders, bounds)
             left = (p - taken).clamp(min=0)
             if self.annealed:
                 left = torch.maximum(left, p * (1 - weight).clamp(min=0))
@@ -200,9 +198,10 @@ class Acceptance(Constants):
                 drawn = gather(q, 1, token)
                 bar, tried = bar * drawn, tried & (drawn[:, 0] > 0)
             # Strictly below: a token of probability 0 is never accepted, whatever u.
-            passed = tried & (bar < self.raised(p, token, own, bounds, weight))[:, 0]
+            lenders = self.lenders(p, token, own, bounds)
+            passed = tried & (bar < self.raised(own, weight, lenders))[:, 0]
             relaxed = relaxed | (passed & ~(bar < own)[:, 0])
-            rest = self.rest(p, q, token, own, bounds, weight, whole)
+            rest = self.rest(p, q, token, own, weight, lenders, bounds, whole)
             p = torch.where((tried & ~passed)[:, None], rest, p)
             if q is not None:
                 q = without(q, token)
@@ -259,7 +258,8 @@ class Acceptance(Constants):
         raised = own
         if self.neighbours is not None or self.annealed:
             weight = gather(bounds.weight, 1, tables.depth[:, 1:] - 1)
-            raised = self.raised(at(p, row), drafts, own, bounds, weight)
+            lenders = self.lenders(at(p, row), drafts, own, bounds)
+            raised = self.raised(own, weight, lenders)
         helped = (raised > top) | ((raised == top) & (drafts < best))
         failed = ~(wins | helped)  # [B, M - 1]
         reached = ~(failed[:, None] & tables.ancestors[:, :, 1:]).any(-1)  # [B, M]

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import prepare
-from lantern_hpu.config import GROWING, METHODS, Request, choose_method
+from lantern_hpu.config import GROWING, METHODS, Request, in_turn
 from lantern_hpu.errors import OptionError, choices, exit_code
 from lantern_hpu.tree import DynamicTree, Tree, load_tree
 
@@ -69,11 +69,20 @@ def split(text: str, name: str) -> list[str]:
     return parts
 
 
-def tree_for(method: str, tree: str | None) -> str | None:
-    """The tree that was asked for, where the method drafts trees of its kind."""
-    if method == "ar" or tree is None:
-        return None
-    return tree if isinstance(load_tree(tree), DynamicTree) == (method in GROWING) else None
+def trees_for(methods: Sequence[str], tree: str | None) -> dict[str, str | None]:
+    """The tree that was asked for, for each method that drafts trees of its kind.
+
+    Raises:
+        OptionError: it is for none of them.
+        TreeError: see `load_tree`.
+    """
+    if tree is None:
+        return dict.fromkeys(methods)
+    grows = isinstance(load_tree(tree), DynamicTree)
+    fits = [method != "ar" and (method in GROWING) == grows for method in methods]
+    if not any(fits):
+        raise OptionError(f"--tree {tree} fits none of {', '.join(methods)}")
+    return {m: tree if fit else None for m, fit in zip(methods, fits, strict=True)}
 
 
 def sizes_of(text: str) -> list[int]:
@@ -115,12 +124,7 @@ def split_step(
     pipeline: LanternPipeline, requests: Sequence[Request], tree: Tree
 ) -> dict[str, float]:
     """Milliseconds of each part of an eager step; `tables`, of dynamic trees, is not part of `draft`."""
-    from lantern_hpu.engine import Engine
-
-    plan = pipeline.plan(requests, tree, len(requests))
-    near = pipeline.nearest(plan.neighbours)
-    model = pipeline.model
-    engine = Engine(model.target, model.drafter, plan, pipeline.backend, "eager", near)
+    engine = pipeline.make_engine(pipeline.plan(requests, tree, len(requests)), "eager")
     pipeline.warm_up(engine, requests[0])
     watch, step = Stopwatch(pipeline.backend), engine.step.function
     for part in ("draft", "verify", "accept", "commit"):
@@ -138,12 +142,9 @@ def measure(
     """One row of the table: `images` images (rounded up to whole batches) of one method."""
     from lantern_hpu.results import tokens_per_step
 
-    _, chosen, relaxation = pipeline.choose(method, tree_for(method, tree))
+    _, chosen, relaxation = pipeline.choose(method, tree)
     count = -(-images // batch) * batch
-    requests = [
-        Request(PROMPTS[i % len(PROMPTS)], seed + i, pipeline.model.sampling, relaxation)
-        for i in range(count)
-    ]
+    requests = in_turn(PROMPTS, range(count), seed, pipeline.model.sampling, relaxation)
     began = time.perf_counter()
     # Warm-up: capture, and a whole batch of replays
     pipeline.draw(requests[:batch], chosen, method, batch)
@@ -234,9 +235,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     for method in methods:
         if method not in METHODS:
             raise OptionError(f"unknown method {method!r}", hint=choices(METHODS))
-        choose_method(method, tree_for(method, args.tree))
-    if args.tree and not any(tree_for(method, args.tree) for method in methods):
-        raise OptionError(f"--tree {args.tree} fits none of {', '.join(methods)}")
+    trees = trees_for(methods, args.tree)
     for parts in (methods, modes, list(map(str, sizes))):
         if len(set(parts)) < len(parts) or ("auto" in parts and len(parts) > 1):
             why = "each row is measured once, and `auto` is one of the modes"
@@ -260,25 +259,31 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
             for size in sizes:
                 for method in methods:
                     bar.set_description(f"{method}, {mode}, batch {size}")
-                    rows.append(measure(pipeline, method, args.tree, size, args.images, args.seed))
+                    rows.append(
+                        measure(pipeline, method, trees[method], size, args.images, args.seed)
+                    )
                     bar.update()
-            environment = pipeline.environment()
+            head = heading("lantern_hpu.bench", pipeline, argv)
     bar.close()
     add_ratios(rows)
+    return head | {"rows": rows}
+
+
+def heading(module: str, pipeline: LanternPipeline, argv: Sequence[str]) -> dict[str, Any]:
+    """What every file of measurements says about how it came about."""
     return {
-        "kind": "lantern_hpu.bench",
+        "kind": module,
         "date": datetime.date.today().isoformat(),
-        "command": "python -m lantern_hpu.bench " + " ".join(argv),
+        "command": f"python -m {module} " + " ".join(argv),
         "model": pipeline.model.name,
         "dtype": str(pipeline.model.target.head.weight.dtype).removeprefix("torch."),
-        "environment": environment,
-        "rows": rows,
+        "environment": pipeline.environment(),
     }
 
 
-def show(result: dict[str, Any], args: argparse.Namespace) -> None:
-    """Print the table, and write the whole result if asked."""
-    print(table(result["rows"]), split_table(result["rows"]), sep="\n\n")
+def show(result: dict[str, Any], text: str, args: argparse.Namespace) -> None:
+    """Print the tables, and write the whole result if asked."""
+    print(text)
     if args.output:
         from lantern_hpu.results import write_file
 
@@ -286,11 +291,21 @@ def show(result: dict[str, Any], args: argparse.Namespace) -> None:
         print(f"wrote {args.output}")
 
 
+def tables(rows: Sequence[dict[str, Any]]) -> str:
+    """Both tables."""
+    return f"{table(rows)}\n\n{split_table(rows)}"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The `bench` command; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     args = make_parser().parse_args(given)
-    return exit_code(lambda: show(run(args, given), args))
+
+    def command() -> None:
+        result = run(args, given)
+        show(result, tables(result["rows"]), args)
+
+    return exit_code(command)
 
 
 if __name__ == "__main__":

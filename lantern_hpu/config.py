@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
@@ -222,6 +223,17 @@ class Request:
                 "the prompt is empty", "there is nothing to draw", '--prompt "a red apple"'
             )
         require(0 <= self.seed <= MAX_SEED, "--seed", self.seed, f"0 to {MAX_SEED}")
+
+
+def in_turn(
+    prompts: Sequence[str],
+    index: Iterable[int],
+    seed: int,
+    sampling: Sampling,
+    relaxation: Relaxation = EXACT,
+) -> list[Request]:
+    """Request i takes the next prompt, around and around, and seed `seed` + i."""
+    return [Request(prompts[i % len(prompts)], seed + i, sampling, relaxation) for i in index]
 
 
 def choose_method(

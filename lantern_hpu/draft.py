@@ -32,7 +32,7 @@ class Drafts:
 
 
 class Drafting(Constants):
-    """What both kinds of trees need of the drafter."""
+    """What both kinds of trees need of the drafter; each kind's `forward` makes `Drafts`."""
 
     def __init__(self, target: Target, drafter: Drafter, plan: Plan, slots: Slots) -> None:
         super().__init__()
@@ -66,13 +66,6 @@ class Drafting(Constants):
         where = self.slots.flat(start, self.width)
         guess = self.run(state.pending_tokens, state.pending_features, slot, sees, where, state)
         return at(guess, (pending - 1)[:, None])
-
-    def forward(self, length: Tensor, uniform: Tensor, state: DecodeState) -> Drafts:
-        """
-        Args:
-            length: [R] committed slots. uniform: [B, draws] as the tree needs them.
-        """
-        raise NotImplementedError
 
 
 class Level(Constants):
@@ -185,6 +178,10 @@ class DynamicDrafting(Drafting):
         )  # [E, k, E * k], node itself in the cache
 
     def forward(self, length: Tensor, uniform: Tensor, state: DecodeState) -> Drafts:
+        """
+        Args:
+            length: [R] committed slots. uniform: [B, 0], as nothing is drawn.
+        """
         k, guess = self.tree.top_k, self.catch_up(length, state)  # [R, 1, H]
         laws = self.sampler(guess, state)  # [B, 1, V]
         new, score = widen(laws, torch.zeros_like(laws[..., 0]), k)  # [B, k]
@@ -227,7 +224,10 @@ class DynamicDrafting(Drafting):
         return self.run(tokens, features, slot, seen, where, state)
 
 
-def make_drafting(target: Target, drafter: Drafter, plan: Plan, slots: Slots) -> Drafting:
+def make_drafting(
+    target: Target, drafter: Drafter, plan: Plan, slots: Slots
+) -> StaticDrafting | DynamicDrafting:
     """The drafting of the plan's kind of tree."""
-    kind = DynamicDrafting if isinstance(plan.shapes.tree, DynamicTree) else StaticDrafting
-    return kind(target, drafter, plan, slots)
+    if isinstance(plan.shapes.tree, DynamicTree):
+        return DynamicDrafting(target, drafter, plan, slots)
+    return StaticDrafting(target, drafter, plan, slots)

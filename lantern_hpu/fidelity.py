@@ -20,8 +20,6 @@ The measured token is the first of a step. Tokens a step and milliseconds an ima
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import math
 import statistics
 import sys
@@ -32,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import prepare
-from lantern_hpu.bench import PROMPTS, split
+from lantern_hpu.bench import PROMPTS, heading, show, split
 from lantern_hpu.config import (
     EXACT,
     GROWING,
@@ -42,6 +40,7 @@ from lantern_hpu.config import (
     Relaxation,
     Request,
     choose_method,
+    in_turn,
     require,
 )
 from lantern_hpu.errors import OptionError, choices, exit_code
@@ -148,11 +147,12 @@ def expected(
         own = gather(p, 1, token)
         drawn = gather(q, 1, token) if q is not None else own * 0 + 1
         tried = exists[:, child : child + 1] & (drawn > 0)
-        mass = acceptance.raised(p, token, own, bounds, weight)
+        lenders = acceptance.lenders(p, token, own, bounds)
+        mass = acceptance.raised(own, weight, lenders)
         chance = (mass / drawn).clamp(max=1).where(tried, 0.0)
         law = law.scatter_add(1, token.long(), left * chance)
         left = left * (1 - chance)
-        p = acceptance.rest(p, q, token, own, bounds, weight, whole).where(tried, p)
+        p = acceptance.rest(p, q, token, own, weight, lenders, bounds, whole).where(tried, p)
         if q is not None:
             q = without(q, token)
     return law + left * p
@@ -207,10 +207,7 @@ def all_places(pipeline: LanternPipeline, method: str, args: Any, bar: tqdm[Any]
     found = []
     for start in range(0, args.images, BATCH):
         index = range(start, min(args.images, start + BATCH))
-        requests = [
-            Request(PROMPTS[i % len(PROMPTS)], args.seed + i, pipeline.model.sampling)
-            for i in index
-        ]
+        requests = in_turn(PROMPTS, index, args.seed, pipeline.model.sampling)
         # Neighbours in the list lie far apart in the image, so that a batch has both ends of it.
         shares = [(i * 0.618 + 0.5 / args.images) % 1 for i in index]
         found.append(find_places(pipeline, method, requests, shares))
@@ -267,10 +264,7 @@ def drawn(pipeline: LanternPipeline, row: Row, images: int, seed: int) -> dict[s
 
     tree, _ = choose_method(row.method)
     sampling = pipeline.model.sampling
-    requests = [
-        Request(PROMPTS[i % len(PROMPTS)], seed + i, sampling, row.relaxation)
-        for i in range(images)
-    ]
+    requests = in_turn(PROMPTS, range(images), seed, sampling, row.relaxation)
     pipeline.draw(requests[:1], tree, row.method, 1)
     result = pipeline.draw(requests, tree, row.method, 1)
     spent = result.timing["generate_s"] + result.timing["text_s"] + result.timing["decode_s"]
@@ -324,19 +318,9 @@ def measure(args: argparse.Namespace, rows: list[Row], argv: Sequence[str]) -> d
                     **figures,
                 }
             )
-        environment = pipeline.environment()
-    return {
-        "kind": "lantern_hpu.fidelity",
-        "date": datetime.date.today().isoformat(),
-        "command": "python -m lantern_hpu.fidelity " + " ".join(argv),
-        "model": pipeline.model.name,
-        "dtype": str(pipeline.model.target.head.weight.dtype).removeprefix("torch."),
-        "images": args.images,
-        "draws": args.draws,
-        "timed": args.timed,
-        "environment": environment,
-        "rows": found,
-    }
+        head = heading("lantern_hpu.fidelity", pipeline, argv)
+    sizes = {name: getattr(args, name) for name in ("images", "draws", "timed")}
+    return head | sizes | {"rows": found}
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -367,21 +351,17 @@ def distance(row: dict[str, Any]) -> str:
     return f"0 (measured {figure})" if row["relaxation"] == asdict(EXACT) else figure
 
 
-def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
+def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Check the options, measure, print and write."""
     rows = [Row.parse(text) for text in split(args.rows, "--rows")]
     for name in ("images", "draws", "timed"):
         require(getattr(args, name) >= 1, f"--{name}", getattr(args, name), "1 or more")
-    from lantern_hpu.results import check_free, write_file
+    from lantern_hpu.results import check_free
 
     if args.output:
         check_free([args.output], args.force)
     result = measure(args, rows, argv)
-    print(table(result["rows"]))
-    if args.output:
-        write_file(args.output, json.dumps(result, indent=2).encode(), args.force)
-        print(f"wrote {args.output}")
-    return result
+    show(result, table(result["rows"]), args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -25,6 +25,7 @@ from lantern_hpu.engine import Decoded, Engine, Progress
 from lantern_hpu.errors import OptionError
 from lantern_hpu.graphs import check_mode
 from lantern_hpu.models.builtin import ImageModel, load_model, use_drafter
+from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.plan import Plan
 from lantern_hpu.results import GenerationResult, ImageRecord
 from lantern_hpu.state import Shapes
@@ -313,15 +314,14 @@ class LanternPipeline:
         size = batch_size or math.ceil(len(requests) / math.ceil(len(requests) / largest))
         plan = self.plan(requests, tree, size)
         if plan not in self.engines:
-            self.engines[plan] = Engine(
-                self.model.target,
-                self.model.drafter,
-                plan,
-                self.backend,
-                self.graphs,
-                self.nearest(plan.neighbours),
-            )
+            self.engines[plan] = self.make_engine(plan, self.graphs)
         return self.engines[plan], size
+
+    def make_engine(self, plan: Plan, graphs: str, drafter: Drafter | None = None) -> Engine:
+        """An engine of its own, for looking into; `drafter` in place of the model's."""
+        model, near = self.model, self.nearest(plan.neighbours)
+        draft = model.drafter if drafter is None else drafter
+        return Engine(model.target, draft, plan, self.backend, graphs, near)
 
     def plan(self, requests: Sequence[Request], tree: Tree, size: int) -> Plan:
         """What the requests need from a step; whatever none of them uses is left out."""

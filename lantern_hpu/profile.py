@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.config import Request
-from lantern_hpu.engine import Engine
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.step import Step
@@ -31,10 +30,8 @@ def profile(
     Returns `tokens_per_step`; `tried` [D], walks that reached a node with children at each depth; `accepted`
     [D][C], how often the child of each rank was accepted there; `by_depth` [D], the share accepted.
     """
-    model, plan = pipeline.model, pipeline.plan(requests, tree, len(requests))
-    near = pipeline.nearest(plan.neighbours)
-    draft = drafter or model.drafter
-    engine = Engine(model.target, draft, plan, pipeline.backend, "eager", near)
+    plan = pipeline.plan(requests, tree, len(requests))
+    engine = pipeline.make_engine(plan, "eager", drafter)
     pipeline.warm_up(engine, requests[0])
     step = engine.step.function
     assert isinstance(step, Step)
@@ -47,16 +44,13 @@ def profile(
         return result
 
     setattr(step, "accept", noted)  # noqa: B010 - a method, for this engine alone
-    rows = model.prefix([r.prompt for r in requests], plan.shapes.guidance)
-    for _ in engine.run(*rows, requests):
-        pass
+    decoded = pipeline.draw_batch(engine, requests, len(requests))
     tried = [0] * tree.depth
     accepted = [[0] * tree.max_children for _ in range(tree.depth)]
     for nodes, running in stops:
         for node in nodes[running].tolist():
             count(tree, node, tried, accepted)
-    decoded = engine.result()
-    gained = len(requests) * (model.target.config.tokens - 1)
+    gained = len(requests) * (step.tokens - 1)
     return {
         "tree": tree.name,
         "tokens_per_step": gained / sum(decoded.steps),

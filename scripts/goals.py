@@ -14,6 +14,7 @@ distance of as many training pictures to the same held-out ones is given too.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import subprocess
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from encode_icons import load_tokenizer
 from icons import write_atomic
-from measure_target import EXAMPLES, one_each, recall, sheet
+from PIL import Image, ImageDraw
 from torch import Tensor
 from tqdm import tqdm
 from train_target import Captions
@@ -37,7 +38,62 @@ from lantern_hpu.config import Request
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.results import tokens_per_step
 
-BATCH = 16
+EXAMPLES = [
+    "a red apple",
+    "a blue bird on a yellow background",
+    "a smiling cat face",
+    "a rocket",
+    "a green rocket",
+    "a sun",
+    "a fish",
+    "a pizza",
+    "an evergreen tree",
+    "a small purple car on an orange background",
+]
+CELL, TEXT = 128, 24  # pixels of a picture on a sheet and of the words under it
+BATCH = 16  # images drawn together
+
+
+def sheet(vq: VQModel, codes: Tensor, captions: list[str], path: Path, columns: int = 10) -> None:
+    """Pictures with their captions, as a PNG."""
+    rows = -(-len(codes) // columns)
+    page = Image.new("RGB", (columns * CELL, rows * (CELL + TEXT)), "white")
+    pen = ImageDraw.Draw(page)
+    pixels = torch.cat([vq.decode_codes(part) for part in codes.split(16)])  # [n, 3, 64, 64]
+    images = ((pixels + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+    for index, (image, caption) in enumerate(zip(images, captions, strict=True)):
+        x, y = index % columns * CELL, index // columns * (CELL + TEXT)
+        page.paste(Image.fromarray(image).resize((CELL - 2, CELL - 2)), (x, y))
+        pen.text(
+            (x, y + CELL - 2), caption[:22] + "\n" + caption[22:44], fill="black", font_size=10
+        )
+    content = io.BytesIO()
+    page.save(content, "PNG")
+    write_atomic(path, content.getvalue())
+
+
+def nearest(vq: VQModel, drawn: Tensor, known: Tensor, count: int = 5) -> Tensor:
+    """Which of the known pictures [m, N] are nearest to each drawn one [n, N]: [n, count] int64."""
+    table = vq.quantize.look_up(torch.arange(vq.config.codebook_size))  # [V, code_dim], on a sphere
+    wanted = table[drawn].flatten(1)  # [n, N code_dim]
+    likeness = [wanted @ table[part].flatten(1).T for part in known.split(1024)]
+    return torch.cat(likeness, 1).topk(count).indices
+
+
+def recall(vq: VQModel, data: Captions, index: Tensor, drawn: Tensor) -> tuple[float, float]:
+    """Share of drawn pictures with their own icon, and their own caption, among the nearest."""
+    found = data.train[nearest(vq, drawn, data.codes[data.train])].numpy()  # [n, 5]
+    own = index.numpy()[:, None]
+    icon = (data.concept[found] == data.concept[own]).any(1).mean()
+    caption = (data.captions[found] == data.captions[own]).any(1).mean()
+    return float(icon), float(caption)
+
+
+def one_each(data: Captions, index: Tensor, count: int) -> Tensor:
+    """Some of these pictures, each of another concept."""
+    order = index[torch.randperm(len(index), generator=torch.Generator().manual_seed(0))]
+    _, first = np.unique(data.concept[order.numpy()], return_index=True)
+    return order[torch.from_numpy(np.sort(first))][:count]
 
 
 def features(vq: VQModel, codes: Tensor) -> np.ndarray:

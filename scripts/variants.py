@@ -46,6 +46,9 @@ PLACES = {
     "at the bottom": (0, 3),
 }
 
+# Pairs of the README's examples, which training may see whatever their hash says.
+SHOWN = {"blue bird"}
+
 # Other names for the same picture, so that a prompt need not know the official one.
 SYNONYMS = {
     "grinning cat": ["smiling cat face", "smiling cat", "happy cat"],
@@ -249,12 +252,12 @@ class Variants:
         self.say_style = len(set(icons.styles)) > 1
 
     def of(self, icon: int) -> Iterator[Variant]:
-        """The variants of one icon: a third recoloured where it can be, a third on colours."""
+        """The variants of one icon: half recoloured where it can be, half on colours."""
         name, style = self.icons.names[icon], self.icons.styles[icon]
         rng = random.Random(f"{self.seed}/{style}/{name}")
         body = body_of(self.icons.images[icon])
         for index in range(self.per_icon):
-            colour = rng.choice(self.other_colours(name, body)) if index % 3 == 2 else None
+            colour = rng.choice(self.other_colours(name, body)) if index % 2 else None
             yield self.one(icon, body, colour, rng)
 
     def other_colours(self, name: str, body: Body | None) -> list[str | None]:
@@ -275,7 +278,8 @@ class Variants:
         if body is not None and colour is not None:
             render = recolour(render, body, colour)
             thing = f"{colour} {_COLOUR_WORD.sub('', thing)}"
-            pair = held_out(f"{colour} {_COLOUR_WORD.sub('', name)}", 100)
+            said_so = f"{colour} {_COLOUR_WORD.sub('', name)}"
+            pair = said_so not in SHOWN and held_out(said_so, 100)
         elif body is not None and body.colour:
             colour = body.colour
             if rng.random() < 0.3 and not _COLOUR_WORD.search(thing):
@@ -285,17 +289,17 @@ class Variants:
             said += f", {PACKS[style].word} style"
         side, dx, dy = round(SIZE * PACKS[style].scale), 0, 0
         kind = rng.random()
-        if kind < 0.1:
+        if kind < 0.12:
             side //= 2
             place = rng.choice([*PLACES, None])
             said = f"small {said}" if place is None else f"small {said} {place}"
             dx, dy = (0, 0) if place is None else PLACES[place]
-        elif kind < 0.3:
-            dx, dy = rng.randint(-1, 1), rng.randint(-1, 1)
         elif kind < 0.4:
+            dx, dy = rng.randint(-1, 1), rng.randint(-1, 1)
+        elif kind < 0.5:
             said = f"large {said}"
         ground = WHITE
-        if rng.random() < 0.35:
+        if rng.random() < 0.5:
             background = rng.choice([c for c in COLOURS if c != colour])
             ground = COLOURS[background]
             said += f" on {'an' if background == 'orange' else 'a'} {background} background"

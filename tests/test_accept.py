@@ -166,7 +166,9 @@ def test_accepted_mass_is_at_most_lambda_times_the_own_mass(lam: float) -> None:
     p = torch.stack([case.p[:, 0] for case in CASES]).flatten(0, 1)
     token = torch.arange(V).expand(len(p), -1)
     rule = Relaxed(k=V - 1, lam=lam)
-    lent = acceptance_of(CASES[0].tree, rule).lent(p, token, p, bounds_of(rule, len(p)))
+    lenders = acceptance_of(CASES[0].tree, rule).lenders(p, token, p, bounds_of(rule, len(p)))
+    assert lenders is not None
+    lent = lenders.lent
     assert (p + lent <= lam * p * (1 + 1e-12)).all()
     assert (lent > 0).any() == (lam > 1)
 
@@ -176,7 +178,9 @@ def test_lent_mass_is_at_most_delta(delta: float) -> None:
     p = torch.stack([case.p[:, 0] for case in CASES]).flatten(0, 1)
     rule = Relaxed(k=V - 1, delta=delta)
     token = torch.arange(V).expand(len(p), -1)
-    lent = acceptance_of(CASES[0].tree, rule).lent(p, token, p, bounds_of(rule, len(p)))
+    lenders = acceptance_of(CASES[0].tree, rule).lenders(p, token, p, bounds_of(rule, len(p)))
+    assert lenders is not None
+    lent = lenders.lent
     assert lent.max() <= delta and lent.max() > delta / 2
 
 

@@ -95,13 +95,18 @@ def test_named_tree_equals_the_slow_loop(models: Models, settings: str) -> None:
 
 @pytest.mark.parametrize("residual", ["sound", "official"])
 @pytest.mark.parametrize("settings", ["guided", "top-k", "greedy"])
+@pytest.mark.parametrize(
+    ("tree", "rule"),
+    [(SMALL_TREE, Relaxation.multiplicative(6, 4.0)), (GROWN, Relaxation.additive(6, 0.3))],
+    ids=["static", "dynamic"],
+)
 def test_relaxed_images_are_those_of_the_slow_loop(
-    models: Models, settings: str, residual: Any
+    models: Models, tree: Tree, rule: Relaxation, settings: str, residual: Any
 ) -> None:
-    rule = Relaxed(ring(32).tolist(), k=6, lam=4.0, residual=residual)
-    requests = batch(**SETTINGS[settings], relaxation=Relaxation.multiplicative(6, 4.0, residual))
-    decoded = sample(models, SMALL_TREE, requests)
-    assert decoded.tokens.tolist() == slow_images(models, SMALL_TREE, requests, rule)
+    requests = batch(**SETTINGS[settings], relaxation=replace(rule, residual=residual))
+    decoded = sample(models, tree, requests)
+    slow = Relaxed(ring(32).tolist(), 6, rule.delta, rule.factor + 1, residual)
+    assert decoded.tokens.tolist() == slow_images(models, tree, requests, slow)
     assert sum(decoded.relaxed) > 0
 
 
@@ -115,18 +120,6 @@ def test_dynamic_images_are_those_of_the_slow_loop(models: Models, settings: str
     assert decoded.tokens.tolist() == slow_images(models, GROWN, requests)
     counts = torch.tensor(decoded.accepted).sum(0)
     assert 0 < counts[0] < sum(decoded.steps)
-
-
-@pytest.mark.parametrize("residual", ["sound", "official"])
-@pytest.mark.parametrize("settings", ["guided", "top-k", "greedy"])
-def test_relaxed_dynamic_images_are_those_of_the_slow_loop(
-    models: Models, settings: str, residual: Any
-) -> None:
-    rule = Relaxed(ring(32).tolist(), k=6, delta=0.3, residual=residual)
-    requests = batch(**SETTINGS[settings], relaxation=Relaxation.additive(6, 0.3, residual))
-    decoded = sample(models, GROWN, requests)
-    assert decoded.tokens.tolist() == slow_images(models, GROWN, requests, rule)
-    assert sum(decoded.relaxed) > 0
 
 
 @pytest.mark.parametrize("tree", [SMALL_TREE, GROWN], ids=lambda tree: tree.name)

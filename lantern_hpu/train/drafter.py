@@ -30,7 +30,7 @@ from safetensors.torch import load_file, save
 from torch import nn
 from tqdm import tqdm
 
-from lantern_hpu.config import DEFAULT_RELAXATION, DEFAULT_TREE, EXACT, Request
+from lantern_hpu.config import DEFAULT_RELAXATION, DEFAULT_TREE, EXACT, in_turn
 from lantern_hpu.errors import OptionError, TrainingError, WeightsError
 from lantern_hpu.models.builtin import DRAFTER, drafter_options
 from lantern_hpu.models.drafter import Drafter
@@ -200,10 +200,8 @@ class DrafterTraining:
         """Held-out images drawn with the averaged weights: exactly, or as `lantern++` does."""
         sampling, options = self.pipeline.model.sampling, self.options
         bounds = self.pipeline.fitted(DEFAULT_RELAXATION["lantern++"]) if relaxed else EXACT
-        requests = [
-            Request(self.held_out[i % len(self.held_out)], options.seed + i, sampling, bounds)
-            for i in range(options.measured)
-        ]
+        index = range(options.measured)
+        requests = in_turn(self.held_out, index, options.seed, sampling, bounds)
         tree = load_static(DEFAULT_TREE)
         return profile(self.pipeline, requests, tree, self.averaged())
 

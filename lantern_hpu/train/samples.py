@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from tqdm import tqdm
 
-from lantern_hpu.config import Request, Sampling
+from lantern_hpu.config import Request, Sampling, in_turn
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results import write_file
@@ -74,7 +74,7 @@ def draw(
     whole = (
         -(-count // batch) * batch
     )  # every file is full, so that more samples can be asked for later
-    requests = [Request(prompts[i % len(prompts)], seed + i, sampling) for i in range(whole)]
+    requests = in_turn(prompts, range(whole), seed, sampling)
     files = {folder / f"{start:06d}.npz": start for start in range(0, count, batch)}
     stamp = key(pipeline, prompts, sampling, seed)
     # Shared out before looking what is there: all processes must see the same list.

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from lantern_hpu.cache import KVCache
 from lantern_hpu.config import Request
-from lantern_hpu.engine import Engine
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target, additive
@@ -70,14 +69,12 @@ def wasted(pipeline: LanternPipeline, prompt: str, seed: int = 0) -> int:
     requests = [Request(prompt, seed, pipeline.model.sampling)]
     echo = Echo(pipeline.model.target)
     plan = pipeline.plan(requests, chain, 1)
-    engine = Engine(pipeline.model.target, echo, plan, pipeline.backend, "eager")
+    engine = pipeline.make_engine(plan, "eager", echo)
     echo.state = engine.state
     pipeline.warm_up(engine, requests[0])
-    rows = pipeline.model.prefix([prompt], plan.shapes.guidance)
-    for _ in engine.run(*rows, requests):
-        pass
+    steps = pipeline.draw_batch(engine, requests, 1).steps[0]
     fewest = math.ceil((pipeline.model.target.config.tokens - 1) / (DEPTH + 1))
-    return engine.result().steps[0] - fewest
+    return steps - fewest
 
 
 def check(pipeline: LanternPipeline, prompt: str) -> int:
