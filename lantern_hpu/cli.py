@@ -27,6 +27,12 @@ class Command:
 
 COMMANDS = {
     "generate": Command("lantern_hpu.generate", "draw images from prompts"),
+    "models": Command(
+        "lantern_hpu.models.__main__", "list the known models, and what of them is here"
+    ),
+    "download": Command("lantern_hpu.download", "fetch a known model"),
+    "convert": Command("lantern_hpu.convert", "turn published checkpoints into one model folder"),
+    "plan": Command("lantern_hpu.plan", "count the memory that a model takes"),
     "bench": Command("lantern_hpu.bench", "compare methods and graph modes"),
     "doctor": Command("lantern_hpu.doctor", "show what this machine offers and what is wrong"),
     "lint": Command("lantern_hpu.lint", "name the rules of Gaudi that code breaks"),

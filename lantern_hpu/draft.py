@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.constants import Constants, count_up
+from lantern_hpu.layout import Plan, Sampler, Slots
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target, additive
-from lantern_hpu.plan import Plan, Sampler, Slots
 from lantern_hpu.sampling import at, gather, likeliest
 from lantern_hpu.state import DecodeState
 from lantern_hpu.tables import DynamicTables, StaticTables, Tables
@@ -49,10 +49,10 @@ class Drafting(Constants):
         where: Tensor,
         state: DecodeState,
     ) -> Tensor:
-        """One pass. tokens [B, T], features [R, T, H], slot [R, T] of the token, sees [R, T, S]."""
+        """One pass. tokens [B, T], features [R, T, H], slot [R, T] that the guess is used in, sees [R, T, S]."""
         if not self.drafter.sees_pads:
             sees = sees & state.valid[:, None]
-        rope = self.slots.rope[slot].to(features.dtype)
+        rope = self.slots.turn(slot, state)
         mask = additive(sees, features.dtype)
         rows = self.slots.per_row(tokens)
         return self.drafter(rows, features, rope, mask, state.drafter_cache, where)
@@ -124,6 +124,7 @@ class StaticDrafting(Drafting):
         """
         guess = self.catch_up(length, state)  # [R, w, H]
         tokens, laws = [state.root[:, None]], []
+        frontier = state.root[:, None]  # [B, w] tokens of this level's nodes
         for level in self.levels:
             q = self.sampler(guess, state)  # [B, w, V]
             draws = self.sampler.distinct(q, uniform[:, level.child_table], state)  # [B, w, c]
@@ -134,14 +135,10 @@ class StaticDrafting(Drafting):
                 slot = (length + level.depth + 1)[:, None].expand(-1, len(level.expand))
                 where = (self.slots.row_start + length)[:, None] + level.scratch
                 sees = self.slots.sees(length, level.sees)
-                guess = self.run(
-                    drafts[:, level.expand],
-                    guess[:, level.parent],
-                    slot,
-                    sees,
-                    where.flatten(),
-                    state,
-                )
+                above, frontier = frontier[:, level.parent], drafts[:, level.expand]
+                read = frontier if self.drafter.shift else above
+                source = guess[:, level.parent]
+                guess = self.run(read, source, slot, sees, where.flatten(), state)
         return Drafts(torch.cat(tokens, 1), torch.cat(laws, 1), self.tables(len(state.root)))
 
 
@@ -188,12 +185,14 @@ class DynamicDrafting(Drafting):
         tokens, scores, parents = [new], [score], [torch.zeros_like(new)]
         # The frontier: its places among the newest candidates, where those hang, and what its nodes see
         place = self.slots.wide[:k].expand_as(new)
-        above, first = torch.zeros_like(new), 1
+        above, first, frontier = torch.zeros_like(new), 1, state.root[:, None]
         sees = torch.zeros_like(self.own[:1])  # [1, k, E * k], nothing yet
         for level in range(self.tree.expansions):
             sees = at(sees.expand(len(new), -1, -1), above) | self.own[level]  # [B, k, E * k]
             guess = at(guess, self.slots.per_row(above))
-            guess = self.pass_on(level, gather(new, 1, place), guess, sees, length, state)
+            before, frontier = frontier, gather(new, 1, place)  # [B, k] tokens
+            read = frontier if self.drafter.shift else gather(before, 1, above)
+            guess = self.pass_on(level, read, guess, sees, length, state)
             parent = place + first  # numbers of the frontier, plus 1
             first = first + new.shape[1]
             laws = self.sampler(guess, state)  # [B, k, V]

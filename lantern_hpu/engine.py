@@ -21,9 +21,10 @@ from lantern_hpu.config import Request
 from lantern_hpu.draft import Drafts
 from lantern_hpu.errors import CaptureError
 from lantern_hpu.graphs import check_mode, make_runner
+from lantern_hpu.layout import Plan, settings_of
+from lantern_hpu.models.condition import Prefix
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target
-from lantern_hpu.plan import Plan, settings_of
 from lantern_hpu.state import DecodeState
 from lantern_hpu.step import Step, build
 
@@ -138,27 +139,30 @@ class Engine:
         first = [noise.uniforms(request.seed, 0, 1)[0] for request in requests]
         put(self.state.first_uniform, first)
 
-    def place(self, prefix: Tensor, valid: Tensor) -> None:
+    def place(self, prefix: Prefix) -> None:
         """Copy a batch's condition into the state."""
-        self.state.prefix.copy_(prefix)
+        embeddings, valid, tokens = prefix
+        self.state.prefix.copy_(embeddings)
+        self.state.prefix_tokens.copy_(tokens)
+        self.state.pads.copy_((~valid).sum(1, dtype=torch.int32))
         # Slots past the prefix are never padding.
         width = self.state.valid.shape[1] - valid.shape[1]
         self.state.valid.copy_(F.pad(valid, (0, width), value=True))
         self.backend.flush()
 
     @torch.no_grad()
-    def run(self, prefix: Tensor, valid: Tensor, requests: Sequence[Request]) -> Iterator[Progress]:
+    def run(self, prefix: Prefix, requests: Sequence[Request]) -> Iterator[Progress]:
         """Decode a batch, yielding after each host read; `result()` has the tokens afterwards.
 
         Args:
-            prefix: [R, P, H] condition embeddings. valid: [R, P] bool. requests: one an image.
+            requests: one an image.
 
         Raises:
             CaptureError: something was captured again after warm-up.
         """
         self.warm_up()
         began = time.perf_counter()
-        known = self.start(prefix, valid, requests)
+        known = self.start(prefix, requests)
         self.timing = Timing(prefill=time.perf_counter() - began)
         total, done = self.target.config.tokens, 0
         yield Progress(done, known, total)
@@ -172,10 +176,10 @@ class Engine:
             self.check_captures()
             yield Progress(done, known, total)
 
-    def start(self, prefix: Tensor, valid: Tensor, requests: Sequence[Request]) -> list[int]:
+    def start(self, prefix: Prefix, requests: Sequence[Request]) -> list[int]:
         """Prefill of a batch; see `run`. -> [B] tokens known"""
         self.warm_up()
-        self.place(prefix, valid)
+        self.place(prefix)
         self.load(requests)
         return self.read(self.prefill())
 

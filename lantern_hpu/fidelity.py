@@ -160,7 +160,7 @@ def expected(
 
 def look(engine: Engine, seeds: list[int], number: int) -> tuple[Tensor | None, ...]:
     """p, q, tokens and exists, as in `Places`, of all images where they stand before step `number`."""
-    from lantern_hpu.plan import Sampler
+    from lantern_hpu.layout import Sampler
     from lantern_hpu.step import Step
 
     step, state = engine.step.function, engine.state
@@ -183,12 +183,14 @@ def find_places(
     tree, _ = choose_method(method)
     engine, _ = pipeline.engine(requests, tree, len(requests))
     pipeline.warm_up(engine, requests[0])
-    rows = pipeline.model.prefix([r.prompt for r in requests], engine.plan.shapes.guidance)
+    prefix = pipeline.model.condition.rows(
+        [r.prompt for r in requests], engine.plan.shapes.guidance
+    )
     seeds = [r.seed for r in requests]
     # One step past `until` must still be inside the image.
     last = pipeline.model.target.config.tokens - 1 - engine.longest
     until = [max(1, round(share * last)) for share in shares]
-    known, number = engine.start(*rows, requests), 1
+    known, number = engine.start(prefix, requests), 1
     found: dict[int, tuple[Tensor | None, ...]] = {}
     while len(found) < len(requests):
         new = [i for i in range(len(requests)) if i not in found and known[i] >= until[i]]

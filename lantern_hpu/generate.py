@@ -35,6 +35,7 @@ from lantern_hpu.config import (
 )
 from lantern_hpu.errors import OptionError, WeightsError, exit_code
 from lantern_hpu.graphs import RUNNERS
+from lantern_hpu.parts import Given
 from lantern_hpu.tree import DYNAMIC, NAMED, DraftTree, DynamicTree, Tree, load_tree
 
 if TYPE_CHECKING:
@@ -49,6 +50,13 @@ def make_parser() -> argparse.ArgumentParser:
     )
     what = parser.add_argument_group("what to draw")
     what.add_argument("--prompt", action="append", default=[], help="repeat for several")
+    what.add_argument(
+        "--class-label",
+        action="append",
+        default=[],
+        metavar="LABEL",
+        help="ImageNet class by name or index, for models that draw classes; repeat for several",
+    )
     what.add_argument(
         "--prompts-file", type=Path, metavar="FILE", help=".txt (one a line), .tsv or .json"
     )
@@ -78,8 +86,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="write a preview each ROWS image rows",
     )
     how = parser.add_argument_group("how it runs")
-    how.add_argument("--model", default=None, help="`builtin`, or a model folder (builtin)")
-    how.add_argument("--drafter", default=None, help="a folder of lantern_hpu.train (the model's)")
+    add_model_options(how)
     how.add_argument("--device", default="auto", help=f"auto, {', '.join(BACKENDS)} (auto)")
     how.add_argument("--graphs", default="auto", help=f"auto, {', '.join(RUNNERS)} (auto)")
     how.add_argument(
@@ -144,6 +151,47 @@ def make_parser() -> argparse.ArgumentParser:
     sampling.add_argument("--top-p", type=float, default=None, help="1 is off")
     parser.add_argument("--version", action="version", version=f"lantern_hpu {__version__}")
     return parser
+
+
+def add_model_options(group: argparse._ArgumentGroup, model: bool = True) -> None:
+    """What to load; the parts are the model's own unless given."""
+    if model:
+        group.add_argument(
+            "--model",
+            default=None,
+            help="`builtin`, a name of `python -m lantern_hpu.models`, a Hub id, a folder or a weights file (builtin)",
+        )
+    group.add_argument(
+        "--drafter", default=None, help="a published one, or one of lantern_hpu.train"
+    )
+    group.add_argument("--vq", default=None, metavar="FILE", help="the VQ tokenizer")
+    group.add_argument(
+        "--text-encoder", default=None, metavar="FOLDER", help="T5, or the tokenizer"
+    )
+    group.add_argument("--neighbours", default=None, metavar="FILE.npy", help="nearest codes")
+    group.add_argument(
+        "--image-size",
+        type=int,
+        default=None,
+        help="pixels, where a checkpoint does not say its own",
+    )
+    group.add_argument(
+        "--keep-text",
+        default="host",
+        choices=("device", "host", "free"),
+        help="where a text encoder stays once the prompts are encoded (host)",
+    )
+
+
+# Field of `Given`: the option's name in `args`
+PART_OPTIONS = {"text": "text_encoder"} | {
+    name: name for name in ("drafter", "vq", "neighbours", "image_size")
+}
+
+
+def given_parts(args: argparse.Namespace) -> Given:
+    """Parts named on the command line."""
+    return Given(**{part: getattr(args, name) for part, name in PART_OPTIONS.items()})
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -271,7 +319,7 @@ class Bar:
 
 # What an image to draw again already says; giving one of these beside it is a contradiction.
 SETTLED = (
-    "prompt prompts_file num_images seed dtype method tree relax relax_k relax_delta relax_lambda "
+    "prompt class_label prompts_file num_images seed dtype method tree relax relax_k relax_delta relax_lambda "
     "relax_omega relax_nu relax_mu residual cfg_scale temperature top_k top_p"
 ).split()
 
@@ -290,6 +338,9 @@ def again(args: argparse.Namespace) -> dict[str, Any]:
     config: dict[str, Any] = data["config"]
     args.prompt, args.seed = [data["prompt"]], data["seed"]
     args.model, args.dtype = args.model or config["model"], config["dtype"]
+    for part, value in config.get("parts", {}).items():
+        option = PART_OPTIONS[part]
+        setattr(args, option, getattr(args, option) or value)
     args.method = config["method"]
     return config
 
@@ -302,7 +353,11 @@ def check(args: argparse.Namespace, known: dict[str, Any] | None) -> list[str]:
     for name, value in {"num_images": 1, "seed": 0, "dtype": "auto", "method": AUTO}.items():
         if getattr(args, name) is None:
             setattr(args, name, value)
-    prompts = [*args.prompt, *(read_prompts(args.prompts_file) if args.prompts_file else [])]
+    prompts = [
+        *args.prompt,
+        *args.class_label,
+        *(read_prompts(args.prompts_file) if args.prompts_file else []),
+    ]
     if not prompts:
         raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
     require(args.num_images >= 1, "--num-images", args.num_images, "1 or more")
@@ -371,9 +426,11 @@ def draw(args: argparse.Namespace) -> GenerationResult:
         args.graphs,
         args.kernels,
         args.emulate,
-        args.drafter,
+        given_parts(args),
+        args.keep_text,
     )
     with closing(pipeline):
+        show_geometry(pipeline)
         args.method, tree, relaxation, sampling = settings_of(pipeline, args, known)
         requests = [Request(p, args.seed + i, sampling, relaxation) for i, p in enumerate(wanted)]
         result = run(pipeline, args, requests, tree)
@@ -382,6 +439,17 @@ def draw(args: argparse.Namespace) -> GenerationResult:
     result.timing["import_s"] = round(imported, 4)
     save(result, args, files, sheet)
     return result
+
+
+def show_geometry(pipeline: LanternPipeline) -> None:
+    """Say what a checkpoint draws: its size is its own, no option changes it."""
+    model = pipeline.model
+    if model.source == "builtin":
+        return
+    (height, width), (rows, columns) = model.image_size, model.target.config.grid
+    drafter = "with a drafter" if model.drafter else "no drafter"
+    size = f"{width} x {height} pixels, {columns} x {rows} tokens"
+    print(f"{model.name}: {size}, {drafter}", file=sys.stderr)
 
 
 def run(

@@ -27,8 +27,8 @@ def grow(
         engine, _ = pipeline.engine([request], tree, 1)
         pipeline.warm_up(engine, request)
         with torch.no_grad():
-            rows = pipeline.model.prefix([prompt], engine.plan.shapes.guidance)
-            known = engine.start(*rows, [request])
+            prefix = pipeline.model.condition.rows([prompt], engine.plan.shapes.guidance)
+            known = engine.start(prefix, [request])
             for number in range(1, step + 1):
                 known = engine.advance([seed], number, 1)
                 if min(known) >= engine.target.config.tokens:

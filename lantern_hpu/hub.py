@@ -1,4 +1,4 @@
-"""From a model's name to a folder of checked files. Needs no torch."""
+"""Files of models: where the package's own lie, model folders whose files are checked, checksums. Needs no torch."""
 
 from __future__ import annotations
 
@@ -11,24 +11,6 @@ from lantern_hpu.errors import WeightsError
 
 ASSETS = Path(__file__).parent / "assets"
 CONFIG = "model.json"
-
-
-def resolve(model: str) -> Path:
-    """The folder of a model: `builtin`, or a folder with a `model.json`.
-
-    Raises:
-        WeightsError: nothing of that name.
-    """
-    if model == "builtin":
-        return ASSETS / "builtin"
-    folder = Path(model)
-    if (folder / CONFIG).is_file():
-        return folder
-    if folder.is_dir():
-        raise WeightsError(f"{folder} is not a model", f"it has no {CONFIG}")
-    raise WeightsError(
-        f"unknown model {model!r}", "neither a known name nor a folder", "--model builtin"
-    )
 
 
 def source(folder: Path) -> str:
@@ -68,11 +50,10 @@ def sha256(path: Path) -> str:
         WeightsError: the file cannot be read.
     """
     try:
+        digest = hashlib.sha256()
         with open(path, "rb") as file:
-            return (
-                hashlib.file_digest(file, "sha256").hexdigest()
-                if hasattr(hashlib, "file_digest")
-                else (hashlib.sha256(file.read()).hexdigest())
-            )
+            while block := file.read(1 << 20):
+                digest.update(block)
+        return digest.hexdigest()
     except OSError as error:
         raise WeightsError(f"cannot read {path}", error.strerror or str(error)) from error

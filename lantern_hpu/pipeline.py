@@ -7,7 +7,6 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,16 +16,18 @@ from PIL import Image
 from torch import Tensor
 
 import lantern_hpu
-from lantern_hpu import codebook, hub
+from lantern_hpu import codebook
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Backend
 from lantern_hpu.config import AUTO, MAX_SEED, Relaxation, Request, Sampling, choose_method, require
 from lantern_hpu.engine import Decoded, Engine, Progress
 from lantern_hpu.errors import OptionError
 from lantern_hpu.graphs import check_mode
-from lantern_hpu.models.builtin import ImageModel, load_model, use_drafter
+from lantern_hpu.layout import Plan
 from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.plan import Plan
+from lantern_hpu.models.folder import ImageModel, Placement
+from lantern_hpu.models.load import load
+from lantern_hpu.parts import Given, resolve
 from lantern_hpu.results import GenerationResult, ImageRecord
 from lantern_hpu.state import Shapes
 from lantern_hpu.tree import DraftTree, Tree
@@ -86,7 +87,7 @@ class LanternPipeline:
         self.model, self.backend, self.graphs = model, backend, check_mode(backend, graphs)
         self.engines: dict[Plan, Engine] = {}
         self.neighbours: dict[int, Tensor] = {}
-        self.load_seconds = 0.0
+        self.load_seconds, self.given = 0.0, Given()
 
     @classmethod
     def from_pretrained(
@@ -97,18 +98,20 @@ class LanternPipeline:
         graphs: str = "auto",
         kernels: str = "auto",
         emulate: bool = False,
-        drafter: str | None = None,
+        given: Given = Given(),  # noqa: B008
+        keep_text: str = "host",
     ) -> LanternPipeline:
         """Load a model.
 
         Args:
-            model: `builtin`, or a folder with a `model.json`.
+            model: `builtin`, a known name, a Hub id, a folder or a weights file: see `parts`.
             device: `auto` or a backend's name.
             dtype: `auto` or one the device offers.
             graphs: `auto` or one of the device's graph modes.
             kernels: `auto`, the device's fused kernels where they agree with the plain ones; or `plain`.
             emulate: stand in for a device that is not here (`hpu`); `close` ends that.
-            drafter: a folder that `lantern_hpu.train` wrote, in place of the model's own drafter.
+            given: parts in place of the model's own: drafter, VQ tokenizer, text encoder, neighbours.
+            keep_text: where a text encoder stays once prompts are encoded: `device`, `host` or `free`.
 
         Raises:
             LanternError: unknown or unusable model, device, dtype or graph mode.
@@ -117,17 +120,18 @@ class LanternPipeline:
         backend = get_backend(device, graphs, emulate)
         try:
             check_mode(backend, graphs)
-            folder = hub.resolve(model)
+            parts = resolve(model, given)
             with backend.errors():
                 chosen = backend.kernels(kernels)
-                loaded = load_model(folder, backend.dtype(dtype), backend.device, chosen)
-                if drafter is not None:
-                    use_drafter(loaded, Path(drafter))
+                placement = Placement(
+                    backend.dtype(dtype), backend.device, chosen, keep_text=keep_text
+                )
+                loaded = load(parts, placement)
             pipeline = cls(loaded, backend, graphs)
         except BaseException:
             backend.close()
             raise
-        pipeline.load_seconds = time.perf_counter() - began
+        pipeline.load_seconds, pipeline.given = time.perf_counter() - began, given
         return pipeline
 
     def close(self) -> None:
@@ -183,6 +187,7 @@ class LanternPipeline:
             method = "lantern++"
             if tree is None and relaxation is None:
                 method, tree = self.model.fastest.get(self.backend.measured_as, (method, tree))
+                method = method if self.model.drafter else "ar"
         chosen, bounds = choose_method(method, tree, relaxation)
         return method, chosen, self.fitted(bounds) if relaxation is None else bounds
 
@@ -207,6 +212,10 @@ class LanternPipeline:
             raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
         engine, size = self.engine(requests, tree, batch_size)
         timing = dict.fromkeys(SPENT, 0.0) | {"load_s": self.load_seconds}
+        began = time.perf_counter()
+        with self.backend.errors(), torch.no_grad():
+            self.model.condition.prepare([request.prompt for request in requests])
+        timing["text_s"] = time.perf_counter() - began
         began = time.perf_counter()
         self.warm_up(engine, requests[0])
         timing["warmup_s"] = time.perf_counter() - began
@@ -255,8 +264,8 @@ class LanternPipeline:
         config, shapes = self.model.target.config, engine.plan.shapes
         with self.backend.errors(), self.backend.warming_up(), torch.no_grad():
             self.backend.flush()
-            prefix, valid = self.model.prefix([request.prompt] * shapes.images, shapes.guidance)
-            engine.place(prefix, valid)
+            texts = [request.prompt] * shapes.images
+            engine.place(self.model.condition.rows(texts, shapes.guidance))
             engine.warm_up()
             engine.result()
             self.pixels(np.zeros((1, config.tokens), np.int64))
@@ -264,7 +273,7 @@ class LanternPipeline:
     def notes(self, requests: Sequence[Request]) -> list[tuple[str, str]]:
         """Each prompt with what the model cannot do with it, once."""
         prompts = dict.fromkeys(request.prompt for request in requests)
-        return [(text, note) for text in prompts for note in self.model.text.notes(text)]
+        return [(text, note) for text in prompts for note in self.model.condition.notes(text)]
 
     def draw_batch(
         self,
@@ -285,12 +294,11 @@ class LanternPipeline:
         self.backend.flush()
         padded = [*batch, *[batch[-1]] * (size - len(batch))]
         with torch.no_grad():
-            prefix, valid = self.model.prefix(
-                [r.prompt for r in padded], engine.plan.shapes.guidance
-            )
+            texts = [request.prompt for request in padded]
+            prefix = self.model.condition.rows(texts, engine.plan.shapes.guidance)
         text = time.perf_counter()
         called = 0.0  # seconds in the callback are not ours
-        for progress in engine.run(prefix, valid, padded):
+        for progress in engine.run(prefix, padded):
             if callback is not None:
                 start = time.perf_counter()
                 callback(self.event(engine, progress, len(batch), place))
@@ -309,6 +317,9 @@ class LanternPipeline:
         """The engine that serves these requests, and the images it decodes together."""
         if batch_size is not None:
             require(batch_size >= 1, "--batch-size", batch_size, "1 or more")
+        if tree.depth and self.model.drafter is None:
+            why = f"{self.model.name} has no drafter"
+            raise OptionError("only --method ar can draw", why, "--method ar, or --drafter FOLDER")
         largest = min(batch_size or MAX_BATCH, len(requests))
         # Ten images in batches of at most eight are two batches of five, not eight and a padded two.
         size = batch_size or math.ceil(len(requests) / math.ceil(len(requests) / largest))
@@ -358,7 +369,13 @@ class LanternPipeline:
         if not k:
             return None
         if k not in self.neighbours:
-            self.neighbours[k] = codebook.nearest(self.model.codebook, k).to(self.backend.device)
+            table = self.model.neighbours
+            near = (
+                codebook.kept_nearest(self.model.codebook, k)
+                if table is None
+                else codebook.read_table(table, k)
+            )
+            self.neighbours[k] = near.to(self.backend.device)
         return self.neighbours[k]
 
     def pixels(self, tokens: NDArray[np.int64]) -> list[Image.Image]:
@@ -417,6 +434,7 @@ class LanternPipeline:
         """Settings that all images of a run share; with an image's own they draw it again."""
         return {
             "model": self.model.source,
+            "parts": {name: value for name, value in asdict(self.given).items() if value},
             "weights": self.model.files,
             "method": method,
             "tree": tree.name,

@@ -44,7 +44,11 @@ class DecodeState:
 
     # Set by the host before a batch
     prefix: Tensor  # [R, P, H] condition embeddings
+    prefix_tokens: (
+        Tensor  # [R, P] int32, what the drafter reads there: words, or 0 where there are none
+    )
     valid: Tensor  # [R, S] bool, False at padded condition slots
+    pads: Tensor  # [R] int32, how many those are
     settings: Settings
     bounds: Bounds
     first_uniform: Tensor  # [B] float32, for the token that prefill draws
@@ -84,7 +88,9 @@ class DecodeState:
         yes = torch.zeros(b, dtype=torch.bool, device=device)
         return cls(
             prefix=real(r, config.prefix, config.dim, dtype=dtype),
+            prefix_tokens=whole(r, config.prefix),
             valid=torch.ones(r, s, dtype=torch.bool, device=device),
+            pads=whole(r),
             settings=Settings(real(b), real(b), whole(b), real(b), yes),
             bounds=Bounds(whole(b), real(b), real(b), real(b, depth)),
             first_uniform=real(b),

@@ -19,9 +19,9 @@ from torch import Tensor
 from lantern_hpu.accept import Acceptance, Verdict
 from lantern_hpu.constants import Constants, count_up
 from lantern_hpu.draft import Drafts, make_drafting
+from lantern_hpu.layout import Plan, Sampler, Slots
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target, additive, prefix_mask
-from lantern_hpu.plan import Plan, Sampler, Slots
 from lantern_hpu.sampling import at, gather
 from lantern_hpu.state import DecodeState, capacity, columns
 from lantern_hpu.tables import StaticTables, rows_at
@@ -48,16 +48,18 @@ class Prefill(Constants):
             causal = prefix_mask(state.valid, causal)
         return additive(causal, state.prefix.dtype)
 
-    def rope(self, first: int, width: int) -> Tensor:
-        table = self.slots.rope[first : first + width].to(self.target.head.weight.dtype)
-        return table.expand(self.plan.shapes.rows, -1, -1, -1)
+    def rope(self, first: int, width: int, state: DecodeState) -> Tensor:
+        slot = (self.slots.wide[:width] + first).expand(self.plan.shapes.rows, -1)
+        return self.slots.turn(slot, state)
 
     def forward(self, state: DecodeState) -> Tensor:
         """Returns how many tokens of each image are known [B]."""
         width, start = self.prefix, torch.zeros_like(self.slots.row_start)
         mask = self.mask(state, start, width, sees_pads=False)
         where = self.slots.flat(start, width)
-        hidden = self.target(state.prefix, self.rope(0, width), mask, state.target_cache, where)
+        hidden = self.target(
+            state.prefix, self.rope(0, width, state), mask, state.target_cache, where
+        )
         laws = self.sampler(hidden[:, -1:], state)[:, 0]  # [B, V]
         root = self.sampler.token(laws, laws, state.first_uniform, state)
         if self.drafter is not None and width > 1:
@@ -66,13 +68,13 @@ class Prefill(Constants):
         return state.count + 1
 
     def fill_drafter(self, drafter: Drafter, hidden: Tensor, state: DecodeState) -> None:
-        """Entries 0 .. P-2 carry the condition's features beside the filler token 0."""
+        """Entries 0 .. P-2 carry the condition's features beside its words, or the filler token 0."""
         width, start = self.prefix - 1, torch.zeros_like(self.slots.row_start)
         mask = self.mask(state, start, width, drafter.sees_pads)
-        filler = torch.zeros_like(hidden[:, :-1, 0], dtype=torch.int32)
+        words = state.prefix_tokens[:, drafter.shift :][:, :width]
         where = self.slots.flat(start, width)
-        rope = self.rope(1, width)
-        drafter(filler, hidden[:, :-1], rope, mask, state.drafter_cache, where)
+        rope = self.rope(1, width, state)
+        drafter(words, hidden[:, :-1], rope, mask, state.drafter_cache, where)
 
     def reset(self, state: DecodeState, root: Tensor, last: Tensor) -> None:
         for tensor in (state.count, state.cursor, state.steps, state.accepted, state.relaxed):
@@ -80,7 +82,9 @@ class Prefill(Constants):
         state.tokens.index_copy_(0, self.first.long(), root)
         state.root.copy_(root)
         # The drafter owes the pair (feature of the last condition slot, root).
-        state.pending_tokens.copy_(root[:, None].expand_as(state.pending_tokens))
+        shifted = self.drafter is None or self.drafter.shift
+        owed = root if shifted else state.prefix_tokens[: len(root), -1]
+        state.pending_tokens.copy_(owed[:, None].expand_as(state.pending_tokens))
         state.pending_features.copy_(last.expand_as(state.pending_features))
         state.pending_count.fill_(1)
 
@@ -119,6 +123,7 @@ class Step(Constants):
         if isinstance(tree, DraftTree):
             expanded = torch.tensor(tree.expanded, dtype=torch.int32)
         self.drafting = self.acceptance = None
+        self.shift = 1 if drafter is None else drafter.shift
         if drafter is not None and self.depth:
             self.drafting = make_drafting(target, drafter, plan, self.slots)
             self.acceptance = Acceptance(tree, neighbours, plan.residual, plan.annealed)
@@ -158,7 +163,7 @@ class Step(Constants):
     def verify(self, drafts: Drafts, length: Tensor, state: DecodeState) -> Tensor:
         """The target over the whole tree in one pass: features [R, M, H]."""
         depth, ancestors = map(self.slots.per_row, (drafts.tables.depth, drafts.tables.ancestors))
-        rope = self.slots.rope[length[:, None] + depth].to(state.prefix.dtype)
+        rope = self.slots.turn(length[:, None] + depth, state)
         sees = self.slots.sees(length, ancestors) & state.valid[:, None]
         where = self.slots.flat(length, self.size)
         x = self.target.embed(self.slots.per_row(drafts.tokens))
@@ -254,6 +259,8 @@ class Step(Constants):
         layers = self.layer_start[:, None]
         state.target_cache.move((layers + source).flatten(), (layers + goal).flatten())
         state.pending_features.copy_(at(hidden, rows))
+        if not self.shift:
+            news = torch.cat([state.root[:, None], news[:, :-1]], 1)
         state.pending_tokens.copy_(news)
         state.pending_count.copy_(added)
 

@@ -21,8 +21,8 @@ from icons import write_atomic
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from lantern_hpu.models.builtin import transformer_config
 from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.folder import transformer_config
 
 
 def half(part: str, tensors: dict[str, Tensor]) -> bytes:
@@ -78,7 +78,11 @@ def main() -> None:
         "name": arguments.name,
         "files": files,
         "target": target,
-        "caption_dim": load_file(data / "target.safetensors")["words.table.weight"].shape[1],
+        "condition": {
+            "kind": "words",
+            "dim": sources["target"]["words.table.weight"].shape[1],
+            "words": json.loads((data / "words.json").read_text()),
+        },
         "drafter": {"input_norm": False, "sees_pads": False},
         "vq": json.loads((data / "tokenizer.json").read_text()),
         "sampling": {
@@ -88,7 +92,6 @@ def main() -> None:
             "top_p": arguments.top_p,
         },
         "fastest": {"cpu": [*arguments.fastest_cpu.split(","), None][:2]},
-        "words": json.loads((data / "words.json").read_text()),
     }
     write_atomic(arguments.output / "model.json", json.dumps(config, indent=1).encode())
 

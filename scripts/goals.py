@@ -164,7 +164,7 @@ def main() -> None:
     note("codes_in_use", quality.used / tokenizer.config.codebook_size, "0.7 or more")
     pipeline = LanternPipeline.from_pretrained(arguments.model)
     vq = pipeline.model.vq
-    data = Captions(arguments.data_dir, pipeline.model.text)
+    data = Captions(arguments.data_dir, pipeline.model.condition.text)
     train = one_each(data, data.train, arguments.count)
     captions = [str(caption) for caption in data.captions[train.numpy()]]
     drawn, _ = draw(pipeline, captions, "ar")

@@ -51,12 +51,11 @@ def write_folder(folder: Path, seed: int = 0, prefix: int = CONFIG.prefix) -> Pa
         "name": str(folder),
         "files": files,
         "target": asdict(shape),
-        "caption_dim": CAPTION_DIM,
+        "condition": {"kind": "words", "dim": CAPTION_DIM, "words": WORDS},
         "drafter": {"input_norm": False, "sees_pads": False},
         "vq": asdict(VQ),
         "sampling": {"cfg_scale": 2.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
         "fastest": {},
-        "words": WORDS,
     }
     (folder / "model.json").write_text(json.dumps(config))
     return folder

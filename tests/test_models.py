@@ -134,18 +134,18 @@ def test_grouped_heads_equal_repeated_key_value_heads() -> None:
         twice = [x.unflatten(0, (2, 16)).repeat_interleave(2, 0).flatten(0, 1) for x in (k, v)]
         weights[name] = torch.cat([q, *twice])
     whole.load_state_dict(weights)
-    prefix, valid = condition(grouped.config, PROMPTS)
+    prefix, valid, _ = condition(grouped.config, PROMPTS)
     close(features(grouped, prefix, valid, range(8)), features(whole, prefix, valid, range(8)))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_context_and_position_matter(variant: str) -> None:
     target, _ = tiny_models(tiny_config(**VARIANTS[variant]))
-    prefix, valid = condition(target.config, ["abcd"], guidance=False)
+    prefix, valid, _ = condition(target.config, ["abcd"], guidance=False)
     one, other, moved = (features(target, prefix, valid, t) for t in ([3, 5, 7], [5, 3, 7], [7]))
     assert float((one[:, -1] - other[:, -1]).abs().max()) > 1e-2
     assert float((one[:, -1] - moved[:, -1]).abs().max()) > 1e-2
-    changed, _ = condition(target.config, ["abce"], guidance=False)
+    changed, *_ = condition(target.config, ["abce"], guidance=False)
     assert float((features(target, changed, valid, [3, 5, 7]) - one)[:, -1].abs().max()) > 1e-3
 
 
@@ -153,7 +153,7 @@ def test_context_and_position_matter(variant: str) -> None:
 def test_cached_forward_equals_the_whole_sequence_at_once(variant: str) -> None:
     target, _ = tiny_models(tiny_config(**VARIANTS[variant]))
     config = target.config
-    prefix, valid = condition(config, PROMPTS)
+    prefix, valid, _ = condition(config, PROMPTS)
     tokens = torch.randint(config.vocab_size, (12,), generator=torch.Generator().manual_seed(1))
     want = features(target, prefix, valid, tokens.tolist())
     rows, size = len(prefix), 4 + 12
@@ -198,7 +198,7 @@ def test_tree_verification_equals_a_sequential_pass_over_each_path(name: str, va
     with torch.no_grad():
         trees = Drafts(drafts, None, StaticTables(tree)(images))
         hidden = step.verify(trees, (state.count + config.prefix).repeat(2), state)
-    prefix, valid = condition(config, PROMPTS)
+    prefix, valid, _ = condition(config, PROMPTS)
     for image in range(images):
         rows = [image, image + images]
         committed = state.tokens.view(images, -1)[image, : int(state.count[image])].tolist()
@@ -223,7 +223,7 @@ def test_drafter_catch_up_equals_one_pass_over_all_pairs(variant: str, sees_pads
     length = (state.count + engine.target.config.prefix).repeat(2)
     with torch.no_grad():
         guess = step.drafting.catch_up(length, state)
-    prefix, valid = condition(engine.target.config, PROMPTS)
+    prefix, valid, _ = condition(engine.target.config, PROMPTS)
     for image in range(len(PROMPTS)):
         rows = [image, image + len(PROMPTS)]
         count = int(state.count[image])

@@ -65,7 +65,7 @@ def slow_images(
 ) -> list[list[int]]:
     images = []
     for one in requests:
-        rows = condition(models[0].config, [one.prompt], one.sampling.cfg_scale != 1)
+        rows = condition(models[0].config, [one.prompt], one.sampling.cfg_scale != 1)[:2]
         images.append(Twin(models, one, *rows, rule).decode(tree))
     return images
 
@@ -232,7 +232,7 @@ IMAGES, BATCHES = 3000, 4
 
 def exact_law(target: Target, sampling: Request) -> Tensor:
     """The law of whole three-token images [6, 6, 6], by the chain rule over all contexts."""
-    rows = condition(target.config, [sampling.prompt], sampling.sampling.cfg_scale != 1)
+    rows = condition(target.config, [sampling.prompt], sampling.sampling.cfg_scale != 1)[:2]
     twin = Twin((target, Drafter(target.config)), sampling, *rows)
     law = torch.zeros(6, 6, 6, dtype=torch.float64)
     first = twin.target_law([])
@@ -308,7 +308,7 @@ def test_distribution_test_notices_children_that_were_not_drawn(
     def likeliest(laws: Tensor, uniform: Tensor) -> Tensor:
         return laws.topk(uniform.shape[-1], -1).indices.int()
 
-    monkeypatch.setattr("lantern_hpu.plan.choose_distinct", likeliest)
+    monkeypatch.setattr("lantern_hpu.layout.choose_distinct", likeliest)
     counts, one = count_images(strangers, SMALL_TREE, cfg_scale=1.0)
     assert surprise(counts, exact_law(strangers[0], one)) > 10
 
@@ -355,7 +355,7 @@ def test_caches_after_commit_are_those_of_a_fresh_pass(settings: str, steps: int
     advance(engine, requests, steps)
     state, images = engine.state, len(requests)
     assert state.drafter_cache is not None
-    prefix, valid = condition(CONFIG, PROMPTS, plan.shapes.guidance)
+    prefix, valid, _ = condition(CONFIG, PROMPTS, plan.shapes.guidance)
     for image in range(images):
         rows = list(range(image, plan.shapes.rows, images))
         count, owed = int(state.count[image]), int(state.pending_count[image])
@@ -508,7 +508,7 @@ def test_progress_grows_to_the_whole_image(models: Models) -> None:
     requests = batch()
     engine = make_engine(models, plan_for(SMALL_TREE, requests))
     seen = []
-    for progress in engine.run(*condition(CONFIG, PROMPTS), requests):
+    for progress in engine.run(condition(CONFIG, PROMPTS), requests):
         assert progress.total == N
         seen.append((progress.step, progress.known))
         partial = engine.partial()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.draft import Drafts, DynamicDrafting
-from lantern_hpu.plan import Slots
+from lantern_hpu.layout import Slots
 from lantern_hpu.reference import dynamic_tree
 from lantern_hpu.state import DecodeState, Shapes
 from lantern_hpu.tables import StaticTables

@@ -13,9 +13,10 @@ from torch import Tensor
 from lantern_hpu.backends import get_backend
 from lantern_hpu.config import Relaxation, Request, Sampling
 from lantern_hpu.engine import Decoded, Engine
+from lantern_hpu.layout import Plan
+from lantern_hpu.models.condition import Prefix, wordless
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target, TransformerConfig
-from lantern_hpu.plan import Plan
 from lantern_hpu.state import Shapes
 from lantern_hpu.tree import DraftTree, load_static
 
@@ -88,10 +89,8 @@ def tiny_models(
     return target.requires_grad_(False).eval(), drafter.requires_grad_(False).eval()
 
 
-def condition(
-    config: TransformerConfig, prompts: Sequence[str], guidance: bool = True
-) -> tuple[Tensor, Tensor]:
-    """Prefix [R, P, H] and valid [R, P]: one slot a letter, padded with zeros on the left."""
+def condition(config: TransformerConfig, prompts: Sequence[str], guidance: bool = True) -> Prefix:
+    """One slot a letter, padded with zeros on the left; the drafter reads zeros."""
     generator = torch.Generator().manual_seed(7)
     letters = torch.randn(256, config.dim, generator=generator)
     nothing = torch.randn(config.prefix, config.dim, generator=generator)
@@ -103,9 +102,9 @@ def condition(
         masks.append(torch.arange(config.prefix) >= pads)
     prefix, valid = torch.stack(rows), torch.stack(masks)
     if not guidance:
-        return prefix, valid
+        return wordless(prefix, valid)
     empty = nothing * valid[..., None]
-    return torch.cat([prefix, empty]), torch.cat([valid, valid])
+    return wordless(torch.cat([prefix, empty]), torch.cat([valid, valid]))
 
 
 def plan_for(tree: DraftTree, requests: Sequence[Request], **changes: Any) -> Plan:
@@ -141,8 +140,8 @@ def make_engine(models: Models, plan: Plan, mode: str = "eager") -> Engine:
 def draw(engine: Engine, requests: Sequence[Request]) -> Decoded:
     """Run a batch to its end."""
     guidance = engine.plan.shapes.guidance
-    prefix, valid = condition(engine.target.config, [r.prompt for r in requests], guidance)
-    for _ in engine.run(prefix, valid, requests):
+    prefix = condition(engine.target.config, [r.prompt for r in requests], guidance)
+    for _ in engine.run(prefix, requests):
         pass
     return engine.result()
 
@@ -159,8 +158,8 @@ def sample(
 def advance(engine: Engine, requests: Sequence[Request], steps: int) -> None:
     """Prefill and so many steps, so that a test can look at the state in the middle of an image."""
     guidance = engine.plan.shapes.guidance
-    prefix, valid = condition(engine.target.config, [r.prompt for r in requests], guidance)
-    engine.start(prefix, valid, requests)
+    prefix = condition(engine.target.config, [r.prompt for r in requests], guidance)
+    engine.start(prefix, requests)
     with torch.no_grad():
         for number in range(steps):
             engine.advance([r.seed for r in requests], number + 1, 1)

@@ -14,7 +14,13 @@ from torch import Tensor
 from lantern_hpu import noise
 from lantern_hpu.config import Request, Sampling
 from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.transformer import Target, additive, prefix_mask, rope_table
+from lantern_hpu.models.transformer import (
+    Target,
+    TransformerConfig,
+    additive,
+    prefix_mask,
+    rope_table,
+)
 from lantern_hpu.reference import Law, Relaxed, dynamic_tree, walk, wins
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree
 from tests.tiny import Models
@@ -78,19 +84,28 @@ def full_mask(valid: Tensor, length: int) -> Tensor:
     return prefix_mask(seen, torch.ones(length, length, dtype=torch.bool).tril())
 
 
+def turned(config: TransformerConfig, valid: Tensor, length: int) -> Tensor:
+    """Rotations of each row's slots; where positions are 1-D, pads do not count. [R, length, 2, hd / 2]"""
+    table, rows = rope_table(config, length), []
+    for row in valid.tolist():
+        pads = row.count(False) if config.rope == "1d" else 0
+        rows.append(torch.stack([table[max(slot - pads, 0)] for slot in range(length)]))
+    return torch.stack(rows)
+
+
 def features(target: Target, prefix: Tensor, valid: Tensor, tokens: Sequence[int]) -> Tensor:
     """The target's features [R, P + T, H] of a whole sequence in one pass without a cache."""
     embedded = target.embed(torch.tensor(list(tokens), dtype=torch.int64))
     x = torch.cat([prefix, embedded.expand(len(prefix), -1, -1)], 1)
-    rope = rope_table(target.config, x.shape[1]).expand(len(x), -1, -1, -1)
+    rope = turned(target.config, valid, x.shape[1])
     return target(x, rope, additive(full_mask(valid, x.shape[1]), x.dtype))
 
 
 def guesses(drafter: Drafter, hidden: Tensor, valid: Tensor, tokens: Sequence[int]) -> Tensor:
-    """The drafter's guesses [R, E, H]; entry i takes hidden[:, i] and the token of slot i + 1."""
+    """The drafter's guesses [R, E, H]; entry i takes hidden[:, i] and the token of slot i + shift."""
     config, entries = drafter.config, hidden.shape[1]
-    ids = torch.tensor([0] * (config.prefix - 1) + list(tokens))[:entries]
-    rope = rope_table(config, entries + 1)[1:].expand(len(hidden), -1, -1, -1)
+    ids = torch.tensor([0] * config.prefix + list(tokens))[drafter.shift :][:entries]
+    rope = turned(config, valid, entries + 1)[:, 1:]
     mask = full_mask(torch.ones_like(valid) if drafter.sees_pads else valid, entries)
     return drafter(ids.expand(len(hidden), -1), hidden, rope, additive(mask, hidden.dtype))
 

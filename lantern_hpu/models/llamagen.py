@@ -1,10 +1,30 @@
-"""LlamaGen's condition: caption features through an MLP, in front of the image tokens."""
+"""LlamaGen: its condition, and the names of its published files.
+
+The prefix is a caption through an MLP, or one class label. Names and shapes are those of FoundationVision's `.pt`
+files and of the Hugging Face copies; both hold the same tensors.
+"""
 
 from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lantern_hpu.errors import WeightsError
+from lantern_hpu.models.transformer import TransformerConfig
+from lantern_hpu.models.weights import Checkpoint, Recipe, Source, listed, read_json, take
+
+CAPTION_SLOTS = 120
+HEAD, WIDE_HEAD = 64, 100  # width of a head; the second is that of the 3B model, 3200 wide
+PIXELS_OF_A_CODE = 16
+SIZES = (256, 384, 512)
+# Buffers that some files hold and that are computed here
+BUFFERS = ("freqs_cis", "causal_mask", "rotary_emb.inv_freq")
 
 
 class CaptionProjection(nn.Module):
@@ -37,3 +57,165 @@ class CaptionProjection(nn.Module):
             return self(features), valid
         uncond = self.uncond.expand_as(features)
         return self(torch.cat([features, uncond])), torch.cat([valid, valid])
+
+
+# ------------------------------------------------------------------------------------ published files
+
+
+def is_llamagen(checkpoint: Checkpoint) -> bool:
+    return any("cls_embedding." in name for name in checkpoint.shapes)
+
+
+def by_class(checkpoint: Checkpoint) -> bool:
+    """Whether the condition is a class label."""
+    return "cls_embedding.embedding_table.weight" in checkpoint
+
+
+def ignored(name: str) -> bool:
+    return name.endswith(BUFFERS)
+
+
+def to_pt_names(checkpoint: Checkpoint) -> Checkpoint:
+    """The Hugging Face copies lay the modules in `model.`, all but the head."""
+    if "tok_embeddings.weight" in checkpoint:
+        return checkpoint
+    return checkpoint.renamed(lambda name: name.removeprefix("model."))
+
+
+def block_recipe(hugging_face: bool, layers: int) -> Recipe:
+    """The blocks' tensors. `q`, `k`, `v` are in one matrix, as are gate and up."""
+    recipe: dict[str, Source] = {}
+    for i in range(layers):
+        goal, old = f"layers.{i}.", f"layers.{i}."
+        if hugging_face:
+            attention, ffn = old + "self_attn.", old + "mlp."
+            parts = [f"{attention}{p}_proj.weight" for p in "qkv"]
+            recipe |= {
+                goal + "attention.qkv.weight": take(*parts),
+                goal + "attention.out.weight": take(f"{attention}o_proj.weight"),
+                goal + "ffn.gate_up.weight": take(f"{ffn}gate_proj.weight", f"{ffn}up_proj.weight"),
+                goal + "ffn.down.weight": take(f"{ffn}down_proj.weight"),
+                goal + "attention_norm.weight": take(old + "input_layernorm.weight"),
+                goal + "ffn_norm.weight": take(old + "post_attention_layernorm.weight"),
+            }
+        else:
+            attention, ffn = old + "attention.", old + "feed_forward."
+            recipe |= {
+                goal + "attention.qkv.weight": take(attention + "wqkv.weight"),
+                goal + "attention.out.weight": take(attention + "wo.weight"),
+                goal + "ffn.gate_up.weight": take(ffn + "w1.weight", ffn + "w3.weight"),
+                goal + "ffn.down.weight": take(ffn + "w2.weight"),
+                goal + "attention_norm.weight": take(old + "attention_norm.weight"),
+                goal + "ffn_norm.weight": take(old + "ffn_norm.weight"),
+            }
+    return recipe
+
+
+def target_recipe(checkpoint: Checkpoint, layers: int) -> dict[str, Any]:
+    """Recipe of `target.*` and of the condition, `condition.*` or `classes.*`."""
+    hugging_face = "embed_tokens.weight" in checkpoint
+    target = dict(block_recipe(hugging_face, layers)) | {
+        "embed.weight": take("embed_tokens.weight" if hugging_face else "tok_embeddings.weight"),
+        "norm.weight": take("norm.weight"),
+        "head.weight": take("lm_head.weight" if hugging_face else "output.weight"),
+    }
+    recipe = {f"target.{name}": source for name, source in target.items()}
+    if by_class(checkpoint):
+        return recipe | {"classes.weight": take("cls_embedding.embedding_table.weight")}
+    return recipe | {
+        "condition.fc1.weight": take("cls_embedding.cap_proj.fc1.weight"),
+        "condition.fc2.weight": take("cls_embedding.cap_proj.fc2.weight"),
+        "condition.uncond": take("cls_embedding.uncond_embedding"),
+    }
+
+
+def config_of(checkpoint: Checkpoint, about: dict[str, Any], size: int | None) -> TransformerConfig:
+    """Sizes of a target, from its tensors, its config.json if any, and its file's name.
+
+    Args:
+        about: config.json beside the weights. size: pixels of an image's side, if the user or a list of known
+            models says so.
+
+    Raises:
+        WeightsError: they contradict each other, or do not suffice.
+    """
+    vocabulary, dim = embedding_shape(checkpoint)
+    layers = max(
+        checkpoint.count("layers.{}.attention_norm.weight"),
+        checkpoint.count("layers.{}.input_layernorm.weight"),
+    )
+    up = "layers.0.feed_forward.w1.weight", "layers.0.mlp.gate_proj.weight"
+    ffn = next((checkpoint.shapes[name][0] for name in up if name in checkpoint), 0)
+    if not layers or not ffn:
+        raise WeightsError(f"{checkpoint.path} holds no layers", listed(sorted(checkpoint.shapes)))
+    side = grid_side(checkpoint, about, size)
+    return TransformerConfig(
+        vocab_size=vocabulary,
+        dim=dim,
+        layers=layers,
+        heads=heads_of(checkpoint, about, dim),
+        ffn_dim=ffn,
+        prefix=1 if by_class(checkpoint) else prefix_of(checkpoint),
+        grid=(side, side),
+        # What the Hub's copies say of it was never confirmed; the code that trained the weights has 1e-5.
+        norm_eps=float(about.get("rms_norm_eps", 1e-5)),
+        rope_base=float(about.get("rope_base", 10000.0)),
+    )
+
+
+def embedding_shape(checkpoint: Checkpoint) -> tuple[int, int]:
+    for name in ("tok_embeddings.weight", "embed_tokens.weight"):
+        if name in checkpoint:
+            vocabulary, dim = checkpoint.shapes[name]
+            return vocabulary, dim
+    raise WeightsError(f"{checkpoint.path} holds no token embedding")
+
+
+def prefix_of(checkpoint: Checkpoint) -> int:
+    shape = checkpoint.shapes.get("cls_embedding.uncond_embedding")
+    return shape[0] if shape else CAPTION_SLOTS
+
+
+def heads_of(checkpoint: Checkpoint, about: dict[str, Any], dim: int) -> int:
+    """Number of heads, which no tensor's shape tells."""
+    if "num_attention_heads" in about:
+        return int(about["num_attention_heads"])
+    width = WIDE_HEAD if dim == 3200 or dim % HEAD else HEAD
+    if dim % width:
+        why = f"its width is {dim}, which neither {HEAD} nor {WIDE_HEAD} divides"
+        hint = f'"num_attention_heads" in a config.json beside {checkpoint.path.name}'
+        raise WeightsError(f"the number of heads of {checkpoint.path} is unknown", why, hint)
+    return dim // width
+
+
+def grid_side(checkpoint: Checkpoint, about: dict[str, Any], size: int | None) -> int:
+    """Codes along an image's side, from whatever knows it; all that know it must agree."""
+    known: dict[str, int] = {}
+    if size is not None:
+        known[f"--image-size {size}"] = size // PIXELS_OF_A_CODE
+    if "block_size" in about:
+        known[f"block_size {about['block_size']} of its config.json"] = math.isqrt(
+            int(about["block_size"])
+        )
+    named = re.search(r"_(256|384|512)$", Path(checkpoint.path).stem)
+    if named:
+        known[f"the file's name {checkpoint.path.name}"] = int(named[1]) // PIXELS_OF_A_CODE
+    for name, shape in checkpoint.shapes.items():
+        if name.endswith("freqs_cis"):
+            prefix = 1 if by_class(checkpoint) else prefix_of(checkpoint)
+            known["its table of positions"] = math.isqrt(shape[0] - prefix)
+    if len(set(known.values())) > 1:
+        says = "; ".join(
+            f"{who} means {side * PIXELS_OF_A_CODE} pixels" for who, side in known.items()
+        )
+        raise WeightsError(f"{checkpoint.path} draws images of one size", says)
+    if not known:
+        hint = "--image-size " + " or ".join(map(str, SIZES))
+        why = "neither its name nor a config.json says it"
+        raise WeightsError(f"the image size of {checkpoint.path} is unknown", why, hint)
+    return next(iter(known.values()))
+
+
+def settings_beside(path: Path) -> dict[str, Any]:
+    """The config.json of a checkpoint's folder."""
+    return read_json((path if path.is_dir() else path.parent) / "config.json")

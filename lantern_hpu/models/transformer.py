@@ -39,6 +39,8 @@ class TransformerConfig:
     # leaves them unrotated, and image tokens can look at single words.
     rope_prefix: Literal["zero", "identity"] = "zero"
     qk_norm: bool = False  # Chameleon normalises each head's queries and keys
+    # Rows of the embedding where it knows more than image tokens: those come first, words follow (Chameleon).
+    embed_rows: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -196,7 +198,7 @@ class Target(nn.Module):
     def __init__(self, config: TransformerConfig, kernels: Kernels = PLAIN) -> None:
         super().__init__()
         self.config, self.kernels = config, kernels
-        self.embed = nn.Embedding(config.vocab_size, config.dim)
+        self.embed = nn.Embedding(config.embed_rows or config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config, kernels) for _ in range(config.layers))
         self.norm = norm(config, kernels)
         self.head = nn.Linear(config.dim, config.vocab_size, bias=False)

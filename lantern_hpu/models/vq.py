@@ -32,6 +32,9 @@ class VQConfig:
     codebook_size: int = 16384
     groups: int = 32
     normalize_codebook: bool = True
+    attention: bool = (
+        True  # at the coarsest level, as LlamaGen's have; Chameleon's has it in the middle alone
+    )
 
     def __post_init__(self) -> None:
         # JSON has no tuples; a list here would make equal configurations compare unequal.
@@ -155,7 +158,8 @@ class Encoder(nn.Module):
         self.conv_blocks = nn.ModuleList()
         for index, multiplier in enumerate(config.multipliers):
             outputs = config.channels * multiplier
-            level = Level(width, outputs, config.res_blocks, config.groups, index == last)
+            attention = config.attention and index == last
+            level = Level(width, outputs, config.res_blocks, config.groups, attention)
             width = outputs
             if index != last:
                 level.downsample = Downsample(width)
@@ -183,7 +187,8 @@ class Decoder(nn.Module):
         self.conv_blocks = nn.ModuleList()
         for index in range(last, -1, -1):
             outputs = config.channels * config.multipliers[index]
-            level = Level(width, outputs, config.res_blocks + 1, config.groups, index == last)
+            attention = config.attention and index == last
+            level = Level(width, outputs, config.res_blocks + 1, config.groups, attention)
             width = outputs
             if index != 0:
                 level.upsample = Upsample(width)

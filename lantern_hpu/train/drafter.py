@@ -32,8 +32,8 @@ from tqdm import tqdm
 
 from lantern_hpu.config import DEFAULT_RELAXATION, DEFAULT_TREE, EXACT, in_turn
 from lantern_hpu.errors import OptionError, TrainingError, WeightsError
-from lantern_hpu.models.builtin import DRAFTER, drafter_options
 from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.folder import DRAFTER, describe_drafter, make_drafter
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.profile import profile
@@ -75,13 +75,13 @@ class Progress:
     losses: list[float] = field(default_factory=list)  # of every step
 
 
-def like_the_target(target: Target, **options: bool) -> Drafter:
+def like_the_target(target: Target, options: dict[str, Any]) -> Drafter:
     """A drafter to begin with: it passes the feature on, with the target's embedding and last block at hand.
 
     The block adds nothing at first: what it adds in the target is meant for the stream before the final norm,
     and features come after it.
     """
-    drafter = Drafter(target.config, **options, kernels=target.kernels)
+    drafter = make_drafter(options, target.config, target.kernels)
     dim = target.config.dim
     with torch.no_grad():
         drafter.embed.weight.copy_(target.embed.weight)
@@ -112,7 +112,9 @@ class DrafterTraining:
         self.folder, self.options, self.accelerator = folder, options, accelerator
         torch.manual_seed(options.seed)
         model = pipeline.model
-        self.drafter = like_the_target(model.target, **drafter_options(model.drafter))
+        self.drafter = like_the_target(
+            model.target, describe_drafter(model.drafter, model.target.config)
+        )
         self.average = [w.detach().clone() for w in self.drafter.parameters()]
         unrolled = Unrolled(self.drafter, model.target.head, options.unroll)
         optimiser = torch.optim.AdamW(
@@ -233,7 +235,7 @@ class DrafterTraining:
         self.write("drafter.safetensors", save({n: t.contiguous() for n, t in tensors.items()}))
         about = {
             "target": self.pipeline.model.fingerprint,
-            "options": drafter_options(self.drafter),
+            "options": describe_drafter(self.drafter, self.pipeline.model.target.config),
             "step": self.progress.step,
             "figures": figures,
         }

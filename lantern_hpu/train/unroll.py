@@ -17,13 +17,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lantern_hpu.models.builtin import ImageModel
+from lantern_hpu.layout import settings_of
 from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.transformer import additive, prefix_mask, rope_table
-from lantern_hpu.plan import settings_of
+from lantern_hpu.models.folder import ImageModel
+from lantern_hpu.models.transformer import (
+    TransformerConfig,
+    additive,
+    prefix_mask,
+    rope_table,
+)
 from lantern_hpu.sampling import guide, law
 
 CROSS, FEATURE = 0.3, 0.2  # weights of cross-entropy and feature distance beside 1 - overlap
+
+
+def turns(config: TransformerConfig, valid: Tensor, length: int) -> Tensor:
+    """Rotations of the first `length` slots of rows with these pads [R, P]: [R, length, 2, hd / 2]."""
+    slot = torch.arange(length, device=valid.device).expand(len(valid), -1)
+    if config.rope == "1d":
+        slot = (slot - (~valid).sum(1, keepdim=True)).clamp(min=0)
+    return rope_table(config, length).to(valid.device)[slot]
 
 
 class Lesson:
@@ -44,16 +57,16 @@ class Lesson:
         for item in fields(self.settings):
             value = getattr(self.settings, item.name).to(tokens.device)
             setattr(self.settings, item.name, value)
-        prefix, valid = model.prefix(prompts, self.guidance)  # [R, P, H], [R, P]
+        prefix, valid, words = model.condition.rows(prompts, self.guidance)
         rows = tokens.repeat(2, 1) if self.guidance else tokens  # [R, N]
         length = config.prefix + config.tokens - 1
         seen = F.pad(valid, (0, length - valid.shape[1]), value=True)
         below = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-        rope = rope_table(config, length).to(tokens.device, prefix.dtype)
+        rope = turns(config, valid, length).to(tokens.device, prefix.dtype)
         with torch.no_grad():
             x = torch.cat([prefix, target.embed(rows[:, :-1])], 1)
             mask = additive(prefix_mask(seen, below), x.dtype)
-            hidden = target(x, rope.expand(len(x), -1, -1, -1), mask)
+            hidden = target(x, rope, mask)
             self.first = (
                 config.prefix - 1
             )  # the entry that holds token 0, from which the loss counts
@@ -64,9 +77,8 @@ class Lesson:
         self.hidden = hidden.float()  # [R, P + N - 1, H]; the drafter learns in float32
         self.valid = seen[:, :-1]  # [R, T], T = P + N - 2 entries of the drafter
         self.below = below[:-1, :-1]  # [T, T]
-        filler = rows.new_zeros(len(rows), config.prefix - 1)
-        self.tokens = torch.cat([filler, rows[:, :-1]], 1)  # [R, T]
-        self.rope = rope[1:].float().expand(len(rows), -1, -1, -1)  # [R, T, 2, hd / 2]
+        self.tokens = torch.cat([words[:, 1:].to(rows.dtype), rows[:, :-1]], 1)  # [R, T]
+        self.rope = rope[:, 1:].float()  # [R, T, 2, hd / 2]
 
     def mask(self, drafter: Drafter) -> Tensor:
         """[R, 1, T, T] what the drafter's entries see."""

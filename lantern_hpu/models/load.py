@@ -1,0 +1,270 @@
+"""From the parts of a model to a model: our own folder, or checkpoints as their authors published them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from lantern_hpu import codebook
+from lantern_hpu.config import Sampling
+from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.hub import CONFIG
+from lantern_hpu.models import chameleon, eagle, llamagen
+from lantern_hpu.models.condition import CaptionConditioner, ClassConditioner, Conditioner
+from lantern_hpu.models.folder import DRAFTER, ImageModel, Placement, load_folder, use_drafter
+from lantern_hpu.models.folder import text_encoder as open_text_encoder
+from lantern_hpu.models.llamagen import CaptionProjection
+from lantern_hpu.models.transformer import Target, TransformerConfig
+from lantern_hpu.models.vq import VQConfig, VQModel
+from lantern_hpu.models.weights import Checkpoint, Recipe, open_checkpoint, pour
+from lantern_hpu.parts import Parts
+
+CLASSES = 1000  # of ImageNet, for which labels are known
+# Published settings, for checkpoints that the list of known models does not name
+PUBLISHED = {
+    "captions": Sampling(7.5, 1.0, 1000, 1.0),
+    "classes": Sampling(4.0, 1.0, 0, 1.0),
+    "tokens": Sampling(3.0, 1.0, 2000, 1.0),
+}
+
+
+def load(parts: Parts, placement: Placement) -> ImageModel:
+    """The model that these parts make.
+
+    Raises:
+        WeightsError: parts are missing (all are listed), damaged, or do not belong together.
+    """
+    placement = replace(placement, text=parts.text or placement.text)
+    ours = (parts.target / CONFIG).is_file()
+    model = load_folder(parts.target, placement) if ours else load_published(parts, placement)
+    if ours and parts.vq is not None:
+        model.vq = load_vq(open_checkpoint(parts.vq), model.target.config.rope == "2d", placement)
+    if parts.drafter is not None:
+        put_drafter(model, parts.drafter, placement.dtype)
+    if parts.neighbours is not None:
+        codebook.check_table(parts.neighbours, model.codebook)
+        model.neighbours = parts.neighbours
+    return model
+
+
+def put_drafter(model: ImageModel, path: Path, dtype: torch.dtype | None) -> None:
+    """A drafter of our own training, or a published one."""
+    if (path / DRAFTER).is_file():
+        return use_drafter(model, path)
+    first = chameleon.FIRST_IMAGE_TOKEN if model.target.config.embed_rows else 0
+    kernels = model.target.kernels
+    model.drafter = eagle.load_drafter(path, model.target, first, kernels, dtype)
+    digest = eagle.open_drafter(path)[0].fingerprint()
+    model.files = model.files | {"drafter": digest}
+    return None
+
+
+# ------------------------------------------------------------------------------------ published files
+
+
+@dataclass
+class Family:
+    """What a published target turned out to be."""
+
+    config: TransformerConfig
+    stored: dict[str, nn.Module]  # its condition's modules, to be filled with the target
+    recipe: Recipe
+    ignored: Callable[[str], bool]
+    condition: Callable[[Target, Placement], Conditioner]
+    about_condition: dict[str, Any]
+    needs: tuple[str, ...]  # parts that it cannot draw without
+    sampling: Sampling
+
+
+def recognise(checkpoint: Checkpoint, parts: Parts) -> tuple[Family, Checkpoint]:
+    """The family of a target, and its tensors by the names that the family's recipe uses.
+
+    Raises:
+        WeightsError: of no known family, or its sizes cannot be told.
+    """
+    about = llamagen.settings_beside(parts.target)
+    if chameleon.is_chameleon(checkpoint):
+        return anole(checkpoint, about, parts), checkpoint
+    if llamagen.is_llamagen(checkpoint):
+        named = llamagen.to_pt_names(checkpoint)
+        return llamagen_family(named, about, parts), named
+    why = "it is neither a LlamaGen (cls_embedding.*) nor a Chameleon (q_norm) checkpoint"
+    raise WeightsError(f"{parts.target} is of no known family", why, "python -m lantern_hpu.models")
+
+
+def llamagen_family(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Family:
+    config = llamagen.config_of(checkpoint, about, parts.image_size)
+    recipe = llamagen.target_recipe(checkpoint, config.layers)
+    if llamagen.by_class(checkpoint):
+        classes = checkpoint.shapes["cls_embedding.embedding_table.weight"][0] - 1
+        if classes != CLASSES:
+            why = f"it knows {classes} classes, labels are known for {CLASSES}"
+            raise WeightsError(f"{parts.target} is of no known family", why)
+        table = nn.Embedding(classes + 1, config.dim, device="meta")
+        stored: dict[str, nn.Module] = {"classes": table}
+        kind = {"kind": "classes", "classes": classes}
+        made = ClassConditioner(table)
+        return Family(
+            config,
+            stored,
+            recipe,
+            llamagen.ignored,
+            lambda target, placement: made,
+            kind,
+            ("vq",),
+            PUBLISHED["classes"],
+        )
+    width = checkpoint.shapes.get("cls_embedding.uncond_embedding", (0, 0))[1]
+    projection = CaptionProjection(width, config.dim, config.prefix).to("meta")
+    kind = {"kind": "t5", "dim": width, "text": str(parts.text)}
+
+    def captions(target: Target, placement: Placement) -> Conditioner:
+        text = open_text_encoder(placement, None, config.prefix, width)
+        return CaptionConditioner(text, projection)
+
+    return Family(
+        config,
+        {"condition": projection},
+        recipe,
+        llamagen.ignored,
+        captions,
+        kind,
+        ("vq", "text"),
+        PUBLISHED["captions"],
+    )
+
+
+def anole(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Family:
+    config = chameleon.config_of(checkpoint, about)
+    chameleon.check_draws(checkpoint, about, config)
+    side = config.grid[0] * llamagen.PIXELS_OF_A_CODE
+    if parts.image_size not in (None, side):
+        why = f"Anole draws {side} x {side} pixels"
+        raise OptionError(f"--image-size is {parts.image_size}", why)
+    beside = parts.target if parts.target.is_dir() else parts.target.parent
+
+    def tokens(target: Target, placement: Placement) -> Conditioner:
+        where = placement.text or beside
+        tokenizer = chameleon.load_tokenizer(where)
+        chameleon.check_image_tokens(tokenizer.get_vocab(), config.vocab_size, where)
+        return chameleon.TokenConditioner(tokenizer, target.embed, config.prefix)
+
+    return Family(
+        config,
+        {},
+        chameleon.target_recipe(config),
+        chameleon.ignored,
+        tokens,
+        {"kind": "tokens"},
+        ("vq",),
+        PUBLISHED["tokens"],
+    )
+
+
+WHERE = {  # part: what it is, the option that names it, where it is to be had
+    "vq": ("the VQ tokenizer", "--vq", "FoundationVision/LlamaGen vq_ds16_*.pt; Anole: vqgan.ckpt"),
+    "text": ("the text encoder", "--text-encoder", "google/flan-t5-xl"),
+}
+
+
+def check_parts(family: Family, parts: Parts, inside: set[str]) -> None:
+    """Raise a WeightsError that lists every part that is missing; `inside`: parts that the target holds."""
+    absent = [name for name in family.needs if getattr(parts, name) is None]
+    missing = [name for name in absent if name not in inside]
+    if missing:
+        lines = [f"{WHERE[name][0]} ({WHERE[name][1]}; {WHERE[name][2]})" for name in missing]
+        raise WeightsError(f"parts are missing for {parts.target}", "; ".join(lines))
+
+
+def load_published(parts: Parts, placement: Placement) -> ImageModel:
+    """A model from published checkpoints."""
+    family, checkpoint = recognise(open_checkpoint(parts.target), parts)
+    # Anole's Hugging Face copy holds the whole tokenizer, decoder included.
+    inside = checkpoint.below("model.vqmodel.")
+    whole = "decoder.conv_in.weight" in inside
+    check_parts(family, parts, {"vq"} if whole else set())
+    tokenizer = inside if parts.vq is None else open_checkpoint(parts.vq)
+    vq = load_vq(tokenizer, family.config.rope == "2d", placement)
+    if vq.config.codebook_size != family.config.vocab_size:
+        why = f"it has {vq.config.codebook_size} codes, the target draws {family.config.vocab_size}"
+        raise WeightsError(f"the tokenizer {tokenizer.path} is for another target", why)
+    with torch.device("meta"):
+        target = Target(family.config, placement.kernels)
+    main = nn.ModuleDict({**family.stored, "target": target})
+    pour(main, checkpoint, family.recipe, placement.dtype, placement.device, family.ignored)
+    digest = checkpoint.fingerprint()
+    return ImageModel(
+        parts.name,
+        parts.source,
+        {"target": digest, "vq": tokenizer.fingerprint()},
+        digest,
+        target,
+        None,
+        family.condition(target, placement),
+        family.about_condition,
+        vq,
+        Sampling(**parts.sampling) if parts.sampling else family.sampling,
+    )
+
+
+# ------------------------------------------------------------------------------------ tokenizers
+
+
+def vq_config(checkpoint: Checkpoint, normalised: bool) -> VQConfig:
+    """A tokenizer's sizes, from the shapes of its tensors by our names."""
+
+    def width(name: str) -> int:
+        return checkpoint.shapes[name][0]
+
+    levels = checkpoint.count("encoder.conv_blocks.{}.res.0.conv1.weight")
+    channels = width("encoder.conv_in.weight")
+    each = [width(f"encoder.conv_blocks.{i}.res.0.conv1.weight") for i in range(levels)]
+    codes, code_dim = checkpoint.shapes["quantize.embedding.weight"]
+    return VQConfig(
+        channels,
+        tuple(w // channels for w in each),
+        checkpoint.count("encoder.conv_blocks.0.res.{}.conv1.weight"),
+        checkpoint.shapes["quant_conv.weight"][1],
+        code_dim,
+        codes,
+        normalize_codebook=normalised,
+        attention=f"encoder.conv_blocks.{levels - 1}.attn.0.norm.weight" in checkpoint,
+    )
+
+
+def load_vq(checkpoint: Checkpoint, normalised: bool, placement: Placement) -> VQModel:
+    """LlamaGen's VQ-16 or VQ-8, or the VQGAN of Chameleon with its decoder, in float32.
+
+    Args:
+        normalised: whether codes are used at length 1, as LlamaGen's are.
+
+    Raises:
+        WeightsError: unreadable, without a decoder, or of another kind.
+    """
+    path = checkpoint.path
+    if any(".mid.block_1." in name for name in checkpoint.shapes):
+        checkpoint = chameleon.as_vq(checkpoint)
+    if "decoder.conv_in.weight" not in checkpoint:
+        why = "it has no decoder, so codes cannot become pictures"
+        raise WeightsError(f"{path} is not a whole VQ tokenizer", why)
+    try:
+        config = vq_config(checkpoint, normalised)
+    except (KeyError, IndexError) as error:
+        raise WeightsError(f"{path} is not a VQ tokenizer", f"{error} is missing") from error
+    with torch.device("meta"):
+        model = VQModel(config)
+    used = ("quantize.codebook_used", "loss.")
+    pour(
+        model,
+        checkpoint,
+        None,
+        torch.float32,
+        placement.device,
+        ignored=lambda name: name.startswith(used),
+    )
+    return model

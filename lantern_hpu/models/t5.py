@@ -1,0 +1,260 @@
+"""Caption features of a T5 encoder (google/flan-t5-xl and the like), for LlamaGen's text models."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor
+
+from lantern_hpu.errors import OptionError, WeightsError, choices
+from lantern_hpu.models.captions import clean as clean_twice
+from lantern_hpu.models.captions import needed
+from lantern_hpu.models.text import Condition
+
+Keep = Literal["device", "host", "free"]
+
+CHUNK = 8  # prompts encoded at a time
+CACHED = 1024  # prompts whose features stay on the host, at most 0.5 GB for flan-t5-xl
+HINT = "download all files of google/flan-t5-xl into one folder"
+# In the order in which transformers looks for them.
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+TOKENIZERS = ("tokenizer.json", "spiece.model")
+
+
+class T5Conditioner:
+    """Prompts to T5 features, encoded once and kept on the host.
+
+    The encoder (1.2 G parameters in flan-t5-xl) is loaded when a prompt comes that is not known yet.
+
+    Args:
+        folder: a local folder in the Hugging Face format.
+        prefix: tokens of a prompt, P; longer prompts are cut.
+        dtype: of the encoder and of the features.
+        device: where the encoder runs and the features go; None is the host.
+        keep: where the encoder stays between prompts; "free" drops it and reads it again when needed.
+        clean: clean captions as in training (`captions.clean`); else they are only put in lower case,
+            as the public pipelines do.
+
+    Raises:
+        OptionError: unknown `keep`; a package is missing.
+        WeightsError: the folder lacks files, or its configuration is unreadable.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        prefix: int = 120,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | None = None,
+        keep: Keep = "host",
+        clean: bool = True,
+    ) -> None:
+        if keep not in get_args(Keep):
+            raise OptionError(f"unknown place {keep!r} for T5", hint=choices(get_args(Keep)))
+        check_files(folder)
+        self.folder, self.prefix, self.dtype, self.device = folder, prefix, dtype, device
+        self.keep, self.clean = keep, clean
+        self.width = read_width(folder)  # C
+        # Missing packages show now, not after the image model is loaded.
+        self._transformers = needed("transformers")
+        self._text("")
+        self._tokenizer: Any = None
+        self._encoder: Any = None
+        self._known: dict[str, Tensor] = {}  # prompt -> [v, C] on the host, oldest first
+
+    def encode(self, prompts: Sequence[str]) -> Condition:
+        """Features [B, P, C] and valid [B, P] of a batch, on the device.
+
+        Raises:
+            WeightsError: the encoder or its tokenizer cannot be loaded.
+        """
+        self.prepare(prompts)
+        features = torch.zeros(len(prompts), self.prefix, self.width, dtype=self.dtype)  # [B, P, C]
+        valid = torch.zeros(len(prompts), self.prefix, dtype=torch.bool)  # [B, P]
+        for row, prompt in enumerate(prompts):
+            known = self._known[prompt]  # [v, C]
+            start = self.prefix - len(known)
+            features[row, start:] = known
+            valid[row, start:] = True
+        return Condition(features.to(self.device), valid.to(self.device))
+
+    def prepare(self, prompts: Sequence[str]) -> None:
+        """Encode the prompts that are not known yet, then put the encoder where `keep` says.
+
+        Raises:
+            WeightsError: the encoder or its tokenizer cannot be loaded.
+        """
+        wanted = list(dict.fromkeys(prompts))
+        unknown = [prompt for prompt in wanted if prompt not in self._known]
+        if unknown:
+            try:
+                self._learn(unknown)
+            finally:
+                self._put_away()
+        for prompt in wanted:
+            self._known[prompt] = self._known.pop(prompt)  # now the youngest
+        # What was just asked for stays, even where it is more than fits.
+        for old in list(self._known)[: max(0, len(self._known) - max(CACHED, len(wanted)))]:
+            del self._known[old]
+
+    def notes(self, prompt: str) -> list[str]:
+        text = self._text(prompt)
+        if not text:
+            after = " after cleaning" if self.clean and prompt.strip() else ""
+            return [f"the prompt is empty{after}, so the model may draw anything"]
+        tokenizer = self._load_tokenizer()
+        with quiet(self._transformers):  # transformers warns of long prompts in its own words
+            ids = tokenizer(text)["input_ids"]
+            if len(ids) <= self.prefix:
+                return []
+            # The mark of the end takes the last place.
+            cut = tokenizer.decode(ids[self.prefix - 1 :], skip_special_tokens=True).strip()
+        return [f"the prompt has {len(ids)} tokens, {self.prefix} are read; left out: {cut!r}"]
+
+    def _text(self, prompt: str) -> str:
+        return clean_twice(prompt) if self.clean else prompt.lower().strip()
+
+    def _learn(self, prompts: list[str]) -> None:
+        self._load_encoder()
+        for start in range(0, len(prompts), CHUNK):
+            chunk = prompts[start : start + CHUNK]
+            self._known.update(zip(chunk, self._features(chunk), strict=True))
+
+    @torch.no_grad()
+    def _features(self, prompts: list[str]) -> list[Tensor]:
+        """Features [v, C] of each prompt's v tokens, on the host.
+
+        The contract rolls the pads from the right end to the left and sets them to zero; so the
+        features of real tokens are all there is to keep.
+        """
+        texts = [self._text(prompt) for prompt in prompts]
+        if len(texts) > 1:
+            texts += [""] * (CHUNK - len(texts))  # two shapes in all: a device compiles each anew
+        with quiet(self._transformers):
+            tokens = self._load_tokenizer()(
+                texts,
+                max_length=self.prefix,
+                padding="max_length",
+                truncation=True,
+                return_attention_mask=True,
+                add_special_tokens=True,
+                return_tensors="pt",
+            )
+        ids, mask = tokens["input_ids"], tokens["attention_mask"]  # [B, P] int64, pads on the right
+        encoded = self._encoder(input_ids=ids.to(self.device), attention_mask=mask.to(self.device))
+        hidden = encoded.last_hidden_state.to(self.dtype).cpu()  # [B, P, C]
+        counts = mask.sum(-1).tolist()[: len(prompts)]
+        return [row[:count].clone() for row, count in zip(hidden, counts, strict=False)]
+
+    def _load_tokenizer(self) -> Any:
+        if self._tokenizer is None:
+            with quiet(self._transformers), self._loading("tokenizer"):
+                tokenizer = self._transformers.AutoTokenizer.from_pretrained(
+                    str(self.folder), local_files_only=True
+                )
+            tokenizer.padding_side = "right"  # `_features` relies on it
+            self._tokenizer = tokenizer
+        return self._tokenizer
+
+    def _load_encoder(self) -> None:
+        if self._encoder is None:
+            # Half the memory of the default, which is the files' dtype; the option's name has changed.
+            version = [int(n) for n in self._transformers.__version__.split(".")[:2]]
+            option = "dtype" if version >= [4, 56] else "torch_dtype"
+            with quiet(self._transformers), self._loading("encoder"):
+                encoder, info = self._transformers.T5EncoderModel.from_pretrained(
+                    str(self.folder),
+                    local_files_only=True,
+                    output_loading_info=True,
+                    **{option: self.dtype},
+                )
+            if info["missing_keys"]:  # transformers fills them with noise
+                missing = ", ".join(sorted(info["missing_keys"])[:5])
+                raise WeightsError(f"{self.folder} is not a T5 encoder", f"it lacks {missing}")
+            self._encoder = encoder.eval().requires_grad_(False)
+        self._encoder = self._encoder.to(self.device)
+
+    def _put_away(self) -> None:
+        if self.keep == "free":
+            self._encoder = None
+        elif self.keep == "host" and self._encoder is not None:
+            self._encoder = self._encoder.cpu()
+
+    @contextmanager
+    def _loading(self, part: str) -> Iterator[None]:
+        """Whatever goes wrong in transformers is an error that names the folder.
+
+        It raises OSError, ValueError, RuntimeError, SafetensorError, ImportError and more.
+        """
+        try:
+            yield
+        except Exception as error:
+            raise WeightsError(
+                f"cannot load the T5 {part} in {self.folder}", str(error), HINT
+            ) from error
+
+
+def check_files(folder: Path) -> None:
+    """Raise unless a folder has all files of a T5 encoder, every part of divided weights included.
+
+    Raises:
+        WeightsError: names the folder and what is missing.
+    """
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    missing += _missing_weights(folder)
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        missing.append(" or ".join(TOKENIZERS))
+    if missing:
+        why = f"missing: {', '.join(missing)}" if folder.is_dir() else "there is no such folder"
+        raise WeightsError(f"no T5 encoder in {folder}", why, HINT)
+
+
+def _missing_weights(folder: Path) -> list[str]:
+    for name in WEIGHTS:
+        if (folder / name).is_file():
+            return []
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            parts = set(_read_json(index, "weight_map").values())
+            return sorted(part for part in parts if not (folder / part).is_file())
+    return [" or ".join(WEIGHTS)]
+
+
+def read_width(folder: Path) -> int:
+    """Width C of a T5's features, from its configuration alone.
+
+    Raises:
+        WeightsError: the configuration is unreadable or not a T5's.
+    """
+    return int(_read_json(folder / "config.json", "d_model"))
+
+
+def _read_json(file: Path, key: str) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))[key]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"cannot read {file}", repr(error), HINT) from error
+
+
+@contextmanager
+def quiet(transformers: ModuleType) -> Iterator[None]:
+    """No loading bars and no warnings of transformers; a checkpoint's decoder is left out on purpose."""
+    log = transformers.utils.logging
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.set_verbosity(level)
+        if bars:
+            log.enable_progress_bar()

@@ -1,0 +1,327 @@
+"""Checkpoint files of every container, and recipes that turn their tensors into ours.
+
+A recipe says for each of a module's tensors which published tensors it is made of. Tensors are read one at a time,
+straight to the device and dtype where they stay, so that the host never holds more than a file maps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from lantern_hpu.errors import WeightsError
+
+SAFE = ".safetensors"
+PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+SINGLES = ("model.safetensors", "pytorch_model.bin")
+CONTAINERS = (
+    "model",
+    "module",
+    "state_dict",
+)  # keys under which training frameworks put the weights
+SHOWN = 8  # names listed of each kind of mistake before "and n more"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What one of our tensors is made of: published tensors put one under another, or some rows of one."""
+
+    names: tuple[str, ...]
+    rows: tuple[int, int] | None = None
+    roll: int = 0  # rows by which the table is turned upwards, so that row `roll` comes first
+    shape: tuple[int, ...] | None = None  # where the file holds the same numbers in another shape
+
+
+Recipe = Mapping[str, Source]
+
+
+def take(*names: str, **how: Any) -> Source:
+    return Source(names, **how)
+
+
+@dataclass
+class Checkpoint:
+    """The named tensors of a file or folder, read when asked for."""
+
+    path: Path
+    shapes: dict[str, tuple[int, ...]]
+    read: Callable[[str], Tensor]
+    extra: dict[str, Any]  # what else a pickle holds beside its weights
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.shapes
+
+    def renamed(self, change: Callable[[str], str]) -> Checkpoint:
+        """The same tensors by other names."""
+        old = {change(name): name for name in self.shapes}
+        shapes = {name: self.shapes[before] for name, before in old.items()}
+        return Checkpoint(self.path, shapes, lambda name: self.read(old[name]), self.extra)
+
+    def below(self, prefix: str) -> Checkpoint:
+        """Only the tensors whose names begin with a prefix, without it."""
+        own = {name for name in self.shapes if name.startswith(prefix)}
+        shapes = {name.removeprefix(prefix): self.shapes[name] for name in own}
+        return Checkpoint(self.path, shapes, lambda name: self.read(prefix + name), {})
+
+    def within(self, prefix: str) -> Checkpoint:
+        """Names without a prefix that all of them may have."""
+        if not self.shapes or not all(name.startswith(prefix) for name in self.shapes):
+            return self
+        return self.renamed(lambda name: name.removeprefix(prefix))
+
+    def count(self, pattern: str) -> int:
+        """How many layers there are: the numbers from 0 for which `pattern` with `{}` is a name."""
+        number = 0
+        while pattern.format(number) in self.shapes:
+            number += 1
+        return number
+
+    def fingerprint(self) -> str:
+        """A digest of names, shapes and a few numbers of each tensor: quick, and the same in any container.
+
+        Numbers are compared as bfloat16, so that a file and its half-precision copy count as the same weights.
+        """
+        digest = hashlib.sha256()
+        for name in sorted(self.shapes):
+            values = self.read(name).flatten()
+            step = max(1, values.numel() // 16)
+            few = values[::step][:16].float().bfloat16().float().tolist()
+            digest.update(f"{name} {self.shapes[name]} {few}\n".encode())
+        return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------------ reading files
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A weights file, or a folder that holds one or an index of several.
+
+    Raises:
+        WeightsError: nothing there, unreadable, cut off, or a pickle that wants to run code.
+    """
+    if path.is_dir():
+        return open_folder(path)
+    if not path.is_file():
+        raise WeightsError(f"{path} does not exist")
+    if path.suffix == SAFE:
+        return open_safetensors(path)
+    if path.suffix in PICKLES:
+        return open_pickle(path)
+    why = f"expected {', '.join((SAFE, *PICKLES))}"
+    raise WeightsError(f"{path} is not a weights file", why)
+
+
+def open_folder(folder: Path) -> Checkpoint:
+    """The weights of a folder in the Hugging Face layout, or its only weights file."""
+    for name in INDEXES:
+        if (folder / name).is_file():
+            return open_shards(folder, folder / name)
+    for name in SINGLES:
+        if (folder / name).is_file():
+            return open_checkpoint(folder / name)
+    files = weights_files(folder)
+    if len(files) == 1:
+        return open_checkpoint(files[0])
+    found = ", ".join(file.name for file in files) or "nothing"
+    raise WeightsError(f"{folder} holds no weights that can be told apart", f"found {found}")
+
+
+def weights_files(folder: Path) -> list[Path]:
+    """The weights files that lie directly in a folder."""
+    return sorted(f for f in folder.iterdir() if f.suffix in (SAFE, *PICKLES) and f.is_file())
+
+
+def open_shards(folder: Path, index: Path) -> Checkpoint:
+    """Several files and the index that says which tensor lies where."""
+    try:
+        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"cannot read {index}", repr(error)) from error
+    missing = sorted({name for name in places.values() if not (folder / name).is_file()})
+    if missing:
+        raise WeightsError(f"files are missing in {folder}", ", ".join(missing), "download again")
+    parts = {name: open_checkpoint(folder / name) for name in sorted(set(places.values()))}
+    lost = sorted(name for name, file in places.items() if name not in parts[file])
+    if lost:
+        raise WeightsError(f"{index} names tensors that are not there", listed(lost))
+    shapes = {name: parts[file].shapes[name] for name, file in places.items()}
+    return Checkpoint(folder, shapes, lambda name: parts[places[name]].read(name), {})
+
+
+def open_safetensors(path: Path) -> Checkpoint:
+    """One safetensors file, mapped into memory."""
+    try:
+        file = safe_open(path, "pt")
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(f"cannot read {path}", f"damaged or cut off ({error})") from error
+    return Checkpoint(path, shapes, file.get_tensor, {})
+
+
+def open_pickle(path: Path) -> Checkpoint:
+    """One file of torch.save: weights under `model`, `module` or `state_dict`, or alone."""
+    content = load_pickle(path)
+    holder = content
+    for key in CONTAINERS:
+        if isinstance(content.get(key), dict):
+            holder = content[key]
+            break
+    tensors = {name: value for name, value in holder.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise WeightsError(f"{path} holds no weights", f"its keys are {listed(sorted(content))}")
+    extra = {name: value for name, value in content.items() if value is not holder}
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return Checkpoint(path, shapes, tensors.__getitem__, extra if holder is not content else {})
+
+
+def host(storage: Any, place: str) -> Any:
+    """Where torch.load leaves what it reads: where it read it, whatever device saved it."""
+    return storage
+
+
+def load_pickle(path: Path) -> dict[str, Any]:
+    """The dictionary of a file of torch.save; nothing in it may run code."""
+    hint = "a safetensors file, or a copy from its publisher"
+    try:
+        # Training scripts of LlamaGen store their arguments beside the weights; a Namespace is only a record.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            try:
+                content = torch.load(path, map_location=host, weights_only=True, mmap=True)
+            except RuntimeError as error:
+                if "mmap" not in str(error):  # files of torch before 1.6 cannot be mapped
+                    raise
+                content = torch.load(path, map_location=host, weights_only=True)
+    except pickle.UnpicklingError as error:
+        if "Unsupported" in str(error) or "weights_only" in str(error).lower():
+            why = "it holds more than weights and would run code when loaded"
+            raise WeightsError(f"{path} is refused", why, hint) from error
+        raise WeightsError(f"cannot read {path}", "damaged or cut off", hint) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise WeightsError(f"cannot read {path}", "damaged or cut off", hint) from error
+    if not isinstance(content, dict):
+        raise WeightsError(f"{path} holds no weights", f"it is a {type(content).__name__}")
+    return content
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A configuration beside weights; empty where there is none.
+
+    Raises:
+        WeightsError: it is there and cannot be read.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"cannot read {path}", str(error)) from error
+    if not isinstance(found, dict):
+        raise WeightsError(f"cannot read {path}", "it is not an object")
+    return found
+
+
+# ------------------------------------------------------------------------------------ filling modules
+
+
+def listed(names: Iterable[str]) -> str:
+    """Some names, and how many more there are."""
+    every = list(names)
+    more = f" and {len(every) - SHOWN} more" if len(every) > SHOWN else ""
+    return ", ".join(every[:SHOWN]) + more
+
+
+def plain(module: nn.Module) -> Recipe:
+    """The recipe of files that use our own names."""
+    return {name: take(name) for name in module.state_dict()}
+
+
+def shape_of(source: Source, checkpoint: Checkpoint) -> tuple[int, ...]:
+    """What a recipe makes of a checkpoint's tensors."""
+    first = checkpoint.shapes[source.names[0]]
+    if source.shape is not None:
+        return source.shape
+    rows = sum(checkpoint.shapes[name][0] for name in source.names)
+    if source.rows is not None:
+        rows = min(source.rows[1], rows) - source.rows[0]
+    return (rows, *first[1:])
+
+
+def mistakes(
+    module: nn.Module, checkpoint: Checkpoint, recipe: Recipe, ignored: Callable[[str], bool]
+) -> Iterator[str]:
+    """What keeps a checkpoint from filling a module: missing, unknown and misshapen tensors, all of them."""
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    used = {name for source in recipe.values() for name in source.names}
+    missing = sorted(used - checkpoint.shapes.keys())
+    unknown = sorted(n for n in checkpoint.shapes if n not in used and not ignored(n))
+    if missing:
+        yield f"{len(missing)} tensors missing ({listed(missing)})"
+    if unknown:
+        yield f"{len(unknown)} unknown ({listed(unknown)})"
+    wrong = []
+    for name, source in recipe.items():
+        if all(part in checkpoint for part in source.names):
+            found = shape_of(source, checkpoint)
+            if found != expected[name]:
+                wrong.append(f"{' + '.join(source.names)} {list(found)} for {list(expected[name])}")
+    if wrong:
+        yield f"{len(wrong)} of another shape ({listed(wrong)})"
+
+
+def make(source: Source, checkpoint: Checkpoint, device: Any, dtype: torch.dtype | None) -> Tensor:
+    """One of our tensors, on its device."""
+    parts = []
+    for name in source.names:
+        part = checkpoint.read(name)
+        if source.rows is not None:
+            part = part[source.rows[0] : source.rows[1]]
+        parts.append(part.to(device, dtype or part.dtype))
+    whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+    if source.shape is not None:
+        whole = whole.reshape(source.shape)
+    if source.roll:
+        whole = whole.roll(-source.roll, 0)
+    return whole.contiguous()  # where nothing had to be done it stays in the mapped file
+
+
+def pour(
+    module: nn.Module,
+    checkpoint: Checkpoint,
+    recipe: Recipe | None = None,
+    dtype: torch.dtype | None = torch.float32,
+    device: torch.device | None = None,
+    ignored: Callable[[str], bool] = lambda name: False,
+) -> None:
+    """Fill a module made on `meta`, tensor by tensor.
+
+    Args:
+        recipe: by our names; None where the file uses them. dtype: None keeps each tensor's own.
+        ignored: published names that are not needed.
+
+    Raises:
+        WeightsError: tensors are missing, unknown or misshapen; all are listed.
+    """
+    recipe = plain(module) if recipe is None else recipe
+    wrong = list(mistakes(module, checkpoint, recipe, ignored))
+    if wrong:
+        raise WeightsError(f"{checkpoint.path} does not fit", "; ".join(wrong))
+    for name, source in recipe.items():
+        owner = module.get_submodule(name.rpartition(".")[0])
+        leaf = name.rpartition(".")[2]
+        tensor = make(source, checkpoint, device, dtype)
+        if leaf in owner._parameters:
+            owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+        else:
+            owner._buffers[leaf] = tensor
+    module.requires_grad_(False).eval()

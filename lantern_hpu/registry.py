@@ -1,0 +1,396 @@
+"""Models that can be had by name: what they are made of, where the files lie, and which are here. Needs no torch.
+
+`assets/registry.json` has the facts. Where the files are is read from the Hugging Face cache as its documentation
+describes it ("Understand caching"), so nothing is imported and no network is asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lantern_hpu.errors import OptionError, WeightsError, choices
+
+FILE = Path(__file__).parent / "assets" / "registry.json"
+PARTS = ("target", "drafter", "vq", "text", "neighbours")
+NEEDED_FOR = ("always", "drafting", "prompts", "optional")
+FAMILIES = ("llamagen-t2i", "llamagen-c2i", "chameleon")
+LABEL = "lantern.json"  # in a folder that `lantern_hpu.download --to` filled
+
+
+@dataclass(frozen=True)
+class Part:
+    """Files of one repository of the Hub.
+
+    Attributes:
+        role: one of `PARTS`.
+        files: names; `a|b` is either.
+        bytes: of all files together, as the Hub shows it or counted from the parameters; None if unknown.
+        sha256: digests of the files whose digest is known.
+        licence: as the repository states it.
+        needed_for: one of `NEEDED_FOR`.
+        confirmed: whether a public page names the repository and the files.
+        instead: other repositories with the same weights.
+    """
+
+    role: str
+    repo: str
+    files: tuple[str, ...]
+    bytes: int | None
+    sha256: Mapping[str, str]
+    licence: str
+    needed_for: str
+    confirmed: bool
+    instead: tuple[Part, ...] = ()
+    note: str = ""
+
+    @property
+    def sources(self) -> tuple[Part, ...]:
+        """The part itself, then those that do as well."""
+        return (self, *self.instead)
+
+    @property
+    def page(self) -> str:
+        return f"https://huggingface.co/{self.repo}"
+
+    def absent(self, folder: Path | None) -> tuple[str, ...]:
+        """The files that a folder lacks. A link without its file does not count as one."""
+        if folder is None:
+            return self.files
+        return tuple(spec for spec in self.files if not any(either(spec, folder)))
+
+    def path(self, folder: Path) -> Path:
+        """What a loader opens: the file where there is one, else the folder."""
+        return next(either(self.files[0], folder)) if len(self.files) == 1 else folder
+
+
+def either(spec: str, folder: Path) -> Iterator[Path]:
+    """Those of the names `a|b` that are files in a folder."""
+    return (folder / name for name in spec.split("|") if (folder / name).is_file())
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of a model, for counting parameters and bytes.
+
+    Attributes:
+        vocab: rows of the head in use. embed_rows: rows of the embedding.
+        caption_dim: width of caption features, 0 without. classes: rows of the class table, 0 without.
+        drafter: layers, embed_rows, input_norm, qk_norm; None where there is none.
+        vq_channels: of the image decoder at full resolution.
+        text_parameters: of the text encoder, 0 without.
+    """
+
+    layers: int
+    dim: int
+    heads: int
+    head_dim: int
+    ffn_dim: int
+    vocab: int
+    embed_rows: int
+    prefix: int
+    grid: tuple[int, int]
+    image_size: int
+    vq_parameters: int
+    vq_channels: int
+    text_parameters: int = 0
+    caption_dim: int = 0
+    classes: int = 0
+    qk_norm: bool = False
+    drafter: Mapping[str, Any] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """N, image tokens of one image."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def width(self) -> int:
+        """Of all heads together."""
+        return self.heads * self.head_dim
+
+    def block_parameters(self, qk_norm: bool, input_norm: bool = True) -> int:
+        """Attention, SwiGLU and norms of one layer."""
+        matrices = 4 * self.dim * self.width + 3 * self.dim * self.ffn_dim
+        return matrices + (1 + input_norm) * self.dim + (4 * self.width if qk_norm else 0)
+
+    @property
+    def condition_parameters(self) -> int:
+        """The caption projection with the features of "no caption", or the class table."""
+        caption = (self.prefix + self.dim) * self.caption_dim + self.dim**2
+        return (caption if self.caption_dim else 0) + self.classes * self.dim
+
+    @property
+    def target_parameters(self) -> int:
+        """Embedding, blocks, final norm, the head's rows in use, condition."""
+        tables = (self.embed_rows + self.vocab) * self.dim
+        blocks = self.layers * self.block_parameters(self.qk_norm)
+        return tables + blocks + self.dim + self.condition_parameters
+
+    @property
+    def drafter_parameters(self) -> int:
+        """Embedding, fc over [embedding, feature] with bias, blocks; 0 without a drafter."""
+        if self.drafter is None:
+            return 0
+        block = self.block_parameters(self.drafter["qk_norm"], self.drafter["input_norm"])
+        fc = 2 * self.dim**2 + self.dim
+        return self.drafter["embed_rows"] * self.dim + fc + self.drafter["layers"] * block
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One known model.
+
+    Attributes:
+        sampling: published settings: cfg_scale, temperature, top_k, top_p.
+        parts: those of `PARTS` that it has.
+    """
+
+    name: str
+    title: str
+    family: str
+    image_size: int
+    grid: tuple[int, int]
+    prefix: int
+    licence: str
+    geometry: Geometry
+    sampling: Mapping[str, float]
+    parts: Mapping[str, Part]
+    note: str = ""
+
+    def needed(self, drafting: bool = True) -> list[Part]:
+        """The parts without which it does not draw from prompts; with a drafter if it has one and is to draft."""
+        kinds = ("always", "prompts", "drafting") if drafting else ("always", "prompts")
+        return [part for part in self.parts.values() if part.needed_for in kinds]
+
+
+class Located(Mapping[str, Path | None]):
+    """Where an entry's parts are on this machine, by role.
+
+    A part's file where it has one, else the folder with its files; None if not all of them are there. `absent` has
+    the missing files of each such part.
+    """
+
+    def __init__(
+        self, entry: Entry, paths: Mapping[str, Path | None], absent: Mapping[str, tuple[str, ...]]
+    ) -> None:
+        self.entry, self.paths, self.absent = entry, paths, absent
+
+    def __getitem__(self, role: str) -> Path | None:
+        return self.paths[role]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.paths)
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def missing(self, drafting: bool = True) -> list[Part]:
+        """The parts that are needed and not all here."""
+        return [part for part in self.entry.needed(drafting) if self[part.role] is None]
+
+
+@cache
+def entries() -> dict[str, Entry]:
+    """The known models by name, without `builtin`.
+
+    Raises:
+        WeightsError: the file with the facts is unreadable.
+    """
+    try:
+        data = json.loads(FILE.read_text())
+        found = [read_entry(values, data["parts"]) for values in data["models"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(
+            f"cannot read {FILE}", repr(error), "install the package again"
+        ) from error
+    return {entry.name: entry for entry in found}
+
+
+def read_entry(values: Mapping[str, Any], shared: Mapping[str, Any]) -> Entry:
+    """An entry as JSON holds it; a part may be the name of a shared one, or null."""
+    parts = {}
+    for role, part in values["parts"].items():
+        if part is not None:
+            parts[role] = read_part(role, shared[part] if isinstance(part, str) else part)
+    grid = (int(values["grid"][0]), int(values["grid"][1]))
+    plain = {key: values[key] for key in ("name", "title", "family", "image_size", "prefix")}
+    return Entry(
+        **plain,
+        grid=grid,
+        licence=values["licence"],
+        geometry=read_geometry(values, grid),
+        sampling=values["sampling"],
+        parts=parts,
+        note=values.get("note", ""),
+    )
+
+
+def read_geometry(values: Mapping[str, Any], grid: tuple[int, int]) -> Geometry:
+    sizes = dict(values["geometry"])
+    vq = sizes.pop("vq")
+    return Geometry(
+        **sizes,
+        prefix=values["prefix"],
+        grid=grid,
+        image_size=values["image_size"],
+        vq_parameters=vq["parameters"],
+        vq_channels=vq["channels"],
+    )
+
+
+def read_part(role: str, values: Mapping[str, Any]) -> Part:
+    instead = tuple(read_part(role, other) for other in values.get("instead", ()))
+    given = {**values, "files": tuple(values["files"]), "sha256": values["sha256"] or {}}
+    return Part(**{**given, "role": role, "instead": instead})
+
+
+def find(name: str) -> Entry | None:
+    """The model of a name, or of its target's Hub id; None if there is none, or an id stands for several.
+
+    By the id of another repository with the same weights, the entry prefers that one. An id may be followed by a
+    file: `FoundationVision/LlamaGen/c2i_B_256.pt`.
+    """
+    known = entries()
+    if name in known:
+        return known[name]
+    found = sources(name)
+    if len(found) != 1:
+        return None
+    entry, target = found[0]
+    others = tuple(source for source in entry.parts["target"].sources if source is not target)
+    return replace(entry, parts={**entry.parts, "target": replace(target, instead=others)})
+
+
+def sources(name: str) -> list[tuple[Entry, Part]]:
+    """The models whose target lies in a repository, or is one of its files."""
+    return [
+        (entry, source)
+        for entry in entries().values()
+        for source in entry.parts["target"].sources
+        if name in (source.repo, *(f"{source.repo}/{file}" for file in source.files))
+    ]
+
+
+def get(name: str) -> Entry:
+    """The model of a name or Hub id.
+
+    Raises:
+        OptionError: there is none, or several lie in that repository; the error lists what there is.
+    """
+    entry = find(name)
+    if entry is not None:
+        return entry
+    several = [entry.name for entry, _ in sources(name)]
+    if several:
+        raise OptionError(f"{name} holds several models", hint=choices(several))
+    raise OptionError(f"unknown model {name!r}", hint=choices(entries()))
+
+
+def cache_folder() -> Path:
+    """The Hugging Face cache; the variables and their order are those of huggingface_hub."""
+    home = os.environ.get("XDG_CACHE_HOME", os.path.join("~", ".cache"))
+    home = os.environ.get("HF_HOME", os.path.join(home, "huggingface"))
+    hub = os.environ.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))
+    hub = os.environ.get("HF_HUB_CACHE", hub)
+    return Path(os.path.expandvars(os.path.expanduser(hub)))
+
+
+def snapshot(repo: str) -> Path | None:
+    """The cache's folder of a repository's main version, or None."""
+    store = cache_folder() / f"models--{repo.replace('/', '--')}"
+    try:
+        revision = (store / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    folder = store / "snapshots" / revision
+    return folder if revision and folder.is_dir() else None
+
+
+def of_folder(folder: Path) -> Entry | None:
+    """The model that `lantern_hpu.download --to` put into a folder, or None.
+
+    Raises:
+        WeightsError: its label is unreadable, or names a model that is not known here.
+    """
+    file = folder / LABEL
+    if not file.is_file():
+        return None
+    try:
+        name = str(json.loads(file.read_text())["model"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise WeightsError(f"cannot read {file}", repr(error)) from error
+    entry = entries().get(name)
+    if entry is None:
+        raise WeightsError(f"{folder} holds {name!r}", "which this version does not know")
+    return entry
+
+
+def locate(entry: Entry, folder: Path | None = None) -> Located:
+    """Where the parts of a model are: in a folder with a subfolder for each, or in the Hugging Face cache.
+
+    A part counts only when all its files are there. huggingface_hub gives a file its name when it is whole, so
+    what an interrupted download leaves is not taken for one.
+    """
+    paths: dict[str, Path | None] = {}
+    absent: dict[str, tuple[str, ...]] = {}
+    for role, part in entry.parts.items():
+        places = [(s, folder / role if folder else snapshot(s.repo)) for s in part.sources]
+        whole = (s.path(place) for s, place in places if place and not s.absent(place))
+        paths[role] = next(whole, None)
+        if paths[role] is None:
+            absent[role] = part.absent(places[0][1])
+    return Located(entry, paths, absent)
+
+
+def missing(entry: Entry, drafting: bool = True, folder: Path | None = None) -> list[Part]:
+    """The parts that drawing from prompts needs and that are not all here."""
+    return locate(entry, folder).missing(drafting)
+
+
+def require(entry: Entry, drafting: bool = True, folder: Path | None = None) -> Located:
+    """Where the parts are, if all that are needed are here.
+
+    Raises:
+        WeightsError: some are not; the error lists all of their missing files, with sizes and how to get them.
+    """
+    located = locate(entry, folder)
+    lacking = located.missing(drafting)
+    if not lacking:
+        return located
+    said = [
+        f"{p.role} {size(p.bytes)} ({listed(located.absent[p.role])} of {p.repo})" for p in lacking
+    ]
+    where = f"in {folder}" if folder else "on this machine"
+    hint = f"python -m lantern_hpu.download {entry.name}" + (f" --to {folder}" if folder else "")
+    if not drafting:
+        hint += " --without-drafter" * ("drafter" in entry.parts)
+    raise WeightsError(f"{entry.name} is not all {where}", "missing: " + "; ".join(said), hint)
+
+
+def listed(files: tuple[str, ...]) -> str:
+    """Names of files, or how many they are."""
+    return ", ".join(files) if len(files) <= 2 else f"{len(files)} files"
+
+
+def size(count: int | None) -> str:
+    """Bytes in words; the Hub counts a thousand to the kilo, and so does this."""
+    if count is None:
+        return "size unknown"
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= unit:
+            number = count / unit
+            digits = 2 if number < 10 else 1 if number < 100 else 0
+            return f"{number:.{digits}f} {name}"
+    return f"{count} bytes"
+
+
+def draw_command(entry: Entry, folder: Path | None = None) -> str:
+    """The command that draws with a model."""
+    prompt = "golden retriever" if entry.family == "llamagen-c2i" else "a red apple"
+    return f'python -m lantern_hpu.generate --model {folder or entry.name} --prompt "{prompt}"'

@@ -1,0 +1,613 @@
+"""Public checkpoints: every published format loads whole or not at all, computes what its authors' code computes, and
+draws.
+
+The files are written by `scripts/make_synthetic_checkpoints.py` from the formats' descriptions, the right answers come
+from `tests/numpy_twins.py`; neither knows the loader.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from lantern_hpu import codebook, convert, generate
+from lantern_hpu.config import Request, Sampling
+from lantern_hpu.engine import Engine
+from lantern_hpu.errors import LanternError, OptionError, WeightsError
+from lantern_hpu.models import chameleon
+from lantern_hpu.models.condition import ClassConditioner, Prefix
+from lantern_hpu.models.folder import ImageModel, Placement
+from lantern_hpu.models.load import load
+from lantern_hpu.models.transformer import additive, prefix_mask, rope_table
+from lantern_hpu.models.weights import open_checkpoint
+from lantern_hpu.parts import Given, resolve
+from lantern_hpu.pipeline import LanternPipeline
+from scripts import make_synthetic_checkpoints as synthetic
+from tests import numpy_twins as twins
+
+CODES = [3, 0, 9, 31, 60, 7, 7, 12, 1, 5]
+TEXT, HUB_TEXT, ANOLE, CLASS = "llamagen-t2i-256", "llamagen-t2i-512", "anole", "llamagen-c2i"
+# What to pass to --model below the folder of synthetic checkpoints, and the condition
+FORMATS = {
+    "pt, key model": (f"{CLASS}/c2i_B_256.pt", "207"),
+    "pt, raw, wide heads": ("llamagen-c2i-384-fsdp/c2i_3B_384.pt", "cock"),
+    "pt, raw": ("llamagen-c2i-384-fsdp/c2i_XXL_384.pt", "golden retriever"),
+    "pt, key module or state_dict": ("llamagen-c2i-containers/c2i_B_384.pt", "1"),
+    "pt with captions": (TEXT, "red"),
+    "Hugging Face folder with captions": (HUB_TEXT, "red"),
+    "Chameleon, vqgan.ckpt": (ANOLE, "a cat"),
+    "Chameleon, decoder inside": ("anole-hub", "a cat"),
+}
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every format, small."""
+    root = tmp_path_factory.mktemp("public")
+    synthetic.write_all(root)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANTERN_HPU_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+
+
+def given(public: Path, model: str) -> Given:
+    vq = public / CLASS / "vq_ds16_c2i.pt"
+    return Given(vq=str(vq)) if "containers" in model else Given()
+
+
+def opened(public: Path, model: str, **parts: Any) -> ImageModel:
+    own = {n: str(v) if isinstance(v, Path) else v for n, v in parts.items()}
+    chosen = Given(**own) if parts else None
+    return load(resolve(str(public / model), chosen or given(public, model)), Placement())
+
+
+def copy(public: Path, name: str, goal: Path) -> Path:
+    return Path(shutil.copytree(public / name, goal / name))
+
+
+# ------------------------------------------------------------------------------------ the same numbers
+
+
+def run(model: ImageModel, prefix: Prefix, codes: list[int]) -> torch.Tensor:
+    """The target's features [R, P + T, H] in one pass."""
+    tokens = torch.tensor(codes).expand(len(prefix.valid), -1)
+    x = torch.cat([prefix.embeddings, model.target.embed(tokens)], 1)
+    valid = torch.cat([prefix.valid, torch.ones_like(tokens, dtype=torch.bool)], 1)
+    mask = prefix_mask(valid, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril())
+    return model.target(x, turns(model, prefix, x.shape[1]), additive(mask, x.dtype))
+
+
+def turns(model: ImageModel, prefix: Prefix, length: int) -> torch.Tensor:
+    config = model.target.config
+    pads = (~prefix.valid).sum(1, keepdim=True) if config.rope == "1d" else 0
+    slot = (torch.arange(length).expand(len(prefix.valid), -1) - pads).clamp(min=0)
+    return rope_table(config, length)[slot]
+
+
+def guess(
+    model: ImageModel, prefix: Prefix, hidden: torch.Tensor, codes: list[int]
+) -> torch.Tensor:
+    """The drafter's guesses over a whole sequence; hidden [R, E, H]."""
+    assert model.drafter is not None
+    entries = hidden.shape[1]
+    ids = torch.cat([prefix.tokens, torch.tensor(codes).expand(len(prefix.tokens), -1)], 1)
+    ids = ids[:, model.drafter.shift :][:, :entries]
+    below = torch.ones(entries, entries, dtype=torch.bool).tril()
+    valid = torch.cat([prefix.valid, torch.ones(len(ids), len(codes), dtype=torch.bool)], 1)
+    seen = prefix_mask(valid[:, :entries], below)
+    mask = below.expand_as(seen) if model.drafter.sees_pads else seen
+    rope = turns(model, prefix, entries + 1)[:, 1:]
+    return model.drafter(ids, hidden, rope, additive(mask, hidden.dtype))
+
+
+def raw(file: Path) -> dict[str, twins.Array]:
+    """A checkpoint's tensors as the twins take them."""
+    content = open_checkpoint(file)
+    return twins.arrays({name: content.read(name) for name in content.shapes})
+
+
+def near(mine: torch.Tensor, want: twins.Array) -> None:
+    np.testing.assert_allclose(mine.double().numpy(), want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("model", ["pt, key model", "pt, raw, wide heads"])
+def test_class_conditional_target_equals_its_twin(public: Path, model: str) -> None:
+    file, _ = FORMATS[model]
+    mine = opened(public, file)
+    weights, config = twins.from_gpt(raw(public / file)), mine.target.config
+    with torch.no_grad():
+        hidden = run(mine, mine.condition.rows(["207"], guidance=True), CODES)
+    for row, label in enumerate((207, None)):
+        want = twins.llamagen_target(
+            weights,
+            config.heads,
+            config.grid,
+            twins.class_prefix(weights, label),
+            [True],
+            CODES,
+            config.norm_eps,
+        )
+        near(hidden[row], want[1])
+        with torch.no_grad():
+            near(mine.target.head(hidden[row]), want[0])
+
+
+@pytest.mark.parametrize("name", [TEXT, HUB_TEXT])
+def test_caption_target_and_drafter_equal_their_twins(public: Path, name: str) -> None:
+    """Rotary grid, condition slots with q = k = 0, pads, the drafter's 119 entries and its missing norms."""
+    mine = opened(public, name)
+    config, drafter = mine.target.config, mine.drafter
+    assert drafter is not None
+    with torch.no_grad():
+        prefix = mine.condition.rows(["red apple on a table"], guidance=True)
+        hidden = run(mine, prefix, CODES)
+        guessed = guess(mine, prefix, hidden[:, :-1], CODES)
+    stored = raw(resolve(str(public / name)).target)
+    weights = stored if "lm_head.weight" in stored else twins.from_gpt(stored)
+    own = {
+        n.removeprefix("module."): w for n, w in raw(resolve(str(public / name)).drafter).items()
+    }
+    features = mine.condition.text.encode(["red apple on a table"])
+    valid = features.valid[0].tolist()
+    assert 0 < sum(valid) < len(valid)
+    for row, caption in enumerate((features.features[0].double().numpy(), None)):
+        want = twins.llamagen_target(
+            weights,
+            config.heads,
+            config.grid,
+            twins.text_prefix(weights, caption),
+            valid,
+            CODES,
+            config.norm_eps,
+            pads="earlier",
+        )
+        near(hidden[row], want[1])
+        drafted = twins.llamagen_drafter(
+            own,
+            weights["lm_head.weight"],
+            config.heads,
+            config.grid,
+            config.prefix,
+            want[1][:-1],
+            CODES,
+            drafter.config.norm_eps,
+        )
+        near(guessed[row], drafted[0])
+
+
+def test_anole_and_its_drafter_equal_their_twins(public: Path) -> None:
+    """Positions that count no pads, query-key norms, the sliced head, words in the drafter's prefill."""
+    mine = opened(public, ANOLE)
+    config, drafter = mine.target.config, mine.drafter
+    assert drafter is not None and isinstance(mine.condition, chameleon.TokenConditioner)
+    words = mine.condition.words("a cat")
+    with torch.no_grad():
+        prefix = mine.condition.rows(["a cat"], guidance=True)
+        hidden = run(mine, prefix, CODES)
+        logits = mine.target.head(hidden)
+        guessed = guess(mine, prefix, hidden[:, :-1], CODES)
+    weights, own = raw(public / ANOLE), raw(public / ANOLE / "drafter")
+    image = [code + chameleon.FIRST_IMAGE_TOKEN for code in CODES]
+    for row, guided in enumerate((True, False)):
+        ids, valid, positions = twins.anole_row(words, guided, image)
+        want_logits, want = twins.chameleon_target(weights, config.heads, ids, valid, positions)
+        real = sum(valid)
+        near(hidden[row, -real:], want[-real:])
+        near(logits[row, -real:], want_logits[-real:, 4 : 4 + config.vocab_size])
+        drafted = twins.anole_drafter(
+            own,
+            weights["lm_head.weight"],
+            config.heads,
+            want[:-1],
+            ids[1:],
+            valid[:-1],
+            positions[:-1],
+            drafter.config.norm_eps,
+        )
+        near(guessed[row, -real + 1 :], drafted[0][-real + 1 :])
+
+
+@pytest.mark.parametrize(
+    ("file", "twin"),
+    [
+        (f"{CLASS}/vq_ds16_c2i.pt", twins.llamagen_image),
+        ("llamagen-vq8/vq_ds8_c2i.pt", twins.llamagen_image),
+        ("anole/vqgan.ckpt", twins.anole_image),
+        ("anole/vqvae", twins.anole_image),
+    ],
+)
+def test_tokenizers_decode_as_their_twins(public: Path, file: str, twin: Any) -> None:
+    from lantern_hpu.models.load import load_vq
+
+    vq = load_vq(open_checkpoint(public / file), twin is twins.llamagen_image, Placement())
+    codes = torch.arange(16)[None]
+    with torch.no_grad():
+        image = vq.decode_latents(vq.quantize.look_up(codes.view(1, 4, 4)))[0]
+    weights = {n.removeprefix("model."): w for n, w in raw(public / file).items()}
+    near(image, twin(weights, codes[0].tolist()))
+
+
+def test_code_is_its_own_row_and_words_follow(public: Path) -> None:
+    mine, stored = opened(public, ANOLE), open_checkpoint(public / ANOLE)
+    table, head = stored.read("model.embed_tokens.weight"), stored.read("lm_head.weight")
+    assert torch.equal(mine.target.embed.weight[0], table[4].float())
+    assert torch.equal(mine.target.embed.weight[8192], table[8196].float())
+    assert torch.equal(mine.target.embed.weight[-1], table[3].float())
+    assert torch.equal(mine.target.head.weight, head[4:8196].float())
+
+
+# ------------------------------------------------------------------------------------ drawing
+
+
+def draw(public: Path, model: str, prompt: str, output: Path, *more: str) -> int:
+    parts = given(public, model)
+    options = ["--vq", parts.vq] if parts.vq else []
+    what = "--class-label" if "c2i" in model else "--prompt"
+    path = str(public / model)
+    return generate.main(["--model", path, what, prompt, "--output", str(output), *options, *more])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_draws_at_its_own_size(public: Path, tmp_path: Path, name: str) -> None:
+    model, prompt = FORMATS[name]
+    size = next(
+        e["image_size"] for e in synthetic_index(public) if model in (e["model"], e["name"])
+    )
+    assert draw(public, model, prompt, tmp_path / "x.png", "--method", "ar") == 0
+    assert Image.open(tmp_path / "x.png").size == (size, size)
+
+
+def synthetic_index(public: Path) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads((public / "index.json").read_text())["checkpoints"]
+    return found
+
+
+@pytest.mark.parametrize("device", ["cpu", "hpu"])
+@pytest.mark.parametrize("method", ["eagle", "lantern++"])
+def test_drafters_draw(public: Path, tmp_path: Path, method: str, device: str) -> None:
+    options = ["--method", method, "--tree", "chain", "--device", device]
+    options += ["--emulate"] if device == "hpu" else []
+    assert draw(public, TEXT, "red", tmp_path / "x.png", *options) == 0
+    assert Image.open(tmp_path / "x.png").size == (256, 256)
+
+
+def first_tokens(pipeline: LanternPipeline, method: str, count: int) -> list[int]:
+    """Greedy tokens of one image, as far as `count`."""
+    request = Request("red", 0, Sampling(3.0, 0.0))
+    tree, _ = pipeline.choose(method, "chain" if method != "ar" else None)[1:]
+    engine: Engine = pipeline.make_engine(pipeline.plan([request], tree, 1), "eager")
+    known = engine.start(pipeline.model.condition.rows(["red"], True), [request])
+    number = 1
+    while known[0] < count:
+        known, number = engine.advance([0], number, 1), number + 1
+    return [int(t) for t in engine.partial()[0, :count]]
+
+
+@pytest.mark.parametrize("name", [TEXT, HUB_TEXT, ANOLE])
+def test_greedy_speculation_gives_the_tokens_of_plain_decoding(public: Path, name: str) -> None:
+    with torch.no_grad():
+        pipeline = LanternPipeline.from_pretrained(str(public / name), "cpu", "float32")
+        assert first_tokens(pipeline, "eagle", 40) == first_tokens(pipeline, "ar", 40)
+
+
+def test_an_unshifted_drafter_is_taken_at_its_word(public: Path, tmp_path: Path) -> None:
+    folder = copy(public, ANOLE, tmp_path)
+    about = folder / "drafter" / "config.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | {"drafter_shift": 0}))
+    with torch.no_grad():
+        pipeline = LanternPipeline.from_pretrained(str(folder), "cpu", "float32")
+        assert pipeline.model.drafter is not None and pipeline.model.drafter.shift == 0
+        assert first_tokens(pipeline, "eagle", 20) == first_tokens(pipeline, "ar", 20)
+
+
+def test_without_a_drafter_only_ar_draws(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, label = FORMATS["pt, key model"]
+    assert draw(public, model, label, tmp_path / "x.png", "--method", "eagle") == 2
+    assert "has no drafter" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------ conversion
+
+
+@pytest.mark.parametrize("name", ["pt, key model", "pt with captions", "Chameleon, vqgan.ckpt"])
+def test_conversion_changes_no_number(public: Path, tmp_path: Path, name: str) -> None:
+    model, prompt = FORMATS[name]
+    assert convert.main([str(public / model), str(tmp_path / "ours")]) == 0
+    before, after = opened(public, model), opened(tmp_path, "ours")
+    assert after.fingerprint == before.fingerprint and after.sampling == before.sampling
+    for part in ("target", "drafter", "vq"):
+        one, other = getattr(before, part), getattr(after, part)
+        assert (one is None) == (other is None)
+        if one is not None:
+            mine, theirs = one.state_dict(), other.state_dict()
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[key], theirs[key]) for key in mine)
+    rows = [m.condition.rows([prompt], True) for m in (before, after)]
+    assert all(torch.equal(a, b) for a, b in zip(*rows, strict=True))
+
+
+def test_conversion_keeps_what_exists(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, _ = FORMATS["pt, key model"]
+    (tmp_path / "ours").mkdir()
+    assert convert.main([str(public / model), str(tmp_path / "ours")]) == 2
+    assert "exists" in capsys.readouterr().err
+    assert not list((tmp_path / "ours").iterdir())
+
+
+def test_an_interrupted_conversion_leaves_nothing(
+    public: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("lantern_hpu.hub.sha256", full)
+    model, _ = FORMATS["pt, key model"]
+    assert convert.main([str(public / model), str(tmp_path / "ours")]) == 2
+    assert not list(tmp_path.glob("ours*"))
+
+
+# ------------------------------------------------------------------------------------ strictness
+
+
+def changed(public: Path, tmp_path: Path, change: Any) -> Path:
+    """A copy of a caption model's safetensors with its tensors changed."""
+    folder = copy(public, HUB_TEXT, tmp_path)
+    for file in folder.glob("model-*.safetensors"):
+        tensors = load_file(file)
+        save_file(change(tensors), file)
+    index = folder / "model.safetensors.index.json"
+    places = {n: f.name for f in folder.glob("model-*.safetensors") for n in load_file(f)}
+    index.write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+def test_every_wrong_tensor_is_listed(public: Path, tmp_path: Path) -> None:
+    def spoil(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        found = {n: t for n, t in tensors.items() if "layers.0.mlp.down_proj" not in n}
+        if "model.norm.weight" in found:
+            found["model.norm.weight"] = torch.ones(3)
+            found["model.bonus.weight"] = torch.ones(3)
+        return found
+
+    with pytest.raises(WeightsError) as caught:
+        opened(tmp_path, changed(public, tmp_path, spoil).name)
+    for word in ("layers.0.mlp.down_proj.weight", "norm.weight [3]", "bonus.weight"):
+        assert word in str(caught.value)
+
+
+def test_tensors_are_read_one_at_a_time(public: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host holds the tensors of one recipe at most, whatever the size of the checkpoint."""
+    parts = replace(resolve(str(public / HUB_TEXT)), drafter=None, neighbours=None)
+    checkpoint = open_checkpoint(parts.target)
+    alive: dict[int, int] = {}
+    most = 0
+
+    def watched(name: str) -> torch.Tensor:
+        nonlocal most
+        tensor = checkpoint.read(name).clone()
+        alive[id(tensor)] = tensor.nbytes
+        weakref.finalize(tensor, alive.pop, id(tensor))
+        most = max(most, sum(alive.values()))
+        return tensor
+
+    monkeypatch.setattr(
+        "lantern_hpu.models.load.open_checkpoint",
+        lambda path: (
+            replace(checkpoint, read=watched) if path == parts.target else open_checkpoint(path)
+        ),
+    )
+    load(parts, Placement(torch.bfloat16, torch.device("meta")))
+    config = json.loads((public / HUB_TEXT / "config.json").read_text())
+    largest = 2 * config["intermediate_size"] * config["hidden_size"] * 4  # gate and up
+    shard = max(f.stat().st_size for f in parts.target.glob("model-*.safetensors"))
+    assert 0 < most <= 1.2 * max(largest, config["vocab_size"] * config["hidden_size"] * 4) < shard
+
+
+# ------------------------------------------------------------------------------------ mixed-up parts
+
+
+def test_a_drafter_of_another_target_is_refused(public: Path) -> None:
+    with pytest.raises(WeightsError, match="for another target"):
+        opened(public, TEXT, drafter=public / HUB_TEXT / "drafter")
+    with pytest.raises(WeightsError, match="for another target"):
+        opened(public, TEXT, drafter=public / ANOLE / "drafter")
+
+
+def test_a_drafter_with_an_unknown_embedding_is_refused(public: Path, tmp_path: Path) -> None:
+    folder = copy(public, HUB_TEXT, tmp_path)
+    file = folder / "drafter" / "model.safetensors"
+    tensors = load_file(file)
+    save_file({**tensors, "embed_tokens.weight": tensors["embed_tokens.weight"].flip(0)}, file)
+    with pytest.raises(WeightsError, match="neither the target's embedding nor the target's head"):
+        opened(tmp_path, HUB_TEXT)
+
+
+def test_a_tokenizer_of_another_target_is_refused(public: Path) -> None:
+    with pytest.raises(WeightsError, match="8192 codes"):
+        opened(public, TEXT, vq=public / ANOLE / "vqgan.ckpt")
+
+
+def test_neighbours_of_another_codebook_are_refused(public: Path, tmp_path: Path) -> None:
+    table = np.load(next((public / TEXT / "vq_distances").iterdir()))
+    others = torch.randn(len(table), 8, generator=torch.Generator().manual_seed(0))
+    foreign = codebook.nearest(others, table.shape[1]).numpy()
+    for name, wrong in {"reversed": table[:, ::-1], "foreign": foreign}.items():
+        np.save(tmp_path / f"{name}.npy", wrong)
+        with pytest.raises(WeightsError, match="another codebook"):
+            opened(public, TEXT, neighbours=tmp_path / f"{name}.npy")
+    with pytest.raises(WeightsError, match="another codebook"):
+        opened(public, ANOLE, neighbours=public / TEXT / "vq_distances")
+
+
+def test_a_table_that_lists_a_code_as_its_own_neighbour_is_refused(
+    public: Path, tmp_path: Path
+) -> None:
+    table = np.load(next((public / TEXT / "vq_distances").iterdir()))
+    own = np.concatenate([np.arange(len(table), dtype=table.dtype)[:, None], table[:, 1:]], 1)
+    np.save(tmp_path / "own.npy", own)
+    with pytest.raises(WeightsError, match="its own neighbour"):
+        opened(public, TEXT, neighbours=tmp_path / "own.npy")
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.int32, np.int64])
+def test_published_neighbours_equal_computed_ones(
+    public: Path, tmp_path: Path, dtype: type
+) -> None:
+    table = np.load(next((public / TEXT / "vq_distances").iterdir())).astype(dtype)
+    np.save(tmp_path / "table.npy", table)
+    book = opened(public, TEXT).codebook
+    codebook.check_table(tmp_path / "table.npy", book)
+    assert torch.equal(codebook.read_table(tmp_path / "table.npy", 20), codebook.nearest(book, 20))
+
+
+def test_computed_neighbours_are_kept_and_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
+    book = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
+    want = codebook.nearest(book, 7)
+    assert torch.equal(codebook.kept_nearest(book, 7), want)
+    (file,) = (tmp_path / "cache" / "neighbours").iterdir()
+    assert torch.equal(codebook.kept_nearest(book, 7), want)
+    file.write_bytes(file.read_bytes()[:40])
+    assert torch.equal(codebook.kept_nearest(book, 7), want)
+    other = codebook.kept_nearest(book + 1e-3 * torch.arange(50)[:, None], 7)
+    assert other.shape == want.shape and len(list(file.parent.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    ("model", "size", "says"),
+    [
+        (TEXT, 512, "one size"),
+        (HUB_TEXT, 256, "one size"),
+        (ANOLE, 256, "512 x 512"),
+        (f"{CLASS}/c2i_B_256.pt", 384, "one size"),
+    ],
+)
+def test_another_image_size_than_the_checkpoints_is_refused(
+    public: Path, model: str, size: int, says: str
+) -> None:
+    with pytest.raises(LanternError, match=says):
+        opened(public, model, image_size=size)
+
+
+def test_base_chameleon_is_refused(public: Path) -> None:
+    with pytest.raises(WeightsError, match="base Chameleon"):
+        opened(public, "chameleon-base", vq=public / ANOLE / "vqgan.ckpt")
+
+
+def test_image_tokens_must_lie_where_their_names_say(public: Path, tmp_path: Path) -> None:
+    folder = copy(public, ANOLE, tmp_path)
+    file = folder / "tokenizer.json"
+    text = file.read_text()
+    a, b = chameleon.code_name(5), chameleon.code_name(6)
+    swapped = text.replace(f'"{a}"', '"%%"').replace(f'"{b}"', f'"{a}"').replace('"%%"', f'"{b}"')
+    file.write_text(swapped)
+    with pytest.raises(WeightsError, match="code 5 is token 10"):
+        opened(tmp_path, ANOLE)
+
+
+# ------------------------------------------------------------------------------------ bad files
+
+
+def test_all_missing_parts_are_listed_at_once(public: Path, tmp_path: Path) -> None:
+    file = public / TEXT / "t2i_XL_stage1_256.pt"
+    shutil.copy(file, tmp_path / file.name)
+    with pytest.raises(WeightsError) as caught:
+        opened(tmp_path, file.name)
+    for word in ("--vq", "vq_ds16", "--text-encoder", "google/flan-t5-xl"):
+        assert word in str(caught.value)
+
+
+def test_a_cut_off_file_is_one_clear_error(public: Path, tmp_path: Path) -> None:
+    folder = copy(public, HUB_TEXT, tmp_path)
+    shard = next(folder.glob("model-*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(WeightsError, match="damaged or cut off"):
+        opened(tmp_path, HUB_TEXT)
+    half = tmp_path / "c2i_B_256.pt"
+    half.write_bytes((public / CLASS / half.name).read_bytes()[:5000])
+    with pytest.raises(WeightsError, match="damaged or cut off"):
+        opened(tmp_path, half.name, vq=public / CLASS / "vq_ds16_c2i.pt")
+
+
+class Bomb:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (os.environ["BOMB"],)
+
+
+def test_a_pickle_that_runs_code_is_refused_and_does_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BOMB", str(tmp_path / "exploded"))
+    torch.save({"model": {"x": torch.ones(2)}, "args": Bomb()}, tmp_path / "c2i_B_256.pt")
+    with pytest.raises(WeightsError, match="run code"):
+        opened(tmp_path, "c2i_B_256.pt")
+    assert not (tmp_path / "exploded").exists()
+    with open(tmp_path / "plain.pt", "wb") as file:
+        pickle.dump(Bomb(), file)
+    with pytest.raises(WeightsError):
+        opened(tmp_path, "plain.pt")
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_a_missing_shard_is_named(public: Path, tmp_path: Path) -> None:
+    folder = copy(public, HUB_TEXT, tmp_path)
+    shard = next(folder.glob("model-*.safetensors"))
+    shard.unlink()
+    with pytest.raises(WeightsError, match=shard.name):
+        opened(tmp_path, HUB_TEXT)
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("no-such-model", "neither a known name nor a file or folder"),
+        ("llamagen-t2i-512", "python -m lantern_hpu.download llamagen-t2i-512"),
+    ],
+)
+def test_unknown_and_absent_models_say_what_to_do(model: str, says: str) -> None:
+    with pytest.raises(LanternError, match=says):
+        resolve(model)
+
+
+def test_unknown_size_and_family_say_what_to_do(public: Path, tmp_path: Path) -> None:
+    shutil.copy(public / CLASS / "c2i_B_256.pt", tmp_path / "mine.pt")
+    content = torch.load(public / CLASS / "vq_ds16_c2i.pt", weights_only=True)
+    vq = public / CLASS / "vq_ds16_c2i.pt"
+    state = {n: t for n, t in open_state(tmp_path / "mine.pt").items() if "freqs_cis" not in n}
+    torch.save({"model": state}, tmp_path / "mine.pt")
+    with pytest.raises(WeightsError, match="--image-size 256 or 384 or 512"):
+        opened(tmp_path, "mine.pt", vq=vq)
+    torch.save(content, tmp_path / "other.pt")
+    with pytest.raises(WeightsError, match="no known family"):
+        opened(tmp_path, "other.pt")
+
+
+def open_state(file: Path) -> dict[str, torch.Tensor]:
+    checkpoint = open_checkpoint(file)
+    return {name: checkpoint.read(name).clone() for name in checkpoint.shapes}
+
+
+def test_an_unknown_class_is_refused_before_drawing(public: Path) -> None:
+    condition = opened(public, FORMATS["pt, key model"][0]).condition
+    assert isinstance(condition, ClassConditioner)
+    with pytest.raises(OptionError, match="no ImageNet class"):
+        condition.prepare(["goldfisch pond"])

@@ -1,0 +1,499 @@
+"""Prompts become what models were trained on: cleaned captions, T5 features, class numbers."""
+
+from __future__ import annotations
+
+import gc
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from tokenizers.decoders import Metaspace as Joiner
+from tokenizers.models import Unigram
+from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer, T5Config, T5EncoderModel, T5ForConditionalGeneration
+
+from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.models import t5
+from lantern_hpu.models.captions import clean, clean_caption
+from lantern_hpu.models.classes import class_index, class_name
+from lantern_hpu.models.t5 import Keep, T5Conditioner
+from lantern_hpu.models.text import Condition, TextConditioner
+
+PREFIX, WIDTH = 12, 16
+SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json")  # all but the weights
+WORDS = "a red apple on the table blue fish in grass".split()
+PROMPTS = ["a red apple", "blue fish in the grass", "on"]
+LONG = "a red apple on the table a blue fish in the grass on a table"
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A tokenizer of whole words, with T5's marks, in the files that T5's lie in."""
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -20.0)]
+    pieces += [(f"▁{word}", -2.0) for word in WORDS]
+    tokenizer = Tokenizer(Unigram(pieces, unk_id=2))
+    tokenizer.pre_tokenizer, tokenizer.decoder = Metaspace(), Joiner()
+    tokenizer.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer.add_special_tokens(["<pad>", "</s>", "<unk>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "T5Tokenizer",
+        "model_max_length": 8,  # shorter than the prefix, as 512 might be: transformers warns
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "unk_token": "<unk>",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+def t5_config() -> T5Config:
+    return T5Config(
+        vocab_size=16,
+        d_model=WIDTH,
+        d_kv=4,
+        d_ff=32,
+        num_layers=2,
+        num_decoder_layers=1,
+        num_heads=4,
+        feed_forward_proj="gated-gelu",
+        initializer_factor=4.0,  # so that tokens see each other clearly
+        decoder_start_token_id=0,
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A T5 with its decoder, as flan-t5-xl comes, in two parts."""
+    made = tmp_path_factory.mktemp("t5")
+    torch.manual_seed(0)
+    T5ForConditionalGeneration(t5_config()).save_pretrained(made, max_shard_size="8KB")
+    assert len(list(made.glob("*.safetensors"))) > 1
+    write_tokenizer(made)
+    return made
+
+
+def conditioner(folder: Path, keep: Keep = "host", **options: Any) -> T5Conditioner:
+    return T5Conditioner(folder, PREFIX, options.pop("dtype", torch.float32), keep=keep, **options)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows of each pass through any encoder."""
+    seen: list[int] = []
+    forward = T5EncoderModel.forward
+
+    def counted(self: T5EncoderModel, *args: Any, **options: Any) -> Any:
+        seen.append(len(options["input_ids"]))
+        return forward(self, *args, **options)
+
+    monkeypatch.setattr(T5EncoderModel, "forward", counted)
+    return seen
+
+
+# --- T5
+
+
+def flipped(embedding: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The contract, one prompt in NumPy: [P, C] and [P] with pads on the right -> on the left."""
+    count = int(mask.sum())
+    rolled = np.concatenate([embedding[count:], embedding[:count]])
+    mask = mask[::-1]
+    return rolled * mask[:, None], mask.astype(bool)
+
+
+@pytest.fixture(scope="module")
+def twin(folder: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Features and mask of each prompt, by transformers alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = T5EncoderModel.from_pretrained(folder, local_files_only=True).eval().float()
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    made = {}
+    for prompt in [*PROMPTS, LONG]:
+        tokens = tokenizer(
+            prompt, max_length=PREFIX, padding="max_length", truncation=True, return_tensors="pt"
+        )
+        with torch.no_grad():
+            hidden = model(tokens["input_ids"], tokens["attention_mask"]).last_hidden_state
+        made[prompt] = flipped(hidden[0].numpy(), tokens["attention_mask"][0].numpy())
+    return made
+
+
+def test_features_are_those_of_transformers_with_pads_on_the_left(
+    folder: Path, twin: dict[str, tuple[np.ndarray, np.ndarray]]
+) -> None:
+    text: TextConditioner = conditioner(folder)
+    condition = text.encode([*PROMPTS, LONG])
+    assert condition.features.shape == (4, PREFIX, WIDTH)
+    assert condition.valid.dtype == torch.bool
+    for row, (features, valid) in enumerate(twin.values()):
+        np.testing.assert_array_equal(condition.valid[row].numpy(), valid)
+        np.testing.assert_allclose(condition.features[row].numpy(), features, rtol=1e-5, atol=1e-6)
+    assert condition.valid.sum(-1).tolist() == [4, 6, 2, PREFIX]  # words and the end mark
+
+
+def test_pads_are_exact_zeros_and_words_are_not(folder: Path) -> None:
+    condition = conditioner(folder).encode(PROMPTS)
+    assert torch.equal(condition.features.ne(0).any(-1), condition.valid)
+
+
+def test_features_come_in_the_asked_dtype(folder: Path) -> None:
+    full = conditioner(folder).encode(PROMPTS).features
+    half = conditioner(folder, dtype=torch.bfloat16).encode(PROMPTS).features
+    assert half.dtype == torch.bfloat16
+    assert torch.allclose(half.float(), full, rtol=0.1, atol=0.1)
+
+
+def same(a: Condition, b: Condition) -> bool:
+    return torch.equal(a.features, b.features) and torch.equal(a.valid, b.valid)
+
+
+def test_where_the_encoder_stays_does_not_change_features(folder: Path) -> None:
+    expected = conditioner(folder).encode(PROMPTS)
+    for keep in ("device", "host", "free"):
+        text = conditioner(folder, keep)
+        assert same(text.encode(PROMPTS), expected)
+        text.encode(["a table"])  # the encoder is asked for again
+
+
+@pytest.mark.parametrize(("keep", "stays"), [("device", True), ("host", True), ("free", False)])
+def test_only_free_lets_the_encoder_go(
+    folder: Path, keep: Keep, stays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[weakref.ref[Any]] = []
+    load = T5EncoderModel.from_pretrained
+
+    def watched(*args: Any, **options: Any) -> Any:
+        model, info = load(*args, **options)
+        made.append(weakref.ref(model))
+        return model, info
+
+    monkeypatch.setattr(T5EncoderModel, "from_pretrained", watched)
+    text = conditioner(folder, keep)
+    assert not made, "loaded before any prompt came"
+    text.prepare(PROMPTS)
+    gc.collect()
+    assert [model() is not None for model in made] == [stays]
+    text.prepare(["a table"])
+    assert len(made) == (1 if stays else 2)
+
+
+def test_known_prompts_are_not_encoded_again(folder: Path, runs: list[int]) -> None:
+    text = conditioner(folder)
+    first = text.encode(PROMPTS)
+    assert len(runs) == 1
+    assert same(text.encode(PROMPTS), first)
+    again = text.encode([PROMPTS[2], PROMPTS[0], PROMPTS[2]])
+    assert torch.equal(again.features, first.features[[2, 0, 2]])
+    assert len(runs) == 1
+    text.encode([PROMPTS[0], "a table"])
+    assert len(runs) == 2
+
+
+def test_known_prompts_need_no_folder(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "t5"
+    shutil.copytree(folder, copy)
+    text = conditioner(copy, "free")
+    first = text.encode(PROMPTS)
+    shutil.rmtree(copy)
+    assert same(text.encode(PROMPTS), first)
+    with pytest.raises(WeightsError, match="cannot load the T5 encoder"):
+        text.encode(["a table"])
+
+
+def test_many_prompts_go_in_chunks_of_two_shapes(folder: Path, runs: list[int]) -> None:
+    text = conditioner(folder)
+    many = [" ".join(WORDS[: 1 + i % 10]) + " fish" * (i // 10) for i in range(11)]
+    together = text.encode(many)
+    text.encode(["a table"])
+    assert runs == [8, 8, 1]
+    alone = conditioner(folder).encode(many[10:])
+    assert torch.allclose(together.features[10:], alone.features, atol=1e-5)
+
+
+def test_the_oldest_prompts_make_room(
+    folder: Path, runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(t5, "CACHED", 2)
+    text = conditioner(folder)
+    assert text.encode(PROMPTS).valid.any(-1).all()  # more than fits, and all of them there
+    text.encode(["a table"])
+    text.encode(PROMPTS[2:])  # the youngest of the three
+    assert len(runs) == 2
+    text.encode(PROMPTS[:1])
+    assert len(runs) == 3
+
+
+def test_features_can_be_trained_on(folder: Path) -> None:
+    features = conditioner(folder).encode(PROMPTS).features
+    weight = torch.ones(WIDTH, requires_grad=True)
+    (features * weight).sum().backward()
+    assert weight.grad is not None
+
+
+def test_empty_batches_are_empty(folder: Path, runs: list[int]) -> None:
+    assert conditioner(folder).encode([]).features.shape == (0, PREFIX, WIDTH)
+    assert not runs
+
+
+def test_captions_are_cleaned_first(folder: Path) -> None:
+    text = conditioner(folder)
+    assert torch.equal(text.encode(["A RED *apple*"]).features, text.encode(PROMPTS[:1]).features)
+    raw = conditioner(folder, clean=False)
+    assert torch.equal(raw.encode([" A red apple "]).features, text.encode(PROMPTS[:1]).features)
+    assert raw.encode(["a *red* apple"]).valid.sum() == 4
+
+
+def test_nothing_is_said_while_loading(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    text = conditioner(folder)
+    text.encode(PROMPTS)
+    text.notes(LONG)
+    said = capfd.readouterr()
+    assert said.out == "" and said.err == ""
+
+
+def test_notes_tell_what_is_cut_and_what_is_empty(folder: Path) -> None:
+    text = conditioner(folder)
+    assert text.notes("a red apple") == []
+    (note,) = text.notes(LONG)
+    assert "16 tokens, 12 are read; left out: 'grass on a table'" in note
+    assert text.notes("#12") == [
+        "the prompt is empty after cleaning, so the model may draw anything"
+    ]
+    assert text.notes(" ") == ["the prompt is empty, so the model may draw anything"]
+    assert text.encode(["#12"]).valid.sum() == 1  # the end mark
+
+
+def test_width_is_known_without_the_weights(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "config.json", tmp_path)
+    shutil.copy(folder / "tokenizer.json", tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    text = conditioner(tmp_path)
+    assert text.width == WIDTH
+    with pytest.raises(WeightsError, match="cannot load the T5 encoder"):
+        text.encode(PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("gone", "named"),
+    [
+        ("config.json", "config.json"),
+        ("tokenizer.json", "tokenizer.json or spiece.model"),
+        ("*.safetensors", "model-00001-of"),
+        ("*.safetensors*", "model.safetensors or pytorch_model.bin"),
+    ],
+)
+def test_missing_files_are_named(folder: Path, tmp_path: Path, gone: str, named: str) -> None:
+    copy = tmp_path / "t5"
+    shutil.copytree(folder, copy)
+    for file in copy.glob(gone):
+        file.unlink()
+    with pytest.raises(WeightsError) as caught:
+        conditioner(copy)
+    assert str(copy) in str(caught.value) and f"missing: {named}" in str(caught.value)
+
+
+def test_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="no such folder"):
+        conditioner(tmp_path / "nowhere")
+
+
+def test_pickled_weights_give_the_same_features(folder: Path, tmp_path: Path) -> None:
+    for name in SMALL:
+        shutil.copy(folder / name, tmp_path)
+    weights = T5EncoderModel.from_pretrained(folder, local_files_only=True).state_dict()
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    assert same(conditioner(tmp_path).encode(PROMPTS), conditioner(folder).encode(PROMPTS))
+
+
+def test_weights_of_another_model_are_refused(folder: Path, tmp_path: Path) -> None:
+    """transformers would fill what is missing with noise."""
+    for name in SMALL:
+        shutil.copy(folder / name, tmp_path)
+    save_file({"wte.weight": torch.ones(2)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightsError, match="it lacks"):
+        conditioner(tmp_path).encode(PROMPTS)
+
+
+@pytest.mark.parametrize("package", ["transformers", "ftfy", "bs4"])
+def test_missing_packages_are_named(
+    folder: Path, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(OptionError, match=package) as caught:
+        conditioner(folder)
+    assert caught.value.hint == 'pip install "lantern-hpu[models]"'
+
+
+def test_unknown_place_names_the_known_ones(folder: Path) -> None:
+    with pytest.raises(OptionError, match="one of device, host, free"):
+        conditioner(folder, "disk")  # type: ignore[arg-type]
+
+
+# --- captions
+
+
+@pytest.mark.parametrize(
+    ("caption", "cleaned"),
+    [
+        ("A%20red+Apple", "a red apple"),
+        ("  Loud TITLE  ", "loud title"),
+        ("a <person> waving", "a person waving"),
+        ("cat https://example.com/x today", "cat today"),
+        ("cat www.shop.co/cats today", "cat today"),
+        ("a <b>bold</b> cat", "a bold cat"),
+        ("cat by @artist_1 here", "cat by here"),
+        ("a 猫 cat", "a cat"),
+        ("black—white", "black-white"),
+        ("a “big” cat", 'a "big" cat'),
+        ("the cat‘s’ hat", "the cat's' hat"),
+        ("a &amp;quot;big cat", "a big cat"),
+        ("cat &amp;amp dog", "cat dog"),
+        ("host 192.168.1.10 cat", "host cat"),
+        ("cat 1:23 \\n", "cat 1:23"),
+        ("cat\\nhat", "cat hat"),
+        ("cat #12 hat", "cat hat"),
+        ("cat #12345 hat", "cat hat"),
+        ("cat #1234 hat", "cat 1234 hat"),
+        ("cat 1234567 hat", "cat hat"),
+        ("photo_1.jpg of a cat", "of a cat"),
+        ("say '''hi''' cat", 'say "hi" cat'),
+        ("cat...hat", "cat hat"),
+        ("***cat*** (hat) [x] ~ ©", "cat hat x"),
+        ("cat . hat", "cat hat"),
+        ("this-is-my-cute-cat", "this is my cute cat"),
+        ("black-and-white", "black-and-white"),
+        ("a ﬁne cat", "a fine cat"),
+        ("tom &lt; jerry", "tom < jerry"),
+        ("cat jc6640 hat", "cat hat"),
+        ("cat jc6640vc hat", "cat hat"),
+        ("cat 6640vc231 hat", "cat hat"),
+        ("cat worldwide free shipping", "cat"),
+        ("cat free download", "cat"),
+        ("cat click for more", "cat"),
+        ("cat png images", "cat"),
+        ("cat page 12 hat", "cat hat"),
+        ("cat j2d1a2a hat", "cat hat"),
+        ("cat 1024x768 hat", "cat hat"),
+        ("cat 3.5×4 hat", "cat hat"),
+        ("cat : hat", "cat: hat"),
+        ("cat,hat", "cat, hat"),
+        ("cat\t \n hat", "cat hat"),
+        ('"a cat"', "a cat"),
+        ("-cat-", "cat"),
+        (".hidden", ""),
+    ],
+)
+def test_each_rule_of_cleaning(caption: str, cleaned: str) -> None:
+    assert clean_caption(caption) == cleaned
+
+
+def test_article_ids_go_at_the_end() -> None:
+    assert clean_caption("cat 1:23<br> ") == "cat 1:23"  # no space is left there
+    assert clean_caption("cat 1:23 <br>") == "cat"
+
+
+@pytest.mark.parametrize(
+    "caption", ["a red apple", "a photo of two cats, on a sofa.", "1. a cat's hat: black-and-white"]
+)
+def test_plain_text_stays_as_it_is(caption: str) -> None:
+    assert clean_caption(caption) == caption == clean(caption)
+
+
+def test_captions_are_cleaned_twice() -> None:
+    caption = "a cat %2540nick"
+    assert clean_caption(caption) == "a cat %40nick"
+    assert clean(caption) == clean_caption(clean_caption(caption)) == "a cat"
+
+
+def test_captions_that_look_like_file_names_raise_no_warning() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert clean("cat.jpg") == ""
+
+
+# --- classes
+
+
+def test_there_are_a_thousand_classes_with_names_of_their_own() -> None:
+    shared = [i for i in range(1000) if class_index_or_none(class_name(i)) != i]
+    assert [class_name(i) for i in shared] == [
+        "crane",
+        "Cardigan",
+        "cardigan",
+        "crane",
+        "maillot",
+        "maillot",
+    ]
+    with pytest.raises(OptionError, match="no ImageNet class 1000"):
+        class_name(1000)
+
+
+def class_index_or_none(text: str) -> int | None:
+    try:
+        return class_index(text)
+    except OptionError:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("text", "index"),
+    [
+        ("207", 207),
+        (" 0 ", 0),
+        ("golden retriever", 207),
+        ("Golden Retriever", 207),
+        ("golden_retriever", 207),
+        ("Carassius auratus", 1),
+        ("tank suit", 639),
+        ("crane bird", 134),
+        ("gong", 577),  # also a synonym of "chime"
+        ("toilet tissue", 999),
+    ],
+)
+def test_classes_are_found_by_index_and_by_any_name(text: str, index: int) -> None:
+    assert class_index(text) == index
+
+
+def test_class_names_come_back() -> None:
+    assert class_name(207) == "golden retriever"
+
+
+def test_unknown_names_bring_close_ones() -> None:
+    with pytest.raises(OptionError, match="golden retriever") as caught:
+        class_index("goldn retriver")
+    assert 1 <= len(caught.value.hint.split(", ")) <= 5
+    with pytest.raises(OptionError, match="an index from 0 to 999"):
+        class_index("qqqqqqqq")
+
+
+@pytest.mark.parametrize("text", ["1000", "-1"])
+def test_indices_out_of_range_are_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="0 to 999"):
+        class_index(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "indices"), [("crane", (134, 517)), ("Maillot", (638, 639)), ("panther", (286, 290))]
+)
+def test_names_of_several_classes_list_them(text: str, indices: tuple[int, int]) -> None:
+    with pytest.raises(OptionError, match="several") as caught:
+        class_index(text)
+    assert all(str(index) in caught.value.why for index in indices)
+
+
+@pytest.mark.parametrize("module", ["captions", "classes"])
+def test_text_alone_loads_no_torch(module: str) -> None:
+    script = f"import sys, lantern_hpu.models.{module}; sys.exit('torch' in sys.modules)"
+    root = Path(__file__).parent.parent
+    assert subprocess.run([sys.executable, "-c", script], cwd=root).returncode == 0
