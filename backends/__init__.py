@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 # Best first
 BACKENDS = {
     "hpu": "lantern_hpu.backends.hpu:HPUBackend",
+    "cuda": "lantern_hpu.backends.cuda:CUDABackend",
     "cpu": "lantern_hpu.backends.cpu:CPUBackend",
 }
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 RUNNERS = {
     "hpu_graph": "lantern_hpu.graphs.hpu:HPUGraphRunner",
     "hpu_graph_split": "lantern_hpu.graphs.hpu:SplitHPUGraphRunner",
+    "cuda_graph": "lantern_hpu.graphs.cuda:CUDAGraphRunner",
     "eager": "lantern_hpu.graphs.eager:EagerRunner",
     "strict": "lantern_hpu.graphs.strict:StrictRunner",
     "compile": "lantern_hpu.graphs.compiled:CompiledRunner",

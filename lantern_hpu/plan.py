@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.config import DEFAULT_RELAXATION, DEFAULT_TREE, METHODS, choose_method, require
-from lantern_hpu.errors import OptionError, WeightsError, choices, exit_code
+from lantern_hpu.errors import DeviceError, OptionError, WeightsError, choices, exit_code
 from lantern_hpu.registry import FILE, Entry, Geometry, entries, find, get, size, sources
 from lantern_hpu.tree import DraftTree, Tree, load_tree
 
@@ -298,7 +298,7 @@ def find_memory(device: str, memory: str | None) -> tuple[int | None, str, str]:
     `NAME:24GB` says how much a device has; otherwise it is asked, which loads torch.
 
     Raises:
-        DeviceError: unknown device, or it cannot be used here.
+        DeviceError: unknown device.
     """
     name, _, amount = device.partition(":")
     given = memory or amount
@@ -306,11 +306,18 @@ def find_memory(device: str, memory: str | None) -> tuple[int | None, str, str]:
         return parse_memory(given), "as given", "bfloat16"
     from contextlib import closing
 
-    from lantern_hpu.backends import get_backend, prepare
+    from lantern_hpu.backends import BACKENDS, get_backend, prepare
 
     prepare(name)
-    with closing(get_backend(name)) as backend:
-        return backend.memory().total, f"device {backend.name}", next(iter(backend.dtypes))
+    try:
+        with closing(get_backend(name)) as backend:
+            total, where = backend.memory().total, f"device {backend.name}"
+            where += " does not tell its memory" * (total is None)
+            return total, where, next(iter(backend.dtypes))
+    except DeviceError as error:
+        if name not in BACKENDS:
+            raise
+        return None, f"no {name} device can be asked here ({error.why})", "bfloat16"
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -361,7 +368,7 @@ def run(args: argparse.Namespace) -> None:
         return
     print(report(args.name, geometry, setup))
     if memory is None:
-        print(f"{where} does not tell its memory: --memory 24GB says whether it fits")
+        print(f"{where}\n  try: --memory 24GB says whether it fits")
     else:
         print("\n".join(verdict(geometry, setup, memory, where)))
 

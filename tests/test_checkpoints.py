@@ -34,6 +34,7 @@ from lantern_hpu.models.transformer import additive, prefix_mask, rope_table
 from lantern_hpu.models.weights import open_checkpoint
 from lantern_hpu.parts import Given, resolve
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.train.unroll import Lesson
 from scripts import make_synthetic_checkpoints as synthetic
 from tests import numpy_twins as twins
 
@@ -250,6 +251,22 @@ def test_code_is_its_own_row_and_words_follow(public: Path) -> None:
     assert torch.equal(mine.target.embed.weight[8192], table[8196].float())
     assert torch.equal(mine.target.embed.weight[-1], table[3].float())
     assert torch.equal(mine.target.head.weight, head[4:8196].float())
+
+
+@pytest.mark.parametrize("name", [TEXT, ANOLE])
+def test_training_sees_what_decoding_sees(public: Path, name: str) -> None:
+    mine = opened(public, name)
+    tokens = torch.arange(mine.target.config.tokens)[None] % mine.target.config.vocab_size
+    with torch.no_grad():
+        lesson = Lesson(mine, ["a cat"], tokens)
+        hidden = run(mine, mine.condition.rows(["a cat"], True), tokens[0].tolist()[:-1])
+        guessed = mine.drafter(
+            lesson.tokens, lesson.hidden[:, :-1], lesson.rope, lesson.mask(mine.drafter)
+        )
+        prefix = mine.condition.rows(["a cat"], True)
+        want = guess(mine, prefix, hidden[:, :-1], tokens[0].tolist())
+    torch.testing.assert_close(lesson.hidden, hidden)
+    torch.testing.assert_close(guessed, want)
 
 
 # ------------------------------------------------------------------------------------ drawing

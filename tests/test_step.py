@@ -156,6 +156,23 @@ def test_drafter_variants_equal_the_slow_loop(options: dict[str, Any]) -> None:
     assert decoded.tokens.tolist() == slow_images(models, SMALL_TREE, requests)
 
 
+@pytest.mark.parametrize("tree", [SMALL_TREE, GROWN], ids=lambda tree: tree.name)
+def test_a_drafter_of_unshifted_tokens_equals_the_slow_loop(tree: Tree) -> None:
+    models, requests = tiny_models(shift=0), batch()
+    decoded = sample(models, tree, requests)
+    assert decoded.tokens.tolist() == slow_images(models, tree, requests)
+    shifted = sample(tiny_models(), tree, requests)
+    assert decoded.accepted != shifted.accepted
+
+
+@pytest.mark.parametrize("tree", [SMALL_TREE, GROWN], ids=lambda tree: tree.name)
+def test_positions_without_pads_equal_the_slow_loop(tree: Tree) -> None:
+    models = tiny_models(tiny_config(rope="1d", rope_pairs="half", qk_norm=True))
+    requests = batch()
+    decoded = sample(models, tree, requests)
+    assert decoded.tokens.tolist() == slow_images(models, tree, requests)
+
+
 @pytest.mark.parametrize("prefix", [1, 2])
 def test_short_prefixes_equal_the_slow_loop(prefix: int) -> None:
     models, requests = tiny_models(tiny_config(prefix=prefix)), batch()

@@ -73,7 +73,8 @@ class Lesson:
             logits = target.head(hidden[:, self.first + 1 :])
             guided = guide(logits, self.settings, self.guidance)
             # [B, N - 1, V], the laws of tokens 1, 2, ...
-            self.p = law(guided, self.settings, sampling.top_k, sampling.top_p < 1)
+            most = sampling.top_k if sampling.top_k < config.vocab_size else 0
+            self.p = law(guided, self.settings, most, sampling.top_p < 1)
         self.hidden = hidden.float()  # [R, P + N - 1, H]; the drafter learns in float32
         self.valid = seen[:, :-1]  # [R, T], T = P + N - 2 entries of the drafter
         self.below = below[:-1, :-1]  # [T, T]
