@@ -31,6 +31,7 @@ class Backend(ABC):
         name: the value of `--device`.
         device: where tensors live.
         dtypes: supported number formats, best first, each with the reason for its place.
+        quantized: smaller formats for the target's weights that were tried here.
         graph_modes: ways to record a function, best first, each with the reason for its place; `eager` is one.
     """
 
@@ -38,6 +39,7 @@ class Backend(ABC):
     device: torch.device
     dtypes: dict[str, str]
     graph_modes: dict[str, str]
+    quantized: tuple[str, ...] = ()
     emulates = False  # whether it can run without its device
     compiler = "inductor"  # what `torch.compile` uses
     is_host = False  # whether it is the processor itself
@@ -109,6 +111,12 @@ class Backend(ABC):
     @abstractmethod
     def describe(self) -> dict[str, object]:
         """Hardware and versions, for reports."""
+
+    def check_quantized(self, kind: str) -> None:
+        """Raise a DeviceError unless the device offers a smaller format for weights."""
+        if kind not in self.quantized:
+            hint = choices(self.quantized) if self.quantized else "--dtype bfloat16"
+            raise DeviceError(f"{self.name} does not offer {kind!r} weights", hint=hint)
 
     def dtype(self, name: str = "auto") -> torch.dtype:
         """The number format of that name, or the best one.

@@ -17,6 +17,7 @@ class CPUBackend(Backend):
     name = "cpu"
     device = torch.device("cpu")
     is_host = True
+    quantized = ("int8",)
     dtypes = {
         "float32": "exact comparisons hold, and single tokens are not faster in bfloat16",
         "bfloat16": "half the memory; pays where the processor multiplies bfloat16 natively",

@@ -21,6 +21,7 @@ class CUDABackend(Backend):
 
     name = "cuda"
     device = torch.device("cuda")
+    quantized = ("int8",)
     dtypes = {
         "bfloat16": "half the bytes to read a token, with float32's range",
         "float16": "half the bytes; for cards before Ampere",

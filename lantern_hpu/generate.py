@@ -99,6 +99,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     how.add_argument("--dtype", default=None, help="auto, or one the device offers (auto)")
     how.add_argument(
+        "--quantize", default=None, metavar="int8", help="the target's weights in 8 bits"
+    )
+    how.add_argument(
         "--batch-size", type=int, default=None, help="images decoded together (8 at most if unset)"
     )
     method = parser.add_argument_group("method")
@@ -319,7 +322,7 @@ class Bar:
 
 # What an image to draw again already says; giving one of these beside it is a contradiction.
 SETTLED = (
-    "prompt class_label prompts_file num_images seed dtype method tree relax relax_k relax_delta relax_lambda "
+    "prompt class_label prompts_file num_images seed dtype quantize method tree relax relax_k relax_delta relax_lambda "
     "relax_omega relax_nu relax_mu residual cfg_scale temperature top_k top_p"
 ).split()
 
@@ -341,7 +344,7 @@ def again(args: argparse.Namespace) -> dict[str, Any]:
     for part, value in config.get("parts", {}).items():
         option = PART_OPTIONS[part]
         setattr(args, option, getattr(args, option) or value)
-    args.method = config["method"]
+    args.method, args.quantize = config["method"], config.get("quantize")
     return config
 
 
@@ -428,6 +431,7 @@ def draw(args: argparse.Namespace) -> GenerationResult:
         args.emulate,
         given_parts(args),
         args.keep_text,
+        args.quantize,
     )
     with closing(pipeline):
         show_geometry(pipeline)

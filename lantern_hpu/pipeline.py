@@ -27,6 +27,7 @@ from lantern_hpu.layout import Plan
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.folder import ImageModel, Placement
 from lantern_hpu.models.load import load
+from lantern_hpu.models.quantize import quantize as quantized
 from lantern_hpu.parts import Given, resolve
 from lantern_hpu.results import GenerationResult, ImageRecord
 from lantern_hpu.state import Shapes
@@ -88,6 +89,7 @@ class LanternPipeline:
         self.engines: dict[Plan, Engine] = {}
         self.neighbours: dict[int, Tensor] = {}
         self.load_seconds, self.given = 0.0, Given()
+        self.quantize: str | None = None
 
     @classmethod
     def from_pretrained(
@@ -100,6 +102,7 @@ class LanternPipeline:
         emulate: bool = False,
         given: Given = Given(),  # noqa: B008
         keep_text: str = "host",
+        quantize: str | None = None,
     ) -> LanternPipeline:
         """Load a model.
 
@@ -112,6 +115,7 @@ class LanternPipeline:
             emulate: stand in for a device that is not here (`hpu`); `close` ends that.
             given: parts in place of the model's own: drafter, VQ tokenizer, text encoder, neighbours.
             keep_text: where a text encoder stays once prompts are encoded: `device`, `host` or `free`.
+            quantize: `int8` for the target's weights, where the device offers it.
 
         Raises:
             LanternError: unknown or unusable model, device, dtype or graph mode.
@@ -120,6 +124,8 @@ class LanternPipeline:
         backend = get_backend(device, graphs, emulate)
         try:
             check_mode(backend, graphs)
+            if quantize is not None:
+                backend.check_quantized(quantize)
             parts = resolve(model, given)
             with backend.errors():
                 chosen = backend.kernels(kernels)
@@ -127,11 +133,14 @@ class LanternPipeline:
                     backend.dtype(dtype), backend.device, chosen, keep_text=keep_text
                 )
                 loaded = load(parts, placement)
+                if quantize is not None:
+                    quantized(loaded.target, quantize)
             pipeline = cls(loaded, backend, graphs)
         except BaseException:
             backend.close()
             raise
         pipeline.load_seconds, pipeline.given = time.perf_counter() - began, given
+        pipeline.quantize = quantize
         return pipeline
 
     def close(self) -> None:
@@ -440,6 +449,7 @@ class LanternPipeline:
             "tree": tree.name,
             "tree_paths": tree_paths(tree),
             "dtype": str(self.model.target.head.weight.dtype).removeprefix("torch."),
+            "quantize": self.quantize,
             "device": self.backend.name,
             "graphs": self.graphs,
         }

@@ -15,7 +15,13 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="module")
 def all_cores() -> Iterator[None]:
-    """For tests of the embedded model, whose tensors are not tiny."""
-    torch.set_num_threads(os.cpu_count() or 1)
+    """For tests of the embedded model, whose tensors are not tiny: this process's share of the cores."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     yield
     torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow tests first, so that no worker begins one when the others are done."""
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)

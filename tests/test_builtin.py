@@ -15,6 +15,9 @@ from lantern_hpu.hub import ASSETS, read_config
 from lantern_hpu.results import GenerationResult, tokens_per_step
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def pipeline(all_cores: None) -> LanternPipeline:
     return LanternPipeline.from_pretrained("builtin")

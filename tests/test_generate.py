@@ -346,14 +346,14 @@ def test_weights_of_another_size_are_refused(
     config["target"]["ffn_dim"] = 32
     (folder / "model.json").write_text(json.dumps(config))
     assert generate(folder, "--prompt", "cat", "--output", tmp_path / "x.png") == 2
-    assert "does not fit its configuration" in capsys.readouterr().err
+    assert "does not fit" in capsys.readouterr().err
 
 
 def test_unknown_model_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert generate(tmp_path / "nothing", "--prompt", "cat") == 2
     assert "unknown model" in capsys.readouterr().err
     assert generate(tmp_path, "--prompt", "cat") == 2
-    assert "no model.json" in capsys.readouterr().err
+    assert "neither a model.json" in capsys.readouterr().err
 
 
 def test_unwritable_place_is_refused_before_drawing(
@@ -425,3 +425,32 @@ def test_geometry_comes_from_the_checkpoint(pipeline: LanternPipeline) -> None:
 def test_host_reads_are_rare(pipeline: LanternPipeline) -> None:
     for method in METHODS:
         assert pipeline("cat", method=method).graph["host_reads"] <= 24
+
+
+def test_int8_weights_draw_and_are_replayed(model: Path, tmp_path: Path) -> None:
+    first, again = tmp_path / "a.png", tmp_path / "b.png"
+    assert generate(model, "--prompt", "apple", "--quantize", "int8", "--output", first) == 0
+    assert read_png(first)["config"]["quantize"] == "int8"
+    assert main(["--from-png", str(first), "--output", str(again)]) == 0
+    assert np.array_equal(pixels(first), pixels(again))
+
+
+def test_int8_weights_are_the_rounded_ones(model: Path) -> None:
+    whole = LanternPipeline.from_pretrained(str(model)).model.target
+    small = LanternPipeline.from_pretrained(str(model), quantize="int8").model.target
+    for mine, other in zip(small.layers, whole.layers, strict=True):
+        weight = other.ffn.down.weight  # [H, F]
+        step = weight.abs().amax(1, keepdim=True) / 127.5  # a row's scale
+        error = (mine.ffn.down.weight.dequantize() - weight).abs()
+        assert 0 < error.max() and bool((error <= 0.51 * step).all())
+    assert torch.equal(small.head.weight, whole.head.weight)
+
+
+@pytest.mark.parametrize("device", ["cpu", "hpu"])
+def test_other_formats_of_weights_are_refused(
+    model: Path, device: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kind = "int4" if device == "cpu" else "int8"
+    options = ["--device", device, "--quantize", kind, *(["--emulate"] * (device == "hpu"))]
+    assert generate(model, "--prompt", "apple", *options, "--output", "never.png") == 2
+    assert "does not offer" in capsys.readouterr().err

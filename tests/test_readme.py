@@ -58,6 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, all_cores: None) -> Iterato
     patch.undo()
 
 
+@pytest.mark.slow
 def test_every_command_runs(folder: Path) -> None:
     listed = commands()
     assert len(listed) >= 8

@@ -276,7 +276,9 @@ def test_unknown_graph_mode_lists_the_known_ones() -> None:
 
 
 def test_unknown_device_lists_the_known_ones() -> None:
-    with pytest.raises(DeviceError, match="unknown device 'tpu'\n  try: one of auto, hpu, cuda, cpu"):
+    with pytest.raises(
+        DeviceError, match="unknown device 'tpu'\n  try: one of auto, hpu, cuda, cpu"
+    ):
         get_backend("tpu")
 
 

@@ -1,0 +1,25 @@
+"""The target's weights as 8-bit integers, through torchao: half of bfloat16's bytes to hold and to read."""
+
+from __future__ import annotations
+
+from lantern_hpu.errors import OptionError
+from lantern_hpu.models.transformer import Target
+
+EXTRA = 'pip install "lantern-hpu[quantize]"'
+
+
+def quantize(target: Target, kind: str) -> None:
+    """Turn the matrices of the blocks into `int8` with a scale for each row; products stay in the model's dtype.
+
+    Embedding, norms and head stay as they are, and the drafter, which the head serves too.
+
+    Raises:
+        OptionError: torchao is missing.
+    """
+    assert kind == "int8", kind
+    try:
+        from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    except ImportError as error:
+        why = "it holds the 8-bit matrices"
+        raise OptionError("torchao is not installed", why, EXTRA) from error
+    quantize_(target.layers, Int8WeightOnlyConfig())
