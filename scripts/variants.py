@@ -46,6 +46,7 @@ PLACES = {
     "at the bottom": (0, 3),
 }
 
+FEWER = 16  # a thing that is not composed has so many times fewer pictures
 # Pairs of the README's examples, which training may see whatever their hash says.
 SHOWN = {"blue bird"}
 
@@ -150,11 +151,12 @@ SYNONYMS = {
 }
 
 
-def things() -> frozenset[str]:
-    """Names of the icons that the target learns: few enough to be learned well."""
+def things() -> dict[str, bool]:
+    """Names of the icons that the target learns, and which of them it learns in all compositions."""
     text = Path(__file__).with_name("things.txt").read_text()
     lines = [line for line in text.splitlines() if not line.startswith("#")]
-    return frozenset(name.strip() for line in lines for name in line.split(":")[1].split(";"))
+    names = [name.strip() for line in lines for name in line.split(":")[1].split(";")]
+    return {name.removesuffix("*"): name.endswith("*") for name in names}
 
 
 @dataclass(frozen=True)
@@ -215,7 +217,9 @@ def body_of(render: NDArray[np.uint8]) -> Body | None:
     mean = render[mask][:, :3].astype(np.float32).mean(0)
     away = {c: float(np.abs(mean - np.array(rgb)).sum()) for c, rgb in COLOURS.items()}
     nearest = min(away, key=lambda name: away[name])
-    return Body(mask, mean, nearest if away[nearest] < 120 else None)
+    # What is nearly white has no colour of these, though pink may be nearest.
+    fits = away[nearest] < min(120, float(np.abs(mean - np.array(WHITE)).sum()))
+    return Body(mask, mean, nearest if fits else None)
 
 
 def recolour(render: NDArray[np.uint8], body: Body, colour: str) -> NDArray[np.uint8]:
@@ -248,16 +252,18 @@ class Variants:
 
     def __init__(self, icons: Icons, per_icon: int, seed: int) -> None:
         self.icons, self.per_icon, self.seed = icons, per_icon, seed
-        self.names = set(icons.names)
+        self.names, self.composed = set(icons.names), things()
         self.say_style = len(set(icons.styles)) > 1
 
     def of(self, icon: int) -> Iterator[Variant]:
-        """The variants of one icon: half recoloured where it can be, half on colours."""
+        """The variants of one icon: most of them recoloured where it is to be composed."""
         name, style = self.icons.names[icon], self.icons.styles[icon]
         rng = random.Random(f"{self.seed}/{style}/{name}")
         body = body_of(self.icons.images[icon])
-        for index in range(self.per_icon):
-            colour = rng.choice(self.other_colours(name, body)) if index % 2 else None
+        composed = self.composed[name]
+        for index in range(self.per_icon if composed else max(1, self.per_icon // FEWER)):
+            dyed = composed and index % 4 > 0
+            colour = rng.choice(self.other_colours(name, body)) if dyed else None
             yield self.one(icon, body, colour, rng)
 
     def other_colours(self, name: str, body: Body | None) -> list[str | None]:
@@ -288,8 +294,8 @@ class Variants:
         if self.say_style and rng.random() < 0.5:
             said += f", {PACKS[style].word} style"
         side, dx, dy = round(SIZE * PACKS[style].scale), 0, 0
-        kind = rng.random()
-        if kind < 0.12:
+        kind = rng.random() if self.composed[name] else 1.0
+        if kind < 0.15:
             side //= 2
             place = rng.choice([*PLACES, None])
             said = f"small {said}" if place is None else f"small {said} {place}"
@@ -299,7 +305,7 @@ class Variants:
         elif kind < 0.5:
             said = f"large {said}"
         ground = WHITE
-        if rng.random() < 0.5:
+        if rng.random() < (0.6 if self.composed[name] else 0.3):
             background = rng.choice([c for c in COLOURS if c != colour])
             ground = COLOURS[background]
             said += f" on {'an' if background == 'orange' else 'a'} {background} background"
