@@ -1,0 +1,191 @@
+"""CUDA: what can be checked without a card is; the rest runs where there is one (marker `cuda`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lantern_hpu.backends import get_backend
+from lantern_hpu.backends.cuda import CUDABackend
+from lantern_hpu.config import Relaxation
+from lantern_hpu.engine import Engine
+from lantern_hpu.errors import CaptureError, DeviceError
+from lantern_hpu.graphs.cuda import CUDAGraphRunner
+from lantern_hpu.tree import load_static
+from tests.tiny import draw, make_engine, plan_for, request, ring, tiny_models
+
+needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+
+
+# ------------------------------------------------------------------------------------ without a card
+
+
+@dataclass
+class Counter:
+    """A state with a small tensor that counts, and a large one that is not copied."""
+
+    count: Tensor
+    cache: Tensor
+
+    def tensors(self) -> dict[str, Tensor]:
+        return {"count": self.count, "drafter_cache.keys": self.cache}
+
+
+class Add(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, state: Counter) -> Tensor:
+        self.calls += 1
+        state.count.add_(1)
+        state.cache.index_fill_(0, state.count.long(), 7)
+        return state.count + 0
+
+
+class Graph:
+    """A stand-in for a CUDA graph: recording changes nothing, a replay runs what was recorded."""
+
+    def __init__(self) -> None:
+        self.recorded: Any = None
+
+    def replay(self) -> None:
+        self.recorded()
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """torch.cuda's recording, on the processor; the list notes what was asked for."""
+    asked: list[str] = []
+    state: dict[str, Any] = {}
+
+    @contextmanager
+    def graph(made: Graph, pool: Any) -> Iterator[None]:
+        asked.append("capture")
+        runner = state["runner"]
+        kept = {name: tensor.clone() for name, tensor in runner.state.tensors().items()}
+        yield
+        for name, tensor in runner.state.tensors().items():
+            tensor.copy_(kept[name])  # a capture does not execute
+        made.recorded = lambda: runner.output.copy_(runner.function(runner.state))
+
+    class Stream:
+        def wait_stream(self, other: Any) -> None:
+            asked.append("wait")
+
+    @contextmanager
+    def stream(aside: Stream) -> Iterator[None]:
+        yield
+
+    fakes = {
+        "CUDAGraph": Graph,
+        "graph": graph,
+        "Stream": Stream,
+        "stream": stream,
+        "current_stream": Stream,
+        "synchronize": lambda: None,
+        "set_sync_debug_mode": lambda mode: asked.append(f"sync {mode}"),
+        "graph_pool_handle": lambda: (0, 0),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(
+        CUDAGraphRunner,
+        "capture",
+        lambda self, inner=CUDAGraphRunner.capture: (state.update(runner=self), inner(self))[1],
+    )
+    return asked
+
+
+def test_first_call_counts_once_though_it_ran_before_the_capture(card: list[str]) -> None:
+    state = Counter(torch.zeros(1, dtype=torch.int32), torch.zeros(5))
+    runner = CUDAGraphRunner(Add(), state, CUDABackend())
+    assert runner().tolist() == [1] and state.count.tolist() == [1]
+    assert runner().tolist() == [2] and state.count.tolist() == [2]
+    assert state.cache.tolist() == [0, 7, 7, 0, 0]
+    assert (runner.stats.captures, runner.stats.replays) == (1, 2)
+    assert card.count("capture") == 1
+    # Waiting for the device is an error while the function is tried out, and allowed again after.
+    assert card.index("sync error") < card.index("sync default") < card.index("capture")
+
+
+def test_a_function_that_cannot_be_recorded_is_named(card: list[str]) -> None:
+    class Reads(nn.Module):
+        def forward(self, state: Counter) -> Tensor:
+            raise RuntimeError("called a synchronizing CUDA operation\nat ...")
+
+    state = Counter(torch.zeros(1), torch.zeros(1))
+    with pytest.raises(CaptureError, match="Reads cannot be captured: called a synchronizing"):
+        CUDAGraphRunner(Reads(), state, CUDABackend())()
+    assert card[-1] == "sync default"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is an NVIDIA GPU")
+def test_without_a_card_the_reason_is_given() -> None:
+    with pytest.raises(DeviceError, match=r"CUDA|NVIDIA"):
+        get_backend("cuda")
+
+
+def test_old_cards_draw_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "12.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "old")
+    for capability, best in (((7, 5), torch.float16), ((8, 6), torch.bfloat16)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
+        backend = CUDABackend()
+        assert backend.available() == (True, "old")
+        assert backend.dtype() == best
+
+
+def test_too_little_memory_says_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10**9, 24 * 10**9))
+    with (
+        pytest.raises(DeviceError, match=r"1\.0 of 24\.0 GB are free"),
+        CUDABackend().errors(),
+    ):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+# ------------------------------------------------------------------------------------ on a card
+
+
+def on_card(tree: str, mode: str, requests: list[Any]) -> Engine:
+    target, drafter = (model.cuda() for model in tiny_models())
+    plan = plan_for(load_static(tree), requests)
+    near = ring(target.config.vocab_size).cuda() if plan.neighbours else None
+    return Engine(target, drafter, plan, get_backend("cuda"), mode, near)
+
+
+@needs_card
+@pytest.mark.cuda
+@pytest.mark.parametrize("tree", ["chain", "mc_sim_7b_63"])
+def test_captured_equals_eager(tree: str) -> None:
+    relaxed = Relaxation.multiplicative(6, 4.0)
+    requests = [request("abcd", 1, relaxation=relaxed), request("xy", 2, top_k=6)]
+    captured, eager = (draw(on_card(tree, m, requests), requests) for m in ("cuda_graph", "eager"))
+    assert captured.tokens.tolist() == eager.tokens.tolist()
+    assert captured.accepted == eager.accepted
+
+
+@needs_card
+@pytest.mark.cuda
+def test_two_images_equal_each_alone() -> None:
+    both = [request("abcd", 1, temperature=0.7), request("xy", 2, top_k=6)]
+    together = draw(on_card("chain", "cuda_graph", both), both).tokens.tolist()
+    alone = [draw(on_card("chain", "cuda_graph", [r]), [r]).tokens.tolist()[0] for r in both]
+    assert together == alone
+
+
+@needs_card
+@pytest.mark.cuda
+def test_card_draws_the_processors_tokens() -> None:
+    requests = [request("abcd", 1)]
+    card = draw(on_card("chain", "cuda_graph", requests), requests)
+    plan = plan_for(load_static("chain"), requests)
+    assert card.tokens.tolist() == draw(make_engine(tiny_models(), plan), requests).tokens.tolist()
