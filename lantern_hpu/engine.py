@@ -80,6 +80,7 @@ class Engine:
     backend: Backend
     mode: str = "auto"
     neighbours: Tensor | None = None
+    known: Tensor = field(init=False)  # [B] what the last step returned
     host_reads: int = 0
     timing: Timing = field(default_factory=Timing)
 
@@ -102,6 +103,11 @@ class Engine:
     @property
     def captures(self) -> int:
         return self.prefill.stats.captures + self.step.stats.captures
+
+    @property
+    def block(self) -> int:
+        """Most steps between two host reads."""
+        return self.plan.shapes.block
 
     @property
     def longest(self) -> int:
@@ -164,13 +170,14 @@ class Engine:
         began = time.perf_counter()
         known = self.start(prefix, requests)
         self.timing = Timing(prefill=time.perf_counter() - began)
-        total, done = self.target.config.tokens, 0
+        total, done, queued = self.target.config.tokens, 0, 0
         yield Progress(done, known, total)
         seeds = [request.seed for request in requests]
         while min(known) < total:
             began = time.perf_counter()
-            count = self.steps_before_read(total - min(known))
-            known, done = self.advance(seeds, done + 1, count), done + count
+            # Steps needed for sure after the `done` ones that `known` tells of; some may be on their way already.
+            count = min(done + self.steps_before_read(total - min(known)) - queued, self.block)
+            known, done, queued = self.queue(seeds, queued, count)
             self.timing.steps += time.perf_counter() - began
             self.timing.count = done
             self.check_captures()
@@ -181,14 +188,35 @@ class Engine:
         self.warm_up()
         self.place(prefix)
         self.load(requests)
-        return self.read(self.prefill())
+        self.known = self.prefill()
+        return self.read(self.known)
+
+    def queue(self, seeds: Sequence[int], queued: int, count: int) -> tuple[list[int], int, int]:
+        """Add steps to the `queued` ones and read how far the images are.
+
+        Where the device runs on by itself, the read is asked for one step early, so that this step keeps the
+        device busy while the host decides on the next ones.
+
+        Returns tokens known [B], after how many steps, and the steps queued now.
+        """
+        if count < 1:  # what is on its way may be all that is needed: wait for it
+            return self.read(self.known), queued, queued
+        if not self.backend.runs_ahead or count < 2:
+            return self.advance(seeds, queued + 1, count), queued + count, queued + count
+        self.feed(seeds, queued + 1, count)
+        for _ in range(count - 1):
+            self.known = self.step()
+        asked = self.backend.ask(self.known)
+        self.known = self.step()
+        self.host_reads += 1
+        return asked(), queued + count - 1, queued + count
 
     def advance(self, seeds: Sequence[int], first: int, count: int) -> list[int]:
         """Steps `first`, `first` + 1, ... of a batch. -> [B] tokens known"""
         self.feed(seeds, first, count)
         for _ in range(count):
-            output = self.step()
-        return self.read(output)
+            self.known = self.step()
+        return self.read(self.known)
 
     def draft(self, seeds: Sequence[int], number: int) -> Drafts:
         """The trees that step `number` would verify; nothing moves on. For looking at, not for speed."""
@@ -201,7 +229,7 @@ class Engine:
 
     def steps_before_read(self, remaining: int) -> int:
         """As many steps as are needed for sure, up to a block."""
-        return min(self.plan.shapes.block, -(-remaining // self.longest))
+        return min(self.block, -(-remaining // self.longest))
 
     def feed(self, seeds: Sequence[int], first: int, count: int) -> None:
         """Uniforms for the next steps, in one copy of one size, whatever the count."""

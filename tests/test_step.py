@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lantern_hpu.backends.cpu import CPUBackend
 from lantern_hpu.cache import KVCache
 from lantern_hpu.config import Relaxation, Request
 from lantern_hpu.models.drafter import Drafter
@@ -536,3 +537,34 @@ def test_progress_grows_to_the_whole_image(models: Models) -> None:
         assert all(a <= b for a, b in zip(known, more, strict=True))
     assert partial.tolist() == engine.result().tokens.tolist()
     assert engine.report().recompiles_after_warmup == 0
+
+
+# Reading while the device goes on
+
+
+class Ahead(CPUBackend):
+    """A device that would go on while the host reads; notes after how many steps each answer was asked for."""
+
+    runs_ahead = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def ask(self, numbers: Tensor) -> Callable[[], list[int]]:
+        self.asked += 1
+        return super().ask(numbers)
+
+
+@pytest.mark.parametrize("tree", [AR, SMALL_TREE], ids=lambda tree: tree.name)
+def test_reading_ahead_takes_the_same_steps(models: Models, tree: DraftTree) -> None:
+    requests, backend = batch(), Ahead()
+    plain = make_engine(models, plan_for(tree, requests))
+    ahead = make_engine(models, plan_for(tree, requests))
+    ahead.backend = backend
+    want, got = draw(plain, requests), draw(ahead, requests)
+    assert got.tokens.tolist() == want.tokens.tolist() and got.steps == want.steps
+    # No step runs that the slowest image does not need.
+    assert ahead.timing.count == plain.timing.count == max(want.steps)
+    assert ahead.step.stats.replays == plain.step.stats.replays
+    assert backend.asked > 0
