@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 from pathlib import Path
 
@@ -86,8 +87,6 @@ def kept_nearest(codebook: Tensor, k: int) -> Tensor:
 
 def save_table(file: Path, table: Tensor) -> None:
     """Write a table, or nothing where the cache cannot be written."""
-    import io
-
     content = io.BytesIO()
     np.save(content, table.numpy(), allow_pickle=False)
     try:
@@ -147,6 +146,15 @@ def check_table(path: Path, codebook: Tensor) -> None:
     if not nearest_first or not bool((listed[:, :1] <= closest * (1 + 1e-3) + 1e-6).all()):
         why = "its rows are not sorted by distance in this codebook"
         raise WeightsError(f"the neighbours in {path} are for another codebook", why)
+
+
+def table_digest(path: Path) -> str:
+    """Which table it is: a digest of its size and of some rows."""
+    table = open_table(path)
+    some = np.ascontiguousarray(
+        table[:: max(1, len(table) // CHECKED_ROWS), :KEPT].astype(np.int32)
+    )
+    return hashlib.sha256(f"{table.shape}".encode() + some.tobytes()).hexdigest()
 
 
 def read_table(path: Path, k: int) -> Tensor:

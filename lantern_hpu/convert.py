@@ -15,15 +15,18 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.errors import OptionError, OutputError, choices, exit_code
-from lantern_hpu.generate import add_model_options, given_parts
+from lantern_hpu.generate import add_part_options, given_parts
 
 if TYPE_CHECKING:
     from lantern_hpu.models.folder import ImageModel
+    from lantern_hpu.parts import Parts
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -34,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("source", help="what `generate --model` takes")
     parser.add_argument("output", type=Path, help="folder to write; must not exist")
-    add_model_options(parser.add_argument_group("parts"), model=False)
+    add_part_options(parser.add_argument_group("parts"))
     parser.add_argument(
         "--dtype", default="auto", help=f"{choices(DTYPES)}; auto: as stored (auto)"
     )
@@ -69,11 +72,49 @@ def write_model(model: ImageModel, folder: Path, progress: Any) -> None:
         np.save(folder / names.NEIGHBOURS, table.numpy())
         files[names.NEIGHBOURS] = sha256(folder / names.NEIGHBOURS)
     if isinstance(model.condition, TokenConditioner):
-        (folder / names.TOKENIZER).mkdir()
-        model.condition.tokenizer.backend_tokenizer.save(
-            str(folder / names.TOKENIZER / "tokenizer.json")
-        )
+        text = model.condition.tokenizer.backend_tokenizer.to_str()
+        (folder / names.TOKENIZER).write_text(text)
+        files[names.TOKENIZER] = sha256(folder / names.TOKENIZER)
     (folder / CONFIG).write_text(json.dumps(names.describe(model, files), indent=1))
+
+
+def drafts(parts: Parts) -> bool:
+    """Whether the model has a drafter to convert."""
+    from lantern_hpu.models.folder import DRAFTER_WEIGHTS
+
+    return parts.drafter is not None or (parts.target / DRAFTER_WEIGHTS).is_file()
+
+
+@contextmanager
+def staged(output: Path) -> Iterator[Path]:
+    """A new folder beside the output, which takes its name when all is written, and is removed otherwise.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    folder = None
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+        yield folder
+        readable(folder)
+        os.replace(folder, output)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise OutputError(f"cannot write {output}", why, "another folder or disk") from error
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def readable(folder: Path) -> None:
+    """Give files and folders the rights that new ones have here; some libraries write for their user alone."""
+    mask = os.umask(0)
+    os.umask(mask)
+    for path in (folder, *folder.rglob("*")):
+        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
 
 
 def convert(args: argparse.Namespace) -> None:
@@ -96,22 +137,12 @@ def convert(args: argparse.Namespace) -> None:
 
     parts = resolve(args.source, given_parts(args))
     dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
-    with tqdm(total=4, unit="part", file=sys.stderr) as progress:
+    with tqdm(total=3 + drafts(parts), unit="part", file=sys.stderr) as progress:
         progress.set_description_str("loading")
         model = load(parts, Placement(dtype))
         progress.update()
-        staging = output.with_name(output.name + ".part")
-        shutil.rmtree(staging, ignore_errors=True)
-        try:
-            staging.mkdir(parents=True)
-            write_model(model, staging, progress)
-            os.replace(staging, output)
-        except OSError as error:
-            why = error.strerror or str(error)
-            raise OutputError(f"cannot write {output}", why) from error
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-        progress.update(progress.total - progress.n)
+        with staged(output) as folder:
+            write_model(model, folder, progress)
     (height, width), size = model.image_size, sum(f.stat().st_size for f in output.rglob("*.*"))
     print(
         f"{output}: {width} x {height} pixels, {size / 1e6:.1f} MB, target {model.fingerprint[:12]}"

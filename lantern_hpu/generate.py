@@ -33,14 +33,18 @@ from lantern_hpu.config import (
     complete,
     require,
 )
-from lantern_hpu.errors import OptionError, WeightsError, exit_code
+from lantern_hpu.errors import OptionError, WeightsError, choices, exit_code
 from lantern_hpu.graphs import RUNNERS
+from lantern_hpu.models.classes import class_index
 from lantern_hpu.parts import Given
 from lantern_hpu.tree import DYNAMIC, NAMED, DraftTree, DynamicTree, Tree, load_tree
 
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import Event, LanternPipeline
     from lantern_hpu.results import GenerationResult
+
+
+KEPT = ("device", "host", "free")  # see `lantern_hpu.models.t5`
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -86,7 +90,17 @@ def make_parser() -> argparse.ArgumentParser:
         help="write a preview each ROWS image rows",
     )
     how = parser.add_argument_group("how it runs")
-    add_model_options(how)
+    how.add_argument(
+        "--model",
+        default=None,
+        help="`builtin`, a name of `python -m lantern_hpu.models`, a Hub id, a folder or a weights file (builtin)",
+    )
+    add_part_options(how)
+    how.add_argument(
+        "--keep-text",
+        default="host",
+        help=f"where a text encoder stays once the prompts are encoded: {', '.join(KEPT)} (host)",
+    )
     how.add_argument("--device", default="auto", help=f"auto, {', '.join(BACKENDS)} (auto)")
     how.add_argument("--graphs", default="auto", help=f"auto, {', '.join(RUNNERS)} (auto)")
     how.add_argument(
@@ -156,14 +170,8 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_model_options(group: argparse._ArgumentGroup, model: bool = True) -> None:
-    """What to load; the parts are the model's own unless given."""
-    if model:
-        group.add_argument(
-            "--model",
-            default=None,
-            help="`builtin`, a name of `python -m lantern_hpu.models`, a Hub id, a folder or a weights file (builtin)",
-        )
+def add_part_options(group: argparse._ArgumentGroup) -> None:
+    """Parts in place of the model's own."""
     group.add_argument(
         "--drafter", default=None, help="a published one, or one of lantern_hpu.train"
     )
@@ -177,12 +185,6 @@ def add_model_options(group: argparse._ArgumentGroup, model: bool = True) -> Non
         type=int,
         default=None,
         help="pixels, where a checkpoint does not say its own",
-    )
-    group.add_argument(
-        "--keep-text",
-        default="host",
-        choices=("device", "host", "free"),
-        help="where a text encoder stays once the prompts are encoded (host)",
     )
 
 
@@ -365,6 +367,10 @@ def check(args: argparse.Namespace, known: dict[str, Any] | None) -> list[str]:
         raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
     require(args.num_images >= 1, "--num-images", args.num_images, "1 or more")
     require(args.preview_every >= 0, "--preview-every", args.preview_every, "0 (off) or more")
+    if args.keep_text not in KEPT:
+        raise OptionError(f"--keep-text is {args.keep_text}", hint=choices(KEPT))
+    for label in args.class_label:
+        class_index(label)
     size = args.batch_size
     require(size is None or size >= 1, "--batch-size", size, "1 or more")
     if known is None:
@@ -435,6 +441,9 @@ def draw(args: argparse.Namespace) -> GenerationResult:
     )
     with closing(pipeline):
         show_geometry(pipeline)
+        if args.class_label and not pipeline.model.condition.takes_classes:
+            why = f"{pipeline.model.name} draws from text"
+            raise OptionError("--class-label cannot be used", why, "--prompt")
         args.method, tree, relaxation, sampling = settings_of(pipeline, args, known)
         requests = [Request(p, args.seed + i, sampling, relaxation) for i, p in enumerate(wanted)]
         result = run(pipeline, args, requests, tree)

@@ -11,11 +11,25 @@ from lantern_hpu.errors import WeightsError
 
 ASSETS = Path(__file__).parent / "assets"
 CONFIG = "model.json"
+SAFE = ".safetensors"
+PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+
+
+def weights_files(folder: Path) -> list[Path]:
+    """The weights files that lie directly in a folder."""
+    return sorted(f for f in folder.iterdir() if f.suffix in (SAFE, *PICKLES) and f.is_file())
 
 
 def source(folder: Path) -> str:
     """What `--model` takes to find a folder again from anywhere."""
     return "builtin" if folder == ASSETS / "builtin" else str(folder.resolve())
+
+
+def again(folder: Path) -> str:
+    """How to get a model folder anew."""
+    return (
+        "install the package again" if source(folder) == "builtin" else "convert or copy it again"
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -31,15 +45,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise WeightsError(f"cannot read {folder / CONFIG}", repr(error)) from error
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
-        raise WeightsError(
-            f"files are missing in {folder}", ", ".join(missing), "install the package again"
-        )
+        raise WeightsError(f"files are missing in {folder}", ", ".join(missing), again(folder))
     for name, digest in files.items():
         if sha256(folder / name) != digest:
             why = "its checksum differs from the one in model.json: damaged, cut off, or another version"
-            raise WeightsError(
-                f"{folder / name} cannot be used", why, "install or download it again"
-            )
+            raise WeightsError(f"{folder / name} cannot be used", why, again(folder))
     return config
 
 

@@ -139,7 +139,7 @@ class LanternPipeline:
         except BaseException:
             backend.close()
             raise
-        pipeline.load_seconds, pipeline.given = time.perf_counter() - began, given
+        pipeline.load_seconds, pipeline.given = time.perf_counter() - began, given.resolved()
         pipeline.quantize = quantize
         return pipeline
 

@@ -20,23 +20,25 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from lantern_hpu import codebook, convert, generate
 from lantern_hpu.config import Request, Sampling
 from lantern_hpu.engine import Engine
 from lantern_hpu.errors import LanternError, OptionError, WeightsError
-from lantern_hpu.models import chameleon
+from lantern_hpu.models import chameleon, llamagen
 from lantern_hpu.models.condition import ClassConditioner, Prefix
 from lantern_hpu.models.folder import ImageModel, Placement
 from lantern_hpu.models.load import load
 from lantern_hpu.models.transformer import additive, prefix_mask, rope_table
-from lantern_hpu.models.weights import open_checkpoint
+from lantern_hpu.models.weights import Checkpoint, open_checkpoint
 from lantern_hpu.parts import Given, resolve
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.train.unroll import Lesson
 from scripts import make_synthetic_checkpoints as synthetic
 from tests import numpy_twins as twins
+from tests.folder import write_folder
 
 CODES = [3, 0, 9, 31, 60, 7, 7, 12, 1, 5]
 TEXT, HUB_TEXT, ANOLE, CLASS = "llamagen-t2i-256", "llamagen-t2i-512", "anole", "llamagen-c2i"
@@ -236,7 +238,7 @@ def test_anole_and_its_drafter_equal_their_twins(public: Path) -> None:
 def test_tokenizers_decode_as_their_twins(public: Path, file: str, twin: Any) -> None:
     from lantern_hpu.models.load import load_vq
 
-    vq = load_vq(open_checkpoint(public / file), twin is twins.llamagen_image, Placement())
+    vq, _ = load_vq(open_checkpoint(public / file), twin is twins.llamagen_image, Placement())
     codes = torch.arange(16)[None]
     with torch.no_grad():
         image = vq.decode_latents(vq.quantize.look_up(codes.view(1, 4, 4)))[0]
@@ -371,16 +373,51 @@ def test_conversion_keeps_what_exists(
     assert not list((tmp_path / "ours").iterdir())
 
 
-def test_an_interrupted_conversion_leaves_nothing(
+def test_a_full_disk_leaves_nothing(
     public: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path) -> str:
-        raise OSError(28, "No space left on device")
+    def full(tensors: Any, file: Path) -> None:
+        Path(file).write_bytes(b"half")
+        raise SafetensorError("No space left on device (os error 28)")
 
-    monkeypatch.setattr("lantern_hpu.hub.sha256", full)
+    monkeypatch.setattr("safetensors.torch.save_file", full)
+    (tmp_path / "ours.part").mkdir()  # the user's own
     model, _ = FORMATS["pt, key model"]
     assert convert.main([str(public / model), str(tmp_path / "ours")]) == 2
-    assert not list(tmp_path.glob("ours*"))
+    assert [path.name for path in tmp_path.iterdir()] == ["ours.part"]
+
+
+def test_converted_files_can_be_read_by_others(public: Path, tmp_path: Path) -> None:
+    model, _ = FORMATS["pt, key model"]
+    assert convert.main([str(public / model), str(tmp_path / "ours")]) == 0
+    plain = tmp_path / "plain"
+    plain.touch()
+    modes = {file.stat().st_mode for file in (tmp_path / "ours").iterdir()}
+    assert modes == {plain.stat().st_mode}
+
+
+def test_a_converted_tokenizer_is_checked(public: Path, tmp_path: Path) -> None:
+    assert convert.main([str(public / ANOLE), str(tmp_path / "ours")]) == 0
+    file = tmp_path / "ours" / "tokenizer.json"
+    file.write_text(file.read_text() + " ")
+    with pytest.raises(WeightsError, match="checksum"):
+        opened(tmp_path, "ours")
+
+
+def test_published_containers_of_the_same_weights_have_one_fingerprint(
+    public: Path, tmp_path: Path
+) -> None:
+    """A drafter trained for one belongs to the other."""
+    whole = opened(public, TEXT)
+    state = twins.from_gpt(raw(public / TEXT / "t2i_XL_stage1_256.pt"))
+    folder = copy(public, TEXT, tmp_path)
+    (folder / "t2i_XL_stage1_256.pt").unlink()
+    tensors = {n: torch.from_numpy(t).bfloat16().contiguous() for n, t in state.items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = whole.target.config
+    about = {"num_attention_heads": config.heads, "block_size": config.tokens}
+    (folder / "config.json").write_text(json.dumps(about))
+    assert opened(tmp_path, TEXT).fingerprint == whole.fingerprint
 
 
 # ------------------------------------------------------------------------------------ strictness
@@ -410,6 +447,74 @@ def test_every_wrong_tensor_is_listed(public: Path, tmp_path: Path) -> None:
         opened(tmp_path, changed(public, tmp_path, spoil).name)
     for word in ("layers.0.mlp.down_proj.weight", "norm.weight [3]", "bonus.weight"):
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [HUB_TEXT, ANOLE])
+def test_missing_last_layers_are_missed(public: Path, tmp_path: Path, name: str) -> None:
+    folder = copy(public, name, tmp_path)
+    last = json.loads((folder / "config.json").read_text())["num_hidden_layers"] - 1
+    places = {}
+    for file in folder.glob("model-*.safetensors"):
+        tensors = {n: t for n, t in load_file(file).items() if f".layers.{last}." not in n}
+        save_file(tensors, file)
+        places |= dict.fromkeys(tensors, file.name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(WeightsError, match=f"layers.{last}.*missing|missing.*layers.{last}"):
+        opened(tmp_path, name)
+
+
+def test_a_published_size_knows_its_layers(tmp_path: Path) -> None:
+    checkpoint = Checkpoint(
+        tmp_path / "c2i_B_256.pt",
+        {"tok_embeddings.weight": (16384, 768), "layers.0.attention_norm.weight": (768,)},
+        lambda name: torch.ones(1),
+        {},
+    )
+    assert llamagen.layers_of(checkpoint, {}, 768) == 12
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"num_attention_heads": 0}, "does not describe a model"),
+        ({"rms_norm_eps": "x"}, "does not describe a model"),
+        ({"block_size": None}, "does not describe a model"),
+    ],
+    ids=str,
+)
+def test_a_senseless_configuration_is_one_clear_error(
+    public: Path, tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    about = copy(public, HUB_TEXT, tmp_path) / "config.json"
+    about.write_text(json.dumps(json.loads(about.read_text()) | change))
+    with pytest.raises(WeightsError, match=says):
+        opened(tmp_path, HUB_TEXT)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"<!DOCTYPE html><html>", "web page"),
+        (b"version https://git-lfs.github.com/spec/v1", "git-lfs"),
+        (b"\x92" * 300, "damaged"),
+        (b"", "damaged"),
+    ],
+)
+def test_files_that_are_no_weights_are_said_to_be_what_they_are(
+    tmp_path: Path, content: bytes, says: str
+) -> None:
+    (tmp_path / "c2i_B_256.pt").write_bytes(content)
+    with pytest.raises(WeightsError, match=says):
+        open_checkpoint(tmp_path / "c2i_B_256.pt")
+
+
+def test_whole_numbers_are_no_weights(public: Path, tmp_path: Path) -> None:
+    state = open_state(public / CLASS / "c2i_B_256.pt")
+    torch.save(
+        {"model": {n: t.to(torch.int8) for n, t in state.items()}}, tmp_path / "c2i_B_256.pt"
+    )
+    with pytest.raises(WeightsError, match="int8"):
+        opened(tmp_path, "c2i_B_256.pt", vq=public / CLASS / "vq_ds16_c2i.pt")
 
 
 def test_tensors_are_read_one_at_a_time(public: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,6 +569,65 @@ def test_a_tokenizer_of_another_target_is_refused(public: Path) -> None:
         opened(public, TEXT, vq=public / ANOLE / "vqgan.ckpt")
 
 
+def test_a_tokenizer_of_other_pixels_is_refused(public: Path) -> None:
+    with pytest.raises(WeightsError, match="8 pixels wide"):
+        opened(public, f"{CLASS}/c2i_B_256.pt", vq=public / "llamagen-vq8" / "vq_ds8_c2i.pt")
+
+
+def test_of_two_tokenizers_the_one_of_the_targets_kind_is_taken(
+    public: Path, tmp_path: Path
+) -> None:
+    folder = copy(public, TEXT, tmp_path)
+    shutil.copy(public / CLASS / "vq_ds16_c2i.pt", folder)
+    assert resolve(str(folder)).vq == folder / "vq_ds16_t2i.pt"
+    (folder / "vq_ds16_t2i.pt").rename(folder / "vq_other.pt")
+    (folder / "vq_ds16_c2i.pt").rename(folder / "vq_mine.pt")
+    with pytest.raises(WeightsError, match=r"(?s)vq_mine.pt, vq_other.pt.*--vq"):
+        resolve(str(folder))
+
+
+def test_another_tokenizer_for_a_folder_of_ours_is_checked(public: Path, tmp_path: Path) -> None:
+    assert convert.main([str(public / TEXT), str(tmp_path / "ours")]) == 0
+    with pytest.raises(WeightsError, match="8192 codes"):
+        opened(tmp_path, "ours", vq=public / ANOLE / "vqgan.ckpt")
+    with pytest.raises(OptionError, match="256 x 256"):
+        opened(tmp_path, "ours", image_size=512)
+    before = opened(tmp_path, "ours").files
+    other = Given(vq=str(public / CLASS / "vq_ds16_c2i.pt"), neighbours=None)
+    changed = resolve(str(tmp_path / "ours"), other)
+    with pytest.raises(WeightsError, match="another codebook"):
+        load(changed, Placement())  # the folder's neighbours are those of its own tokenizer
+    assert set(before) >= {"vq.safetensors", "neighbours", "text"}
+
+
+@pytest.mark.parametrize("size", [0, -16, 250])
+def test_senseless_image_sizes_are_refused(size: int) -> None:
+    with pytest.raises(OptionError, match="multiples of 16"):
+        Given(image_size=size)
+
+
+def test_labels_are_for_models_of_classes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(write_folder(tmp_path / "tiny"))
+    assert generate.main(["--model", model, "--class-label", "207", "--output", "x.png"]) == 2
+    assert "draws from text" in capsys.readouterr().err
+    assert generate.main(["--model", model, "--class-label", "goldfsh", "--output", "x.png"]) == 2
+    assert "goldfish" in capsys.readouterr().err
+
+
+def test_an_image_is_drawn_again_with_the_parts_it_was_drawn_with(
+    public: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(public)
+    first, again = tmp_path / "a.png", tmp_path / "b.png"
+    options = ["--model", f"{CLASS}/c2i_B_256.pt", "--vq", f"{CLASS}/vq_ds16_c2i.pt"]
+    assert generate.main([*options, "--class-label", "hen", "--output", str(first)]) == 0
+    monkeypatch.chdir(tmp_path)
+    assert generate.main(["--from-png", str(first), "--output", str(again)]) == 0
+    assert np.array_equal(np.asarray(Image.open(first)), np.asarray(Image.open(again)))
+
+
 def test_neighbours_of_another_codebook_are_refused(public: Path, tmp_path: Path) -> None:
     table = np.load(next((public / TEXT / "vq_distances").iterdir()))
     others = torch.randn(len(table), 8, generator=torch.Generator().manual_seed(0))
@@ -512,10 +676,10 @@ def test_computed_neighbours_are_kept_and_a_damaged_file_is_made_anew(tmp_path: 
 @pytest.mark.parametrize(
     ("model", "size", "says"),
     [
-        (TEXT, 512, "one size"),
-        (HUB_TEXT, 256, "one size"),
+        (TEXT, 512, "contradictory"),
+        (HUB_TEXT, 256, "contradictory"),
         (ANOLE, 256, "512 x 512"),
-        (f"{CLASS}/c2i_B_256.pt", 384, "one size"),
+        (f"{CLASS}/c2i_B_256.pt", 384, "contradictory"),
     ],
 )
 def test_another_image_size_than_the_checkpoints_is_refused(
@@ -561,7 +725,7 @@ def test_a_cut_off_file_is_one_clear_error(public: Path, tmp_path: Path) -> None
         opened(tmp_path, HUB_TEXT)
     half = tmp_path / "c2i_B_256.pt"
     half.write_bytes((public / CLASS / half.name).read_bytes()[:5000])
-    with pytest.raises(WeightsError, match="damaged or cut off"):
+    with pytest.raises(WeightsError, match="damaged"):
         opened(tmp_path, half.name, vq=public / CLASS / "vq_ds16_c2i.pt")
 
 

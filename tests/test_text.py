@@ -191,13 +191,13 @@ def test_only_free_lets_the_encoder_go(
 def test_known_prompts_are_not_encoded_again(folder: Path, runs: list[int]) -> None:
     text = conditioner(folder)
     first = text.encode(PROMPTS)
-    assert len(runs) == 1
+    assert len(runs) == len(PROMPTS)
     assert same(text.encode(PROMPTS), first)
     again = text.encode([PROMPTS[2], PROMPTS[0], PROMPTS[2]])
     assert torch.equal(again.features, first.features[[2, 0, 2]])
-    assert len(runs) == 1
+    assert len(runs) == len(PROMPTS)
     text.encode([PROMPTS[0], "a table"])
-    assert len(runs) == 2
+    assert len(runs) == len(PROMPTS) + 1
 
 
 def test_known_prompts_need_no_folder(folder: Path, tmp_path: Path) -> None:
@@ -211,14 +211,12 @@ def test_known_prompts_need_no_folder(folder: Path, tmp_path: Path) -> None:
         text.encode(["a table"])
 
 
-def test_many_prompts_go_in_chunks_of_two_shapes(folder: Path, runs: list[int]) -> None:
+def test_features_do_not_depend_on_what_else_is_encoded(folder: Path, runs: list[int]) -> None:
     text = conditioner(folder)
     many = [" ".join(WORDS[: 1 + i % 10]) + " fish" * (i // 10) for i in range(11)]
     together = text.encode(many)
-    text.encode(["a table"])
-    assert runs == [8, 8, 1]
-    alone = conditioner(folder).encode(many[10:])
-    assert torch.allclose(together.features[10:], alone.features, atol=1e-5)
+    assert runs == [1] * 11  # one shape: a device compiles each anew
+    assert torch.equal(together.features[10:], conditioner(folder).encode(many[10:]).features)
 
 
 def test_the_oldest_prompts_make_room(
@@ -229,9 +227,9 @@ def test_the_oldest_prompts_make_room(
     assert text.encode(PROMPTS).valid.any(-1).all()  # more than fits, and all of them there
     text.encode(["a table"])
     text.encode(PROMPTS[2:])  # the youngest of the three
-    assert len(runs) == 2
+    assert len(runs) == 4
     text.encode(PROMPTS[:1])
-    assert len(runs) == 3
+    assert len(runs) == 5
 
 
 def test_features_can_be_trained_on(folder: Path) -> None:

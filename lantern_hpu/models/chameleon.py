@@ -7,6 +7,7 @@ row (t - 4) mod 65536, so that a code is its own row, and the head keeps the row
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def config_of(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfi
     return TransformerConfig(
         vocab_size=codes_of(about),
         dim=dim,
-        layers=checkpoint.count("model.layers.{}.input_layernorm.weight"),
+        layers=int(about.get("num_hidden_layers", 0)) or count_layers(checkpoint),
         heads=heads,
         kv_heads=checkpoint.shapes["model.layers.0.self_attn.k_norm.weight"][0],
         ffn_dim=checkpoint.shapes["model.layers.0.mlp.gate_proj.weight"][0],
@@ -63,8 +64,13 @@ def config_of(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfi
     )
 
 
+def count_layers(checkpoint: Checkpoint) -> int:
+    names = [re.match(r"model\.layers\.(\d+)\.", name) for name in checkpoint.shapes]
+    return 1 + max(int(found[1]) for found in names if found)
+
+
 def codes_of(about: dict[str, Any]) -> int:
-    return int(about.get("vq_config", {}).get("num_embeddings", 8192))
+    return int((about.get("vq_config") or {}).get("num_embeddings", 8192))
 
 
 def rope_base(about: dict[str, Any]) -> float:
@@ -76,6 +82,8 @@ def rope_base(about: dict[str, Any]) -> float:
 def check_draws(checkpoint: Checkpoint, about: dict[str, Any], config: TransformerConfig) -> None:
     """Raise a WeightsError for base Chameleon, whose head was not published for image tokens."""
     first = FIRST_IMAGE_TOKEN
+    if "lm_head.weight" not in checkpoint:
+        return  # which is said with whatever else is missing
     head = checkpoint.read("lm_head.weight")[first : first + config.vocab_size : 64]
     if about.get("mask_image_logits") or not bool(head.float().abs().sum() > 0):
         why = "this is base Chameleon, which reads images and does not draw them"
@@ -145,11 +153,16 @@ def load_tokenizer(folder: Path) -> Any:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise WeightsError(f"{folder} holds no tokenizer.json", hint="download it with the model")
-    return PreTrainedTokenizerFast(tokenizer_file=str(file))
+    try:
+        return PreTrainedTokenizerFast(tokenizer_file=str(file))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise WeightsError(f"cannot read {file}", str(error), "download it again") from error
 
 
 class TokenConditioner:
     """A prompt as tokens, framed as in Anole's training: <s> prompt, end of turn, begin of image."""
+
+    takes_classes = False
 
     def __init__(self, tokenizer: Any, embed: nn.Embedding, slots: int = PROMPT_SLOTS) -> None:
         self.tokenizer, self.embed, self.slots = tokenizer, embed, slots

@@ -24,6 +24,8 @@ class Prefix(NamedTuple):
 class Conditioner(Protocol):
     """What a family of models does with a prompt."""
 
+    takes_classes: bool  # prompts are class labels
+
     def prepare(self, prompts: Sequence[str]) -> None:
         """Do what is better done for all prompts of a run at once."""
         ...
@@ -53,6 +55,8 @@ def wordless(embeddings: Tensor, valid: Tensor) -> Prefix:
 class CaptionConditioner:
     """Captions through a text encoder and LlamaGen's projection."""
 
+    takes_classes = False
+
     def __init__(self, text: TextConditioner, projection: CaptionProjection) -> None:
         self.text, self.projection = text, projection
 
@@ -76,6 +80,8 @@ class CaptionConditioner:
 
 class ClassConditioner:
     """Class labels through LlamaGen's table; its last row means "no class"."""
+
+    takes_classes = True
 
     def __init__(self, table: nn.Embedding) -> None:
         self.table = table

@@ -16,10 +16,20 @@ from lantern_hpu.errors import WeightsError
 from lantern_hpu.kernels import Kernels
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target, TransformerConfig
-from lantern_hpu.models.weights import Checkpoint, Recipe, open_checkpoint, pour, read_json, take
+from lantern_hpu.models.weights import (
+    Checkpoint,
+    Recipe,
+    describing,
+    fingerprint,
+    open_checkpoint,
+    pour,
+    read_json,
+    take,
+)
 
 BLOCK_SIZES = {"t2i": 256, "t2i2": 1024, "c2i": 576}  # `input_type` of their config.json
 EPS = 1e-6
+FITTING = "the one that was published with this target"
 SAMPLED_ROWS = 64  # rows of the embedding compared with the target's
 
 
@@ -29,11 +39,11 @@ def open_drafter(path: Path) -> tuple[Checkpoint, dict[str, Any]]:
     return found, read_json((path if path.is_dir() else path.parent) / "config.json")
 
 
-def recipe_of(target_rows: int, qk_norm: bool, input_norm: bool) -> Recipe:
+def recipe_of(first_image_token: int, qk_norm: bool, input_norm: bool) -> Recipe:
     """By our names. Where the table holds words too, image tokens come first: see `chameleon`."""
     layer, attention, mlp = "layers.0.", "layers.0.self_attn.", "layers.0.mlp."
     recipe = {
-        "embed.weight": take("embed_tokens.weight", roll=target_rows),
+        "embed.weight": take("embed_tokens.weight", roll=first_image_token),
         "fc.weight": take("fc.weight"),
         "fc.bias": take("fc.bias"),
         "block.attention.qkv.weight": take(*(f"{attention}{p}_proj.weight" for p in "qkv")),
@@ -56,8 +66,8 @@ def load_drafter(
     first_image_token: int,
     kernels: Kernels,
     dtype: torch.dtype | None = None,
-) -> Drafter:
-    """A published drafter for this target.
+) -> tuple[Drafter, str]:
+    """A published drafter for this target, and its fingerprint.
 
     Args:
         first_image_token: id of code 0 in the drafter's table. dtype: None keeps the file's.
@@ -66,7 +76,8 @@ def load_drafter(
         WeightsError: unreadable, misshapen, or trained for another target.
     """
     checkpoint, about = open_drafter(path)
-    config = check_kind(checkpoint, about, target.config)
+    with describing(path):
+        config = check_kind(checkpoint, about, target.config)
     head = target.head.weight
     input_norm = "layers.0.input_layernorm.weight" in checkpoint
     with torch.device("meta"):
@@ -82,14 +93,16 @@ def load_drafter(
     pour(drafter, checkpoint, recipe, dtype, head.device)
     if not about.get("trusted"):
         check_family(drafter, target, path)
-    return drafter
+    return drafter, fingerprint(checkpoint, recipe)
 
 
 def shift_of(about: dict[str, Any], path: Path) -> int:
     """`drafter_shift` of a drafter's config.json: see `Drafter`. EAGLE's, where it says nothing."""
     shift = about.get("drafter_shift", 1)
     if shift not in (0, 1):
-        raise WeightsError(f"the drafter {path} cannot be used", f"drafter_shift {shift}: 0 or 1")
+        raise WeightsError(
+            f"the drafter {path} cannot be used", f"drafter_shift is {shift}", "0 or 1"
+        )
     return int(shift)
 
 
@@ -100,11 +113,11 @@ def check_kind(
     mine, theirs = checkpoint.shapes.get("fc.weight"), (config.dim, 2 * config.dim)
     if mine != theirs:
         why = f"its fc.weight is {list(mine or ())}, the target needs {list(theirs)}"
-        raise WeightsError(f"the drafter {checkpoint.path} is for another target", why)
+        raise WeightsError(f"the drafter {checkpoint.path} is for another target", why, FITTING)
     block = about.get("block_size", BLOCK_SIZES.get(str(about.get("input_type"))))
     if block is not None and int(block) != config.tokens:
         why = f"it drafts images of {block} tokens, the target draws {config.tokens}"
-        raise WeightsError(f"the drafter {checkpoint.path} is for another target", why)
+        raise WeightsError(f"the drafter {checkpoint.path} is for another target", why, FITTING)
     gate = checkpoint.shapes.get("layers.0.mlp.gate_proj.weight")
     return replace(
         config,

@@ -5,7 +5,7 @@ target.safetensors  target.*, and what turns a prompt into its prefix: words.*, 
 drafter.safetensors if there is one
 vq.safetensors
 neighbours.npy      if a published table was converted with it
-tokenizer/          if prompts are read as tokens
+tokenizer.json      if prompts are read as tokens
 
 `lantern_hpu.convert` writes it, `scripts/export_model.py` too. Files are mapped into memory and read once.
 """
@@ -25,7 +25,7 @@ from lantern_hpu.config import Sampling
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.hub import CONFIG, read_config, sha256, source
 from lantern_hpu.kernels import PLAIN, Kernels
-from lantern_hpu.models.chameleon import TokenConditioner, load_tokenizer
+from lantern_hpu.models.chameleon import TokenConditioner, check_image_tokens, load_tokenizer
 from lantern_hpu.models.condition import CaptionConditioner, ClassConditioner, Conditioner
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.llamagen import CaptionProjection
@@ -33,12 +33,12 @@ from lantern_hpu.models.t5 import T5Conditioner
 from lantern_hpu.models.text import TextConditioner, WordConditioner
 from lantern_hpu.models.transformer import Target, TransformerConfig
 from lantern_hpu.models.vq import VQConfig, VQModel
-from lantern_hpu.models.weights import open_checkpoint, pour
+from lantern_hpu.models.weights import fingerprint, open_checkpoint, pour, take
 
 TARGET, DRAFTER_WEIGHTS, VQ = "target.safetensors", "drafter.safetensors", "vq.safetensors"
 DRAFTER = "drafter.json"  # beside the weights of a drafter that lies alone
 NEIGHBOURS = "neighbours.npy"
-TOKENIZER = "tokenizer"  # folder of a model that reads prompts as tokens
+TOKENIZER = "tokenizer.json"
 
 
 @dataclass
@@ -108,7 +108,7 @@ def load_folder(folder: Path, placement: Placement = Placement()) -> ImageModel:
             stored, finish = make_condition(about["condition"], sizes, folder)
         sampling = Sampling(**about["sampling"])
         fastest = {name: (method, tree) for name, (method, tree) in about["fastest"].items()}
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise WeightsError(f"{folder / CONFIG} does not describe a model", repr(error)) from error
     main = nn.ModuleDict({**stored, "target": target})
     dtype, device = placement.dtype, placement.device
@@ -116,15 +116,18 @@ def load_folder(folder: Path, placement: Placement = Placement()) -> ImageModel:
     pour(vq, open_checkpoint(folder / VQ), None, torch.float32, device)
     if drafter is not None:
         pour(drafter, open_checkpoint(folder / DRAFTER_WEIGHTS), None, dtype, device)
+    condition, kind = finish(target, placement), about["condition"]
+    if placement.text is not None and kind["kind"] == "t5":
+        kind = kind | {"text": str(placement.text.resolve())}
     return ImageModel(
-        about["name"],
+        about.get("name", folder.name),
         source(folder),
-        about["files"],
+        about["files"] | text_digest(condition),
         about.get("fingerprint") or about["files"][TARGET],
         target,
         drafter,
-        finish(target, placement),
-        about["condition"],
+        condition,
+        kind,
         vq,
         sampling,
         fastest,
@@ -150,7 +153,7 @@ def make_condition(
         table = nn.Embedding(about["classes"] + 1, config.dim)
         return {"classes": table}, lambda target, placement: ClassConditioner(table)
     if kind == "tokens":
-        return {}, lambda target, placement: token_conditioner(target, placement, folder)
+        return {}, lambda target, placement: token_conditioner(target, placement.text or folder)
     projection = CaptionProjection(about["dim"], config.dim, config.prefix)
     if kind == "words":
         words = WordConditioner(about["words"], about["dim"], config.prefix)
@@ -166,9 +169,24 @@ def make_condition(
     raise ValueError(f"unknown kind of condition {kind!r}")
 
 
-def token_conditioner(target: Target, placement: Placement, folder: Path) -> Conditioner:
-    tokenizer = load_tokenizer(placement.text or folder / TOKENIZER)
+def token_conditioner(target: Target, folder: Path) -> Conditioner:
+    """Prompts through the tokenizer in a folder.
+
+    Raises:
+        WeightsError: there is none, or its image tokens lie elsewhere.
+    """
+    tokenizer = load_tokenizer(folder)
+    check_image_tokens(tokenizer.get_vocab(), target.config.vocab_size, folder)
     return TokenConditioner(tokenizer, target.embed, target.config.prefix)
+
+
+def text_digest(condition: Conditioner) -> dict[str, str]:
+    """Which text encoder reads the prompts, for the record of an image; nothing where none of its own does."""
+    text = getattr(condition, "text", None)
+    if not isinstance(text, T5Conditioner):
+        return {}
+    stored = open_checkpoint(text.folder)
+    return {"text": fingerprint(stored, {name: take(name) for name in stored.shapes})}
 
 
 def text_encoder(

@@ -18,11 +18,19 @@ from torch import Tensor, nn
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.models.transformer import TransformerConfig
 from lantern_hpu.models.weights import Checkpoint, Recipe, Source, listed, read_json, take
+from lantern_hpu.parts import CODE_PIXELS
 
 CAPTION_SLOTS = 120
 HEAD, WIDE_HEAD = 64, 100  # width of a head; the second is that of the 3B model, 3200 wide
-PIXELS_OF_A_CODE = 16
 SIZES = (256, 384, 512)
+# Of the published models, by width and number of codes: B, L, XL, XXL, 3B
+LAYERS = {
+    (768, 16384): 12,
+    (1024, 16384): 24,
+    (1280, 16384): 36,
+    (1536, 16384): 48,
+    (3200, 16384): 24,
+}
 # Buffers that some files hold and that are computed here
 BUFFERS = ("freqs_cis", "causal_mask", "rotary_emb.inv_freq")
 
@@ -140,10 +148,7 @@ def config_of(checkpoint: Checkpoint, about: dict[str, Any], size: int | None) -
         WeightsError: they contradict each other, or do not suffice.
     """
     vocabulary, dim = embedding_shape(checkpoint)
-    layers = max(
-        checkpoint.count("layers.{}.attention_norm.weight"),
-        checkpoint.count("layers.{}.input_layernorm.weight"),
-    )
+    layers = layers_of(checkpoint, about, dim)
     up = "layers.0.feed_forward.w1.weight", "layers.0.mlp.gate_proj.weight"
     ffn = next((checkpoint.shapes[name][0] for name in up if name in checkpoint), 0)
     if not layers or not ffn:
@@ -163,12 +168,24 @@ def config_of(checkpoint: Checkpoint, about: dict[str, Any], size: int | None) -
     )
 
 
+def layers_of(checkpoint: Checkpoint, about: dict[str, Any], dim: int) -> int:
+    """How many layers there should be; those that the file lacks are then missed by name."""
+    if "num_hidden_layers" in about:
+        return int(about["num_hidden_layers"])
+    names = [re.match(r"layers\.(\d+)\.", name) for name in checkpoint.shapes]
+    present = 1 + max((int(found[1]) for found in names if found), default=-1)
+    # The published sizes have one width each; a smaller copy of one says its layers in config.json.
+    published = LAYERS.get((dim, embedding_shape(checkpoint)[0]), present)
+    return max(published, present)
+
+
 def embedding_shape(checkpoint: Checkpoint) -> tuple[int, int]:
     for name in ("tok_embeddings.weight", "embed_tokens.weight"):
         if name in checkpoint:
             vocabulary, dim = checkpoint.shapes[name]
             return vocabulary, dim
-    raise WeightsError(f"{checkpoint.path} holds no token embedding")
+    found = listed(sorted(checkpoint.shapes))
+    raise WeightsError(f"{checkpoint.path} holds no token embedding", f"it holds {found}")
 
 
 def prefix_of(checkpoint: Checkpoint) -> int:
@@ -192,23 +209,22 @@ def grid_side(checkpoint: Checkpoint, about: dict[str, Any], size: int | None) -
     """Codes along an image's side, from whatever knows it; all that know it must agree."""
     known: dict[str, int] = {}
     if size is not None:
-        known[f"--image-size {size}"] = size // PIXELS_OF_A_CODE
+        known["what was asked for or is known of it"] = size // CODE_PIXELS
     if "block_size" in about:
         known[f"block_size {about['block_size']} of its config.json"] = math.isqrt(
             int(about["block_size"])
         )
     named = re.search(r"_(256|384|512)$", Path(checkpoint.path).stem)
     if named:
-        known[f"the file's name {checkpoint.path.name}"] = int(named[1]) // PIXELS_OF_A_CODE
+        known[f"the file's name {checkpoint.path.name}"] = int(named[1]) // CODE_PIXELS
     for name, shape in checkpoint.shapes.items():
         if name.endswith("freqs_cis"):
             prefix = 1 if by_class(checkpoint) else prefix_of(checkpoint)
             known["its table of positions"] = math.isqrt(shape[0] - prefix)
     if len(set(known.values())) > 1:
-        says = "; ".join(
-            f"{who} means {side * PIXELS_OF_A_CODE} pixels" for who, side in known.items()
-        )
-        raise WeightsError(f"{checkpoint.path} draws images of one size", says)
+        says = "; ".join(f"{who} means {side * CODE_PIXELS} pixels" for who, side in known.items())
+        hint = "leave --image-size out, or the file under its published name"
+        raise WeightsError(f"the image size of {checkpoint.path} is contradictory", says, hint)
     if not known:
         hint = "--image-size " + " or ".join(map(str, SIZES))
         why = "neither its name nor a config.json says it"

@@ -16,13 +16,32 @@ from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.hub import CONFIG
 from lantern_hpu.models import chameleon, eagle, llamagen
 from lantern_hpu.models.condition import CaptionConditioner, ClassConditioner, Conditioner
-from lantern_hpu.models.folder import DRAFTER, ImageModel, Placement, load_folder, use_drafter
+from lantern_hpu.models.folder import (
+    DRAFTER,
+    DRAFTER_WEIGHTS,
+    TARGET,
+    VQ,
+    ImageModel,
+    Placement,
+    load_folder,
+    text_digest,
+    token_conditioner,
+    use_drafter,
+)
 from lantern_hpu.models.folder import text_encoder as open_text_encoder
 from lantern_hpu.models.llamagen import CaptionProjection
 from lantern_hpu.models.transformer import Target, TransformerConfig
 from lantern_hpu.models.vq import VQConfig, VQModel
-from lantern_hpu.models.weights import Checkpoint, Recipe, open_checkpoint, pour
-from lantern_hpu.parts import Parts
+from lantern_hpu.models.weights import (
+    Checkpoint,
+    Recipe,
+    describing,
+    fingerprint,
+    open_checkpoint,
+    plain,
+    pour,
+)
+from lantern_hpu.parts import CODE_PIXELS, Parts
 
 CLASSES = 1000  # of ImageNet, for which labels are known
 # Published settings, for checkpoints that the list of known models does not name
@@ -43,12 +62,17 @@ def load(parts: Parts, placement: Placement) -> ImageModel:
     ours = (parts.target / CONFIG).is_file()
     model = load_folder(parts.target, placement) if ours else load_published(parts, placement)
     if ours and parts.vq is not None:
-        model.vq = load_vq(open_checkpoint(parts.vq), model.target.config.rope == "2d", placement)
+        put_vq(model, parts.vq, placement)
+    if ours and parts.image_size not in (None, model.image_size[0]):
+        why = f"{model.name} draws {model.image_size[1]} x {model.image_size[0]} pixels"
+        raise OptionError(f"--image-size is {parts.image_size}", why, "leave it out")
     if parts.drafter is not None:
         put_drafter(model, parts.drafter, placement.dtype)
     if parts.neighbours is not None:
-        codebook.check_table(parts.neighbours, model.codebook)
         model.neighbours = parts.neighbours
+    if model.neighbours is not None:
+        codebook.check_table(model.neighbours, model.codebook)
+        model.files = model.files | {"neighbours": codebook.table_digest(model.neighbours)}
     return model
 
 
@@ -58,10 +82,27 @@ def put_drafter(model: ImageModel, path: Path, dtype: torch.dtype | None) -> Non
         return use_drafter(model, path)
     first = chameleon.FIRST_IMAGE_TOKEN if model.target.config.embed_rows else 0
     kernels = model.target.kernels
-    model.drafter = eagle.load_drafter(path, model.target, first, kernels, dtype)
-    digest = eagle.open_drafter(path)[0].fingerprint()
-    model.files = model.files | {"drafter": digest}
+    model.drafter, digest = eagle.load_drafter(path, model.target, first, kernels, dtype)
+    model.files = model.files | {DRAFTER_WEIGHTS: digest}
     return None
+
+
+def put_vq(model: ImageModel, path: Path, placement: Placement) -> None:
+    """Another tokenizer for a model of ours."""
+    old = model.vq.config
+    model.vq, digest = load_vq(open_checkpoint(path), old.normalize_codebook, placement)
+    check_vq(model.vq.config, model.target.config, old.downsample, path)
+    model.files = model.files | {VQ: digest}
+
+
+def check_vq(config: VQConfig, target: TransformerConfig, pixels: int, path: Path) -> None:
+    """Raise a WeightsError unless a tokenizer has the target's codes, of so many pixels."""
+    if config.codebook_size != target.vocab_size:
+        why = f"it has {config.codebook_size} codes, the target draws {target.vocab_size}"
+        raise WeightsError(f"the tokenizer {path} is for another target", why, "--vq with its own")
+    if config.downsample != pixels:
+        why = f"a code of it is {config.downsample} pixels wide, the target's are {pixels}"
+        raise WeightsError(f"the tokenizer {path} is for another target", why, "--vq with its own")
 
 
 # ------------------------------------------------------------------------------------ published files
@@ -88,6 +129,7 @@ def recognise(checkpoint: Checkpoint, parts: Parts) -> tuple[Family, Checkpoint]
         WeightsError: of no known family, or its sizes cannot be told.
     """
     about = llamagen.settings_beside(parts.target)
+    checkpoint = checkpoint.within("module.")
     if chameleon.is_chameleon(checkpoint):
         return anole(checkpoint, about, parts), checkpoint
     if llamagen.is_llamagen(checkpoint):
@@ -119,9 +161,10 @@ def llamagen_family(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts)
             ("vq",),
             PUBLISHED["classes"],
         )
-    width = checkpoint.shapes.get("cls_embedding.uncond_embedding", (0, 0))[1]
-    projection = CaptionProjection(width, config.dim, config.prefix).to("meta")
-    kind = {"kind": "t5", "dim": width, "text": str(parts.text)}
+    width = checkpoint.shapes["cls_embedding.cap_proj.fc1.weight"][1]
+    with torch.device("meta"):
+        projection = CaptionProjection(width, config.dim, config.prefix)
+    kind = {"kind": "t5", "dim": width, "text": str(parts.text and parts.text.resolve())}
 
     def captions(target: Target, placement: Placement) -> Conditioner:
         text = open_text_encoder(placement, None, config.prefix, width)
@@ -142,17 +185,15 @@ def llamagen_family(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts)
 def anole(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Family:
     config = chameleon.config_of(checkpoint, about)
     chameleon.check_draws(checkpoint, about, config)
-    side = config.grid[0] * llamagen.PIXELS_OF_A_CODE
+    side = config.grid[0] * CODE_PIXELS
     if parts.image_size not in (None, side):
         why = f"Anole draws {side} x {side} pixels"
-        raise OptionError(f"--image-size is {parts.image_size}", why)
+        raise OptionError(f"--image-size is {parts.image_size}", why, "leave it out")
     beside = parts.target if parts.target.is_dir() else parts.target.parent
 
     def tokens(target: Target, placement: Placement) -> Conditioner:
         where = placement.text or beside
-        tokenizer = chameleon.load_tokenizer(where)
-        chameleon.check_image_tokens(tokenizer.get_vocab(), config.vocab_size, where)
-        return chameleon.TokenConditioner(tokenizer, target.embed, config.prefix)
+        return token_conditioner(target, where)
 
     return Family(
         config,
@@ -178,34 +219,37 @@ def check_parts(family: Family, parts: Parts, inside: set[str]) -> None:
     missing = [name for name in absent if name not in inside]
     if missing:
         lines = [f"{WHERE[name][0]} ({WHERE[name][1]}; {WHERE[name][2]})" for name in missing]
-        raise WeightsError(f"parts are missing for {parts.target}", "; ".join(lines))
+        hint = "name them, or lay them beside the target"
+        raise WeightsError(f"parts are missing for {parts.target}", "; ".join(lines), hint)
 
 
 def load_published(parts: Parts, placement: Placement) -> ImageModel:
     """A model from published checkpoints."""
-    family, checkpoint = recognise(open_checkpoint(parts.target), parts)
+    stored = open_checkpoint(parts.target)
+    with describing(parts.target):
+        family, checkpoint = recognise(stored, parts)
     # Anole's Hugging Face copy holds the whole tokenizer, decoder included.
     inside = checkpoint.below("model.vqmodel.")
     whole = "decoder.conv_in.weight" in inside
     check_parts(family, parts, {"vq"} if whole else set())
     tokenizer = inside if parts.vq is None else open_checkpoint(parts.vq)
-    vq = load_vq(tokenizer, family.config.rope == "2d", placement)
-    if vq.config.codebook_size != family.config.vocab_size:
-        why = f"it has {vq.config.codebook_size} codes, the target draws {family.config.vocab_size}"
-        raise WeightsError(f"the tokenizer {tokenizer.path} is for another target", why)
+    # LlamaGen uses its codes at length 1.
+    vq, vq_digest = load_vq(tokenizer, not chameleon.is_chameleon(checkpoint), placement)
+    check_vq(vq.config, family.config, CODE_PIXELS, tokenizer.path)
     with torch.device("meta"):
         target = Target(family.config, placement.kernels)
     main = nn.ModuleDict({**family.stored, "target": target})
     pour(main, checkpoint, family.recipe, placement.dtype, placement.device, family.ignored)
-    digest = checkpoint.fingerprint()
+    digest = fingerprint(checkpoint, family.recipe)
+    condition = family.condition(target, placement)
     return ImageModel(
         parts.name,
         parts.source,
-        {"target": digest, "vq": tokenizer.fingerprint()},
+        {TARGET: digest, VQ: vq_digest} | text_digest(condition),
         digest,
         target,
         None,
-        family.condition(target, placement),
+        condition,
         family.about_condition,
         vq,
         Sampling(**parts.sampling) if parts.sampling else family.sampling,
@@ -237,8 +281,8 @@ def vq_config(checkpoint: Checkpoint, normalised: bool) -> VQConfig:
     )
 
 
-def load_vq(checkpoint: Checkpoint, normalised: bool, placement: Placement) -> VQModel:
-    """LlamaGen's VQ-16 or VQ-8, or the VQGAN of Chameleon with its decoder, in float32.
+def load_vq(checkpoint: Checkpoint, normalised: bool, placement: Placement) -> tuple[VQModel, str]:
+    """LlamaGen's VQ-16 or VQ-8, or the VQGAN of Chameleon with its decoder, in float32; and its fingerprint.
 
     Args:
         normalised: whether codes are used at length 1, as LlamaGen's are.
@@ -251,11 +295,9 @@ def load_vq(checkpoint: Checkpoint, normalised: bool, placement: Placement) -> V
         checkpoint = chameleon.as_vq(checkpoint)
     if "decoder.conv_in.weight" not in checkpoint:
         why = "it has no decoder, so codes cannot become pictures"
-        raise WeightsError(f"{path} is not a whole VQ tokenizer", why)
-    try:
+        raise WeightsError(f"{path} is not a whole VQ tokenizer", why, "--vq with a whole one")
+    with describing(path):
         config = vq_config(checkpoint, normalised)
-    except (KeyError, IndexError) as error:
-        raise WeightsError(f"{path} is not a VQ tokenizer", f"{error} is missing") from error
     with torch.device("meta"):
         model = VQModel(config)
     used = ("quantize.codebook_used", "loss.")
@@ -267,4 +309,4 @@ def load_vq(checkpoint: Checkpoint, normalised: bool, placement: Placement) -> V
         placement.device,
         ignored=lambda name: name.startswith(used),
     )
-    return model
+    return model, fingerprint(checkpoint, plain(model))

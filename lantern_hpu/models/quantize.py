@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from lantern_hpu.errors import OptionError
 from lantern_hpu.models.transformer import Target
 
@@ -17,9 +19,12 @@ def quantize(target: Target, kind: str) -> None:
         OptionError: torchao is missing.
     """
     assert kind == "int8", kind
+    logging.disable(logging.WARNING)  # it tells of kernels that only other devices have
     try:
         from torchao.quantization import Int8WeightOnlyConfig, quantize_
     except ImportError as error:
         why = "it holds the 8-bit matrices"
         raise OptionError("torchao is not installed", why, EXTRA) from error
+    finally:
+        logging.disable(logging.NOTSET)
     quantize_(target.layers, Int8WeightOnlyConfig())

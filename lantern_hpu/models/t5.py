@@ -20,7 +20,6 @@ from lantern_hpu.models.text import Condition
 
 Keep = Literal["device", "host", "free"]
 
-CHUNK = 8  # prompts encoded at a time
 CACHED = 1024  # prompts whose features stay on the host, at most 0.5 GB for flan-t5-xl
 HINT = "download all files of google/flan-t5-xl into one folder"
 # In the order in which transformers looks for them.
@@ -123,23 +122,20 @@ class T5Conditioner:
 
     def _learn(self, prompts: list[str]) -> None:
         self._load_encoder()
-        for start in range(0, len(prompts), CHUNK):
-            chunk = prompts[start : start + CHUNK]
-            self._known.update(zip(chunk, self._features(chunk), strict=True))
+        # One at a time: in bfloat16 a batch rounds otherwise, and an image must not depend on its company.
+        for prompt in prompts:
+            self._known[prompt] = self._features(prompt)
 
     @torch.no_grad()
-    def _features(self, prompts: list[str]) -> list[Tensor]:
-        """Features [v, C] of each prompt's v tokens, on the host.
+    def _features(self, prompt: str) -> Tensor:
+        """Features [v, C] of a prompt's v tokens, on the host.
 
         The contract rolls the pads from the right end to the left and sets them to zero; so the
         features of real tokens are all there is to keep.
         """
-        texts = [self._text(prompt) for prompt in prompts]
-        if len(texts) > 1:
-            texts += [""] * (CHUNK - len(texts))  # two shapes in all: a device compiles each anew
         with quiet(self._transformers):
             tokens = self._load_tokenizer()(
-                texts,
+                [self._text(prompt)],
                 max_length=self.prefix,
                 padding="max_length",
                 truncation=True,
@@ -147,11 +143,10 @@ class T5Conditioner:
                 add_special_tokens=True,
                 return_tensors="pt",
             )
-        ids, mask = tokens["input_ids"], tokens["attention_mask"]  # [B, P] int64, pads on the right
+        ids, mask = tokens["input_ids"], tokens["attention_mask"]  # [1, P] int64, pads on the right
         encoded = self._encoder(input_ids=ids.to(self.device), attention_mask=mask.to(self.device))
-        hidden = encoded.last_hidden_state.to(self.dtype).cpu()  # [B, P, C]
-        counts = mask.sum(-1).tolist()[: len(prompts)]
-        return [row[:count].clone() for row, count in zip(hidden, counts, strict=False)]
+        hidden = encoded.last_hidden_state[0].to(self.dtype).cpu()  # [P, C]
+        return hidden[: int(mask.sum())].clone()
 
     def _load_tokenizer(self) -> Any:
         if self._tokenizer is None:

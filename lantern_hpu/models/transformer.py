@@ -42,6 +42,12 @@ class TransformerConfig:
     # Rows of the embedding where it knows more than image tokens: those come first, words follow (Chameleon).
     embed_rows: int | None = None
 
+    def __post_init__(self) -> None:
+        sizes = (self.vocab_size, self.dim, self.layers, self.heads, self.ffn_dim, self.prefix)
+        if min(*sizes, *self.grid) < 1 or self.dim % self.heads:
+            why = f"{self.heads} heads of width {self.dim}, {self.layers} layers, grid {self.grid}"
+            raise ValueError(f"sizes that no model has: {why}")
+
     @property
     def tokens(self) -> int:
         """N, image tokens of one image."""

@@ -11,7 +11,9 @@ import hashlib
 import json
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lantern_hpu.errors import WeightsError
+from lantern_hpu.hub import PICKLES, SAFE, weights_files
 
-SAFE = ".safetensors"
-PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 SINGLES = ("model.safetensors", "pytorch_model.bin")
-CONTAINERS = (
-    "model",
-    "module",
-    "state_dict",
-)  # keys under which training frameworks put the weights
+# Keys under which training frameworks put the weights
+CONTAINERS = ("model", "module", "state_dict")
+# In what torch says of a pickle that names a function or class to call
+CODE = ("GLOBAL", "Unsupported global", "Unsupported class")
 SHOWN = 8  # names listed of each kind of mistake before "and n more"
 
 
@@ -40,7 +40,6 @@ class Source:
     names: tuple[str, ...]
     rows: tuple[int, int] | None = None
     roll: int = 0  # rows by which the table is turned upwards, so that row `roll` comes first
-    shape: tuple[int, ...] | None = None  # where the file holds the same numbers in another shape
 
 
 Recipe = Mapping[str, Source]
@@ -87,19 +86,6 @@ class Checkpoint:
             number += 1
         return number
 
-    def fingerprint(self) -> str:
-        """A digest of names, shapes and a few numbers of each tensor: quick, and the same in any container.
-
-        Numbers are compared as bfloat16, so that a file and its half-precision copy count as the same weights.
-        """
-        digest = hashlib.sha256()
-        for name in sorted(self.shapes):
-            values = self.read(name).flatten()
-            step = max(1, values.numel() // 16)
-            few = values[::step][:16].float().bfloat16().float().tolist()
-            digest.update(f"{name} {self.shapes[name]} {few}\n".encode())
-        return digest.hexdigest()
-
 
 # ------------------------------------------------------------------------------------ reading files
 
@@ -137,24 +123,21 @@ def open_folder(folder: Path) -> Checkpoint:
     raise WeightsError(f"{folder} holds no weights that can be told apart", f"found {found}")
 
 
-def weights_files(folder: Path) -> list[Path]:
-    """The weights files that lie directly in a folder."""
-    return sorted(f for f in folder.iterdir() if f.suffix in (SAFE, *PICKLES) and f.is_file())
-
-
 def open_shards(folder: Path, index: Path) -> Checkpoint:
     """Several files and the index that says which tensor lies where."""
     try:
-        places: dict[str, str] = json.loads(index.read_text())["weight_map"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"cannot read {index}", repr(error)) from error
+        places = {str(n): str(f) for n, f in json.loads(index.read_text())["weight_map"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"cannot read {index}", repr(error), "download it again") from error
     missing = sorted({name for name in places.values() if not (folder / name).is_file()})
     if missing:
         raise WeightsError(f"files are missing in {folder}", ", ".join(missing), "download again")
     parts = {name: open_checkpoint(folder / name) for name in sorted(set(places.values()))}
     lost = sorted(name for name, file in places.items() if name not in parts[file])
-    if lost:
-        raise WeightsError(f"{index} names tensors that are not there", listed(lost))
+    more = sorted(n for file, part in parts.items() for n in part.shapes if places.get(n) != file)
+    if lost or more:
+        why = f"not there: {listed(lost) or 'none'}; not named: {listed(more) or 'none'}"
+        raise WeightsError(f"{index} and its files differ", why, "download them again")
     shapes = {name: parts[file].shapes[name] for name, file in places.items()}
     return Checkpoint(folder, shapes, lambda name: parts[places[name]].read(name), {})
 
@@ -164,8 +147,11 @@ def open_safetensors(path: Path) -> Checkpoint:
     try:
         file = safe_open(path, "pt")
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(f"cannot read {path}", f"damaged or cut off ({error})") from error
+    except OSError as error:
+        raise WeightsError(f"cannot read {path}", error.strerror or str(error)) from error
+    except SafetensorError as error:
+        why = f"damaged or cut off ({error})"
+        raise WeightsError(f"cannot read {path}", why, "download it again") from error
     return Checkpoint(path, shapes, file.get_tensor, {})
 
 
@@ -177,9 +163,10 @@ def open_pickle(path: Path) -> Checkpoint:
         if isinstance(content.get(key), dict):
             holder = content[key]
             break
-    tensors = {name: value for name, value in holder.items() if isinstance(value, Tensor)}
+    tensors = {str(name): value for name, value in holder.items() if isinstance(value, Tensor)}
     if not tensors:
-        raise WeightsError(f"{path} holds no weights", f"its keys are {listed(sorted(content))}")
+        keys = listed(sorted(map(str, content)))
+        raise WeightsError(f"{path} holds no weights", f"its keys are {keys}")
     extra = {name: value for name, value in content.items() if value is not holder}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return Checkpoint(path, shapes, tensors.__getitem__, extra if holder is not content else {})
@@ -203,15 +190,28 @@ def load_pickle(path: Path) -> dict[str, Any]:
                     raise
                 content = torch.load(path, map_location=host, weights_only=True)
     except pickle.UnpicklingError as error:
-        if "Unsupported" in str(error) or "weights_only" in str(error).lower():
+        if any(word in str(error) for word in CODE):
             why = "it holds more than weights and would run code when loaded"
             raise WeightsError(f"{path} is refused", why, hint) from error
-        raise WeightsError(f"cannot read {path}", "damaged or cut off", hint) from error
-    except (OSError, RuntimeError, EOFError, ValueError) as error:
-        raise WeightsError(f"cannot read {path}", "damaged or cut off", hint) from error
+        raise WeightsError(f"cannot read {path}", guess_content(path), hint) from error
+    except PermissionError as error:
+        raise WeightsError(f"cannot read {path}", error.strerror) from error
+    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        raise WeightsError(f"cannot read {path}", guess_content(path), hint) from error
     if not isinstance(content, dict):
         raise WeightsError(f"{path} holds no weights", f"it is a {type(content).__name__}")
     return content
+
+
+def guess_content(path: Path) -> str:
+    """What a file that is no pickle may be."""
+    with path.open("rb") as file:
+        start = file.read(64).lstrip().lower()
+    if start.startswith(b"version https://git-lfs"):
+        return "it is a pointer of git-lfs, not the file it points to"
+    if start.startswith((b"<!doctype", b"<html")):
+        return "it is a web page, not the file"
+    return "damaged, cut off, or no file of torch.save"
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -249,8 +249,8 @@ def plain(module: nn.Module) -> Recipe:
 def shape_of(source: Source, checkpoint: Checkpoint) -> tuple[int, ...]:
     """What a recipe makes of a checkpoint's tensors."""
     first = checkpoint.shapes[source.names[0]]
-    if source.shape is not None:
-        return source.shape
+    if not first:
+        return first
     rows = sum(checkpoint.shapes[name][0] for name in source.names)
     if source.rows is not None:
         rows = min(source.rows[1], rows) - source.rows[0]
@@ -284,12 +284,12 @@ def make(source: Source, checkpoint: Checkpoint, device: Any, dtype: torch.dtype
     parts = []
     for name in source.names:
         part = checkpoint.read(name)
+        if not part.is_floating_point():
+            raise WeightsError(f"{checkpoint.path} does not fit", f"{name} holds {part.dtype}")
         if source.rows is not None:
             part = part[source.rows[0] : source.rows[1]]
         parts.append(part.to(device, dtype or part.dtype))
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if source.shape is not None:
-        whole = whole.reshape(source.shape)
     if source.roll:
         whole = whole.roll(-source.roll, 0)
     return whole.contiguous()  # where nothing had to be done it stays in the mapped file
@@ -325,3 +325,54 @@ def pour(
         else:
             owner._buffers[leaf] = tensor
     module.requires_grad_(False).eval()
+
+
+# ------------------------------------------------------------------------------------ which weights they are
+
+
+def fingerprint(checkpoint: Checkpoint, recipe: Recipe) -> str:
+    """A digest of a few numbers of each of our tensors: quick, and the same whatever the container.
+
+    Numbers are compared as bfloat16, so that weights and their bfloat16 copy count as the same.
+    """
+    digest = hashlib.sha256()
+    for name in sorted(recipe):
+        few = [round_off(row) for row in sampled_rows(recipe[name], checkpoint)]
+        digest.update(f"{name} {shape_of(recipe[name], checkpoint)} {few}\n".encode())
+    return digest.hexdigest()
+
+
+def sampled_rows(source: Source, checkpoint: Checkpoint) -> Iterator[Tensor]:
+    """Four rows of what a recipe makes, before it is turned: the first, the last, and two between."""
+    parts = [checkpoint.read(name) for name in source.names]
+    if source.rows is not None:
+        parts = [part[source.rows[0] : source.rows[1]] for part in parts]
+    parts = [part if part.dim() else part[None] for part in parts]
+    ends = list(accumulate(len(part) for part in parts))
+    for i in range(4):
+        row = i * (ends[-1] - 1) // 3
+        part = next(p for p, end in enumerate(ends) if row < end)
+        yield parts[part][row - ends[part]]  # counted from its end
+
+
+def round_off(values: Tensor) -> list[float]:
+    """Four numbers of a tensor, evenly spaced."""
+    flat = values.flatten()
+    step = max(1, flat.numel() // 4)
+    found: list[float] = flat[::step][:4].float().bfloat16().float().tolist()
+    return found
+
+
+@contextmanager
+def describing(path: Path) -> Iterator[None]:
+    """What is missing or senseless in files that describe a model is an error that names them.
+
+    Raises:
+        WeightsError: instead of a KeyError, ValueError and the like.
+    """
+    try:
+        yield
+    except KeyError as error:
+        raise WeightsError(f"{path} is no whole model", f"{error.args[0]} is missing") from error
+    except (ValueError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
+        raise WeightsError(f"{path} does not describe a model", str(error)) from error

@@ -33,7 +33,7 @@ from tqdm import tqdm
 from lantern_hpu.config import DEFAULT_RELAXATION, DEFAULT_TREE, EXACT, in_turn
 from lantern_hpu.errors import OptionError, TrainingError, WeightsError
 from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.folder import DRAFTER, describe_drafter, make_drafter
+from lantern_hpu.models.folder import DRAFTER, ImageModel, describe_drafter, make_drafter
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.profile import profile
@@ -96,6 +96,12 @@ def like_the_target(target: Target, options: dict[str, Any]) -> Drafter:
     return drafter.to(target.head.weight.device)
 
 
+def kind_of(model: ImageModel) -> dict[str, Any]:
+    """The kind of the model's own drafter; but a new one is trained on shifted tokens, whatever that was."""
+    own = describe_drafter(model.drafter, model.target.config)
+    return {name: value for name, value in own.items() if name != "shift"}
+
+
 class DrafterTraining:
     """One run."""
 
@@ -112,9 +118,7 @@ class DrafterTraining:
         self.folder, self.options, self.accelerator = folder, options, accelerator
         torch.manual_seed(options.seed)
         model = pipeline.model
-        self.drafter = like_the_target(
-            model.target, describe_drafter(model.drafter, model.target.config)
-        )
+        self.drafter = like_the_target(model.target, kind_of(model))
         self.average = [w.detach().clone() for w in self.drafter.parameters()]
         unrolled = Unrolled(self.drafter, model.target.head, options.unroll)
         optimiser = torch.optim.AdamW(
