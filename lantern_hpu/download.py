@@ -4,9 +4,10 @@
     python -m lantern_hpu.download llamagen-t2i-256 --to /models/llamagen   # for a machine without network
 
 What is here already is not fetched again. A file gets its name when it is whole: huggingface_hub writes to a name
-that ends in `.incomplete` and renames it, and with `--to` files are checked before they are moved to their place.
-So what an interrupted run leaves is never taken for a model. The same command goes on with the files that lack; a
-half of one is used by those versions of huggingface_hub that keep it (2.4 does not).
+that ends in `.incomplete` and renames it. With `--to` files are checked before they are moved to their place; in the
+cache a mark says that a file is still to be checked. So what an interrupted run leaves is never taken for a model.
+The same command goes on with the files that lack; a half of one is used by those versions of huggingface_hub that
+keep it (2.4 does not).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -35,16 +36,19 @@ from lantern_hpu.errors import (
 from lantern_hpu.hub import sha256
 from lantern_hpu.registry import (
     LABEL,
+    UNCHECKED,
     Entry,
     Located,
     Part,
+    briefly,
     cache_folder,
     draw_command,
     get,
-    listed,
     locate,
     of_folder,
     size,
+    snapshot,
+    store,
 )
 
 STAGING = ".fetching"  # in the folder of --to, until files are whole and checked
@@ -165,18 +169,42 @@ def fetch(hub: ModuleType, file: File, to: Path | None) -> None:
         WeightsError: its digest differs from the stated one; the file is deleted.
     """
     staging = None if to is None else to / STAGING / file.part.role
-    found = Path(hub.hf_hub_download(file.part.repo, file.name, local_dir=staging))
-    if file.sha256:
-        got = sha256(found)
-        if got != file.sha256:
-            remove(found)
-            why = f"its sha256 is {got}, expected {file.sha256}; it was deleted"
-            hint = "the same command again"
-            raise WeightsError(f"{file.name} of {file.part.repo} came damaged", why, hint)
+    with nullcontext() if to else marked(file):
+        found = Path(hub.hf_hub_download(file.part.repo, file.name, local_dir=staging))
+        check(file, found)
     if to is not None:
         place = to / file.part.role / file.name
         place.parent.mkdir(parents=True, exist_ok=True)
         os.replace(found, place)
+
+
+@contextmanager
+def marked(file: File) -> Iterator[None]:
+    """In the cache, a mark while a file is fetched and checked; it outlasts only what leaves the file unchecked."""
+    mark = store(file.part.repo) / UNCHECKED / file.name
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        folder = snapshot(file.part.repo)
+        if done or folder is None or not (folder / file.name).exists():
+            mark.unlink(missing_ok=True)
+            with suppress(OSError):  # not empty
+                mark.parent.rmdir()
+                mark.parent.parent.rmdir()
+
+
+def check(file: File, found: Path) -> None:
+    """Compare a fetched file's digest with the stated one, if there is one; see `fetch`."""
+    if file.sha256 and (got := sha256(found)) != file.sha256:
+        remove(found)
+        why = f"its sha256 is {got}, expected {file.sha256}; it was deleted"
+        raise WeightsError(
+            f"{file.name} of {file.part.repo} came damaged", why, "the same command again"
+        )
 
 
 def remove(path: Path) -> None:
@@ -236,7 +264,7 @@ def explain(error: Exception, entry: Entry, repo: str, where: Path) -> LanternEr
         return OutputError(f"the disk is full at {where}", "no space left", hint)
     if unreachable(error, kinds):
         hint = (
-            f"with a network elsewhere: python -m lantern_hpu.download {entry.name} --to FOLDER; "
+            f"with a network elsewhere: python -m lantern_hpu.download {entry.handle} --to FOLDER; "
             "copy FOLDER here and give it as --model"
         )
         return WeightsError("the Hugging Face Hub cannot be reached", text, hint)
@@ -277,7 +305,7 @@ def announce(entry: Entry, parts: Sequence[Part], located: Located) -> str:
     lines = [f"{entry.name}: {entry.title}"]
     for part, row in zip(parts, rows, strict=True):
         columns = "  ".join(f"{text:<{width}}" for text, width in zip(row, wide, strict=False))
-        lines.append(f"  {columns}  {row[3]}: {listed(part.files)}")
+        lines.append(f"  {columns}  {row[3]}: {briefly(part.files)}")
     note = f"note: {entry.note}" if entry.note else ""
     lines += wrap(note, WIDTH, initial_indent="  ", subsequent_indent="  ")
     return "\n".join(lines)

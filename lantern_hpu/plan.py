@@ -2,8 +2,9 @@
 
     python -m lantern_hpu.plan llamagen-t2i-512 --memory 24GB --batch-size 4
 
-Weights and caches are exact: they are counted from the sizes that the decoder allocates. What is called an estimate
-was fitted to the peaks of tensors alive in prefill, step and image decoder, and errs on the high side.
+Weights and caches are exact: weights are counted from the sizes of a known model or from the files of another one,
+caches from what the decoder allocates. What is called an estimate was fitted to the peaks of tensors alive, and errs
+on the high side. A run has phases that need different things; what counts is the largest.
 """
 
 from __future__ import annotations
@@ -12,22 +13,83 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
+from importlib import import_module
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.config import DEFAULT_RELAXATION, DEFAULT_TREE, METHODS, choose_method, require
+from lantern_hpu.backends import BACKENDS, get_backend, prepare
+from lantern_hpu.config import (
+    AUTO,
+    DEFAULT_RELAXATION,
+    DEFAULT_TREE,
+    METHODS,
+    choose_method,
+    require,
+)
 from lantern_hpu.errors import DeviceError, OptionError, WeightsError, choices, exit_code
-from lantern_hpu.registry import FILE, Entry, Geometry, entries, find, get, size, sources
-from lantern_hpu.tree import DraftTree, Tree, load_tree
+from lantern_hpu.generate import KEPT, add_part_options, given_parts
+from lantern_hpu.hub import CONFIG, again
+from lantern_hpu.parts import Given, Parts, exists, resolve
+from lantern_hpu.registry import Entry, Geometry, entries, find, get, locate, size, sources
+from lantern_hpu.tree import DraftTree, Tree
+
+if TYPE_CHECKING:
+    from lantern_hpu.backends.base import Backend
 
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-FULL_MAPS = 5  # feature maps at full resolution that the image decoder holds at its peak (measured)
+QUANTIZED = ("int8",)
+ROW_BYTES = 5  # of an int8 matrix, beside its numbers: a float32 scale and a zero point, as torchao has them
+# Measured
+FULL_MAPS = 5  # feature maps at full resolution that the image decoder holds at its peak
+PROMPT_FEATURES = 20  # times a prompt's features that T5 holds at its peak
+QUANTIZING = 8  # bytes for each number of the matrix that is just being made int8
 TIGHT = 0.9  # of the memory: past it, fragments and the device's own software may not fit beside it
+# What a run does, one after the other
+LOADING, ENCODING, DRAWING = "loading", "encoding prompts", "drawing"
 Rows = list[tuple[str, int]]
+Shapes = Mapping[str, Sequence[int]]  # of tensors, by name
+# Files of our own folders and the matrices in them, as `lantern_hpu.models` names them; it would load torch
+TARGET, DRAFTER, VQ = "target.safetensors", "drafter.safetensors", "vq.safetensors"
+MATRIX = re.compile(r"target\.layers\.\d+\.(attention\.(qkv|out)|ffn\.(gate_up|down))\.weight")
+T5 = {  # what a T5's config.json leaves out is that of transformers
+    "vocab_size": 32128,
+    "d_model": 512,
+    "d_kv": 64,
+    "d_ff": 2048,
+    "num_layers": 6,
+    "num_heads": 8,
+    "relative_attention_num_buckets": 32,
+    "feed_forward_proj": "relu",
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """What there is to count.
+
+    Attributes:
+        sizes: of the target, for caches and working memory.
+        target, drafter, vq, text: numbers that each holds, 0 for none; None for a text encoder that is not here.
+        matrices: rows and columns of those in the target's blocks.
+        ffn_dim: the widest of target and drafter.
+        text_float32: numbers of the text encoder that float16 leaves in float32.
+        drafter_optional: whether a drafter that is not used is not loaded either.
+    """
+
+    sizes: Geometry
+    target: int
+    matrices: tuple[tuple[int, int], ...]
+    drafter: int
+    vq: int
+    text: int | None
+    ffn_dim: int
+    text_float32: int = 0
+    drafter_optional: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,8 +100,10 @@ class Setup:
     batch_size: int
     guidance: bool
     tree: Tree
-    text: bool  # the text encoder stays loaded while images are drawn
-    neighbours: int  # nearest codes kept of each code
+    keep_text: str = "host"  # where the text encoder goes once the prompts are encoded
+    neighbours: int = 0  # nearest codes kept of each code
+    quantize: str | None = None  # a smaller format of the matrices in the target's blocks
+    is_host: bool = False  # the device is the processor itself
 
     @property
     def rows(self) -> int:
@@ -51,6 +115,11 @@ class Setup:
         """Of a number."""
         return DTYPES[self.dtype]
 
+    @property
+    def text_stays(self) -> bool:
+        """Whether the text encoder is on the device while images are drawn."""
+        return self.keep_text == "device" or (self.keep_text == "host" and self.is_host)
+
 
 def capacity(geometry: Geometry, tree: Tree) -> int:
     """S, slots of a row in the cache: prefix, image, and one step beyond, in blocks of 64 (see `state.py`)."""
@@ -60,81 +129,98 @@ def capacity(geometry: Geometry, tree: Tree) -> int:
 
 def cache_bytes(geometry: Geometry, layers: int, rows: int, slots: int, number: int) -> int:
     """Keys and values of some layers."""
-    return 2 * layers * rows * slots * geometry.width * number
+    return 2 * layers * rows * slots * geometry.kv_width * number
 
 
-def estimate(
-    model: Entry | Geometry,
-    dtype: str = "bfloat16",
-    batch_size: int = 1,
-    guidance: bool = True,
-    tree: Tree | None = None,
-    text: bool = True,
-    neighbours: int = 0,
-) -> Rows:
-    """What drawing takes on the device, by name, in bytes.
+def phases(model: Model, setup: Setup) -> dict[str, Rows]:
+    """What each phase of a run takes on the device, by name, in bytes; in the order of time.
 
-    Args:
-        tree: the default one if not given, or the root alone where the model has no drafter.
-        text: whether the text encoder stays while images are drawn.
-        neighbours: nearest codes kept for relaxed acceptance.
+    Target, drafter and image tokenizer are loaded, then caches are allocated, and both stay. Prompts are encoded
+    before the first step.
 
     Raises:
-        OptionError: unknown dtype, or a tree for a model without a drafter.
+        OptionError: an option is out of range, or the tree needs a drafter and there is none.
     """
-    geometry = model.geometry if isinstance(model, Entry) else model
-    if tree is None:
-        tree = load_tree(DEFAULT_TREE) if geometry.drafter else DraftTree.root_only()
-    return estimate_setup(geometry, Setup(dtype, batch_size, guidance, tree, text, neighbours))
-
-
-def estimate_setup(geometry: Geometry, setup: Setup) -> Rows:
-    """See `estimate`."""
     require(setup.dtype in DTYPES, "--dtype", setup.dtype, ", ".join(DTYPES))
     require(setup.batch_size > 0, "--batch-size", setup.batch_size, "1 or more")
-    if setup.tree.depth and geometry.drafter is None:
-        why = "no drafter is published for it"
-        raise OptionError(f"the tree {setup.tree.name} needs a drafter", why, "--method ar")
-    rows = weights(geometry, setup) + state(geometry, setup) + working(geometry, setup)
-    return [(name, count) for name, count in rows if count]
+    require(setup.keep_text in KEPT, "--keep-text", setup.keep_text, ", ".join(KEPT))
+    if setup.tree.depth and not model.drafter:
+        what = f"the tree {setup.tree.name} needs a drafter"
+        raise OptionError(what, "the model has none", "--method ar")
+    held, text = weights(model, setup) + state(model, setup), text_weights(model, setup)
+    found: dict[str, Rows] = {}
+    if setup.quantize:
+        largest = max(map(prod, model.matrices), default=0)
+        turned = [("a matrix on its way to int8 (estimate)", QUANTIZING * largest)]
+        found[LOADING] = weights(model, replace(setup, quantize=None)) + turned
+    if model.text != 0:
+        found[ENCODING] = held + text + [("encoding a prompt (estimate)", encoding(model, setup))]
+    found[DRAWING] = held + (text if setup.text_stays else []) + working(model, setup)
+    return {phase: [(name, n) for name, n in rows if n] for phase, rows in found.items()}
 
 
-def weights(geometry: Geometry, setup: Setup) -> Rows:
+def largest_phase(model: Model, setup: Setup) -> tuple[str, Rows]:
+    """The phase that needs most, and what it needs."""
+    return max(phases(model, setup).items(), key=lambda phase: total(phase[1]))
+
+
+def total(rows: Rows) -> int:
+    return sum(count for _, count in rows)
+
+
+def peak(model: Model, setup: Setup) -> int:
+    """Bytes that a run needs."""
+    return total(largest_phase(model, setup)[1])
+
+
+def weights(model: Model, setup: Setup) -> Rows:
     """Parameters in the number format of the run; the image tokenizer stays float32."""
-    drafter = geometry.drafter_parameters if setup.tree.depth else 0
+    target = model.target * setup.bytes
+    if setup.quantize:
+        for rows, columns in model.matrices:
+            target -= rows * columns * (setup.bytes - 1) - rows * ROW_BYTES
+    drafts = setup.tree.depth or not model.drafter_optional
     return [
-        ("target weights", geometry.target_parameters * setup.bytes),
-        ("drafter weights", drafter * setup.bytes),
-        ("VQ weights (float32)", geometry.vq_parameters * 4),
-        ("text encoder weights", geometry.text_parameters * setup.bytes * setup.text),
-        ("nearest codes", geometry.vocab * setup.neighbours * 4),
+        ("target weights", target),
+        ("drafter weights", model.drafter * setup.bytes if drafts else 0),
+        ("VQ weights (float32)", model.vq * 4),
     ]
 
 
-def state(geometry: Geometry, setup: Setup) -> Rows:
+def text_weights(model: Model, setup: Setup) -> Rows:
+    """Of the text encoder; transformers keeps some in float32 where float16 would overflow."""
+    more = model.text_float32 * 2 if setup.dtype == "float16" else 0
+    return [("text encoder weights", (model.text or 0) * setup.bytes + more)]
+
+
+def state(model: Model, setup: Setup) -> Rows:
     """What is allocated once for a batch."""
-    slots = capacity(geometry, setup.tree)
-    drafter = geometry.drafter["layers"] if geometry.drafter and setup.tree.depth else 0
-    sizes = (setup.rows, slots, setup.bytes)
-    prefix = setup.rows * geometry.prefix * geometry.dim * setup.bytes
-    captions = setup.rows * geometry.prefix * geometry.caption_dim * 4
+    sizes, drafts = model.sizes, setup.tree.depth > 0
+    shape = (setup.rows, capacity(sizes, setup.tree), setup.bytes)
     return [
-        ("target KV cache", cache_bytes(geometry, geometry.layers, *sizes)),
-        ("drafter KV cache", cache_bytes(geometry, drafter, *sizes)),
-        ("prefix", prefix + captions),
+        ("target KV cache", cache_bytes(sizes, sizes.layers, *shape)),
+        ("drafter KV cache", cache_bytes(sizes, 1, *shape) if drafts else 0),
+        ("prefix", setup.rows * sizes.prefix * sizes.dim * setup.bytes),
+        ("nearest codes", sizes.vocab * setup.neighbours * 4),
     ]
 
 
-def working(geometry: Geometry, setup: Setup) -> Rows:
+def encoding(model: Model, setup: Setup) -> int:
+    """What T5 computes for one prompt; prompts are encoded one at a time."""
+    return PROMPT_FEATURES * model.sizes.prefix * model.sizes.caption_dim * setup.bytes
+
+
+def working(model: Model, setup: Setup) -> Rows:
     """What comes and goes. A recorded graph keeps its own, hence the pool."""
-    tree = setup.tree
-    step, prefill = (
-        activations(geometry, setup, tree.size),
-        activations(geometry, setup, geometry.prefix),
-    )
-    laws = law_bytes(geometry, setup)
-    maps = FULL_MAPS * geometry.vq_channels * geometry.image_size**2 * 4
+    sizes = model.sizes
+    step = activations(model, setup, setup.tree.size)
+    prefill = activations(model, setup, sizes.prefix)
+    # Caption features of a batch, the same again for what they become, and that once more beside the state's
+    captions = setup.rows * sizes.prefix * (2 * sizes.caption_dim + sizes.dim) * setup.bytes
+    laws = law_bytes(sizes, setup)
+    maps = FULL_MAPS * sizes.vq_channels * sizes.image_size**2 * 4
     return [
+        ("prompts of a batch (estimate)", captions),
         ("logits and laws (estimate)", laws),
         ("activations (estimate)", max(step, prefill)),
         ("decoding one image (estimate)", maps),
@@ -142,11 +228,12 @@ def working(geometry: Geometry, setup: Setup) -> Rows:
     ]
 
 
-def activations(geometry: Geometry, setup: Setup, positions: int) -> int:
+def activations(model: Model, setup: Setup, positions: int) -> int:
     """Of one layer over some positions a row: features, the mask, and scores where attention is not fused."""
-    slots = capacity(geometry, setup.tree)
-    features = (6 * geometry.dim + 4 * geometry.ffn_dim) * setup.bytes
-    mask, scores = slots * (2 + 2 * setup.bytes), geometry.heads * slots * setup.bytes
+    sizes = model.sizes
+    slots = capacity(sizes, setup.tree)
+    features = (6 * sizes.dim + 4 * model.ffn_dim) * setup.bytes
+    mask, scores = slots * (2 + 2 * setup.bytes), sizes.heads * slots * setup.bytes
     return setup.rows * positions * (features + mask + scores)
 
 
@@ -161,38 +248,55 @@ def law_bytes(geometry: Geometry, setup: Setup) -> int:
 # ------------------------------------------------------------------------------------ does it fit
 
 
-def remedies(geometry: Geometry, setup: Setup) -> list[tuple[str, Setup]]:
+@dataclass(frozen=True)
+class Device:
+    """What of a device matters here; `memory` is None where it is unknown."""
+
+    memory: int | None
+    where: str  # the number is from
+    dtype: str = "bfloat16"  # the best one
+    quantized: tuple[str, ...] = QUANTIZED
+    is_host: bool = False
+
+
+def remedies(model: Model, setup: Setup, device: Device) -> list[tuple[str, Setup]]:
     """What takes less, from what costs least to what changes most; each on top of those before it."""
+    autoregressive = "--method ar"
+    if model.drafter_optional:
+        autoregressive += " (the model fetched --without-drafter)"
+    goes = "free" if setup.is_host else "host"
+    alone = DraftTree.root_only()
+    changes: list[tuple[bool, str, dict[str, Any]]] = [
+        (setup.text_stays, f"--keep-text {goes}", {"keep_text": goes}),
+        (setup.bytes > 2, "--dtype bfloat16", {"dtype": "bfloat16"}),
+        (setup.batch_size > 1, "--batch-size 1", {"batch_size": 1}),
+        ("int8" in device.quantized, "--quantize int8", {"quantize": "int8"}),
+        (setup.tree.depth > 0, autoregressive, {"tree": alone, "neighbours": 0}),
+        (setup.guidance, "--cfg-scale 1 (no guidance)", {"guidance": False}),
+    ]
     found: list[tuple[str, Setup]] = []
-
-    def add(applies: bool, name: str, **change: Any) -> None:
-        if applies:
-            found.append((name, replace(found[-1][1] if found else setup, **change)))
-
-    frees = setup.text and geometry.text_parameters > 0
-    add(frees, "text encoder freed after the prompts (--free-text)", text=False)
-    add(setup.bytes > 2, "--dtype bfloat16", dtype="bfloat16")
-    add(setup.batch_size > 1, "--batch-size 1", batch_size=1)
-    add(bool(setup.tree.depth), "--method ar", tree=DraftTree.root_only(), neighbours=0)
-    add(setup.guidance, "--cfg-scale 1 (no guidance)", guidance=False)
+    for applies, name, change in changes:
+        other = replace(setup, **change)
+        if applies and peak(model, other) < peak(model, setup):
+            setup = other
+            found.append((name, other))
     return found
 
 
-def total(rows: Rows) -> int:
-    return sum(count for _, count in rows)
-
-
-def verdict(geometry: Geometry, setup: Setup, memory: int, where: str) -> list[str]:
+def verdict(model: Model, setup: Setup, device: Device) -> list[str]:
     """Whether it fits, and what would if it does not."""
-    need = total(estimate_setup(geometry, setup))
+    memory, need = device.memory, peak(model, setup)
+    if memory is None:
+        return [device.where, "  try: --memory 24GB says whether it fits"]
+    where = f"{size(memory)} ({device.where})"
     if need <= memory:
-        tight = (
-            "" if need <= TIGHT * memory else ", but little is left for the device's own software"
-        )
-        return [f"fits in {size(memory)} ({where}), {size(memory - need)} left{tight}"]
-    lines = [f"does not fit in {size(memory)} ({where}): {size(need - memory)} too much"]
-    for name, other in remedies(geometry, setup):
-        less = total(estimate_setup(geometry, other))
+        tight = need > TIGHT * memory
+        but = ", but little is left for the device's own software" if tight else ""
+        without = ", without the text encoder" if model.text is None else ""
+        return [f"fits in {where}{without}, {size(memory - need)} left{but}"]
+    lines = [f"does not fit in {where}: {size(need - memory)} too much"]
+    for name, other in remedies(model, setup, device):
+        less = peak(model, other)
         word = "" if len(lines) == 1 else "and "
         lines.append(f"  {word}{name}: {size(less)}{', fits' if less <= memory else ''}")
         if less <= memory:
@@ -200,77 +304,219 @@ def verdict(geometry: Geometry, setup: Setup, memory: int, where: str) -> list[s
     return [*lines, "  nothing makes it fit: a smaller model, or a larger device"]
 
 
-def report(name: str, geometry: Geometry, setup: Setup) -> str:
-    """The table with its total."""
-    rows = estimate_setup(geometry, setup)
+def report(name: str, model: Model, setup: Setup) -> str:
+    """The table of the phase that needs most, with its total and those of the others."""
+    phase, rows = largest_phase(model, setup)
     guided = "with guidance" if setup.guidance else "without guidance"
     images = f"{setup.batch_size} image{'s' * (setup.batch_size > 1)} at a time"
-    slots = capacity(geometry, setup.tree)
-    head = f"{name}, {setup.dtype}, {images}, {guided}, tree {setup.tree.name}, {slots} slots a row"
-    wide = max(len(label) for label, _ in rows)
-    lines = [f"  {label:<{wide}}  {size(count):>9}" for label, count in rows]
-    return "\n".join([head, *lines, f"  {'total':<{wide}}  {size(total(rows)):>9}"])
+    slots = capacity(model.sizes, setup.tree)
+    dtype = f"{setup.dtype}, {setup.quantize} blocks" if setup.quantize else setup.dtype
+    head = f"{name}, {dtype}, {images}, {guided}, tree {setup.tree.name}, {slots} slots a row"
+    sums = [(f"total while {phase}", total(rows))]
+    sums += [(f"(while {p}", total(r)) for p, r in phases(model, setup).items() if p != phase]
+    wide = max(len(label) for label, _ in rows + sums)
+    lines = [f"  {label:<{wide}}  {size(count):>9}" for label, count in rows + sums]
+    lines = [line + ")" * line.startswith("  (") for line in lines]
+    if model.text is None:
+        lines.append("  the text encoder is not here and not counted: --text-encoder FOLDER")
+    return "\n".join([head, *lines])
 
 
-# ------------------------------------------------------------------------------------ models and devices
+# ------------------------------------------------------------------------------------ models
 
 
-def geometry_of(name: str) -> Geometry:
-    """Sizes of a known model, of the embedded one, or of a folder of our own.
+def find_model(name: str, given: Given) -> Model:
+    """What there is to count of a known model, the embedded one, a folder or a weights file.
 
     Raises:
-        OptionError: there is no such model.
+        OptionError: there is no such model. WeightsError: its files cannot be read, or parts are missing.
     """
-    if name == "builtin":
-        return read_folder(FILE.parent / "builtin")
-    if (Path(name) / "model.json").is_file():
-        return read_folder(Path(name))
+    if name == "builtin" or exists(Path(name)) or given != Given():
+        return of_files(resolve(name, given))
     if find(name) is None and not sources(name):
-        hint = choices(["builtin", *entries(), "a folder with a model.json"])
+        hint = choices(["builtin", *entries(), "a folder or a weights file"])
         raise OptionError(f"unknown model {name!r}", hint=hint)
-    return get(name).geometry
+    return of_known(get(name))
 
 
-def read_folder(folder: Path) -> Geometry:
-    """Sizes of a model folder of our own, from its configuration and the headers of its files.
+def of_known(entry: Entry) -> Model:
+    """By the sizes of a known model, which may have been fetched without its drafter."""
+    sizes = entry.geometry
+    return Model(
+        sizes,
+        target=sizes.target_parameters,
+        matrices=sizes.block_matrices * sizes.layers,
+        drafter=sizes.drafter_parameters,
+        vq=sizes.vq_parameters,
+        text=sizes.text_parameters,
+        text_float32=sizes.text_float32,
+        ffn_dim=sizes.ffn_dim,
+        drafter_optional=locate(entry).get("drafter") is None,
+    )
+
+
+def of_files(parts: Parts) -> Model:
+    """By the files of a model, of which only shapes are read.
 
     Raises:
-        WeightsError: unreadable.
+        WeightsError: parts are missing, or cannot be read.
     """
+    folder, ours = parts.target, (parts.target / CONFIG).is_file()
     try:
-        config = json.loads((folder / "model.json").read_text())
-        target, vq = config["target"], config["vq"]
-        rows, columns = target["grid"]
-        return Geometry(
-            layers=target["layers"],
-            dim=target["dim"],
-            heads=target["kv_heads"] or target["heads"],
-            head_dim=target["dim"] // target["heads"],
-            ffn_dim=target["ffn_dim"],
-            vocab=target["vocab_size"],
-            embed_rows=target.get("embed_rows") or target["vocab_size"],
-            prefix=target["prefix"],
-            grid=(rows, columns),
-            image_size=rows << (len(vq["multipliers"]) - 1),
-            vq_parameters=stored(folder / "vq.safetensors"),
-            vq_channels=vq["channels"],
-            qk_norm=target["qk_norm"],
-            drafter={
-                "layers": 1,
-                "embed_rows": target["vocab_size"],
-                "input_norm": config["drafter"].get("input_norm", False),
-                "qk_norm": target["qk_norm"],
-            },
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"cannot read the model in {folder}", repr(error)) from error
+        model = of_folder(folder) if ours else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = repr(error)
+        raise WeightsError(f"cannot read the model in {folder}", why, again(folder)) from error
+    if model is None:
+        model = of_published(parts)
+    elif parts.vq is not None:
+        model = with_vq(model, parts.vq)
+    if parts.drafter is not None:
+        model = with_drafter(model, parts.drafter)
+    return with_text(model, parts.text) if parts.text and model.text != 0 else model
 
 
-def stored(file: Path) -> int:
-    """Numbers in a safetensors file: its header has the shapes (format: huggingface/safetensors)."""
+def of_folder(folder: Path) -> Model:
+    """By `model.json` and the headers of the files beside it."""
+    about = json.loads((folder / CONFIG).read_text())
+    shapes, vq = header(folder / TARGET), about["vq"]
+    drafter, condition = about["drafter"] or {}, about["condition"]
+    sizes = sizes_of(about["target"], condition, vq["channels"], len(vq["multipliers"]))
+    model = Model(
+        sizes,
+        target=numbers(shapes),
+        matrices=block_matrices(shapes),
+        drafter=numbers(header(folder / DRAFTER)) if drafter else 0,
+        vq=numbers(header(folder / VQ)),
+        text=0,
+        ffn_dim=max(sizes.ffn_dim, drafter.get("ffn_dim", 0)),
+    )
+    return with_text(model, condition.get("text")) if condition["kind"] == "t5" else model
+
+
+def of_published(parts: Parts) -> Model:
+    """By published checkpoints; their shapes are read as when they are loaded."""
+    from lantern_hpu.models.load import check_parts, recognise
+    from lantern_hpu.models.weights import describing, open_checkpoint, shape_of
+
+    stored = open_checkpoint(parts.target)
+    with describing(parts.target):
+        family, checkpoint = recognise(stored, parts)
+        shapes = {name: shape_of(made, checkpoint) for name, made in family.recipe.items()}
+    inside = "model.vqmodel.decoder.conv_in.weight" in checkpoint
+    check_parts(family, parts, {"vq"} if inside else set())
+    vq = checkpoint.below("model.vqmodel.") if parts.vq is None else open_checkpoint(parts.vq)
+    count, channels, levels = vq_sizes(vq)
+    sizes = sizes_of(asdict(family.config), family.about_condition, channels, levels)
+    return Model(
+        sizes,
+        target=numbers(shapes),
+        matrices=block_matrices(shapes),
+        drafter=0,
+        vq=count,
+        text=None if "text" in family.needs else 0,
+        ffn_dim=sizes.ffn_dim,
+    )
+
+
+def sizes_of(
+    target: Mapping[str, Any], condition: Mapping[str, Any], channels: int, levels: int
+) -> Geometry:
+    """From the fields of a `TransformerConfig`, of a condition, and of an image tokenizer."""
+    rows, columns = target["grid"]
+    same = ("layers", "dim", "heads", "ffn_dim", "prefix", "qk_norm", "kv_heads")
+    return Geometry(
+        **{name: target.get(name) for name in same},  # type: ignore[arg-type]
+        head_dim=target["dim"] // target["heads"],
+        vocab=target["vocab_size"],
+        embed_rows=target.get("embed_rows") or target["vocab_size"],
+        grid=(rows, columns),
+        image_size=rows << (levels - 1),
+        vq_parameters=0,
+        vq_channels=channels,
+        caption_dim=condition.get("dim", 0),
+    )
+
+
+# ------------------------------------------------------------------------------------ parts
+
+
+def header(file: Path) -> Shapes:
+    """Shapes of a safetensors file's tensors (format: huggingface/safetensors)."""
     with open(file, "rb") as data:
-        header = json.loads(data.read(int.from_bytes(data.read(8), "little")))
-    return sum(prod(about["shape"]) for name, about in header.items() if name != "__metadata__")
+        length = int.from_bytes(data.read(8), "little")
+        if length > file.stat().st_size:
+            raise ValueError(f"{file} is damaged or cut off")
+        found = json.loads(data.read(length))
+    return {name: about["shape"] for name, about in found.items() if name != "__metadata__"}
+
+
+def numbers(shapes: Shapes) -> int:
+    """Of all tensors together."""
+    return sum(prod(shape) for shape in shapes.values())
+
+
+def block_matrices(shapes: Shapes) -> tuple[tuple[int, int], ...]:
+    """Rows and columns of those that `--quantize` makes smaller."""
+    return tuple((s[0], s[1]) for name, s in shapes.items() if MATRIX.fullmatch(name))
+
+
+def vq_sizes(checkpoint: Any) -> tuple[int, int, int]:
+    """Numbers, channels and levels of a published image tokenizer."""
+    import torch
+
+    from lantern_hpu.models.folder import Placement
+    from lantern_hpu.models.load import load_vq
+
+    vq, _ = load_vq(checkpoint, False, Placement(device=torch.device("meta")))
+    count = sum(weight.numel() for weight in vq.parameters())
+    return count, vq.config.channels, len(vq.config.multipliers)
+
+
+def with_vq(model: Model, path: Path) -> Model:
+    """With an image tokenizer that the user named."""
+    from lantern_hpu.models.weights import open_checkpoint
+
+    count, channels, _ = vq_sizes(open_checkpoint(path))
+    return replace(model, vq=count, sizes=replace(model.sizes, vq_channels=channels))
+
+
+def with_drafter(model: Model, path: Path) -> Model:
+    """With a drafter of our own training, or a published one."""
+    from lantern_hpu.models.eagle import open_drafter
+    from lantern_hpu.models.weights import open_checkpoint
+
+    ours = path / DRAFTER
+    checkpoint = open_checkpoint(ours) if ours.is_file() else open_drafter(path)[0]
+    down = ("block.ffn.down.weight", "layers.0.mlp.down_proj.weight")
+    wide = [checkpoint.shapes[name][-1] for name in down if name in checkpoint]
+    count = numbers(checkpoint.shapes)
+    return replace(model, drafter=count, ffn_dim=max(model.ffn_dim, *wide))
+
+
+def with_text(model: Model, folder: Path | str | None) -> Model:
+    """With a T5, by its config.json; unknown where that is not here.
+
+    Raises:
+        WeightsError: it cannot be read.
+    """
+    file = Path(folder or "") / "config.json"
+    if not folder or not file.is_file():
+        return replace(model, text=None)
+    try:
+        about = T5 | json.loads(file.read_text())
+        dim, ffn, layers = (int(about[name]) for name in ("d_model", "d_ff", "num_layers"))
+        heads = int(about["num_heads"])
+        gates = 2 if str(about["feed_forward_proj"]).startswith("gated-") else 1
+        block = 4 * dim * heads * int(about["d_kv"]) + (gates + 1) * dim * ffn + 2 * dim
+        tables = int(about["vocab_size"]) * dim
+        tables += int(about["relative_attention_num_buckets"]) * heads
+    except (OSError, ValueError, TypeError) as error:
+        raise WeightsError(f"cannot read {file}", repr(error), "download it again") from error
+    return replace(model, text=tables + layers * block + dim, text_float32=layers * dim * ffn)
+
+
+# ------------------------------------------------------------------------------------ devices
 
 
 def parse_memory(text: str) -> int:
@@ -292,32 +538,41 @@ def parse_memory(text: str) -> int:
     return int(number * unit)
 
 
-def find_memory(device: str, memory: str | None) -> tuple[int | None, str, str]:
-    """Bytes of a device, where the number is from, and the device's best dtype.
-
-    `NAME:24GB` says how much a device has; otherwise it is asked, which loads torch.
+def find_device(device: str, memory: str | None) -> Device:
+    """A device by name. `NAME:24GB` says how much it has; otherwise it is asked, which loads torch.
 
     Raises:
-        DeviceError: unknown device.
+        DeviceError: unknown device. OptionError: not an amount of memory.
     """
     name, _, amount = device.partition(":")
-    given = memory or amount
-    if given:
-        return parse_memory(given), "as given", "bfloat16"
-    from contextlib import closing
-
-    from lantern_hpu.backends import BACKENDS, get_backend, prepare
-
+    text = memory or amount
+    given = parse_memory(text) if text else None
+    if given and name not in BACKENDS:
+        return Device(given, "as given")
     prepare(name)
+    if given:
+        return described(unasked(name), given, "as given")
     try:
         with closing(get_backend(name)) as backend:
-            total, where = backend.memory().total, f"device {backend.name}"
-            where += " does not tell its memory" * (total is None)
-            return total, where, next(iter(backend.dtypes))
+            found, where = backend.memory().total, f"device {backend.name}"
+            return described(backend, found, where + " does not tell its memory" * (found is None))
     except DeviceError as error:
         if name not in BACKENDS:
             raise
-        return None, f"no {name} device can be asked here ({error.why})", "bfloat16"
+        why = f"no {name} device can be asked here ({error.why})"
+        return described(unasked(name), None, why)
+
+
+def unasked(name: str) -> Backend:
+    """A backend whether or not its device is here: good for what is the same on all such devices."""
+    module, _, cls = BACKENDS[name].partition(":")
+    backend: Backend = getattr(import_module(module), cls)()
+    return backend
+
+
+def described(backend: Backend, memory: int | None, where: str) -> Device:
+    best = next(iter(backend.dtypes))
+    return Device(memory, where, best, backend.quantized, backend.is_host)
 
 
 # ------------------------------------------------------------------------------------ the command
@@ -327,50 +582,77 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lantern_hpu.plan", description="How much memory drawing with a model takes."
     )
-    parser.add_argument("name", metavar="NAME", help="builtin, a known model, or a model folder")
+    parser.add_argument("name", metavar="NAME", help="what `generate --model` takes")
     parser.add_argument("--device", default="auto", help="auto, a device, or DEVICE:24GB (auto)")
     parser.add_argument("--memory", metavar="24GB", help="instead of asking the device")
     parser.add_argument("--batch-size", type=int, default=1, help="images decoded together (1)")
     parser.add_argument("--cfg-scale", type=float, help="1: without guidance, half the rows")
     parser.add_argument("--dtype", default="auto", help=f"auto, {', '.join(DTYPES)} (auto)")
+    parser.add_argument("--quantize", metavar="int8", help="the target's weights in 8 bits")
     parser.add_argument("--method", help=f"{', '.join(METHODS)} (lantern++; ar without a drafter)")
     parser.add_argument("--tree", help=f"a named tree, or a .json file ({DEFAULT_TREE})")
     parser.add_argument(
-        "--free-text", action="store_true", help="the text encoder is freed after the prompts"
+        "--keep-text",
+        default="host",
+        help=f"where a text encoder goes once the prompts are encoded: {', '.join(KEPT)} (host)",
     )
     parser.add_argument("--json", action="store_true", help="for programs")
+    add_part_options(parser.add_argument_group("parts in place of the model's own"))
     return parser
 
 
-def setup_of(args: argparse.Namespace, geometry: Geometry, dtype: str) -> Setup:
-    """What the options mean for a model."""
-    method = args.method or ("lantern++" if geometry.drafter else "ar")
+def setup_of(args: argparse.Namespace, model: Model, device: Device) -> Setup:
+    """What the options mean for a model on a device.
+
+    Raises:
+        OptionError: an option is out of range. DeviceError: the device offers no such weights.
+    """
+    if args.quantize is not None and args.quantize not in device.quantized:
+        hint = choices(device.quantized) if device.quantized else "--dtype bfloat16"
+        raise DeviceError(f"this device does not offer {args.quantize!r} weights", hint=hint)
+    own = args.method not in (None, AUTO)
+    method = args.method if own else "lantern++" if model.drafter else "ar"
     tree, relaxation = choose_method(method, args.tree)
+    # The published residual looks one neighbour further; a code has one neighbour less than there are codes.
+    most = min(relaxation.k + 1, model.sizes.vocab - 1) if method in DEFAULT_RELAXATION else 0
     return Setup(
-        dtype=dtype if args.dtype == "auto" else args.dtype,
+        dtype=device.dtype if args.dtype == "auto" else args.dtype,
         batch_size=args.batch_size,
         guidance=args.cfg_scale != 1,
         tree=tree,
-        text=not args.free_text,
-        neighbours=relaxation.k if method in DEFAULT_RELAXATION else 0,
+        keep_text=args.keep_text,
+        neighbours=most,
+        quantize=args.quantize,
+        is_host=device.is_host,
     )
 
 
+def facts(model: Model, setup: Setup, device: Device) -> dict[str, Any]:
+    """What the report says, for programs; `fits` is None where that is unknown."""
+    phase, rows = largest_phase(model, setup)
+    need, memory, unknown = total(rows), device.memory, model.text is None
+    fits = None if memory is None or (unknown and need <= memory) else need <= memory
+    return {
+        "phase": phase,
+        "bytes": dict(rows),
+        "total": need,
+        "phases": {name: total(found) for name, found in phases(model, setup).items()},
+        "not_counted": ["text encoder weights"] if unknown else [],
+        "memory": memory,
+        "memory_from": device.where,
+        "fits": fits,
+    }
+
+
 def run(args: argparse.Namespace) -> None:
-    geometry = geometry_of(args.name)
-    memory, where, dtype = find_memory(args.device, args.memory)
-    setup = setup_of(args, geometry, dtype)
-    rows = estimate_setup(geometry, setup)
+    model = find_model(args.name, given_parts(args))
+    device = find_device(args.device, args.memory)
+    setup = setup_of(args, model, device)
     if args.json:
-        facts = {"bytes": dict(rows), "total": total(rows), "memory": memory, "memory_from": where}
-        fits = None if memory is None else total(rows) <= memory
-        print(json.dumps({**facts, "fits": fits}, indent=2))
+        print(json.dumps(facts(model, setup, device), indent=2))
         return
-    print(report(args.name, geometry, setup))
-    if memory is None:
-        print(f"{where}\n  try: --memory 24GB says whether it fits")
-    else:
-        print("\n".join(verdict(geometry, setup, memory, where)))
+    print(report(args.name, model, setup))
+    print("\n".join(verdict(model, setup, device)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

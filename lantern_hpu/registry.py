@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,6 +21,7 @@ PARTS = ("target", "drafter", "vq", "text", "neighbours")
 NEEDED_FOR = ("always", "drafting", "prompts", "optional")
 FAMILIES = ("llamagen-t2i", "llamagen-c2i", "chameleon")
 LABEL = "lantern.json"  # in a folder that `lantern_hpu.download --to` filled
+UNCHECKED = ".lantern-unchecked"  # beside a repository's files in the cache: see `unchecked`
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,19 @@ class Part:
     def page(self) -> str:
         return f"https://huggingface.co/{self.repo}"
 
-    def absent(self, folder: Path | None) -> tuple[str, ...]:
-        """The files that a folder lacks. A link without its file does not count as one."""
+    def absent(self, folder: Path | None, without: Collection[str] = ()) -> tuple[str, ...]:
+        """The files that a folder lacks. A link without its file does not count as one.
+
+        Args:
+            without: names of files that do not count either.
+        """
         if folder is None:
             return self.files
-        return tuple(spec for spec in self.files if not any(either(spec, folder)))
+        return tuple(
+            spec
+            for spec in self.files
+            if not any(file.name not in without for file in either(spec, folder))
+        )
 
     def path(self, folder: Path) -> Path:
         """What a loader opens: the file where there is one, else the folder."""
@@ -83,7 +92,8 @@ class Geometry:
         caption_dim: width of caption features, 0 without. classes: rows of the class table, 0 without.
         drafter: layers, embed_rows, input_norm, qk_norm; None where there is none.
         vq_channels: of the image decoder at full resolution.
-        text_parameters: of the text encoder, 0 without.
+        text_parameters: of the text encoder, 0 without. text_float32: those that float16 leaves in float32.
+        kv_heads: of keys and values; None: as many as heads.
     """
 
     layers: int
@@ -99,10 +109,12 @@ class Geometry:
     vq_parameters: int
     vq_channels: int
     text_parameters: int = 0
+    text_float32: int = 0
     caption_dim: int = 0
     classes: int = 0
     qk_norm: bool = False
     drafter: Mapping[str, Any] | None = None
+    kv_heads: int | None = None
 
     @property
     def tokens(self) -> int:
@@ -111,13 +123,29 @@ class Geometry:
 
     @property
     def width(self) -> int:
-        """Of all heads together."""
+        """Of all heads' queries together."""
         return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Of all heads' keys together."""
+        return (self.kv_heads or self.heads) * self.head_dim
+
+    @property
+    def block_matrices(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of one layer's: queries to values, what mixes the heads, SwiGLU."""
+        return (
+            (self.width + 2 * self.kv_width, self.dim),
+            (self.dim, self.width),
+            (2 * self.ffn_dim, self.dim),
+            (self.dim, self.ffn_dim),
+        )
 
     def block_parameters(self, qk_norm: bool, input_norm: bool = True) -> int:
         """Attention, SwiGLU and norms of one layer."""
-        matrices = 4 * self.dim * self.width + 3 * self.dim * self.ffn_dim
-        return matrices + (1 + input_norm) * self.dim + (4 * self.width if qk_norm else 0)
+        matrices = sum(rows * columns for rows, columns in self.block_matrices)
+        norms = 2 * (self.width + self.kv_width) if qk_norm else 0
+        return matrices + (1 + input_norm) * self.dim + norms
 
     @property
     def condition_parameters(self) -> int:
@@ -149,6 +177,7 @@ class Entry:
     Attributes:
         sampling: published settings: cfg_scale, temperature, top_k, top_p.
         parts: those of `PARTS` that it has.
+        repo: of its target, where it was asked for by that and the name stands for another one.
     """
 
     name: str
@@ -162,6 +191,12 @@ class Entry:
     sampling: Mapping[str, float]
     parts: Mapping[str, Part]
     note: str = ""
+    repo: str = ""
+
+    @property
+    def handle(self) -> str:
+        """What commands take to find it with these parts."""
+        return self.repo or self.name
 
     def needed(self, drafting: bool = True) -> list[Part]:
         """The parts without which it does not draw from prompts; with a drafter if it has one and is to draft."""
@@ -263,8 +298,10 @@ def find(name: str) -> Entry | None:
     if len(found) != 1:
         return None
     entry, target = found[0]
-    others = tuple(source for source in entry.parts["target"].sources if source is not target)
-    return replace(entry, parts={**entry.parts, "target": replace(target, instead=others)})
+    usual = entry.parts["target"]
+    others = tuple(source for source in usual.sources if source is not target)
+    parts = {**entry.parts, "target": replace(target, instead=others)}
+    return replace(entry, parts=parts, repo="" if target is usual else target.repo)
 
 
 def sources(name: str) -> list[tuple[Entry, Part]]:
@@ -288,7 +325,7 @@ def get(name: str) -> Entry:
         return entry
     several = [entry.name for entry, _ in sources(name)]
     if several:
-        raise OptionError(f"{name} holds several models", hint=choices(several))
+        raise OptionError(f"{name} holds several models", "name the one you mean", choices(several))
     raise OptionError(f"unknown model {name!r}", hint=choices(entries()))
 
 
@@ -301,15 +338,25 @@ def cache_folder() -> Path:
     return Path(os.path.expandvars(os.path.expanduser(hub)))
 
 
+def store(repo: str) -> Path:
+    """The cache's folder of a repository."""
+    return cache_folder() / f"models--{repo.replace('/', '--')}"
+
+
 def snapshot(repo: str) -> Path | None:
     """The cache's folder of a repository's main version, or None."""
-    store = cache_folder() / f"models--{repo.replace('/', '--')}"
     try:
-        revision = (store / "refs" / "main").read_text().strip()
+        revision = (store(repo) / "refs" / "main").read_text().strip()
     except OSError:
         return None
-    folder = store / "snapshots" / revision
+    folder = store(repo) / "snapshots" / revision
     return folder if revision and folder.is_dir() else None
+
+
+def unchecked(repo: str) -> set[str]:
+    """Files in the cache that were fetched, but whose checksums were not compared: that was interrupted."""
+    marks = store(repo) / UNCHECKED
+    return {mark.name for mark in marks.iterdir()} if marks.is_dir() else set()
 
 
 def of_folder(folder: Path) -> Entry | None:
@@ -335,17 +382,23 @@ def locate(entry: Entry, folder: Path | None = None) -> Located:
     """Where the parts of a model are: in a folder with a subfolder for each, or in the Hugging Face cache.
 
     A part counts only when all its files are there. huggingface_hub gives a file its name when it is whole, so
-    what an interrupted download leaves is not taken for one.
+    what an interrupted download leaves is not taken for one; nor is a file that is still to be checked.
     """
     paths: dict[str, Path | None] = {}
     absent: dict[str, tuple[str, ...]] = {}
     for role, part in entry.parts.items():
-        places = [(s, folder / role if folder else snapshot(s.repo)) for s in part.sources]
-        whole = (s.path(place) for s, place in places if place and not s.absent(place))
-        paths[role] = next(whole, None)
+        found = [look(source, folder) for source in part.sources]
+        paths[role] = next((path for path, _ in found if path), None)
         if paths[role] is None:
-            absent[role] = part.absent(places[0][1])
+            absent[role] = found[0][1]
     return Located(entry, paths, absent)
+
+
+def look(part: Part, folder: Path | None) -> tuple[Path | None, tuple[str, ...]]:
+    """Where a part is, or None and the files that lack."""
+    place = folder / part.role if folder else snapshot(part.repo)
+    absent = part.absent(place, () if folder else unchecked(part.repo))
+    return (part.path(place) if place and not absent else None), absent
 
 
 def missing(entry: Entry, drafting: bool = True, folder: Path | None = None) -> list[Part]:
@@ -364,16 +417,17 @@ def require(entry: Entry, drafting: bool = True, folder: Path | None = None) -> 
     if not lacking:
         return located
     said = [
-        f"{p.role} {size(p.bytes)} ({listed(located.absent[p.role])} of {p.repo})" for p in lacking
+        f"{p.role} {size(p.bytes)} ({briefly(located.absent[p.role])} of {p.repo})" for p in lacking
     ]
     where = f"in {folder}" if folder else "on this machine"
-    hint = f"python -m lantern_hpu.download {entry.name}" + (f" --to {folder}" if folder else "")
-    if not drafting:
-        hint += " --without-drafter" * ("drafter" in entry.parts)
-    raise WeightsError(f"{entry.name} is not all {where}", "missing: " + "; ".join(said), hint)
+    hint = f"python -m lantern_hpu.download {entry.handle}" + (f" --to {folder}" if folder else "")
+    if "drafter" in entry.parts and located["drafter"] is None and not drafting:
+        less = size(entry.parts["drafter"].bytes)
+        hint += f"; --without-drafter is {less} less and enough for --method ar"
+    raise WeightsError(f"{entry.handle} is not all {where}", "missing: " + "; ".join(said), hint)
 
 
-def listed(files: tuple[str, ...]) -> str:
+def briefly(files: tuple[str, ...]) -> str:
     """Names of files, or how many they are."""
     return ", ".join(files) if len(files) <= 2 else f"{len(files)} files"
 
@@ -392,5 +446,6 @@ def size(count: int | None) -> str:
 
 def draw_command(entry: Entry, folder: Path | None = None) -> str:
     """The command that draws with a model."""
-    prompt = "golden retriever" if entry.family == "llamagen-c2i" else "a red apple"
-    return f'python -m lantern_hpu.generate --model {folder or entry.name} --prompt "{prompt}"'
+    classes = entry.family == "llamagen-c2i"
+    what = "--class-label goldfish" if classes else '--prompt "a red apple"'
+    return f"python -m lantern_hpu.generate --model {folder or entry.handle} {what}"

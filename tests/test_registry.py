@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -15,10 +17,13 @@ from typing import Any
 
 import pytest
 
-from lantern_hpu import download, plan, registry
+from lantern_hpu import download, generate, plan, registry
 from lantern_hpu.config import Sampling
 from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.hub import sha256
 from lantern_hpu.models import __main__ as models
+from lantern_hpu.models.classes import class_index
+from lantern_hpu.parts import Given, resolve
 from lantern_hpu.registry import Entry, Part, entries, find, locate, missing
 from lantern_hpu.tree import DraftTree, load_tree
 
@@ -155,6 +160,7 @@ def test_found_by_name_and_by_hub_id() -> None:
 def test_an_id_of_several_models_names_them() -> None:
     with pytest.raises(OptionError, match="several models") as caught:
         registry.get("FoundationVision/LlamaGen")
+    assert "name the one you mean" in str(caught.value)
     assert caught.value.hint.count("llamagen-c2i") == 7
 
 
@@ -233,6 +239,33 @@ def test_what_is_missing_is_listed_at_once_with_sizes(empty_cache: Path) -> None
     assert "drafter 178 MB" not in caught.value.why
 
 
+def test_the_whole_model_is_suggested_first(empty_cache: Path) -> None:
+    with pytest.raises(WeightsError) as caught:
+        resolve(ANOLE)
+    first, second = caught.value.hint.split("; ")
+    assert first == "python -m lantern_hpu.download anole-7b"
+    assert second == "--without-drafter is 2.02 GB less and enough for --method ar"
+    whole(empty_cache, entries()[ANOLE], "drafter")
+    with pytest.raises(WeightsError) as caught:
+        resolve(ANOLE)
+    assert caught.value.hint == first
+
+
+def test_what_is_missing_and_the_command_name_the_same_repository(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "jadohu/LlamaGen-T2I"
+    with pytest.raises(WeightsError) as caught:
+        resolve(name)
+    assert f"(config.json, model.safetensors of {name})" in caught.value.why
+    assert f"download {name};" in caught.value.hint
+    entry = registry.get(name)
+    assert download.choose(entry, "target", True)[0].repo == name
+    text = listed(capsys, name)
+    assert f"download {name}" in text and f"--model {name} " in text
+    assert find("leloy/Anole-7b-v0.1-hf") == entries()[ANOLE]
+
+
 # ------------------------------------------------------------------------------------ the list
 
 
@@ -250,6 +283,7 @@ sys.exit("torch was loaded" if "torch" in sys.modules else code)
         ["lantern_hpu.models.__main__"],
         ["lantern_hpu.models.__main__", T2I],
         ["lantern_hpu.plan", ANOLE, "--memory", "24GB"],
+        ["lantern_hpu.plan", "builtin", "--memory", "24GB"],
     ],
     ids=" ".join,
 )
@@ -303,6 +337,14 @@ def test_one_model_is_shown_with_files_settings_and_commands(
         assert words in text
 
 
+def test_classes_are_asked_for_by_label(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "llamagen-c2i-xxl-384"  # the longest; the command stays on one line
+    said = re.search(rf"generate (--model {name} --class-label (\S+))$", listed(capsys, name), re.M)
+    assert said is not None
+    args = generate.make_parser().parse_args(said[1].split())
+    assert args.class_label == [said[2]] and class_index(said[2]) == 1
+
+
 def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
     said = json.loads(listed(capsys, "--json"))
     assert [model["name"] for model in said] == ["builtin", *entries()]
@@ -348,6 +390,9 @@ class Hub:
             raise self.fails
         data = b"cut off" if self.damaged else self.files[repo][name]
         if local_dir is None:
+            there = registry.snapshot(repo)
+            if there is not None and (there / name).exists():
+                return str(there / name)
             in_cache(self.cache, repo, name)
             file = registry.snapshot(repo)
             assert file is not None
@@ -526,6 +571,34 @@ def test_interrupted_nothing_is_taken_for_whole(
     assert not (folder / download.STAGING).exists()
 
 
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+def test_a_file_in_the_cache_that_was_not_checked_is_checked_by_the_next_run(
+    hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    def killed(path: Path) -> str:
+        raise KeyboardInterrupt
+
+    entry = entries()[C2I]
+    hub.damaged = damaged
+    monkeypatch.setattr(download, "sha256", killed)
+    assert download.main([C2I, "--only", "target"]) == 130
+    part = entry.parts["target"]
+    folder = registry.snapshot(part.repo)
+    assert folder is not None and part.absent(folder) == ()  # it has its final name
+    assert locate(entry)["target"] is None
+    assert locate(entry).absent["target"] == part.files
+    monkeypatch.setattr(download, "sha256", sha256)
+    capsys.readouterr()
+    if damaged:
+        assert "came damaged" in refused(capsys, C2I, "--only", "target")
+        assert part.absent(registry.snapshot(part.repo)) == part.files
+    else:
+        fetch(capsys, C2I, "--only", "target")
+        assert locate(entry)["target"] is not None
+    assert registry.unchecked(part.repo) == set()
+    assert not (registry.store(part.repo) / registry.UNCHECKED).exists()
+
+
 def test_options_that_make_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "nothing")
     assert "unknown model 'nothing'" in said and all(name in said for name in entries())
@@ -572,90 +645,331 @@ def test_capacity_is_the_decoder_s(tree: str) -> None:
     assert plan.capacity(sizes, load_tree(tree)) == capacity(config, load_tree(tree))
 
 
-def test_state_and_weights_are_those_of_the_decoder() -> None:
+def counted(name: str | Path, **given: str) -> plan.Model:
+    return plan.find_model(str(name), Given(**given))  # type: ignore[arg-type]
+
+
+def setup(dtype: str = "bfloat16", tree: str | None = "chain", **options: Any) -> plan.Setup:
+    """Of two images with guidance."""
+    chosen = load_tree(tree) if tree else DraftTree.root_only()
+    given = {"batch_size": 2, "guidance": True, **options}
+    return plan.Setup(dtype, tree=chosen, **given)
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Published formats, small, and each converted, in `ours`."""
+    from lantern_hpu import convert
+    from scripts import make_synthetic_checkpoints as synthetic
+
+    root = tmp_path_factory.mktemp("public")
+    synthetic.write_all(root, only={"anole", "llamagen-t2i-256", "llamagen-c2i"})
+    for name in ("anole", "llamagen-t2i-256", "llamagen-c2i"):
+        assert convert.main([str(root / name), str(root / "ours" / name)]) == 0
+    return root
+
+
+FOLDERS = ("anole", "llamagen-t2i-256", "llamagen-c2i")
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, *(f"ours/{name}" for name in FOLDERS)])
+def test_files_are_counted_as_they_are_loaded(public: Path, name: str) -> None:
+    import torch
+    from torch import nn
+
+    from lantern_hpu.models.folder import Placement
+    from lantern_hpu.models.load import load
+    from lantern_hpu.state import DecodeState, Shapes
+
+    def held(module: nn.Module | None) -> int:
+        return sum(p.nbytes for p in module.parameters()) if module else 0
+
+    model, loaded = counted(public / name), load(resolve(str(public / name)), Placement())
+    main = nn.ModuleDict({**loaded.condition.parts(), "target": loaded.target})
+    wanted = setup("float32", "chain" if loaded.drafter else None)
+    rows = dict(plan.weights(model, wanted) + plan.state(model, wanted))
+    assert rows["target weights"] == held(main)
+    assert rows["drafter weights"] == held(loaded.drafter)
+    assert rows["VQ weights (float32)"] == held(loaded.vq)
+    config, shapes = loaded.target.config, Shapes(2, True, wanted.tree, 4)
+    state = DecodeState.allocate(config, shapes, torch.float32, torch.device("cpu"))
+    assert rows["target KV cache"] == 2 * state.target_cache.k.nbytes
+    cache = state.drafter_cache
+    assert rows["drafter KV cache"] == (2 * cache.k.nbytes if cache else 0)
+    assert rows["prefix"] == state.prefix.nbytes
+    assert model.sizes.image_size == loaded.image_size[0]
+    assert model.sizes.vq_channels == loaded.vq.config.channels
+
+
+def test_a_published_model_and_its_converted_copy_count_the_same(public: Path) -> None:
+    for name in FOLDERS:
+        assert plan.phases(counted(public / name), setup(tree=None)) == plan.phases(
+            counted(public / "ours" / name), setup(tree=None)
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_text_encoder_is_counted_as_it_is_loaded(public: Path, dtype: str) -> None:
     import torch
 
-    from lantern_hpu.state import DecodeState, Shapes
-    from tests.tiny import tiny_config, tiny_models
+    transformers = pytest.importorskip("transformers")
+    folder = public / "llamagen-t2i-256" / "text"
+    option = {"torch_dtype": getattr(torch, dtype)}
+    encoder = transformers.T5EncoderModel.from_pretrained(folder, **option)
+    rows = plan.text_weights(counted(folder.parent), setup(dtype))
+    assert plan.total(rows) == sum(p.nbytes for p in encoder.parameters())
 
-    config = tiny_config()
-    target, drafter = tiny_models(config)
-    tree = load_tree("chain")
-    state = DecodeState.allocate(
-        config, Shapes(3, True, tree, 4), torch.float32, torch.device("cpu")
+
+def test_the_known_text_encoder_has_the_known_size(tmp_path: Path) -> None:
+    about = {"d_model": 2048, "d_ff": 5120, "num_layers": 24, "num_heads": 32}
+    (tmp_path / "config.json").write_text(json.dumps(about | {"feed_forward_proj": "gated-gelu"}))
+    known = plan.of_known(entries()[T2I])
+    found = plan.with_text(known, tmp_path)
+    assert (found.text, found.text_float32) == (known.text, known.text_float32)
+
+
+def bytes_of(tensor: Any) -> int:
+    """Of a tensor, or of those that a quantized one is made of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return int(tensor.nbytes)
+    return sum(bytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+
+
+@pytest.mark.parametrize("name", ["anole", "ours/anole", "ours/llamagen-c2i"])
+def test_int8_blocks_are_as_small_as_they_become(public: Path, name: str) -> None:
+    pytest.importorskip("torchao")
+    import torch
+
+    from lantern_hpu.models.folder import Placement
+    from lantern_hpu.models.load import load
+    from lantern_hpu.models.quantize import quantize
+
+    loaded = load(resolve(str(public / name)), Placement(torch.bfloat16))
+    quantize(loaded.target, "int8")
+    parts = [loaded.target, *loaded.condition.parts().values()]
+    held = sum(bytes_of(weight.data) for part in parts for weight in part.parameters())
+    model = counted(public / name)
+    assert dict(plan.weights(model, setup(quantize="int8", tree=None)))["target weights"] == held
+    full = plan.weights(model, setup(tree=None))
+    loading = plan.phases(model, setup(quantize="int8", tree=None))[plan.LOADING]
+    assert plan.total(loading) > plan.total(full)  # it is loaded before it is made smaller
+
+
+def test_prompts_are_encoded_when_all_else_is_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the phases of a plan rest on: caches are allocated, the drafter is there though nothing is drafted."""
+    from lantern_hpu.pipeline import LanternPipeline
+    from tests.folder import write_folder
+
+    seen = []
+    pipeline = LanternPipeline.from_pretrained(str(write_folder(tmp_path)))
+    model = pipeline.model
+    monkeypatch.setattr(
+        model.condition,
+        "prepare",
+        lambda prompts: seen.append((len(pipeline.engines), model.drafter is not None)),
     )
-    sizes = replace(
-        entries()[C2I].geometry,
-        layers=config.layers,
-        dim=config.dim,
-        heads=config.kv,
-        head_dim=config.head_dim,
-        ffn_dim=config.ffn_dim,
-        vocab=config.vocab_size,
-        embed_rows=config.vocab_size,
-        prefix=config.prefix,
-        grid=config.grid,
-        classes=0,
-        qk_norm=config.qk_norm,
-        drafter={
-            "layers": 1,
-            "embed_rows": config.vocab_size,
-            "input_norm": False,
-            "qk_norm": config.qk_norm,
-        },
-    )
-    rows = dict(plan.estimate(sizes, "float32", 3, True, tree))
-    assert state.drafter_cache is not None
-    assert rows["target KV cache"] == 2 * state.target_cache.k.nbytes
-    assert rows["drafter KV cache"] == 2 * state.drafter_cache.k.nbytes
-    assert rows["prefix"] == state.prefix.nbytes
-    if config.kv == config.heads:
-        assert rows["target weights"] == sum(p.nbytes for p in target.parameters())
-        assert rows["drafter weights"] == sum(p.nbytes for p in drafter.parameters())
+    pipeline("a red apple", method="ar")
+    assert seen == [(1, True)]
+
+
+def test_the_text_encoder_leaves_before_images_are_drawn() -> None:
+    model = plan.of_known(entries()["llamagen-t2i-512"])
+    text = dict(plan.text_weights(model, setup()))["text encoder weights"]
+
+    def needed(**options: Any) -> dict[str, int]:
+        found = plan.phases(model, setup(**options))
+        return {phase: plan.total(rows) for phase, rows in found.items()}
+
+    host, free, device = (needed(keep_text=keep) for keep in ("host", "free", "device"))
+    assert host == free
+    assert device[plan.ENCODING] == host[plan.ENCODING]
+    assert device[plan.DRAWING] == host[plan.DRAWING] + text
+    # On the processor itself the host is the device.
+    assert needed(is_host=True) == device
+    assert needed(is_host=True, keep_text="free") == free
+    rows = plan.phases(model, setup())[plan.ENCODING]
+    assert {"text encoder weights", "target weights", "VQ weights (float32)"} < dict(rows).keys()
+    assert {"drafter weights", "target KV cache", "drafter KV cache"} < dict(rows).keys()
 
 
 def test_less_is_less() -> None:
-    entry = entries()["llamagen-t2i-512"]
-
-    def total(**options: Any) -> int:
-        return sum(count for _, count in plan.estimate(entry, **options))
-
-    usual = total()
-    assert total(dtype="float32") > usual
-    assert total(batch_size=4) > usual
-    assert total(guidance=False) < usual
-    assert total(text=False) == usual - 2 * entry.geometry.text_parameters
-    assert total(tree=DraftTree.root_only()) < usual
+    model = plan.of_known(entries()["llamagen-t2i-512"])
+    usual = plan.peak(model, setup())
+    assert plan.peak(model, setup("float32")) > usual
+    assert plan.peak(model, setup(batch_size=4)) > usual
+    assert plan.peak(model, setup(guidance=False)) < usual
+    assert plan.peak(model, setup(keep_text="device")) > usual
+    assert plan.peak(model, setup(tree=None)) < usual
     with pytest.raises(OptionError, match="needs a drafter"):
-        plan.estimate(entries()[C2I], tree=load_tree("chain"))
+        plan.phases(plan.of_known(entries()[C2I]), setup())
 
 
-def planned(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    assert plan.main(args) == 0
+def test_a_drafter_that_is_not_used_is_loaded_if_it_is_here(empty_cache: Path) -> None:
+    entry = entries()[T2I]
+    without = plan.peak(plan.of_known(entry), setup(tree=None))
+    whole(empty_cache, entry, "drafter")
+    drafter = entry.geometry.drafter_parameters * 2
+    assert plan.peak(plan.of_known(entry), setup(tree=None)) == without + drafter
+
+
+def planned(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
+    assert plan.main([str(arg) for arg in args]) == 0, capsys.readouterr().err
     return capsys.readouterr().out
+
+
+def not_planned(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
+    assert plan.main([str(arg) for arg in args]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "Traceback" not in said
+    return said
 
 
 def test_the_plan_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(capsys, T2I, "--memory", "24GB")
-    assert "total" in text and "fits in 24.0 GB (as given)" in text
+    assert "total while encoding prompts" in text and "(while drawing" in text
+    assert "fits in 24.0 GB (as given)" in text
     assert planned(capsys, T2I, "--device", "any:24GB") == text
+    text = planned(capsys, T2I, "--memory", "24GB", "--keep-text", "device")
+    assert "total while drawing" in text and "(while encoding prompts" in text
     said = json.loads(planned(capsys, T2I, "--memory", "24GB", "--json"))
     assert said["fits"] and said["total"] == sum(said["bytes"].values())
+    assert said["total"] == said["phases"][said["phase"]] == max(said["phases"].values())
+    assert said["phase"] == "encoding prompts" and said["not_counted"] == []
 
 
 def test_the_plan_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
     text = planned(capsys, ANOLE, "--memory", "24GB", "--dtype", "float32", "--batch-size", "4")
     assert "does not fit in 24.0 GB" in text
-    assert "--dtype bfloat16: 22.4 GB, fits" in text
-    text = planned(capsys, T2I, "--memory", "4GB", "--batch-size", "2")
-    assert "text encoder freed" in text and text.strip().endswith("fits")
+    assert "--dtype bfloat16: 22.5 GB, fits" in text
+    text = planned(capsys, T2I, "--memory", "4.6GB", "--batch-size", "2", "--keep-text", "device")
+    assert "  --keep-text host: " in text and text.strip().endswith("fits")
+    text = planned(capsys, T2I, "--memory", "4GB")
+    assert "--quantize int8: 3.83 GB, fits" in text
+    assert "--keep-text" not in text  # it would change nothing
     assert "nothing makes it fit" in planned(capsys, ANOLE, "--memory", "2GB")
+
+
+def test_the_remedies_are_options_of_generate(capsys: pytest.CaptureFixture[str]) -> None:
+    worst = ("--dtype", "float32", "--batch-size", "8", "--keep-text", "device")
+    text = planned(capsys, T2I, "--memory", "1GB", *worst)
+    known = {
+        option
+        for parser in (generate.make_parser(), download.make_parser())
+        for action in parser._actions
+        for option in action.option_strings
+    }
+    found = set(re.findall(r"--[a-z-]+", text))
+    assert found <= known
+    assert {"--keep-text", "--dtype", "--batch-size", "--quantize", "--method"} < found
+    assert {"--cfg-scale", "--without-drafter"} < found
+
+
+def test_int8_is_named_only_where_the_device_offers_it(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--memory", "12GB", "--json")
+    small = json.loads(planned(capsys, ANOLE, *given, "--quantize", "int8"))
+    usual = json.loads(planned(capsys, ANOLE, *given))
+    assert small["phases"]["drawing"] < 0.7 * usual["phases"]["drawing"]
+    assert small["phase"] == "loading"
+    assert "--quantize" in planned(capsys, T2I, "--memory", "4GB")
+    assert "--quantize" in planned(capsys, T2I, "--device", "cuda:4GB")
+    assert "--quantize" not in planned(capsys, T2I, "--device", "hpu:4GB")
+    said = not_planned(capsys, T2I, "--device", "hpu:96GB", "--quantize", "int8")
+    assert "does not offer 'int8' weights" in said
+    assert "one of int8" in not_planned(capsys, T2I, "--memory", "4GB", "--quantize", "int4")
+
+
+def test_a_device_that_is_not_asked_still_has_its_own_format(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert f"{T2I}, float32," in planned(capsys, T2I, "--device", "cpu:64GB")
+    assert f"{T2I}, bfloat16," in planned(capsys, T2I, "--device", "cuda:64GB")
 
 
 def test_the_plan_of_the_embedded_model_on_this_machine(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert "fits in" in planned(capsys, "builtin", "--device", "cpu")
+
+
+def test_the_plan_of_a_folder_without_a_drafter(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from tests.folder import write_folder
+
+    folder = write_folder(tmp_path)
+    before = counted(folder)
+    about = json.loads((folder / "model.json").read_text())
+    (folder / "model.json").write_text(json.dumps(about | {"drafter": None}))
+    (folder / "drafter.safetensors").unlink()
+    model = counted(folder)
+    assert model == replace(before, drafter=0) and before.drafter
+    text = planned(capsys, folder, "--memory", "1GB")
+    assert "tree root" in text and "drafter" not in text
+    said = not_planned(capsys, folder, "--memory", "1GB", "--method", "eagle")
+    assert "the model has none" in said and "--method ar" in said
+
+
+def test_a_drafter_is_counted_with_sizes_of_its_own(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from lantern_hpu.models.drafter import Drafter
+    from tests.folder import write_folder
+    from tests.tiny import tiny_config
+
+    folder = write_folder(tmp_path / "model")
+    drafter = Drafter(tiny_config(ffn_dim=200, qk_norm=True), input_norm=True)
+    own = {"input_norm": True, "sees_pads": False, "ffn_dim": 200, "qk_norm": True}
+    about = json.loads((folder / "model.json").read_text())
+    (folder / "model.json").write_text(json.dumps(about | {"drafter": own}))
+    save_file(drafter.state_dict(), folder / "drafter.safetensors")
+    model = counted(folder)
+    assert model.drafter == sum(p.numel() for p in drafter.parameters())
+    assert model.ffn_dim == 200
+
+
+def test_parts_of_ones_own_are_counted(public: Path, tmp_path: Path) -> None:
+    model = counted(public / "ours" / "anole")
+    parts = public / "anole"
+    assert counted(public / "ours" / "anole", drafter=str(parts / "drafter")) == model
+    assert counted(public / "ours" / "anole", vq=str(parts / "vqgan.ckpt")) == model
+    other = public / "llamagen-t2i-256" / "drafter"
+    assert counted(public / "ours" / "anole", drafter=str(other)).drafter != model.drafter
+
+
+def test_a_text_encoder_that_is_not_here_is_not_guessed(
+    public: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(public / "ours" / "llamagen-t2i-256", tmp_path / "t2i")
+    about = json.loads((folder / "model.json").read_text())
+    about["condition"]["text"] = str(tmp_path / "gone")
+    (folder / "model.json").write_text(json.dumps(about))
+    text = planned(capsys, folder, "--memory", "1GB")
+    assert "the text encoder is not here and not counted: --text-encoder FOLDER" in text
+    assert "fits in 1.00 GB (as given), without the text encoder" in text
+    said = json.loads(planned(capsys, folder, "--memory", "1GB", "--json"))
+    assert said["fits"] is None and said["not_counted"] == ["text encoder weights"]
+    own = public / "llamagen-t2i-256" / "text"
+    text = planned(capsys, folder, "--memory", "1GB", "--text-encoder", own)
+    assert "not counted" not in text and "without the text encoder" not in text
+
+
+def test_what_cannot_be_planned_says_why(
+    public: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    memory = ("--memory", "1GB")
+    said = not_planned(capsys, "nothing", *memory)
+    assert "unknown model 'nothing'" in said and "a folder or a weights file" in said
+    assert "several models" in not_planned(capsys, "FoundationVision/LlamaGen", *memory)
+    alone = Path(shutil.copy(public / "llamagen-c2i" / "c2i_B_256.pt", tmp_path))
+    assert "--vq" in not_planned(capsys, alone, *memory)
+    vq = public / "llamagen-c2i" / "vq_ds16_c2i.pt"
+    assert "fits in" in planned(capsys, alone, *memory, "--vq", vq)
+    folder = shutil.copytree(public / "ours" / "anole", tmp_path / "ours")
+    (folder / "target.safetensors").write_bytes(b"\xff" * 100)
+    said = not_planned(capsys, folder, *memory)
+    assert "damaged or cut off" in said and "convert or copy it again" in said
 
 
 @pytest.mark.parametrize(

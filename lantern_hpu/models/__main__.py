@@ -105,7 +105,7 @@ def facts_of(entry: Entry) -> Facts:
             "text": entry.geometry.text_parameters,
         },
         "parts": [facts_of_part(part, located) for part in entry.parts.values()],
-        "get": f"python -m lantern_hpu.download {entry.name}",
+        "get": f"python -m lantern_hpu.download {entry.handle}",
         "draw": draw_command(entry),
     }
 

@@ -195,7 +195,7 @@ def load_pickle(path: Path) -> dict[str, Any]:
             raise WeightsError(f"{path} is refused", why, hint) from error
         raise WeightsError(f"cannot read {path}", guess_content(path), hint) from error
     except PermissionError as error:
-        raise WeightsError(f"cannot read {path}", error.strerror) from error
+        raise WeightsError(f"cannot read {path}", error.strerror or str(error)) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise WeightsError(f"cannot read {path}", guess_content(path), hint) from error
     if not isinstance(content, dict):
