@@ -14,7 +14,6 @@ from lantern_hpu.config import METHODS, RELAXED
 from lantern_hpu.hub import ASSETS, read_config
 from lantern_hpu.results import GenerationResult, tokens_per_step
 
-
 pytestmark = pytest.mark.slow
 
 
