@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from lantern_hpu.backends.base import Backend, Memory
 from lantern_hpu.errors import DeviceError
+from lantern_hpu.kernels import PLAIN, Kernels
 
 AMPERE = (8, 0)  # compute capability from which bfloat16 is native
 WHEELS = "https://pytorch.org/get-started/locally"
@@ -22,6 +24,7 @@ class CUDABackend(Backend):
     name = "cuda"
     device = torch.device("cuda")
     quantized = ("int8",)
+    runs_ahead = True
     dtypes = {
         "bfloat16": "half the bytes to read a token, with float32's range",
         "float16": "half the bytes; for cards before Ampere",
@@ -51,6 +54,26 @@ class CUDABackend(Backend):
     def memory(self) -> Memory:
         free, total = torch.cuda.mem_get_info()
         return Memory(total, free, torch.cuda.max_memory_allocated())
+
+    def kernels(self, choice: str = "auto") -> Kernels:
+        from lantern_hpu.backends.kernels import fused
+
+        super().kernels(choice)
+        return fused(self.device, self.dtype()) if choice == "auto" else PLAIN
+
+    def ask(self, numbers: Tensor) -> Callable[[], list[int]]:
+        # Pinned memory: a copy to any other would wait for all that was launched.
+        copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        copy.copy_(numbers, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
+        def wait() -> list[int]:
+            done.synchronize()
+            found: list[int] = copy.tolist()
+            return found
+
+        return wait
 
     @cached_property
     def graph_pool(self) -> Any:

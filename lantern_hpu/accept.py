@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lantern_hpu.config import Residual
 from lantern_hpu.constants import Constants, count_up
+from lantern_hpu.kernels import Walk
 from lantern_hpu.sampling import at, gather, likeliest
 from lantern_hpu.tables import Tables, rows_at
 from lantern_hpu.tree import Tree
@@ -78,6 +79,7 @@ class Acceptance(Constants):
         neighbours: Tensor | None = None,
         residual: Residual = "sound",
         annealed: bool = False,
+        walk: Walk | None = None,
     ) -> None:
         """
         Args:
@@ -87,9 +89,11 @@ class Acceptance(Constants):
                 [p - q]+, of a dynamic one p without x and the neighbours that lent. "official": as
                 published, the first k + 1 neighbours are zeroed in q, or p for a dynamic tree.
             annealed: whether weights other than 1 are ever given.
+            walk: the device's own form of `sampled`, for what it serves.
         """
         super().__init__()
         self.residual, self.annealed = residual, annealed
+        self.walk = walk if residual == "sound" or neighbours is None else None
         # Most children of a node at each depth: no walk tries more there
         self.widest = tree.widest
         # The deepest node wins; at equal depth the lower number does.
@@ -221,6 +225,9 @@ class Acceptance(Constants):
         bounds: Bounds,
     ) -> Verdict:
         """Walk from the root, one level at a time, to the last accepted node."""
+        if self.walk is not None and q is not None:
+            near, each = self.neighbours, (bounds.k, bounds.delta, bounds.factor, bounds.weight)
+            return Verdict(*self.walk(p, q, tokens, tables.child, tables.row, uniform, near, *each))
         node = torch.zeros_like(tokens[:, 0])
         law = p[:, 0]
         walking = torch.ones_like(node, dtype=torch.bool)

@@ -1,16 +1,20 @@
-"""The three functions of a transformer that devices have faster forms of, in plain torch.
+"""The functions of a step that devices have faster forms of, and their plain forms in torch.
 
-A backend hands out a `Kernels` with its own forms; each has its plain twin here and must agree with it.
+A backend hands out a `Kernels` with its own forms; each has a plain twin - here, in `sampling.py`, or the walk in
+`accept.py` - and must agree with it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from lantern_hpu.sampling import Settings
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -40,20 +44,49 @@ def rotate(x: Tensor, rope: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
+class Walk(Protocol):
+    """Down static trees whose children were drawn, with the sound residual: `Acceptance.sampled` of `accept.py`."""
+
+    def __call__(
+        self,
+        p: Tensor,  # [B, I, V] float32, the target's laws at nodes with children
+        q: Tensor,  # [B, I, V] float32, the drafter's
+        tokens: Tensor,  # [B, M] int32
+        child: Tensor,  # [B, M, C] int32, 0 where there is none
+        row: Tensor,  # [B, M] int32, which of the I laws is a node's
+        uniform: Tensor,  # [B, D, C] float32
+        neighbours: Tensor | None,  # [V, K] int32, nearest first
+        k: Tensor,  # [B] int32, how many of them may lend their mass
+        delta: Tensor,  # [B] float32, bound on what they lend
+        factor: Tensor,  # [B] float32, the same in units of the draft's own mass
+        weight: Tensor,  # [B, D] float32, of the own mass at each depth
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A `Verdict`: node [B] int32, law [B, V] float32, relaxed [B, D] bool."""
+
+
 @dataclass(frozen=True)
 class Kernels:
-    """What the transformer calls."""
+    """What the transformer, the sampler and the acceptance call; the shapes are those of the plain forms.
+
+    None stands for a plain form that is not in this file: `laws`, `choose` and `choose_distinct` of `sampling.py`,
+    and the walk of `accept.py`.
+    """
 
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = attention
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     rotate: Callable[[Tensor, Tensor, bool], Tensor] = rotate
+    law: Callable[[Tensor, Settings, bool, int, bool], Tensor] | None = None
+    choose: Callable[[Tensor, Tensor], Tensor] | None = None
+    choose_distinct: Callable[[Tensor, Tensor], Tensor] | None = None
+    walk: Walk | None = None
 
     def names(self) -> dict[str, str]:
-        """Each kernel and the function that serves it, for reports."""
-        return {f.name: describe(getattr(self, f.name)) for f in fields(self)}
+        """Each kernel and the function that serves it, for reports; those left out (None) are plain too."""
+        served = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: describe(function) for name, function in served.items() if function}
 
 
-def describe(function: Callable[..., Tensor]) -> str:
+def describe(function: Callable[..., Any]) -> str:
     """`plain`, or the name of a device's own form."""
     return "plain" if function.__module__ == __name__ else function.__name__
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lantern_hpu.config import Residual, Sampling
 from lantern_hpu.constants import Constants, count_up
 from lantern_hpu.models.transformer import Target, rope_table
-from lantern_hpu.sampling import Settings, choose, choose_distinct, gather, guide, law, likeliest
+from lantern_hpu.sampling import Settings, choose, choose_distinct, gather, laws, likeliest
 from lantern_hpu.state import DecodeState, Shapes, capacity
 
 
@@ -102,30 +102,33 @@ class Sampler(nn.Module):
     def __init__(self, target: Target, plan: Plan) -> None:
         super().__init__()
         self.head, self.plan = target.head, plan
+        kernels = target.kernels
+        self.laws, self.choose = kernels.law or laws, kernels.choose or choose
+        self.choose_distinct = kernels.choose_distinct or choose_distinct
 
     def forward(self, hidden: Tensor, state: DecodeState) -> Tensor:
         """[R, T, H] -> [B, T, V] float32."""
-        logits = guide(self.head(hidden), state.settings, self.plan.shapes.guidance)
-        return law(logits, state.settings, self.plan.max_top_k, self.plan.use_top_p)
+        plan, logits = self.plan, self.head(hidden)
+        guidance, filters = plan.shapes.guidance, (plan.max_top_k, plan.use_top_p)
+        return self.laws(logits, state.settings, guidance, *filters)
 
     def token(
         self, laws: Tensor, greedy_laws: Tensor, uniform: Tensor, state: DecodeState
     ) -> Tensor:
         """One token an image [B]: drawn from laws [B, V], or the likeliest of greedy_laws [B, V]."""
         if not self.plan.use_greedy:
-            return choose(laws, uniform)
+            return self.choose(laws, uniform)
         best = likeliest(greedy_laws, 1)[..., 0]
         if not self.plan.use_sampled:
             return best
-        return torch.where(state.settings.greedy, best, choose(laws, uniform))
+        return torch.where(state.settings.greedy, best, self.choose(laws, uniform))
 
     def distinct(self, laws: Tensor, uniform: Tensor, state: DecodeState) -> Tensor:
         """Children of each node [B, w, c] from laws [B, w, V]: drawn, or the likeliest if greedy."""
         if not self.plan.use_greedy:
-            return choose_distinct(laws, uniform)
+            return self.choose_distinct(laws, uniform)
         best = likeliest(laws, uniform.shape[-1])
         if not self.plan.use_sampled:
             return best
-        return torch.where(
-            state.settings.greedy[:, None, None], best, choose_distinct(laws, uniform)
-        )
+        drawn = self.choose_distinct(laws, uniform)
+        return torch.where(state.settings.greedy[:, None, None], best, drawn)

@@ -86,6 +86,13 @@ def law(logits: Tensor, settings: Settings, max_top_k: int, use_top_p: bool) -> 
     return logits.softmax(-1)
 
 
+def laws(
+    logits: Tensor, settings: Settings, guidance: bool, max_top_k: int, use_top_p: bool
+) -> Tensor:
+    """From a head's logits [R, T, V] to probabilities [B, T, V] float32: `guide`, then `law`."""
+    return law(guide(logits, settings, guidance), settings, max_top_k, use_top_p)
+
+
 def beyond_top_p(probabilities: Tensor, top_p: Tensor) -> Tensor:
     """Which tokens [B, T, V] lie past each image's top-p [B] mass; none where it is 1."""
     ordered = probabilities.sort(-1, descending=True).values

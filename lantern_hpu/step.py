@@ -126,7 +126,9 @@ class Step(Constants):
         self.shift = 1 if drafter is None else drafter.shift
         if drafter is not None and self.depth:
             self.drafting = make_drafting(target, drafter, plan, self.slots)
-            self.acceptance = Acceptance(tree, neighbours, plan.residual, plan.annealed)
+            self.acceptance = Acceptance(
+                tree, neighbours, plan.residual, plan.annealed, target.kernels.walk
+            )
         self.alone = StaticTables(DraftTree.root_only())
         self.constant("expanded", expanded)  # [I]
         self.constant("first", count_up(plan.shapes.images) * columns(config, tree))  # [B]

@@ -1,0 +1,117 @@
+"""Whether a kernel does on a device what its plain twin does: a few small calls, made before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lantern_hpu import kernels, sampling
+from lantern_hpu.sampling import Settings
+
+TWINS: dict[str, Callable[..., Tensor]] = {
+    "rms_norm": kernels.rms_norm,
+    "rotate": kernels.rotate,
+    "law": sampling.laws,
+    "choose": sampling.choose,
+    "choose_distinct": sampling.choose_distinct,
+}
+Example = tuple[Sequence[Any], Sequence[Tensor]]  # arguments, results
+
+
+def fault(kernel: Callable[..., Any], examples: Sequence[Example]) -> str:
+    """What is wrong with a kernel; nothing if it gives the results that are wanted."""
+    try:
+        with torch.no_grad():
+            for arguments, wanted in examples:
+                for got, want in zip(together(kernel(*arguments)), wanted, strict=True):
+                    if not alike(got, want):
+                        return "it does not give what the plain one gives"
+    except Exception as error:  # from Triton, the driver, or a compiler that is not there
+        lines = str(error).strip().splitlines()
+        return f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"
+    return ""
+
+
+def alike(got: Tensor, want: Tensor) -> bool:
+    """Whether two results differ by a few roundings at most."""
+    slack = 4 * torch.finfo(want.dtype).eps if want.is_floating_point() else 0.0
+    slack = max(slack, 1e-5)  # sums are taken in another order
+    near = torch.isclose(got.float(), want.float(), rtol=slack, atol=slack)
+    return got.dtype == want.dtype and bool(near.all())
+
+
+def together(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return results if isinstance(results, tuple) else (results,)
+
+
+def examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[Example]]:
+    """Calls of each kernel, with the results of its plain twin."""
+    generator = torch.Generator().manual_seed(0)
+
+    def some(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    def grains(*shape: int) -> Tensor:
+        """Whole numbers: as masses they add up to the same in any order."""
+        return torch.randint(4, shape, generator=generator).float().to(device)
+
+    settings = Settings(
+        torch.tensor([3.0, 1.5], device=device),
+        torch.tensor([0.7, 1.0], device=device),
+        torch.tensor([50, 1000], dtype=torch.int32, device=device),
+        torch.ones(2, device=device),
+        torch.zeros(2, dtype=torch.bool, device=device),
+    )
+    masses, uniform = grains(2, 3, 1000), grains(2, 3, 4) / 4
+    calls: dict[str, list[tuple[Any, ...]]] = {
+        "rms_norm": [(some(2, 3, 96), some(96), 1e-5)],
+        "rotate": [(some(2, 3, 4, 32), some(2, 3, 2, 16), pairs) for pairs in (True, False)],
+        "law": [
+            (some(4, 3, 1000), settings, True, 50, False),
+            (some(2, 3, 1000), settings, False, 0, False),
+        ],
+        "choose": [(masses, uniform[..., 0])],
+        "choose_distinct": [(masses, uniform)],
+    }
+    with torch.no_grad():
+        judged: dict[str, list[Example]] = {
+            name: [(call, together(TWINS[name](*call))) for call in several]
+            for name, several in calls.items()
+        }
+    judged["walk"] = [worked_walk(device)]
+    return judged
+
+
+def worked_walk(device: torch.device) -> Example:
+    """A walk worked out by hand, as its plain form needs what stands higher than the backends.
+
+    The root has the children 1 and 2, node 1 has the child 3. Two neighbours may lend up to 1.01 times the own
+    mass. The first image accepts 1 because they do, then 3; the second refuses 1 and accepts 2; the third
+    refuses both.
+    """
+
+    def real(*rows: Any) -> Tensor:
+        return torch.tensor(rows, dtype=torch.float32, device=device)
+
+    def whole(*rows: Any) -> Tensor:
+        return torch.tensor(rows, dtype=torch.int32, device=device)
+
+    p = real([0.2, 0.1, 0.1, 0.3, 0.3], [0.1, 0.4, 0.2, 0.2, 0.1]).expand(3, -1, -1)
+    q = real([0.5, 0.2, 0.1, 0.1, 0.1], [0.2, 0.2, 0.2, 0.2, 0.2]).expand(3, -1, -1)
+    tokens = whole([4, 0, 3, 1], [4, 0, 3, 1], [4, 0, 1, 1])
+    child = whole([1, 2], [3, 0], [0, 0], [0, 0]).expand(3, -1, -1)
+    row = whole(0, 1, 0, 0).expand(3, -1)
+    uniform = real([[0.79, 0.5], [0.9, 0.9]], [[0.81, 0.9], [0.5, 0.5]], [[0.81, 0.0], [0.5, 0.5]])
+    near = whole([1, 2, 3, 4], [0, 2, 3, 4], [1, 0, 3, 4], [2, 4, 1, 0], [3, 2, 1, 0])
+    bounds = (
+        whole(2, 2, 2),
+        real(0.0, 0.0, 0.0),
+        real(1.01, 1.01, 1.01),
+        real([1.0, 1.0]).expand(3, -1),
+    )
+    node, relaxed = whole(3, 2, 0), whole([1, 0], [0, 0], [0, 0]).bool()
+    law = real([0.1, 0.4, 0.2, 0.2, 0.1], [0, 0, 0, 0.5, 0.5], [0, 0, 0, 0.5, 0.5])
+    return (p, q, tokens, child, row, uniform, near, *bounds), (node, law, relaxed)

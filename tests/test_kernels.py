@@ -1,0 +1,524 @@
+"""Triton kernels: each gives what its plain twin gives, and serves only where it does.
+
+On a processor the tests run in Triton's interpreter, on an NVIDIA GPU natively (marker `cuda`). What is interpreted
+is settled when Triton is first imported, and other tests import it too: so that part runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import multiprocessing
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import cache, wraps
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lantern_hpu.accept import Acceptance, Bounds, Verdict
+from lantern_hpu.backends.cuda import CUDABackend
+from lantern_hpu.backends.kernels import checks, fused
+from lantern_hpu.config import Relaxation
+from lantern_hpu.kernels import PLAIN, Kernels
+from lantern_hpu.models.transformer import Target
+from lantern_hpu.sampling import Settings, choose, choose_distinct, laws
+from lantern_hpu.tables import StaticTables
+from lantern_hpu.tree import DraftTree
+from tests.tiny import (
+    SMALL_TREE,
+    advance,
+    make_engine,
+    plan_for,
+    random_tree,
+    request,
+    ring,
+    tiny_models,
+)
+
+DEVICES = [
+    pytest.param("cpu", id="interpreter"),
+    pytest.param(
+        "cuda",
+        id="native",
+        marks=[
+            pytest.mark.cuda,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU"),
+        ],
+    ),
+]
+MODULES = ("distinct", "law", "norm_rope", "walk")
+
+
+@cache
+def interpreter() -> ProcessPoolExecutor:
+    """A process in which Triton interprets."""
+    pool = ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        pool.submit(int).result()  # the process starts, and takes this environment with it
+    return pool
+
+
+def run_here(name: str, arguments: dict[str, Any]) -> None:
+    test = getattr(sys.modules[__name__], name).__wrapped__
+    with torch.no_grad():
+        test(**arguments)
+
+
+def run_there(name: str, arguments: dict[str, Any]) -> None:
+    try:
+        run_here(name, arguments)
+    except BaseException:  # not every one of them can travel
+        raise AssertionError(traceback.format_exc()) from None
+
+
+def on_devices(test: Callable[..., None]) -> Callable[..., None]:
+    """Run the test in the interpreter's process, and here on a GPU."""
+
+    @wraps(test)
+    def run(**arguments: Any) -> None:
+        if arguments["device"] == "cpu":
+            interpreter().submit(run_there, test.__name__, arguments).result()
+        else:
+            run_here(test.__name__, arguments)
+
+    there = find_spec("triton") is not None
+    run = pytest.mark.skipif(not there, reason="no Triton")(run)
+    return pytest.mark.parametrize("device", DEVICES)(run)
+
+
+@cache
+def kernels() -> Kernels:
+    from lantern_hpu.backends.kernels import distinct, law, norm_rope, walk
+
+    return Kernels(
+        PLAIN.attention,
+        norm_rope.triton_rms_norm,
+        norm_rope.triton_rotate,
+        law.triton_law,
+        distinct.triton_choose,
+        distinct.triton_distinct,
+        walk.triton_walk,
+    )
+
+
+def near(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+
+
+class Random:
+    """Seeded tensors on a device."""
+
+    def __init__(self, seed: int, device: str) -> None:
+        self.generator, self.device = torch.Generator().manual_seed(seed), device
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator).to(self.device)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator).to(self.device)
+
+    def whole(self, below: int, *shape: int) -> Tensor:
+        return torch.randint(below, shape, generator=self.generator).to(self.device)
+
+
+# --------------------------------------------------------------------------------------------- laws
+
+
+def settings(device: str, top_k: list[int], cfg_scale: float = 3.0) -> Settings:
+    images = len(top_k)
+
+    def each(*values: float) -> Tensor:
+        return torch.tensor(values[:images], device=device)
+
+    return Settings(
+        each(cfg_scale, 1.5, 7.0),
+        each(0.7, 1.0, 1.3),
+        torch.tensor(top_k, dtype=torch.int32, device=device),
+        torch.ones(images, device=device),
+        torch.zeros(images, dtype=torch.bool, device=device),
+    )
+
+
+def same_law(logits: Tensor, chosen: Settings, guidance: bool, most: int) -> Tensor:
+    """The kernel's law, once it was found to be that of its plain twin."""
+    got = kernels().law(logits, chosen, guidance, most, False)
+    want = laws(logits, chosen, guidance, most, False)
+    assert got.dtype == torch.float32 and got.is_contiguous()
+    assert torch.equal(got > 0, want > 0)
+    near(got, want)
+    return got
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("vocabulary", "top_k"), [(5, [2, 5]), (1000, [37, 1000]), (130, [1, 120])], ids=str
+)
+@on_devices
+def test_law(device: str, dtype: torch.dtype, vocabulary: int, top_k: list[int]) -> None:
+    random = Random(vocabulary, device)
+    most = max((k for k in top_k if k < vocabulary), default=0)
+    logits = (3 * random.normal(4, 2, vocabulary)).to(dtype)
+    same_law(logits, settings(device, top_k), True, most)
+    # Of a few values each, so that many tokens are as likely as the k-th
+    law = same_law((2 * logits).round()[:2], settings(device, top_k), False, most)
+    if vocabulary == 1000:
+        assert int((law[0] > 0).sum(-1).min()) > 37
+        same_law(logits[:2], settings(device, top_k), False, 0)
+
+
+@on_devices
+def test_law_of_odd_logits(device: str) -> None:
+    chosen = settings(device, [2, 3, 24])
+    flat = torch.zeros(3, 1, 24, device=device)
+    assert (same_law(flat, chosen, False, 3) == 1 / 24).all()
+    signs = torch.tensor([1.0, 0.0, -0.0, -1.0] * 6, device=device).expand(3, 1, -1)
+    same_law(signs, chosen, False, 3)
+    few = flat.clone()
+    few[..., 1:] = float("-inf")  # fewer tokens than k
+    assert (same_law(few, chosen, False, 3)[..., 0] == 1).all()
+    extremes = torch.linspace(-3e4, 3e4, 24, device=device).expand(3, 1, -1)
+    same_law(extremes.contiguous(), chosen, False, 3)
+    same_law(-extremes, chosen, False, 0)
+    assert (same_law(flat[..., :1], settings(device, [1, 1, 1]), False, 1) == 1).all()
+
+
+@on_devices
+def test_law_with_top_p_is_the_plain_one(device: str) -> None:
+    logits, chosen = Random(0, device).normal(2, 1, 50), settings(device, [5, 50])
+    chosen.top_p[0] = 0.5
+    got = kernels().law(logits, chosen, False, 5, True)
+    assert torch.equal(got, laws(logits, chosen, False, 5, True))
+
+
+# -------------------------------------------------------------------------------------------- draws
+
+
+@pytest.mark.parametrize("vocabulary", [3, 64, 1000])
+@on_devices
+def test_draws_of_masses_that_add_up_exactly(device: str, vocabulary: int) -> None:
+    """Whole masses and uniforms in eighths: no rounding, so the draws are the same to the last one."""
+    random = Random(vocabulary, device)
+    masses = random.whole(4, 3, 2, vocabulary).float()
+    masses[..., -1] += 1
+    masses[0, :, vocabulary // 2 :] = 0  # as after top-k: the last tokens have no mass
+    masses[0, :, 0] += 1
+    uniform = random.whole(8, 3, 2, 4) / 8
+    got = kernels().choose_distinct(masses, uniform)
+    want = choose_distinct(masses, uniform)
+    assert got.dtype == torch.int32
+    # Once all that had mass are drawn, the tokens mean nothing.
+    drawable = (masses > 0).sum(-1, keepdim=True)
+    meant = torch.arange(4, device=device) < drawable
+    assert torch.equal(got[meant], want[meant]) and bool(meant.any())
+    assert bool(((got >= 0) & (got < vocabulary)).all())
+    assert torch.equal(kernels().choose(masses, uniform[..., 0]), choose(masses, uniform[..., 0]))
+
+
+@on_devices
+def test_draws_of_real_laws_lie_where_the_uniforms_say(device: str) -> None:
+    random = Random(3, device)
+    laws = (3 * random.normal(12, 300)).softmax(-1)
+    uniform = random.uniform(12, 5)
+    drawn = kernels().choose_distinct(laws, uniform).long().cpu()
+    left, uniform = laws.double().cpu(), uniform.double().cpu()
+    for rank in range(5):
+        token = drawn[:, rank : rank + 1]
+        mass = left.cumsum(-1)
+        target, total = uniform[:, rank : rank + 1] * mass[:, -1:], mass[:, -1:]
+        end, size = mass.gather(-1, token), left.gather(-1, token)
+        assert (size > 0).all()
+        assert (target < end + 1e-6 * total).all()
+        assert (target > end - size - 1e-6 * total).all()
+        left.scatter_(-1, token, 0.0)
+
+
+@on_devices
+def test_no_draw_takes_a_token_without_mass(device: str) -> None:
+    laws = (3 * Random(8, device).normal(40, 700)).softmax(-1)
+    laws[:, 350:] = 0
+    laws[:, :20] = 0
+    for u in (0.0, 1 - 2**-24):
+        tokens = kernels().choose(laws, torch.full((40,), u, device=device))
+        assert bool((laws.gather(-1, tokens[:, None].long()) > 0).all())
+    nothing = kernels().choose(torch.zeros(2, 9, device=device), torch.rand(2).to(device))
+    assert nothing.tolist() == [8, 8]  # as the plain one
+
+
+# --------------------------------------------------------------------------------------------- walk
+
+RULES = {  # k, delta, factor, weight at each depth
+    "exact": (0, 0.0, 0.0, (1.0, 1.0, 1.0, 1.0)),
+    "additive": (6, 0.2, 0.0, (1.0, 1.0, 1.0, 1.0)),
+    "multiplicative": (3, 0.0, 2.0, (1.0, 1.0, 1.0, 1.0)),
+    "annealed": (0, 0.0, 0.0, (1.8, 1.2, 0.8, 0.5)),
+}
+V, B = 13, 3
+
+
+class Walked:
+    """A tree with random laws for a batch of images, walked by the kernel and by its plain twin."""
+
+    def __init__(self, device: str, seed: int, sharpness: float = 2.0) -> None:
+        random = Random(seed, device)
+        self.random, self.device, self.tree = random, device, random_tree(seed)
+        nodes = len(self.tree.expanded)
+        # Peaked, with exact zeros; the drafter's sometimes has fewer tokens than a node has children.
+        p, q = (sharpness * random.normal(B, nodes, V) for _ in range(2))
+        p, q = (
+            x.masked_fill(x < x.topk(k, -1).values[..., -1:], float("-inf")).softmax(-1)
+            for x, k in ((p, 8), (q, 2 + seed % 5))
+        )
+        self.p, self.q = p, q
+        self.tokens = random.whole(V, B, self.tree.size).int()
+        for row, node in enumerate(self.tree.expanded):
+            below = list(self.tree.children[node])
+            uniform = random.uniform(B, len(below))
+            self.tokens[:, below] = choose_distinct(q[:, row].contiguous(), uniform)
+        # A slice, as the step has it
+        wide = random.uniform(B, self.tree.depth * self.tree.max_children + 3)
+        self.uniform = wide[:, :-3].unflatten(1, (self.tree.depth, -1))
+
+    def bounds(self, rule: tuple[int, float, float, tuple[float, ...]]) -> Bounds:
+        k, delta, factor, weight = rule
+
+        def each(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.full((B,), value, dtype=dtype, device=self.device)
+
+        weights = torch.tensor(weight, device=self.device)[: self.tree.depth].expand(B, -1)
+        return Bounds(each(k, torch.int32), each(delta), each(factor), weights)
+
+    def both(self, name: str) -> tuple[Verdict, Verdict]:
+        rule = RULES[name]
+        table = ring(V).int()[:, :6] if rule[0] else None
+        annealed = name == "annealed"
+        tables = StaticTables(self.tree).to(self.device)(B)
+        args = (self.p, self.q, self.tokens, tables, self.uniform, self.bounds(rule))
+        verdicts = [
+            Acceptance(self.tree, table, "sound", annealed, walk).to(self.device).sampled(*args)
+            for walk in (kernels().walk, None)
+        ]
+        return verdicts[0], verdicts[1]
+
+
+def same_verdict(got: Verdict, want: Verdict) -> None:
+    assert torch.equal(got.node, want.node) and got.node.dtype == torch.int32
+    assert torch.equal(got.relaxed, want.relaxed)
+    near(got.law, want.law)
+
+
+@pytest.mark.parametrize("name", RULES)
+@on_devices
+def test_walk(device: str, name: str) -> None:
+    reached = set()
+    for seed in range(8):
+        got, want = Walked(device, seed).both(name)
+        same_verdict(got, want)
+        reached |= {
+            (int(node) > 0, bool(r.any())) for node, r in zip(got.node, got.relaxed, strict=True)
+        }
+    assert {accepted for accepted, _ in reached} == {False, True}
+    assert any(helped for _, helped in reached) == (name != "exact")
+
+
+@on_devices
+def test_walk_of_degenerate_laws(device: str) -> None:
+    walked = Walked(device, 5)
+    walked.p = walked.q  # every draft is accepted
+    got, want = walked.both("exact")
+    same_verdict(got, want)
+    depth = torch.tensor(walked.tree.depths, device=device)[got.node.long()]
+    assert bool((depth > 0).all())
+    walked.p = walked.q / 4  # what is refused leaves nothing: the whole law comes back
+    walked.uniform = torch.full_like(walked.uniform, 0.9)
+    same_verdict(*walked.both("exact"))
+    walked.p, walked.q = torch.zeros_like(walked.p), torch.zeros_like(walked.q)
+    walked.p[..., 3] = walked.q[..., 4] = 1  # nothing in common
+    got, want = walked.both("additive")
+    same_verdict(got, want)
+
+
+def test_worked_example_is_what_the_plain_walk_gives() -> None:
+    (p, q, tokens, child, row, uniform, near_codes, *bounds), wanted = checks.worked_walk(
+        torch.device("cpu")
+    )
+    tree = DraftTree.from_paths("worked", [[0], [1], [0, 0]])
+    acceptance, tables = Acceptance(tree, near_codes), StaticTables(tree)(3)
+    assert torch.equal(tables.child, child) and torch.equal(tables.row, row)
+    verdict = acceptance.sampled(p, q, tokens, tables, uniform, Bounds(*bounds))
+    for got, want in zip((verdict.node, verdict.law, verdict.relaxed), wanted, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+# ------------------------------------------------------------------------------------- norm, rotate
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@on_devices
+def test_rms_norm(device: str, dtype: torch.dtype) -> None:
+    random = Random(1, device)
+    for shape in ((2, 3, 96), (5, 1), (1, 2, 1280)):
+        x, weight = (5 * random.normal(*shape)).to(dtype), random.normal(shape[-1]).to(dtype)
+        x[0] = 0
+        got, want = kernels().rms_norm(x, weight, 1e-5), PLAIN.rms_norm(x, weight, 1e-5)
+        slack = 1e-5 if dtype == torch.float32 else torch.finfo(dtype).eps
+        torch.testing.assert_close(got, want, rtol=slack, atol=slack)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+@on_devices
+def test_rotate(device: str, interleaved: bool) -> None:
+    random = Random(2, device)
+    for heads, width in ((3, 20), (4, 64), (1, 2)):
+        wide = random.normal(2, 3, heads + 5, width)  # queries are a part of a wider tensor
+        rope = random.normal(2, 3, 2, width // 2)
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            x, angles = wide.to(dtype)[:, :, 1 : 1 + heads], rope.to(dtype)
+            got = kernels().rotate(x, angles, interleaved)
+            want = PLAIN.rotate(x, angles, interleaved)
+            if dtype == torch.bfloat16 and device == "cpu":  # which the interpreter cuts off
+                torch.testing.assert_close(got, want, rtol=0.02, atol=0.1)
+            else:
+                assert torch.equal(got, want)
+
+
+@on_devices
+def test_gradients_flow_as_through_the_plain_ones(device: str) -> None:
+    """Drafters are trained with the modules that draw."""
+    random = Random(3, device)
+    x, weight, rope = random.normal(2, 3, 4, 8), random.normal(8), random.normal(2, 3, 2, 4)
+    grads = []
+    for some in (kernels(), PLAIN):
+        leaf, scale = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        with torch.enable_grad():
+            some.rotate(some.rms_norm(leaf, scale, 1e-5), rope, True).square().sum().backward()
+        grads.append((leaf.grad, scale.grad))
+    for got, want in zip(*grads, strict=True):
+        assert got is not None and torch.equal(got, want)
+    mixed = kernels().rotate(x.half(), rope, True)  # as under autocast
+    assert torch.equal(mixed, PLAIN.rotate(x.half(), rope, True))
+
+
+# ----------------------------------------------------------------------------------------- together
+
+
+@on_devices
+def test_step_with_kernels_draws_what_the_plain_step_draws(device: str) -> None:
+    """The strict runner judges the operators as a recording would."""
+    if device != "cpu":
+        pytest.skip("the tiny engine is the processor's")
+    requests = [
+        request("ab", 1, 3.0, Relaxation.multiplicative(4, 3.0), top_k=12),
+        request("abcd", 2, 2.0, temperature=0.8),
+    ]
+    target, drafter = tiny_models()
+    # Norms and rotations are many programs, which the interpreter is slow at.
+    chosen = replace(kernels(), rms_norm=PLAIN.rms_norm, rotate=PLAIN.rotate)
+    swapped = Target(target.config, chosen).requires_grad_(False).eval()
+    swapped.load_state_dict(target.state_dict())
+    drawn = []
+    for models in ((swapped, drafter), (target, drafter)):
+        plan = plan_for(SMALL_TREE, requests)
+        engine = make_engine(models, plan, "strict")
+        advance(engine, requests, 2)
+        drawn.append(engine.state)
+    for name in ("tokens", "count", "accepted", "relaxed"):
+        assert torch.equal(getattr(drawn[0], name), getattr(drawn[1], name))
+    assert bool((drawn[0].count > 2).any())  # some drafts were accepted
+
+
+class Compiled:
+    """Stands in for a kernel: compiles what it is called with, for a GPU that need not be here."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.sizes = kernel, []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return self.compile
+
+    def compile(self, *args: Any, num_warps: int, enable_fp_fusion: bool, **constants: Any) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+        from triton.runtime.jit import mangle_type
+
+        names = self.kernel.arg_names
+        given = dict(zip(names, args, strict=False))
+        constants |= {name: None for name, value in given.items() if value is None}
+        signature = {n: "constexpr" if n in constants else mangle_type(given[n]) for n in names}
+        values = {(names.index(name),): value for name, value in constants.items()}
+        options = {"num_warps": num_warps, "enable_fp_fusion": enable_fp_fusion}
+        source = ASTSource(self.kernel, signature, values)
+        ampere = GPUTarget("cuda", 80, 32)
+        self.sizes.append(len(triton.compile(source, ampere, options).asm["cubin"]))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+def test_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The interpreter takes what the compiler refuses, so both must see a kernel."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    calls = checks.examples(torch.device("cpu"), torch.bfloat16)
+    kernels()
+    stand_ins = []
+    for name in MODULES:
+        module = importlib.import_module(f"lantern_hpu.backends.kernels.{name}")
+        for kernel in [n for n in dir(module) if n.endswith("_kernel")]:
+            stand_ins.append(Compiled(getattr(module, kernel)))
+            monkeypatch.setattr(module, kernel, stand_ins[-1])
+    with torch.no_grad():
+        for name, examples in calls.items():
+            for arguments, _ in examples:
+                getattr(kernels(), name)(*arguments)
+    assert len(stand_ins) == 5 and all(min(s.sizes) > 0 for s in stand_ins)
+
+
+@on_devices
+def test_fused_kernels_that_agree_serve(device: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        served = fused.__wrapped__(torch.device(device), torch.float32)
+    assert served == kernels()
+    assert served.names()["walk"] == "triton_walk"
+
+
+@on_devices
+def test_kernel_that_is_wrong_or_fails_is_replaced(device: str) -> None:
+    from lantern_hpu.backends.kernels import law, walk
+
+    def broken(*args: Any) -> None:
+        raise RuntimeError("no compiler")
+
+    kept = law.triton_law, walk.triton_walk
+    law.triton_law = lambda *args: 1.1 * laws(*args)  # type: ignore[assignment]
+    walk.triton_walk = broken  # type: ignore[assignment]
+    try:
+        with pytest.warns(
+            UserWarning, match="law: .* plain one gives; walk: RuntimeError: no comp"
+        ) as said:
+            served = fused.__wrapped__(torch.device(device), torch.float32)
+    finally:
+        law.triton_law, walk.triton_walk = kept
+    assert len(said) == 1
+    assert served.law is None and served.walk is None
+    assert served.choose is kernels().choose
+
+
+def test_without_triton_the_plain_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in MODULES:
+        monkeypatch.delitem(sys.modules, f"lantern_hpu.backends.kernels.{name}", raising=False)
+        monkeypatch.delattr(f"lantern_hpu.backends.kernels.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.warns(UserWarning, match="plain kernels serve: .*triton") as said:
+        assert fused.__wrapped__(torch.device("cpu"), torch.float32) is PLAIN
+    assert len(said) == 1
+    assert CUDABackend().kernels("plain") is PLAIN
+    assert PLAIN.names() == {"attention": "plain", "rms_norm": "plain", "rotate": "plain"}
