@@ -18,7 +18,9 @@ METHODS = {  # name: what it does
     "lantern++": "static draft tree, relaxed acceptance (LANTERN++)",
 }
 RELAXED, GROWING = ("lantern", "lantern++"), ("eagle2", "lantern")
-AUTO = "auto"  # the model's fastest method on the device, as its `model.json` has it
+TUNABLE = ("eagle", "lantern++")  # whose trees `lantern_hpu.tune` finds
+# Of methods, the fastest on the device, as `model.json` has it; of trees, what `lantern_hpu.tune` found
+AUTO = "auto"
 DEFAULT_TREE = "naive_extend_57"
 Residual = Literal["sound", "official"]
 Rule = Literal["additive", "multiplicative", "annealed"]
@@ -237,12 +239,12 @@ def in_turn(
 
 
 def choose_method(
-    method: str, tree: str | None = None, relaxation: Relaxation | None = None
+    method: str, tree: str | Tree | None = None, relaxation: Relaxation | None = None
 ) -> tuple[Tree, Relaxation]:
     """The draft tree and relaxation that a method name stands for.
 
     Args:
-        tree: name or file, for methods that draft.
+        tree: name, file or the tree itself, for methods that draft; not `auto`, which depends on the device.
         relaxation: for relaxed methods; the published default if not given.
 
     Raises:
@@ -259,10 +261,18 @@ def choose_method(
     if method == "ar":
         return DraftTree.root_only(), EXACT
     grows = method in GROWING
-    chosen = load_tree(tree or (DYNAMIC if grows else DEFAULT_TREE))
+    name = tree or (DYNAMIC if grows else DEFAULT_TREE)
+    chosen = load_tree(name) if isinstance(name, str) else name
     if isinstance(chosen, DynamicTree) != grows:
         fits = [m for m in METHODS if m != "ar" and (m in GROWING) != grows]
         kind = "a dynamic" if grows else "a static"
         why = f"{method} drafts {kind} tree"
         raise OptionError(f"--tree {tree} does not fit {method}", why, f"--method {fits[0]}")
     return chosen, relaxation or DEFAULT_RELAXATION.get(method, EXACT)
+
+
+def check_tunable(method: str) -> None:
+    """Raise an OptionError unless a tuned tree can serve the method."""
+    if method not in TUNABLE:
+        why = "it drafts nothing" if method == "ar" else "tuned trees are static"
+        raise OptionError(f"--tree {AUTO} does not fit {method}", why, f"--method {TUNABLE[0]}")

@@ -29,6 +29,7 @@ from lantern_hpu.config import (
     Relaxation,
     Request,
     Sampling,
+    check_tunable,
     choose_method,
     complete,
     require,
@@ -129,7 +130,8 @@ def make_parser() -> argparse.ArgumentParser:
     method.add_argument(
         "--tree",
         default=None,
-        help=f"{', '.join(NAMED)}, or a .json file ({DEFAULT_TREE}); for eagle2 and lantern {DYNAMIC}, or "
+        help=f"{', '.join(NAMED)}, a .json file, or {AUTO}: the one that lantern_hpu.tune found for this model "
+        f"and device ({DEFAULT_TREE}); for eagle2 and lantern {DYNAMIC}, or "
         f"{DYNAMIC}:KxExN for top-k K, E expansions and N drafts ({DynamicTree().name})",
     )
     method.add_argument("--relax", default=None, metavar="PRESET", help=", ".join(PRESETS))
@@ -374,7 +376,10 @@ def check(args: argparse.Namespace, known: dict[str, Any] | None) -> list[str]:
     size = args.batch_size
     require(size is None or size >= 1, "--batch-size", size, "1 or more")
     if known is None:
-        choose_method(drawn_by(args.method), args.tree, relaxation_of(args))
+        method, tuned = drawn_by(args.method), args.tree == AUTO
+        choose_method(method, None if tuned else args.tree, relaxation_of(args))
+        if tuned:
+            check_tunable(method)
         sampling_of(args, Sampling())
     wanted = [prompt for prompt in prompts for _ in range(args.num_images)]
     for index, prompt in enumerate(wanted):
@@ -383,15 +388,21 @@ def check(args: argparse.Namespace, known: dict[str, Any] | None) -> list[str]:
 
 
 def settings_of(
-    pipeline: LanternPipeline, args: argparse.Namespace, known: dict[str, Any] | None
+    pipeline: LanternPipeline, args: argparse.Namespace, known: dict[str, Any] | None, count: int
 ) -> tuple[str, Tree, Relaxation, Sampling]:
     """Method, tree, relaxation and sampling: asked for, or those of the image to draw again.
+
+    Args:
+        known: of the image to draw again. count: images that are asked for.
 
     Raises:
         WeightsError: the image was drawn with other weights.
     """
     if known is None:
-        method, tree, relaxation = pipeline.choose(args.method, args.tree, relaxation_of(args))
+        size = pipeline.together(count, args.batch_size)
+        method, tree, relaxation = pipeline.choose(
+            args.method, args.tree, relaxation_of(args), size
+        )
         if args.relax_k is None:  # a published number of neighbours, not the user's
             relaxation = pipeline.fitted(relaxation)
         return method, tree, relaxation, sampling_of(args, pipeline.model.sampling)
@@ -444,7 +455,7 @@ def draw(args: argparse.Namespace) -> GenerationResult:
         if args.class_label and not pipeline.model.condition.takes_classes:
             why = f"{pipeline.model.name} draws from text"
             raise OptionError("--class-label cannot be used", why, "--prompt")
-        args.method, tree, relaxation, sampling = settings_of(pipeline, args, known)
+        args.method, tree, relaxation, sampling = settings_of(pipeline, args, known, len(wanted))
         requests = [Request(p, args.seed + i, sampling, relaxation) for i, p in enumerate(wanted)]
         result = run(pipeline, args, requests, tree)
     if line := warm_up_line(result):

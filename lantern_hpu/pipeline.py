@@ -16,10 +16,19 @@ from PIL import Image
 from torch import Tensor
 
 import lantern_hpu
-from lantern_hpu import codebook
+from lantern_hpu import codebook, tuned
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Backend
-from lantern_hpu.config import AUTO, MAX_SEED, Relaxation, Request, Sampling, choose_method, require
+from lantern_hpu.config import (
+    AUTO,
+    MAX_SEED,
+    Relaxation,
+    Request,
+    Sampling,
+    check_tunable,
+    choose_method,
+    require,
+)
 from lantern_hpu.engine import Decoded, Engine, Progress
 from lantern_hpu.errors import OptionError
 from lantern_hpu.graphs import check_mode
@@ -167,7 +176,8 @@ class LanternPipeline:
         Args:
             seed: of the first image; each further image takes the next number.
             generator: its initial seed is used instead of `seed`.
-            method: see `choose`. tree: name or file, for methods that draft. relaxation: for relaxed methods.
+            method: see `choose`. tree: name, file or `auto`, for methods that draft.
+            relaxation: for relaxed methods.
             sampling: the model's defaults if not given.
             batch_size: images decoded together, at most 8 if not given. It does not change the images.
             callback: called after each host read.
@@ -178,27 +188,68 @@ class LanternPipeline:
         require(num_images >= 1, "--num-images", num_images, "1 or more")
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         first = generator.initial_seed() % (MAX_SEED + 1) if generator is not None else seed
-        method, chosen, bounds = self.choose(method, tree, relaxation)
-        settings = sampling or self.model.sampling
         wanted = [text for text in prompts for _ in range(num_images)]
+        size = self.together(len(wanted), batch_size)
+        method, chosen, bounds = self.choose(method, tree, relaxation, size)
+        settings = sampling or self.model.sampling
         requests = [Request(p, first + i, settings, bounds) for i, p in enumerate(wanted)]
         return self.draw(requests, chosen, method, batch_size, callback)
 
     def choose(
-        self, method: str, tree: str | None = None, relaxation: Relaxation | None = None
+        self,
+        method: str,
+        tree: str | None = None,
+        relaxation: Relaxation | None = None,
+        size: int = 1,
     ) -> tuple[str, Tree, Relaxation]:
         """A method's name, draft tree and relaxation.
 
         `auto` is the fastest method measured with this model on this device; a tree or a relaxation, or
-        a device without a measurement, makes it `lantern++`.
+        a device without a measurement, makes it `lantern++`. The tree `auto` is the one tuned for this model
+        and device; if one token a step was faster and neither method nor relaxation is given, it is `ar`.
+
+        Args:
+            size: images decoded together, for which a tree was tuned.
         """
-        if method == AUTO:
+        best: str | Tree | None = tree
+        if tree == AUTO:
+            method, best = self.find_tuned(method, relaxation is not None, size)
+        elif method == AUTO:
             method = "lantern++"
             if tree is None and relaxation is None:
-                method, tree = self.model.fastest.get(self.backend.measured_as, (method, tree))
+                method, best = self.model.fastest.get(self.backend.measured_as, (method, None))
                 method = method if self.model.drafter else "ar"
-        chosen, bounds = choose_method(method, tree, relaxation)
+        chosen, bounds = choose_method(method, best, relaxation)
         return method, chosen, self.fitted(bounds) if relaxation is None else bounds
+
+    def find_tuned(self, method: str, relaxes: bool, size: int) -> tuple[str, DraftTree | None]:
+        """The method and the tree that `lantern_hpu.tune` found best for so many images together.
+
+        Raises:
+            OptionError: it found none yet, or the method takes none.
+        """
+        drafting = "lantern++" if method == AUTO else method
+        check_tunable(drafting)
+        choice = tuned.find(self.situation(drafting, size))
+        if choice.ar_wins and method == AUTO and not relaxes:
+            return "ar", None
+        return drafting, choice.tree
+
+    def situation(self, method: str, size: int) -> tuned.Situation:
+        """What decides which tree is best: a tuned tree is found again by it."""
+        model, about = self.model, self.backend.describe()
+        drafter = [digest for name, digest in model.files.items() if name.startswith("drafter")]
+        return {
+            "target": model.fingerprint,
+            "drafter": drafter[0] if drafter else None,
+            "device": self.backend.measured_as,
+            "hardware": about.get("card") or about.get("processor"),
+            "dtype": str(model.target.head.weight.dtype).removeprefix("torch."),
+            "quantize": self.quantize,
+            "graphs": self.graphs,
+            "method": method,
+            "batch_size": size,
+        }
 
     def fitted(self, relaxation: Relaxation) -> Relaxation:
         """A published setting with no more neighbours than this codebook has."""
@@ -329,13 +380,17 @@ class LanternPipeline:
         if tree.depth and self.model.drafter is None:
             why = f"{self.model.name} has no drafter"
             raise OptionError("only --method ar can draw", why, "--method ar, or --drafter FOLDER")
-        largest = min(batch_size or MAX_BATCH, len(requests))
-        # Ten images in batches of at most eight are two batches of five, not eight and a padded two.
-        size = batch_size or math.ceil(len(requests) / math.ceil(len(requests) / largest))
+        size = self.together(len(requests), batch_size)
         plan = self.plan(requests, tree, size)
         if plan not in self.engines:
             self.engines[plan] = self.make_engine(plan, self.graphs)
         return self.engines[plan], size
+
+    @staticmethod
+    def together(count: int, batch_size: int | None) -> int:
+        """How many of so many images are decoded together."""
+        # Ten images in batches of at most eight are two batches of five, not eight and a padded two.
+        return batch_size or math.ceil(count / max(1, math.ceil(count / MAX_BATCH)))
 
     def make_engine(self, plan: Plan, graphs: str, drafter: Drafter | None = None) -> Engine:
         """An engine of its own, for looking into; `drafter` in place of the model's."""

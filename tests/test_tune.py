@@ -1,0 +1,394 @@
+"""Tuning: the search finds the best tree there is, what it expects of a tree is what drawing measures, and
+`--tree auto` draws with what was found."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tqdm import tqdm
+
+from lantern_hpu import generate, tuned
+from lantern_hpu import tune as command
+from lantern_hpu.config import EXACT, METHODS, Relaxation
+from lantern_hpu.errors import LanternError, OptionError, TreeError
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.tree import DraftTree, load_static
+from lantern_hpu.tree.search import (
+    Costs,
+    Rates,
+    Solver,
+    best_tree,
+    estimate,
+    expected_steps,
+    expected_tokens,
+    fit_costs,
+    gain_law,
+    likeliest_tree,
+    ms_per_token,
+    probes,
+    together,
+)
+from tests.folder import write_folder
+
+NODES, DEPTH, CHILDREN = 8, 3, 3  # of the trees that are all tried
+Nested = tuple[Any, ...]  # a tree as the tuple of its subtrees
+
+
+@cache
+def subtrees(nodes: int, depth: int) -> tuple[Nested, ...]:
+    """Every tree of so many nodes."""
+    return forests(nodes - 1, depth, CHILDREN) if nodes == 1 or depth else ()
+
+
+@cache
+def forests(nodes: int, depth: int, most: int) -> tuple[Nested, ...]:
+    """Every list of at most so many subtrees with so many nodes together."""
+    if not nodes:
+        return ((),)
+    return tuple(
+        (first, *rest)
+        for own in range(1, nodes + 1)
+        if most
+        for first in subtrees(own, depth - 1)
+        for rest in forests(nodes - own, depth, most - 1)
+    )
+
+
+def paths(tree: Nested, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
+    for rank, below in enumerate(tree):
+        yield (*path, rank)
+        yield from paths(below, (*path, rank))
+
+
+@cache
+def all_trees() -> list[DraftTree]:
+    """Every tree that the search may choose."""
+    found = [tree for nodes in range(2, NODES + 1) for tree in subtrees(nodes, DEPTH)]
+    return [DraftTree.from_paths(str(i), paths(tree)) for i, tree in enumerate(found)]
+
+
+def random_rates(seed: int) -> Rates:
+    """Chances in any order of the ranks; those of a node's children add up to less than 1."""
+    rng = random.Random(seed)
+
+    def row() -> list[float]:
+        weights = [rng.random() ** 2 for _ in range(CHILDREN)]
+        total = sum(weights) / rng.uniform(0.4, 0.95)
+        return [weight / total for weight in weights]
+
+    return [(row(), row()) for _ in range(DEPTH)]
+
+
+def random_costs(seed: int) -> Costs:
+    """Verification nearly flat, so that large trees pay; trying children costs nothing for every other seed."""
+    rng = random.Random(seed)
+    verify = tuple(sorted(rng.uniform(20, 24) for _ in range(3)))
+    child = rng.uniform(0, 0.6) if seed % 2 else 0.0
+    return Costs(8, (2, 5, NODES), verify, rng.uniform(0, 1.5), rng.uniform(0, 0.6), child)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_tables_hold_the_most_that_any_tree_of_their_size_gains(seed: int) -> None:
+    rates = random_rates(seed)
+    table = Solver(rates, NODES, [CHILDREN] * DEPTH).values[0][0]
+    sizes = [(tree.size, len(tree.expanded), expected_tokens(tree, rates)) for tree in all_trees()]
+    for nodes, inner in itertools.product(range(1, NODES + 1), range(NODES)):
+        most = max([1.0, *(gain for m, i, gain in sizes if m <= nodes and i <= inner)])
+        assert table[nodes, inner] == pytest.approx(most)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_search_equals_trying_every_tree(seed: int) -> None:
+    rates, costs = random_rates(seed), random_costs(seed)
+    found = best_tree(rates, costs, NODES, slack=0)
+    least = min(ms_per_token(tree, rates, costs) for tree in all_trees())
+    assert ms_per_token(found, rates, costs) == pytest.approx(least)
+    quick = best_tree(rates, costs, NODES, slack=0.01)
+    assert ms_per_token(quick, rates, costs) <= least * 1.01
+
+
+def test_search_tries_more_than_one_kind_of_tree() -> None:
+    """Otherwise the comparison above would say little."""
+    found = [best_tree(random_rates(s), random_costs(s), NODES) for s in range(24)]
+    assert len({tree.paths for tree in found}) > 12
+    assert len({tree.depth for tree in found}) == 3
+
+
+def test_likeliest_tree_gains_more_than_any_other_of_its_size() -> None:
+    rates = [([0.5, 0.2, 0.1], [0.3, 0.2, 0.05])] * DEPTH
+    found = likeliest_tree("x", rates, NODES)
+    assert found.size == NODES
+    most = max(expected_tokens(tree, rates) for tree in all_trees())
+    assert expected_tokens(found, rates) == pytest.approx(most)
+
+
+def test_where_nothing_is_accepted_the_smallest_tree_is_best() -> None:
+    nothing = [([0.0] * CHILDREN, [0.0] * CHILDREN)] * DEPTH
+    assert best_tree(nothing, random_costs(1), NODES).paths == ((), (0,))
+
+
+# ------------------------------------------------------------------------------------ expectations
+
+
+def test_expected_tokens_of_a_small_tree_by_hand() -> None:
+    tree = DraftTree.from_paths("x", [[0], [1], [0, 0], [1, 0]])
+    rates = [([0.5, 0.2], [9, 9]), ([0.6, 0.1], [0.3, 0.1])]
+    assert expected_tokens(tree, rates) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.6 + 0.2 * 0.3)
+    law = gain_law(tree, rates)
+    assert law == pytest.approx([0.3, 0.7 - 0.36, 0.36])
+    assert sum(gain * chance for gain, chance in enumerate(law, 1)) == pytest.approx(
+        expected_tokens(tree, rates)
+    )
+
+
+def test_expected_steps_count_what_is_lost_at_the_end() -> None:
+    assert expected_steps([1.0], 7) == pytest.approx(7)
+    assert expected_steps([0.0, 1.0], 7) == pytest.approx(4)  # the eighth token is lost
+    assert expected_steps([0.5, 0.5], 2) == pytest.approx(1.5)
+    assert expected_steps([0.5, 0.5], 2, images=2) == pytest.approx(1.75)
+    assert expected_steps([0.0, 0.0, 0.0, 1.0], 2) == pytest.approx(1)
+
+
+def test_expected_steps_of_a_batch_are_those_of_its_slowest_image() -> None:
+    law, rng = [0.4, 0.3, 0.2, 0.1], np.random.default_rng(0)
+    gains = rng.choice([1, 2, 3, 4], size=(4000, 3, 20), p=law).cumsum(-1)
+    slowest = (gains < 20).sum(-1).max(-1) + 1
+    assert expected_steps(law, 20, images=3) == pytest.approx(slowest.mean(), rel=0.01)
+
+
+def test_fitted_costs_are_those_that_made_the_times() -> None:
+    truth = Costs(5.0, (2, 4, 8, 16, 32, 64), (6.0, 6.1, 6.5, 7.5, 10.0, 16.0), 1.5, 0.1, 0.2)
+    trees = probes(64, 6, 10)
+    assert max(tree.size for tree in trees) == 64 and max(tree.depth for tree in trees) == 6
+    found = fit_costs(5.0, trees, [truth.step(tree) for tree in trees])
+    for name in ("naive_extend_57", "mc_sim_7b_63", "chain"):
+        tree = load_static(name)
+        assert found.step(tree) == pytest.approx(truth.step(tree), rel=1e-3)
+    assert found.step(DraftTree.root_only()) == 5.0
+    rng = random.Random(0)
+    noisy = fit_costs(5.0, trees, [truth.step(tree) * rng.gauss(1, 0.05) for tree in trees])
+    assert min(noisy.level, noisy.node, noisy.child) >= 0
+    assert list(noisy.verify) == sorted(noisy.verify)
+
+
+def test_seldom_seen_chances_lean_on_the_depth_above() -> None:
+    first = {"offered": [[100, 50], [10, 0]], "accepted": [[40, 5], [10, 0]]}
+    later = {"offered": [[0, 0], [0, 0]], "accepted": [[0, 0], [0, 0]]}
+    rates = estimate({"first": first, "later": later}, depth=3)
+    assert rates[0][0] == pytest.approx([0.4, 0.1])
+    assert rates[1][0] == pytest.approx([(10 + 10 * 0.4) / 20, 0.1])
+    assert rates[1][1] == rates[0][0]  # never seen: that of the root
+    assert rates[2] == rates[1]
+
+
+def test_profiles_of_different_trees_add_up() -> None:
+    def counts(rows: list[list[int]]) -> dict[str, Any]:
+        return {name: {"offered": rows, "accepted": rows} for name in ("first", "later")}
+
+    total = together(counts([[1, 2, 3]]), counts([[4, 5], [6, 7]]))
+    assert total["later"]["offered"] == [[5, 7, 3], [6, 7, 0]]
+
+
+# ------------------------------------------------------------------------------------ a model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_folder(tmp_path_factory.mktemp("tune") / "tiny"))
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANTERN_HPU_CACHE", str(tmp_path / "cache"))
+
+
+WORDS = ("red cat", "blue apple", "cat on apple", "red")
+
+
+@pytest.mark.parametrize("method", ["eagle", "lantern++"])
+def test_expected_tokens_a_step_are_measured(
+    model: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 10 %, on other seeds than those that acceptance was counted with."""
+    pipeline = LanternPipeline.from_pretrained(model)
+    costs = Costs(1.0, (2, 64), (1.0, 1.2), 0.05, 0.001, 0.001)
+    monkeypatch.setattr(command.Tuner, "costs", lambda self, trees: costs)
+    relaxation = pipeline.choose(method)[2]
+    tuner = command.Tuner(pipeline, relaxation, WORDS, 8, 24, 0, tqdm(disable=True))
+    tree, counts, _ = command.tune(tuner, 16, 4, None)
+    assert 8 < tree.size <= 16 and tree.depth > 1
+    expected = tuner.expect(tree, estimate(counts), costs)
+    measured = tuner.draw(tree)
+    assert expected["tokens_per_step"] == pytest.approx(measured["tokens_per_step"], rel=0.1)
+
+
+def tune(model: str, *options: str) -> int:
+    sizes = ["--max-nodes", "3", "--max-depth", "2", "--images", "2"]
+    return command.main(["--model", model, *sizes, *options])
+
+
+def test_command_saves_a_tree_that_auto_draws_with(
+    model: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "NAMED", ["chain"])  # one is enough here
+    tree, report, profile = (tmp_path / f"{name}.json" for name in ("tree", "report", "again"))
+    assert tune(model, "--method", "eagle", "--output", str(tree), "--report", str(report)) == 0
+    said = capsys.readouterr().out
+    assert "| ar | 1 | 0 |" in said and "| chain | 6 | 5 |" in said
+    assert "ar wins" in said or "times as fast as ar" in said
+    chosen = load_static(str(tree))
+    found = json.loads(report.read_text())
+    names = [row["tree"] for row in found["rows"]]
+    assert names in (["ar", "tuned_1", "chain"], ["ar", "tuned_2", "chain"])
+    # A profile spares the measurement of acceptance.
+    again = ["--profile", str(report), "--report", str(profile)]
+    assert tune(model, "--method", "eagle", *again) == 0
+    assert json.loads(profile.read_text())["profile"] == found["profile"]
+    assert tune(model, "--method", "lantern++", "--profile", str(report)) == 2
+    assert "it is of another method" in capsys.readouterr().err
+    assert tune(model, "--method", "eagle", "--output", str(tree)) == 2
+    assert "nothing is overwritten unasked" in capsys.readouterr().err
+    # The saved one may be another tree now: the machine was measured again.
+    saved = next((tmp_path / "cache" / "trees").glob("*.json"))
+    image = tmp_path / "x.png"
+    given = ["--model", model, "--prompt", "red cat", "--output", str(image)]
+    assert generate.main([*given, "--method", "eagle", "--tree", "auto"]) == 0
+    from lantern_hpu.results import read_png
+
+    config = read_png(image)["config"]
+    assert config["method"] == "eagle"
+    drawn = DraftTree.from_paths(config["tree"], config["tree_paths"])
+    assert drawn == load_static(str(saved)) and chosen.size >= 2
+    # Drawing it again takes the tree from the image, whatever is saved now.
+    saved.unlink()
+    tokens = tmp_path / "again.npz"
+    second = ["--from-png", str(image), "--output", str(tmp_path / "y.png")]
+    assert generate.main([*second, "--save-tokens", str(tokens)]) == 0
+    assert np.load(tokens)["tokens"].shape == (1, 16)
+    assert read_png(tmp_path / "y.png")["config"]["tree_paths"] == config["tree_paths"]
+
+
+def test_auto_without_a_tuned_tree_says_how_to_tune(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", model, "--prompt", "red cat", "--output", str(tmp_path)]
+    assert generate.main([*given, "--tree", "auto", "--num-images", "3"]) == 2
+    said = capsys.readouterr().err
+    assert "--tree auto knows no tree: none was tuned for lantern++ and batches of 3" in said
+    assert "python -m lantern_hpu.tune --method lantern++ --batch-size 3" in said
+
+
+@pytest.mark.parametrize("method", sorted(set(METHODS) - {"eagle", "lantern++"}))
+def test_auto_is_refused_where_no_tree_can_be_tuned(
+    method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert generate.main(["--prompt", "x", "--tree", "auto", "--method", method]) == 2
+    assert f"--tree auto does not fit {method}" in capsys.readouterr().err
+
+
+def test_choice_decides_the_method_only_if_none_is_named(model: str) -> None:
+    pipeline = LanternPipeline.from_pretrained(model)
+    tree = DraftTree.from_paths("tuned_2", [[0], [0, 0]])
+    for method, ar_wins in (("lantern++", True), ("eagle", False)):
+        tuned.save(pipeline.situation(method, 2), tuned.Choice(tree, ar_wins))
+    assert pipeline.choose("auto", "auto", None, 2)[:2] == ("ar", DraftTree.root_only())
+    assert pipeline.choose("lantern++", "auto", None, 2)[:2] == ("lantern++", tree)
+    assert pipeline.choose("eagle", "auto", None, 2) == ("eagle", tree, EXACT)
+    mine = Relaxation.multiplicative(3, 2.0)
+    assert pipeline.choose("auto", "auto", mine, 2) == ("lantern++", tree, mine)
+    tuned.save(pipeline.situation("lantern++", 2), tuned.Choice(tree, False))
+    assert pipeline.choose("auto", "auto", None, 2)[:2] == ("lantern++", tree)
+    with pytest.raises(OptionError, match="none was tuned") as refused:
+        pipeline.choose("eagle", "auto", None, 5)
+    assert "there is one for batches of 2" in str(refused.value)
+    result = pipeline("red cat", num_images=2, method="eagle", tree="auto")
+    assert result.config["tree"] == "tuned_2" and len(result.images) == 2
+
+
+def test_situations_that_differ_have_choices_of_their_own(model: str) -> None:
+    pipeline = LanternPipeline.from_pretrained(model)
+    here = pipeline.situation("eagle", 1)
+    other = LanternPipeline.from_pretrained(model, dtype="bfloat16").situation("eagle", 1)
+    changed = [here | {"batch_size": 2}, here | {"method": "lantern++"}, here | {"drafter": "0"}]
+    assert len({tuned.file_of(s) for s in (here, other, *changed)}) == 5
+
+
+def test_damaged_choice_is_refused(model: str) -> None:
+    situation = LanternPipeline.from_pretrained(model).situation("eagle", 1)
+    tree = DraftTree.from_paths("x", [[0]])
+    file = tuned.save(situation, tuned.Choice(tree, False))
+    assert tuned.find(situation) == tuned.Choice(tree, False)
+    file.write_bytes(tuned.tree_file(tree))
+    with pytest.raises(TreeError, match="is damaged"):
+        tuned.find(situation)
+    file.write_text("[")
+    with pytest.raises(TreeError, match="cannot read the tree"):
+        tuned.find(situation)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--method", "eagle2"], "--method eagle2 cannot be tuned"),
+        (["--method", "ar"], "--method ar cannot be tuned"),
+        (["--max-nodes", "1"], "--max-nodes is 1: allowed: 2 to 96"),
+        (["--max-depth", "0"], "--max-depth is 0"),
+        (["--batch-size", "0"], "--batch-size is 0"),
+        (["--images", "0"], "--images is 0"),
+        (["--seed", "-1"], "--seed is -1"),
+        (["--output", "tree.txt"], "cannot write tree.txt"),
+        (["--profile", "missing.json"], "cannot read missing.json"),
+    ],
+    ids=" ".join,
+)
+def test_what_cannot_be_tuned_is_refused(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(options) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_profile_without_counts_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    for text in ("[", "{}", '{"profile": 3}', '{"profile": {"first": {"offered": []}}}'):
+        file.write_text(text)
+        with pytest.raises(LanternError, match="holds no profile"):
+            command.read_profile(file)
+
+
+# ------------------------------------------------------------------------------------ the verdict
+
+
+def row(tree: str, expected: float, measured: float) -> command.Row:
+    """A row whose token takes so many milliseconds."""
+    return {
+        "tree": tree,
+        "nodes": 2,
+        "depth": 1,
+        "expected": command.figures(1.5, 1.0, expected),
+        "measured": command.figures(1.5, 1.0, measured),
+    }
+
+
+def test_verdict_goes_by_what_was_measured() -> None:
+    rows = [row("ar", 10, 10), row("tuned_4", 5, 8), row("chain", 8, 9)]
+    best, ar_wins, words = command.verdict(rows)
+    assert (best["tree"], ar_wins) == ("tuned_4", False)
+    assert words == "tuned_4 draws 1.25 times as fast as ar (expected 2.00)"
+    best, ar_wins, words = command.verdict([row("ar", 10, 6), *rows[1:]])
+    assert (best["tree"], ar_wins) == ("tuned_4", True)
+    assert words.startswith("ar wins: the fastest tree, tuned_4, draws 0.75 times as fast")
+    best, _, words = command.verdict([rows[0], row("tuned_4", 5, 12), rows[2]])
+    assert best["tree"] == "chain" and "chain was measured 1.33 times as fast as tuned_4" in words
+    assert "| tuned_4 | 2 | 1 |" in command.table(rows) and "5.00 -> 8.00" in command.table(rows)
