@@ -346,9 +346,11 @@ def test_profile_counts_what_the_report_counts(model: Path) -> None:
     found = profile(pipeline, requests, tree)
     result = pipeline.draw(requests, tree, "eagle", 6)
     by_depth = [sum(r.accepted_by_depth[d] for r in result.records) for d in range(2)]
-    over = [sum(ranks) - depth for ranks, depth in zip(found["accepted"], by_depth, strict=True)]
-    assert all(
-        0 <= more <= 6 for more in over
-    )  # the report leaves out what lies past an image's end
+    assert [sum(ranks) for ranks in found["accepted"]] == by_depth
     assert found["tried"][0] == sum(r.steps for r in result.records)
-    assert found["tried"][1] == sum(found["accepted"][0][:2])  # the third child has no children
+    below = sum(found["accepted"][0][:2])  # the third child has no children
+    assert below - 6 <= found["tried"][1] <= below  # at the end of an image nothing follows
+    first, later = found["first"], found["later"]
+    assert first["offered"] == [[found["tried"][0]] * 3, [first["offered"][1][0]] * 2 + [0]]
+    assert later["offered"][1][1:] == [0, 0]  # the second child has one child
+    assert found["tried"][1] == first["offered"][1][0] + later["offered"][1][0]

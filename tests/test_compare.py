@@ -1,0 +1,533 @@
+"""Comparing reports: like with like, the same bytes each time, projections labelled, a page that opens."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import hashlib
+import html
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import pytest
+from matplotlib.figure import Figure
+
+from lantern_hpu import compare, plots
+from lantern_hpu.comparison import LABEL, Comparison, load
+from lantern_hpu.errors import OptionError
+from lantern_hpu.plots import STYLE, pictures
+from lantern_hpu.report import check_report
+from lantern_hpu.roofline import Shape, accelerators, find_accelerators
+from lantern_hpu.tree import load_tree
+
+Report = dict[str, Any]
+ROOT = Path(__file__).parent.parent
+TREES = {"ar": "root", "eagle": "naive_extend_57", "lantern++": "naive_extend_57"}
+ACCEPTED = {"ar": [], "eagle": [0.5, 0.3, 0.2, 0.1, 0.0], "lantern++": [0.6, 0.4, 0.2, 0.1, 0.1]}
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def row_of(method: str, graphs: str, batch: int, scale: float, steps_alone: bool) -> dict[str, Any]:
+    """A made-up row: an image of 16 tokens, a step of `scale` milliseconds for ar and four times that else."""
+    accepted = ACCEPTED[method]
+    tokens = 1 + sum(accepted)
+    ms = scale * (1 if method == "ar" else 4) * batch**0.5 * (3 if graphs == "eager" else 1)
+    seconds = 15 / tokens * ms / 1000 / batch
+    image = None if steps_alone else seconds
+    passes = Shape.of(load_tree(TREES[method])) if method != "ar" else Shape((), ONE)
+    parts = {
+        "draft": 0.3,
+        "tables": 0.0,
+        "verify": 0.5,
+        "accept": 0.1,
+        "commit": 0.05,
+        "host": 0.05,
+    }
+    relaxation = {"rule": "multiplicative", "k": 10, "bound": 5.0, "residual": "sound", "nu": 0.0}
+    return {
+        "method": method,
+        "tree": TREES[method],
+        "relaxation": {**relaxation, "mu": 0.0},
+        "graphs": graphs,
+        "batch_size": batch,
+        "images": 0 if steps_alone else 8,
+        "steps": 64,
+        "warmup_s": 1.5,
+        "capture_s": 0.5,
+        "startup_s": 4.0,
+        "batch_seconds": [] if steps_alone else [seconds * batch] * 2,
+        **dict.fromkeys(("seconds_per_image", "p50_seconds_per_image", "steps_s_per_image"), image),
+        "p95_seconds_per_image": image and image * 1.2,
+        "p50_batch_s": image and image * batch,
+        "p95_batch_s": image and image * batch * 1.2,
+        "images_per_second": image and 1 / image,
+        "prefill_s_per_image": 0.001,
+        "vq_decode_s_per_image": image and 0.001,
+        "tokens_per_step": None if steps_alone else tokens,
+        "accepted_per_step": None if steps_alone else tokens - 1,
+        "ms_per_step": ms,
+        "p50_ms_per_step": ms,
+        "p95_ms_per_step": ms * 1.1,
+        "step_alone_ms": ms * 0.9,
+        "accepted_by_depth": [] if steps_alone else accepted,
+        "accept_rate_by_depth": [] if steps_alone else [None for _ in accepted],
+        "relaxed_accepts_per_image": image and 1.0,
+        "host_reads_per_image": image and 4.0,
+        "host_reads": 4,
+        "graph_replays": 64,
+        "recompiles_after_warmup": 0,
+        "host_share": 0.1,
+        "eager_step_ms": {part: share * ms * 3 for part, share in parts.items()},
+        "step_passes": passes.as_json(),
+        "floor_ms": ms / 5,
+        "floor_ratio": 0.2,
+        "verify_floor_ms": ms / 10,
+        "verify_floor_ratio": 0.1,
+        "floor_bound": "bandwidth",
+        "state_bytes": 2**20,
+        "peak_memory_bytes": None,
+        "speed_against_ar": None if steps_alone else tokens / 4,
+        "speed_against_eager": 3.0 if graphs != "eager" else 1.0,
+        "projected": [
+            {
+                "label": "projected",
+                "tokens_per_step": given,
+                "steps_s_per_image": 15 / given * ms / 1000,
+                "speed_against_ar": given / 4,
+            }
+            for given in ((2.0, 3.0) if steps_alone and method != "ar" else ())
+        ],
+    }
+
+
+ONE = Shape.of(load_tree("chain")).draft[0]
+
+
+def report_of(
+    title: str = "Some Card",
+    scale: float = 2.0,
+    dtype: str = "bfloat16",
+    best: str = "cuda_graph",
+    random: str | None = None,
+    **environment: str,
+) -> Report:
+    """A made-up report of all methods in TREES, in batches of 1 and 8."""
+    modes = list(dict.fromkeys(["eager", best]))
+    return {
+        "kind": "lantern_hpu.bench",
+        "version": 2,
+        "date": "2026-01-02",
+        "command": "python -m lantern_hpu.bench --output <x>.json",
+        "model": "some-model",
+        "dtype": dtype,
+        "random_weights": random,
+        "weights": {"target": "abc", "drafter": "def"},
+        "environment": {
+            **{"lantern_hpu": "0.1.0", "python": "3.11", "device": "some", "torch": "2.13"},
+            **environment,
+        },
+        "host": {"processor": "Some Processor", "cores": 8, "system": "Linux"},
+        "device_title": title,
+        "settings": {
+            "sampling": {"cfg_scale": 3.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
+            "seed": 0,
+            "prompts": ["a red apple", "a sun"],
+            "images": None if random else 8,
+            "steps": 64 if random else None,
+            "warm_up": "twice",
+        },
+        "sizes": {
+            **{"body": 10**7, "head": 10**6, "drafter": 10**6, "layers": 4, "width": 256},
+            **{"kv_width": 256, "prefix": 8, "tokens": 16, "rows_per_image": 2},
+            "number_bytes": 2 if dtype == "bfloat16" else 4,
+        },
+        "weights_bytes": 2**24,
+        "rates": {
+            "copy_bytes_per_s": 1e12,
+            "bf16_operations_per_s": 1e14,
+            "operations_per_s": 1e14,
+            "how": "by hand",
+        },
+        "startup": {"import_s": 2.0, "load_s": 0.5},
+        "graphs": {"asked": ["eager", "auto"], "measured": modes, "best": best},
+        "notes": ["a note with <angles> & more"],
+        "rows": [
+            row_of(method, mode, batch, scale, random is not None)
+            for mode in modes
+            for batch in (1, 8)
+            for method in TREES
+        ],
+    }
+
+
+@pytest.fixture
+def put(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a report and returns its file."""
+
+    def write(report: Report, name: str = "a.json") -> Path:
+        check_report(report, name)
+        file = tmp_path / name
+        file.write_text(json.dumps(report))
+        return file
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A card, a processor in another format, and two projections."""
+    folder = tmp_path_factory.mktemp("compare")
+    (folder / "card.json").write_text(json.dumps(report_of()))
+    slow = report_of("A Processor, 2 threads", 50.0, "float32", "eager")
+    (folder / "processor.json").write_text(json.dumps(slow))
+    files = [str(folder / "card.json"), str(folder / "processor.json")]
+    guessed = ["--project", "gaudi2,rtx3090", "--output", str(folder / "out")]
+    assert compare.main([*files, *guessed]) == 0
+    return folder / "out"
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in folder.iterdir()}
+
+
+# ------------------------------------------------------------------------------------ what is written
+
+ALONE = """
+import sys
+from lantern_hpu import compare
+code = compare.main(sys.argv[1:])
+sys.exit("torch was loaded" if "torch" in sys.modules else code)
+"""
+
+
+def test_same_reports_give_the_same_bytes_in_any_process_and_without_torch(
+    written: Path, tmp_path: Path
+) -> None:
+    assert {f.suffix for f in written.iterdir()} == {".html", ".md", ".csv", ".png", ".svg"}
+    files = [str(written.parent / name) for name in ("card.json", "processor.json")]
+    guessed = ["--project", "gaudi2,rtx3090", "--output", str(tmp_path / "again")]
+    command = [sys.executable, "-c", ALONE, *files, *guessed]
+    environment = {"PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert digests(tmp_path / "again") == digests(written)
+
+
+def test_table_has_a_line_for_each_row_and_keeps_formats_apart(written: Path) -> None:
+    lines = (written / "comparison.md").read_text().splitlines()
+    body = [line for line in lines if line.startswith(("| ar |", "| eagle |", "| lantern++ |"))]
+    # The card in two modes, the processor in its only one: 3 methods, 2 batch sizes
+    assert len(body) == 3 * 2 * 3
+    for line in body:
+        *key, card, processor, gaudi, rtx, _ = (cell.strip() for cell in line.split("|"))
+        assert bool(card) != bool(processor)
+        assert bool(gaudi) == bool(rtx) == ("best mode" in key)
+    assert any("bfloat16 on Some Card, float32 on A Processor" in line for line in lines)
+
+
+def test_csv_has_every_row_of_every_run(written: Path) -> None:
+    lines = list(csv.DictReader(io.StringIO((written / "comparison.csv").read_text())))
+    assert len(lines) == 12 + 6 + 6 + 6
+    kinds = {line["device"]: line["kind"] for line in lines}
+    assert kinds == {
+        "Some Card": "measured",
+        "A Processor, 2 threads": "measured",
+        "Gaudi 2 (projected)": "projected",
+        "RTX 3090 (projected)": "projected",
+    }
+    for line in lines:
+        assert float(line["ms_per_step"]) > 0 and float(line["seconds_per_image"]) > 0
+        assert bool(line["floor_ms"]) == (line["kind"] == "measured")
+
+
+def test_runs_in_one_format_share_their_rows(put: Callable[..., Path]) -> None:
+    files = [put(report_of(), "a.json"), put(report_of("Other", 1.0, best="hpu_graph"), "b.json")]
+    comparison = load(files)
+    head, lines = compare.main_table(comparison)
+    assert head[-2:] == ["A: Some Card", "B: Other"]
+    assert all("2.00 x A" in line[-1] for line in lines) and len(lines) == 12
+    assert comparison.differences == ()
+
+
+def test_runs_of_one_device_are_told_apart(put: Callable[..., Path]) -> None:
+    files = [put(report_of(scale=s), f"{n}.json") for n, s in (("old", 2.0), ("new", 1.0))]
+    assert [run.title for run in load(files).runs] == ["Some Card (old)", "Some Card (new)"]
+    other = put(report_of(dtype="float32"), "wide.json")
+    titles = [run.title for run in load([files[0], other]).runs]
+    assert titles == ["Some Card (bfloat16)", "Some Card (float32)"]
+
+
+def test_what_may_differ_is_said(put: Callable[..., Path]) -> None:
+    other = report_of("Other", lantern_hpu="0.2.0")
+    other["settings"]["images"] = 4
+    for row in other["rows"]:
+        row["relaxation"]["bound"] = 20.0
+    said = " ".join(load([put(report_of()), put(other, "b.json")]).differences)
+    assert "0.1.0 on Some Card, 0.2.0 on Other" in said and "images: 8" in said
+    # What is relaxed otherwise has rows of its own; what is exact does not care.
+    assert "lantern++ with the tree" in said and "eagle with" not in said
+
+
+# ------------------------------------------------------------------------------------ refusals
+
+WRONG: dict[str, Callable[[Report], None]] = {
+    "model: some-model and another": lambda r: r.update(
+        model="another", weights={"target": "xyz", "drafter": None}
+    ),
+    "weights: abc and xyz": lambda r: r["weights"].update(target="xyz"),
+    "drafter: def and ghi": lambda r: r["weights"].update(drafter="ghi"),
+    "sampling: ": lambda r: r["settings"]["sampling"].update(top_k=7),
+    "seed: 0 and 1": lambda r: r["settings"].update(seed=1),
+    "prompts: ": lambda r: r["settings"].update(prompts=["a sun"]),
+    "emulated": lambda r: r["environment"].update(emulated=True),
+}
+
+
+@pytest.mark.parametrize("said", WRONG)
+def test_incomparable_runs_are_refused(
+    said: str, put: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = report_of("Other")
+    WRONG[said](other)
+    files = [str(put(report_of())), str(put(other, "b.json"))]
+    assert compare.main([*files, "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert said in error and "b.json" in error and error.count("error: ") == 1
+    assert not (tmp_path / "out").exists()
+
+
+WHOLE = json.dumps(report_of())
+BAD: dict[str, tuple[str | None, list[str], str]] = {  # file's content, options, what is said
+    "newer": (json.dumps(report_of() | {"version": 3}), [], "newer"),
+    "older": (json.dumps({"kind": "lantern_hpu.bench", "rows": []}), [], "version 1"),
+    "empty": ("", [], "is empty"),
+    "truncated": (WHOLE[:5000], [], "is cut off"),
+    "no JSON": ("# figures", [], "is not JSON"),
+    "NaN": (WHOLE.replace("2.0", "NaN", 1), [], "NaN is no number"),
+    "another kind": ('{"kind": "lantern_hpu.fidelity"}', [], "no report of lantern_hpu.bench"),
+    "a list": ("[]", [], "no report of lantern_hpu.bench"),
+    "missing": (None, [], "cannot read"),
+    "accelerator": (WHOLE, ["--project", "gaudi9"], "unknown accelerator 'gaudi9'"),
+    "accelerator twice": (WHOLE, ["--project", "h100,h100"], "names h100 twice"),
+    "no accelerator": (WHOLE, ["--project", ","], "--project is empty"),
+    "measured": (
+        json.dumps(report_of(card="NVIDIA H200")),
+        ["--project", "h200"],
+        "--project h200 is needless",
+    ),
+    "twice": (WHOLE, ["x.json"], "is given twice"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_clear_error(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    content, options, said = BAD[name]
+    if content is not None:
+        Path("x.json").write_text(content)
+    assert compare.main([*options, "x.json", "--output", "out"]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.startswith("error: ") and error.count("error: ") == 1
+    if "accelerator '" in said:
+        assert all(known in error for known in accelerators())
+    assert not Path("out").exists()
+
+
+def test_an_existing_folder_is_left_alone(
+    put: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out").mkdir()
+    assert compare.main([str(put(report_of())), "--output", str(tmp_path / "out")]) == 2
+    assert "exists" in capsys.readouterr().err and not any((tmp_path / "out").iterdir())
+    assert compare.main([str(put(report_of())), "--output", str(tmp_path / "a.json")]) == 2
+
+
+def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(OptionError) as caught:
+        plots.check_library()
+    assert "lantern-hpu[compare]" in caught.value.hint
+
+
+# ------------------------------------------------------------------------------------ projections
+
+
+@pytest.mark.parametrize("suffix", [".md", ".csv", ".html", ".svg"])
+def test_no_projection_without_its_label(written: Path, suffix: str) -> None:
+    """Every mention of a projected device, in a picture's text too, says that it is projected."""
+    found = 0
+    for file in written.glob(f"*{suffix}"):
+        text = html.unescape(file.read_text())
+        # Our sources name cards as their publishers do.
+        text = re.sub(r"Source: [^\n<]*", "", text)
+        for title in ("Gaudi 2", "RTX 3090"):
+            found += text.count(title)
+            assert text.count(title) == text.count(f"{title} ({LABEL})"), file.name
+    assert found >= 2
+
+
+def test_projected_cells_and_bars_are_marked(written: Path) -> None:
+    text = (written / "comparison.html").read_text()
+    cells = re.findall(r"<td([^>]*)>([^<]*)</td>", text)
+    assert all(("projected" in value) == ("projected" in mark) for mark, value in cells)
+    files = [written.parent / "card.json", written.parent / "processor.json"]
+    figure = drawn(load(files, find_accelerators(["gaudi2"])))["latency"]
+    bars = [bar for axes in figure.axes for bar in axes.patches]
+    hatched = [bar for bar in bars if bar.get_hatch()]
+    assert len(hatched) == 6 and len(bars) == 18  # one of three devices
+
+
+def test_assumptions_are_printed(written: Path) -> None:
+    text = (written / "comparison.md").read_text()
+    assert "Calibrated on Some Card (card.json, bfloat16, cuda_graph)" in text
+    assert text.count("Source: ") == 2 and "Not modelled: " in text
+
+
+def test_projection_is_calibrated_on_the_first_report(put: Callable[..., Path]) -> None:
+    (card,) = find_accelerators(["h100"])
+    run = load([put(report_of())], [card]).runs[1]
+    assert run.projected and run.dtype == "bfloat16"
+    before = {(r["method"], r["batch_size"]): r for r in report_of()["rows"][6:]}
+    for row in run.rows:
+        own = before[row["method"], row["batch_size"]]
+        # The made-up card copies 1 TB/s and multiplies 100 TFLOP/s; an H100 has at most ten times that.
+        gain = own["ms_per_step"] / row["ms_per_step"]
+        assert 3.3 < gain < 10
+        assert row["tokens_per_step"] == own["tokens_per_step"]
+    assert {row["method"] for row in run.rows} == set(TREES)
+
+
+# ------------------------------------------------------------------------------------ pictures and page
+
+
+def drawn(comparison: Comparison) -> dict[str, Figure]:
+    with matplotlib.rc_context(STYLE):
+        return {name: make(comparison) for name, _, _, make in pictures(comparison)}
+
+
+def texts_of(figure: Figure) -> Iterator[Any]:
+    for axes in figure.axes:
+        if axes.get_visible():
+            for axis in (axes.xaxis, axes.yaxis):
+                low, high = sorted(axis.get_view_interval())
+                yield from (t.label1 for t in axis.get_major_ticks() if low <= t.get_loc() <= high)
+            yield from [axes.xaxis.label, axes.yaxis.label, axes.title, *axes.texts]
+    for legend in figure.legends:
+        yield from legend.get_texts()
+    if figure._supylabel is not None:  # type: ignore[attr-defined]
+        yield figure._supylabel  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside others"])
+@pytest.mark.parametrize("random", [None, "some-sizes"], ids=["images", "steps"])
+def test_plots_have_axes_units_and_legends_that_can_be_read(
+    put: Callable[..., Path], random: str | None, alone: bool
+) -> None:
+    slow = report_of("A Processor, 2 threads", 50.0, "float32", "eager", random)
+    files = [put(slow, "b.json")] if alone else [put(report_of(random=random)), put(slow, "b.json")]
+    figures = drawn(load(files, [] if alone else find_accelerators(["gaudi2"])))
+    unit = "ms a step" if random else "s an image"
+    last = "steps of an image a second" if random else "images a second"
+    named = {"latency": unit, "step": "%", "throughput": last}
+    named |= {"speed": f"({LABEL})"} if random else {"depth": "tokens a step"}
+    assert set(figures) == set(named)
+    for name, figure in figures.items():
+        figure.draw_without_rendering()
+        shown = [text for text in texts_of(figure) if text.get_text() and text.get_visible()]
+        assert any(named[name] in text.get_text() for text in shown)
+        for axes in figure.axes:
+            assert axes.get_xlabel()
+            minor = [t.label1.get_text() for t in axes.xaxis.get_minor_ticks()]
+            minor += [t.label1.get_text() for t in axes.yaxis.get_minor_ticks()]
+            assert not any(minor)
+            if name == "latency":  # no line to the 95th percentile leaves the picture
+                assert all(max(line.get_xdata()) < axes.get_xlim()[1] for line in axes.lines)
+        (legend,) = figure.legends
+        labels = [text.get_text() for text in legend.get_texts()]
+        assert labels and all(labels) and len(set(labels)) == len(labels)
+        assert all(text.get_fontsize() >= 8 for text in shown)
+        boxes = [(text.get_text(), text.get_window_extent()) for text in shown]
+        for i, (mine, box) in enumerate(boxes):
+            for other, rest in boxes[i + 1 :]:
+                inner = (box.x0 + 1, box.y0 + 1, box.x1 - 1, box.y1 - 1)
+                apart = (
+                    inner[2] <= rest.x0
+                    or inner[0] >= rest.x1
+                    or inner[3] <= rest.y0
+                    or inner[1] >= rest.y1
+                )
+                assert apart, f"{name}: {mine!r} lies over {other!r}"
+
+
+@pytest.mark.parametrize("random", [None, "some-sizes"])
+@pytest.mark.filterwarnings("error")
+def test_a_report_of_ar_alone_is_drawn_too(put: Callable[..., Path], random: str | None) -> None:
+    report = report_of(best="eager", random=random)
+    report["rows"] = report["rows"][:1]
+    # Nothing was drafted, so nothing is said of drafts.
+    assert list(drawn(load([put(report)]))) == ["latency", "step", "throughput"]
+
+
+def test_a_single_run_shows_its_eager_figures_too(put: Callable[..., Path]) -> None:
+    (legend,) = drawn(load([put(report_of())]))["latency"].legends
+    names = [text.get_text() for text in legend.get_texts()]
+    assert names == ["Some Card, bfloat16, eager", "Some Card, bfloat16, cuda_graph"]
+
+
+def test_page_needs_nothing_else_and_escapes_what_it_shows(written: Path) -> None:
+    text = (written / "comparison.html").read_text()
+    assert "<script" not in text and "@import" not in text and "url(" not in text
+    for source in re.findall(r'(?:src|href)="([^"]*)"', text):
+        assert source.startswith("data:image/svg+xml;base64,")
+    assert "a note with &lt;angles&gt; &amp; more" in text and "&lt;x&gt;.json" in text
+    assert text.count("<figure") == text.count("alt=") == 4
+
+
+PROBE = """<script>
+window.addEventListener("error", (e) => { document.body.dataset.error = String(e.message || e.target.src); }, true);
+window.addEventListener("load", () => {
+  const images = [...document.images];
+  const wide = document.documentElement.scrollWidth > document.documentElement.clientWidth;
+  document.body.dataset.seen = images.filter((i) => i.complete && i.naturalWidth > 300).length;
+  document.body.dataset.wide = wide;
+});
+</script></body>"""
+
+
+@pytest.mark.slow
+def test_page_opens_in_a_browser_without_errors(written: Path, tmp_path: Path) -> None:
+    browser = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if browser is None:
+        pytest.skip("no Chromium here")
+    text = (written / "comparison.html").read_text()
+    page = tmp_path / "page.html"
+    page.write_text(text.replace("</body>", PROBE))
+    options = (
+        "--headless --no-sandbox --disable-gpu --disable-background-networking --disable-sync "
+        "--disable-component-update --enable-logging=stderr --window-size=1280,900 --dump-dom"
+    ).split()
+    command = [browser, *options, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert 'data-seen="4"' in done.stdout
+    assert 'data-wide="false"' in done.stdout and "data-error" not in done.stdout
+    assert "CONSOLE" not in done.stderr
+
+
+def test_reports_are_not_changed_by_comparing(put: Callable[..., Path]) -> None:
+    file = put(report_of())
+    before = copy.deepcopy(json.loads(file.read_text()))
+    load([file], find_accelerators(["gaudi3"]))
+    assert json.loads(file.read_text()) == before
