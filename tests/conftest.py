@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only cost
+# Neighbour tables and tuned trees of tests are nobody's.
+CACHE = tempfile.TemporaryDirectory(prefix="lantern-hpu-tests-")
+os.environ["LANTERN_HPU_CACHE"] = CACHE.name
 
 import pytest
 import torch

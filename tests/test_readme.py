@@ -23,6 +23,7 @@ SHORTER = {
     "bench": ["--model", "tiny", "--images", "1", "--batch-sizes", "1"],
     "fidelity": ["--model", "tiny", "--images", "8", "--draws", "8", "--timed", "1"],
     "lint": ["--method", "ar"],
+    "tune": ["--model", "tiny", "--images", "2", "--max-nodes", "6", "--max-depth", "2"],
     "train": ["--model", "tiny", "--samples", "8", "--steps", "2", "--measured", "1"],
 }
 
