@@ -31,7 +31,6 @@ from lantern_hpu.config import (
     TUNABLE,
     Relaxation,
     Request,
-    check_tunable,
     in_turn,
     require,
 )
@@ -96,7 +95,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     how = parser.add_argument_group("how to measure")
     how.add_argument(
-        "--prompts", type=Path, metavar="FILE", help=".txt, .tsv or .json (simple ones)"
+        "--prompts", type=Path, metavar="FILE", help=".txt, .tsv or .json (eight simple ones)"
     )
     how.add_argument("--images", type=int, default=8, help="drawn with each tree, at least (8)")
     how.add_argument("--seed", type=int, default=0, help="of the first image (0)")
@@ -114,7 +113,6 @@ def check(args: argparse.Namespace) -> tuple[list[str], dict[str, Any] | None]:
     """Refuse what can be refused before torch is loaded. -> prompts and profile, where given"""
     if args.method not in TUNABLE:
         raise OptionError(f"--method {args.method} cannot be tuned", hint=choices(TUNABLE))
-    check_tunable(args.method)
     ranges = {"max_nodes": (2, MOST_NODES), "max_depth": (1, MOST_DEPTH)}
     for name, (least, most) in ranges.items():
         value, option = getattr(args, name), "--" + name.replace("_", "-")
@@ -253,12 +251,12 @@ class Tuner:
         requests = self.requests(count, tree, HELD_OUT)
         engine = self.engine(requests, tree)
         self.pipeline.warm_up(engine, requests[0])
-        taken, run, each = 0, 0, []  # steps of the images, and of their batches
+        taken, run, each = 0, 0.0, []  # steps of the images, and of their batches
         with self.pipeline.backend.errors():
             for start in range(0, count, self.batch):
                 batch, timing = requests[start : start + self.batch], dict.fromkeys(SPENT, 0.0)
                 decoded = self.pipeline.draw_batch(engine, batch, self.batch, timing, self.rows)
-                taken, run = taken + sum(decoded.steps), run + engine.timing.count
+                taken, run = taken + sum(decoded.steps), run + timing["steps"]
                 each.append(1000 * timing["steps_s"] / timing["steps"])
         self.done()
         tokens, step = count * self.tokens, statistics.median(each)
@@ -301,7 +299,7 @@ def tune(
 
 
 def compare(tuner: Tuner, tree: DraftTree, rates: Rates, costs: Costs) -> list[Row]:
-    """What is expected and what is measured of `ar`, the tuned tree and the named ones, in this order."""
+    """What is expected and measured of `ar`, the tuned tree and the named ones, in this order."""
     return [
         {
             "tree": each.name if each.depth else "ar",

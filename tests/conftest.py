@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only cost
 # Neighbour tables and tuned trees of tests are nobody's.
-CACHE = tempfile.TemporaryDirectory(prefix="lantern-hpu-tests-")
-os.environ["LANTERN_HPU_CACHE"] = CACHE.name
+os.environ["LANTERN_HPU_CACHE"] = tempfile.mkdtemp(prefix="lantern-hpu-tests-")
 
 import pytest
 import torch
@@ -29,3 +29,7 @@ def all_cores() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests first, so that no worker begins one when the others are done."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["LANTERN_HPU_CACHE"], ignore_errors=True)
