@@ -32,6 +32,7 @@ from lantern_hpu.errors import (
     WeightsError,
     choices,
     exit_code,
+    needing,
 )
 from lantern_hpu.hub import sha256
 from lantern_hpu.registry import (
@@ -54,6 +55,7 @@ from lantern_hpu.registry import (
 STAGING = ".fetching"  # in the folder of --to, until files are whole and checked
 FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # the second is not known everywhere
 NETWORK = {"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3"}
+LARGER = "--to a folder on a larger disk, or set HF_HOME to one"
 WIDTH = 100
 INTERRUPTED = 130  # what a shell returns for it
 
@@ -110,22 +112,6 @@ def choose(entry: Entry, only: str | None, drafting: bool) -> list[Part]:
     return [part for role, part in entry.parts.items() if role in roles]
 
 
-def import_hub() -> ModuleType:
-    """huggingface_hub, which only this command needs.
-
-    Raises:
-        WeightsError: it is not installed.
-    """
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        hint = 'pip install "lantern-hpu[models]"'
-        raise WeightsError(
-            "huggingface_hub is not installed", "it fetches the files", hint
-        ) from error
-    return huggingface_hub
-
-
 def list_files(hub: ModuleType, part: Part, absent: Sequence[str]) -> list[File]:
     """The files that a part lacks, with the sizes and digests that the Hub states.
 
@@ -158,8 +144,7 @@ def check_space(files: Sequence[File], where: Path) -> None:
     free = shutil.disk_usage(there).free
     if need > free:
         why = f"{size(need)} needed, {size(free)} free"
-        hint = "--to a folder on a larger disk, or set HF_HOME to one"
-        raise OutputError(f"not enough space for {where}", why, hint)
+        raise OutputError(f"not enough space for {where}", why, LARGER)
 
 
 def fetch(hub: ModuleType, file: File, to: Path | None) -> None:
@@ -233,24 +218,24 @@ def tidy(folder: Path, done: bool) -> None:
 
 
 @contextmanager
-def plainly(entry: Entry, repo: str, where: Path) -> Iterator[None]:
+def plainly(entry: Entry, part: Part, where: Path) -> Iterator[None]:
     """Turns what can go wrong on the way from the Hub to the disk into errors that say what to do."""
     try:
         yield
     except LanternError:
         raise
     except Exception as error:
-        known = explain(error, entry, repo, where)
+        known = explain(error, entry, part, where)
         if known is None:
             raise
         raise known from error
 
 
-def explain(error: Exception, entry: Entry, repo: str, where: Path) -> LanternError | None:
+def explain(error: Exception, entry: Entry, part: Part, where: Path) -> LanternError | None:
     """A known error in plain words. Classes go by name: not every version of huggingface_hub has them all."""
     kinds = {cls.__name__ for cls in type(error).__mro__}
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
-    page = f"https://huggingface.co/{repo}"
+    repo, page = part.repo, part.page
     if "GatedRepoError" in kinds:
         hint = f"accept them at {page}, then `hf auth login`, or set HF_TOKEN"
         return WeightsError(f"{repo} wants its terms accepted first", "it is gated", hint)
@@ -260,8 +245,7 @@ def explain(error: Exception, entry: Entry, repo: str, where: Path) -> LanternEr
     if "RemoteEntryNotFoundError" in kinds:
         return WeightsError(f"a file is not in {repo}", text, f"see {page}")
     if no_space(error):
-        hint = "--to a folder on a larger disk, or set HF_HOME to one"
-        return OutputError(f"the disk is full at {where}", "no space left", hint)
+        return OutputError(f"the disk is full at {where}", "no space left", LARGER)
     if unreachable(error, kinds):
         hint = (
             f"with a network elsewhere: python -m lantern_hpu.download {entry.handle} --to FOLDER; "
@@ -313,11 +297,12 @@ def announce(entry: Entry, parts: Sequence[Part], located: Located) -> str:
 
 def fetch_all(entry: Entry, parts: Sequence[Part], located: Located, to: Path | None) -> None:
     """List, check and fetch what the parts lack."""
-    hub = import_hub()
+    with needing("huggingface_hub", "it fetches the files"):
+        import huggingface_hub as hub
     where = to or cache_folder()
     files: list[File] = []
     for part in parts:
-        with plainly(entry, part.repo, where):
+        with plainly(entry, part, where):
             files += list_files(hub, part, located.absent[part.role])
     check_space(files, where)
     amount = size(sum(file.bytes or 0 for file in files))
@@ -325,7 +310,7 @@ def fetch_all(entry: Entry, parts: Sequence[Part], located: Located, to: Path | 
     done = False
     try:
         for file in files:
-            with plainly(entry, file.part.repo, where):
+            with plainly(entry, file.part, where):
                 fetch(hub, file, to)
                 if to is not None:
                     label(entry, to)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 
 class LanternError(Exception):
@@ -54,6 +55,20 @@ def exit_code(command: Callable[[], object]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+@contextmanager
+def needing(package: str, purpose: str, extra: str = "models") -> Iterator[None]:
+    """Around imports of an optional package: where they fail, say what it does here and which extra has it.
+
+    Raises:
+        OptionError: instead of an ImportError.
+    """
+    try:
+        yield
+    except ImportError as error:
+        why, hint = f"{purpose} ({error})", f'pip install "lantern-hpu[{extra}]"'
+        raise OptionError(f"{package} is not installed", why, hint) from error
 
 
 def choices(names: Iterable[str]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,17 +34,33 @@ def again(folder: Path) -> str:
     )
 
 
+@contextmanager
+def reading(file: Path, hint: str = "") -> Iterator[dict[str, Any]]:
+    """The object in a JSON file; what goes wrong while it is read and used is an error that names the file.
+
+    Raises:
+        WeightsError: instead of an OSError, KeyError, ValueError and the like.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it is not an object")
+        yield found
+    except KeyError as error:
+        raise WeightsError(f"cannot read {file}", f"{error.args[0]} is missing", hint) from error
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise WeightsError(f"cannot read {file}", why, hint) from error
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """`model.json` of a folder whose files are all there and whole.
 
     Raises:
         WeightsError: unreadable configuration; missing files (all are listed); a checksum that differs.
     """
-    try:
-        config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+    with reading(folder / CONFIG) as config:
         files: dict[str, str] = dict(config["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"cannot read {folder / CONFIG}", repr(error)) from error
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
         raise WeightsError(f"files are missing in {folder}", ", ".join(missing), again(folder))

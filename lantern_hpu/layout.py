@@ -57,7 +57,7 @@ class Slots(Constants):
         super().__init__()
         config, tree = target.config, shapes.tree
         self.rows, self.guidance = shapes.rows, shapes.guidance
-        self.counts_pads = config.rope == "2d"
+        self.skips_pads = config.rope == "1d"
         size = capacity(config, tree)
         width = max(config.prefix, tree.depth + 1)
         self.constant("rope", rope_table(config, config.prefix + config.tokens + tree.depth + 1))
@@ -72,7 +72,7 @@ class Slots(Constants):
 
     def turn(self, slot: Tensor, state: DecodeState) -> Tensor:
         """Rotations of slots [R, T]: [R, T, 2, hd / 2]. By slot in a grid; where text is 1-D, pads do not count."""
-        if not self.counts_pads:
+        if self.skips_pads:
             slot = (slot - state.pads[:, None]).clamp(min=0)
         return self.rope[slot].to(state.prefix.dtype)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.comparison import BEST, EAGER, LABEL, Comparison, Key, Row, Run
 from lantern_hpu.config import METHODS
-from lantern_hpu.errors import OptionError
+from lantern_hpu.errors import needing
 from lantern_hpu.measure import PARTS
 
 if TYPE_CHECKING:
@@ -46,7 +46,6 @@ STYLE: dict[Any, Any] = {
     "svg.hashsalt": "lantern_hpu",  # otherwise the names inside differ from run to run
     "figure.facecolor": "white",
 }
-EXTRA = 'pip install "lantern-hpu[compare]"'
 
 
 @dataclass(frozen=True)
@@ -62,10 +61,8 @@ class Picture:
 
 def check_library() -> None:
     """Raise an OptionError where matplotlib is missing."""
-    try:
+    with needing("matplotlib", "it draws the plots", "compare"):
         import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise OptionError("matplotlib is missing", "it draws the plots", EXTRA) from error
 
 
 def draw(comparison: Comparison) -> list[Picture]:

@@ -6,7 +6,6 @@ describes it ("Understand caching"), so nothing is imported and no network is as
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -15,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.errors import OptionError, WeightsError, choices
+from lantern_hpu.hub import ASSETS, reading
 
-FILE = Path(__file__).parent / "assets" / "registry.json"
+FILE = ASSETS / "registry.json"
 PARTS = ("target", "drafter", "vq", "text", "neighbours")
 NEEDED_FOR = ("always", "drafting", "prompts", "optional")
 FAMILIES = ("llamagen-t2i", "llamagen-c2i", "chameleon")
@@ -237,14 +237,14 @@ def entries() -> dict[str, Entry]:
     Raises:
         WeightsError: the file with the facts is unreadable.
     """
-    try:
-        data = json.loads(FILE.read_text())
+    with reading(FILE, "install the package again") as data:
         found = [read_entry(values, data["parts"]) for values in data["models"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(
-            f"cannot read {FILE}", repr(error), "install the package again"
-        ) from error
     return {entry.name: entry for entry in found}
+
+
+def usual_sampling(family: str) -> dict[str, Any]:
+    """Published settings of a family, which its known models share."""
+    return next(dict(entry.sampling) for entry in entries().values() if entry.family == family)
 
 
 def read_entry(values: Mapping[str, Any], shared: Mapping[str, Any]) -> Entry:
@@ -368,10 +368,8 @@ def of_folder(folder: Path) -> Entry | None:
     file = folder / LABEL
     if not file.is_file():
         return None
-    try:
-        name = str(json.loads(file.read_text())["model"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"cannot read {file}", repr(error)) from error
+    with reading(file) as label:
+        name = str(label["model"])
     entry = entries().get(name)
     if entry is None:
         raise WeightsError(f"{folder} holds {name!r}", "which this version does not know")

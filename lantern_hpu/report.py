@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.errors import OptionError
+from lantern_hpu.hub import ASSETS
 
-SCHEMA = Path(__file__).parent / "assets" / "bench.schema.json"
+SCHEMA = ASSETS / "bench.schema.json"
 KIND, VERSION = "lantern_hpu.bench", 2
 SHOWN = 3  # problems that an error lists
 AGAIN = "measure again: python -m lantern_hpu.bench --output FILE.json"

@@ -12,13 +12,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from lantern_hpu.errors import OptionError, choices
+from lantern_hpu.hub import ASSETS
 from lantern_hpu.tree import DynamicTree, Tree
 
-FILE = Path(__file__).parent / "assets" / "accelerators.json"
+FILE = ASSETS / "accelerators.json"
 BFLOAT16 = 2  # bytes
 
 

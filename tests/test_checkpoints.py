@@ -12,7 +12,7 @@ import os
 import pickle
 import shutil
 import weakref
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from lantern_hpu.models.transformer import additive, prefix_mask, rope_table
 from lantern_hpu.models.weights import Checkpoint, open_checkpoint
 from lantern_hpu.parts import Given, resolve
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.registry import entries
 from lantern_hpu.train.unroll import Lesson
 from scripts import make_synthetic_checkpoints as synthetic
 from tests import numpy_twins as twins
@@ -341,6 +342,20 @@ def test_without_a_drafter_only_ar_draws(
     model, label = FORMATS["pt, key model"]
     assert draw(public, model, label, tmp_path / "x.png", "--method", "eagle") == 2
     assert "has no drafter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "known"),
+    [
+        (f"{CLASS}/c2i_B_256.pt", "llamagen-c2i-b-256"),
+        (TEXT, "llamagen-t2i-256"),
+        (ANOLE, "anole-7b"),
+    ],
+)
+def test_an_unlisted_model_has_the_settings_of_its_family(
+    public: Path, model: str, known: str
+) -> None:
+    assert asdict(opened(public, model).sampling) == entries()[known].sampling
 
 
 # ------------------------------------------------------------------------------------ conversion

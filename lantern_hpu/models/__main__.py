@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from textwrap import wrap
 from typing import Any
 
-from lantern_hpu.errors import OptionError, WeightsError, choices, exit_code
+from lantern_hpu.errors import OptionError, choices, exit_code
+from lantern_hpu.hub import ASSETS, CONFIG, reading
 from lantern_hpu.registry import (
-    FILE,
     Entry,
     Located,
     Part,
@@ -28,7 +28,7 @@ from lantern_hpu.registry import (
     sources,
 )
 
-BUILTIN = FILE.parent / "builtin"
+BUILTIN = ASSETS / "builtin"
 WIDTH = 100
 Facts = dict[str, Any]
 
@@ -51,16 +51,11 @@ def builtin() -> Facts:
     Raises:
         WeightsError: its configuration is unreadable.
     """
-    try:
-        config = json.loads((BUILTIN / "model.json").read_text())
+    with reading(BUILTIN / CONFIG, "install the package again") as config:
         files = {name: (BUILTIN / name) for name in config["files"]}
         rows, columns = config["target"]["grid"]
         pixels = rows << (len(config["vq"]["multipliers"]) - 1)
         sampling, prefix = config["sampling"], config["target"]["prefix"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(
-            f"cannot read {BUILTIN}", repr(error), "install the package again"
-        ) from error
     lacking = [name for name, file in files.items() if not file.is_file()]
     return {
         "name": "builtin",

@@ -8,13 +8,11 @@ included. Source: `clean_caption` of DeepFloyd IF and PixArt, as in diffusers (A
 from __future__ import annotations
 
 import html
-import importlib
 import re
 import warnings
-from types import ModuleType
 from urllib.parse import unquote_plus
 
-from lantern_hpu.errors import OptionError
+from lantern_hpu.errors import needing
 
 Rule = tuple[re.Pattern[str], str]  # what to find, what to write in its place
 
@@ -80,29 +78,14 @@ EDGES = _table(
 )
 
 
-def needed(module: str) -> ModuleType:
-    """Import an optional package.
-
-    Raises:
-        OptionError: it cannot be imported.
-    """
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise OptionError(
-            f"this model needs the package {module}",
-            str(error),
-            'pip install "lantern-hpu[models]"',
-        ) from error
-
-
 def clean_caption(text: str) -> str:
     """One round of cleaning; see `clean`.
 
     Raises:
         OptionError: ftfy or bs4 is not installed.
     """
-    fix_text = needed("ftfy").fix_text
+    with needing("ftfy", "it mends captions"):
+        from ftfy import fix_text
     text = unquote_plus(text).strip().lower()
     text = _without_markup(_replace(text, LINKS))
     text = _replace(text, SYMBOLS)
@@ -128,7 +111,8 @@ def _replace(text: str, rules: list[Rule]) -> str:
 
 
 def _without_markup(text: str) -> str:
-    soup = needed("bs4").BeautifulSoup
+    with needing("bs4", "it takes the tags out of captions"):
+        from bs4 import BeautifulSoup
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a caption looks like a file name or an address
-        return soup(text, features="html.parser").text
+        return BeautifulSoup(text, features="html.parser").text

@@ -7,7 +7,6 @@ row (t - 4) mod 65536, so that a code is its own row, and the head keeps the row
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.errors import WeightsError, needing
 from lantern_hpu.models.condition import Prefix
 from lantern_hpu.models.transformer import TransformerConfig
-from lantern_hpu.models.weights import Checkpoint, Recipe, take
+from lantern_hpu.models.weights import Checkpoint, Recipe, llama_block, take
 
 FIRST_IMAGE_TOKEN = 4
 PROMPT_SLOTS = 256  # P: what a prompt and its frame must fit into
 GRID = (32, 32)
 BEGIN, PAD = 0, 1  # <s>, <pad>
 END_OF_TURN, BEGIN_IMAGE = 8710, 8197
-EXTRA = 'pip install "lantern-hpu[models]"'
 IGNORED = ("model.vqmodel.", "rotary_emb.inv_freq", "vocabulary_mapping")
 
 
@@ -41,14 +39,14 @@ def ignored(name: str) -> bool:
 def config_of(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
     """Sizes, from the tensors and config.json."""
     rows, dim = checkpoint.shapes["model.embed_tokens.weight"]
-    heads, head_dim = norm_shape(checkpoint)
+    heads, head_dim = checkpoint.shapes["model.layers.0.self_attn.q_norm.weight"]
     if heads * head_dim != dim:
         why = f"its query norm is {heads} x {head_dim}, its width {dim}"
         raise WeightsError(f"{checkpoint.path} is of an unknown kind", why)
     return TransformerConfig(
         vocab_size=codes_of(about),
         dim=dim,
-        layers=int(about.get("num_hidden_layers", 0)) or count_layers(checkpoint),
+        layers=int(about.get("num_hidden_layers", 0)) or checkpoint.count("model.layers."),
         heads=heads,
         kv_heads=checkpoint.shapes["model.layers.0.self_attn.k_norm.weight"][0],
         ffn_dim=checkpoint.shapes["model.layers.0.mlp.gate_proj.weight"][0],
@@ -62,11 +60,6 @@ def config_of(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfi
         qk_norm=True,
         embed_rows=rows,
     )
-
-
-def count_layers(checkpoint: Checkpoint) -> int:
-    names = [re.match(r"model\.layers\.(\d+)\.", name) for name in checkpoint.shapes]
-    return 1 + max(int(found[1]) for found in names if found)
 
 
 def codes_of(about: dict[str, Any]) -> int:
@@ -90,11 +83,6 @@ def check_draws(checkpoint: Checkpoint, about: dict[str, Any], config: Transform
         raise WeightsError(f"{checkpoint.path} cannot draw", why, "Anole: --model anole-7b")
 
 
-def norm_shape(checkpoint: Checkpoint) -> tuple[int, int]:
-    heads, head_dim = checkpoint.shapes["model.layers.0.self_attn.q_norm.weight"]
-    return heads, head_dim
-
-
 def target_recipe(config: TransformerConfig) -> Recipe:
     """Recipe of `target.*`."""
     first = FIRST_IMAGE_TOKEN
@@ -104,18 +92,7 @@ def target_recipe(config: TransformerConfig) -> Recipe:
         "target.head.weight": take("lm_head.weight", rows=(first, first + config.vocab_size)),
     }
     for i in range(config.layers):
-        goal, old = f"target.layers.{i}.", f"model.layers.{i}."
-        attention, mlp = old + "self_attn.", old + "mlp."
-        recipe |= {
-            goal + "attention.qkv.weight": take(*(f"{attention}{p}_proj.weight" for p in "qkv")),
-            goal + "attention.out.weight": take(attention + "o_proj.weight"),
-            goal + "attention_norm.weight": take(old + "input_layernorm.weight"),
-            goal + "ffn_norm.weight": take(old + "post_attention_layernorm.weight"),
-            goal + "ffn.gate_up.weight": take(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-            goal + "ffn.down.weight": take(mlp + "down_proj.weight"),
-        }
-        for part in ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias"):
-            recipe[f"{goal}attention.{part}"] = take(attention + part)
+        recipe |= llama_block(f"target.layers.{i}.", f"model.layers.{i}.", qk_norm=True)
     return recipe
 
 
@@ -146,10 +123,8 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         OptionError: transformers is missing. WeightsError: no tokenizer, or one that does not fit.
     """
-    try:
+    with needing("transformers", "it splits prompts"):
         from transformers import PreTrainedTokenizerFast
-    except ImportError as error:
-        raise OptionError("transformers is not installed", "it splits prompts", EXTRA) from error
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise WeightsError(f"{folder} holds no tokenizer.json", hint="download it with the model")
@@ -223,9 +198,7 @@ def vq_name(name: str) -> str:
 def as_vq(checkpoint: Checkpoint) -> Checkpoint:
     """The tokenizer's tensors by our names; Meta's decoder counts its levels from the finest one."""
     renamed = checkpoint.renamed(vq_name)
-    levels = 1 + max(
-        (int(n.split(".")[2]) for n in renamed.shapes if n.startswith("encoder.down.")), default=-1
-    )
+    levels = renamed.count("encoder.down.")
 
     def place(name: str) -> str:
         words = name.split(".")

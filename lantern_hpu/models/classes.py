@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from difflib import get_close_matches
 from functools import lru_cache
-from pathlib import Path
 
 from lantern_hpu.errors import OptionError
+from lantern_hpu.hub import ASSETS
 
-FILE = Path(__file__).parents[1] / "assets" / "imagenet.txt"
+FILE = ASSETS / "imagenet.txt"
 
 
 def class_index(text: str) -> int:

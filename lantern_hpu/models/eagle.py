@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.kernels import Kernels
+from lantern_hpu.models.chameleon import FIRST_IMAGE_TOKEN
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target, TransformerConfig
 from lantern_hpu.models.weights import (
@@ -21,9 +21,10 @@ from lantern_hpu.models.weights import (
     Recipe,
     describing,
     fingerprint,
+    llama_block,
     open_checkpoint,
     pour,
-    read_json,
+    settings_beside,
     take,
 )
 
@@ -35,42 +36,28 @@ SAMPLED_ROWS = 64  # rows of the embedding compared with the target's
 
 def open_drafter(path: Path) -> tuple[Checkpoint, dict[str, Any]]:
     """A drafter's tensors and its config.json."""
-    found = open_checkpoint(path).within("module.")
-    return found, read_json((path if path.is_dir() else path.parent) / "config.json")
+    return open_checkpoint(path).within("module."), settings_beside(path)
 
 
-def recipe_of(first_image_token: int, qk_norm: bool, input_norm: bool) -> Recipe:
+def recipe_of(config: TransformerConfig, input_norm: bool) -> Recipe:
     """By our names. Where the table holds words too, image tokens come first: see `chameleon`."""
-    layer, attention, mlp = "layers.0.", "layers.0.self_attn.", "layers.0.mlp."
-    recipe = {
-        "embed.weight": take("embed_tokens.weight", roll=first_image_token),
+    holds_words = config.embed_rows is not None
+    first = FIRST_IMAGE_TOKEN if holds_words else 0
+    return {
+        "embed.weight": take("embed_tokens.weight", roll=first),
         "fc.weight": take("fc.weight"),
         "fc.bias": take("fc.bias"),
-        "block.attention.qkv.weight": take(*(f"{attention}{p}_proj.weight" for p in "qkv")),
-        "block.attention.out.weight": take(attention + "o_proj.weight"),
-        "block.ffn.gate_up.weight": take(mlp + "gate_proj.weight", mlp + "up_proj.weight"),
-        "block.ffn.down.weight": take(mlp + "down_proj.weight"),
-        "block.ffn_norm.weight": take(layer + "post_attention_layernorm.weight"),
+        **llama_block("block.", "layers.0.", input_norm, config.qk_norm),
     }
-    if input_norm:
-        recipe["block.attention_norm.weight"] = take(layer + "input_layernorm.weight")
-    if qk_norm:
-        for part in ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias"):
-            recipe[f"block.attention.{part}"] = take(attention + part)
-    return recipe
 
 
 def load_drafter(
-    path: Path,
-    target: Target,
-    first_image_token: int,
-    kernels: Kernels,
-    dtype: torch.dtype | None = None,
+    path: Path, target: Target, dtype: torch.dtype | None = None
 ) -> tuple[Drafter, str]:
     """A published drafter for this target, and its fingerprint.
 
     Args:
-        first_image_token: id of code 0 in the drafter's table. dtype: None keeps the file's.
+        dtype: None keeps the file's.
 
     Raises:
         WeightsError: unreadable, misshapen, or trained for another target.
@@ -87,9 +74,9 @@ def load_drafter(
             # A LlamaGen drafter was trained without a mask for pads.
             sees_pads=config.rope == "2d",
             shift=shift_of(about, path),
-            kernels=kernels,
+            kernels=target.kernels,
         )
-    recipe = recipe_of(first_image_token, config.qk_norm, input_norm)
+    recipe = recipe_of(config, input_norm)
     pour(drafter, checkpoint, recipe, dtype, head.device)
     if not about.get("trusted"):
         check_family(drafter, target, path)

@@ -12,7 +12,6 @@ tokenizer.json      if prompts are read as tokens
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.config import Sampling
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.hub import CONFIG, read_config, sha256, source
+from lantern_hpu.hub import CONFIG, read_config, reading, sha256, source
 from lantern_hpu.kernels import PLAIN, Kernels
 from lantern_hpu.models.chameleon import TokenConditioner, check_image_tokens, load_tokenizer
 from lantern_hpu.models.condition import CaptionConditioner, ClassConditioner, Conditioner
@@ -33,7 +32,7 @@ from lantern_hpu.models.t5 import T5Conditioner
 from lantern_hpu.models.text import TextConditioner, WordConditioner
 from lantern_hpu.models.transformer import Target, TransformerConfig
 from lantern_hpu.models.vq import VQConfig, VQModel
-from lantern_hpu.models.weights import fingerprint, open_checkpoint, pour, take
+from lantern_hpu.models.weights import describing, fingerprint, open_checkpoint, pour, take
 
 TARGET, DRAFTER_WEIGHTS, VQ = "target.safetensors", "drafter.safetensors", "vq.safetensors"
 DRAFTER = "drafter.json"  # beside the weights of a drafter that lies alone
@@ -98,7 +97,7 @@ def load_folder(folder: Path, placement: Placement = Placement()) -> ImageModel:
         WeightsError: files are missing or damaged, or tensors do not fit the configuration.
     """
     about = read_config(folder)
-    try:
+    with describing(folder / CONFIG):
         with torch.device("meta"):  # no random initialisation of what is about to be loaded
             sizes = transformer_config(about["target"])
             target = Target(sizes, placement.kernels)
@@ -108,8 +107,6 @@ def load_folder(folder: Path, placement: Placement = Placement()) -> ImageModel:
             stored, finish = make_condition(about["condition"], sizes, folder)
         sampling = Sampling(**about["sampling"])
         fastest = {name: (method, tree) for name, (method, tree) in about["fastest"].items()}
-    except (KeyError, TypeError, ValueError, ArithmeticError) as error:
-        raise WeightsError(f"{folder / CONFIG} does not describe a model", repr(error)) from error
     main = nn.ModuleDict({**stored, "target": target})
     dtype, device = placement.dtype, placement.device
     pour(main, open_checkpoint(folder / TARGET), None, dtype, device)
@@ -249,13 +246,9 @@ def use_drafter(model: ImageModel, folder: Path) -> None:
     Raises:
         WeightsError: unreadable, or trained for another target.
     """
-    try:
-        about = json.loads((folder / DRAFTER).read_text())
-        options, target = dict(about["options"]), about["target"]
-        with torch.device("meta"):
-            drafter = make_drafter(options, model.target.config, model.target.kernels)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"{folder} holds no drafter", repr(error)) from error
+    with reading(folder / DRAFTER) as about, torch.device("meta"):
+        options, target = about["options"], about["target"]
+        drafter = make_drafter(options, model.target.config, model.target.kernels)
     if target != model.fingerprint:
         why = f"it was trained for another target than {model.name}"
         raise WeightsError(f"the drafter in {folder} does not fit", why, "--model")

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.models.transformer import TransformerConfig
-from lantern_hpu.models.weights import Checkpoint, Recipe, Source, listed, read_json, take
+from lantern_hpu.models.weights import Checkpoint, Recipe, listed, llama_block, take
 from lantern_hpu.parts import CODE_PIXELS
 
 CAPTION_SLOTS = 120
@@ -83,51 +82,36 @@ def ignored(name: str) -> bool:
     return name.endswith(BUFFERS)
 
 
-def to_pt_names(checkpoint: Checkpoint) -> Checkpoint:
+def bare_names(checkpoint: Checkpoint) -> Checkpoint:
     """The Hugging Face copies lay the modules in `model.`, all but the head."""
-    if "tok_embeddings.weight" in checkpoint:
-        return checkpoint
     return checkpoint.renamed(lambda name: name.removeprefix("model."))
 
 
-def block_recipe(hugging_face: bool, layers: int) -> Recipe:
-    """The blocks' tensors. `q`, `k`, `v` are in one matrix, as are gate and up."""
-    recipe: dict[str, Source] = {}
-    for i in range(layers):
-        goal, old = f"layers.{i}.", f"layers.{i}."
-        if hugging_face:
-            attention, ffn = old + "self_attn.", old + "mlp."
-            parts = [f"{attention}{p}_proj.weight" for p in "qkv"]
-            recipe |= {
-                goal + "attention.qkv.weight": take(*parts),
-                goal + "attention.out.weight": take(f"{attention}o_proj.weight"),
-                goal + "ffn.gate_up.weight": take(f"{ffn}gate_proj.weight", f"{ffn}up_proj.weight"),
-                goal + "ffn.down.weight": take(f"{ffn}down_proj.weight"),
-                goal + "attention_norm.weight": take(old + "input_layernorm.weight"),
-                goal + "ffn_norm.weight": take(old + "post_attention_layernorm.weight"),
-            }
-        else:
-            attention, ffn = old + "attention.", old + "feed_forward."
-            recipe |= {
-                goal + "attention.qkv.weight": take(attention + "wqkv.weight"),
-                goal + "attention.out.weight": take(attention + "wo.weight"),
-                goal + "ffn.gate_up.weight": take(ffn + "w1.weight", ffn + "w3.weight"),
-                goal + "ffn.down.weight": take(ffn + "w2.weight"),
-                goal + "attention_norm.weight": take(old + "attention_norm.weight"),
-                goal + "ffn_norm.weight": take(old + "ffn_norm.weight"),
-            }
-    return recipe
-
-
-def target_recipe(checkpoint: Checkpoint, layers: int) -> dict[str, Any]:
-    """Recipe of `target.*` and of the condition, `condition.*` or `classes.*`."""
-    hugging_face = "embed_tokens.weight" in checkpoint
-    target = dict(block_recipe(hugging_face, layers)) | {
-        "embed.weight": take("embed_tokens.weight" if hugging_face else "tok_embeddings.weight"),
-        "norm.weight": take("norm.weight"),
-        "head.weight": take("lm_head.weight" if hugging_face else "output.weight"),
+def pt_block(goal: str, old: str) -> Recipe:
+    """One layer by the names of the `.pt` files."""
+    attention, ffn = f"{old}attention.", f"{old}feed_forward."
+    return {
+        f"{goal}attention.qkv.weight": take(f"{attention}wqkv.weight"),
+        f"{goal}attention.out.weight": take(f"{attention}wo.weight"),
+        f"{goal}attention_norm.weight": take(f"{old}attention_norm.weight"),
+        f"{goal}ffn_norm.weight": take(f"{old}ffn_norm.weight"),
+        f"{goal}ffn.gate_up.weight": take(f"{ffn}w1.weight", f"{ffn}w3.weight"),
+        f"{goal}ffn.down.weight": take(f"{ffn}w2.weight"),
     }
-    recipe = {f"target.{name}": source for name, source in target.items()}
+
+
+def target_recipe(checkpoint: Checkpoint, layers: int) -> Recipe:
+    """Recipe of `target.*` and of the condition, `condition.*` or `classes.*`."""
+    embed, head, block = "tok_embeddings", "output", pt_block
+    if "embed_tokens.weight" in checkpoint:
+        embed, head, block = "embed_tokens", "lm_head", llama_block
+    recipe = {
+        "target.embed.weight": take(f"{embed}.weight"),
+        "target.norm.weight": take("norm.weight"),
+        "target.head.weight": take(f"{head}.weight"),
+    }
+    for i in range(layers):
+        recipe |= block(f"target.layers.{i}.", f"layers.{i}.")
     if by_class(checkpoint):
         return recipe | {"classes.weight": take("cls_embedding.embedding_table.weight")}
     return recipe | {
@@ -160,7 +144,7 @@ def config_of(checkpoint: Checkpoint, about: dict[str, Any], size: int | None) -
         layers=layers,
         heads=heads_of(checkpoint, about, dim),
         ffn_dim=ffn,
-        prefix=1 if by_class(checkpoint) else prefix_of(checkpoint),
+        prefix=prefix_of(checkpoint),
         grid=(side, side),
         # What the Hub's copies say of it was never confirmed; the code that trained the weights has 1e-5.
         norm_eps=float(about.get("rms_norm_eps", 1e-5)),
@@ -172,8 +156,7 @@ def layers_of(checkpoint: Checkpoint, about: dict[str, Any], dim: int) -> int:
     """How many layers there should be; those that the file lacks are then missed by name."""
     if "num_hidden_layers" in about:
         return int(about["num_hidden_layers"])
-    names = [re.match(r"layers\.(\d+)\.", name) for name in checkpoint.shapes]
-    present = 1 + max((int(found[1]) for found in names if found), default=-1)
+    present = checkpoint.count("layers.")
     # The published sizes have one width each; a smaller copy of one says its layers in config.json.
     published = LAYERS.get((dim, embedding_shape(checkpoint)[0]), present)
     return max(published, present)
@@ -189,6 +172,9 @@ def embedding_shape(checkpoint: Checkpoint) -> tuple[int, int]:
 
 
 def prefix_of(checkpoint: Checkpoint) -> int:
+    """Slots of the condition: a label takes one."""
+    if by_class(checkpoint):
+        return 1
     shape = checkpoint.shapes.get("cls_embedding.uncond_embedding")
     return shape[0] if shape else CAPTION_SLOTS
 
@@ -214,13 +200,12 @@ def grid_side(checkpoint: Checkpoint, about: dict[str, Any], size: int | None) -
         known[f"block_size {about['block_size']} of its config.json"] = math.isqrt(
             int(about["block_size"])
         )
-    named = re.search(r"_(256|384|512)$", Path(checkpoint.path).stem)
+    named = re.search(r"_(256|384|512)$", checkpoint.path.stem)
     if named:
         known[f"the file's name {checkpoint.path.name}"] = int(named[1]) // CODE_PIXELS
     for name, shape in checkpoint.shapes.items():
         if name.endswith("freqs_cis"):
-            prefix = 1 if by_class(checkpoint) else prefix_of(checkpoint)
-            known["its table of positions"] = math.isqrt(shape[0] - prefix)
+            known["its table of positions"] = math.isqrt(shape[0] - prefix_of(checkpoint))
     if len(set(known.values())) > 1:
         says = "; ".join(f"{who} means {side * CODE_PIXELS} pixels" for who, side in known.items())
         hint = "leave --image-size out, or the file under its published name"
@@ -230,8 +215,3 @@ def grid_side(checkpoint: Checkpoint, about: dict[str, Any], size: int | None) -
         why = "neither its name nor a config.json says it"
         raise WeightsError(f"the image size of {checkpoint.path} is unknown", why, hint)
     return next(iter(known.values()))
-
-
-def settings_beside(path: Path) -> dict[str, Any]:
-    """The config.json of a checkpoint's folder."""
-    return read_json((path if path.is_dir() else path.parent) / "config.json")

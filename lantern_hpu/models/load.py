@@ -15,7 +15,6 @@ from lantern_hpu.config import Sampling
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.hub import CONFIG
 from lantern_hpu.models import chameleon, eagle, llamagen
-from lantern_hpu.models.condition import CaptionConditioner, ClassConditioner, Conditioner
 from lantern_hpu.models.folder import (
     DRAFTER,
     DRAFTER_WEIGHTS,
@@ -24,12 +23,10 @@ from lantern_hpu.models.folder import (
     ImageModel,
     Placement,
     load_folder,
+    make_condition,
     text_digest,
-    token_conditioner,
     use_drafter,
 )
-from lantern_hpu.models.folder import text_encoder as open_text_encoder
-from lantern_hpu.models.llamagen import CaptionProjection
 from lantern_hpu.models.transformer import Target, TransformerConfig
 from lantern_hpu.models.vq import VQConfig, VQModel
 from lantern_hpu.models.weights import (
@@ -37,19 +34,16 @@ from lantern_hpu.models.weights import (
     Recipe,
     describing,
     fingerprint,
+    folder_of,
     open_checkpoint,
     plain,
     pour,
+    settings_beside,
 )
-from lantern_hpu.parts import CODE_PIXELS, Parts
+from lantern_hpu.parts import CODE_PIXELS, OPTIONS, Parts
+from lantern_hpu.registry import usual_sampling
 
 CLASSES = 1000  # of ImageNet, for which labels are known
-# Published settings, for checkpoints that the list of known models does not name
-PUBLISHED = {
-    "captions": Sampling(7.5, 1.0, 1000, 1.0),
-    "classes": Sampling(4.0, 1.0, 0, 1.0),
-    "tokens": Sampling(3.0, 1.0, 2000, 1.0),
-}
 
 
 def load(parts: Parts, placement: Placement) -> ImageModel:
@@ -79,12 +73,10 @@ def load(parts: Parts, placement: Placement) -> ImageModel:
 def put_drafter(model: ImageModel, path: Path, dtype: torch.dtype | None) -> None:
     """A drafter of our own training, or a published one."""
     if (path / DRAFTER).is_file():
-        return use_drafter(model, path)
-    first = chameleon.FIRST_IMAGE_TOKEN if model.target.config.embed_rows else 0
-    kernels = model.target.kernels
-    model.drafter, digest = eagle.load_drafter(path, model.target, first, kernels, dtype)
-    model.files = model.files | {DRAFTER_WEIGHTS: digest}
-    return None
+        use_drafter(model, path)
+    else:
+        model.drafter, digest = eagle.load_drafter(path, model.target, dtype)
+        model.files = model.files | {DRAFTER_WEIGHTS: digest}
 
 
 def put_vq(model: ImageModel, path: Path, placement: Placement) -> None:
@@ -112,14 +104,12 @@ def check_vq(config: VQConfig, target: TransformerConfig, pixels: int, path: Pat
 class Family:
     """What a published target turned out to be."""
 
+    name: str  # as the list of known models has it
     config: TransformerConfig
-    stored: dict[str, nn.Module]  # its condition's modules, to be filled with the target
     recipe: Recipe
     ignored: Callable[[str], bool]
-    condition: Callable[[Target, Placement], Conditioner]
-    about_condition: dict[str, Any]
-    needs: tuple[str, ...]  # parts that it cannot draw without
-    sampling: Sampling
+    about_condition: dict[str, Any]  # see `folder.make_condition`
+    needs: tuple[str, ...] = ("vq",)  # parts that it cannot draw without
 
 
 def recognise(checkpoint: Checkpoint, parts: Parts) -> tuple[Family, Checkpoint]:
@@ -128,13 +118,13 @@ def recognise(checkpoint: Checkpoint, parts: Parts) -> tuple[Family, Checkpoint]
     Raises:
         WeightsError: of no known family, or its sizes cannot be told.
     """
-    about = llamagen.settings_beside(parts.target)
+    about = settings_beside(parts.target)
     checkpoint = checkpoint.within("module.")
     if chameleon.is_chameleon(checkpoint):
         return anole(checkpoint, about, parts), checkpoint
     if llamagen.is_llamagen(checkpoint):
-        named = llamagen.to_pt_names(checkpoint)
-        return llamagen_family(named, about, parts), named
+        bare = llamagen.bare_names(checkpoint)
+        return llamagen_family(bare, about, parts), bare
     why = "it is neither a LlamaGen (cls_embedding.*) nor a Chameleon (q_norm) checkpoint"
     raise WeightsError(f"{parts.target} is of no known family", why, "python -m lantern_hpu.models")
 
@@ -147,39 +137,11 @@ def llamagen_family(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts)
         if classes != CLASSES:
             why = f"it knows {classes} classes, labels are known for {CLASSES}"
             raise WeightsError(f"{parts.target} is of no known family", why)
-        table = nn.Embedding(classes + 1, config.dim, device="meta")
-        stored: dict[str, nn.Module] = {"classes": table}
-        kind = {"kind": "classes", "classes": classes}
-        made = ClassConditioner(table)
-        return Family(
-            config,
-            stored,
-            recipe,
-            llamagen.ignored,
-            lambda target, placement: made,
-            kind,
-            ("vq",),
-            PUBLISHED["classes"],
-        )
+        labels = {"kind": "classes", "classes": classes}
+        return Family("llamagen-c2i", config, recipe, llamagen.ignored, labels)
     width = checkpoint.shapes["cls_embedding.cap_proj.fc1.weight"][1]
-    with torch.device("meta"):
-        projection = CaptionProjection(width, config.dim, config.prefix)
-    kind = {"kind": "t5", "dim": width, "text": str(parts.text and parts.text.resolve())}
-
-    def captions(target: Target, placement: Placement) -> Conditioner:
-        text = open_text_encoder(placement, None, config.prefix, width)
-        return CaptionConditioner(text, projection)
-
-    return Family(
-        config,
-        {"condition": projection},
-        recipe,
-        llamagen.ignored,
-        captions,
-        kind,
-        ("vq", "text"),
-        PUBLISHED["captions"],
-    )
+    captions = {"kind": "t5", "dim": width, "text": parts.text and str(parts.text.resolve())}
+    return Family("llamagen-t2i", config, recipe, llamagen.ignored, captions, ("vq", "text"))
 
 
 def anole(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Family:
@@ -189,27 +151,13 @@ def anole(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Family
     if parts.image_size not in (None, side):
         why = f"Anole draws {side} x {side} pixels"
         raise OptionError(f"--image-size is {parts.image_size}", why, "leave it out")
-    beside = parts.target if parts.target.is_dir() else parts.target.parent
-
-    def tokens(target: Target, placement: Placement) -> Conditioner:
-        where = placement.text or beside
-        return token_conditioner(target, where)
-
-    return Family(
-        config,
-        {},
-        chameleon.target_recipe(config),
-        chameleon.ignored,
-        tokens,
-        {"kind": "tokens"},
-        ("vq",),
-        PUBLISHED["tokens"],
-    )
+    recipe = chameleon.target_recipe(config)
+    return Family("chameleon", config, recipe, chameleon.ignored, {"kind": "tokens"})
 
 
-WHERE = {  # part: what it is, the option that names it, where it is to be had
-    "vq": ("the VQ tokenizer", "--vq", "FoundationVision/LlamaGen vq_ds16_*.pt; Anole: vqgan.ckpt"),
-    "text": ("the text encoder", "--text-encoder", "google/flan-t5-xl"),
+WHERE = {  # part: what it is, where it is to be had
+    "vq": ("the VQ tokenizer", "FoundationVision/LlamaGen vq_ds16_*.pt; Anole: vqgan.ckpt"),
+    "text": ("the text encoder", "google/flan-t5-xl"),
 }
 
 
@@ -218,7 +166,7 @@ def check_parts(family: Family, parts: Parts, inside: set[str]) -> None:
     absent = [name for name in family.needs if getattr(parts, name) is None]
     missing = [name for name in absent if name not in inside]
     if missing:
-        lines = [f"{WHERE[name][0]} ({WHERE[name][1]}; {WHERE[name][2]})" for name in missing]
+        lines = [f"{WHERE[name][0]} ({OPTIONS[name]}; {WHERE[name][1]})" for name in missing]
         hint = "name them, or lay them beside the target"
         raise WeightsError(f"parts are missing for {parts.target}", "; ".join(lines), hint)
 
@@ -236,12 +184,14 @@ def load_published(parts: Parts, placement: Placement) -> ImageModel:
     # LlamaGen uses its codes at length 1.
     vq, vq_digest = load_vq(tokenizer, not chameleon.is_chameleon(checkpoint), placement)
     check_vq(vq.config, family.config, CODE_PIXELS, tokenizer.path)
+    about, beside = family.about_condition, folder_of(parts.target)
     with torch.device("meta"):
         target = Target(family.config, placement.kernels)
-    main = nn.ModuleDict({**family.stored, "target": target})
+        modules, finish = make_condition(about, family.config, beside)
+    main = nn.ModuleDict({**modules, "target": target})
     pour(main, checkpoint, family.recipe, placement.dtype, placement.device, family.ignored)
     digest = fingerprint(checkpoint, family.recipe)
-    condition = family.condition(target, placement)
+    condition = finish(target, placement)
     return ImageModel(
         parts.name,
         parts.source,
@@ -250,9 +200,9 @@ def load_published(parts: Parts, placement: Placement) -> ImageModel:
         target,
         None,
         condition,
-        family.about_condition,
+        about,
         vq,
-        Sampling(**parts.sampling) if parts.sampling else family.sampling,
+        Sampling(**(parts.sampling or usual_sampling(family.name))),
     )
 
 
@@ -265,20 +215,25 @@ def vq_config(checkpoint: Checkpoint, normalised: bool) -> VQConfig:
     def width(name: str) -> int:
         return checkpoint.shapes[name][0]
 
-    levels = checkpoint.count("encoder.conv_blocks.{}.res.0.conv1.weight")
+    levels = checkpoint.count("encoder.conv_blocks.")
     channels = width("encoder.conv_in.weight")
     each = [width(f"encoder.conv_blocks.{i}.res.0.conv1.weight") for i in range(levels)]
     codes, code_dim = checkpoint.shapes["quantize.embedding.weight"]
     return VQConfig(
         channels,
         tuple(w // channels for w in each),
-        checkpoint.count("encoder.conv_blocks.0.res.{}.conv1.weight"),
+        checkpoint.count("encoder.conv_blocks.0.res."),
         checkpoint.shapes["quant_conv.weight"][1],
         code_dim,
         codes,
         normalize_codebook=normalised,
         attention=f"encoder.conv_blocks.{levels - 1}.attn.0.norm.weight" in checkpoint,
     )
+
+
+def training_only(name: str) -> bool:
+    """A counter and losses, which only training reads."""
+    return name.startswith(("quantize.codebook_used", "loss."))
 
 
 def load_vq(checkpoint: Checkpoint, normalised: bool, placement: Placement) -> tuple[VQModel, str]:
@@ -300,13 +255,6 @@ def load_vq(checkpoint: Checkpoint, normalised: bool, placement: Placement) -> t
         config = vq_config(checkpoint, normalised)
     with torch.device("meta"):
         model = VQModel(config)
-    used = ("quantize.codebook_used", "loss.")
-    pour(
-        model,
-        checkpoint,
-        None,
-        torch.float32,
-        placement.device,
-        ignored=lambda name: name.startswith(used),
-    )
-    return model, fingerprint(checkpoint, plain(model))
+    recipe = plain(model)
+    pour(model, checkpoint, recipe, torch.float32, placement.device, training_only)
+    return model, fingerprint(checkpoint, recipe)

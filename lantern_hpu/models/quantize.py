@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 
-from lantern_hpu.errors import OptionError
+from lantern_hpu.errors import needing
 from lantern_hpu.models.transformer import Target
-
-EXTRA = 'pip install "lantern-hpu[quantize]"'
 
 
 def quantize(target: Target, kind: str) -> None:
@@ -21,10 +19,8 @@ def quantize(target: Target, kind: str) -> None:
     assert kind == "int8", kind
     logging.disable(logging.WARNING)  # it tells of kernels that only other devices have
     try:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-    except ImportError as error:
-        why = "it holds the 8-bit matrices"
-        raise OptionError("torchao is not installed", why, EXTRA) from error
+        with needing("torchao", "it holds the 8-bit matrices", "quantize"):
+            from torchao.quantization import Int8WeightOnlyConfig, quantize_
     finally:
         logging.disable(logging.NOTSET)
     quantize_(target.layers, Int8WeightOnlyConfig())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,17 +12,16 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
-from lantern_hpu.errors import OptionError, WeightsError, choices
+from lantern_hpu.errors import OptionError, WeightsError, choices, needing
+from lantern_hpu.hub import reading
 from lantern_hpu.models.captions import clean as clean_twice
-from lantern_hpu.models.captions import needed
 from lantern_hpu.models.text import Condition
+from lantern_hpu.models.weights import SINGLES
 
 Keep = Literal["device", "host", "free"]
 
 CACHED = 1024  # prompts whose features stay on the host, at most 0.5 GB for flan-t5-xl
 HINT = "download all files of google/flan-t5-xl into one folder"
-# In the order in which transformers looks for them.
-WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 TOKENIZERS = ("tokenizer.json", "spiece.model")
 
 
@@ -62,7 +60,9 @@ class T5Conditioner:
         self.keep, self.clean = keep, clean
         self.width = read_width(folder)  # C
         # Missing packages show now, not after the image model is loaded.
-        self._transformers = needed("transformers")
+        with needing("transformers", "it encodes captions"):
+            import transformers
+        self._transformers: Any = transformers
         self._text("")
         self._tokenizer: Any = None
         self._encoder: Any = None
@@ -212,14 +212,15 @@ def check_files(folder: Path) -> None:
 
 
 def _missing_weights(folder: Path) -> list[str]:
-    for name in WEIGHTS:
+    for name in SINGLES:
         if (folder / name).is_file():
             return []
         index = folder / f"{name}.index.json"
         if index.is_file():
-            parts = set(_read_json(index, "weight_map").values())
+            with reading(index, HINT) as about:
+                parts = set(about["weight_map"].values())
             return sorted(part for part in parts if not (folder / part).is_file())
-    return [" or ".join(WEIGHTS)]
+    return [" or ".join(SINGLES)]
 
 
 def read_width(folder: Path) -> int:
@@ -228,14 +229,8 @@ def read_width(folder: Path) -> int:
     Raises:
         WeightsError: the configuration is unreadable or not a T5's.
     """
-    return int(_read_json(folder / "config.json", "d_model"))
-
-
-def _read_json(file: Path, key: str) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))[key]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise WeightsError(f"cannot read {file}", repr(error), HINT) from error
+    with reading(folder / "config.json", HINT) as about:
+        return int(about["d_model"])
 
 
 @contextmanager

@@ -61,9 +61,8 @@ class WordConditioner(nn.Module):
     def forward(self, ids: Tensor) -> Condition:
         """[B, P] int32 ids, padded with 0 on the left -> features."""
         valid = ids > 0
-        order = (valid.int().cumsum(-1, dtype=torch.int32) - 1).clamp(
-            min=0
-        )  # a word's place, whatever the padding
+        # A word's place, whatever the padding
+        order = (valid.int().cumsum(-1, dtype=torch.int32) - 1).clamp(min=0)
         features = (self.table(ids) + self.position(order)) * valid[..., None]
         return Condition(features, valid)
 

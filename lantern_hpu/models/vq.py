@@ -32,9 +32,8 @@ class VQConfig:
     codebook_size: int = 16384
     groups: int = 32
     normalize_codebook: bool = True
-    attention: bool = (
-        True  # at the coarsest level, as LlamaGen's have; Chameleon's has it in the middle alone
-    )
+    # At the coarsest level, as LlamaGen's have; Chameleon's has it in the middle alone
+    attention: bool = True
 
     def __post_init__(self) -> None:
         # JSON has no tuples; a list here would make equal configurations compare unequal.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,10 +21,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.hub import PICKLES, SAFE, weights_files
+from lantern_hpu.hub import PICKLES, SAFE, reading, weights_files
 
-INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-SINGLES = ("model.safetensors", "pytorch_model.bin")
+SINGLES = ("model.safetensors", "pytorch_model.bin")  # in transformers' order
+INDEXES = tuple(f"{name}.index.json" for name in SINGLES)
 # Keys under which training frameworks put the weights
 CONTAINERS = ("model", "module", "state_dict")
 # In what torch says of a pickle that names a function or class to call
@@ -79,12 +78,10 @@ class Checkpoint:
             return self
         return self.renamed(lambda name: name.removeprefix(prefix))
 
-    def count(self, pattern: str) -> int:
-        """How many layers there are: the numbers from 0 for which `pattern` with `{}` is a name."""
-        number = 0
-        while pattern.format(number) in self.shapes:
-            number += 1
-        return number
+    def count(self, prefix: str) -> int:
+        """How many layers there are by the highest number that follows a prefix, lacking ones included."""
+        rest = [n.removeprefix(prefix).split(".")[0] for n in self.shapes if n.startswith(prefix)]
+        return 1 + max((int(number) for number in rest if number.isdigit()), default=-1)
 
 
 # ------------------------------------------------------------------------------------ reading files
@@ -125,10 +122,8 @@ def open_folder(folder: Path) -> Checkpoint:
 
 def open_shards(folder: Path, index: Path) -> Checkpoint:
     """Several files and the index that says which tensor lies where."""
-    try:
-        places = {str(n): str(f) for n, f in json.loads(index.read_text())["weight_map"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"cannot read {index}", repr(error), "download it again") from error
+    with reading(index, "download it again") as about:
+        places = {str(name): str(file) for name, file in about["weight_map"].items()}
     missing = sorted({name for name in places.values() if not (folder / name).is_file()})
     if missing:
         raise WeightsError(f"files are missing in {folder}", ", ".join(missing), "download again")
@@ -214,21 +209,22 @@ def guess_content(path: Path) -> str:
     return "damaged, cut off, or no file of torch.save"
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A configuration beside weights; empty where there is none.
+def folder_of(path: Path) -> Path:
+    """A checkpoint's folder, whether it is the folder or a file in it."""
+    return path if path.is_dir() else path.parent
+
+
+def settings_beside(path: Path) -> dict[str, Any]:
+    """The config.json in a checkpoint's folder; empty where there is none.
 
     Raises:
         WeightsError: it is there and cannot be read.
     """
-    if not path.is_file():
+    file = folder_of(path) / "config.json"
+    if not file.is_file():
         return {}
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"cannot read {path}", str(error)) from error
-    if not isinstance(found, dict):
-        raise WeightsError(f"cannot read {path}", "it is not an object")
-    return found
+    with reading(file) as found:
+        return found
 
 
 # ------------------------------------------------------------------------------------ filling modules
@@ -239,6 +235,24 @@ def listed(names: Iterable[str]) -> str:
     every = list(names)
     more = f" and {len(every) - SHOWN} more" if len(every) > SHOWN else ""
     return ", ".join(every[:SHOWN]) + more
+
+
+def llama_block(goal: str, old: str, input_norm: bool = True, qk_norm: bool = False) -> Recipe:
+    """One layer of ours from one by transformers' names; `q`, `k`, `v` are one matrix here, as are gate and up."""
+    attention, mlp = f"{old}self_attn.", f"{old}mlp."
+    recipe = {
+        f"{goal}attention.qkv.weight": take(*(f"{attention}{p}_proj.weight" for p in "qkv")),
+        f"{goal}attention.out.weight": take(f"{attention}o_proj.weight"),
+        f"{goal}ffn_norm.weight": take(f"{old}post_attention_layernorm.weight"),
+        f"{goal}ffn.gate_up.weight": take(f"{mlp}gate_proj.weight", f"{mlp}up_proj.weight"),
+        f"{goal}ffn.down.weight": take(f"{mlp}down_proj.weight"),
+    }
+    if input_norm:
+        recipe[f"{goal}attention_norm.weight"] = take(f"{old}input_layernorm.weight")
+    if qk_norm:
+        for part in ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias"):
+            recipe[f"{goal}attention.{part}"] = take(f"{attention}{part}")
+    return recipe
 
 
 def plain(module: nn.Module) -> Recipe:
