@@ -24,6 +24,11 @@ class Memory:
     peak: int | None
 
 
+def named(dtype: torch.dtype) -> str:
+    """A number format as options and reports call it."""
+    return str(dtype).removeprefix("torch.")
+
+
 class Backend(ABC):
     """A device. Everything above asks it for what it needs instead of asking for its name.
 
@@ -70,7 +75,10 @@ class Backend(ABC):
 
     @abstractmethod
     def memory(self) -> Memory:
-        """Bytes in total, free, and at the peak of this process."""
+        """Bytes in total, free, and at the peak since `reset_peak`."""
+
+    def reset_peak(self) -> None:  # noqa: B027 - a process cannot forget its own
+        """Begin the peak of memory anew, where the device can; elsewhere it is that of the whole process."""
 
     def kernels(self, choice: str = "auto") -> Kernels:
         """What the transformer calls on this device.

@@ -55,6 +55,9 @@ class CUDABackend(Backend):
         free, total = torch.cuda.mem_get_info()
         return Memory(total, free, torch.cuda.max_memory_allocated())
 
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
     def kernels(self, choice: str = "auto") -> Kernels:
         from lantern_hpu.backends.kernels import fused
 

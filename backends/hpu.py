@@ -136,6 +136,9 @@ class HPUBackend(Backend):
         free, total = self.hpu.mem_get_info()
         return Memory(total, free, self.hpu.max_memory_allocated())
 
+    def reset_peak(self) -> None:
+        self.hpu.reset_peak_memory_stats()
+
     def flush(self) -> None:
         """End the graph that is being gathered; inside a capture, cut it in two. Lazy mode alone gathers."""
         if not self.lazy:

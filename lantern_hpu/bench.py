@@ -21,23 +21,25 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu import registry
 from lantern_hpu.backends import get_backend, prepare
-from lantern_hpu.config import GROWING, METHODS, Request, in_turn, require
+from lantern_hpu.config import AUTO, GROWING, METHODS, TUNABLE, Request, in_turn, require
 from lantern_hpu.errors import DeviceError, OptionError, choices, exit_code
 from lantern_hpu.graphs import RUNNERS, check_mode
-from lantern_hpu.measure import PARTS, WARM_UP, Case, Row, measure_images, measure_steps
+from lantern_hpu.measure import EAGER, PARTS, WARM_UP, Case, Row, measure_images, measure_steps
 from lantern_hpu.report import KIND, VERSION
 from lantern_hpu.roofline import Rates, Shape, Sizes, floor
 from lantern_hpu.tree import DynamicTree, load_tree
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.base import Backend
+    from lantern_hpu.models.drafter import Drafter
+    from lantern_hpu.models.transformer import Target
     from lantern_hpu.pipeline import LanternPipeline
 
 PROMPTS = (
@@ -63,7 +65,7 @@ CLASSES = (
 )
 GRAPHS = "eager,auto"
 RANDOM = {  # --random-weights: the known model whose sizes are meant
-    "llamagen-xl": "llamagen-t2i-512",
+    "llamagen-xl": "llamagen-t2i-256",
     "llamagen-3b": "llamagen-c2i-3b-384",
     "anole-7b": "anole-7b",
 }
@@ -90,7 +92,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         *("--trees", "--tree"),
         default=None,
-        help="comma-separated, each for the methods that draft its kind (each method's own)",
+        help="comma-separated, each for the methods that draft its kind; auto is the tuned one "
+        "(each method's own)",
     )
     parser.add_argument(
         "--graphs",
@@ -151,16 +154,23 @@ def pairs_for(methods: Sequence[str], trees: Sequence[str]) -> list[tuple[str, s
         OptionError: a tree is for none of the methods.
         TreeError: see `load_tree`.
     """
-    grows = {tree: isinstance(load_tree(tree), DynamicTree) for tree in trees}
-
+    drafting = {tree: methods_for(tree) for tree in trees}
     pairs: list[tuple[str, str | None]] = []
     for method in methods:
-        fitting = [t for t in trees if method != "ar" and (method in GROWING) == grows[t]]
+        fitting = [tree for tree in trees if method in drafting[tree]]
         pairs += [(method, tree) for tree in fitting] or [(method, None)]
     for tree in trees:
         if not any(tree == other for _, other in pairs):
             raise OptionError(f"--trees {tree} fits none of {', '.join(methods)}")
     return pairs
+
+
+def methods_for(tree: str) -> Sequence[str]:
+    """The methods that can draft a tree."""
+    if tree == AUTO:
+        return TUNABLE
+    grows = isinstance(load_tree(tree), DynamicTree)
+    return [method for method in METHODS if method != "ar" and (method in GROWING) == grows]
 
 
 def numbers(text: str, name: str, kind: type[int] | type[float]) -> list[Any]:
@@ -264,8 +274,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
 
     with closing(open_pipeline(args, wanted, first)) as pipeline:
         modes, notes = settle(pipeline.backend, wanted.modes, wanted.by_name)
+        cases = cases_of(pipeline, wanted, modes)
         rates = measure_rates(pipeline.backend, dtype_of(pipeline))
-        rows, missed = measure_all(pipeline, args, wanted, modes)
+        rows, missed = measure_all(pipeline, args, wanted, cases)
         if not rows:
             hint = "a smaller --batch-sizes"
             raise DeviceError("nothing could be measured", "; ".join(missed), hint)
@@ -286,23 +297,37 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
     return report | {"rows": rows}
 
 
+def cases_of(pipeline: LanternPipeline, wanted: Wanted, modes: Sequence[str]) -> list[Case]:
+    """What each row is of. A tuned tree is the one found for the mode that the pipeline is in, in all modes.
+
+    Raises:
+        OptionError: no tree was tuned for a method and batch.
+    """
+    found = {}
+    for batch in wanted.batches:
+        for method, tree in wanted.pairs:
+            _, chosen, relaxation = pipeline.choose(method, tree, size=batch)
+            # By name, as the tuned tree may be a named one that is asked for as well.
+            found[method, chosen.name, batch] = Case(method, chosen, relaxation, EAGER, batch)
+    return [replace(case, mode=mode) for mode in modes for case in found.values()]
+
+
 def measure_all(
-    pipeline: LanternPipeline, args: argparse.Namespace, wanted: Wanted, modes: Sequence[str]
+    pipeline: LanternPipeline, args: argparse.Namespace, wanted: Wanted, cases: Sequence[Case]
 ) -> tuple[list[Row], list[str]]:
     """All rows, with a line of progress each, and what to say about those that the device refused."""
     from tqdm import tqdm
 
     rows, missed = [], []
-    cases = [(m, b, *pair) for m in modes for b in wanted.batches for pair in wanted.pairs]
     with tqdm(cases, unit="row", file=sys.stderr) as bar:
-        for mode, batch, method, tree in bar:
-            name = f"{method}, {mode}, batch {batch}"
+        for case in bar:
+            name = f"{case.method}, {case.mode}, batch {case.batch}"
             bar.set_description(name)
-            if mode != pipeline.graphs:
+            if case.mode != pipeline.graphs:
                 pipeline.engines.clear()
-                pipeline.graphs = mode
+                pipeline.graphs = case.mode
             try:
-                rows.append(measure(pipeline, args, wanted, method, tree, batch))
+                rows.append(measure(pipeline, args, wanted, case))
             except DeviceError as error:  # too little memory for one row says nothing of the others
                 missed.append(f"not measured: {name}: {error.what}: {error.why}")
                 pipeline.engines = {p: e for p, e in pipeline.engines.items() if e.warm}
@@ -334,31 +359,24 @@ def prompts_of(pipeline: LanternPipeline) -> tuple[str, ...]:
     return CLASSES if pipeline.model.condition.takes_classes else PROMPTS
 
 
-def measure(
-    pipeline: LanternPipeline,
-    args: argparse.Namespace,
-    wanted: Wanted,
-    method: str,
-    tree: str | None,
-    batch: int,
-) -> Row:
+def measure(pipeline: LanternPipeline, args: argparse.Namespace, wanted: Wanted, case: Case) -> Row:
     """One row: images, or with random weights steps."""
-    _, chosen, relaxation = pipeline.choose(method, tree)
-    case = Case(method, chosen, relaxation, pipeline.graphs, batch)
-    images = batch if wanted.entry else -(-args.images // batch) * batch
+    images = case.batch if wanted.entry else -(-args.images // case.batch) * case.batch
     requests = in_turn(
-        prompts_of(pipeline), range(images), args.seed, pipeline.model.sampling, relaxation
+        prompts_of(pipeline), range(images), args.seed, pipeline.model.sampling, case.relaxation
     )
     with pipeline.backend.errors():
         if wanted.entry:
             row = measure_steps(pipeline, case, requests, args.steps)
         else:
             row = measure_images(pipeline, case, requests)
-    return row | {"step_passes": Shape.of(chosen).as_json()}
+    return row | {"step_passes": Shape.of(case.tree).as_json()}
 
 
 def dtype_of(pipeline: LanternPipeline) -> str:
-    return str(pipeline.model.target.head.weight.dtype).removeprefix("torch.")
+    from lantern_hpu.backends.base import named
+
+    return named(pipeline.model.target.head.weight.dtype)
 
 
 def heading(module: str, pipeline: LanternPipeline, argv: Sequence[str]) -> dict[str, Any]:
@@ -403,7 +421,7 @@ def about(pipeline: LanternPipeline, args: argparse.Namespace, wanted: Wanted) -
             "steps": args.steps if wanted.entry else None,
             "warm_up": WARM_UP,
         },
-        "sizes": asdict(sizes_of(pipeline)),
+        "sizes": asdict(sizes_of(model.target, model.drafter, model.sampling.cfg_scale != 1)),
     }
 
 
@@ -418,24 +436,23 @@ def device_title(environment: Mapping[str, Any], processor: str) -> str:
     return f"{name}, {threads} thread{'s' * (threads != 1)}" if threads else name
 
 
-def sizes_of(pipeline: LanternPipeline) -> Sizes:
-    """The model as a roofline sees it."""
-    model = pipeline.model
-    config, head = model.target.config, model.target.head.weight
-    drafter = 0
-    if model.drafter is not None:
-        table = model.drafter.embed.weight.numel()
-        drafter = sum(p.numel() for p in model.drafter.parameters()) - table
+def sizes_of(target: Target, drafter: Drafter | None, guidance: bool) -> Sizes:
+    """A model as a roofline sees it; its weights may lie on `meta`."""
+    config, head = target.config, target.head.weight
+    own = 0
+    if drafter is not None:
+        table = drafter.embed.weight.numel()
+        own = sum(p.numel() for p in drafter.parameters()) - table
     return Sizes(
-        body=sum(p.numel() for p in model.target.layers.parameters()),
+        body=sum(p.numel() for p in target.layers.parameters()),
         head=head.numel(),
-        drafter=drafter,
+        drafter=own,
         layers=config.layers,
         width=config.heads * config.head_dim,
         kv_width=config.kv * config.head_dim,
         prefix=config.prefix,
         tokens=config.tokens,
-        rows_per_image=1 if model.sampling.cfg_scale == 1 else 2,
+        rows_per_image=2 if guidance else 1,
         number_bytes=head.element_size(),
     )
 

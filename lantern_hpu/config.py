@@ -21,6 +21,7 @@ RELAXED, GROWING = ("lantern", "lantern++"), ("eagle2", "lantern")
 TUNABLE = ("eagle", "lantern++")  # whose trees `lantern_hpu.tune` finds
 # Of methods, the fastest on the device, as `model.json` has it; of trees, what `lantern_hpu.tune` found
 AUTO = "auto"
+KEPT = ("device", "host", "free")  # where a text encoder stays: see `lantern_hpu.models.t5`
 DEFAULT_TREE = "naive_extend_57"
 Residual = Literal["sound", "official"]
 Rule = Literal["additive", "multiplicative", "annealed"]
@@ -244,7 +245,7 @@ def choose_method(
     """The draft tree and relaxation that a method name stands for.
 
     Args:
-        tree: name, file or the tree itself, for methods that draft; not `auto`, which depends on the device.
+        tree: name, file or the tree itself, for methods that draft; not `auto`, which depends on model and device.
         relaxation: for relaxed methods; the published default if not given.
 
     Raises:
@@ -253,6 +254,9 @@ def choose_method(
     """
     if method not in METHODS:
         raise OptionError(f"unknown method {method!r}", hint=choices([AUTO, *METHODS]))
+    if tree == AUTO:
+        why, hint = "that tree is known to a loaded model alone", "the file of tune --output"
+        raise OptionError(f"--tree {AUTO} has no meaning here", why, hint)
     if method == "ar" and tree:
         raise OptionError("--tree has no meaning for ar", "it drafts nothing", "--method eagle")
     if method not in RELAXED and relaxation and relaxation != EXACT:

@@ -183,9 +183,7 @@ def find_places(
     tree, _ = choose_method(method)
     engine, _ = pipeline.engine(requests, tree, len(requests))
     pipeline.warm_up(engine, requests[0])
-    prefix = pipeline.model.condition.rows(
-        [r.prompt for r in requests], engine.plan.shapes.guidance
-    )
+    prefix = pipeline.prefix(engine, requests)
     seeds = [r.seed for r in requests]
     # One step past `until` must still be inside the image.
     last = pipeline.model.target.config.tokens - 1 - engine.longest

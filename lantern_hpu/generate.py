@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from lantern_hpu.config import (
     AUTO,
     DEFAULT_TREE,
     GROWING,
+    KEPT,
     METHODS,
     PRESETS,
     Relaxation,
@@ -43,9 +45,6 @@ from lantern_hpu.tree import DYNAMIC, NAMED, DraftTree, DynamicTree, Tree, load_
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import Event, LanternPipeline
     from lantern_hpu.results import GenerationResult
-
-
-KEPT = ("device", "host", "free")  # see `lantern_hpu.models.t5`
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -173,14 +172,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_part_options(group: argparse._ArgumentGroup) -> None:
-    """Parts in place of the model's own."""
+    """Parts in place of the model's own, under the names that `Given` has for them."""
     group.add_argument(
         "--drafter", default=None, help="a published one, or one of lantern_hpu.train"
     )
     group.add_argument("--vq", default=None, metavar="FILE", help="the VQ tokenizer")
-    group.add_argument(
-        "--text-encoder", default=None, metavar="FOLDER", help="T5, or the tokenizer"
-    )
+    group.add_argument("--text-encoder", dest="text", metavar="FOLDER", help="T5, or the tokenizer")
     group.add_argument("--neighbours", default=None, metavar="FILE.npy", help="nearest codes")
     group.add_argument(
         "--image-size",
@@ -190,15 +187,9 @@ def add_part_options(group: argparse._ArgumentGroup) -> None:
     )
 
 
-# Field of `Given`: the option's name in `args`
-PART_OPTIONS = {"text": "text_encoder"} | {
-    name: name for name in ("drafter", "vq", "neighbours", "image_size")
-}
-
-
 def given_parts(args: argparse.Namespace) -> Given:
     """Parts named on the command line."""
-    return Given(**{part: getattr(args, name) for part, name in PART_OPTIONS.items()})
+    return Given(**{part.name: getattr(args, part.name) for part in fields(Given)})
 
 
 def read_prompts(file: Path) -> list[str]:
@@ -346,8 +337,7 @@ def again(args: argparse.Namespace) -> dict[str, Any]:
     args.prompt, args.seed = [data["prompt"]], data["seed"]
     args.model, args.dtype = args.model or config["model"], config["dtype"]
     for part, value in config.get("parts", {}).items():
-        option = PART_OPTIONS[part]
-        setattr(args, option, getattr(args, option) or value)
+        setattr(args, part, getattr(args, part) or value)
     args.method, args.quantize = config["method"], config.get("quantize")
     return config
 

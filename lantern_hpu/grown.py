@@ -27,8 +27,7 @@ def grow(
         engine, _ = pipeline.engine([request], tree, 1)
         pipeline.warm_up(engine, request)
         with torch.no_grad():
-            prefix = pipeline.model.condition.rows([prompt], engine.plan.shapes.guidance)
-            known = engine.start(prefix, [request])
+            known = engine.start(pipeline.prefix(engine, [request]), [request])
             for number in range(1, step + 1):
                 known = engine.advance([seed], number, 1)
                 if min(known) >= engine.target.config.tokens:

@@ -132,6 +132,7 @@ def ready(pipeline: LanternPipeline, case: Case, requests: Sequence[Request]) ->
     """
     first = [] if case.mode == EAGER else list(pipeline.engines.items())[:1]
     pipeline.engines = dict(first)
+    pipeline.backend.reset_peak()
     engine, _ = pipeline.engine(requests[: case.batch], case.tree, case.batch)
     pipeline.model.condition.prepare([request.prompt for request in requests])
     pipeline.warm_up(engine, requests[0])
@@ -150,8 +151,7 @@ def advance(
 
     meter, done, prefill = BlockMeter(engine), 0, 0.0
     with pipeline.backend.errors(), torch.no_grad():
-        texts = [request.prompt for request in requests]
-        prefix = pipeline.model.condition.rows(texts, engine.plan.shapes.guidance)
+        prefix = pipeline.prefix(engine, requests)
         while done < steps:
             for _ in engine.run(prefix, requests):
                 meter()
@@ -167,8 +167,7 @@ def alone(pipeline: LanternPipeline, engine: Engine, requests: Sequence[Request]
 
     clock, seeds = Stopwatch(pipeline.backend), [request.seed for request in requests]
     with pipeline.backend.errors(), torch.no_grad():
-        texts = [request.prompt for request in requests]
-        engine.start(pipeline.model.condition.rows(texts, engine.plan.shapes.guidance), requests)
+        engine.start(pipeline.prefix(engine, requests), requests)
         count = min(SPLIT_STEPS, engine.block)
         engine.feed(seeds, 1, count)
         began = clock.wait()
@@ -192,10 +191,10 @@ def split_step(
         watch.watch(step, part, part)
     if isinstance(engine.plan.shapes.tree, DynamicTree):
         watch.watch(step.drafting.tables, "forward", "tables")  # type: ignore[union-attr]
-    seeds, texts = [r.seed for r in requests], [r.prompt for r in requests]
+    seeds = [request.seed for request in requests]
     try:
         with pipeline.backend.errors(), torch.no_grad():
-            engine.place(pipeline.model.condition.rows(texts, engine.plan.shapes.guidance))
+            engine.place(pipeline.prefix(engine, requests))
             engine.load(requests)
             engine.prefill.function(engine.state)
             run_eagerly(engine, seeds, 1, 2)

@@ -18,7 +18,7 @@ from torch import Tensor
 import lantern_hpu
 from lantern_hpu import codebook, tuned
 from lantern_hpu.backends import get_backend
-from lantern_hpu.backends.base import Backend
+from lantern_hpu.backends.base import Backend, named
 from lantern_hpu.config import (
     AUTO,
     MAX_SEED,
@@ -33,6 +33,8 @@ from lantern_hpu.engine import Decoded, Engine, Progress
 from lantern_hpu.errors import OptionError
 from lantern_hpu.graphs import check_mode
 from lantern_hpu.layout import Plan
+from lantern_hpu.memory import check_room, of_files
+from lantern_hpu.models.condition import Prefix
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.folder import ImageModel, Placement
 from lantern_hpu.models.load import load
@@ -135,12 +137,12 @@ class LanternPipeline:
             check_mode(backend, graphs)
             if quantize is not None:
                 backend.check_quantized(quantize)
-            parts = resolve(model, given)
+            parts, number = resolve(model, given), backend.dtype(dtype)
+            if not backend.is_host:
+                check_room(model, of_files(parts), backend, named(number), keep_text, quantize)
             with backend.errors():
                 chosen = backend.kernels(kernels)
-                placement = Placement(
-                    backend.dtype(dtype), backend.device, chosen, keep_text=keep_text
-                )
+                placement = Placement(number, backend.device, chosen, keep_text=keep_text)
                 loaded = load(parts, placement)
                 if quantize is not None:
                     quantized(loaded.target, quantize)
@@ -244,7 +246,7 @@ class LanternPipeline:
             "drafter": drafter[0] if drafter else None,
             "device": self.backend.measured_as,
             "hardware": about.get("card") or about.get("processor"),
-            "dtype": str(model.target.head.weight.dtype).removeprefix("torch."),
+            "dtype": named(model.target.head.weight.dtype),
             "quantize": self.quantize,
             "graphs": self.graphs,
             "method": method,
@@ -324,11 +326,15 @@ class LanternPipeline:
         config, shapes = self.model.target.config, engine.plan.shapes
         with self.backend.errors(), self.backend.warming_up(), torch.no_grad():
             self.backend.flush()
-            texts = [request.prompt] * shapes.images
-            engine.place(self.model.condition.rows(texts, shapes.guidance))
+            engine.place(self.prefix(engine, [request] * shapes.images))
             engine.warm_up()
             engine.result()
             self.pixels(np.zeros((1, config.tokens), np.int64))
+
+    def prefix(self, engine: Engine, requests: Sequence[Request]) -> Prefix:
+        """The condition of a batch, as the engine takes it."""
+        texts = [request.prompt for request in requests]
+        return self.model.condition.rows(texts, engine.plan.shapes.guidance)
 
     def notes(self, requests: Sequence[Request]) -> list[tuple[str, str]]:
         """Each prompt with what the model cannot do with it, once."""
@@ -354,8 +360,7 @@ class LanternPipeline:
         self.backend.flush()
         padded = [*batch, *[batch[-1]] * (size - len(batch))]
         with torch.no_grad():
-            texts = [request.prompt for request in padded]
-            prefix = self.model.condition.rows(texts, engine.plan.shapes.guidance)
+            prefix = self.prefix(engine, padded)
         text = time.perf_counter()
         called = 0.0  # seconds in the callback are not ours
         for progress in engine.run(prefix, padded):
@@ -503,7 +508,7 @@ class LanternPipeline:
             "method": method,
             "tree": tree.name,
             "tree_paths": tree_paths(tree),
-            "dtype": str(self.model.target.head.weight.dtype).removeprefix("torch."),
+            "dtype": named(self.model.target.head.weight.dtype),
             "quantize": self.quantize,
             "device": self.backend.name,
             "graphs": self.graphs,

@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor, nn
 
-from lantern_hpu.backends.base import Backend
+from lantern_hpu.backends.base import Backend, named
 from lantern_hpu.config import Sampling
 from lantern_hpu.kernels import Kernels
+from lantern_hpu.memory import check_room, of_known
 from lantern_hpu.models.condition import Prefix, wordless
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.folder import ImageModel
@@ -143,5 +144,7 @@ def make_model(entry: Entry, backend: Backend, dtype: str = "auto", seed: int = 
 
 def random_pipeline(entry: Entry, backend: Backend, dtype: str, graphs: str) -> LanternPipeline:
     """A pipeline of a known model with random weights."""
+    bare = replace(of_known(entry), vq=0, text=0)
+    check_room(entry.name, bare, backend, named(backend.dtype(dtype)), "host", None)
     with backend.errors(), torch.no_grad():
         return RandomPipeline(make_model(entry, backend, dtype), backend, graphs)

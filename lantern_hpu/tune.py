@@ -64,7 +64,6 @@ MOST_NODES, MOST_DEPTH = 96, 12
 PROFILED = 64  # nodes of the first tree that acceptance is measured with
 TIMED, STEPS = 5, 4  # timings of each tree, and steps of each timing
 HELD_OUT = 1_000_000  # added to the seeds of images that check what was expected
-CLASSES = tuple(str(index) for index in range(7, 1000, 125))  # for models that draw classes
 # Typical chances by rank, of children of a first child and of others: they shape the first tree, nothing more
 TYPICAL = (
     (0.55, 0.12, 0.07, 0.05, 0.04, 0.03, 0.025, 0.02, 0.018, 0.015),
@@ -202,9 +201,9 @@ class Tuner:
 
         requests = self.requests(self.batch, tree)
         engine, backend = self.engine(requests, tree), self.pipeline.backend
-        seeds, texts = [r.seed for r in requests], [r.prompt for r in requests]
+        seeds = [request.seed for request in requests]
         with backend.errors(), torch.no_grad():
-            prefix = self.pipeline.model.condition.rows(texts, engine.plan.shapes.guidance)
+            prefix = self.pipeline.prefix(engine, requests)
             with backend.warming_up():
                 backend.flush()
                 engine.place(prefix)
@@ -456,9 +455,9 @@ def make_tuner(
     """What measures this model."""
     import torch
 
-    from lantern_hpu.bench import PROMPTS
+    from lantern_hpu.bench import prompts_of
 
-    drawn = prompts or (CLASSES if pipeline.model.condition.takes_classes else PROMPTS)
+    drawn = prompts or prompts_of(pipeline)
     with pipeline.backend.errors(), torch.no_grad():
         pipeline.model.condition.prepare(list(drawn))
     _, _, relaxation = pipeline.choose(args.method)

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from lantern_hpu import bench, measure, rates, registry
+from lantern_hpu import bench, measure, rates, registry, tuned
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Backend
 from lantern_hpu.config import METHODS, Request
@@ -22,7 +22,8 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.random_weights import make_drafter, make_model, transformer_config
 from lantern_hpu.report import VERSION, check_report, problems, read_report, schema
 from lantern_hpu.roofline import Floor, Pass, Rates, Shape, Sizes, accelerators, floor, projected_ms
-from lantern_hpu.tree import DynamicTree, load_tree
+from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree
+from scripts import floors
 from tests.folder import write_folder
 
 Report = dict[str, Any]
@@ -340,6 +341,31 @@ def test_each_method_gets_the_trees_of_its_kind() -> None:
     pairs = bench.pairs_for(list(METHODS), ["chain", "mc_sim_7b_63"])
     assert pairs[:3] == [("ar", None), ("eagle", "chain"), ("eagle", "mc_sim_7b_63")]
     assert ("eagle2", None) in pairs and ("lantern++", "mc_sim_7b_63") in pairs
+
+
+def test_tuned_tree_is_measured_in_every_mode(model: Path) -> None:
+    pipeline = LanternPipeline.from_pretrained(str(model))
+    tree = DraftTree.from_paths("tuned_2", [[0], [0, 0]])
+    tuned.save(pipeline.situation("eagle", 2), tuned.Choice(tree, True))
+    pairs = bench.pairs_for(["ar", "eagle"], ["auto", "chain"])
+    assert pairs == [("ar", None), ("eagle", "auto"), ("eagle", "chain")]
+    wanted = bench.Wanted(None, pairs, [], True, [2], [])
+    cases = bench.cases_of(pipeline, wanted, ["eager", "strict"])
+    assert [(case.tree.name, case.mode) for case in cases if case.method == "eagle"] == [
+        (tree, mode) for mode in ("eager", "strict") for tree in ("tuned_2", "chain")
+    ]
+    tuned.save(pipeline.situation("eagle", 2), tuned.Choice(load_static("chain"), False))
+    assert [case.tree.name for case in bench.cases_of(pipeline, wanted, ["eager"])][1:] == ["chain"]
+    with pytest.raises(
+        OptionError, match="batches of 1 on this device; there is one for batches of 2"
+    ):
+        bench.cases_of(pipeline, replace(wanted, batches=[2, 1]), ["eager"])
+
+
+def test_floors_in_the_docs_are_those_of_the_script() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "performance.md").read_text()
+    for name in floors.MODELS:
+        assert floors.table(name) in page
 
 
 # ------------------------------------------------------------------------------------ the schema

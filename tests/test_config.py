@@ -185,6 +185,8 @@ def test_unknown_method_lists_the_known_ones() -> None:
 
 
 def test_method_refuses_options_it_has_no_use_for() -> None:
+    with pytest.raises(OptionError, match="known to a loaded model alone"):
+        choose_method("eagle", "auto")
     with pytest.raises(OptionError, match="--tree has no meaning for ar"):
         choose_method("ar", "chain")
     for method in ("ar", "eagle", "eagle2"):

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from lantern_hpu import download, generate, plan, registry
+from lantern_hpu import download, generate, memory, plan, registry
 from lantern_hpu.config import Sampling
-from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.errors import DeviceError, OptionError, WeightsError
 from lantern_hpu.hub import sha256
 from lantern_hpu.models import __main__ as models
 from lantern_hpu.models.classes import class_index
@@ -631,8 +631,8 @@ def test_offline_by_environment(tmp_path: Path) -> None:
 
 def test_caches_are_as_large_as_told() -> None:
     xl, anole = entries()["llamagen-t2i-512"].geometry, entries()[ANOLE].geometry
-    assert plan.cache_bytes(xl, xl.layers, 2, 1280, 2) == 471_859_200  # 0.47 GB
-    assert plan.cache_bytes(anole, anole.layers, 2, 1280, 2) == 1_342_177_280  # 1.3 GB
+    assert memory.cache_bytes(xl, xl.layers, 2, 1280, 2) == 471_859_200  # 0.47 GB
+    assert memory.cache_bytes(anole, anole.layers, 2, 1280, 2) == 1_342_177_280  # 1.3 GB
 
 
 @pytest.mark.parametrize("tree", ["naive_extend_57", "chain", "dynamic"])
@@ -642,18 +642,18 @@ def test_capacity_is_the_decoder_s(tree: str) -> None:
 
     config = tiny_config()
     sizes = replace(entries()[T2I].geometry, prefix=config.prefix, grid=config.grid)
-    assert plan.capacity(sizes, load_tree(tree)) == capacity(config, load_tree(tree))
+    assert memory.capacity(sizes, load_tree(tree)) == capacity(config, load_tree(tree))
 
 
-def counted(name: str | Path, **given: str) -> plan.Model:
+def counted(name: str | Path, **given: str) -> memory.Model:
     return plan.find_model(str(name), Given(**given))  # type: ignore[arg-type]
 
 
-def setup(dtype: str = "bfloat16", tree: str | None = "chain", **options: Any) -> plan.Setup:
+def setup(dtype: str = "bfloat16", tree: str | None = "chain", **options: Any) -> memory.Setup:
     """Of two images with guidance."""
     chosen = load_tree(tree) if tree else DraftTree.root_only()
     given = {"batch_size": 2, "guidance": True, **options}
-    return plan.Setup(dtype, tree=chosen, **given)
+    return memory.Setup(dtype, tree=chosen, **given)
 
 
 @pytest.fixture(scope="module")
@@ -687,7 +687,7 @@ def test_files_are_counted_as_they_are_loaded(public: Path, name: str) -> None:
     model, loaded = counted(public / name), load(resolve(str(public / name)), Placement())
     main = nn.ModuleDict({**loaded.condition.parts(), "target": loaded.target})
     wanted = setup("float32", "chain" if loaded.drafter else None)
-    rows = dict(plan.weights(model, wanted) + plan.state(model, wanted))
+    rows = dict(memory.weights(model, wanted) + memory.state(model, wanted))
     assert rows["target weights"] == held(main)
     assert rows["drafter weights"] == held(loaded.drafter)
     assert rows["VQ weights (float32)"] == held(loaded.vq)
@@ -703,7 +703,7 @@ def test_files_are_counted_as_they_are_loaded(public: Path, name: str) -> None:
 
 def test_a_published_model_and_its_converted_copy_count_the_same(public: Path) -> None:
     for name in FOLDERS:
-        assert plan.phases(counted(public / name), setup(tree=None)) == plan.phases(
+        assert memory.phases(counted(public / name), setup(tree=None)) == memory.phases(
             counted(public / "ours" / name), setup(tree=None)
         )
 
@@ -716,15 +716,15 @@ def test_the_text_encoder_is_counted_as_it_is_loaded(public: Path, dtype: str) -
     folder = public / "llamagen-t2i-256" / "text"
     option = {"torch_dtype": getattr(torch, dtype)}
     encoder = transformers.T5EncoderModel.from_pretrained(folder, **option)
-    rows = plan.text_weights(counted(folder.parent), setup(dtype))
-    assert plan.total(rows) == sum(p.nbytes for p in encoder.parameters())
+    rows = memory.text_weights(counted(folder.parent), setup(dtype))
+    assert memory.total(rows) == sum(p.nbytes for p in encoder.parameters())
 
 
 def test_the_known_text_encoder_has_the_known_size(tmp_path: Path) -> None:
     about = {"d_model": 2048, "d_ff": 5120, "num_layers": 24, "num_heads": 32}
     (tmp_path / "config.json").write_text(json.dumps(about | {"feed_forward_proj": "gated-gelu"}))
-    known = plan.of_known(entries()[T2I])
-    found = plan.with_text(known, tmp_path)
+    known = memory.of_known(entries()[T2I])
+    found = memory.with_text(known, tmp_path)
     assert (found.text, found.text_float32) == (known.text, known.text_float32)
 
 
@@ -749,10 +749,10 @@ def test_int8_blocks_are_as_small_as_they_become(public: Path, name: str) -> Non
     parts = [loaded.target, *loaded.condition.parts().values()]
     held = sum(bytes_of(weight.data) for part in parts for weight in part.parameters())
     model = counted(public / name)
-    assert dict(plan.weights(model, setup(quantize="int8", tree=None)))["target weights"] == held
-    full = plan.weights(model, setup(tree=None))
-    loading = plan.phases(model, setup(quantize="int8", tree=None))[plan.LOADING]
-    assert plan.total(loading) > plan.total(full)  # it is loaded before it is made smaller
+    assert dict(memory.weights(model, setup(quantize="int8", tree=None)))["target weights"] == held
+    full = memory.weights(model, setup(tree=None))
+    loading = memory.phases(model, setup(quantize="int8", tree=None))[memory.LOADING]
+    assert memory.total(loading) > memory.total(full)  # it is loaded before it is made smaller
 
 
 def test_prompts_are_encoded_when_all_else_is_on_the_device(
@@ -775,43 +775,43 @@ def test_prompts_are_encoded_when_all_else_is_on_the_device(
 
 
 def test_the_text_encoder_leaves_before_images_are_drawn() -> None:
-    model = plan.of_known(entries()["llamagen-t2i-512"])
-    text = dict(plan.text_weights(model, setup()))["text encoder weights"]
+    model = memory.of_known(entries()["llamagen-t2i-512"])
+    text = dict(memory.text_weights(model, setup()))["text encoder weights"]
 
     def needed(**options: Any) -> dict[str, int]:
-        found = plan.phases(model, setup(**options))
-        return {phase: plan.total(rows) for phase, rows in found.items()}
+        found = memory.phases(model, setup(**options))
+        return {phase: memory.total(rows) for phase, rows in found.items()}
 
     host, free, device = (needed(keep_text=keep) for keep in ("host", "free", "device"))
     assert host == free
-    assert device[plan.ENCODING] == host[plan.ENCODING]
-    assert device[plan.DRAWING] == host[plan.DRAWING] + text
+    assert device[memory.ENCODING] == host[memory.ENCODING]
+    assert device[memory.DRAWING] == host[memory.DRAWING] + text
     # On the processor itself the host is the device.
     assert needed(is_host=True) == device
     assert needed(is_host=True, keep_text="free") == free
-    rows = plan.phases(model, setup())[plan.ENCODING]
+    rows = memory.phases(model, setup())[memory.ENCODING]
     assert {"text encoder weights", "target weights", "VQ weights (float32)"} < dict(rows).keys()
     assert {"drafter weights", "target KV cache", "drafter KV cache"} < dict(rows).keys()
 
 
 def test_less_is_less() -> None:
-    model = plan.of_known(entries()["llamagen-t2i-512"])
-    usual = plan.peak(model, setup())
-    assert plan.peak(model, setup("float32")) > usual
-    assert plan.peak(model, setup(batch_size=4)) > usual
-    assert plan.peak(model, setup(guidance=False)) < usual
-    assert plan.peak(model, setup(keep_text="device")) > usual
-    assert plan.peak(model, setup(tree=None)) < usual
+    model = memory.of_known(entries()["llamagen-t2i-512"])
+    usual = memory.peak(model, setup())
+    assert memory.peak(model, setup("float32")) > usual
+    assert memory.peak(model, setup(batch_size=4)) > usual
+    assert memory.peak(model, setup(guidance=False)) < usual
+    assert memory.peak(model, setup(keep_text="device")) > usual
+    assert memory.peak(model, setup(tree=None)) < usual
     with pytest.raises(OptionError, match="needs a drafter"):
-        plan.phases(plan.of_known(entries()[C2I]), setup())
+        memory.phases(memory.of_known(entries()[C2I]), setup())
 
 
 def test_a_drafter_that_is_not_used_is_loaded_if_it_is_here(empty_cache: Path) -> None:
     entry = entries()[T2I]
-    without = plan.peak(plan.of_known(entry), setup(tree=None))
+    without = memory.peak(memory.of_known(entry), setup(tree=None))
     whole(empty_cache, entry, "drafter")
     drafter = entry.geometry.drafter_parameters * 2
-    assert plan.peak(plan.of_known(entry), setup(tree=None)) == without + drafter
+    assert memory.peak(memory.of_known(entry), setup(tree=None)) == without + drafter
 
 
 def planned(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
@@ -849,6 +849,30 @@ def test_the_plan_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> Non
     assert "--quantize int8: 3.83 GB, fits" in text
     assert "--keep-text" not in text  # it would change nothing
     assert "nothing makes it fit" in planned(capsys, ANOLE, "--memory", "2GB")
+
+
+def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in for a card: the processor with 60 MB of its own."""
+    from lantern_hpu import pipeline, random_weights
+    from lantern_hpu.backends.base import Memory
+    from lantern_hpu.backends.cpu import CPUBackend
+
+    class Card(CPUBackend):
+        is_host = False
+
+        def memory(self) -> Memory:
+            return Memory(10**8, 6 * 10**7, None)
+
+    loaded: list[Any] = []
+    monkeypatch.setattr(pipeline, "get_backend", lambda *args: Card())
+    monkeypatch.setattr(pipeline, "load", lambda *args: loaded.append(args))
+    with pytest.raises(DeviceError, match=r"builtin needs 93\.9 MB") as refused:
+        pipeline.LanternPipeline.from_pretrained("builtin")
+    assert "does not fit in 60.0 MB (free on cpu): 33.9 MB too much" in refused.value.why
+    assert "--dtype bfloat16: 54.5 MB, fits" in refused.value.hint
+    assert not loaded
+    with pytest.raises(DeviceError, match=f"{ANOLE} needs .* GB"):
+        random_weights.random_pipeline(entries()[ANOLE], Card(), "auto", "eager")
 
 
 def test_the_remedies_are_options_of_generate(capsys: pytest.CaptureFixture[str]) -> None:
