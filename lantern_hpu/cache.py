@@ -39,16 +39,9 @@ class KVCache:
         v = torch.zeros(shape, dtype=dtype, device=device)
         return cls(k, v, layers, rows, capacity)
 
-    def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store keys and values of one layer.
-
-        Args:
-            slots: [n] int32, row * S + slot; no value twice.
-            k, v: [n, kv_heads, hd].
-        """
-        index = (slots + layer * self.rows * self.capacity).long()
-        self.k.index_copy_(0, index, k)
-        self.v.index_copy_(0, index, v)
+    def start(self, layer: int) -> int:
+        """The storage row where a layer begins."""
+        return layer * self.rows * self.capacity
 
     def read(self, layer: int) -> tuple[Tensor, Tensor]:
         """Views [R, S, kv_heads, hd] of one layer."""

@@ -44,6 +44,46 @@ def rotate(x: Tensor, rope: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
+def rotate_into(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rope: Tensor,
+    interleaved: bool,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    start: int,
+    turn: Callable[[Tensor, Tensor, bool], Tensor] = rotate,
+) -> Tensor:
+    """Turn queries and keys, and keep the keys and the values in the cache.
+
+    Args:
+        q, k, v: [R, T, h, hd] and twice [R, T, kv, hd].
+        rope, interleaved: see `rotate`.
+        keys, values: [layers * R * S, kv, hd], written to.
+        slots: [R * T] int32, row * S + slot; no value twice.
+        start: the storage row where the layer begins.
+        turn: a device's own `rotate`.
+
+    Returns the queries [R, T, h, hd].
+    """
+    rows = (slots + start).long()
+    keys.index_copy_(0, rows, turn(k, rope, interleaved).flatten(0, 1))
+    values.index_copy_(0, rows, v.flatten(0, 1))
+    return turn(q, rope, interleaved)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Gate and up projection in one [..., 2 F] -> [..., F]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+# The arguments of the plain `rotate_into`, up to `start`
+RotateInto = Callable[[Tensor, Tensor, Tensor, Tensor, bool, Tensor, Tensor, Tensor, int], Tensor]
+
+
 class Walk(Protocol):
     """Down static trees whose children were drawn, with the sound residual: `Acceptance.sampled` of `accept.py`."""
 
@@ -68,13 +108,15 @@ class Walk(Protocol):
 class Kernels:
     """What the transformer, the sampler and the acceptance call; the shapes are those of the plain forms.
 
-    None stands for a plain form that is not in this file: `laws`, `choose` and `choose_distinct` of `sampling.py`,
-    and the walk of `accept.py`.
+    None stands for a plain form that is not in this file - `laws`, `choose` and `choose_distinct` of `sampling.py`,
+    and the walk of `accept.py` - or, of `rotate_into`, for the plain form around the device's own `rotate`.
     """
 
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = attention
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     rotate: Callable[[Tensor, Tensor, bool], Tensor] = rotate
+    swiglu: Callable[[Tensor], Tensor] = swiglu
+    rotate_into: RotateInto | None = None
     law: Callable[[Tensor, Settings, bool, int, bool], Tensor] | None = None
     choose: Callable[[Tensor, Tensor], Tensor] | None = None
     choose_distinct: Callable[[Tensor, Tensor], Tensor] | None = None

@@ -199,7 +199,12 @@ def test_failed_capture_leaves_the_process_usable() -> None:
 def test_fused_kernels_equal_their_plain_twins() -> None:
     with closing(HPUBackend(emulate=True)) as backend, torch.no_grad():
         fused = backend.kernels()
-        assert set(fused.names().values()) == {"fused_sdpa", "fused_rms_norm", "fused_rope"}
+        assert fused.names() == {
+            "attention": "fused_sdpa",
+            "rms_norm": "fused_rms_norm",
+            "rotate": "fused_rope",
+            "swiglu": "plain",
+        }
         assert backend.kernels("plain") is kernels.PLAIN
         q, k, v, mask = (
             torch.randn(s, device="hpu")
@@ -223,6 +228,7 @@ def test_kernel_that_is_missing_or_wrong_is_replaced(monkeypatch: pytest.MonkeyP
             "attention": "matmul_attention",
             "rms_norm": "fused_rms_norm",
             "rotate": "plain",
+            "swiglu": "plain",
         }
 
 

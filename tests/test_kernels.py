@@ -26,9 +26,11 @@ from torch import Tensor
 from lantern_hpu.accept import Acceptance, Bounds, Verdict
 from lantern_hpu.backends.cuda import CUDABackend
 from lantern_hpu.backends.kernels import checks, fused
+from lantern_hpu.cache import KVCache
 from lantern_hpu.config import Relaxation
-from lantern_hpu.kernels import PLAIN, Kernels
-from lantern_hpu.models.transformer import Target
+from lantern_hpu.graphs.strict import check_rules
+from lantern_hpu.kernels import PLAIN, Kernels, rotate_into
+from lantern_hpu.models.transformer import Target, additive, rope_table
 from lantern_hpu.sampling import Settings, choose, choose_distinct, laws
 from lantern_hpu.tables import StaticTables
 from lantern_hpu.tree import DraftTree
@@ -40,6 +42,7 @@ from tests.tiny import (
     random_tree,
     request,
     ring,
+    tiny_config,
     tiny_models,
 )
 
@@ -54,7 +57,7 @@ DEVICES = [
         ],
     ),
 ]
-MODULES = ("distinct", "law", "norm_rope", "walk")
+MODULES = ("attention", "distinct", "law", "norm_rope", "swiglu", "walk")
 
 
 @cache
@@ -97,12 +100,14 @@ def on_devices(test: Callable[..., None]) -> Callable[..., None]:
 
 @cache
 def kernels() -> Kernels:
-    from lantern_hpu.backends.kernels import distinct, law, norm_rope, walk
+    from lantern_hpu.backends.kernels import attention, distinct, law, norm_rope, swiglu, walk
 
     return Kernels(
-        PLAIN.attention,
+        attention.triton_attention,
         norm_rope.triton_rms_norm,
         norm_rope.triton_rotate,
+        swiglu.triton_swiglu,
+        norm_rope.triton_rotate_into,
         law.triton_law,
         distinct.triton_choose,
         distinct.triton_distinct,
@@ -358,7 +363,82 @@ def test_worked_example_is_what_the_plain_walk_gives() -> None:
         torch.testing.assert_close(got, want)
 
 
-# ------------------------------------------------------------------------------------- norm, rotate
+# ---------------------------------------------------------------------------------------- attention
+
+SHAPES = {  # rows, heads, heads of the keys, queries, slots, features
+    "splits": (2, 2, 2, 5, 260, 20),
+    "one query": (2, 4, 2, 1, 70, 64),
+    "many queries": (1, 2, 1, 70, 40, 48),
+}
+
+
+class Looked:
+    """Queries, and a cache in the order in which it lies in memory."""
+
+    def __init__(self, device: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        rows, heads, kv, tokens, slots, width = shape
+        self.random, self.dtype = Random(slots, device), dtype
+        self.q = self.random.normal(rows, tokens, heads, width).to(dtype).transpose(1, 2)
+        wide = self.random.normal(2, rows, slots, kv, width).to(dtype)
+        self.k, self.v = wide.transpose(2, 3).unbind()
+        # Pads, then slots of which the queries see some, then those yet to be written
+        self.seen = self.random.uniform(rows, tokens, slots) < 0.5
+        self.seen[:, :, : slots // 4] = self.seen[:, :, slots // 2 :] = False
+        self.seen[:, :, slots // 3] = True
+
+    def both(self) -> tuple[Tensor, Tensor]:
+        mask = additive(self.seen, self.dtype)
+        got, want = (some.attention(self.q, self.k, self.v, mask) for some in (kernels(), PLAIN))
+        assert got.shape == want.shape and got.dtype == want.dtype
+        return got, want
+
+
+@pytest.mark.parametrize("name", SHAPES)
+@on_devices
+def test_attention(device: str, name: str) -> None:
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        if dtype == torch.bfloat16 and device == "cpu":
+            continue  # the interpreter multiplies no matrices of it
+        got, want = Looked(device, SHAPES[name], dtype).both()
+        slack = 1e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+        torch.testing.assert_close(got, want, rtol=slack, atol=slack)
+
+
+@on_devices
+def test_attention_reads_what_a_row_sees_and_no_more(device: str) -> None:
+    looked = Looked(device, SHAPES["splits"], torch.float32)
+    before, _ = looked.both()
+    looked.k[:, :, :64] = looked.v[:, :, :64] = torch.nan
+    looked.k[:, :, 160:] = looked.v[:, :, 160:] = torch.nan
+    assert torch.equal(looked.both()[0], before)
+    # Nor do the bits of a row depend on its company.
+    for part in ("q", "k", "v", "seen"):
+        setattr(looked, part, getattr(looked, part)[1:])
+    assert torch.equal(looked.both()[0], before[1:])
+
+
+@pytest.mark.parametrize("name", ["splits", "one query"])
+@on_devices
+def test_query_that_sees_nothing_spoils_nothing(device: str, name: str) -> None:
+    looked = Looked(device, SHAPES[name], torch.float32)
+    looked.seen[0, 0] = False
+    got, want = looked.both()
+    # The plain one gives a mean of all there is; nobody reads it.
+    assert not got[0, :, 0].any()
+    got[0, :, 0] = want[0, :, 0] = 0
+    near(got, want)
+
+
+@on_devices
+def test_attention_lies_as_the_next_matrix_reads_it(device: str) -> None:
+    looked = Looked(device, SHAPES["one query"], torch.float32)
+    given = looked.q, looked.k, looked.v, additive(looked.seen, torch.float32)
+    got = kernels().attention(*given)
+    assert got.transpose(1, 2).is_contiguous()
+    assert kernels().attention(*(x.to("meta") for x in given)).stride() == got.stride()
+
+
+# ---------------------------------------------------------------------------- norm, rotation, SwiGLU
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -390,21 +470,57 @@ def test_rotate(device: str, interleaved: bool) -> None:
                 assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
+@on_devices
+def test_rotate_into(device: str, interleaved: bool) -> None:
+    """Keys and values come to rest in their slots of one layer, and nothing else is touched."""
+    random = Random(4, device)
+    heads, kv, width, dtype = 3, 2, 20, torch.float16
+    wide, rope = random.normal(2, 3, heads + 2 * kv, width), random.normal(2, 3, 2, width // 2)
+    q, k, v = wide.to(dtype).split([heads, kv, kv], 2)
+    slots = torch.tensor([3, 4, 0, 8, 6, 7], dtype=torch.int32, device=device)
+    outcomes = []
+    for store in (kernels().rotate_into, rotate_into):
+        keys, values = torch.ones(2, 20, kv, width, dtype=dtype, device=device).unbind()
+        turned = store(q, k, v, rope.to(dtype), interleaved, keys, values, slots, 10)
+        outcomes.append((turned, keys, values))
+    for got, want in zip(*outcomes, strict=True):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@on_devices
+def test_swiglu(device: str, dtype: torch.dtype) -> None:
+    random = Random(5, device)
+    for shape in ((2, 3, 2 * 5), (1, 2 * 1100)):
+        x = (5 * random.normal(*shape)).to(dtype)
+        x[0, ..., :4] = torch.tensor([0.0, 80.0, -80.0, -0.5], device=device)
+        slack = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+        torch.testing.assert_close(kernels().swiglu(x), PLAIN.swiglu(x), rtol=slack, atol=slack)
+
+
 @on_devices
 def test_gradients_flow_as_through_the_plain_ones(device: str) -> None:
     """Drafters are trained with the modules that draw."""
     random = Random(3, device)
     x, weight, rope = random.normal(2, 3, 4, 8), random.normal(8), random.normal(2, 3, 2, 4)
-    grads = []
+    mask = torch.zeros(2, 1, 4, 4, device=device)
+    outcomes = []
     for some in (kernels(), PLAIN):
         leaf, scale = x.clone().requires_grad_(), weight.clone().requires_grad_()
         with torch.enable_grad():
-            some.rotate(some.rms_norm(leaf, scale, 1e-5), rope, True).square().sum().backward()
-        grads.append((leaf.grad, scale.grad))
-    for got, want in zip(*grads, strict=True):
+            y = some.rotate(some.rms_norm(leaf, scale, 1e-5), rope, True)
+            some.swiglu(some.attention(y, y, y, mask)).square().sum().backward()
+        outcomes.append((leaf.grad, scale.grad))
+    for got, want in zip(*outcomes, strict=True):
         assert got is not None and torch.equal(got, want)
-    mixed = kernels().rotate(x.half(), rope, True)  # as under autocast
-    assert torch.equal(mixed, PLAIN.rotate(x.half(), rope, True))
+    # What the kernels do not take: dtypes that are mixed, as under autocast, and wide heads
+    half, seen, wide = x.half(), ~mask.bool(), x.repeat(1, 1, 1, 17)
+    for some in (kernels(), PLAIN):
+        results = some.rotate(half, rope, True), some.attention(x, x, x, seen)
+        outcomes.append((*results, some.attention(wide, wide, wide, mask)))
+    for got, want in zip(*outcomes[2:], strict=True):
+        assert torch.equal(got, want)
 
 
 # ----------------------------------------------------------------------------------------- together
@@ -421,7 +537,8 @@ def test_step_with_kernels_draws_what_the_plain_step_draws(device: str) -> None:
     ]
     target, drafter = tiny_models()
     # Norms and rotations are many programs, which the interpreter is slow at.
-    chosen = replace(kernels(), rms_norm=PLAIN.rms_norm, rotate=PLAIN.rotate)
+    slow = {name: getattr(PLAIN, name) for name in ("rms_norm", "rotate", "rotate_into")}
+    chosen = replace(kernels(), **slow)
     swapped = Target(target.config, chosen).requires_grad_(False).eval()
     swapped.load_state_dict(target.state_dict())
     drawn = []
@@ -433,6 +550,40 @@ def test_step_with_kernels_draws_what_the_plain_step_draws(device: str) -> None:
     for name in ("tokens", "count", "accepted", "relaxed"):
         assert torch.equal(getattr(drawn[0], name), getattr(drawn[1], name))
     assert bool((drawn[0].count > 2).any())  # some drafts were accepted
+
+
+@on_devices
+def test_target_with_kernels_is_the_plain_one(device: str) -> None:
+    """Over a cache, whose capacity lets several programs share the keys."""
+    config, rows, size = tiny_config(kv_heads=1, qk_norm=True), 2, 128
+    weights = tiny_models(config)[0].state_dict()
+    random = Random(6, device)
+    x, rope = random.normal(rows, 7, config.dim), rope_table(config, 7).to(device)
+    outcomes = []
+    for some in (kernels(), PLAIN):
+        target = Target(config, some).to(device).eval()
+        target.load_state_dict(weights)
+        sizes = config.layers, rows, size, config.kv, config.head_dim
+        cache = KVCache.allocate(*sizes, torch.float32, torch.device(device))
+        features = []
+        for new in (torch.arange(4), torch.arange(4, 7)):
+            seen = (torch.arange(size) <= new[:, None]).expand(rows, -1, -1).to(device)
+            slots = (size * torch.arange(rows)[:, None] + new).flatten().int().to(device)
+            turn = rope[new].expand(rows, -1, -1, -1)
+            features.append(target(x[:, new], turn, additive(seen, x.dtype), cache, slots))
+        outcomes.append((*features, cache.k, cache.v))
+    for got, want in zip(*outcomes, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+def test_kernels_can_be_captured() -> None:
+    """The rules are tried on fake tensors, so nothing is interpreted."""
+    target, drafter = tiny_models()
+    target, requests = Target(target.config, kernels()), [request("ab", 1)]
+    engine = make_engine((target, drafter), plan_for(SMALL_TREE, requests), "eager")
+    for runner in (engine.prefill, engine.step):
+        check_rules(runner.function, engine.state)
 
 
 class Compiled:
@@ -478,7 +629,7 @@ def test_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         for name, examples in calls.items():
             for arguments, _ in examples:
                 getattr(kernels(), name)(*arguments)
-    assert len(stand_ins) == 5 and all(min(s.sizes) > 0 for s in stand_ins)
+    assert len(stand_ins) == 9 and all(min(s.sizes) > 0 for s in stand_ins)
 
 
 @on_devices
@@ -512,6 +663,12 @@ def test_kernel_that_is_wrong_or_fails_is_replaced(device: str) -> None:
     assert served.choose is kernels().choose
 
 
+def test_kernel_that_writes_nothing_is_found() -> None:
+    calls = checks.examples(torch.device("cpu"), torch.float32)["rotate_into"]
+    assert not checks.fault(rotate_into, calls)
+    assert checks.fault(lambda q, k, v, rope, pairs, *kept: PLAIN.rotate(q, rope, pairs), calls)
+
+
 def test_without_triton_the_plain_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in MODULES:
         monkeypatch.delitem(sys.modules, f"lantern_hpu.backends.kernels.{name}", raising=False)
@@ -521,4 +678,4 @@ def test_without_triton_the_plain_kernels_serve(monkeypatch: pytest.MonkeyPatch)
         assert fused.__wrapped__(torch.device("cpu"), torch.float32) is PLAIN
     assert len(said) == 1
     assert CUDABackend().kernels("plain") is PLAIN
-    assert PLAIN.names() == {"attention": "plain", "rms_norm": "plain", "rotate": "plain"}
+    assert PLAIN.names() == dict.fromkeys(("attention", "rms_norm", "rotate", "swiglu"), "plain")

@@ -1,4 +1,4 @@
-"""Triton forms of what a step does besides matrices and attention, each with a plain twin it must agree with.
+"""Triton forms of what a step does besides its matrices, each with a plain twin it must agree with.
 
 Importing this package does not import Triton; `fused` does.
 """
@@ -25,13 +25,24 @@ def fused(device: torch.device, dtype: torch.dtype) -> Kernels:
     Warns if some do not, or if there is no Triton; the second call finds the answer of the first.
     """
     try:
-        from lantern_hpu.backends.kernels import checks, distinct, law, norm_rope, walk
+        from lantern_hpu.backends.kernels import (
+            attention,
+            checks,
+            distinct,
+            law,
+            norm_rope,
+            swiglu,
+            walk,
+        )
     except ImportError as error:
         warnings.warn(f"plain kernels serve: {error}; pip install triton", stacklevel=2)
         return PLAIN
     candidates: dict[str, Any] = {
+        "attention": attention.triton_attention,
         "rms_norm": norm_rope.triton_rms_norm,
         "rotate": norm_rope.triton_rotate,
+        "swiglu": swiglu.triton_swiglu,
+        "rotate_into": norm_rope.triton_rotate_into,
         "law": law.triton_law,
         "choose": distinct.triton_choose,
         "choose_distinct": distinct.triton_distinct,

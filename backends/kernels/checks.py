@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -12,21 +13,24 @@ from lantern_hpu import kernels, sampling
 from lantern_hpu.sampling import Settings
 
 TWINS: dict[str, Callable[..., Tensor]] = {
+    "attention": kernels.attention,
     "rms_norm": kernels.rms_norm,
     "rotate": kernels.rotate,
+    "swiglu": kernels.swiglu,
+    "rotate_into": kernels.rotate_into,
     "law": sampling.laws,
     "choose": sampling.choose,
     "choose_distinct": sampling.choose_distinct,
 }
-Example = tuple[Sequence[Any], Sequence[Tensor]]  # arguments, results
+Example = tuple[Sequence[Any], Sequence[Tensor]]  # arguments, outcome
 
 
 def fault(kernel: Callable[..., Any], examples: Sequence[Example]) -> str:
-    """What is wrong with a kernel; nothing if it gives the results that are wanted."""
+    """What is wrong with a kernel; nothing if the outcome is what is wanted."""
     try:
         with torch.no_grad():
             for arguments, wanted in examples:
-                for got, want in zip(together(kernel(*arguments)), wanted, strict=True):
+                for got, want in zip(outcome(kernel, arguments), wanted, strict=True):
                     if not alike(got, want):
                         return "it does not give what the plain one gives"
     except Exception as error:  # from Triton, the driver, or a compiler that is not there
@@ -43,12 +47,19 @@ def alike(got: Tensor, want: Tensor) -> bool:
     return got.dtype == want.dtype and bool(near.all())
 
 
-def together(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return results if isinstance(results, tuple) else (results,)
+def outcome(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+    """What a call returns, and the tensors it was given as it leaves them: some are written to."""
+    given = deepcopy(arguments)
+    results = function(*given)
+    return (*(results if isinstance(results, tuple) else (results,)), *tensors(given))
+
+
+def tensors(arguments: Sequence[Any]) -> Sequence[Tensor]:
+    return [x for x in arguments if isinstance(x, Tensor)]
 
 
 def examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[Example]]:
-    """Calls of each kernel, with the results of its plain twin."""
+    """Calls of each kernel, with what comes of its plain twin."""
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
@@ -66,9 +77,25 @@ def examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[Example
         torch.zeros(2, dtype=torch.bool, device=device),
     )
     masses, uniform = grains(2, 3, 1000), grains(2, 3, 4) / 4
+
+    def looks(slots: int) -> tuple[Tensor, ...]:
+        """Three queries and a cache of which the second row sees less than the first."""
+        keys, values = (some(2, slots, 1, 32).transpose(1, 2) for _ in range(2))
+        slot, start = torch.arange(slots), torch.tensor([slots // 2, 2])[:, None, None]
+        unseen = (slot > start + torch.arange(3)[:, None]).to(device, dtype)  # [2, 3, slots]
+        mask = unseen * torch.finfo(dtype).min
+        return some(2, 3, 2, 32).transpose(1, 2), keys, values, mask[:, None]
+
+    wide, rope = some(2, 3, 8, 32), some(2, 3, 2, 16)
+    kept = some(24, 2, 32), some(24, 2, 32), torch.tensor([1, 2, 3, 6, 7, 8]).int().to(device)
     calls: dict[str, list[tuple[Any, ...]]] = {
+        "attention": [looks(40), looks(260)],
         "rms_norm": [(some(2, 3, 96), some(96), 1e-5)],
-        "rotate": [(some(2, 3, 4, 32), some(2, 3, 2, 16), pairs) for pairs in (True, False)],
+        "rotate": [(some(2, 3, 4, 32), rope, pairs) for pairs in (True, False)],
+        "swiglu": [(some(2, 3, 200),)],
+        "rotate_into": [
+            (*wide.split([4, 2, 2], 2), rope, pairs, *kept, 12) for pairs in (True, False)
+        ],
         "law": [
             (some(4, 3, 1000), settings, True, 50, False),
             (some(2, 3, 1000), settings, False, 0, False),
@@ -78,10 +105,11 @@ def examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[Example
     }
     with torch.no_grad():
         judged: dict[str, list[Example]] = {
-            name: [(call, together(TWINS[name](*call))) for call in several]
+            name: [(call, outcome(TWINS[name], call)) for call in several]
             for name, several in calls.items()
         }
-    judged["walk"] = [worked_walk(device)]
+    call, results = worked_walk(device)
+    judged["walk"] = [(call, [*results, *tensors(call)])]
     return judged
 
 

@@ -7,6 +7,7 @@ static cache. The module reads no Python value that varies between calls, so a g
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lantern_hpu.cache import KVCache
-from lantern_hpu.kernels import PLAIN, Kernels
+from lantern_hpu.kernels import PLAIN, Kernels, rotate_into
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ class SelfAttention(nn.Module):
         self.heads, self.kv, self.head_dim = config.heads, config.kv, config.head_dim
         self.interleaved = config.rope_pairs == "interleaved"
         self.kernels = kernels
+        self.rotate_into = kernels.rotate_into or partial(rotate_into, turn=kernels.rotate)
         self.qkv = nn.Linear(config.dim, (self.heads + 2 * self.kv) * self.head_dim, bias=False)
         self.out = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
         if config.qk_norm:
@@ -146,14 +148,15 @@ class SelfAttention(nn.Module):
         mask: Tensor,  # [R, 1, T, S] additive
         layer: int,
         cache: KVCache | None,
-        slots: Tensor | None,  # [R * T], flat cache rows to write
+        slots: Tensor | None,  # [R * T], rows of the layer's cache to write
     ) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split([self.heads, self.kv, self.kv], dim=2)
-        q = self.kernels.rotate(self.q_norm(q), rope, self.interleaved)
-        k = self.kernels.rotate(self.k_norm(k), rope, self.interleaved)
-        if cache is not None and slots is not None:
-            cache.write(layer, slots, k.flatten(0, 1), v.flatten(0, 1))
+        q, k, how = self.q_norm(q), self.k_norm(k), (rope, self.interleaved)
+        if cache is None or slots is None:
+            q, k = self.kernels.rotate(q, *how), self.kernels.rotate(k, *how)
+        else:
+            q = self.rotate_into(q, k, v, *how, cache.k, cache.v, slots, cache.start(layer))
             k, v = cache.read(layer)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mixed = self.kernels.attention(q, k, v, mask)  # [R, heads, T, hd]
@@ -163,14 +166,14 @@ class SelfAttention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU with gate and up projection in one matrix."""
 
-    def __init__(self, dim: int, ffn_dim: int) -> None:
+    def __init__(self, dim: int, ffn_dim: int, kernels: Kernels) -> None:
         super().__init__()
+        self.kernels = kernels
         self.gate_up = nn.Linear(dim, 2 * ffn_dim, bias=False)
         self.down = nn.Linear(ffn_dim, dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
+        return self.down(self.kernels.swiglu(self.gate_up(x)))
 
 
 class Block(nn.Module):
@@ -183,7 +186,7 @@ class Block(nn.Module):
         self.attention_norm = norm(config, kernels) if input_norm else nn.Identity()
         self.attention = SelfAttention(config, kernels)
         self.ffn_norm = norm(config, kernels)
-        self.ffn = FeedForward(config.dim, config.ffn_dim)
+        self.ffn = FeedForward(config.dim, config.ffn_dim, kernels)
 
     def forward(
         self,
