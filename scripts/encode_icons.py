@@ -49,15 +49,18 @@ def load_tokenizer(data_dir: Path) -> VQModel:
 
 
 def encode(model: VQModel, variants: list[Variant], batch: int = 64) -> NDArray[np.int16]:
-    """The codes of every variant: [n, N] int16."""
+    """The codes of every variant: [n, N] int16. Equal pictures are encoded once."""
+    places: dict[bytes, int] = {}
+    index = [places.setdefault(v.image.tobytes(), len(places)) for v in variants]
+    pictures = [np.frombuffer(raw, np.uint8).reshape(variants[0].image.shape) for raw in places]
     found: list[NDArray[np.int16]] = []
-    for start in tqdm(range(0, len(variants), batch), desc="encode", unit="batch"):
-        images = np.stack([v.image for v in variants[start : start + batch]])  # [B, 64, 64, 3]
+    for start in tqdm(range(0, len(pictures), batch), desc="encode", unit="batch"):
+        images = np.stack(pictures[start : start + batch])  # [B, 64, 64, 3]
         pixels = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
         pixels = pixels.contiguous(memory_format=torch.channels_last)  # [B, 3, 64, 64]
         codes = model.encode(pixels).flatten(1)  # [B, N] int64
         found.append(codes.to(torch.int16).numpy())
-    return np.concatenate(found)
+    return np.concatenate(found)[index]
 
 
 def merge(model: VQModel, codes: NDArray[np.int16], cosine: float) -> NDArray[np.int16]:

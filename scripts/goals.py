@@ -48,7 +48,7 @@ EXAMPLES = [
     "a fish",
     "a pizza",
     "an evergreen tree",
-    "a small purple car on an orange background",
+    "a purple car on a pink background",
 ]
 CELL, TEXT = 128, 24  # pixels of a picture on a sheet and of the words under it
 BATCH = 16  # images drawn together

@@ -16,13 +16,13 @@ from lantern_hpu.results import encode, tokens_per_step, write_file
 
 PROMPTS = (
     "a red apple",
+    "a blue bird on a yellow background",
     "a smiling cat face",
     "a rocket",
+    "a red fish on a yellow background",
     "a panda",
+    "a blue car",
     "a pizza",
-    "a robot",
-    "a christmas tree",
-    "a blue bird on a yellow background",
 )
 LABEL = 92  # pixels at the left of each row
 HEAD = 34  # pixels above the first row

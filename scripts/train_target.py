@@ -84,7 +84,7 @@ class TextToImage(nn.Module):
         """Final hidden states of the prefix and all tokens but the last.
 
         Args:
-            ids: [B, P] word ids, left-padded; codes: [B, N]; uncond: [B] bool, drop the caption.
+            ids: [B, P] word ids, left-padded; codes: [B, N], what is read; uncond: [B] bool, drop the caption.
 
         Returns [B, P + N - 1, H].
         """
@@ -95,9 +95,9 @@ class TextToImage(nn.Module):
         mask = additive(prefix_mask(valid, self.causal), x.dtype)
         return self.target(x, self.rope.expand(len(x), -1, -1, -1), mask)
 
-    def loss(self, ids: Tensor, codes: Tensor, uncond: Tensor) -> Tensor:
-        """Mean nats a token, [] float32."""
-        logits = self.target.head(self.hidden(ids, codes, uncond)[:, self.words.prefix - 1 :])
+    def loss(self, ids: Tensor, codes: Tensor, uncond: Tensor, read: Tensor) -> Tensor:
+        """Mean nats a token, [] float32, of `codes` [B, N] after those that were `read` [B, N]."""
+        logits = self.target.head(self.hidden(ids, read, uncond)[:, self.words.prefix - 1 :])
         return F.cross_entropy(logits.flatten(0, 1).float(), codes.flatten())
 
 
@@ -115,9 +115,20 @@ class Captions:
         self.train = (~concept & ~pair).nonzero().flatten()
         self.concepts, self.pairs = concept.nonzero().flatten(), pair.nonzero().flatten()
 
-    def batch(self, index: Tensor, drop: float, generator: torch.Generator) -> tuple[Tensor, ...]:
+    def batch(
+        self, index: Tensor, drop: float, slip: float, generator: torch.Generator
+    ) -> tuple[Tensor, ...]:
+        """Arguments of `TextToImage.loss` for some pictures.
+
+        Args:
+            drop: share of captions left out, for guidance.
+            slip: share of tokens read wrong, each as the next picture has it. A model that only ever reads
+                flawless pictures knows them by their first row, and loses its way after one odd draw.
+        """
         uncond = torch.rand(len(index), generator=generator) < drop
-        return self.ids[index], self.codes[index], uncond
+        codes = self.codes[index]
+        wrong = torch.rand(codes.shape, generator=generator) < slip
+        return self.ids[index], codes, uncond, torch.where(wrong, codes.roll(1, 0), codes)
 
 
 class Trainer:
@@ -142,7 +153,7 @@ class Trainer:
         generator, count = self.run.generator, len(self.data.train)
         for _ in range(self.arguments.accumulate):
             picked = torch.randint(count, (self.arguments.batch,), generator=generator)
-            batch = self.data.batch(self.data.train[picked], 0.1, generator)
+            batch = self.data.batch(self.data.train[picked], 0.1, self.arguments.slip, generator)
             loss = self.loss(*batch) / self.arguments.accumulate
             loss.backward()  # type: ignore[no-untyped-call]
             total += loss.item()
@@ -155,7 +166,8 @@ class Trainer:
         generator = torch.Generator().manual_seed(0)
         with self.run.masters.averaged():
             parts = [
-                self.model.loss(*self.data.batch(i, 0.0, generator)).item() for i in index.split(8)
+                self.model.loss(*self.data.batch(i, 0.0, 0.0, generator)).item()
+                for i in index.split(8)
             ]
         return sum(parts) / len(parts)
 
@@ -179,6 +191,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8, help="images a micro-batch")
     parser.add_argument("--accumulate", type=int, default=2, help="micro-batches a step")
     parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--slip", type=float, default=0.04, help="share of tokens read wrong")
     parser.add_argument("--compile", action="store_true", help="with torch.compile")
     arguments = parse(parser)
     trainer = Trainer(arguments)

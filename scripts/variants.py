@@ -37,6 +37,9 @@ COLOURS = {
     "grey": (164, 168, 172),
     "black": (26, 26, 30),
 }
+# Few, so that a small model sees each of them on each of those often enough to learn shape and colour apart.
+DYES = ("red", "yellow", "green", "blue", "purple", "pink")
+GROUNDS = ("yellow", "blue", "green", "pink")
 _COLOUR_WORD = re.compile(rf"\b({'|'.join(COLOURS)}) ")
 # Where a small thing may lie, as a caption says it: steps from the middle.
 PLACES = {
@@ -271,8 +274,8 @@ class Variants:
         if body is None or "light blue" in name:
             return [None]
         thing = _COLOUR_WORD.sub("", name)
-        taken = {colour for colour in COLOURS if f"{colour} {thing}" in self.names}
-        return [c for c in COLOURS if c != body.colour and c not in taken] or [None]
+        taken = {colour for colour in DYES if f"{colour} {thing}" in self.names}
+        return [c for c in DYES if c != body.colour and c not in taken] or [None]
 
     def one(self, icon: int, body: Body | None, colour: str | None, rng: random.Random) -> Variant:
         """One picture and its caption; `colour` is the new one of the thing, None for its own."""
@@ -294,21 +297,17 @@ class Variants:
         if self.say_style and rng.random() < 0.5:
             said += f", {PACKS[style].word} style"
         side, dx, dy = round(SIZE * PACKS[style].scale), 0, 0
-        kind = rng.random() if self.composed[name] else 1.0
-        if kind < 0.15:
+        if self.composed[name] and rng.random() < 0.12:
             side //= 2
             place = rng.choice([*PLACES, None])
             said = f"small {said}" if place is None else f"small {said} {place}"
             dx, dy = (0, 0) if place is None else PLACES[place]
-        elif kind < 0.4:
-            dx, dy = rng.randint(-1, 1), rng.randint(-1, 1)
-        elif kind < 0.5:
-            said = f"large {said}"
         ground = WHITE
         if rng.random() < (0.6 if self.composed[name] else 0.3):
-            background = rng.choice([c for c in COLOURS if c != colour])
+            background = rng.choice([c for c in GROUNDS if c != colour])
             ground = COLOURS[background]
-            said += f" on {'an' if background == 'orange' else 'a'} {background} background"
+            if rng.random() < 0.9:
+                said += f" on a {background} background"
         return Variant(compose(render, ground, side, STEP * dx, STEP * dy), said, icon, pair)
 
 
