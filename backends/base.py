@@ -80,11 +80,12 @@ class Backend(ABC):
     def reset_peak(self) -> None:  # noqa: B027 - a process cannot forget its own
         """Begin the peak of memory anew, where the device can; elsewhere it is that of the whole process."""
 
-    def kernels(self, choice: str = "auto") -> Kernels:
+    def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
         """What the transformer calls on this device.
 
         Args:
             choice: `auto`, the fastest forms that agree with the plain ones; or `plain`.
+            dtype: what the models compute in, in which they have to agree; the best one if not given.
         """
         if choice not in ("auto", "plain"):
             raise OptionError(f"--kernels is {choice!r}", hint=choices(["auto", "plain"]))
@@ -99,6 +100,10 @@ class Backend(ABC):
 
     def flush(self) -> None:  # noqa: B027 - most devices gather nothing
         """Launch what a lazy device has gathered, so that what follows is a graph of its own."""
+
+    def upload(self, numbers: Tensor, goal: Tensor) -> None:
+        """Copy numbers of the host into a tensor of the device, after what was launched before."""
+        goal.copy_(numbers)
 
     def ask(self, numbers: Tensor) -> Callable[[], list[int]]:
         """Start to copy a small tensor [n] to the host as it is now; the returned function waits for it."""

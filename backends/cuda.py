@@ -53,16 +53,21 @@ class CUDABackend(Backend):
 
     def memory(self) -> Memory:
         free, total = torch.cuda.mem_get_info()
-        return Memory(total, free, torch.cuda.max_memory_allocated())
+        kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # torch's own, unused
+        return Memory(total, free + kept, torch.cuda.max_memory_allocated())
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats()
 
-    def kernels(self, choice: str = "auto") -> Kernels:
+    def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
         from lantern_hpu.backends.kernels import fused
 
         super().kernels(choice)
-        return fused(self.device, self.dtype()) if choice == "auto" else PLAIN
+        return fused(self.device, dtype or self.dtype()) if choice == "auto" else PLAIN
+
+    def upload(self, numbers: Tensor, goal: Tensor) -> None:
+        # From any other memory than pinned the host would wait until all that was launched is done.
+        goal.copy_(numbers.pin_memory(), non_blocking=True)
 
     def ask(self, numbers: Tensor) -> Callable[[], list[int]]:
         # Pinned memory: a copy to any other would wait for all that was launched.

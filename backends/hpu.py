@@ -145,7 +145,7 @@ class HPUBackend(Backend):
             return
         self.part("core").mark_step()
 
-    def kernels(self, choice: str = "auto") -> Kernels:
+    def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
         from lantern_hpu.backends.hpu_kernels import fused
 
         super().kernels(choice)

@@ -100,6 +100,11 @@ def make_parser() -> argparse.ArgumentParser:
         default=None,
         help=f"comma-separated graph modes; `auto` is the device's best ({GRAPHS})",
     )
+    parser.add_argument(
+        "--kernels",
+        default="auto",
+        help="auto: the device's own where they agree with the plain ones; or plain (auto)",
+    )
     parser.add_argument("--batch-sizes", default="1,8", help="comma-separated (1,8)")
     parser.add_argument("--images", type=int, default=8, help="timed images of a row, at least (8)")
     parser.add_argument(
@@ -294,6 +299,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> dict[str, Any]:
             "notes": notes + missed + silences(pipeline, wanted),
         }
     finish(rows, report, wanted.given)
+    peaks = [row["peak_memory_bytes"] for row in rows if row["peak_memory_bytes"] is not None]
+    report["environment"]["peak_memory_bytes"] = max(peaks, default=None)
     return report | {"rows": rows}
 
 
@@ -301,14 +308,17 @@ def cases_of(pipeline: LanternPipeline, wanted: Wanted, modes: Sequence[str]) ->
     """What each row is of. A tuned tree is the one found for the mode that the pipeline is in, in all modes.
 
     Raises:
-        OptionError: no tree was tuned for a method and batch.
+        OptionError: no tree was tuned for a method and batch, or two trees have one name.
     """
-    found = {}
+    found: dict[tuple[str, str, int], Case] = {}
     for batch in wanted.batches:
         for method, tree in wanted.pairs:
             _, chosen, relaxation = pipeline.choose(method, tree, size=batch)
-            # By name, as the tuned tree may be a named one that is asked for as well.
-            found[method, chosen.name, batch] = Case(method, chosen, relaxation, EAGER, batch)
+            key, case = (method, chosen.name, batch), Case(method, chosen, relaxation, EAGER, batch)
+            # The tuned tree may be a named one that is asked for as well.
+            if found.setdefault(key, case) != case:
+                why = f"--trees has two different ones of the name {chosen.name!r}"
+                raise OptionError("rows are told apart by the names of trees", why)
     return [replace(case, mode=mode) for mode in modes for case in found.values()]
 
 
@@ -321,7 +331,7 @@ def measure_all(
     rows, missed = [], []
     with tqdm(cases, unit="row", file=sys.stderr) as bar:
         for case in bar:
-            name = f"{case.method}, {case.mode}, batch {case.batch}"
+            name = f"{case.method}, {case.tree.name}, {case.mode}, batch {case.batch}"
             bar.set_description(name)
             if case.mode != pipeline.graphs:
                 pipeline.engines.clear()
@@ -340,13 +350,13 @@ def open_pipeline(args: argparse.Namespace, wanted: Wanted, mode: str) -> Lanter
 
     if wanted.entry is None:
         model = args.model or "builtin"
-        return LanternPipeline.from_pretrained(model, args.device, args.dtype, mode)
+        return LanternPipeline.from_pretrained(model, args.device, args.dtype, mode, args.kernels)
     from lantern_hpu.random_weights import random_pipeline
 
     began = time.perf_counter()
     backend = get_backend(args.device, mode)
     try:
-        pipeline = random_pipeline(wanted.entry, backend, args.dtype, mode)
+        pipeline = random_pipeline(wanted.entry, backend, args.dtype, mode, args.kernels)
     except BaseException:
         backend.close()
         raise
@@ -419,9 +429,10 @@ def about(pipeline: LanternPipeline, args: argparse.Namespace, wanted: Wanted) -
             "prompts": list(prompts_of(pipeline)),
             "images": None if wanted.entry else args.images,
             "steps": args.steps if wanted.entry else None,
+            "kernels": args.kernels,
             "warm_up": WARM_UP,
         },
-        "sizes": asdict(sizes_of(model.target, model.drafter, model.sampling.cfg_scale != 1)),
+        "sizes": asdict(roofline_sizes(model.target, model.drafter, model.sampling.cfg_scale != 1)),
     }
 
 
@@ -436,7 +447,7 @@ def device_title(environment: Mapping[str, Any], processor: str) -> str:
     return f"{name}, {threads} thread{'s' * (threads != 1)}" if threads else name
 
 
-def sizes_of(target: Target, drafter: Drafter | None, guidance: bool) -> Sizes:
+def roofline_sizes(target: Target, drafter: Drafter | None, guidance: bool) -> Sizes:
     """A model as a roofline sees it; its weights may lie on `meta`."""
     config, head = target.config, target.head.weight
     own = 0

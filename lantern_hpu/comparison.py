@@ -140,6 +140,7 @@ OF_THE_MODEL = ("weights", "drafter", "tokens of an image", "sampling")
 SAID: dict[str, tuple[Callable[[Report], Any], str]] = {
     "number format": (lambda r: r["dtype"], "their rows are apart; --dtype makes them alike"),
     "images": (lambda r: r["settings"]["images"], "the means are over other images"),
+    "kernels": (lambda r: r["settings"].get("kernels", "auto"), "a device's own were switched off"),
     "lantern_hpu": (lambda r: r["environment"]["lantern_hpu"], "the code may differ"),
 }
 

@@ -235,7 +235,7 @@ class Engine:
         """Uniforms for the next steps, in one copy of one size, whatever the count."""
         block = np.zeros(self.state.uniforms.shape, np.float32)
         block[:count] = noise.block(seeds, first, count, self.plan.shapes.draws)
-        self.state.uniforms.copy_(torch.from_numpy(block))
+        self.backend.upload(torch.from_numpy(block), self.state.uniforms)
         self.state.cursor.zero_()
 
     def read(self, known: Tensor) -> list[int]:

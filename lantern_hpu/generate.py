@@ -336,8 +336,9 @@ def again(args: argparse.Namespace) -> dict[str, Any]:
     config: dict[str, Any] = data["config"]
     args.prompt, args.seed = [data["prompt"]], data["seed"]
     args.model, args.dtype = args.model or config["model"], config["dtype"]
-    for part, value in config.get("parts", {}).items():
-        setattr(args, part, getattr(args, part) or value)
+    kept = config.get("parts", {})
+    for part in (field.name for field in fields(Given)):
+        setattr(args, part, getattr(args, part) or kept.get(part))
     args.method, args.quantize = config["method"], config.get("quantize")
     return config
 

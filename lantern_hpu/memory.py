@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
@@ -38,7 +38,7 @@ LOADING, ENCODING, DRAWING = "loading", "encoding prompts", "drawing"
 Rows = list[tuple[str, int]]
 Shapes = Mapping[str, Sequence[int]]  # of tensors, by name
 # Files of our own folders and the matrices in them, as `lantern_hpu.models` names them; it would load torch
-TARGET, DRAFTER, VQ = "target.safetensors", "drafter.safetensors", "vq.safetensors"
+TARGET, DRAFTER_WEIGHTS, VQ = "target.safetensors", "drafter.safetensors", "vq.safetensors"
 MATRIX = re.compile(r"target\.layers\.\d+\.(attention\.(qkv|out)|ffn\.(gate_up|down))\.weight")
 T5 = {  # what a T5's config.json leaves out is that of transformers
     "vocab_size": 32128,
@@ -289,11 +289,21 @@ def verdict(model: Model, setup: Setup, device: Device) -> list[str]:
 
 
 def check_room(
-    name: str, model: Model, backend: Backend, dtype: str, keep_text: str, quantize: str | None
+    name: str,
+    count: Callable[[], Model],
+    backend: Backend,
+    dtype: str,
+    keep_text: str = "host",
+    quantize: str | None = None,
+    quantized: tuple[str, ...] = (),
 ) -> None:
     """Refuse, before it is loaded, a model that cannot draw even one image on a device, one token a step.
 
     A processor is not asked: its memory can be swapped out.
+
+    Args:
+        count: what there is to load. If its files cannot be read, loading says so better.
+        quantized: smaller formats to name as a remedy.
 
     Raises:
         DeviceError: too little memory is free; it says how much is needed, and what would fit.
@@ -301,11 +311,15 @@ def check_room(
     free = backend.memory().free
     if backend.is_host or free is None:
         return
-    setup = Setup(dtype, 1, True, DraftTree.root_only(), keep_text, quantize=quantize)
+    try:
+        model = count()
+    except WeightsError:
+        return
+    setup = Setup(dtype, 1, False, DraftTree.root_only(), keep_text, quantize=quantize)
     need = peak(model, setup)
     if need <= free:
         return
-    device = Device(free, f"free on {backend.name}", next(iter(backend.dtypes)), backend.quantized)
+    device = Device(free, f"free on {backend.name}", next(iter(backend.dtypes)), quantized)
     why, *fitting = verdict(model, setup, device)
     hint = " ".join(line.strip() for line in fitting)
     raise DeviceError(f"{name} needs {size(need)}", why, hint)
@@ -331,7 +345,7 @@ def of_known(entry: Entry) -> Model:
 
 
 def of_files(parts: Parts) -> Model:
-    """By the files of a model, of which only shapes are read.
+    """By the files of a model; of the large ones only shapes are read.
 
     Raises:
         WeightsError: parts are missing, or cannot be read.
@@ -340,7 +354,7 @@ def of_files(parts: Parts) -> Model:
     try:
         model = of_folder(folder) if ours else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        why = repr(error)
+        why = str(error) if isinstance(error, OSError) else repr(error)
         raise WeightsError(f"cannot read the model in {folder}", why, again(folder)) from error
     if model is None:
         model = of_published(parts)
@@ -361,7 +375,7 @@ def of_folder(folder: Path) -> Model:
         sizes,
         target=numbers(shapes),
         matrices=block_matrices(shapes),
-        drafter=numbers(header(folder / DRAFTER)) if drafter else 0,
+        drafter=numbers(header(folder / DRAFTER_WEIGHTS)) if drafter else 0,
         vq=numbers(header(folder / VQ)),
         text=0,
         ffn_dim=max(sizes.ffn_dim, drafter.get("ffn_dim", 0)),
@@ -461,12 +475,12 @@ def with_drafter(model: Model, path: Path) -> Model:
     from lantern_hpu.models.eagle import open_drafter
     from lantern_hpu.models.weights import open_checkpoint
 
-    ours = path / DRAFTER
+    ours = path / DRAFTER_WEIGHTS
     checkpoint = open_checkpoint(ours) if ours.is_file() else open_drafter(path)[0]
     down = ("block.ffn.down.weight", "layers.0.mlp.down_proj.weight")
     wide = [checkpoint.shapes[name][-1] for name in down if name in checkpoint]
     count = numbers(checkpoint.shapes)
-    return replace(model, drafter=count, ffn_dim=max(model.ffn_dim, *wide))
+    return replace(model, drafter=count, ffn_dim=max([model.ffn_dim, *wide]))
 
 
 def with_text(model: Model, folder: Path | str | None) -> Model:

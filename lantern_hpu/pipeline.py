@@ -138,10 +138,10 @@ class LanternPipeline:
             if quantize is not None:
                 backend.check_quantized(quantize)
             parts, number = resolve(model, given), backend.dtype(dtype)
-            if not backend.is_host:
-                check_room(model, of_files(parts), backend, named(number), keep_text, quantize)
+            room = (named(number), keep_text, quantize, backend.quantized)
+            check_room(model, lambda: of_files(parts), backend, *room)
             with backend.errors():
-                chosen = backend.kernels(kernels)
+                chosen = backend.kernels(kernels, number)
                 placement = Placement(number, backend.device, chosen, keep_text=keep_text)
                 loaded = load(parts, placement)
                 if quantize is not None:

@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from lantern_hpu.backends.base import Backend, named
 from lantern_hpu.config import Sampling
 from lantern_hpu.kernels import Kernels
-from lantern_hpu.memory import check_room, of_known
+from lantern_hpu.memory import Model, check_room, of_known
 from lantern_hpu.models.condition import Prefix, wordless
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.folder import ImageModel
 from lantern_hpu.models.transformer import HeadNorm, RMSNorm, Target, TransformerConfig
 from lantern_hpu.models.vq import VQModel
+from lantern_hpu.models.weights import shapes_only
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.registry import Entry
 
@@ -76,6 +77,13 @@ def fill(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     module.requires_grad_(False).eval()
 
 
+def counted(entry: Entry, target: Target, drafter: Drafter) -> Model:
+    """What there is of them: no text encoder, and nothing that decodes."""
+    held, drafts = (sum(p.numel() for p in part.parameters()) for part in (target, drafter))
+    sizes = replace(entry.geometry, vq_channels=0)
+    return replace(of_known(entry), sizes=sizes, target=held, drafter=drafts, vq=0, text=0)
+
+
 class RandomCondition:
     """A prefix of random embeddings for any prompt, all of its slots real."""
 
@@ -117,14 +125,21 @@ class RandomPipeline(LanternPipeline):
         return self.neighbours[k] if k else None
 
 
-def make_model(entry: Entry, backend: Backend, dtype: str = "auto", seed: int = 0) -> ImageModel:
-    """A known model's sizes with random weights on a device."""
+def make_model(
+    entry: Entry, backend: Backend, dtype: str = "auto", kernels: str = "auto", seed: int = 0
+) -> ImageModel:
+    """A known model's sizes with random weights on a device.
+
+    Raises:
+        DeviceError: they do not fit.
+    """
     config, number, device = transformer_config(entry), backend.dtype(dtype), backend.device
-    kernels = backend.kernels()
+    chosen = backend.kernels(kernels, number)
     torch.manual_seed(seed)
-    with torch.device("meta"):
-        target, vq = Target(config, kernels), VQModel()
-        drafter = make_drafter(entry, config, kernels)
+    with shapes_only():
+        target, vq = Target(config, chosen), VQModel()
+        drafter = make_drafter(entry, config, chosen)
+    check_room(entry.name, lambda: counted(entry, target, drafter), backend, named(number))
     for module in (target, drafter):
         fill(module, number, device)
     name = f"{entry.name}, random weights"
@@ -142,9 +157,9 @@ def make_model(entry: Entry, backend: Backend, dtype: str = "auto", seed: int = 
     )
 
 
-def random_pipeline(entry: Entry, backend: Backend, dtype: str, graphs: str) -> LanternPipeline:
+def random_pipeline(
+    entry: Entry, backend: Backend, dtype: str, graphs: str, kernels: str = "auto"
+) -> LanternPipeline:
     """A pipeline of a known model with random weights."""
-    bare = replace(of_known(entry), vq=0, text=0)
-    check_room(entry.name, bare, backend, named(backend.dtype(dtype)), "host", None)
     with backend.errors(), torch.no_grad():
-        return RandomPipeline(make_model(entry, backend, dtype), backend, graphs)
+        return RandomPipeline(make_model(entry, backend, dtype, kernels), backend, graphs)

@@ -111,13 +111,13 @@ class Floor:
         return self.draft + self.verify
 
 
-def reading(sizes: Sizes, weights: int, layers: int, rows: int) -> float:
+def bytes_read(sizes: Sizes, weights: int, layers: int, rows: int) -> float:
     """Bytes that a pass has to read."""
     cached = rows * sizes.context * layers * 2 * sizes.kv_width
     return (weights + cached) * sizes.number_bytes
 
 
-def multiplying(sizes: Sizes, body: int, layers: int, rows: int, what: Pass) -> float:
+def operations(sizes: Sizes, body: int, layers: int, rows: int, what: Pass) -> float:
     """Operations of a pass; a multiplication with its addition counts as two."""
     matrices = 2 * (what.tokens * body + what.laws * sizes.head)
     attention = 4 * what.tokens * sizes.context * layers * sizes.width
@@ -130,8 +130,8 @@ def pass_seconds(
     """Least seconds to read what a pass needs, and to multiply it."""
     weights = body + (sizes.head if what.laws else 0)
     return (
-        reading(sizes, weights, layers, rows) / rates.bandwidth,
-        multiplying(sizes, body, layers, rows, what) / rates.rate,
+        bytes_read(sizes, weights, layers, rows) / rates.bandwidth,
+        operations(sizes, body, layers, rows, what) / rates.rate,
     )
 
 

@@ -111,7 +111,8 @@ def main() -> None:
     if model.config.codebook_size > np.iinfo(np.int16).max + 1:
         raise SystemExit("codes.npz holds 16-bit codes; this codebook is too large for them")
     icons = lessons(load_icons(data_dir), arguments.styles.split(","))
-    variants = make_variants(icons, arguments.variants, arguments.seed)
+    composed = {name for name, everywhere in things().items() if everywhere}
+    variants = make_variants(icons, arguments.variants, arguments.seed, composed)
     captions = [v.caption for v in variants]
     concept = [icons.names[v.icon] for v in variants]
     out = np.array([held_out(name) for name in concept])  # [n] bool

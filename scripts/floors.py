@@ -8,11 +8,10 @@ trees of three sizes, drafting included. See `lantern_hpu/roofline.py` for what 
 
 from __future__ import annotations
 
-import torch
-
-from lantern_hpu.bench import markdown, sizes_of
+from lantern_hpu.bench import markdown, roofline_sizes
 from lantern_hpu.kernels import PLAIN
 from lantern_hpu.models.transformer import Target
+from lantern_hpu.models.weights import shapes_only
 from lantern_hpu.random_weights import make_drafter, transformer_config
 from lantern_hpu.registry import entries
 from lantern_hpu.roofline import Shape, Sizes, accelerators, floor
@@ -28,9 +27,9 @@ def sizes(name: str) -> Sizes:
     """A known model in bfloat16, with guidance."""
     entry = entries()[name]
     config = transformer_config(entry)
-    with torch.device("meta"):
+    with shapes_only():
         target, drafter = Target(config), make_drafter(entry, config, PLAIN)
-    return sizes_of(target.bfloat16(), drafter, guidance=True)
+    return roofline_sizes(target.bfloat16(), drafter, guidance=True)
 
 
 def table(name: str) -> str:

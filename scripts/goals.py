@@ -157,7 +157,9 @@ def main() -> None:
         found[name] = round(value, 4)
         print(f"{name}: {value:.3f}" + (f" (goal: {goal})" if goal else ""), flush=True)
 
-    note("warm_command_s", warm_seconds(arguments.model, arguments.output / "warm.png"), "at most 3")
+    note(
+        "warm_command_s", warm_seconds(arguments.model, arguments.output / "warm.png"), "at most 3"
+    )
     tokenizer = load_tokenizer(arguments.data_dir)
     quality = measure(tokenizer, load_pictures(arguments.data_dir, 0).held_out[::4])
     note("held_out_psnr_db", quality.psnr_of_mean, "26 or more")

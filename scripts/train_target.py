@@ -122,7 +122,7 @@ class Captions:
 
         Args:
             drop: share of captions left out, for guidance.
-            slip: share of tokens read wrong, each as the next picture has it. A model that only ever reads
+            slip: share of tokens read wrong, each as another picture of the batch has it. A model that only ever reads
                 flawless pictures knows them by their first row, and loses its way after one odd draw.
         """
         uncond = torch.rand(len(index), generator=generator) < drop

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -253,9 +253,9 @@ def compose(
 class Variants:
     """Draws the variants of each icon."""
 
-    def __init__(self, icons: Icons, per_icon: int, seed: int) -> None:
-        self.icons, self.per_icon, self.seed = icons, per_icon, seed
-        self.names, self.composed = set(icons.names), things()
+    def __init__(self, icons: Icons, per_icon: int, seed: int, composed: Container[str]) -> None:
+        self.icons, self.per_icon, self.seed, self.composed = icons, per_icon, seed, composed
+        self.names = set(icons.names)
         self.say_style = len(set(icons.styles)) > 1
 
     def of(self, icon: int) -> Iterator[Variant]:
@@ -263,7 +263,7 @@ class Variants:
         name, style = self.icons.names[icon], self.icons.styles[icon]
         rng = random.Random(f"{self.seed}/{style}/{name}")
         body = body_of(self.icons.images[icon])
-        composed = self.composed[name]
+        composed = name in self.composed
         for index in range(self.per_icon if composed else max(1, self.per_icon // FEWER)):
             dyed = composed and index % 4 > 0
             colour = rng.choice(self.other_colours(name, body)) if dyed else None
@@ -297,13 +297,13 @@ class Variants:
         if self.say_style and rng.random() < 0.5:
             said += f", {PACKS[style].word} style"
         side, dx, dy = round(SIZE * PACKS[style].scale), 0, 0
-        if self.composed[name] and rng.random() < 0.12:
+        if name in self.composed and rng.random() < 0.12:
             side //= 2
             place = rng.choice([*PLACES, None])
             said = f"small {said}" if place is None else f"small {said} {place}"
             dx, dy = (0, 0) if place is None else PLACES[place]
         ground = WHITE
-        if rng.random() < (0.6 if self.composed[name] else 0.3):
+        if rng.random() < (0.6 if name in self.composed else 0.3):
             background = rng.choice([c for c in GROUNDS if c != colour])
             ground = COLOURS[background]
             if rng.random() < 0.9:
@@ -311,9 +311,16 @@ class Variants:
         return Variant(compose(render, ground, side, STEP * dx, STEP * dy), said, icon, pair)
 
 
-def make_variants(icons: Icons, per_icon: int = 8, seed: int = 0) -> list[Variant]:
-    """Every variant of every icon, icon by icon."""
-    variants = Variants(icons, per_icon, seed)
+def make_variants(
+    icons: Icons, per_icon: int = 8, seed: int = 0, composed: Container[str] | None = None
+) -> list[Variant]:
+    """Every variant of every icon, icon by icon.
+
+    Args:
+        composed: names of the icons that are dyed and moved about; of the others there are `FEWER` times fewer
+            variants. None for all.
+    """
+    variants = Variants(icons, per_icon, seed, set(icons.names) if composed is None else composed)
     found: list[Variant] = []
     for icon in tqdm(range(len(icons)), desc="variants", unit="icon"):
         found.extend(variants.of(icon))

@@ -233,7 +233,7 @@ def test_a_row_that_does_not_fit_is_noted_and_the_others_are_measured(
     monkeypatch.setattr(bench, "measure_images", crowded)
     options = ["--model", str(model), "--methods", "ar", "--graphs", "eager", "--images", "1"]
     assert bench.main([*options, "--batch-sizes", "1,2"]) == 0
-    assert "note: not measured: ar, eager, batch 2: the GPU has" in capsys.readouterr().out
+    assert "note: not measured: ar, root, eager, batch 2: the GPU has" in capsys.readouterr().out
     assert bench.main([*options, "--batch-sizes", "2"]) == 2
     assert "nothing could be measured" in capsys.readouterr().err
 
@@ -343,7 +343,7 @@ def test_each_method_gets_the_trees_of_its_kind() -> None:
     assert ("eagle2", None) in pairs and ("lantern++", "mc_sim_7b_63") in pairs
 
 
-def test_tuned_tree_is_measured_in_every_mode(model: Path) -> None:
+def test_tuned_tree_is_measured_in_every_mode(model: Path, tmp_path: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model))
     tree = DraftTree.from_paths("tuned_2", [[0], [0, 0]])
     tuned.save(pipeline.situation("eagle", 2), tuned.Choice(tree, True))
@@ -354,6 +354,11 @@ def test_tuned_tree_is_measured_in_every_mode(model: Path) -> None:
     assert [(case.tree.name, case.mode) for case in cases if case.method == "eagle"] == [
         (tree, mode) for mode in ("eager", "strict") for tree in ("tuned_2", "chain")
     ]
+    other = tmp_path / "chain.json"
+    other.write_text('{"name": "chain", "paths": [[0]]}')
+    twice = replace(wanted, pairs=bench.pairs_for(["eagle"], ["chain", str(other)]))
+    with pytest.raises(OptionError, match="two different ones of the name 'chain'"):
+        bench.cases_of(pipeline, twice, ["eager"])
     tuned.save(pipeline.situation("eagle", 2), tuned.Choice(load_static("chain"), False))
     assert [case.tree.name for case in bench.cases_of(pipeline, wanted, ["eager"])][1:] == ["chain"]
     with pytest.raises(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,6 +18,7 @@ from lantern_hpu.hub import ASSETS, read_config
 from lantern_hpu.results import GenerationResult, tokens_per_step
 
 pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +37,13 @@ def share(image: np.ndarray, colour: str) -> float:
 def test_files_match_their_checksums() -> None:
     config = read_config(ASSETS / "builtin")
     assert set(config["files"]) == {"target.safetensors", "drafter.safetensors", "vq.safetensors"}
+
+
+def test_torchs_compiler_is_not_loaded_to_draw() -> None:
+    """It takes longer than the rest of the default command, and a careless initialisation calls for it."""
+    code = "from lantern_hpu import LanternPipeline as P; P.from_pretrained('builtin')('a sun'); import sys"
+    code += "; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_sources_are_named() -> None:

@@ -162,6 +162,18 @@ def test_replay_refuses_other_settings(
     assert f"{option} exclude each other" in capsys.readouterr().err
 
 
+def test_replay_takes_no_options_from_a_strangers_image(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, kept = tmp_path / "cat.png", tmp_path / "kept.png"
+    kept.write_bytes(b"precious")
+    result = LanternPipeline.from_pretrained(str(model))("cat")
+    result.config["parts"] = {"force": True, "nonsense": 1}
+    file.write_bytes(result.png(0))
+    assert main(["--from-png", str(file), "--output", str(kept)]) == 2
+    assert "--force" in capsys.readouterr().err and kept.read_bytes() == b"precious"
+
+
 def test_replay_refuses_other_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder, file = write_folder(tmp_path / "model"), tmp_path / "cat.png"
     assert generate(folder, "--prompt", "cat", "--output", file) == 0

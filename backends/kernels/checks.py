@@ -78,18 +78,18 @@ def examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[Example
     )
     masses, uniform = grains(2, 3, 1000), grains(2, 3, 4) / 4
 
-    def looks(slots: int) -> tuple[Tensor, ...]:
-        """Three queries and a cache of which the second row sees less than the first."""
-        keys, values = (some(2, slots, 1, 32).transpose(1, 2) for _ in range(2))
+    def looks(slots: int, queries: int = 3, width: int = 32) -> tuple[Tensor, ...]:
+        """A few queries and a cache of which the second row sees less than the first."""
+        keys, values = (some(2, slots, 1, width).transpose(1, 2) for _ in range(2))
         slot, start = torch.arange(slots), torch.tensor([slots // 2, 2])[:, None, None]
-        unseen = (slot > start + torch.arange(3)[:, None]).to(device, dtype)  # [2, 3, slots]
+        unseen = (slot > start + torch.arange(queries)[:, None]).to(device, dtype)  # [2, T, slots]
         mask = unseen * torch.finfo(dtype).min
-        return some(2, 3, 2, 32).transpose(1, 2), keys, values, mask[:, None]
+        return some(2, queries, 2, width).transpose(1, 2), keys, values, mask[:, None]
 
     wide, rope = some(2, 3, 8, 32), some(2, 3, 2, 16)
     kept = some(24, 2, 32), some(24, 2, 32), torch.tensor([1, 2, 3, 6, 7, 8]).int().to(device)
     calls: dict[str, list[tuple[Any, ...]]] = {
-        "attention": [looks(40), looks(260)],
+        "attention": [looks(40), looks(260), looks(260, 58, 128)],
         "rms_norm": [(some(2, 3, 96), some(96), 1e-5)],
         "rotate": [(some(2, 3, 4, 32), rope, pairs) for pairs in (True, False)],
         "swiglu": [(some(2, 3, 200),)],

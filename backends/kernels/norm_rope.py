@@ -250,7 +250,8 @@ def triton_rotate_into(
     slots: Tensor,
     start: int,
 ) -> Tensor:
-    """`kernels.rotate_into`; mixed dtypes stay plain."""
+    """`kernels.rotate_into`, into a cache that lies in one piece; mixed dtypes stay plain."""
+    assert keys.is_contiguous() and values.is_contiguous()
     arguments = (q, k, v, rope, interleaved, keys, values, slots, start)
     if torch.is_grad_enabled() or len({x.dtype for x in (q, k, v, rope, keys, values)}) > 1:
         return rotate_into(*arguments)

@@ -1,7 +1,8 @@
 """What the Triton kernels share: how they become operators of torch, and how large a program is.
 
-An operator is one call that compilers and recordings need not look into. Its results are new tensors, and
-it has no backward: `lantern_hpu.kernels` says what to call where a gradient is wanted.
+An operator is one call that compilers and recordings need not look into. Its results are new tensors; only
+`rotate_into` writes into its arguments, as its schema says. It has no backward: the plain forms of
+`lantern_hpu.kernels` serve where a gradient is wanted.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from lantern_hpu.models.weights import (
     open_checkpoint,
     pour,
     settings_beside,
+    shapes_only,
     take,
 )
 
@@ -67,7 +68,7 @@ def load_drafter(
         config = check_kind(checkpoint, about, target.config)
     head = target.head.weight
     input_norm = "layers.0.input_layernorm.weight" in checkpoint
-    with torch.device("meta"):
+    with shapes_only():
         drafter = Drafter(
             config,
             input_norm=input_norm,

@@ -32,7 +32,14 @@ from lantern_hpu.models.t5 import T5Conditioner
 from lantern_hpu.models.text import TextConditioner, WordConditioner
 from lantern_hpu.models.transformer import Target, TransformerConfig
 from lantern_hpu.models.vq import VQConfig, VQModel
-from lantern_hpu.models.weights import describing, fingerprint, open_checkpoint, pour, take
+from lantern_hpu.models.weights import (
+    describing,
+    fingerprint,
+    open_checkpoint,
+    pour,
+    shapes_only,
+    take,
+)
 
 TARGET, DRAFTER_WEIGHTS, VQ = "target.safetensors", "drafter.safetensors", "vq.safetensors"
 DRAFTER = "drafter.json"  # beside the weights of a drafter that lies alone
@@ -98,7 +105,7 @@ def load_folder(folder: Path, placement: Placement = Placement()) -> ImageModel:
     """
     about = read_config(folder)
     with describing(folder / CONFIG):
-        with torch.device("meta"):  # no random initialisation of what is about to be loaded
+        with shapes_only():
             sizes = transformer_config(about["target"])
             target = Target(sizes, placement.kernels)
             options = about["drafter"]
@@ -246,8 +253,9 @@ def use_drafter(model: ImageModel, folder: Path) -> None:
     Raises:
         WeightsError: unreadable, or trained for another target.
     """
-    with reading(folder / DRAFTER) as about, torch.device("meta"):
+    with reading(folder / DRAFTER) as about:
         options, target = about["options"], about["target"]
+    with describing(folder / DRAFTER), shapes_only():
         drafter = make_drafter(options, model.target.config, model.target.kernels)
     if target != model.fingerprint:
         why = f"it was trained for another target than {model.name}"

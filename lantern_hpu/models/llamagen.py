@@ -44,7 +44,8 @@ class CaptionProjection(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(caption_dim, dim, bias=False)
         self.fc2 = nn.Linear(dim, dim, bias=False)
-        self.uncond = nn.Parameter(torch.randn(prefix, caption_dim) / caption_dim**0.5)
+        self.uncond = nn.Parameter(torch.empty(prefix, caption_dim))
+        nn.init.normal_(self.uncond, std=caption_dim**-0.5)
 
     def forward(self, features: Tensor) -> Tensor:
         """[.., P, caption_dim] features -> [.., P, H] embeddings."""

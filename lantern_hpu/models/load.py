@@ -39,6 +39,7 @@ from lantern_hpu.models.weights import (
     plain,
     pour,
     settings_beside,
+    shapes_only,
 )
 from lantern_hpu.parts import CODE_PIXELS, OPTIONS, Parts
 from lantern_hpu.registry import usual_sampling
@@ -185,7 +186,7 @@ def load_published(parts: Parts, placement: Placement) -> ImageModel:
     vq, vq_digest = load_vq(tokenizer, not chameleon.is_chameleon(checkpoint), placement)
     check_vq(vq.config, family.config, CODE_PIXELS, tokenizer.path)
     about, beside = family.about_condition, folder_of(parts.target)
-    with torch.device("meta"):
+    with shapes_only():
         target = Target(family.config, placement.kernels)
         modules, finish = make_condition(about, family.config, beside)
     main = nn.ModuleDict({**modules, "target": target})
@@ -253,7 +254,7 @@ def load_vq(checkpoint: Checkpoint, normalised: bool, placement: Placement) -> t
         raise WeightsError(f"{path} is not a whole VQ tokenizer", why, "--vq with a whole one")
     with describing(path):
         config = vq_config(checkpoint, normalised)
-    with torch.device("meta"):
+    with shapes_only():
         model = VQModel(config)
     recipe = plain(model)
     pour(model, checkpoint, recipe, torch.float32, placement.device, training_only)

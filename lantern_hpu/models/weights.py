@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.hub import PICKLES, SAFE, reading, weights_files
@@ -30,6 +31,29 @@ CONTAINERS = ("model", "module", "state_dict")
 # In what torch says of a pickle that names a function or class to call
 CODE = ("GLOBAL", "Unsupported global", "Unsupported class")
 SHOWN = 8  # names listed of each kind of mistake before "and n more"
+
+
+class Unfilled(TorchFunctionMode):
+    """Leaves out the numbers that new modules fill themselves with."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        given = kwargs or {}
+        # Older versions of torch come by the tensor's own method.
+        if function == Tensor.normal_ or getattr(function, "__module__", "") == nn.init.__name__:
+            return args[0] if args else given["tensor"]
+        return function(*args, **given)
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Modules made inside have no storage yet: they lie on `meta`.
+
+    Nor are they filled: on `meta` a normal distribution loads torch's compiler, which takes a second and more.
+    """
+    with torch.device("meta"), Unfilled():
+        yield
 
 
 @dataclass(frozen=True)
