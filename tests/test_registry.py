@@ -866,10 +866,10 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.Mo
     loaded: list[Any] = []
     monkeypatch.setattr(pipeline, "get_backend", lambda *args: Card())
     monkeypatch.setattr(pipeline, "load", lambda *args: loaded.append(args))
-    with pytest.raises(DeviceError, match=r"builtin needs 93\.9 MB") as refused:
+    with pytest.raises(DeviceError, match=r"builtin needs 86\.2 MB") as refused:
         pipeline.LanternPipeline.from_pretrained("builtin")
-    assert "does not fit in 60.0 MB (free on cpu): 33.9 MB too much" in refused.value.why
-    assert "--dtype bfloat16: 54.5 MB, fits" in refused.value.hint
+    assert "does not fit in 60.0 MB (free on cpu): 26.2 MB too much" in refused.value.why
+    assert "--dtype bfloat16: 50.6 MB, fits" in refused.value.hint
     assert not loaded
     with pytest.raises(DeviceError, match=f"{ANOLE} needs .* GB"):
         random_weights.random_pipeline(entries()[ANOLE], Card(), "auto", "eager")
