@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.errors import DeviceError, OptionError, choices
-from lantern_hpu.kernels import PLAIN, Kernels
+from lantern_hpu.ops.kernels import PLAIN, Kernels
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lantern_hpu.backends.base import Backend, Memory
 from lantern_hpu.errors import DeviceError
-from lantern_hpu.kernels import PLAIN, Kernels
+from lantern_hpu.ops.kernels import PLAIN, Kernels
 
 AMPERE = (8, 0)  # compute capability from which bfloat16 is native
 WHEELS = "https://pytorch.org/get-started/locally"

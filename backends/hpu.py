@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lantern_hpu.backends import hpu_env, hpu_errors
 from lantern_hpu.backends.base import Backend, Memory
 from lantern_hpu.backends.hpu_env import ROOT
-from lantern_hpu.kernels import PLAIN, Kernels
+from lantern_hpu.ops.kernels import PLAIN, Kernels
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu_emulator import Device

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from lantern_hpu import kernels
-from lantern_hpu.kernels import Kernels
+from lantern_hpu.ops import kernels
+from lantern_hpu.ops.kernels import Kernels
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu import HPUBackend

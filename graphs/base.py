@@ -19,6 +19,10 @@ class State(Protocol):
         """All of them by name."""
         ...
 
+    def restorable(self) -> dict[str, Tensor]:
+        """Those that must be put back after a run that is not to count."""
+        ...
+
 
 # A module whose `forward(state)` changes the state in place and returns one tensor. It may have `parts`,
 # functions that in a row are the same: each takes the state and what the one before returned.
@@ -56,3 +60,6 @@ class Runner(ABC):
     @abstractmethod
     def __call__(self) -> Tensor:
         """Run the function once on the state as it is now."""
+
+    def close(self) -> None:  # noqa: B027 - most recordings hold nothing but their tensors
+        """Give back what the device holds for the recording; it is not called again."""

@@ -1,8 +1,7 @@
 """CUDA graphs: the whole function is recorded once, and each call is one launch.
 
 A capture records without executing, so the first call captures and then replays; kernels that are chosen on first use
-are chosen in a run before the capture, after which the state is put back. The cache is not put back: whatever that run
-writes there is written again by the replay, to the same slots.
+are chosen in a run before the capture, after which the state is put back; see `State.restorable`.
 """
 
 from __future__ import annotations
@@ -16,8 +15,6 @@ from lantern_hpu.backends.base import Backend
 from lantern_hpu.backends.cuda import CUDABackend
 from lantern_hpu.errors import CaptureError
 from lantern_hpu.graphs.base import Function, Runner, State
-
-CACHE = "cache"  # in the names of tensors that are too large to be copied
 
 
 class CUDAGraphRunner(Runner):
@@ -47,12 +44,12 @@ class CUDAGraphRunner(Runner):
             CaptureError: the function waits for the device, or does something a graph cannot hold.
         """
         began = time.perf_counter()
-        small = {n: t for n, t in self.state.tensors().items() if CACHE not in n}
-        before = {name: tensor.clone() for name, tensor in small.items()}
+        changed = self.state.restorable()
+        before = {name: tensor.clone() for name, tensor in changed.items()}
         graph = torch.cuda.CUDAGraph()
         try:
             self.run_aside()
-            for name, tensor in small.items():
+            for name, tensor in changed.items():
                 tensor.copy_(before[name])
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, pool=self.pool):
@@ -65,6 +62,9 @@ class CUDAGraphRunner(Runner):
         self.graph = graph
         self.stats.captures += 1
         self.stats.capture_seconds += time.perf_counter() - began
+
+    def close(self) -> None:
+        self.graph = None
 
     def run_aside(self) -> None:
         """One run on another stream, as captures need; a wait for the device in it is an error."""

@@ -71,6 +71,10 @@ class HPUGraphRunner(Runner):
         self.stats.capture_seconds += time.perf_counter() - began
         return output
 
+    def close(self) -> None:
+        self.graph.reset()
+        self.output = None
+
     def run(self) -> Tensor:
         """The function, in one piece or with cuts between its parts."""
         if not self.split:

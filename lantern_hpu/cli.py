@@ -32,17 +32,17 @@ COMMANDS = {
     ),
     "download": Command("lantern_hpu.download", "fetch a known model"),
     "convert": Command("lantern_hpu.convert", "turn published checkpoints into one model folder"),
-    "plan": Command("lantern_hpu.plan", "count the memory that a model takes"),
-    "bench": Command("lantern_hpu.bench", "compare methods and graph modes"),
+    "plan": Command("lantern_hpu.plan.__main__", "count the memory that a model takes"),
+    "bench": Command("lantern_hpu.bench.__main__", "compare methods and graph modes"),
     "compare": Command(
-        "lantern_hpu.compare", "put benchmarks beside each other: table, plots, a page"
+        "lantern_hpu.compare.__main__", "put benchmarks beside each other: table, plots, a page"
     ),
     "doctor": Command("lantern_hpu.doctor", "show what this machine offers and what is wrong"),
     "lint": Command("lantern_hpu.lint", "name the rules of Gaudi that code breaks"),
-    "fidelity": Command("lantern_hpu.fidelity", "measure how far methods move the law"),
+    "fidelity": Command("lantern_hpu.fidelity", "measure how far methods move what is drawn"),
     "train": Command("lantern_hpu.train.__main__", "train a drafter for a target"),
     "tree": Command("lantern_hpu.tree.__main__", "list and draw draft trees"),
-    "tune": Command("lantern_hpu.tune", "find the draft tree that is fastest here"),
+    "tune": Command("lantern_hpu.tune.__main__", "find the draft tree that is fastest here"),
 }
 
 

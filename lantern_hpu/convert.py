@@ -4,14 +4,13 @@
     python -m lantern_hpu.generate --model models/t2i --prompt "a red apple"
 
 The folder holds safetensors files with our names, sizes, default sampling, checksums and the target's fingerprint
-(`lantern_hpu.models.folder`). It loads by memory map, and is checked whole each time. A text encoder is not copied:
-the folder notes where it lies.
+(`lantern_hpu/models/files/folder.py`). It loads by memory map, and is checked whole each time. A text encoder is not
+copied: the folder notes where it lies.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -19,14 +18,10 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.errors import OptionError, OutputError, choices, exit_code
-from lantern_hpu.generate import add_part_options, given_parts
-
-if TYPE_CHECKING:
-    from lantern_hpu.models.folder import ImageModel
-    from lantern_hpu.parts import Parts
+from lantern_hpu.models.files.parts import Given
+from lantern_hpu.options import add_part_options, given_parts
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -44,47 +39,6 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def write_model(model: ImageModel, folder: Path, progress: Any) -> None:
-    """Write a model's parts and `model.json` into an empty folder."""
-    import numpy as np
-    from safetensors.torch import save_file
-    from torch import nn
-
-    from lantern_hpu import codebook
-    from lantern_hpu.hub import CONFIG, sha256
-    from lantern_hpu.models import folder as names
-    from lantern_hpu.models.chameleon import TokenConditioner
-
-    main = nn.ModuleDict({**model.condition.parts(), "target": model.target})
-    parts: dict[str, nn.Module] = {names.TARGET: main, names.VQ: model.vq}
-    if model.drafter is not None:
-        parts[names.DRAFTER_WEIGHTS] = model.drafter
-    files = {}
-    for name, module in parts.items():
-        progress.set_description_str(name)
-        tensors = {key: tensor.contiguous() for key, tensor in module.state_dict().items()}
-        save_file(tensors, folder / name)
-        files[name] = sha256(folder / name)
-        progress.update()
-    if model.neighbours is not None:
-        width = codebook.open_table(model.neighbours).shape[1]
-        table = codebook.read_table(model.neighbours, min(width, codebook.KEPT))
-        np.save(folder / names.NEIGHBOURS, table.numpy())
-        files[names.NEIGHBOURS] = sha256(folder / names.NEIGHBOURS)
-    if isinstance(model.condition, TokenConditioner):
-        text = model.condition.tokenizer.backend_tokenizer.to_str()
-        (folder / names.TOKENIZER).write_text(text)
-        files[names.TOKENIZER] = sha256(folder / names.TOKENIZER)
-    (folder / CONFIG).write_text(json.dumps(names.describe(model, files), indent=1))
-
-
-def drafts(parts: Parts) -> bool:
-    """Whether the model has a drafter to convert."""
-    from lantern_hpu.models.folder import DRAFTER_WEIGHTS
-
-    return parts.drafter is not None or (parts.target / DRAFTER_WEIGHTS).is_file()
-
-
 @contextmanager
 def staged(output: Path) -> Iterator[Path]:
     """A new folder beside the output, which takes its name when all is written, and is removed otherwise.
@@ -99,7 +53,11 @@ def staged(output: Path) -> Iterator[Path]:
         output.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
         yield folder
-        readable(folder)
+        mask = os.umask(0)
+        os.umask(mask)
+        folder.chmod(0o777 & ~mask)
+        for file in folder.iterdir():  # some libraries write for their user alone
+            file.chmod(0o666 & ~mask)
         os.replace(folder, output)
     except (OSError, SafetensorError) as error:
         why = getattr(error, "strerror", None) or str(error)
@@ -109,50 +67,45 @@ def staged(output: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def readable(folder: Path) -> None:
-    """Give files and folders the rights that new ones have here; some libraries write for their user alone."""
-    mask = os.umask(0)
-    os.umask(mask)
-    for path in (folder, *folder.rglob("*")):
-        path.chmod((0o777 if path.is_dir() else 0o666) & ~mask)
-
-
-def convert(args: argparse.Namespace) -> None:
-    """The whole command after parsing.
+def convert(source: str, output: Path, given: Given, dtype: str) -> str:
+    """Write the folder. -> what it holds
 
     Raises:
         LanternError: the source cannot be loaded, or the output exists or cannot be written.
     """
-    if args.dtype not in DTYPES:
-        raise OptionError(f"--dtype is {args.dtype}", hint=choices(DTYPES))
-    output: Path = args.output
+    if dtype not in DTYPES:
+        raise OptionError(f"--dtype is {dtype}", hint=choices(DTYPES))
     if output.exists():
         raise OutputError(f"{output} exists", hint="another name, or remove it")
     import torch
     from tqdm import tqdm
 
-    from lantern_hpu.models.folder import Placement
-    from lantern_hpu.models.load import load
-    from lantern_hpu.parts import resolve
+    from lantern_hpu.models.files.folder import write_model
+    from lantern_hpu.models.files.load import open_model
+    from lantern_hpu.models.model import Placement
+    from lantern_hpu.zoo.resolve import resolve
 
-    parts = resolve(args.source, given_parts(args))
-    dtype = None if args.dtype == "auto" else getattr(torch, args.dtype)
-    with tqdm(total=3 + drafts(parts), unit="part", file=sys.stderr) as progress:
+    opened = open_model(resolve(source, given))
+    number = None if dtype == "auto" else getattr(torch, dtype)
+    parts = 3 + (opened.config.drafter is not None)
+    with tqdm(total=parts, unit="part", file=sys.stderr) as progress:
         progress.set_description_str("loading")
-        model = load(parts, Placement(dtype))
+        model = opened.load(Placement(number))
         progress.update()
         with staged(output) as folder:
             write_model(model, folder, progress)
-    (height, width), size = model.image_size, sum(f.stat().st_size for f in output.rglob("*.*"))
-    print(
-        f"{output}: {width} x {height} pixels, {size / 1e6:.1f} MB, target {model.fingerprint[:12]}"
-    )
+    height, width = model.config.image_size
+    size = sum(file.stat().st_size for file in output.iterdir())
+    about = f"{width} x {height} pixels, {size / 1e6:.1f} MB"
+    return f"{output}: {about}, target {model.fingerprint[:12]}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `convert` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    return exit_code(lambda: convert(args))
+    return exit_code(
+        lambda: print(convert(args.source, args.output, given_parts(args), args.dtype))
+    )
 
 
 if __name__ == "__main__":

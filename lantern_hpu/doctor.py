@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from lantern_hpu import __version__
 from lantern_hpu.backends import BACKENDS, hpu_env, hpu_errors
 from lantern_hpu.errors import LanternError
+from lantern_hpu.tables import columns
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.base import Backend
@@ -118,37 +119,32 @@ def default_of(devices: Facts) -> Facts:
 
 def report(facts: Facts) -> str:
     """The facts as text in short aligned sections."""
-    parts = [table(versions(facts))]
+    versions = [
+        ("lantern_hpu", facts["lantern_hpu"]),
+        ("python", f"{facts['python']} on {facts['platform']}"),
+        ("torch", facts["torch"] or "not installed"),
+    ]
+    parts = [table(versions)]
     for name, found in facts["devices"].items():
         state = f"available, {found['why']}" if found["available"] else "not available"
-        parts.append(f"{name}: {state}" + table(describe_device(found), "\n"))
+        parts.append(table(describe_device(found), f"{name}: {state}"))
     marks = {True: "ok", False: "--"}
     rows = [(c["name"], f"{marks[c['ok']]}  {c['detail']}") for c in facts["gaudi"]["checks"]]
-    parts.append("gaudi" + table(rows, "\n"))
+    parts.append(table(rows, "gaudi"))
     if facts["gaudi"]["flags"]["active"]:
-        parts.append("flags" + table(describe_flags(facts["gaudi"]["flags"]), "\n"))
+        parts.append(table(describe_flags(facts["gaudi"]["flags"]), "flags"))
     default = facts["default"]
     parts.append(f"default: {default['device'] or 'no device'}, because {default['why']}")
     return "\n\n".join(parts)
 
 
-def table(rows: Sequence[tuple[str, str]], before: str = "") -> str:
-    """Two aligned columns, indented."""
-    if not rows:
-        return ""
-    width = max(len(name) for name, _ in rows) + 2
-    lines = [
-        f"  {name:<{width}}" + text.replace("\n", "\n" + " " * (width + 2)) for name, text in rows
-    ]
-    return before + "\n".join(lines)
-
-
-def versions(facts: Facts) -> list[tuple[str, str]]:
-    return [
-        ("lantern_hpu", facts["lantern_hpu"]),
-        ("python", f"{facts['python']} on {facts['platform']}"),
-        ("torch", facts["torch"] or "not installed"),
-    ]
+def table(rows: Sequence[tuple[str, str]], *head: str) -> str:
+    """Two aligned columns, indented, below a line if one is given."""
+    cells = []
+    for name, text in rows:
+        first, *more = text.split("\n")
+        cells += [(f"  {name}", first), *(("", line) for line in more)]
+    return "\n".join([*head, columns(cells)]).rstrip()
 
 
 def describe_device(found: Facts) -> list[tuple[str, str]]:
@@ -157,7 +153,7 @@ def describe_device(found: Facts) -> list[tuple[str, str]]:
     rows = [] if found["available"] else [("why", found["why"].replace("; ", "\n"))]
     if "error" not in details:
         rows += [(name, str(value)) for name, value in details.items() if isinstance(value, str)]
-    known = [f"{size(count)} {name}" for name, count in memory.items() if isinstance(count, int)]
+    known = [f"{n / 2**30:.1f} GiB {name}" for name, n in memory.items() if isinstance(n, int)]
     rows += [("memory", ", ".join(known))] if known else []
     for key in ("dtypes", "graph_modes"):
         rows += [(key.replace("_", " "), ", ".join(found[key]))] if found.get(key) else []
@@ -178,10 +174,6 @@ def describe_flags(flags: Facts) -> list[tuple[str, str]]:
     rows = [("mode", f"{'lazy' if flags['lazy'] else 'eager and compile'}: {flags['why']}")]
     rows += [("set", f"{name}={value}") for name, value in flags["chosen"].items()]
     return rows + [("yours", f"{name}={value}") for name, value in flags["respected"].items()]
-
-
-def size(count: int) -> str:
-    return f"{count / 2**30:.1f} GiB"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

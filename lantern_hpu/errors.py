@@ -74,3 +74,9 @@ def needing(package: str, purpose: str, extra: str = "models") -> Iterator[None]
 def choices(names: Iterable[str]) -> str:
     """The allowed values of an option, for the end of an error message."""
     return "one of " + ", ".join(names)
+
+
+def require(holds: bool, name: str, value: object, allowed: str) -> None:
+    """Raise an OptionError that names the option, its value and the allowed ones."""
+    if not holds:
+        raise OptionError(f"{name} is {value}", f"allowed: {allowed}")

@@ -72,13 +72,12 @@ def lint_model(args: argparse.Namespace) -> list[Device]:
     for method in METHODS if args.method == "all" else [args.method]:
         print(f"{method}: warm-up and {len(PROMPTS)} images", file=sys.stderr)
         pipeline = LanternPipeline.from_pretrained(
-            args.model, EMULATED, args.dtype, args.graphs, emulate=True
+            args.model, device=EMULATED, dtype=args.dtype, graphs=args.graphs, emulate=True
         )
         with closing(pipeline):
-            _, tree, relaxation = pipeline.choose(method)
-            settings = pipeline.model.sampling
-            requests = [Request(p, i, settings, relaxation) for i, p in enumerate(PROMPTS)]
-            pipeline.draw(requests, tree, method, batch_size=1)
+            chosen, settings = pipeline.choose(method), pipeline.model.sampling
+            requests = [Request(p, i, settings, chosen.relaxation) for i, p in enumerate(PROMPTS)]
+            pipeline.draw(requests, chosen.tree, method, batch_size=1)
             cards.append(pipeline.backend.card)  # type: ignore[attr-defined]
     return cards
 

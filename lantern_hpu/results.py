@@ -1,14 +1,11 @@
-"""What a run leaves behind: images with metadata, tokens, reports. No half file, no silent overwrite."""
+"""What a run leaves behind: images with metadata, tokens, reports."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import os
 import re
-import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from lantern_hpu.errors import OptionError, OutputError
+from lantern_hpu.errors import OptionError
 
 REPLAYED = ("model", "weights", "method", "tree", "tree_paths", "sampling", "relaxation", "dtype")
 METADATA = "lantern_hpu"  # key of the PNG text chunk with everything needed to draw the image again
@@ -44,13 +41,36 @@ class ImageRecord:
 
 
 @dataclass
+class RunTiming:
+    """Seconds of a run's phases; `steps` is a count."""
+
+    import_s: float = 0.0
+    load_s: float = 0.0
+    warmup_s: float = 0.0
+    text_s: float = 0.0
+    generate_s: float = 0.0
+    decode_s: float = 0.0
+    prefill_s: float = 0.0
+    steps_s: float = 0.0
+    steps: int = 0
+
+    @property
+    def ms_per_step(self) -> float:
+        return 1000 * self.steps_s / max(self.steps, 1)
+
+    def as_json(self) -> dict[str, float]:
+        found = asdict(self) | {"ms_per_step": self.ms_per_step}
+        return {name: round(value, 4) for name, value in found.items()}
+
+
+@dataclass(kw_only=True)
 class GenerationResult:
     """Images and how they came about."""
 
     images: list[Image.Image]
     records: list[ImageRecord]
     tokens: NDArray[np.int64]  # [images, N]
-    timing: dict[str, float]
+    timing: RunTiming
     graph: dict[str, Any]
     settings: list[dict[str, Any]]  # sampling and relaxation of each image
     config: dict[str, Any]
@@ -61,7 +81,7 @@ class GenerationResult:
         """The JSON contract of `--report`."""
         return {
             "images": [asdict(record) for record in self.records],
-            "timing": self.timing,
+            "timing": self.timing.as_json(),
             "graph": self.graph,
             "config": self.config | self.settings[0],  # of the first image
             "environment": self.environment,
@@ -135,75 +155,6 @@ def slug(prompt: str, length: int = 40) -> str:
 def tokens_per_step(records: Sequence[ImageRecord]) -> float:
     """Mean over images: tokens after the first, which prefill draws, for each step."""
     return sum(r.tokens - 1 for r in records) / max(sum(r.steps for r in records), 1)
-
-
-def check_free(paths: Iterable[Path], force: bool) -> None:
-    """Refuse to go on if a result could not be written later.
-
-    Raises:
-        OutputError: two results would go to one file, a file exists (unless forced), or its folder cannot be
-            written.
-    """
-    paths = list(paths)
-    twice = [str(path) for path in paths if paths.count(path) > 1]
-    if twice:
-        raise OutputError(f"{twice[0]} is to hold two results", "each needs a file of its own")
-    taken = [str(path) for path in paths if path.exists()]
-    folders = [path for path in paths if path.is_dir()]
-    if folders:
-        raise OutputError(f"{folders[0]} is a folder", "a file was to be written there")
-    if taken and not force:
-        some = ", ".join(taken[:3]) + (f" and {len(taken) - 3} more" if len(taken) > 3 else "")
-        raise OutputError(
-            f"{some} exists", "nothing is overwritten unasked", "--force or another --output"
-        )
-    for folder in {path.parent for path in paths}:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        except OSError as error:
-            raise OutputError(
-                f"cannot write into {folder}", error.strerror or str(error)
-            ) from error
-
-
-def write_file(path: Path, data: bytes, force: bool = False) -> None:
-    """Write a whole file or none: first beside its place, then moved over.
-
-    Raises:
-        OutputError: it exists and `force` is off, no permission, disk full.
-    """
-    if path.exists() and not force:
-        raise OutputError(
-            f"{path} exists", "nothing is overwritten unasked", "--force or another name"
-        )
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        place(part, path, force)
-    except OSError as error:
-        raise OutputError(f"cannot write {path}", error.strerror or str(error)) from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-
-
-def place(part: Path, path: Path, force: bool) -> None:
-    """Give a finished file its name; unlike a move, a link fails if the name was taken meanwhile."""
-    if not force:
-        try:
-            os.link(part, path)
-            return
-        except FileExistsError:
-            raise
-        except OSError:  # a file system without links
-            pass
-    os.replace(part, path)
 
 
 def tokens_file(result: GenerationResult) -> bytes:

@@ -1,139 +1,60 @@
-"""A draft tree as tensors: the same for every image and step, or grown anew from scores."""
+"""How commands lay out what they print: columns, Markdown tables, figures, amounts."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from textwrap import wrap
 
-import torch
-from torch import Tensor
-
-from lantern_hpu.constants import Constants, count_up
-from lantern_hpu.sampling import at, gather
-from lantern_hpu.tree import DraftTree, DynamicTree
+WIDTH = 100
 
 
-@dataclass
-class Tables:
-    """One tree an image: M nodes, at most D deep, at most C children of a node."""
-
-    parent: Tensor  # [B, M] int32, the root is its own
-    depth: Tensor  # [B, M] int32
-    child: Tensor  # [B, M, C] int32 in sibling order, 0 where there is none
-    path: Tensor  # [B, M, D + 1] int32, nodes from the root to each node, then the node itself repeated
-    ancestors: Tensor  # [B, M, M] bool, whether the second node is the first or above it
-    row: Tensor  # [B, M] int32, which law is a node's; means nothing at leaves
+def columns(rows: Sequence[Sequence[str]], gap: int = 2) -> str:
+    """Rows of cells with each column as wide as its widest cell."""
+    wide = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    lines = [
+        (" " * gap).join(f"{cell:<{width}}" for cell, width in zip(row, wide, strict=True))
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)
 
 
-def rows_at(table: Tensor, node: Tensor) -> Tensor:
-    """Rows of a table [B, M, X] at node [B]: [B, X]."""
-    return at(table, node[:, None])[:, 0]
+def paragraph(name: str, text: str, indent: int = 14) -> list[str]:
+    """A name and its text, wrapped under itself; nothing where there is no text."""
+    first = f"  {name:<{indent - 2}}"
+    return wrap(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=" " * indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
-class StaticTables(Constants):
-    """The tables of a static tree, as constants on the device."""
-
-    parent: Tensor
-    depth: Tensor
-    child: Tensor
-    path: Tensor
-    ancestors: Tensor
-    row: Tensor
-
-    def __init__(self, tree: DraftTree) -> None:
-        super().__init__()
-        table = [list(c) + [0] * (tree.max_children - len(c)) for c in tree.children]
-        expanded = {node: row for row, node in enumerate(tree.expanded)}
-        rows = [expanded.get(node, 0) for node in range(tree.size)]
-        self.constant("parent", torch.tensor(tree.parent))  # [M]
-        self.constant("depth", torch.tensor(tree.depths))  # [M]
-        self.constant("child", torch.tensor(table, dtype=torch.int32))  # [M, C]
-        self.constant("path", torch.tensor(tree.path_table))  # [M, D + 1]
-        self.constant("ancestors", torch.tensor(tree.ancestors))  # [M, M]
-        self.constant("row", torch.tensor(rows))  # [M]
-
-    def forward(self, images: int) -> Tables:
-        """The same tree for each image."""
-
-        def each(table: Tensor) -> Tensor:
-            return table.expand(images, *table.shape)
-
-        return Tables(
-            each(self.parent),
-            each(self.depth),
-            each(self.child),
-            each(self.path),
-            each(self.ancestors),
-            each(self.row),
-        )
+def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    rule = "|" + "---|" * len(head)
+    return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(x)} |" for x in lines)])
 
 
-class DynamicTables(Constants):
-    """Keeps the likeliest candidates and links them to trees.
+def figure(value: float | None) -> str:
+    """Three digits and no powers of ten; empty where there is none."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
-    Candidates are numbered as they come: `top_k` children of the root, then for each expansion the children
-    of its `top_k` nodes. A child never scores more than its parent and has a higher number; so with ties going
-    to the lower number, whoever is kept has its parent kept.
-    """
 
-    earlier: Tensor
-    depth_of: Tensor
-    rank_of: Tensor
-    node: Tensor
-    order: Tensor
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.0f} %"
 
-    def __init__(self, tree: DynamicTree) -> None:
-        super().__init__()
-        self.tree = tree
-        k, count = tree.top_k, tree.candidates
-        first = torch.ones(k, dtype=torch.int32)
-        deeper = count_up(tree.expansions).repeat_interleave(k * k) + 2
-        earlier = torch.ones(count, count, dtype=torch.bool).tril(-1)
-        self.constant("earlier", earlier)  # [n, n], the second comes before the first
-        self.constant("depth_of", torch.cat([first, deeper]))  # [n]
-        self.constant("rank_of", count_up(count) % k)  # [n] place among its siblings
-        self.constant("node", count_up(tree.size))  # [M]
-        self.constant("order", count_up(tree.depth + 1))  # [D + 1]
 
-    def forward(self, scores: Tensor, parents: Tensor) -> tuple[Tensor, Tables]:
-        """
-        Args:
-            scores: [B, n] float32, log-probability of the path to each candidate.
-            parents: [B, n] int32, the parent's number plus 1; 0 is the root.
-
-        Returns the candidates behind nodes 1 .. M-1 [B, M - 1] int32, and the trees.
-        """
-        chosen, number = self.keep(scores)
-        zero = torch.zeros_like(chosen[:, :1])
-        nodes = torch.cat([zero, number], 1)  # [B, n + 1] node of a candidate, by its number plus 1
-        parent = torch.cat([zero, gather(nodes, 1, gather(parents, 1, chosen))], 1)
-        depth = torch.cat([zero, self.depth_of[chosen]], 1)
-        path = self.paths(parent, depth)
-        ancestors = (path[:, :, None] == self.node[:, None]).any(-1)
-        child = self.link(parent, self.rank_of[chosen])
-        every = self.node.expand(len(scores), -1)
-        return chosen, Tables(parent, depth, child, path, ancestors, every)
-
-    def keep(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The kept candidates in their order [B, M - 1], and how many are kept up to each candidate [B, n]."""
-        mine, other = scores[..., None], scores[:, None]
-        before = (other > mine) | ((other == mine) & self.earlier)  # [B, n, n]
-        kept = before.sum(-1) < self.tree.drafts  # [B, n]
-        number = kept.cumsum(-1, dtype=torch.int32)
-        wanted = self.node[1:].expand(len(scores), -1).contiguous()
-        return torch.searchsorted(number, wanted, out_int32=True), number
-
-    def paths(self, parent: Tensor, depth: Tensor) -> Tensor:
-        """[B, M, D + 1]: climb from every node at once, then turn the ways round."""
-        way = [self.node.expand_as(parent)]
-        for _ in range(self.tree.depth):
-            way.append(gather(parent, 1, way[-1]))
-        up = torch.stack(way, -1)  # [B, M, D + 1], the node, its parent, ...
-        return gather(up, 2, (depth[..., None] - self.order).clamp(min=0))
-
-    def link(self, parent: Tensor, rank: Tensor) -> Tensor:
-        """The children of each node [B, M, C] from parents [B, M] and the drafts' ranks [B, M - 1]."""
-        k = self.tree.top_k
-        place = parent[:, 1:] * k + rank
-        empty = torch.zeros_like(parent)[..., None].expand(-1, -1, k).flatten(1)
-        drafts = self.node[1:].expand_as(place)
-        return empty.scatter(1, place.long(), drafts).unflatten(1, (-1, k))
+def amount(count: int | None) -> str:
+    """Bytes in words; the Hub counts a thousand to the kilo, and so does this."""
+    if count is None:
+        return "size unknown"
+    for unit, name in ((10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if count >= unit:
+            number = count / unit
+            digits = 2 if number < 10 else 1 if number < 100 else 0
+            return f"{number:.{digits}f} {name}"
+    return f"{count} bytes"

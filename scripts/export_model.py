@@ -1,8 +1,8 @@
 """Put the trained parts into a model folder: the one embedded in the package, or any other.
 
-    python scripts/export_model.py --data-dir data --output data/model
+    python -m scripts.export_model --data-dir data --output data/model
     python -m lantern_hpu.train drafter --model data/model --data data/prompts.txt --output data/drafter
-    python scripts/export_model.py --data-dir data --drafter data/drafter --output lantern_hpu/assets/builtin
+    python -m scripts.export_model --data-dir data --drafter data/drafter --output lantern_hpu/assets/builtin
 
 Without `--drafter` the model gets an untrained one, so that it can be loaded and one can be trained for it. Weights
 are stored in float16; `model.json` holds sizes, words, default sampling and a checksum of each file.
@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from icons import write_atomic
 from safetensors.torch import load_file, save
 from torch import Tensor
 
+from lantern_hpu.files import write_file
+from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.folder import transformer_config
 
 
 def half(part: str, tensors: dict[str, Tensor]) -> bytes:
@@ -39,7 +39,7 @@ def half(part: str, tensors: dict[str, Tensor]) -> bytes:
 
 def untrained(target: dict[str, Any]) -> dict[str, Tensor]:
     """Weights of a drafter that knows nothing yet."""
-    return Drafter(transformer_config(target)).state_dict()
+    return Drafter(TransformerConfig(**target), DrafterConfig()).state_dict()
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
     files = {}
     for part, tensors in sources.items():
         content = half(part, tensors)
-        write_atomic(arguments.output / f"{part}.safetensors", content)
+        write_file(arguments.output / f"{part}.safetensors", content, force=True)
         files[f"{part}.safetensors"] = hashlib.sha256(content).hexdigest()
         print(f"{part}: {len(content) / 1e6:.1f} MB")
     config = {
@@ -93,7 +93,7 @@ def main() -> None:
         },
         "fastest": {"cpu": [*arguments.fastest_cpu.split(","), None][:2]},
     }
-    write_atomic(arguments.output / "model.json", json.dumps(config, indent=1).encode())
+    write_file(arguments.output / "model.json", json.dumps(config, indent=1).encode(), force=True)
 
 
 if __name__ == "__main__":

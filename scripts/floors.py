@@ -1,21 +1,21 @@
 """The least time that steps of large models can take on known cards: arithmetic from published peaks, nothing measured.
 
-    python scripts/floors.py
+    python -m scripts.floors
 
 prints the tables of docs/performance.md: milliseconds of a step in bfloat16 with guidance, for `ar` and for draft
-trees of three sizes, drafting included. See `lantern_hpu/roofline.py` for what is counted.
+trees of three sizes, drafting included. See `lantern_hpu/bench/roofline.py` for what is counted.
 """
 
 from __future__ import annotations
 
-from lantern_hpu.bench import markdown, roofline_sizes
-from lantern_hpu.kernels import PLAIN
-from lantern_hpu.models.transformer import Target
-from lantern_hpu.models.weights import shapes_only
-from lantern_hpu.random_weights import make_drafter, transformer_config
-from lantern_hpu.registry import entries
-from lantern_hpu.roofline import Shape, Sizes, accelerators, floor
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from lantern_hpu.bench.roofline import Rates, StepPasses, floor
+from lantern_hpu.tables import markdown
 from lantern_hpu.tree import DraftTree, load_static
+from lantern_hpu.zoo.registry import entries
 
 MODELS = ("llamagen-t2i-256", "llamagen-t2i-512", "anole-7b")
 CARDS = ("rtx3090", "h100", "gaudi2")
@@ -23,24 +23,35 @@ BATCHES = (1, 4, 16)
 TREES = (DraftTree.root_only(), *map(load_static, ("chain", "mc_sim_7b_63", "naive_extend_57")))
 
 
-def sizes(name: str) -> Sizes:
-    """A known model in bfloat16, with guidance."""
-    entry = entries()[name]
-    config = transformer_config(entry)
-    with shapes_only():
-        target, drafter = Target(config), make_drafter(entry, config, PLAIN)
-    return roofline_sizes(target.bfloat16(), drafter, guidance=True)
+@dataclass(frozen=True)
+class Accelerator:
+    """Published peaks of a card; see `accelerators.json`."""
+
+    name: str
+    title: str
+    bandwidth: float
+    rate: float
+    source: str
+
+    @property
+    def rates(self) -> Rates:
+        return Rates(self.bandwidth, self.rate)
+
+
+def accelerators() -> dict[str, Accelerator]:
+    """The known accelerators by name."""
+    listed = json.loads((Path(__file__).parent / "accelerators.json").read_text())["accelerators"]
+    return {values["name"]: Accelerator(**values) for values in listed}
 
 
 def table(name: str) -> str:
     """Milliseconds of a step on each card; those that arithmetic bounds, not bandwidth, are starred."""
-    of, lines = sizes(name), []
-    for card in CARDS:
+    model, known, lines = entries()[name].config, accelerators(), []
+    for card in (known[name] for name in CARDS):
         for images in BATCHES:
-            rates = accelerators()[card].rates
-            each = [floor(of, Shape.of(tree), images, rates) for tree in TREES]
+            each = [floor(model, StepPasses.of(tree), 2 * images, card.rates) for tree in TREES]
             cells = [f"{1000 * f.step:.2f}{'*' * (f.bound == 'arithmetic')}" for f in each]
-            lines.append([accelerators()[card].title, str(images), *cells])
+            lines.append([card.title, str(images), *cells])
     head = ["card", "images", "ar", *(f"{tree.name}, {tree.size} nodes" for tree in TREES[1:])]
     return markdown(head, lines)
 

@@ -1,6 +1,6 @@
 """Write small random checkpoints in the public formats, to try loaders without downloading anything.
 
-    python scripts/make_synthetic_checkpoints.py DIR [--seed 0] [--force]
+    python -m scripts.make_synthetic_checkpoints DIR [--seed 0] [--force]
 
 Names, containers, dtypes and file layouts are those of the published files; sizes are tiny. Head width (64, and 100 in
 the 3B file), vocabulary layout (Chameleon's 65536 ids), classes, caption slots and grids are real. `DIR/index.json`
@@ -22,7 +22,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Generator, Tensor
 
-from lantern_hpu.models.vq import VQConfig, VQModel
+from lantern_hpu.models.config import VQConfig
+from lantern_hpu.models.vq import VQModel
 
 Shapes = dict[str, tuple[int, ...]]
 State = dict[str, Tensor]
@@ -236,7 +237,7 @@ def write_neighbours(folder: Path, codebook: Tensor, columns: int, dtype: type) 
         distance.diagonal(start).fill_(math.inf)  # a code is no neighbour of itself
         near.append(distance.topk(columns, largest=False).indices)
     (folder / "vq_distances").mkdir(parents=True, exist_ok=True)
-    indices = torch.cat(near).numpy().astype(dtype)
+    indices: np.ndarray = torch.cat(near).numpy().astype(dtype)
     np.save(folder / "vq_distances" / f"top_{columns}_indices.npy", indices)
 
 
@@ -250,7 +251,8 @@ def write_text_encoder(folder: Path, generator: Generator) -> None:
     pieces += [(letter, -6.0) for letter in letters]
     pieces += [(f"<extra_id_{i}>", 0.0) for i in reversed(range(100))]
     T5Tokenizer(vocab=pieces).save_pretrained(folder)
-    config = T5Config(
+    make: Any = T5Config  # its arguments are typed in some releases, and not all of them
+    config = make(
         vocab_size=256,
         d_model=CAPTION,
         d_kv=12,
@@ -581,7 +583,7 @@ def chameleon_model(
         vocabulary_map=vocabulary(),
         vq_config={key: taming_config(sizes)[key] for key in used.split()},
     )
-    model = ChameleonForConditionalGeneration(config)
+    model: Any = ChameleonForConditionalGeneration(config)
     fill(model, generator)
     model.to(torch.bfloat16)
     model.model.vqmodel.float()

@@ -1,6 +1,6 @@
 """Draw the README's picture: the same prompts and seeds, a row for each method.
 
-python scripts/readme_pictures.py --output docs/images/methods.png
+python -m scripts.readme_pictures --output docs/images/methods.png
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from lantern_hpu import LanternPipeline
 from lantern_hpu.config import METHODS
-from lantern_hpu.results import encode, tokens_per_step, write_file
+from lantern_hpu.files import write_file
+from lantern_hpu.results import encode, tokens_per_step
 
 PROMPTS = (
     "a red apple",

@@ -1,12 +1,10 @@
-"""Train the embedded model's target: captions to image tokens, LlamaGen of small size.
+"""Train the embedded model's target on painted scenes: captions to image tokens, LlamaGen of small size.
 
-    python scripts/train_target.py --data-dir data --minutes 70
+    python -m scripts.train_target --data-dir data --minutes 600
 
-needs `codes.npz` and `words.json` (scripts/encode_icons.py) and writes `target.safetensors` and
-`target.json`. Weights train in bfloat16 beside float32 masters, in micro-batches small enough
-for the processor's cache: on two cores that is several times faster than one large batch; `--compile` makes it
-nearly twice as fast again and needs a C++ compiler. `--resume` goes on after an interruption, or with more
-`--minutes` after the end.
+needs the tokenizer (scripts/train_tokenizer.py) and writes `words.json`, `target.safetensors` and `target.json`.
+Every picture is painted for its one use, so the loss is that of unseen pictures and there is nothing to learn by
+heart. `--resume` goes on after an interruption, or with more `--minutes` after the end.
 """
 
 from __future__ import annotations
@@ -14,30 +12,61 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from icons import write_atomic
 from safetensors.torch import save
 from torch import Tensor, nn
-from training import Masters, Run, parse
 
-from lantern_hpu.kernels import PLAIN
-from lantern_hpu.models.llamagen import CaptionProjection
-from lantern_hpu.models.text import WordConditioner
-from lantern_hpu.models.transformer import (
-    Target,
-    TransformerConfig,
-    additive,
-    prefix_mask,
-    rope_table,
-)
+from lantern_hpu.files import write_file
+from lantern_hpu.models.config import TransformerConfig
+from lantern_hpu.models.text.prefix import CaptionProjection
+from lantern_hpu.models.text.words import WordConditioner
+from lantern_hpu.models.transformer import Target, rope_table
+from lantern_hpu.models.vq import VQModel
+from lantern_hpu.ops.masks import additive_mask, causal_mask, prefix_mask
+from lantern_hpu.scenes import describe, sample
+from scripts.pictures import FRESH, Stream, load_tokenizer, painted, to_float
+from scripts.training import Learner, Run, parse
 
 PREFIX = 16
 CAPTION_DIM = 256
+
+
+class Lesson(NamedTuple):
+    """Captioned pictures as a model reads them."""
+
+    ids: Tensor  # [B, P] word ids, padded on the left
+    codes: Tensor  # [B, N]
+
+
+def vocabulary(captions: int = 50_000) -> list[str]:
+    """Every word that captions have, sorted."""
+    rng, words = np.random.default_rng(0), set()
+    for _ in range(captions):
+        words.update(WordConditioner.split(describe(sample(rng), rng)))
+    return sorted(words)
+
+
+@cache
+def tokenizer(data_dir: Path) -> VQModel:
+    torch.set_num_threads(1)
+    return load_tokenizer(data_dir)
+
+
+def lessons(data_dir: Path, words: tuple[str, ...], first: int, count: int) -> Lesson:
+    """Pictures `first` to `first + count - 1`, encoded."""
+    pixels, captions = painted(first, count)
+    with torch.no_grad():
+        codes = tokenizer(data_dir).encode(to_float(pixels)).flatten(1)  # [B, N]
+    index = {word: i + 2 for i, word in enumerate(words)}
+    rows = [[index[word] for word in WordConditioner.split(caption)] for caption in captions]
+    return Lesson(torch.tensor([[0] * (PREFIX - len(r)) + r for r in rows]), codes)
 
 
 def config_of(arguments: argparse.Namespace) -> TransformerConfig:
@@ -54,37 +83,31 @@ def config_of(arguments: argparse.Namespace) -> TransformerConfig:
     )
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention written out: on a processor its backward pass is faster than the fused one's."""
-    scores = q * q.shape[-1] ** -0.5 @ k.transpose(-1, -2) + mask  # [B, heads, T, T]
-    return scores.softmax(-1) @ v
-
-
 class TextToImage(nn.Module):
     """Everything that learns from captioned tokens: words, projection, decoder."""
+
+    rope: Tensor
+    causal: Tensor
 
     def __init__(self, config: TransformerConfig, words: list[str]) -> None:
         super().__init__()
         self.words = WordConditioner(words, CAPTION_DIM, config.prefix)
         self.condition = CaptionProjection(CAPTION_DIM, config.dim, config.prefix)
-        self.target = Target(config, replace(PLAIN, attention=attention))
+        self.target = Target(config)
         for name, weight in self.target.named_parameters():
             if weight.dim() == 2:
-                scale = (
-                    (2 * config.layers) ** -0.5
-                    if name.endswith(("out.weight", "down.weight"))
-                    else 1
-                )
+                last = name.endswith(("out.weight", "down.weight"))  # of a block's branch
+                scale = (2 * config.layers) ** -0.5 if last else 1
                 nn.init.normal_(weight, std=0.02 * scale)
         length = config.prefix + config.tokens - 1
-        self.register_buffer("rope", rope_table(config, length).bfloat16(), persistent=False)
-        self.register_buffer("causal", torch.ones(length, length).tril().bool(), persistent=False)
+        self.register_buffer("rope", rope_table(config, length), persistent=False)
+        self.register_buffer("causal", causal_mask(length), persistent=False)
 
     def hidden(self, ids: Tensor, codes: Tensor, uncond: Tensor) -> Tensor:
         """Final hidden states of the prefix and all tokens but the last.
 
         Args:
-            ids: [B, P] word ids, left-padded; codes: [B, N], what is read; uncond: [B] bool, drop the caption.
+            ids: [B, P] word ids, left-padded; codes: [B, N]; uncond: [B] bool, drop the caption.
 
         Returns [B, P + N - 1, H].
         """
@@ -92,113 +115,73 @@ class TextToImage(nn.Module):
         features = torch.where(uncond[:, None, None], self.condition.uncond, caption.features)
         x = torch.cat([self.condition(features), self.target.embed(codes[:, :-1])], 1)
         valid = F.pad(caption.valid, (0, codes.shape[1] - 1), value=True)
-        mask = additive(prefix_mask(valid, self.causal), x.dtype)
+        mask = additive_mask(prefix_mask(valid, self.causal), x.dtype)
         return self.target(x, self.rope.expand(len(x), -1, -1, -1), mask)
 
-    def loss(self, ids: Tensor, codes: Tensor, uncond: Tensor, read: Tensor) -> Tensor:
-        """Mean nats a token, [] float32, of `codes` [B, N] after those that were `read` [B, N]."""
-        logits = self.target.head(self.hidden(ids, read, uncond)[:, self.words.prefix - 1 :])
-        return F.cross_entropy(logits.flatten(0, 1).float(), codes.flatten())
-
-
-class Captions:
-    """Tokens and word ids of all variants, split by concept and by pairs of colour and thing."""
-
-    def __init__(self, data_dir: Path, words: WordConditioner) -> None:
-        data = np.load(data_dir / "codes.npz")
-        self.codes = torch.from_numpy(data["codes"].astype(np.int64))  # [n, N]
-        self.captions, self.concept = data["captions"], data["concept"]  # [n] str each
-        rows = [words.ids(str(caption)) for caption in self.captions]
-        self.ids = torch.tensor([[0] * (words.prefix - len(r)) + r for r in rows])  # [n, P]
-        concept = torch.from_numpy(data["held_out"])  # [n] bool
-        pair = torch.from_numpy(data["pair_held_out"]) & ~concept  # [n] bool
-        self.train = (~concept & ~pair).nonzero().flatten()
-        self.concepts, self.pairs = concept.nonzero().flatten(), pair.nonzero().flatten()
-
-    def batch(
-        self, index: Tensor, drop: float, slip: float, generator: torch.Generator
-    ) -> tuple[Tensor, ...]:
-        """Arguments of `TextToImage.loss` for some pictures.
-
-        Args:
-            drop: share of captions left out, for guidance.
-            slip: share of tokens read wrong, each as another picture of the batch has it. A model that only ever reads
-                flawless pictures knows them by their first row, and loses its way after one odd draw.
-        """
-        uncond = torch.rand(len(index), generator=generator) < drop
-        codes = self.codes[index]
-        wrong = torch.rand(codes.shape, generator=generator) < slip
-        return self.ids[index], codes, uncond, torch.where(wrong, codes.roll(1, 0), codes)
+    def forward(self, lesson: Lesson, uncond: Tensor) -> Tensor:
+        """Mean nats a token, [] float32."""
+        hidden = self.hidden(lesson.ids, lesson.codes, uncond)[:, self.words.prefix - 1 :]
+        logits = self.target.head(hidden)  # [B, N, V]
+        return F.cross_entropy(logits.flatten(0, 1).float(), lesson.codes.flatten())
 
 
 class Trainer:
-    """The model, its data and its run."""
+    """The model, its pictures and its run."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments, self.config = arguments, config_of(arguments)
         torch.manual_seed(arguments.seed)
-        words = json.loads((arguments.data_dir / "words.json").read_text())
+        words = vocabulary()
+        write_file(
+            arguments.data_dir / "words.json", json.dumps(words, indent=0).encode(), force=True
+        )
         self.model = TextToImage(self.config, words)
-        self.data = Captions(arguments.data_dir, self.model.words)
-        masters = Masters(self.model, decay=0.05, clip=1.0, average=0.998)
-        self.loss = self.model.loss
-        if arguments.compile:
-            self.loss = torch.compile(self.model.loss, dynamic=False)
+        learner = Learner(self.model, arguments.threads, decay=0.05, clip=1.0, average=0.998)
         folder = arguments.data_dir / "runs" / "target"
-        self.run = Run(folder, masters, arguments.minutes, arguments.lr, 100, arguments.seed)
+        self.run = Run(folder, learner, arguments.minutes, arguments.lr, 100, arguments.seed)
+        if arguments.resume:
+            self.run.resume()
+        make = partial(lessons, arguments.data_dir, tuple(words))
+        self.fresh = [make(FRESH + first, 8) for first in range(0, arguments.measured, 8)]
+        size = arguments.batch * arguments.accumulate
+        self.stream = Stream(make, size, self.run.step * size)
 
     def gradients(self) -> float:
         """One step's loss, its gradients summed over the micro-batches."""
-        total = 0.0
-        generator, count = self.run.generator, len(self.data.train)
-        for _ in range(self.arguments.accumulate):
-            picked = torch.randint(count, (self.arguments.batch,), generator=generator)
-            batch = self.data.batch(self.data.train[picked], 0.1, self.arguments.slip, generator)
-            loss = self.loss(*batch) / self.arguments.accumulate
-            loss.backward()  # type: ignore[no-untyped-call]
-            total += loss.item()
-        return total
-
-    @torch.no_grad()
-    def held_out_loss(self, index: Tensor, count: int = 64) -> float:
-        """Nats a token of the averaged weights on some of these pictures."""
-        index = index[:: max(1, len(index) // count)][:count]
-        generator = torch.Generator().manual_seed(0)
-        with self.run.masters.averaged():
-            parts = [
-                self.model.loss(*self.data.batch(i, 0.0, 0.0, generator)).item()
-                for i in index.split(8)
-            ]
-        return sum(parts) / len(parts)
+        size, lesson = self.arguments.batch, self.stream.batch()
+        uncond = torch.rand(len(lesson.ids), generator=self.run.generator) < 0.1
+        parts = zip(
+            lesson.ids.split(size), lesson.codes.split(size), uncond.split(size), strict=True
+        )
+        batches = [(Lesson(ids, codes), dropped) for ids, codes, dropped in parts]
+        return self.run.learner.gradients(lambda model, batch: model(*batch), batches)
 
     def milestone(self) -> str:
         """Measure and save the averaged weights."""
         data_dir: Path = self.arguments.data_dir
-        weights = save(self.run.masters.named_average())
-        write_atomic(data_dir / "target.safetensors", weights)
+        with self.run.learner.averaged() as model, torch.no_grad():
+            keep = torch.zeros(8, dtype=torch.bool)
+            nats = [model(lesson, keep[: len(lesson.ids)]).item() for lesson in self.fresh]
+        weights = save(self.run.learner.named_average())
+        write_file(data_dir / "target.safetensors", weights, force=True)
         config = json.dumps(asdict(self.config), indent=2).encode()
-        write_atomic(data_dir / "target.json", config)
-        concepts, pairs = (self.held_out_loss(i) for i in (self.data.concepts, self.data.pairs))
-        return f"held out: concepts {concepts:.3f}, colours on things {pairs:.3f} nats a token"
+        write_file(data_dir / "target.json", config, force=True)
+        return f"averaged on fresh pictures: {sum(nats) / len(nats):.3f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the embedded model's target.")
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
-    parser.add_argument("--minutes", type=float, default=70.0)
+    parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--dim", type=int, default=320)
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=8, help="images a micro-batch")
-    parser.add_argument("--accumulate", type=int, default=2, help="micro-batches a step")
+    parser.add_argument("--batch", type=int, default=6, help="pictures a micro-batch")
+    parser.add_argument("--accumulate", type=int, default=4, help="micro-batches a step")
     parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--slip", type=float, default=0.04, help="share of tokens read wrong")
-    parser.add_argument("--compile", action="store_true", help="with torch.compile")
-    arguments = parse(parser)
-    trainer = Trainer(arguments)
-    parameters = sum(w.numel() for w in trainer.run.masters.weights)
-    print(f"{parameters / 1e6:.2f} M parameters, {len(trainer.data.train)} pictures")
-    if arguments.resume:
-        trainer.run.resume()
+    parser.add_argument("--measured", type=int, default=64, help="fresh pictures at a milestone")
+    trainer = Trainer(parse(parser))
+    parameters = sum(w.numel() for w in trainer.run.learner.weights)
+    print(f"{parameters / 1e6:.2f} M parameters, {trainer.run.learner.dtype}")
     trainer.run.train(trainer.gradients, trainer.milestone, "nats")
 
 

@@ -1,16 +1,15 @@
-"""What the training scripts share: float32 masters of a bfloat16 model, a budget in minutes, checkpoints.
-
-Needs torch 2.9 or newer, for Muon.
-"""
+"""What the training scripts share: replicas of a model on threads, an optimiser, a budget in minutes, checkpoints."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +17,68 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-CHECKPOINT_SECONDS = 150.0
+CHECKPOINT_SECONDS = 300.0
 TABLES = ("embed.weight", "head.weight", "table.weight", "position.weight", "uncond")
 
 
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse with the options every training has, and set the threads."""
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    return arguments
+def native_bfloat16() -> bool:
+    """Whether this processor multiplies bfloat16 itself; where it does not, float32 is many times faster."""
+    has = (
+        getattr(torch.cpu, f"_is_{name}_supported", bool) for name in ("avx512_bf16", "amx_tile")
+    )
+    return any(check() for check in has)
 
 
-class Masters:
-    """A model in bfloat16, the float32 weights behind it, their moving average and the optimiser."""
+class Muon(torch.optim.Optimizer):
+    """Momentum whose update is turned into the nearest orthogonal matrix (Jordan 2024).
 
-    def __init__(self, model: nn.Module, decay: float, clip: float, average: float) -> None:
+    torch has one that orthogonalises in bfloat16 alone: hundreds of times slower where that is emulated.
+    """
+
+    COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic Newton-Schulz iteration
+
+    def __init__(
+        self, weights: list[Tensor], decay: float, dtype: torch.dtype, momentum: float = 0.95
+    ) -> None:
+        super().__init__(weights, {"lr": 0.0})
+        self.decay, self.dtype, self.momentum = decay, dtype, momentum
+
+    def orthogonal(self, x: Tensor) -> Tensor:
+        a, b, c = self.COEFFICIENTS
+        tall = x.shape[0] > x.shape[1]
+        x = (x.T if tall else x).to(self.dtype)
+        x = x / (x.norm() + 1e-7)
+        for _ in range(5):
+            square = x @ x.T
+            x = a * x + (b * square + c * square @ square) @ x
+        return x.T if tall else x
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for weight in group["params"]:
+                moved = self.state[weight].setdefault("momentum", torch.zeros_like(weight))
+                moved.lerp_(weight.grad, 1 - self.momentum)
+                update = self.orthogonal(weight.grad.lerp(moved, self.momentum))
+                # As large as AdamW's, so that one learning rate serves both
+                rate = group["lr"] * 0.2 * math.sqrt(max(weight.shape))
+                weight.mul_(1 - group["lr"] * self.decay).add_(update, alpha=-rate)
+
+
+class Learner:
+    """A model's float32 weights, their moving average, the optimisers, and replicas that compute gradients.
+
+    Each replica has a thread with one torch thread: two cores then never wait for each other inside an operator.
+    Where the processor has bfloat16, replicas hold rounded weights; elsewhere the float32 ones themselves.
+    """
+
+    def __init__(
+        self, model: nn.Module, replicas: int, decay: float, clip: float, average: float
+    ) -> None:
         """
         Args:
-            model: in float32; it is turned to bfloat16.
+            model: in float32.
+            replicas: number of threads.
             decay: weight decay of the blocks' matrices. clip: gradient norm.
             average: decay of the moving average.
         """
@@ -46,9 +86,14 @@ class Masters:
         self.names = [name for name, _ in model.named_parameters()]
         self.weights = [p.detach().clone() for p in model.parameters()]
         self.average = [p.clone() for p in self.weights]
-        model.bfloat16()
-        # Muon turns the blocks' matrices in all directions alike and needs fewer steps than AdamW; tables
-        # and the head, whose rows are used apart, and vectors are not what it is made for.
+        self.dtype = torch.bfloat16 if native_bfloat16() else torch.float32
+        self.replicas = [copy.deepcopy(model).to(self.dtype) for _ in range(replicas)]
+        self.shared = [w.to(self.dtype) for w in self.weights]  # in float32 the weights themselves
+        for replica in self.replicas:
+            for parameter, weight in zip(replica.parameters(), self.shared, strict=True):
+                parameter.data = weight
+        self.pool = ThreadPoolExecutor(replicas, initializer=torch.set_num_threads, initargs=(1,))
+        # Tables and the head, whose rows are used apart, and vectors are not what Muon is made for.
         inner = [
             weight.dim() == 2 and not name.endswith(TABLES)
             for name, weight in zip(self.names, self.weights, strict=True)
@@ -56,15 +101,33 @@ class Masters:
         matrices = [w for w, inside in zip(self.weights, inner, strict=True) if inside]
         others = [w for w, inside in zip(self.weights, inner, strict=True) if not inside]
         self.optimisers: list[torch.optim.Optimizer] = [
-            torch.optim.Muon(matrices, weight_decay=decay, adjust_lr_fn="match_rms_adamw"),
+            Muon(matrices, decay, self.dtype),
             torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
         ]
 
+    def gradients(self, loss: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> float:
+        """Mean loss over batches of one size; its gradients are left on the weights."""
+
+        def work(index: int) -> float:
+            total, replica = 0.0, self.replicas[index]
+            for batch in batches[index :: len(self.replicas)]:
+                part = loss(replica, batch) / len(batches)
+                part.backward()
+                total += part.item()
+            return total
+
+        total = sum(self.pool.map(work, range(len(self.replicas))))
+        for weight, *parameters in zip(
+            self.weights, *(r.parameters() for r in self.replicas), strict=True
+        ):
+            parts = [p.grad.float() for p in parameters if p.grad is not None]
+            weight.grad = torch.stack(parts).sum(0) if len(parts) > 1 else parts[0]
+            for parameter in parameters:
+                parameter.grad = None
+        return total
+
     def step(self, lr: float, count: int) -> None:
-        """Move the weights along the model's gradients; `count` is the number of steps before this one."""
-        for weight, parameter in zip(self.weights, self.model.parameters(), strict=True):
-            assert parameter.grad is not None
-            weight.grad, parameter.grad = parameter.grad.float(), None
+        """Move the weights along their gradients; `count` is the number of steps before this one."""
         torch.nn.utils.clip_grad_norm_(self.weights, self.clip)
         for optimiser in self.optimisers:
             for group in optimiser.param_groups:
@@ -78,18 +141,16 @@ class Masters:
 
     @torch.no_grad()
     def publish(self, weights: list[Tensor]) -> None:
-        """Round float32 weights into the bfloat16 model."""
-        for parameter, weight in zip(self.model.parameters(), weights, strict=True):
-            parameter.copy_(weight)
+        """Give the replicas these weights."""
+        for mine, weight in zip(self.shared, weights, strict=True):
+            mine.copy_(weight)
 
     @contextlib.contextmanager
-    def averaged(self) -> Iterator[None]:
+    def averaged(self) -> Iterator[nn.Module]:
         """The model with its averaged weights."""
-        self.publish(self.average)
-        try:
-            yield
-        finally:
-            self.publish(self.weights)
+        for parameter, weight in zip(self.model.parameters(), self.average, strict=True):
+            parameter.data = weight
+        yield self.model
 
     def named_average(self) -> dict[str, Tensor]:
         return dict(zip(self.names, self.average, strict=True))
@@ -114,12 +175,12 @@ class Run:
     """A training run: its budget, schedule, random numbers and checkpoint."""
 
     def __init__(
-        self, folder: Path, masters: Masters, minutes: float, lr: float, warm_up: int, seed: int
+        self, folder: Path, learner: Learner, minutes: float, lr: float, warm_up: int, seed: int
     ) -> None:
-        self.file, self.masters = folder / "last.pt", masters
+        self.file, self.learner = folder / "last.pt", learner
         self.minutes, self.lr, self.warm_up = minutes, lr, warm_up
         self.generator = torch.Generator().manual_seed(seed)
-        self.step, self.seconds, self.best = 0, 0.0, 0.0
+        self.step, self.seconds = 0, 0.0
 
     @property
     def progress(self) -> float:
@@ -136,11 +197,10 @@ class Run:
         return self.lr * warm * min(1.0, 0.02 + 3 * (1 - self.progress))
 
     def save(self) -> None:
-        state = self.masters.state() | {
+        state = self.learner.state() | {
             "generator": self.generator.get_state(),
             "step": self.step,
             "seconds": self.seconds,
-            "best": self.best,
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
         part = self.file.with_suffix(".part")
@@ -149,9 +209,9 @@ class Run:
 
     def resume(self) -> None:
         state = torch.load(self.file, weights_only=True)
-        self.masters.load(state)
+        self.learner.load(state)
         self.generator.set_state(state["generator"])
-        self.step, self.seconds, self.best = state["step"], state["seconds"], state["best"]
+        self.step, self.seconds = state["step"], state["seconds"]
 
     def train(
         self, gradients: Callable[[], float], milestone: Callable[[], str], figure: str
@@ -169,7 +229,7 @@ class Run:
             while self.progress < 1:
                 began = time.monotonic()
                 value = gradients()
-                self.masters.step(self.learning_rate, self.step)
+                self.learner.step(self.learning_rate, self.step)
                 self.step += 1
                 self.seconds += time.monotonic() - began
                 mean = value if math.isnan(mean) else 0.98 * mean + 0.02 * value
@@ -181,3 +241,13 @@ class Run:
                     shown = f"step {self.step}, {self.seconds / 60:.1f} min: {figure} {mean:.3f}, "
                     tqdm.write(shown + milestone())
                     self.save()
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """Parse with the options every training has, and set the threads."""
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--resume", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    return arguments

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from lantern_hpu.models.llamagen import CaptionProjection
-from lantern_hpu.models.text import WordConditioner
-from lantern_hpu.models.vq import VQConfig, VQModel
+from lantern_hpu.models.config import VQConfig
+from lantern_hpu.models.text.prefix import CaptionProjection
+from lantern_hpu.models.text.words import WordConditioner
+from lantern_hpu.models.vq import VQModel
 from tests.tiny import CONFIG, tiny_config, tiny_models
 
 VQ = VQConfig(
@@ -29,10 +30,12 @@ WORDS = ["apple", "blue", "cat", "on", "red"]
 CAPTION_DIM = 16
 
 
-def write_folder(folder: Path, seed: int = 0, prefix: int = CONFIG.prefix) -> Path:
+def write_folder(
+    folder: Path, seed: int = 0, prefix: int = CONFIG.prefix, codes: int = CONFIG.vocab_size
+) -> Path:
     """Write the folder and return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    shape = tiny_config(prefix=prefix)
+    shape, vq = tiny_config(prefix=prefix, vocab_size=codes), replace(VQ, codebook_size=codes)
     target, drafter = tiny_models(shape, seed)
     torch.manual_seed(3)
     parts = nn.ModuleDict(
@@ -43,7 +46,7 @@ def write_folder(folder: Path, seed: int = 0, prefix: int = CONFIG.prefix) -> Pa
         }
     )
     files = {}
-    for name, module in {"target": parts, "drafter": drafter, "vq": VQModel(VQ)}.items():
+    for name, module in {"target": parts, "drafter": drafter, "vq": VQModel(vq)}.items():
         file = folder / f"{name}.safetensors"
         save_file({n: t.contiguous() for n, t in module.state_dict().items()}, file)
         files[file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
@@ -53,7 +56,7 @@ def write_folder(folder: Path, seed: int = 0, prefix: int = CONFIG.prefix) -> Pa
         "target": asdict(shape),
         "condition": {"kind": "words", "dim": CAPTION_DIM, "words": WORDS},
         "drafter": {"input_norm": False, "sees_pads": False},
-        "vq": asdict(VQ),
+        "vq": asdict(vq),
         "sampling": {"cfg_scale": 2.0, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
         "fastest": {},
     }

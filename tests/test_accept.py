@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.accept import Acceptance, Bounds, Verdict
-from lantern_hpu.config import Residual
-from lantern_hpu.reference import Law, Relaxed, greedy_walk, raised_mass, residual_law, walk
-from lantern_hpu.sampling import choose_distinct
-from lantern_hpu.tables import StaticTables, Tables
+from lantern_hpu.decode.accept import Acceptance, Bounds, Verdict
+from lantern_hpu.decode.tree_tables import StaticTables, TreeTables
+from lantern_hpu.ops.sampling import sample_distinct
+from lantern_hpu.relaxation import Residual
 from lantern_hpu.tree import DraftTree
+from tests.reference import Probs, Relaxed, greedy_walk, raised_mass, residual_probs, walk
 from tests.tiny import random_tree, ring
 
 V, B = 12, 80  # vocabulary, images a tree
@@ -30,7 +30,7 @@ RULES = {
 }
 KINDS = {
     "drawn": True,
-    "likeliest": False,
+    "given": False,
 }  # how the drafts came about: static trees, dynamic trees
 EXACT_RULES = [
     Relaxed(k=6, lam=1.0),
@@ -61,36 +61,35 @@ def with_neighbours(rule: Relaxed) -> Relaxed:
 
 
 class Case:
-    """A tree with random laws for a batch of images: peaked, with exact zeros, some with few tokens left."""
+    """A tree with random probs for a batch of images: peaked, with exact zeros, some with few tokens left."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
         self.tree = random_tree(seed)
         nodes = len(self.tree.expanded)
 
-        def law() -> Tensor:
+        def draw() -> Tensor:
             logits = 2 * torch.randn(B, nodes, V, generator=generator, dtype=torch.float64)
             limit = logits.topk(8 if seed % 4 else 2, -1).values[..., -1:]
             return logits.masked_fill(logits < limit, float("-inf")).softmax(-1)
 
-        self.p, self.q = law(), law()
-        shape = (B, self.tree.size)
-        tokens = torch.randint(V, shape, generator=generator, dtype=torch.int32)
+        self.p, self.q = draw(), draw()
+        tokens = torch.randint(V, (B, self.tree.size), generator=generator, dtype=torch.int32)
         for row, node in enumerate(self.tree.expanded):
             below = list(self.tree.children[node])
             uniform = torch.rand(B, len(below), generator=generator, dtype=torch.float64)
-            tokens[:, below] = choose_distinct(self.q[:, row], uniform)
+            tokens[:, below] = sample_distinct(self.q[:, row], uniform)
         self.tokens = tokens
         shape = (B, self.tree.depth, self.tree.max_children)
         self.uniform = torch.rand(shape, generator=generator, dtype=torch.float64)
 
-    def laws(self, image: int) -> tuple[dict[int, Law], dict[int, Law]]:
+    def probs(self, image: int) -> tuple[dict[int, Probs], dict[int, Probs]]:
         nodes = self.tree.expanded
         p, q = self.p[image].tolist(), self.q[image].tolist()
         return dict(zip(nodes, p, strict=True)), dict(zip(nodes, q, strict=True))
 
     @property
-    def tables(self) -> Tables:
+    def tables(self) -> TreeTables:
         return StaticTables(self.tree)(B)
 
     def sampled(self, rule: Relaxed, drawn: bool = True, **changes: Any) -> Verdict:
@@ -114,13 +113,15 @@ def test_vectorised_rule_is_the_textbook_rule(name: str, kind: str) -> None:
     for case in CASES:
         verdict = case.sampled(rule, drawn)
         for image in range(B):
-            p, q = case.laws(image)
+            p, q = case.probs(image)
             draws = case.tokens[image].tolist(), case.uniform[image].tolist()
             want = walk(case.tree, p, q if drawn else None, *draws, rule)
             assert int(verdict.node[image]) == want.node
             assert verdict.relaxed[image].tolist()[: len(want.relaxed)] == want.relaxed
-            if want.law is not None:
-                torch.testing.assert_close(verdict.law[image].tolist(), want.law, rtol=0, atol=1e-9)
+            if want.residual is not None:
+                torch.testing.assert_close(
+                    verdict.residual[image].tolist(), want.residual, rtol=0, atol=1e-9
+                )
             reached |= {("depth", case.tree.depths[want.node]), ("helped", any(want.relaxed))}
     assert {("depth", d) for d in range(4)} < reached
     assert (("helped", True) in reached) == (name != "exact")
@@ -132,7 +133,7 @@ def test_greedy_rule_is_the_textbook_rule(name: str) -> None:
     for case in CASES:
         verdict = case.greedy(rule)
         for image in range(B):
-            path = greedy_walk(case.tree, case.laws(image)[0], case.tokens[image].tolist(), rule)
+            path = greedy_walk(case.tree, case.probs(image)[0], case.tokens[image].tolist(), rule)
             assert int(verdict.node[image]) == path[-1]
             depths.add(len(path) - 1)
     assert {0, 1, 2} <= depths
@@ -155,7 +156,7 @@ def test_relaxed_with_zero_bound_is_exact(rule: Relaxed, residual: str, kind: st
         relaxed = case.sampled(zero, drawn, acceptance=acceptance)
         exact = case.sampled(Relaxed(), drawn)
         assert torch.equal(relaxed.node, exact.node)
-        assert torch.equal(relaxed.law, exact.law)
+        assert torch.equal(relaxed.residual, exact.residual)
         assert not relaxed.relaxed.any()
         greedy = case.greedy(zero, acceptance)
         assert torch.equal(greedy.node, case.greedy(Relaxed()).node)
@@ -200,7 +201,7 @@ def test_token_of_probability_zero_is_never_accepted_under_lambda(residual: str)
     assert tempted > B
 
 
-def siblings_law(
+def siblings_probs(
     p: Tensor, q: Tensor, children: int, rule: Relaxed, draws: Tensor | None = None
 ) -> Tensor:
     """The exact law of the token after the root, by enumerating all draws and bisecting each bar.
@@ -222,11 +223,11 @@ def siblings_law(
         chance, left = chance * q[draws[:, i]] / left, left - q[draws[:, i]]
     acceptance = acceptance_of(tree, rule, size)
     tokens = torch.cat([torch.zeros(count, 1, dtype=torch.int32), draws], 1)
-    laws = p.expand(count, 1, -1), q.expand(count, 1, -1) if drawn else None
+    probs = p.expand(count, 1, -1), q.expand(count, 1, -1) if drawn else None
     tables, bounds = StaticTables(tree)(count), bounds_of(rule, count)
 
     def run(uniform: Tensor) -> Verdict:
-        return acceptance.sampled(*laws, tokens, tables, uniform[:, None], bounds)
+        return acceptance.sampled(*probs, tokens, tables, uniform[:, None], bounds)
 
     out = torch.zeros(size, dtype=torch.float64)
     uniform = torch.ones(count, children, dtype=torch.float64)
@@ -240,10 +241,10 @@ def siblings_law(
         out.index_add_(0, draws[:, i], chance * low)
         chance = chance * (1 - low)
         uniform[:, i] = 1.0
-    return out + (chance[:, None] * run(uniform).law).sum(0)
+    return out + (chance[:, None] * run(uniform).residual).sum(0)
 
 
-def random_laws(seed: int, size: int) -> tuple[Tensor, Tensor]:
+def random_probs(seed: int, size: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     p, q = (2 * torch.randn(2, size, generator=generator, dtype=torch.float64)).softmax(-1)
     return p, q
@@ -252,8 +253,8 @@ def random_laws(seed: int, size: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("children", [1, 2, 3, 5])
 @pytest.mark.parametrize("seed", range(4))
 def test_exact_acceptance_reproduces_the_target_law(children: int, seed: int) -> None:
-    p, q = random_laws(seed, 6)
-    torch.testing.assert_close(siblings_law(p, q, children, Relaxed()), p, rtol=0, atol=1e-12)
+    p, q = random_probs(seed, 6)
+    torch.testing.assert_close(siblings_probs(p, q, children, Relaxed()), p, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("children", [1, 3, 5])
@@ -261,32 +262,32 @@ def test_exact_acceptance_reproduces_the_target_law(children: int, seed: int) ->
 def test_exact_acceptance_of_sure_drafts_reproduces_the_target_law(
     children: int, seed: int
 ) -> None:
-    p, q = random_laws(seed, 6)
+    p, q = random_probs(seed, 6)
     sure = torch.arange(children)[None]
-    law = siblings_law(p, q, children, Relaxed(), sure)
-    torch.testing.assert_close(law, p, rtol=0, atol=1e-12)
+    found = siblings_probs(p, q, children, Relaxed(), sure)
+    torch.testing.assert_close(found, p, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("weight", [0.0, 0.3, 1.0, 1.7])
 def test_annealed_acceptance_is_exact_up_to_weight_one(weight: float, kind: str) -> None:
-    p, q = random_laws(1, 6)
+    p, q = random_probs(1, 6)
     sure = None if KINDS[kind] else torch.arange(3)[None]
-    law = siblings_law(p, q, 3, Relaxed(weights=(weight,) * 4), sure)
-    moved = float((law - p).abs().sum()) / 2
+    found = siblings_probs(p, q, 3, Relaxed(weights=(weight,) * 4), sure)
+    moved = float((found - p).abs().sum()) / 2
     assert moved < 1e-12 if weight <= 1 else moved > 0.01
 
 
 def test_relaxed_acceptance_moves_the_law() -> None:
-    p, q = random_laws(0, 6)
-    moved = siblings_law(p, q, 2, Relaxed(k=3, delta=0.3))
+    p, q = random_probs(0, 6)
+    moved = siblings_probs(p, q, 2, Relaxed(k=3, delta=0.3))
     assert float(moved.sum()) == pytest.approx(1, abs=1e-12)
     assert float((moved - p).abs().sum()) / 2 > 0.01
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_sure_draft_moves_the_law_by_exactly_the_lent_mass(seed: int) -> None:
-    p, _ = random_laws(seed, 6)
+    p, _ = random_probs(seed, 6)
     for token in range(6):
         rule = Relaxed(ring(6).tolist(), k=5, delta=0.3)
         lent = lent_mass(p.tolist(), token, rule)
@@ -296,11 +297,11 @@ def test_sure_draft_moves_the_law_by_exactly_the_lent_mass(seed: int) -> None:
             None,
             torch.tensor([[token]]),
         ):  # drawn from a law that has nothing else, or given
-            moved = float((siblings_law(p, q, 1, rule, sure) - p).abs().sum()) / 2
+            moved = float((siblings_probs(p, q, 1, rule, sure) - p).abs().sum()) / 2
             assert moved == pytest.approx(lent, abs=1e-12) and moved <= 0.3
 
 
-def lent_mass(p: Law, token: int, rule: Relaxed) -> float:
+def lent_mass(p: Probs, token: int, rule: Relaxed) -> float:
     return raised_mass(p, token, rule) - p[token]
 
 
@@ -317,7 +318,7 @@ def test_hand_made_example(residual: Residual, after: list[float]) -> None:
     # lambda a little above 2: at exactly 2 rounding decides whether 0.1 + 0.1 is within (2 - 1) 0.2.
     rule = Relaxed(NEAR5, k=2, lam=2.0 + 1e-9, residual=residual)
     assert lent_mass(P5, 0, rule) == pytest.approx(0.2)
-    assert residual_law(P5, Q5, 0, rule) == pytest.approx(after)
+    assert residual_probs(P5, Q5, 0, rule) == pytest.approx(after)
     assert lent_mass(P5, 0, Relaxed(NEAR5, k=2, delta=0.15)) == pytest.approx(0.1)
     assert lent_mass(P5, 0, Relaxed(NEAR5, k=1, lam=2.1)) == pytest.approx(0.1)
 
@@ -331,7 +332,7 @@ def test_hand_made_example(residual: Residual, after: list[float]) -> None:
     verdict = acceptance.sampled(p, q, tokens, tables, uniform, bounds_of(rule, 2))
     assert verdict.node.tolist() == [1, 0]
     assert verdict.relaxed.tolist() == [[True], [False]]
-    assert verdict.law[1].tolist() == pytest.approx(after)
+    assert verdict.residual[1].tolist() == pytest.approx(after)
 
 
 @pytest.mark.parametrize(
@@ -341,7 +342,7 @@ def test_hand_made_example(residual: Residual, after: list[float]) -> None:
 def test_hand_made_example_of_a_sure_draft(residual: Residual, after: list[float]) -> None:
     rule = Relaxed(NEAR5, k=2, delta=0.15, residual=residual)
     assert raised_mass(P5, 0, rule) == pytest.approx(0.3)
-    assert residual_law(P5, None, 0, rule) == pytest.approx(after)
+    assert residual_probs(P5, None, 0, rule) == pytest.approx(after)
 
     tree = DraftTree.from_paths("one", [[0]])
     acceptance = Acceptance(tree, torch.tensor(NEAR5), residual)
@@ -350,7 +351,7 @@ def test_hand_made_example_of_a_sure_draft(residual: Residual, after: list[float
     tables, tokens = StaticTables(tree)(2), torch.zeros(2, 2, dtype=torch.int32)
     verdict = acceptance.sampled(p, None, tokens, tables, uniform, bounds_of(rule, 2))
     assert verdict.node.tolist() == [1, 0]
-    assert verdict.law[1].tolist() == pytest.approx(after)
+    assert verdict.residual[1].tolist() == pytest.approx(after)
 
 
 def test_wider_tree_never_accepts_less() -> None:
@@ -368,10 +369,10 @@ def test_wider_tree_never_accepts_less() -> None:
     depths = {}
     for tree in (narrow, wide):
         nodes = [wide.ids[path] for path in tree.paths]
-        laws = p[:, [nodes[n] for n in tree.expanded]]
+        probs = p[:, [nodes[n] for n in tree.expanded]]
         rule = acceptance_of(tree, Relaxed())
         tables = StaticTables(tree)(500)
-        verdict = rule.greedy(laws, drafts[:, nodes], tables, bounds_of(Relaxed(), 500))
+        verdict = rule.greedy(probs, drafts[:, nodes], tables, bounds_of(Relaxed(), 500))
         depths[tree.name] = torch.tensor(tree.depths)[verdict.node]
     assert (depths["wide"] >= depths["narrow"]).all()
     assert (depths["wide"] > depths["narrow"]).any()

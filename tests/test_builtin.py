@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-from lantern_hpu import LanternPipeline
-from lantern_hpu.codebook import nearest
-from lantern_hpu.config import METHODS, RELAXED
-from lantern_hpu.hub import ASSETS, read_config
+from lantern_hpu.config import METHODS
+from lantern_hpu.files import ASSETS
+from lantern_hpu.models.files.names import read_config
+from lantern_hpu.models.neighbours import nearest
+from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results import GenerationResult, tokens_per_step
 
 pytestmark = pytest.mark.slow
@@ -35,8 +36,8 @@ def share(image: np.ndarray, colour: str) -> float:
 
 
 def test_files_match_their_checksums() -> None:
-    config = read_config(ASSETS / "builtin")
-    assert set(config["files"]) == {"target.safetensors", "drafter.safetensors", "vq.safetensors"}
+    about, _ = read_config(ASSETS / "builtin")
+    assert set(about["files"]) == {"target.safetensors", "drafter.safetensors", "vq.safetensors"}
 
 
 def test_torchs_compiler_is_not_loaded_to_draw() -> None:
@@ -60,7 +61,7 @@ def test_weights_fit_the_package() -> None:
 @pytest.fixture(scope="module")
 def apples(pipeline: LanternPipeline) -> dict[str, GenerationResult]:
     """An image of each kind of method; the exact ones have the law of `ar`, tested elsewhere."""
-    return {m: pipeline("a red apple", method=m) for m in ("ar", *RELAXED)}
+    return {m: pipeline("a red apple", method=m) for m in ("ar", "lantern", "lantern++")}
 
 
 def test_red_apple_is_red(apples: dict[str, GenerationResult]) -> None:
@@ -83,6 +84,7 @@ def test_background_follows_the_prompt(pipeline: LanternPipeline) -> None:
 
 def test_codes_are_their_own_nearest(pipeline: LanternPipeline) -> None:
     vq = pipeline.model.vq
+    assert vq is not None
     codes = torch.from_numpy(pipeline("a red apple", method="ar").tokens)
     with torch.no_grad():
         vectors = vq.quantize.look_up(codes)

@@ -23,20 +23,26 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from lantern_hpu import codebook, convert, generate
+from lantern_hpu import convert, generate
 from lantern_hpu.config import Request, Sampling
-from lantern_hpu.engine import Engine
+from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import LanternError, OptionError, WeightsError
-from lantern_hpu.models import chameleon, llamagen
-from lantern_hpu.models.condition import ClassConditioner, Prefix
-from lantern_hpu.models.folder import ImageModel, Placement
-from lantern_hpu.models.load import load
-from lantern_hpu.models.transformer import additive, prefix_mask, rope_table
-from lantern_hpu.models.weights import Checkpoint, open_checkpoint
-from lantern_hpu.parts import Given, resolve
+from lantern_hpu.models import neighbours as codebook
+from lantern_hpu.models.families import llamagen
+from lantern_hpu.models.files.checkpoint import Checkpoint, open_checkpoint
+from lantern_hpu.models.files.load import open_model
+from lantern_hpu.models.files.parts import Given
+from lantern_hpu.models.files.tokenizers import open_vq
+from lantern_hpu.models.model import ImageModel, Placement
+from lantern_hpu.models.text.prefix import ClassConditioner, Prefix
+from lantern_hpu.models.text.tokens import FIRST_IMAGE_TOKEN, TokenConditioner, code_name
+from lantern_hpu.models.transformer import rope_table
+from lantern_hpu.models.vq import VQModel
+from lantern_hpu.ops.masks import additive_mask, prefix_mask
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.registry import entries
 from lantern_hpu.train.unroll import Lesson
+from lantern_hpu.zoo.registry import entries
+from lantern_hpu.zoo.resolve import resolve
 from scripts import make_synthetic_checkpoints as synthetic
 from tests import numpy_twins as twins
 from tests.folder import write_folder
@@ -78,7 +84,9 @@ def given(public: Path, model: str) -> Given:
 def opened(public: Path, model: str, **parts: Any) -> ImageModel:
     own = {n: str(v) if isinstance(v, Path) else v for n, v in parts.items()}
     chosen = Given(**own) if parts else None
-    return load(resolve(str(public / model), chosen or given(public, model)), Placement())
+    return open_model(resolve(str(public / model), chosen or given(public, model))).load(
+        Placement()
+    )
 
 
 def copy(public: Path, name: str, goal: Path) -> Path:
@@ -94,7 +102,7 @@ def run(model: ImageModel, prefix: Prefix, codes: list[int]) -> torch.Tensor:
     x = torch.cat([prefix.embeddings, model.target.embed(tokens)], 1)
     valid = torch.cat([prefix.valid, torch.ones_like(tokens, dtype=torch.bool)], 1)
     mask = prefix_mask(valid, torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril())
-    return model.target(x, turns(model, prefix, x.shape[1]), additive(mask, x.dtype))
+    return model.target(x, turns(model, prefix, x.shape[1]), additive_mask(mask, x.dtype))
 
 
 def turns(model: ImageModel, prefix: Prefix, length: int) -> torch.Tensor:
@@ -117,7 +125,7 @@ def guess(
     seen = prefix_mask(valid[:, :entries], below)
     mask = below.expand_as(seen) if model.drafter.sees_pads else seen
     rope = turns(model, prefix, entries + 1)[:, 1:]
-    return model.drafter(ids, hidden, rope, additive(mask, hidden.dtype))
+    return model.drafter(ids, hidden, rope, additive_mask(mask, hidden.dtype))
 
 
 def raw(file: Path) -> dict[str, twins.Array]:
@@ -199,7 +207,7 @@ def test_anole_and_its_drafter_equal_their_twins(public: Path) -> None:
     """Positions that count no pads, query-key norms, the sliced head, words in the drafter's prefill."""
     mine = opened(public, ANOLE)
     config, drafter = mine.target.config, mine.drafter
-    assert drafter is not None and isinstance(mine.condition, chameleon.TokenConditioner)
+    assert drafter is not None and isinstance(mine.condition, TokenConditioner)
     words = mine.condition.words("a cat")
     with torch.no_grad():
         prefix = mine.condition.rows(["a cat"], guidance=True)
@@ -207,7 +215,7 @@ def test_anole_and_its_drafter_equal_their_twins(public: Path) -> None:
         logits = mine.target.head(hidden)
         guessed = guess(mine, prefix, hidden[:, :-1], CODES)
     weights, own = raw(public / ANOLE), raw(public / ANOLE / "drafter")
-    image = [code + chameleon.FIRST_IMAGE_TOKEN for code in CODES]
+    image = [code + FIRST_IMAGE_TOKEN for code in CODES]
     for row, guided in enumerate((True, False)):
         ids, valid, positions = twins.anole_row(words, guided, image)
         want_logits, want = twins.chameleon_target(weights, config.heads, ids, valid, positions)
@@ -237,9 +245,9 @@ def test_anole_and_its_drafter_equal_their_twins(public: Path) -> None:
     ],
 )
 def test_tokenizers_decode_as_their_twins(public: Path, file: str, twin: Any) -> None:
-    from lantern_hpu.models.load import load_vq
-
-    vq, _ = load_vq(open_checkpoint(public / file), twin is twins.llamagen_image, Placement())
+    config, stored = open_vq(open_checkpoint(public / file), twin is twins.llamagen_image)
+    vq = VQModel(config)
+    stored.fill(vq, torch.float32, None)
     codes = torch.arange(16)[None]
     with torch.no_grad():
         image = vq.decode_latents(vq.quantize.look_up(codes.view(1, 4, 4)))[0]
@@ -310,8 +318,8 @@ def test_drafters_draw(public: Path, tmp_path: Path, method: str, device: str) -
 def first_tokens(pipeline: LanternPipeline, method: str, count: int) -> list[int]:
     """Greedy tokens of one image, as far as `count`."""
     request = Request("red", 0, Sampling(3.0, 0.0))
-    tree, _ = pipeline.choose(method, "chain" if method != "ar" else None)[1:]
-    engine: Engine = pipeline.make_engine(pipeline.plan([request], tree, 1), "eager")
+    tree = pipeline.choose(method, "chain" if method != "ar" else None).tree
+    engine: Engine = pipeline.engines.make(pipeline.spec([request], tree, 1), "eager")
     known = engine.start(pipeline.model.condition.rows(["red"], True), [request])
     number = 1
     while known[0] < count:
@@ -322,7 +330,9 @@ def first_tokens(pipeline: LanternPipeline, method: str, count: int) -> list[int
 @pytest.mark.parametrize("name", [TEXT, HUB_TEXT, ANOLE])
 def test_greedy_speculation_gives_the_tokens_of_plain_decoding(public: Path, name: str) -> None:
     with torch.no_grad():
-        pipeline = LanternPipeline.from_pretrained(str(public / name), "cpu", "float32")
+        pipeline = LanternPipeline.from_pretrained(
+            str(public / name), device="cpu", dtype="float32"
+        )
         assert first_tokens(pipeline, "eagle", 40) == first_tokens(pipeline, "ar", 40)
 
 
@@ -331,7 +341,7 @@ def test_an_unshifted_drafter_is_taken_at_its_word(public: Path, tmp_path: Path)
     about = folder / "drafter" / "config.json"
     about.write_text(json.dumps(json.loads(about.read_text()) | {"drafter_shift": 0}))
     with torch.no_grad():
-        pipeline = LanternPipeline.from_pretrained(str(folder), "cpu", "float32")
+        pipeline = LanternPipeline.from_pretrained(str(folder), device="cpu", dtype="float32")
         assert pipeline.model.drafter is not None and pipeline.model.drafter.shift == 0
         assert first_tokens(pipeline, "eagle", 20) == first_tokens(pipeline, "ar", 20)
 
@@ -395,7 +405,7 @@ def test_a_full_disk_leaves_nothing(
         Path(file).write_bytes(b"half")
         raise SafetensorError("No space left on device (os error 28)")
 
-    monkeypatch.setattr("safetensors.torch.save_file", full)
+    monkeypatch.setattr("lantern_hpu.models.files.folder.save_file", full)
     (tmp_path / "ours.part").mkdir()  # the user's own
     model, _ = FORMATS["pt, key model"]
     assert convert.main([str(public / model), str(tmp_path / "ours")]) == 2
@@ -483,7 +493,6 @@ def test_a_published_size_knows_its_layers(tmp_path: Path) -> None:
         tmp_path / "c2i_B_256.pt",
         {"tok_embeddings.weight": (16384, 768), "layers.0.attention_norm.weight": (768,)},
         lambda name: torch.ones(1),
-        {},
     )
     assert llamagen.layers_of(checkpoint, {}, 768) == 12
 
@@ -548,12 +557,12 @@ def test_tensors_are_read_one_at_a_time(public: Path, monkeypatch: pytest.Monkey
         return tensor
 
     monkeypatch.setattr(
-        "lantern_hpu.models.load.open_checkpoint",
+        "lantern_hpu.models.files.load.open_checkpoint",
         lambda path: (
             replace(checkpoint, read=watched) if path == parts.target else open_checkpoint(path)
         ),
     )
-    load(parts, Placement(torch.bfloat16, torch.device("meta")))
+    open_model(parts).load(Placement(torch.bfloat16, torch.device("meta")))
     config = json.loads((public / HUB_TEXT / "config.json").read_text())
     largest = 2 * config["intermediate_size"] * config["hidden_size"] * 4  # gate and up
     shard = max(f.stat().st_size for f in parts.target.glob("model-*.safetensors"))
@@ -611,7 +620,9 @@ def test_another_tokenizer_for_a_folder_of_ours_is_checked(public: Path, tmp_pat
     other = Given(vq=str(public / CLASS / "vq_ds16_c2i.pt"), neighbours=None)
     changed = resolve(str(tmp_path / "ours"), other)
     with pytest.raises(WeightsError, match="another codebook"):
-        load(changed, Placement())  # the folder's neighbours are those of its own tokenizer
+        open_model(changed).load(
+            Placement()
+        )  # the folder's neighbours are those of its own tokenizer
     assert set(before) >= {"vq.safetensors", "neighbours", "text"}
 
 
@@ -713,7 +724,7 @@ def test_image_tokens_must_lie_where_their_names_say(public: Path, tmp_path: Pat
     folder = copy(public, ANOLE, tmp_path)
     file = folder / "tokenizer.json"
     text = file.read_text()
-    a, b = chameleon.code_name(5), chameleon.code_name(6)
+    a, b = code_name(5), code_name(6)
     swapped = text.replace(f'"{a}"', '"%%"').replace(f'"{b}"', f'"{a}"').replace('"%%"', f'"{b}"')
     file.write_text(swapped)
     with pytest.raises(WeightsError, match="code 5 is token 10"):

@@ -1,11 +1,9 @@
-"""Comparing reports: like with like, the same bytes each time, projections labelled, a page that opens."""
+"""Comparing reports: like with like, the same bytes each time, a page that opens."""
 
 from __future__ import annotations
 
-import copy
 import csv
 import hashlib
-import html
 import io
 import json
 import re
@@ -13,102 +11,87 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib.style
 import pytest
 from matplotlib.figure import Figure
 
-from lantern_hpu import compare, plots
-from lantern_hpu.comparison import LABEL, Comparison, load
-from lantern_hpu.errors import OptionError
-from lantern_hpu.plots import STYLE, pictures
-from lantern_hpu.report import check_report
-from lantern_hpu.roofline import Shape, accelerators, find_accelerators
-from lantern_hpu.tree import load_tree
+from lantern_hpu.bench.report import PARTS, Row, check_report
+from lantern_hpu.compare import __main__ as compare
+from lantern_hpu.compare.comparison import Comparison, load
+from lantern_hpu.compare.document import main_table
+from lantern_hpu.compare.plots import STYLE, pictures
+from lantern_hpu.relaxation import Multiplicative
 
 Report = dict[str, Any]
 ROOT = Path(__file__).parent.parent
 TREES = {"ar": "root", "eagle": "naive_extend_57", "lantern++": "naive_extend_57"}
 ACCEPTED = {"ar": [], "eagle": [0.5, 0.3, 0.2, 0.1, 0.0], "lantern++": [0.6, 0.4, 0.2, 0.1, 0.1]}
+SHARES = dict(zip(PARTS, (0.3, 0.0, 0.5, 0.1, 0.05, 0.05), strict=True))
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
-def row_of(method: str, graphs: str, batch: int, scale: float, steps_alone: bool) -> dict[str, Any]:
+def row_of(method: str, graphs: str, batch: int, scale: float, steps_alone: bool) -> Row:
     """A made-up row: an image of 16 tokens, a step of `scale` milliseconds for ar and four times that else."""
     accepted = ACCEPTED[method]
     tokens = 1 + sum(accepted)
     ms = scale * (1 if method == "ar" else 4) * batch**0.5 * (3 if graphs == "eager" else 1)
+    row = Row(
+        method=method,
+        tree=TREES[method],
+        relaxation=Multiplicative(10, lam=5.0).as_json(),
+        graphs=graphs,
+        batch_size=batch,
+        prefill_s_per_image=0.001,
+        steps=64,
+        ms_per_step=ms,
+        p50_ms_per_step=ms,
+        p95_ms_per_step=ms * 1.1,
+        step_alone_ms=ms * 0.9,
+        host_share=0.1,
+        eager_step_ms={part: share * ms * 3 for part, share in SHARES.items()},
+        step_passes={"draft": [[1, 1]], "verify": [2, 2]},
+        floor_ms=ms / 5,
+        floor_ratio=0.2,
+        verify_floor_ms=ms / 10,
+        verify_floor_ratio=0.1,
+        floor_bound="bandwidth",
+        host_reads=4,
+        graph_replays=64,
+        recompiles_after_warmup=0,
+        warmup_s=1.5,
+        capture_s=0.5,
+        startup_s=4.0,
+        state_bytes=2**20,
+        peak_memory_bytes=None,
+        speed_against_eager=3.0 if graphs != "eager" else 1.0,
+    )
+    if steps_alone:
+        return row
     seconds = 15 / tokens * ms / 1000 / batch
-    image = None if steps_alone else seconds
-    passes = Shape.of(load_tree(TREES[method])) if method != "ar" else Shape((), ONE)
-    parts = {
-        "draft": 0.3,
-        "tables": 0.0,
-        "verify": 0.5,
-        "accept": 0.1,
-        "commit": 0.05,
-        "host": 0.05,
-    }
-    relaxation = {"rule": "multiplicative", "k": 10, "bound": 5.0, "residual": "sound", "nu": 0.0}
-    return {
-        "method": method,
-        "tree": TREES[method],
-        "relaxation": {**relaxation, "mu": 0.0},
-        "graphs": graphs,
-        "batch_size": batch,
-        "images": 0 if steps_alone else 8,
-        "steps": 64,
-        "warmup_s": 1.5,
-        "capture_s": 0.5,
-        "startup_s": 4.0,
-        "batch_seconds": [] if steps_alone else [seconds * batch] * 2,
-        **dict.fromkeys(("seconds_per_image", "p50_seconds_per_image", "steps_s_per_image"), image),
-        "p95_seconds_per_image": image and image * 1.2,
-        "p50_batch_s": image and image * batch,
-        "p95_batch_s": image and image * batch * 1.2,
-        "images_per_second": image and 1 / image,
-        "prefill_s_per_image": 0.001,
-        "vq_decode_s_per_image": image and 0.001,
-        "tokens_per_step": None if steps_alone else tokens,
-        "accepted_per_step": None if steps_alone else tokens - 1,
-        "ms_per_step": ms,
-        "p50_ms_per_step": ms,
-        "p95_ms_per_step": ms * 1.1,
-        "step_alone_ms": ms * 0.9,
-        "accepted_by_depth": [] if steps_alone else accepted,
-        "accept_rate_by_depth": [] if steps_alone else [None for _ in accepted],
-        "relaxed_accepts_per_image": image and 1.0,
-        "host_reads_per_image": image and 4.0,
-        "host_reads": 4,
-        "graph_replays": 64,
-        "recompiles_after_warmup": 0,
-        "host_share": 0.1,
-        "eager_step_ms": {part: share * ms * 3 for part, share in parts.items()},
-        "step_passes": passes.as_json(),
-        "floor_ms": ms / 5,
-        "floor_ratio": 0.2,
-        "verify_floor_ms": ms / 10,
-        "verify_floor_ratio": 0.1,
-        "floor_bound": "bandwidth",
-        "state_bytes": 2**20,
-        "peak_memory_bytes": None,
-        "speed_against_ar": None if steps_alone else tokens / 4,
-        "speed_against_eager": 3.0 if graphs != "eager" else 1.0,
-        "projected": [
-            {
-                "label": "projected",
-                "tokens_per_step": given,
-                "steps_s_per_image": 15 / given * ms / 1000,
-                "speed_against_ar": given / 4,
-            }
-            for given in ((2.0, 3.0) if steps_alone and method != "ar" else ())
-        ],
-    }
-
-
-ONE = Shape.of(load_tree("chain")).draft[0]
+    return replace(
+        row,
+        images=8,
+        batch_seconds=[seconds * batch] * 2,
+        seconds_per_image=seconds,
+        p50_seconds_per_image=seconds,
+        p95_seconds_per_image=seconds * 1.2,
+        p50_batch_s=seconds * batch,
+        p95_batch_s=seconds * batch * 1.2,
+        images_per_second=1 / seconds,
+        steps_s_per_image=seconds,
+        vq_decode_s_per_image=0.001,
+        tokens_per_step=tokens,
+        accepted_per_step=tokens - 1,
+        accepted_by_depth=accepted,
+        accept_rate_by_depth=[None for _ in accepted],
+        relaxed_accepts_per_image=1.0,
+        host_reads_per_image=4.0,
+        speed_against_ar=tokens / 4,
+    )
 
 
 def report_of(
@@ -160,7 +143,7 @@ def report_of(
         "graphs": {"asked": ["eager", "auto"], "measured": modes, "best": best},
         "notes": ["a note with <angles> & more"],
         "rows": [
-            row_of(method, mode, batch, scale, random is not None)
+            row_of(method, mode, batch, scale, random is not None).as_json()
             for mode in modes
             for batch in (1, 8)
             for method in TREES
@@ -181,16 +164,15 @@ def put(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A card, a processor in another format, and two projections."""
+    """A card, and a processor in another format."""
     folder = tmp_path_factory.mktemp("compare")
     (folder / "card.json").write_text(json.dumps(report_of()))
     slow = report_of("A Processor, 2 threads", 50.0, "float32", "eager")
     (folder / "processor.json").write_text(json.dumps(slow))
     files = [str(folder / "card.json"), str(folder / "processor.json")]
-    guessed = ["--project", "gaudi2,rtx3090", "--output", str(folder / "out")]
-    assert compare.main([*files, *guessed]) == 0
+    assert compare.main([*files, "--output", str(folder / "out")]) == 0
     return folder / "out"
 
 
@@ -202,7 +184,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 ALONE = """
 import sys
-from lantern_hpu import compare
+from lantern_hpu.compare import __main__ as compare
 code = compare.main(sys.argv[1:])
 sys.exit("torch was loaded" if "torch" in sys.modules else code)
 """
@@ -213,8 +195,7 @@ def test_same_reports_give_the_same_bytes_in_any_process_and_without_torch(
 ) -> None:
     assert {f.suffix for f in written.iterdir()} == {".html", ".md", ".csv", ".png", ".svg"}
     files = [str(written.parent / name) for name in ("card.json", "processor.json")]
-    guessed = ["--project", "gaudi2,rtx3090", "--output", str(tmp_path / "again")]
-    command = [sys.executable, "-c", ALONE, *files, *guessed]
+    command = [sys.executable, "-c", ALONE, *files, "--output", str(tmp_path / "again")]
     environment = {"PYTHONHASHSEED": "7", "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -227,40 +208,35 @@ def test_table_has_a_line_for_each_row_and_keeps_formats_apart(written: Path) ->
     # The card in two modes, the processor in its only one: 3 methods, 2 batch sizes
     assert len(body) == 3 * 2 * 3
     for line in body:
-        *key, card, processor, gaudi, rtx, _ = (cell.strip() for cell in line.split("|"))
+        *_, card, processor, _ = (cell.strip() for cell in line.split("|"))
         assert bool(card) != bool(processor)
-        assert bool(gaudi) == bool(rtx) == ("best mode" in key)
     assert any("bfloat16 on Some Card, float32 on A Processor" in line for line in lines)
 
 
-def test_csv_has_every_row_of_every_run(written: Path) -> None:
+def test_csv_has_every_figure_of_every_row(written: Path) -> None:
     lines = list(csv.DictReader(io.StringIO((written / "comparison.csv").read_text())))
-    assert len(lines) == 12 + 6 + 6 + 6
-    kinds = {line["device"]: line["kind"] for line in lines}
-    assert kinds == {
-        "Some Card": "measured",
-        "A Processor, 2 threads": "measured",
-        "Gaudi 2 (projected)": "projected",
-        "RTX 3090 (projected)": "projected",
-    }
-    for line in lines:
-        assert float(line["ms_per_step"]) > 0 and float(line["seconds_per_image"]) > 0
-        assert bool(line["floor_ms"]) == (line["kind"] == "measured")
+    assert len(lines) == 12 + 6
+    assert {line["device"] for line in lines} == {"Some Card", "A Processor, 2 threads"}
+    for line, row in zip(lines, report_of()["rows"], strict=False):
+        for name in ("ms_per_step", "seconds_per_image", "floor_ms", "startup_s"):
+            assert float(line[name]) == row[name]
+        assert float(line["eager_verify_ms"]) == row["eager_step_ms"]["verify"]
+        assert (line["method"], line["graphs"]) == (row["method"], row["graphs"])
 
 
 def test_runs_in_one_format_share_their_rows(put: Callable[..., Path]) -> None:
     files = [put(report_of(), "a.json"), put(report_of("Other", 1.0, best="hpu_graph"), "b.json")]
     comparison = load(files)
-    head, lines = compare.main_table(comparison)
-    assert head[-2:] == ["A: Some Card", "B: Other"]
-    assert all("2.00 x A" in line[-1] for line in lines) and len(lines) == 12
+    table = main_table(comparison)
+    assert table.head[-2:] == ["A: Some Card", "B: Other"]
+    assert all("2.00 x A" in line[-1] for line in table.lines) and len(table.lines) == 12
     assert comparison.differences == ()
 
 
 def test_runs_of_one_device_are_told_apart(put: Callable[..., Path]) -> None:
     files = [put(report_of(scale=s), f"{n}.json") for n, s in (("old", 2.0), ("new", 1.0))]
     assert [run.title for run in load(files).runs] == ["Some Card (old)", "Some Card (new)"]
-    other = put(report_of(dtype="float32"), "wide.json")
+    other = put(report_of(dtype="float32"), "other.json")
     titles = [run.title for run in load([files[0], other]).runs]
     assert titles == ["Some Card (bfloat16)", "Some Card (float32)"]
 
@@ -315,14 +291,6 @@ BAD: dict[str, tuple[str | None, list[str], str]] = {  # file's content, options
     "another kind": ('{"kind": "lantern_hpu.fidelity"}', [], "no report of lantern_hpu.bench"),
     "a list": ("[]", [], "no report of lantern_hpu.bench"),
     "missing": (None, [], "cannot read"),
-    "accelerator": (WHOLE, ["--project", "gaudi9"], "unknown accelerator 'gaudi9'"),
-    "accelerator twice": (WHOLE, ["--project", "h100,h100"], "names h100 twice"),
-    "no accelerator": (WHOLE, ["--project", ","], "--project is empty"),
-    "measured": (
-        json.dumps(report_of(card="NVIDIA H200")),
-        ["--project", "h200"],
-        "--project h200 is needless",
-    ),
     "twice": (WHOLE, ["x.json"], "is given twice"),
 }
 
@@ -341,8 +309,6 @@ def test_bad_input_is_one_clear_error(
     assert compare.main([*options, "x.json", "--output", "out"]) == 2
     error = capsys.readouterr().err
     assert said in error and error.startswith("error: ") and error.count("error: ") == 1
-    if "accelerator '" in said:
-        assert all(known in error for known in accelerators())
     assert not Path("out").exists()
 
 
@@ -355,66 +321,27 @@ def test_an_existing_folder_is_left_alone(
     assert compare.main([str(put(report_of())), "--output", str(tmp_path / "a.json")]) == 2
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(OptionError) as caught:
-        plots.check_library()
-    assert "lantern-hpu[compare]" in caught.value.hint
-
-
-# ------------------------------------------------------------------------------------ projections
-
-
-@pytest.mark.parametrize("suffix", [".md", ".csv", ".html", ".svg"])
-def test_no_projection_without_its_label(written: Path, suffix: str) -> None:
-    """Every mention of a projected device, in a picture's text too, says that it is projected."""
-    found = 0
-    for file in written.glob(f"*{suffix}"):
-        text = html.unescape(file.read_text())
-        # Our sources name cards as their publishers do.
-        text = re.sub(r"Source: [^\n<]*", "", text)
-        for title in ("Gaudi 2", "RTX 3090"):
-            found += text.count(title)
-            assert text.count(title) == text.count(f"{title} ({LABEL})"), file.name
-    assert found >= 2
-
-
-def test_projected_cells_and_bars_are_marked(written: Path) -> None:
-    text = (written / "comparison.html").read_text()
-    cells = re.findall(r"<td([^>]*)>([^<]*)</td>", text)
-    assert all(("projected" in value) == ("projected" in mark) for mark, value in cells)
-    files = [written.parent / "card.json", written.parent / "processor.json"]
-    figure = drawn(load(files, find_accelerators(["gaudi2"])))["latency"]
-    bars = [bar for axes in figure.axes for bar in axes.patches]
-    hatched = [bar for bar in bars if bar.get_hatch()]
-    assert len(hatched) == 6 and len(bars) == 18  # one of three devices
-
-
-def test_assumptions_are_printed(written: Path) -> None:
-    text = (written / "comparison.md").read_text()
-    assert "Calibrated on Some Card (card.json, bfloat16, cuda_graph)" in text
-    assert text.count("Source: ") == 2 and "Not modelled: " in text
-
-
-def test_projection_is_calibrated_on_the_first_report(put: Callable[..., Path]) -> None:
-    (card,) = find_accelerators(["h100"])
-    run = load([put(report_of())], [card]).runs[1]
-    assert run.projected and run.dtype == "bfloat16"
-    before = {(r["method"], r["batch_size"]): r for r in report_of()["rows"][6:]}
-    for row in run.rows:
-        own = before[row["method"], row["batch_size"]]
-        # The made-up card copies 1 TB/s and multiplies 100 TFLOP/s; an H100 has at most ten times that.
-        gain = own["ms_per_step"] / row["ms_per_step"]
-        assert 3.3 < gain < 10
-        assert row["tokens_per_step"] == own["tokens_per_step"]
-    assert {row["method"] for row in run.rows} == set(TREES)
+@pytest.mark.parametrize("package", ["matplotlib.figure", "jsonschema", "jinja2"])
+def test_without_a_library_the_extra_is_named(
+    package: str,
+    put: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    file = put(report_of())
+    monkeypatch.setitem(sys.modules, package, None)
+    assert compare.main([str(file), "--output", str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert f"{package.split('.')[0]} is not installed" in error
+    assert "lantern-hpu[compare]" in error and not (tmp_path / "out").exists()
 
 
 # ------------------------------------------------------------------------------------ pictures and page
 
 
 def drawn(comparison: Comparison) -> dict[str, Figure]:
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.style.context(STYLE, after_reset=True):
         return {name: make(comparison) for name, _, _, make in pictures(comparison)}
 
 
@@ -438,11 +365,11 @@ def test_plots_have_axes_units_and_legends_that_can_be_read(
 ) -> None:
     slow = report_of("A Processor, 2 threads", 50.0, "float32", "eager", random)
     files = [put(slow, "b.json")] if alone else [put(report_of(random=random)), put(slow, "b.json")]
-    figures = drawn(load(files, [] if alone else find_accelerators(["gaudi2"])))
+    figures = drawn(load(files))
     unit = "ms a step" if random else "s an image"
     last = "steps of an image a second" if random else "images a second"
     named = {"latency": unit, "step": "%", "throughput": last}
-    named |= {"speed": f"({LABEL})"} if random else {"depth": "tokens a step"}
+    named |= {} if random else {"depth": "tokens a step"}
     assert set(figures) == set(named)
     for name, figure in figures.items():
         figure.draw_without_rendering()
@@ -454,7 +381,7 @@ def test_plots_have_axes_units_and_legends_that_can_be_read(
             minor += [t.label1.get_text() for t in axes.yaxis.get_minor_ticks()]
             assert not any(minor)
             if name == "latency":  # no line to the 95th percentile leaves the picture
-                assert all(max(line.get_xdata()) < axes.get_xlim()[1] for line in axes.lines)
+                assert axes.dataLim.x1 < axes.get_xlim()[1]
         (legend,) = figure.legends
         labels = [text.get_text() for text in legend.get_texts()]
         assert labels and all(labels) and len(set(labels)) == len(labels)
@@ -500,9 +427,9 @@ PROBE = """<script>
 window.addEventListener("error", (e) => { document.body.dataset.error = String(e.message || e.target.src); }, true);
 window.addEventListener("load", () => {
   const images = [...document.images];
-  const wide = document.documentElement.scrollWidth > document.documentElement.clientWidth;
+  const overflows = document.documentElement.scrollWidth > document.documentElement.clientWidth;
   document.body.dataset.seen = images.filter((i) => i.complete && i.naturalWidth > 300).length;
-  document.body.dataset.wide = wide;
+  document.body.dataset.overflows = overflows;
 });
 </script></body>"""
 
@@ -522,12 +449,5 @@ def test_page_opens_in_a_browser_without_errors(written: Path, tmp_path: Path) -
     command = [browser, *options, f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert 'data-seen="4"' in done.stdout
-    assert 'data-wide="false"' in done.stdout and "data-error" not in done.stdout
+    assert 'data-overflows="false"' in done.stdout and "data-error" not in done.stdout
     assert "CONSOLE" not in done.stderr
-
-
-def test_reports_are_not_changed_by_comparing(put: Callable[..., Path]) -> None:
-    file = put(report_of())
-    before = copy.deepcopy(json.loads(file.read_text()))
-    load([file], find_accelerators(["gaudi3"]))
-    assert json.loads(file.read_text()) == before

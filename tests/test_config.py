@@ -10,21 +10,25 @@ from typing import Any
 
 import pytest
 
-from lantern_hpu.config import (
-    EXACT,
-    MAX_SEED,
-    METHODS,
-    Relaxation,
-    Request,
-    Sampling,
-    choose_method,
-    complete,
-)
+from lantern_hpu.config import MAX_SEED, METHODS, Request, Sampling, choose_method
 from lantern_hpu.errors import OptionError, TreeError
+from lantern_hpu.relaxation import (
+    EXACT,
+    Additive,
+    Annealed,
+    Multiplicative,
+    Relaxation,
+    RelaxationOptions,
+)
 
-ADDITIVE = partial(Relaxation.additive, 1)
-MULTIPLICATIVE = partial(Relaxation.multiplicative, 1)
-ANNEALED = partial(Relaxation.annealed, 1.0)
+ADDITIVE = partial(Additive, 1)
+MULTIPLICATIVE = partial(Multiplicative, 1)
+
+
+def complete(method: str, **options: Any) -> Relaxation | None:
+    return RelaxationOptions(**options).relaxation(METHODS[method].relaxation)
+
+
 OUT_OF_RANGE: list[tuple[Callable[..., Any], str, float, str, str]] = [
     (Sampling, "cfg_scale", 0.9, "--cfg-scale", "1 (off) to 100"),
     (Sampling, "cfg_scale", 101, "--cfg-scale", "1 (off) to 100"),
@@ -34,14 +38,14 @@ OUT_OF_RANGE: list[tuple[Callable[..., Any], str, float, str, str]] = [
     (Sampling, "top_k", -1, "--top-k", "0 (off) or more"),
     (Sampling, "top_p", 0.0, "--top-p", "above 0, up to 1 (off)"),
     (Sampling, "top_p", 1.1, "--top-p", "above 0, up to 1 (off)"),
-    (Relaxation, "k", -1, "--relax-k", "0 (exact) or more"),
-    (ADDITIVE, "delta", -0.1, "--relax-delta", "0 (exact) to 1"),
-    (ADDITIVE, "delta", 1.5, "--relax-delta", "0 (exact) to 1"),
+    (Multiplicative, "k", -1, "--relax-k", "0 (exact) or more"),
+    (ADDITIVE, "bound", -0.1, "--relax-delta", "0 (exact) to 1"),
+    (ADDITIVE, "bound", 1.5, "--relax-delta", "0 (exact) to 1"),
     (MULTIPLICATIVE, "lam", 0.5, "--relax-lambda", "1 (exact) or more"),
     (MULTIPLICATIVE, "lam", float("nan"), "--relax-lambda", "1 (exact) or more"),
-    (Relaxation.annealed, "omega", -1, "--relax-omega", "0 to 1000; a weight up to 1 is exact"),
-    (ANNEALED, "nu", 11, "--relax-nu", "-10 to 10"),
-    (ANNEALED, "mu", float("nan"), "--relax-mu", "-10 to 10"),
+    (Annealed, "omega", -1, "--relax-omega", "0 to 1000; a weight up to 1 is exact"),
+    (Annealed, "nu", 11, "--relax-nu", "-10 to 10"),
+    (Annealed, "mu", float("nan"), "--relax-mu", "-10 to 10"),
 ]
 
 
@@ -58,9 +62,9 @@ def test_borders_of_every_range_are_allowed() -> None:
     for cfg_scale, temperature, top_p in ((1, 0, 1.0), (100, 10, 1e-6)):
         Sampling(cfg_scale, temperature, 0, top_p)
     for relaxation in (
-        Relaxation.additive(0, 0),
-        Relaxation.additive(1, 1),
-        Relaxation.multiplicative(1, 1),
+        Additive(0, bound=0),
+        Additive(1, bound=1),
+        Multiplicative(1, lam=1),
     ):
         assert relaxation.residual == "sound"
     assert Request("x", MAX_SEED).seed == MAX_SEED
@@ -92,13 +96,13 @@ def test_contradicting_relaxations_are_refused(options: dict[str, Any], said: st
     ("method", "options", "meant"),
     [
         ("lantern", {}, None),
-        ("lantern", {"k": 5}, Relaxation.additive(5, 0.2)),
-        ("lantern++", {"k": 5}, Relaxation.multiplicative(5, 5.0)),
-        ("lantern++", {"delta": 0.1}, Relaxation.additive(1000, 0.1)),
-        ("lantern", {"lam": 3.0}, Relaxation.multiplicative(10, 3.0)),
-        ("lantern", {"preset": "lambda-20", "k": 7}, Relaxation.multiplicative(7, 20.0)),
-        ("lantern", {"residual": "official"}, Relaxation.additive(1000, 0.2, "official")),
-        ("lantern", {"omega": 1.5, "nu": 0.7}, Relaxation.annealed(1.5, 0.7)),
+        ("lantern", {"k": 5}, Additive(5, bound=0.2)),
+        ("lantern++", {"k": 5}, Multiplicative(5, lam=5.0)),
+        ("lantern++", {"delta": 0.1}, Additive(1000, bound=0.1)),
+        ("lantern", {"lam": 3.0}, Multiplicative(10, lam=3.0)),
+        ("lantern", {"preset": "lambda-20", "k": 7}, Multiplicative(7, lam=20.0)),
+        ("lantern", {"residual": "official"}, Additive(1000, "official", 0.2)),
+        ("lantern", {"omega": 1.5, "nu": 0.7}, Annealed(omega=1.5, nu=0.7)),
     ],
     ids=str,
 )
@@ -109,33 +113,33 @@ def test_what_is_not_said_is_the_published_default(
 
 
 def test_annealed_weights_fall_with_depth() -> None:
-    weights = Relaxation.annealed(2.0, nu=0.5, mu=0.1).weights(4)
+    weights = Annealed(omega=2.0, nu=0.5, mu=0.1).weights(4)
     want = [2.0 * math.exp(-0.5 * i - 0.1) for i in range(4)]
     assert weights == pytest.approx(want)
-    assert Relaxation.additive(3, 0.1).weights(2) == [1.0, 1.0]
+    assert Additive(3, bound=0.1).weights(2) == [1.0, 1.0]
 
 
 def test_unknown_residual_lists_the_known_ones() -> None:
     with pytest.raises(
         OptionError, match="unknown residual 'lumina'\n  try: one of sound, official"
     ):
-        Relaxation(residual="lumina")  # type: ignore[arg-type]
+        Multiplicative(residual="lumina")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("relaxation", "active"),
     [
         (EXACT, False),
-        (Relaxation(k=10), False),
-        (Relaxation.multiplicative(10, 1.0), False),
-        (Relaxation.additive(10, 0.0), False),
-        (Relaxation.multiplicative(0, 5.0), False),
-        (Relaxation.additive(0, 0.5), False),
-        (Relaxation.multiplicative(1, 1.01), True),
-        (Relaxation.additive(1, 0.01), True),
-        (Relaxation.annealed(1.0), False),
-        (Relaxation.annealed(1.0, nu=0.1), True),
-        (Relaxation.annealed(1.5), True),
+        (Multiplicative(10), False),
+        (Multiplicative(10, lam=1.0), False),
+        (Additive(10, bound=0.0), False),
+        (Multiplicative(0, lam=5.0), False),
+        (Additive(0, bound=0.5), False),
+        (Multiplicative(1, lam=1.01), True),
+        (Additive(1, bound=0.01), True),
+        (Annealed(omega=1.0), False),
+        (Annealed(omega=1.0, nu=0.1), True),
+        (Annealed(omega=1.5), True),
     ],
 )
 def test_relaxation_is_active_only_if_it_can_change_anything(
@@ -162,18 +166,18 @@ def test_methods_stand_for_their_tree_and_relaxation() -> None:
     tree, relaxation = choose_method("eagle")
     assert (tree.name, relaxation) == ("naive_extend_57", EXACT)
     tree, relaxation = choose_method("lantern++")
-    assert (tree.name, relaxation) == ("naive_extend_57", Relaxation.multiplicative(10, 5.0))
+    assert (tree.name, relaxation) == ("naive_extend_57", Multiplicative(10, lam=5.0))
     tree, relaxation = choose_method("eagle2")
     assert (tree.name, relaxation) == ("dynamic:10x4x58", EXACT)
     tree, relaxation = choose_method("lantern", "dynamic:4x2x9")
-    assert (tree.name, relaxation) == ("dynamic:4x2x9", Relaxation.additive(1000, 0.2))
-    mine = Relaxation.additive(5, 0.2)
+    assert (tree.name, relaxation) == ("dynamic:4x2x9", Additive(1000, bound=0.2))
+    mine = Additive(5, bound=0.2)
     tree, relaxation = choose_method("lantern++", "chain", mine)
     assert (tree.name, relaxation) == ("chain", mine)
 
 
 def test_explicitly_exact_relaxation_is_not_replaced_by_the_default() -> None:
-    exact = Relaxation.multiplicative(10, 1.0)
+    exact = Multiplicative(10, lam=1.0)
     assert choose_method("lantern++", None, exact)[1] == exact
     assert not choose_method("lantern++", None, EXACT)[1].active
 
@@ -191,7 +195,7 @@ def test_method_refuses_options_it_has_no_use_for() -> None:
         choose_method("ar", "chain")
     for method in ("ar", "eagle", "eagle2"):
         with pytest.raises(OptionError, match=f"{method} is exact"):
-            choose_method(method, None, Relaxation.multiplicative(10, 5.0))
+            choose_method(method, None, Multiplicative(10, lam=5.0))
 
 
 @pytest.mark.parametrize(

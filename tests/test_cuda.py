@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.cuda import CUDABackend
-from lantern_hpu.config import Relaxation
-from lantern_hpu.engine import Engine
+from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs.cuda import CUDAGraphRunner
+from lantern_hpu.relaxation import Multiplicative
 from lantern_hpu.tree import load_static
-from tests.tiny import draw, make_engine, plan_for, request, ring, tiny_models
+from tests.tiny import draw, make_engine, request, ring, spec_for, tiny_models
 
 needs_card = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 
@@ -34,7 +34,10 @@ class Counter:
     cache: Tensor
 
     def tensors(self) -> dict[str, Tensor]:
-        return {"count": self.count, "drafter_cache.keys": self.cache}
+        return {"count": self.count, "cache": self.cache}
+
+    def restorable(self) -> dict[str, Tensor]:
+        return {"count": self.count}
 
 
 class Add(nn.Module):
@@ -156,17 +159,17 @@ def test_too_little_memory_says_what_to_try(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def on_card(tree: str, mode: str, requests: list[Any]) -> Engine:
-    target, drafter = (model.cuda() for model in tiny_models())
-    plan = plan_for(load_static(tree), requests)
-    near = ring(target.config.vocab_size).cuda() if plan.neighbours else None
-    return Engine(target, drafter, plan, get_backend("cuda"), mode, near)
+    target, drafter = tiny_models()
+    spec = spec_for(load_static(tree), requests)
+    near = ring(target.config.vocab_size).cuda() if spec.neighbours else None
+    return Engine(target.cuda(), drafter.cuda(), spec, get_backend("cuda"), mode, near)
 
 
 @needs_card
 @pytest.mark.cuda
 @pytest.mark.parametrize("tree", ["chain", "mc_sim_7b_63"])
 def test_captured_equals_eager(tree: str) -> None:
-    relaxed = Relaxation.multiplicative(6, 4.0)
+    relaxed = Multiplicative(6, lam=4.0)
     requests = [request("abcd", 1, relaxation=relaxed), request("xy", 2, top_k=6)]
     captured, eager = (draw(on_card(tree, m, requests), requests) for m in ("cuda_graph", "eager"))
     assert captured.tokens.tolist() == eager.tokens.tolist()
@@ -187,5 +190,5 @@ def test_two_images_equal_each_alone() -> None:
 def test_card_draws_the_processors_tokens() -> None:
     requests = [request("abcd", 1)]
     card = draw(on_card("chain", "cuda_graph", requests), requests)
-    plan = plan_for(load_static("chain"), requests)
-    assert card.tokens.tolist() == draw(make_engine(tiny_models(), plan), requests).tokens.tolist()
+    spec = spec_for(load_static("chain"), requests)
+    assert card.tokens.tolist() == draw(make_engine(tiny_models(), spec), requests).tokens.tolist()

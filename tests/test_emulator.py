@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends.hpu_emulator import ROOT, RULES, Device, emulate
+from lantern_hpu.backends.hpu_emulator import ROOT, RULES, emulate
 from lantern_hpu.backends.hpu_emulator.compiled import compile_on_host
 from lantern_hpu.backends.hpu_emulator.ops import TABLE, describe
+from lantern_hpu.decode.memory import Device
 
 
 @pytest.fixture

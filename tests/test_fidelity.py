@@ -1,4 +1,4 @@
-"""The measured distance from the model's law: exact methods have none, and the average is that of real decoding."""
+"""How far methods move the next token: exact ones not at all, and the average is that of real decoding."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.accept import Acceptance, Bounds
-from lantern_hpu.config import Relaxation, Request, choose_method
-from lantern_hpu.fidelity import Row, expected, find_places, main
+from lantern_hpu.config import METHODS, Request
+from lantern_hpu.decode.accept import Acceptance, Bounds
+from lantern_hpu.evaluate.fidelity import find_places
+from lantern_hpu.evaluate.options import Setting
+from lantern_hpu.fidelity import main
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.relaxation import EXACT, Additive, Annealed, Multiplicative, Relaxation
 from lantern_hpu.train.unroll import Lesson
-from lantern_hpu.tree import DraftTree, load_tree
+from lantern_hpu.tree import DraftTree
 from tests.folder import write_folder
 from tests.tiny import ring
 
-V, TRIES, CHILDREN = 12, 40_000, 3
+V, TRIES, CHILDREN = 12, 20_000, 3
 RULES = {
-    "exact": Relaxation(),
-    "additive": Relaxation.additive(6, 0.2),
-    "multiplicative": Relaxation.multiplicative(6, 3.0),
-    "official": Relaxation.additive(6, 0.2, "official"),
-    "annealed": Relaxation.annealed(1.6),
+    "exact": EXACT,
+    "additive": Additive(6, bound=0.2),
+    "multiplicative": Multiplicative(6, lam=3.0),
+    "official": Additive(6, "official", 0.2),
+    "annealed": Annealed(omega=1.6),
 }
 FLAT = DraftTree.from_paths("flat", [[rank] for rank in range(CHILDREN)])
 
@@ -33,29 +36,23 @@ def acceptance_of(rule: Relaxation) -> Acceptance:
     return Acceptance(FLAT, ring(V) if rule.lends else None, rule.residual, rule.weighs)
 
 
-def bounds_of(rule: Relaxation, images: int) -> Bounds:
-    each = torch.ones(images, dtype=torch.float64)
-    return Bounds(
-        (rule.k * each).int(), rule.delta * each, rule.factor * each, each[:, None] * rule.bound
-    )
-
-
-def laws(seed: int) -> tuple[Tensor, Tensor]:
+def two_distributions(seed: int) -> tuple[Tensor, Tensor]:
+    """p and q, [1, V] each."""
     generator = torch.Generator().manual_seed(seed)
     p, q = (2 * torch.randn(2, 1, V, generator=generator, dtype=torch.float64)).softmax(-1)
     return p, q
 
 
-@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "likeliest"])
+@pytest.mark.parametrize("drawn", [True, False], ids=["drawn", "most probable"])
 @pytest.mark.parametrize("name", RULES)
-def test_expected_law_is_the_average_over_real_acceptance(name: str, drawn: bool) -> None:
-    rule, (p, q) = RULES[name], laws(1)
+def test_expectation_is_the_average_over_real_acceptance(name: str, drawn: bool) -> None:
+    rule, (p, q) = RULES[name], two_distributions(1)
     given = q if drawn else None
     tokens = q.topk(CHILDREN).indices
     exists = torch.ones_like(tokens, dtype=torch.bool)
     acceptance = acceptance_of(rule)
-    law = expected(acceptance, p, given, tokens, exists, bounds_of(rule, 1))
-    assert float(law.sum()) == pytest.approx(1)
+    expected = acceptance.expectation(p, given, tokens, exists, Bounds.of([rule], 1), 0)
+    assert float(expected.sum()) == pytest.approx(1)
 
     def many(x: Tensor) -> Tensor:
         return x.expand(TRIES, -1)
@@ -67,22 +64,21 @@ def test_expected_law_is_the_average_over_real_acceptance(name: str, drawn: bool
         many(tokens),
         many(exists),
         uniform.double(),
-        bounds_of(rule, TRIES),
+        Bounds.of([rule] * TRIES, 1),
         0,
     )
     seen = torch.zeros_like(many(p)).scatter(1, many(tokens), passed.double())
     seen = torch.where(passed.any(1, keepdim=True), seen, rest).mean(0)
-    assert float((seen - law[0]).abs().max()) < 4 * (0.25 / TRIES) ** 0.5
+    assert float((seen - expected[0]).abs().max()) < 4 * (0.25 / TRIES) ** 0.5
 
 
-def test_expected_law_of_exact_acceptance_of_sure_drafts_is_the_targets() -> None:
-    p, q = laws(3)
+def test_expectation_of_exact_acceptance_of_sure_drafts_is_the_targets() -> None:
+    p, q = two_distributions(3)
     tokens = q.topk(CHILDREN).indices
     exists = torch.ones_like(tokens, dtype=torch.bool)
-    law = expected(
-        acceptance_of(RULES["exact"]), p, None, tokens, exists, bounds_of(Relaxation(), 1)
-    )
-    torch.testing.assert_close(law, p, rtol=0, atol=1e-12)
+    bounds = Bounds.of([EXACT], 1)
+    expected = acceptance_of(EXACT).expectation(p, None, tokens, exists, bounds, 0)
+    torch.testing.assert_close(expected, p, rtol=0, atol=1e-12)
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +86,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, flo
     folder = tmp_path_factory.mktemp("fidelity")
     model, file = write_folder(folder / "tiny"), folder / "out.json"
     rows = "ar,eagle,eagle2,lantern,lantern++,lantern++:omega-2"
-    sizes = ["--images", "12", "--draws", "500", "--timed", "2"]
+    sizes = ["--images", "8", "--draws", "400", "--timed", "1"]
     assert main(["--model", str(model), "--rows", rows, *sizes, "--output", str(file)]) == 0
     return {row["row"]: row for row in json.loads(file.read_text())["rows"]}
 
@@ -98,7 +94,7 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, flo
 def test_exact_methods_have_no_distance(figures: dict[str, dict[str, float]]) -> None:
     assert figures["ar"]["tv"] == 0
     assert figures["eagle2"]["tv"] < 1e-5
-    # What 500 draws leave of their noise, over 32 tokens
+    # What 400 draws leave of their noise, over 32 tokens
     assert figures["eagle"]["tv"] < 0.1
 
 
@@ -113,23 +109,19 @@ def test_relaxed_methods_have_a_distance_with_an_interval(
 
 @pytest.mark.parametrize("method", ["eagle", "eagle2"])
 def test_places_lie_inside_their_images(tmp_path: Path, method: str) -> None:
-    """The law at a place is the target's after the tokens that the image really has there."""
+    """The distribution at a place is the target's after the tokens that the image really has there."""
     pipeline = LanternPipeline.from_pretrained(str(write_folder(tmp_path / "tiny")))
     sampling = pipeline.model.sampling
     requests = [Request("red cat", seed, sampling) for seed in range(8)]
-    shares = [i / 7 for i in range(8)]
-    places = find_places(pipeline, method, requests, shares)
-    whole = torch.from_numpy(pipeline.draw(requests, load_tree(name_of(method)), method, 8).tokens)
-    lesson = Lesson(pipeline.model, ["red cat"] * 8, whole)
-    for image in range(8):
-        # One of the image's laws, and a later one for a later place.
-        gap = (lesson.p[image] - places.p[image]).abs().amax(-1)
-        assert float(gap.min()) < 1e-5
-    assert len({int((lesson.p[i] - places.p[i]).abs().amax(-1).argmin()) for i in range(8)}) > 4
-
-
-def name_of(method: str) -> str:
-    return choose_method(method)[0].name
+    tree = METHODS[method].default_tree
+    places = find_places(pipeline, tree, requests, [i / 7 for i in range(8)])
+    whole = pipeline.draw(requests, tree, method, 8).tokens
+    lesson = Lesson(pipeline.model, ["red cat"] * 8, torch.from_numpy(whole))
+    p = torch.stack([place.p for place in places])  # [8, 1, V]
+    gaps = (lesson.p - p).abs().amax(-1)  # [8, N - 1]
+    # One of the image's distributions, and a later one for a later place.
+    assert float(gaps.amin(1).max()) < 1e-5
+    assert len(gaps.argmin(1).unique()) > 4
 
 
 @pytest.mark.parametrize(
@@ -155,6 +147,6 @@ def test_bad_options_are_refused(
     assert said in capsys.readouterr().err
 
 
-def test_row_names_its_setting() -> None:
-    assert Row.parse("lantern").relaxation == Relaxation.additive(1000, 0.2)
-    assert Row.parse("lantern++:delta-0.1").relaxation == Relaxation.additive(1000, 0.1)
+def test_setting_by_name() -> None:
+    assert Setting.parse("lantern").relaxation == Additive(1000, bound=0.2)
+    assert Setting.parse("lantern++:delta-0.1").relaxation == Additive(1000, bound=0.1)

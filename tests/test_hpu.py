@@ -13,15 +13,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu import LanternPipeline, kernels
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.hpu import HPUBackend
 from lantern_hpu.backends.hpu_kernels import matmul_attention
 from lantern_hpu.config import METHODS
+from lantern_hpu.decode.step import Step
 from lantern_hpu.errors import CaptureError, DeviceError, OptionError
 from lantern_hpu.generate import main
 from lantern_hpu.graphs import make_runner
-from lantern_hpu.step import Step
+from lantern_hpu.ops import kernels
+from lantern_hpu.pipeline import LanternPipeline
 from tests.folder import write_folder
 
 
@@ -33,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @contextmanager
 def emulated(model: Path, graphs: str = "auto", **options: Any) -> Iterator[LanternPipeline]:
     made = LanternPipeline.from_pretrained(
-        str(model), "hpu", graphs=graphs, emulate=True, **options
+        str(model), device="hpu", graphs=graphs, emulate=True, **options
     )
     with closing(made):
         yield made
@@ -56,7 +57,7 @@ PROMPTS = ["a red apple", "blue cat"]
 @pytest.mark.parametrize("graphs", ["hpu_graph", "hpu_graph_split", "eager"])
 @pytest.mark.parametrize("method", METHODS)
 def test_same_tokens_as_the_cpu(model: Path, method: str, graphs: str) -> None:
-    want = LanternPipeline.from_pretrained(str(model), "cpu", "float32")
+    want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
     with emulated(model, graphs) as pipeline:
         for seed in (3, 40):
             got = pipeline(PROMPTS, seed=seed, method=method)
@@ -72,7 +73,7 @@ def test_same_tokens_as_the_cpu(model: Path, method: str, graphs: str) -> None:
 @pytest.mark.parametrize("method", ["ar", "lantern++"])
 def test_same_tokens_as_the_cpu_when_compiled(model: Path, method: str) -> None:
     tree = None if method == "ar" else "chain"
-    want = LanternPipeline.from_pretrained(str(model), "cpu", "float32")
+    want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
     with emulated(model, "compile") as pipeline:
         got = pipeline(PROMPTS, seed=3, method=method, tree=tree)
         expected = want(PROMPTS, seed=3, method=method, tree=tree)
@@ -109,17 +110,17 @@ def test_bfloat16_runs(model: Path) -> None:
 
 
 def planted(fault: Callable[[Step, Any], object]) -> Callable[[Step, Any], Any]:
-    real = Step.draft
+    real = Step.begin
 
-    def draft(self: Step, state: Any) -> Any:
+    def begin(self: Step, state: Any) -> Any:
         fault(self, state)
         return real(self, state)
 
-    return draft
+    return begin
 
 
 def growing(step: Step, state: Any) -> None:
-    step.seen = torch.cat([getattr(step, "seen", state.root), state.root])  # type: ignore[assignment]
+    step.seen = torch.cat([getattr(step, "seen", state.root), state.root])
 
 
 def varying(step: Step, state: Any) -> None:
@@ -131,7 +132,7 @@ FAULTS: dict[str, tuple[str, Callable[[Step, Any], object]]] = {
     "item": ("H001", lambda step, state: state.count.sum().item()),
     "slice write": (
         "H060",
-        lambda step, state: state.pending_tokens[:, :1].copy_(state.root[:, None]),
+        lambda step, state: state.prefix_tokens[:, :1].copy_(state.root[:, None]),
     ),
     "int64 gather": (
         "H032",
@@ -144,7 +145,7 @@ FAULTS: dict[str, tuple[str, Callable[[Step, Any], object]]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_is_named(model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, fault = FAULTS[name]
-    monkeypatch.setattr(Step, "draft", planted(fault))
+    monkeypatch.setattr(Step, "begin", planted(fault))
     with emulated(model, "hpu_graph") as pipeline:
         pipeline("a red apple", method="ar")
         assert rule in error_rules(pipeline)
@@ -155,7 +156,7 @@ def test_planted_change_from_step_to_step_is_named(
     model: Path, rule: str, fault: Callable[[Step, Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such code cannot vary inside a graph; run operator by operator in lazy mode it recompiles."""
-    monkeypatch.setattr(Step, "draft", planted(fault))
+    monkeypatch.setattr(Step, "begin", planted(fault))
     monkeypatch.setattr("lantern_hpu.graphs.hpu.HPUGraphRunner.__call__", run_and_mark)
     with emulated(model, "hpu_graph") as pipeline:
         pipeline("a red apple", method="ar")
@@ -178,7 +179,7 @@ class Broken(nn.Module):
 
 class Fine(nn.Module):
     def forward(self, state: Any) -> Tensor:
-        return state["x"] + 1  # type: ignore[no-any-return]
+        return state["x"] + 1
 
 
 def test_failed_capture_leaves_the_process_usable() -> None:
@@ -204,6 +205,7 @@ def test_fused_kernels_equal_their_plain_twins() -> None:
             "rms_norm": "fused_rms_norm",
             "rotate": "fused_rope",
             "swiglu": "plain",
+            **dict.fromkeys(("probs", "sample", "sample_distinct"), "plain"),
         }
         assert backend.kernels("plain") is kernels.PLAIN
         q, k, v, mask = (
@@ -227,14 +229,13 @@ def test_kernel_that_is_missing_or_wrong_is_replaced(monkeypatch: pytest.MonkeyP
         assert backend.kernels().names() == {
             "attention": "matmul_attention",
             "rms_norm": "fused_rms_norm",
-            "rotate": "plain",
-            "swiglu": "plain",
+            **dict.fromkeys(("rotate", "swiglu", "probs", "sample", "sample_distinct"), "plain"),
         }
 
 
 def test_unknown_kernels_are_refused(model: Path) -> None:
     with pytest.raises(OptionError, match="--kernels is 'magic'"):
-        LanternPipeline.from_pretrained(str(model), "cpu", kernels="magic")
+        LanternPipeline.from_pretrained(str(model), device="cpu", kernels="magic")
 
 
 # The front door
@@ -276,5 +277,5 @@ def test_graph_mode_against_the_lazy_flag_is_a_named_conflict(
     for graphs, flag in (("hpu_graph", "0"), ("compile", "1")):
         monkeypatch.setenv("PT_HPU_LAZY_MODE", flag)
         with pytest.raises(DeviceError, match=f"'{graphs}' needs PT_HPU_LAZY_MODE"):
-            LanternPipeline.from_pretrained(str(model), "hpu", graphs=graphs, emulate=True)
+            LanternPipeline.from_pretrained(str(model), device="hpu", graphs=graphs, emulate=True)
         assert not hasattr(torch, "hpu")

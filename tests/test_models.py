@@ -9,26 +9,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.cache import KVCache
-from lantern_hpu.draft import Drafts
-from lantern_hpu.kernels import rotate
-from lantern_hpu.models.transformer import (
-    HeadNorm,
-    Target,
-    additive,
-    prefix_mask,
-    rope_table,
-)
-from lantern_hpu.step import Step
-from lantern_hpu.tables import StaticTables
+from lantern_hpu.decode.drafting.base import Drafts, EagleDrafting
+from lantern_hpu.decode.tree_tables import StaticTables
+from lantern_hpu.models.transformer import HeadNorm, Target, rope_table
+from lantern_hpu.ops.kernels import rotate
+from lantern_hpu.ops.kv_cache import KVCache
+from lantern_hpu.ops.masks import additive_mask, prefix_mask
 from lantern_hpu.tree import DraftTree, load_static
 from tests.tiny import (
     NAMES,
     advance,
     condition,
     make_engine,
-    plan_for,
     request,
+    spec_for,
     tiny_config,
     tiny_models,
 )
@@ -103,7 +97,7 @@ def test_pad_sees_only_pads_before_it_and_no_token_sees_a_pad() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masked_slots_get_no_weight_and_an_empty_row_no_nan(dtype: torch.dtype) -> None:
-    mask = additive(torch.tensor([[[True, False], [False, False]]]), dtype)
+    mask = additive_mask(torch.tensor([[[True, False], [False, False]]]), dtype)
     assert mask.shape == (1, 1, 2, 2) and mask.dtype == dtype
     weights = (mask + torch.tensor([0.0, 30.0], dtype=dtype)).softmax(-1)[0, 0]
     assert weights[0].tolist() == [1.0, 0.0]
@@ -167,7 +161,7 @@ def test_cached_forward_equals_the_whole_sequence_at_once(variant: str) -> None:
         part = slice(start, start + width)
         slots = (torch.arange(rows)[:, None] * size + torch.arange(start, start + width)).flatten()
         got.append(
-            target(x[:, part], rope[:, part], additive(mask[:, part], x.dtype), cache, slots)
+            target(x[:, part], rope[:, part], additive_mask(mask[:, part], x.dtype), cache, slots)
         )
         start += width
     close(torch.cat(got, 1), want)
@@ -186,10 +180,9 @@ def test_tree_verification_equals_a_sequential_pass_over_each_path(name: str, va
     tree, images = load_static(name), len(PROMPTS)
     models = tiny_models(tiny_config(**VARIANTS[variant], grid=(6, 6)))
     requests = [request(prompt, 80 + seed) for seed, prompt in enumerate(PROMPTS)]
-    engine = make_engine(models, plan_for(tree, requests))
+    engine = make_engine(models, spec_for(tree, requests))
     advance(engine, requests, 2)
-    state, step = engine.state, engine.step.function
-    assert isinstance(step, Step)
+    state, step = engine.state, engine.step_function
     config = engine.target.config
     generator = torch.Generator().manual_seed(2)
     drafts = torch.randint(config.vocab_size, (images, tree.size), generator=generator)
@@ -216,13 +209,13 @@ def test_drafter_catch_up_equals_one_pass_over_all_pairs(variant: str, sees_pads
         tiny_config(**VARIANTS[variant], grid=(6, 6)), sees_pads=sees_pads, input_norm=sees_pads
     )
     requests = [request(prompt, seed) for seed, prompt in enumerate(PROMPTS)]
-    engine = make_engine(models, plan_for(load_static("mc_sim_7b_63"), requests))
+    engine = make_engine(models, spec_for(load_static("mc_sim_7b_63"), requests))
     advance(engine, requests, 3)
-    state, step = engine.state, engine.step.function
-    assert isinstance(step, Step) and step.drafting is not None
+    state, drafting = engine.state, engine.step_function.drafting
+    assert isinstance(drafting, EagleDrafting)
     length = (state.count + engine.target.config.prefix).repeat(2)
     with torch.no_grad():
-        guess = step.drafting.catch_up(length, state)
+        guess = drafting.catch_up(length, state)
     prefix, valid, _ = condition(engine.target.config, PROMPTS)
     for image in range(len(PROMPTS)):
         rows = [image, image + len(PROMPTS)]

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.backends import get_backend
-from lantern_hpu.config import Relaxation, Request
+from lantern_hpu.config import Request
 from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs import RUNNERS, check_mode, make_runner
 from lantern_hpu.graphs.strict import StrictRunner
+from lantern_hpu.relaxation import Additive, Annealed, Multiplicative
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static
-from tests.tiny import draw, make_engine, plan_for, request, sample, tiny_config, tiny_models
+from tests.tiny import draw, make_engine, request, sample, spec_for, tiny_config, tiny_models
 
 AR = DraftTree.root_only()
-RELAXED = Relaxation.multiplicative(6, 4.0)
+RELAXED = Multiplicative(6, lam=4.0)
 GROWN = DynamicTree(3, 2, 8)
 METHODS: dict[str, tuple[Tree, dict[str, Any]]] = {
     "ar": (AR, {}),
@@ -32,16 +33,16 @@ METHODS: dict[str, tuple[Tree, dict[str, Any]]] = {
     "lantern++ greedy": (load_static("mc_sim_7b_63"), {"temperature": 0.0, "relaxation": RELAXED}),
     "lantern++ official": (
         load_static("mc_sim_7b_63"),
-        {"relaxation": Relaxation.additive(6, 0.3, "official")},
+        {"relaxation": Additive(6, "official", 0.3)},
     ),
     "lantern++ annealed": (
         load_static("mc_sim_7b_63"),
-        {"relaxation": Relaxation.annealed(1.5, nu=0.5)},
+        {"relaxation": Annealed(omega=1.5, nu=0.5)},
     ),
     "eagle2": (DynamicTree(), {}),
     "eagle2 greedy": (GROWN, {"temperature": 0.0}),
-    "lantern": (GROWN, {"relaxation": Relaxation.additive(6, 0.3)}),
-    "lantern official": (GROWN, {"relaxation": Relaxation.additive(6, 0.3, "official")}),
+    "lantern": (GROWN, {"relaxation": Additive(6, bound=0.3)}),
+    "lantern official": (GROWN, {"relaxation": Additive(6, "official", 0.3)}),
     "lantern greedy": (GROWN, {"temperature": 0.0, "relaxation": RELAXED}),
 }
 
@@ -57,7 +58,7 @@ def batch(**settings: Any) -> list[Request]:
 def test_step_is_capture_legal(method: str) -> None:
     tree, settings = METHODS[method]
     models, requests = tiny_models(), batch(**settings)
-    strict = make_engine(models, plan_for(tree, requests), "strict")
+    strict = make_engine(models, spec_for(tree, requests), "strict")
     decoded = draw(strict, requests)
     eager = sample(models, tree, requests)
     assert decoded.tokens.tolist() == eager.tokens.tolist()
@@ -85,16 +86,16 @@ def test_mixed_batch_is_capture_legal(tree: Tree) -> None:
 
 
 def test_kwargs_are_not_part_of_graph_key() -> None:
-    """Prompts, seeds and settings of one plan are data: other values need no other capture."""
+    """Prompts, seeds and settings of one spec are data: other values need no other capture."""
     models, tree = tiny_models(), load_static("mc_sim_7b_63")
-    plan = plan_for(tree, [request(top_k=8)] * 2)
-    engine = make_engine(models, plan, "strict")
+    spec = spec_for(tree, [request(top_k=8)] * 2)
+    engine = make_engine(models, spec, "strict")
     for seed in range(4):
         requests = [
             request("abcd"[seed:], seed, cfg_scale=1.5 + seed, top_k=seed + 2),
             request("xy", 9, temperature=0.5 + seed),
         ]
-        alone = make_engine(models, plan, "eager")
+        alone = make_engine(models, spec, "eager")
         assert draw(engine, requests).tokens.tolist() == draw(alone, requests).tokens.tolist()
     assert engine.report().captures == 2
 
@@ -106,7 +107,7 @@ def test_kwargs_are_not_part_of_graph_key() -> None:
 def test_compiled_step_draws_the_same_image(tree: DraftTree) -> None:
     models = tiny_models(tiny_config(vocab_size=16, dim=16, layers=1, ffn_dim=16, grid=(2, 4)))
     requests = batch()
-    engine = make_engine(models, plan_for(tree, requests), "compile")
+    engine = make_engine(models, spec_for(tree, requests), "compile")
     decoded = draw(engine, requests)
     assert decoded.tokens.tolist() == sample(models, tree, requests).tokens.tolist()
     assert (engine.report().captures, engine.report().recompiles_after_warmup) == (2, 0)
@@ -117,7 +118,7 @@ def test_compiled_step_draws_the_same_image(tree: DraftTree) -> None:
 
 def test_no_recompile_after_warmup() -> None:
     requests = batch()
-    engine = make_engine(tiny_models(), plan_for(load_static("chain"), requests), "strict")
+    engine = make_engine(tiny_models(), spec_for(load_static("chain"), requests), "strict")
     draw(engine, requests)
     assert engine.report().recompiles_after_warmup == 0
     engine.step.stats.captures += 1  # what a runner does when it records again
@@ -128,7 +129,7 @@ def test_no_recompile_after_warmup() -> None:
 
 
 def test_warm_up_runs_once() -> None:
-    engine = make_engine(tiny_models(), plan_for(AR, batch()), "strict")
+    engine = make_engine(tiny_models(), spec_for(AR, batch()), "strict")
     engine.warm_up()
     engine.warm_up()
     assert engine.report().replays == 4
@@ -146,6 +147,9 @@ class Numbers:
 
     def tensors(self) -> dict[str, Tensor]:
         return {"x": self.x, "total": self.total}
+
+    def restorable(self) -> dict[str, Tensor]:
+        return self.tensors()
 
 
 def numbers() -> Numbers:
@@ -271,7 +275,7 @@ def test_every_mode_of_the_processor_has_a_runner() -> None:
 
 def test_unknown_graph_mode_lists_the_known_ones() -> None:
     with pytest.raises(DeviceError, match="cpu has no graph mode 'cuda_graph'") as refused:
-        make_engine(tiny_models(), plan_for(AR, batch()), "cuda_graph")
+        make_engine(tiny_models(), spec_for(AR, batch()), "cuda_graph")
     assert "one of auto, eager, strict, compile" in str(refused.value)
 
 

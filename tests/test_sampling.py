@@ -1,4 +1,4 @@
-"""Laws and draws: the batched tensors say the same as plain Python, image by image."""
+"""Probabilities and draws: the batched tensors say the same as plain Python, image by image."""
 
 from __future__ import annotations
 
@@ -9,8 +9,14 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.config import Sampling
-from lantern_hpu.sampling import Settings, choose, choose_distinct, guide, law
-from tests.twin import slow_choose, slow_distinct, slow_law
+from lantern_hpu.ops.sampling import (
+    SamplingParams,
+    apply_guidance,
+    sample,
+    sample_distinct,
+    to_probs,
+)
+from tests.twin import slow_distinct, slow_probs, slow_sample
 
 V = 24
 MIXED = [
@@ -22,12 +28,12 @@ MIXED = [
     Sampling(temperature=1.3, top_p=1e-6),
     Sampling(temperature=1.0, top_k=1),
     Sampling(temperature=1.0, top_k=V),
-    Sampling(temperature=0.0, top_k=3, top_p=0.5),  # greedy: its law is unfiltered
+    Sampling(temperature=0.0, top_k=3, top_p=0.5),  # greedy: its probs is unfiltered
 ]
 
 
-def settings_of(samplings: list[Sampling]) -> Settings:
-    return Settings(
+def sampling_params(samplings: list[Sampling]) -> SamplingParams:
+    return SamplingParams(
         torch.tensor([s.cfg_scale for s in samplings]),
         torch.tensor([float(s.temperature or 1) for s in samplings]),
         torch.tensor([V if s.greedy else s.top_k or V for s in samplings]),
@@ -36,9 +42,11 @@ def settings_of(samplings: list[Sampling]) -> Settings:
     )
 
 
-def laws_of(logits: Tensor, samplings: list[Sampling]) -> Tensor:
+def probs_of(logits: Tensor, samplings: list[Sampling]) -> Tensor:
     largest = max(s.top_k for s in samplings)
-    return law(logits, settings_of(samplings), largest, any(s.top_p < 1 for s in samplings))
+    return to_probs(
+        logits, sampling_params(samplings), largest, any(s.top_p < 1 for s in samplings)
+    )
 
 
 def random_logits(seed: int, *shape: int) -> Tensor:
@@ -48,11 +56,11 @@ def random_logits(seed: int, *shape: int) -> Tensor:
 @pytest.mark.parametrize("seed", range(5))
 def test_each_image_of_a_batch_gets_the_law_of_its_own_settings(seed: int) -> None:
     logits = random_logits(seed, len(MIXED), 4)
-    laws = laws_of(logits, MIXED)
+    probs = probs_of(logits, MIXED)
     for image, sampling in enumerate(MIXED):
         for position in range(4):
-            want = torch.tensor(slow_law(logits[image, position].tolist(), sampling))
-            got = laws[image, position]
+            want = torch.tensor(slow_probs(logits[image, position].tolist(), sampling))
+            got = probs[image, position]
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
             assert torch.equal(got > 0, want > 0)
 
@@ -62,15 +70,15 @@ def test_law_does_not_depend_on_the_settings_beside_it(sampling: Sampling) -> No
     logits = random_logits(1, len(MIXED), 3)
     for image in range(len(MIXED)):
         beside = [*MIXED[:image], sampling, *MIXED[image + 1 :]]
-        alone = laws_of(logits[image : image + 1], [sampling])
-        torch.testing.assert_close(laws_of(logits, beside)[image : image + 1], alone)
+        alone = probs_of(logits[image : image + 1], [sampling])
+        torch.testing.assert_close(probs_of(logits, beside)[image : image + 1], alone)
 
 
 def test_ties_with_the_kth_token_stay() -> None:
     logits = torch.tensor([3.0, 1.0, 2.0, 2.0, 2.0, 0.0] + [-5.0] * (V - 6))[None, None]
-    kept = laws_of(logits, [Sampling(top_k=2)])[0, 0] > 0
+    kept = probs_of(logits, [Sampling(top_k=2)])[0, 0] > 0
     assert kept.nonzero().flatten().tolist() == [0, 2, 3, 4]
-    kept = laws_of(logits, [Sampling(top_k=5)])[0, 0] > 0
+    kept = probs_of(logits, [Sampling(top_k=5)])[0, 0] > 0
     assert kept.nonzero().flatten().tolist() == [0, 1, 2, 3, 4]
 
 
@@ -78,68 +86,68 @@ def test_token_that_crosses_top_p_stays() -> None:
     probabilities = torch.tensor([0.5, 0.3, 0.1, 0.06, 0.04] + [0.0] * (V - 5))
     logits = probabilities.log()[None, None]
     for top_p, count in ((0.45, 1), (0.55, 2), (0.79, 2), (0.85, 3), (0.95, 4)):
-        assert int((laws_of(logits, [Sampling(top_p=top_p)]) > 0).sum()) == count
+        assert int((probs_of(logits, [Sampling(top_p=top_p)]) > 0).sum()) == count
 
 
 def test_guidance_extrapolates_from_the_unconditional_logits() -> None:
     logits = torch.tensor([[[2.0, 1.0]], [[5.0, 5.0]], [[1.0, 1.0]], [[4.0, 6.0]]])  # two images
-    settings = settings_of([Sampling(cfg_scale=3), Sampling(cfg_scale=1)])
-    assert guide(logits, settings, guidance=True).tolist() == [[[4.0, 1.0]], [[5.0, 5.0]]]
+    settings = sampling_params([Sampling(cfg_scale=3), Sampling(cfg_scale=1)])
+    assert apply_guidance(logits, settings, guidance=True).tolist() == [[[4.0, 1.0]], [[5.0, 5.0]]]
 
 
 def test_laws_are_float32_whatever_the_model_computes_in() -> None:
     logits = random_logits(0, 2, 3).bfloat16()
-    settings = settings_of([Sampling(cfg_scale=2, top_k=5)])
+    settings = sampling_params([Sampling(cfg_scale=2, top_k=5)])
     for guidance, rows in ((True, 1), (False, 2)):
-        guided = guide(logits, settings, guidance)
+        guided = apply_guidance(logits, settings, guidance)
         assert guided.dtype == torch.float32 and guided.shape == (rows, 3, V)
-    exact = guide(logits, settings, True)
+    exact = apply_guidance(logits, settings, True)
     assert torch.equal(exact, logits.float()[1:] + 2 * (logits.float()[:1] - logits.float()[1:]))
 
 
 def test_choose_takes_the_first_token_past_the_mass() -> None:
-    laws = random_logits(2, 40).double().softmax(-1) * torch.rand(40, 1)  # need not sum to 1
-    laws = laws.masked_fill(laws < 0.01 * laws.sum(-1, keepdim=True), 0.0)
+    probs = random_logits(2, 40).double().softmax(-1) * torch.rand(40, 1)  # need not sum to 1
+    probs = probs.masked_fill(probs < 0.01 * probs.sum(-1, keepdim=True), 0.0)
     grid = torch.linspace(0, 1 - 2**-24, 97, dtype=torch.float64)
-    for one in laws:
-        got = choose(one.expand(len(grid), -1), grid).tolist()
-        assert got == [slow_choose(one.tolist(), u) for u in grid.tolist()]
+    for one in probs:
+        got = sample(one.expand(len(grid), -1), grid).tolist()
+        assert got == [slow_sample(one.tolist(), u) for u in grid.tolist()]
         assert (one[got] > 0).all()
 
 
 def test_largest_uniform_never_draws_a_token_of_probability_zero() -> None:
     generator = torch.Generator().manual_seed(8)
-    laws = (3 * torch.randn(2000, 1000, generator=generator)).softmax(-1)
-    laws[:, 500:] = 0  # as after top-k: the sum need not be 1 and the last tokens have no mass
-    tokens = choose(laws, torch.full((2000,), 1 - 2**-24))
-    assert (laws.gather(-1, tokens[:, None]) > 0).all()
+    probs = (3 * torch.randn(2000, 1000, generator=generator)).softmax(-1)
+    probs[:, 500:] = 0  # as after top-k: the sum need not be 1 and the last tokens have no mass
+    tokens = sample(probs, torch.full((2000,), 1 - 2**-24))
+    assert (probs.gather(-1, tokens[:, None]) > 0).all()
 
 
 def test_choose_covers_each_token_in_proportion() -> None:
     one = random_logits(3).double().softmax(-1)
     grid = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
-    share = torch.bincount(choose(one.expand(len(grid), -1), grid), minlength=V) / len(grid)
+    share = torch.bincount(sample(one.expand(len(grid), -1), grid), minlength=V) / len(grid)
     torch.testing.assert_close(share.double(), one, rtol=0, atol=1.1e-5)
 
 
 def test_distinct_draws_are_those_of_striking_out() -> None:
     generator = torch.Generator().manual_seed(4)
-    laws = random_logits(4, 300, 2).double().softmax(-1)
+    probs = random_logits(4, 300, 2).double().softmax(-1)
     uniform = torch.rand(300, 2, 10, generator=generator, dtype=torch.float64)
-    tokens = choose_distinct(laws, uniform)
+    tokens = sample_distinct(probs, uniform)
     for image, node in product(range(300), range(2)):
         drawn = tokens[image, node].tolist()
         assert len(set(drawn)) == 10
-        assert drawn == slow_distinct(laws[image, node].tolist(), uniform[image, node].tolist())
+        assert drawn == slow_distinct(probs[image, node].tolist(), uniform[image, node].tolist())
 
 
 def test_distinct_draws_in_float32_do_not_repeat() -> None:
     generator = torch.Generator().manual_seed(5)
-    laws = (4 * torch.randn(500, 4000, generator=generator)).softmax(-1)
-    tokens = choose_distinct(laws, torch.rand(500, 10, generator=generator))
+    probs = (4 * torch.randn(500, 4000, generator=generator)).softmax(-1)
+    tokens = sample_distinct(probs, torch.rand(500, 10, generator=generator))
     ordered = tokens.sort(-1).values
     assert (ordered[:, 1:] != ordered[:, :-1]).all()
-    assert (laws.gather(-1, tokens) > 0).all()
+    assert (probs.gather(-1, tokens) > 0).all()
 
 
 @pytest.mark.parametrize("draws", [1, 2, 3])
@@ -148,7 +156,7 @@ def test_distinct_draws_follow_sequential_sampling_without_replacement(draws: in
     generator = torch.Generator().manual_seed(6)
     count = 200_000
     uniform = torch.rand(count, draws, generator=generator, dtype=torch.float64)
-    tokens = choose_distinct(weights.expand(count, -1), uniform)
+    tokens = sample_distinct(weights.expand(count, -1), uniform)
     code = (tokens * 5 ** torch.arange(draws)).sum(-1)
     observed = torch.bincount(code, minlength=5**draws)
     chi2, cells = 0.0, 0
@@ -169,7 +177,7 @@ def test_running_out_of_tokens_draws_nothing_new() -> None:
     one = torch.zeros(V)
     one[[3, 7, 20]] = torch.tensor([0.5, 0.3, 0.2])
     generator = torch.Generator().manual_seed(7)
-    for row in choose_distinct(
+    for row in sample_distinct(
         one.expand(200, -1), torch.rand(200, 6, generator=generator)
     ).tolist():
         assert set(row[:3]) == {3, 7, 20}

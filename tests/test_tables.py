@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.draft import Drafts, DynamicDrafting
-from lantern_hpu.layout import Slots
-from lantern_hpu.reference import dynamic_tree
-from lantern_hpu.state import DecodeState, Shapes
-from lantern_hpu.tables import StaticTables
+from lantern_hpu.decode.drafting import Drafts
+from lantern_hpu.decode.drafting.dynamic import DynamicDrafting
+from lantern_hpu.decode.spec import Spec
+from lantern_hpu.decode.state import DecodeState
+from lantern_hpu.decode.tree_tables import StaticTables
 from lantern_hpu.tree import DynamicTree, load_static
-from tests.tiny import NAMES, plan_for, request, tiny_config, tiny_models
+from tests.reference import dynamic_tree
+from tests.tiny import NAMES, tiny_config, tiny_models
 
 V, IMAGES = 6, 400
 Path = tuple[int, ...]
@@ -36,8 +37,8 @@ def test_static_tables_are_those_of_the_tree(name: str) -> None:
                 assert tree.expanded[int(tables.row[image, node])] == node
 
 
-class Laws(nn.Module):
-    """Made-up laws: a feature is the number of a path, and the law is looked up by image and number.
+class MadeUp(nn.Module):
+    """Made-up probabilities: a feature is the number of a path, and they are looked up by image and number.
 
     In float64, so that sums of logarithms are equal where those of plain Python are.
     """
@@ -46,7 +47,7 @@ class Laws(nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
         numbers = sum((V + 1) ** d for d in range(tree.depth))
-        # Whole logits make many laws and sums of logarithms equal; some tokens have no mass at all.
+        # Whole logits make many probabilities and sums of logarithms equal; some tokens have no mass at all.
         logits = torch.randint(-2, 3, (IMAGES, numbers, V), generator=generator).double()
         none = torch.rand(logits.shape, generator=generator) < 0.1 * (seed % 3)
         self.table = logits.masked_fill(none, -1e30).softmax(-1)  # [B, numbers, V]
@@ -58,17 +59,15 @@ class Laws(nn.Module):
         number = 0
         for token in path:
             number = number * (V + 1) + token + 1
-        law: list[float] = self.table[image, number].tolist()
-        return law
+        probs: list[float] = self.table[image, number].tolist()
+        return probs
 
 
-def grow(tree: DynamicTree, laws: Laws) -> Drafts:
-    """The product's drafting with made-up laws in place of the networks."""
+def grow(tree: DynamicTree, made_up: MadeUp) -> Drafts:
+    """The product's drafting with made-up probabilities in place of the networks."""
     target, drafter = tiny_models(tiny_config(vocab_size=V))
-    plan = plan_for(tree, [request()] * IMAGES)
-    shapes = Shapes(IMAGES, False, tree, 1)
-    drafting = DynamicDrafting(target, drafter, plan, Slots(target, shapes))
-    drafting.sampler = cast(Any, laws)
+    drafting = DynamicDrafting(target, drafter, Spec(IMAGES, False, tree, block=1))
+    drafting.sampler = cast(Any, made_up)
 
     def pass_on(level: int, tokens: Tensor, features: Tensor, *_: Any) -> Tensor:
         return features * (V + 1) + tokens[..., None] + 1
@@ -76,18 +75,18 @@ def grow(tree: DynamicTree, laws: Laws) -> Drafts:
     made: Any = drafting
     made.pass_on, made.catch_up = pass_on, lambda *_: torch.zeros(IMAGES, 1, 1)
     state = SimpleNamespace(root=torch.zeros(IMAGES, dtype=torch.int32))
-    return drafting(torch.zeros(IMAGES), torch.zeros(0), cast(DecodeState, state))
+    return drafting.draft(torch.zeros(IMAGES), torch.zeros(0), cast(DecodeState, state))
 
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("sizes", [(3, 2, 8), (2, 3, 14), (4, 1, 5), (1, 2, 2), (5, 0, 3)], ids=str)
 def test_dynamic_tables_equal_plain_python(sizes: tuple[int, int, int], seed: int) -> None:
     tree = DynamicTree(*sizes)
-    laws = Laws(tree, seed)
-    drafts = grow(tree, laws)
+    made_up = MadeUp(tree, seed)
+    drafts = grow(tree, made_up)
     tables = drafts.tables
     for image in range(IMAGES):
-        found = [(), *slow(tree, laws, image)]
+        found = [(), *slow(tree, made_up, image)]
         number = {path: node for node, path in enumerate(found)}
         assert drafts.tokens[image].tolist()[1:] == [path[-1] for path in found[1:]]
         assert tables.parent[image].tolist() == [number[path[:-1]] for path in found]
@@ -101,13 +100,15 @@ def test_dynamic_tables_equal_plain_python(sizes: tuple[int, int, int], seed: in
             assert tables.child[image, node].tolist() == below + [0] * room
 
 
-def slow(tree: DynamicTree, laws: Laws, image: int) -> list[Path]:
-    return dynamic_tree(lambda path: laws.at(image, path), tree.top_k, tree.expansions, tree.drafts)
+def slow(tree: DynamicTree, made_up: MadeUp, image: int) -> list[Path]:
+    return dynamic_tree(
+        lambda path: made_up.at(image, path), tree.top_k, tree.expansions, tree.drafts
+    )
 
 
 def test_every_kept_draft_has_its_parent() -> None:
     tree = DynamicTree(3, 3, 12)
-    tables = grow(tree, Laws(tree, 2)).tables
+    tables = grow(tree, MadeUp(tree, 2)).tables
     node = torch.arange(tree.size)
     assert (tables.parent[:, 1:] < node[1:]).all()
     assert (tables.depth[:, 1:] == tables.depth.gather(1, tables.parent[:, 1:].long()) + 1).all()

@@ -24,11 +24,11 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, T5Config, T5EncoderModel, T5ForConditionalGeneration
 
 from lantern_hpu.errors import OptionError, WeightsError
-from lantern_hpu.models import t5
-from lantern_hpu.models.captions import clean, clean_caption
-from lantern_hpu.models.classes import class_index, class_name
-from lantern_hpu.models.t5 import Keep, T5Conditioner
-from lantern_hpu.models.text import Condition, TextConditioner
+from lantern_hpu.models.text import t5
+from lantern_hpu.models.text.classes import class_index, class_name
+from lantern_hpu.models.text.cleaning import clean, clean_caption
+from lantern_hpu.models.text.t5 import T5Conditioner
+from lantern_hpu.models.text.words import TextConditioner, TextFeatures
 
 PREFIX, WIDTH = 12, 16
 SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json")  # all but the weights
@@ -57,7 +57,8 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def t5_config() -> T5Config:
-    return T5Config(
+    make: Any = T5Config  # its arguments are typed in some releases, and not all of them
+    config: T5Config = make(
         vocab_size=16,
         d_model=WIDTH,
         d_kv=4,
@@ -69,6 +70,7 @@ def t5_config() -> T5Config:
         initializer_factor=4.0,  # so that tokens see each other clearly
         decoder_start_token_id=0,
     )
+    return config
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def conditioner(folder: Path, keep: Keep = "host", **options: Any) -> T5Conditioner:
+def conditioner(folder: Path, keep: str = "host", **options: Any) -> T5Conditioner:
     return T5Conditioner(folder, PREFIX, options.pop("dtype", torch.float32), keep=keep, **options)
 
 
@@ -154,7 +156,7 @@ def test_features_come_in_the_asked_dtype(folder: Path) -> None:
     assert torch.allclose(half.float(), full, rtol=0.1, atol=0.1)
 
 
-def same(a: Condition, b: Condition) -> bool:
+def same(a: TextFeatures, b: TextFeatures) -> bool:
     return torch.equal(a.features, b.features) and torch.equal(a.valid, b.valid)
 
 
@@ -168,10 +170,10 @@ def test_where_the_encoder_stays_does_not_change_features(folder: Path) -> None:
 
 @pytest.mark.parametrize(("keep", "stays"), [("device", True), ("host", True), ("free", False)])
 def test_only_free_lets_the_encoder_go(
-    folder: Path, keep: Keep, stays: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, keep: str, stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[weakref.ref[Any]] = []
-    load = T5EncoderModel.from_pretrained
+    load: Any = T5EncoderModel.from_pretrained
 
     def watched(*args: Any, **options: Any) -> Any:
         model, info = load(*args, **options)
@@ -247,9 +249,6 @@ def test_empty_batches_are_empty(folder: Path, runs: list[int]) -> None:
 def test_captions_are_cleaned_first(folder: Path) -> None:
     text = conditioner(folder)
     assert torch.equal(text.encode(["A RED *apple*"]).features, text.encode(PROMPTS[:1]).features)
-    raw = conditioner(folder, clean=False)
-    assert torch.equal(raw.encode([" A red apple "]).features, text.encode(PROMPTS[:1]).features)
-    assert raw.encode(["a *red* apple"]).valid.sum() == 4
 
 
 def test_nothing_is_said_while_loading(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -335,7 +334,7 @@ def test_missing_packages_are_named(
 
 def test_unknown_place_names_the_known_ones(folder: Path) -> None:
     with pytest.raises(OptionError, match="one of device, host, free"):
-        conditioner(folder, "disk")  # type: ignore[arg-type]
+        conditioner(folder, "disk")
 
 
 # --- captions
@@ -490,8 +489,8 @@ def test_names_of_several_classes_list_them(text: str, indices: tuple[int, int])
     assert all(str(index) in caught.value.why for index in indices)
 
 
-@pytest.mark.parametrize("module", ["captions", "classes"])
+@pytest.mark.parametrize("module", ["cleaning", "classes"])
 def test_text_alone_loads_no_torch(module: str) -> None:
-    script = f"import sys, lantern_hpu.models.{module}; sys.exit('torch' in sys.modules)"
+    script = f"import sys, lantern_hpu.models.text.{module}; sys.exit('torch' in sys.modules)"
     root = Path(__file__).parent.parent
     assert subprocess.run([sys.executable, "-c", script], cwd=root).returncode == 0

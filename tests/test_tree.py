@@ -10,7 +10,8 @@ import pytest
 
 from lantern_hpu.errors import TreeError
 from lantern_hpu.tree import NAMED, DraftTree, DynamicTree, load_static, load_tree
-from lantern_hpu.tree.__main__ import as_svg, as_text, main
+from lantern_hpu.tree.__main__ import main
+from lantern_hpu.tree.drawing import as_svg, as_text
 from tests.folder import write_folder
 from tests.tiny import NAMES, random_tree
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,27 +16,29 @@ import numpy as np
 import pytest
 from tqdm import tqdm
 
-from lantern_hpu import generate, tuned
-from lantern_hpu import tune as command
-from lantern_hpu.config import EXACT, METHODS, Relaxation
+from lantern_hpu import generate
+from lantern_hpu.choice import Choice
+from lantern_hpu.config import METHODS
 from lantern_hpu.errors import LanternError, OptionError, TreeError
+from lantern_hpu.evaluate.counts import KINDS, ChildCounts
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.tree import DraftTree, load_static
-from lantern_hpu.tree.search import (
-    Costs,
-    Rates,
-    Solver,
-    best_tree,
+from lantern_hpu.relaxation import EXACT, Multiplicative
+from lantern_hpu.results import read_png
+from lantern_hpu.tree import DraftTree, load_static, saved
+from lantern_hpu.tune import __main__ as command
+from lantern_hpu.tune import tuner
+from lantern_hpu.tune.costs import Costs, fit_costs, probes
+from lantern_hpu.tune.expectation import (
+    ChanceTable,
     estimate,
     expected_steps,
     expected_tokens,
-    fit_costs,
-    gain_law,
-    likeliest_tree,
-    ms_per_token,
-    probes,
-    together,
+    gain_probs,
 )
+from lantern_hpu.tune.options import TuneOptions
+from lantern_hpu.tune.result import Figures, TreeRow, Tuning
+from lantern_hpu.tune.search import Solver, best_tree, most_reached, ms_per_token
+from lantern_hpu.tune.text import table, verdict
 from tests.folder import write_folder
 
 NODES, DEPTH, CHILDREN = 8, 3, 3  # of the trees that are all tried
@@ -63,9 +66,9 @@ def forests(nodes: int, depth: int, most: int) -> tuple[Nested, ...]:
 
 
 def paths(tree: Nested, path: tuple[int, ...] = ()) -> Iterator[tuple[int, ...]]:
-    for rank, below in enumerate(tree):
+    for rank, subtree in enumerate(tree):
         yield (*path, rank)
-        yield from paths(below, (*path, rank))
+        yield from paths(subtree, (*path, rank))
 
 
 @cache
@@ -75,7 +78,7 @@ def all_trees() -> list[DraftTree]:
     return [DraftTree.from_paths(str(i), paths(tree)) for i, tree in enumerate(found)]
 
 
-def random_rates(seed: int) -> Rates:
+def random_chances(seed: int) -> ChanceTable:
     """Chances in any order of the ranks; those of a node's children add up to less than 1."""
     rng = random.Random(seed)
 
@@ -84,7 +87,7 @@ def random_rates(seed: int) -> Rates:
         total = sum(weights) / rng.uniform(0.4, 0.95)
         return [weight / total for weight in weights]
 
-    return [(row(), row()) for _ in range(DEPTH)]
+    return np.array([(row(), row()) for _ in range(DEPTH)])
 
 
 def random_costs(seed: int) -> Costs:
@@ -97,9 +100,11 @@ def random_costs(seed: int) -> Costs:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_tables_hold_the_most_that_any_tree_of_their_size_gains(seed: int) -> None:
-    rates = random_rates(seed)
-    table = Solver(rates, NODES, [CHILDREN] * DEPTH).values[0][0]
-    sizes = [(tree.size, len(tree.expanded), expected_tokens(tree, rates)) for tree in all_trees()]
+    chances = random_chances(seed)
+    table = Solver(chances, NODES, [CHILDREN] * DEPTH).values[0][0]
+    sizes = [
+        (tree.size, len(tree.expanded), expected_tokens(tree, chances)) for tree in all_trees()
+    ]
     for nodes, inner in itertools.product(range(1, NODES + 1), range(NODES)):
         most = max([1.0, *(gain for m, i, gain in sizes if m <= nodes and i <= inner)])
         assert table[nodes, inner] == pytest.approx(most)
@@ -107,31 +112,31 @@ def test_tables_hold_the_most_that_any_tree_of_their_size_gains(seed: int) -> No
 
 @pytest.mark.parametrize("seed", range(24))
 def test_search_equals_trying_every_tree(seed: int) -> None:
-    rates, costs = random_rates(seed), random_costs(seed)
-    found = best_tree(rates, costs, NODES, slack=0)
-    least = min(ms_per_token(tree, rates, costs) for tree in all_trees())
-    assert ms_per_token(found, rates, costs) == pytest.approx(least)
-    quick = best_tree(rates, costs, NODES, slack=0.01)
-    assert ms_per_token(quick, rates, costs) <= least * 1.01
+    chances, costs = random_chances(seed), random_costs(seed)
+    found = best_tree(chances, costs, NODES, slack=0)
+    least = min(ms_per_token(tree, chances, costs) for tree in all_trees())
+    assert ms_per_token(found, chances, costs) == pytest.approx(least)
+    quick = best_tree(chances, costs, NODES, slack=0.01)
+    assert ms_per_token(quick, chances, costs) <= least * 1.01
 
 
 def test_search_tries_more_than_one_kind_of_tree() -> None:
     """Otherwise the comparison above would say little."""
-    found = [best_tree(random_rates(s), random_costs(s), NODES) for s in range(24)]
+    found = [best_tree(random_chances(s), random_costs(s), NODES) for s in range(24)]
     assert len({tree.paths for tree in found}) > 12
     assert len({tree.depth for tree in found}) == 3
 
 
-def test_likeliest_tree_gains_more_than_any_other_of_its_size() -> None:
-    rates = [([0.5, 0.2, 0.1], [0.3, 0.2, 0.05])] * DEPTH
-    found = likeliest_tree("x", rates, NODES)
+def test_most_reached_nodes_gain_more_than_any_others_of_their_number() -> None:
+    chances = np.array([([0.5, 0.2, 0.1], [0.3, 0.2, 0.05])] * DEPTH)
+    found = most_reached("x", chances, NODES)
     assert found.size == NODES
-    most = max(expected_tokens(tree, rates) for tree in all_trees())
-    assert expected_tokens(found, rates) == pytest.approx(most)
+    most = max(expected_tokens(tree, chances) for tree in all_trees())
+    assert expected_tokens(found, chances) == pytest.approx(most)
 
 
 def test_where_nothing_is_accepted_the_smallest_tree_is_best() -> None:
-    nothing = [([0.0] * CHILDREN, [0.0] * CHILDREN)] * DEPTH
+    nothing = np.zeros((DEPTH, 2, CHILDREN))
     assert best_tree(nothing, random_costs(1), NODES).paths == ((), (0,))
 
 
@@ -140,12 +145,12 @@ def test_where_nothing_is_accepted_the_smallest_tree_is_best() -> None:
 
 def test_expected_tokens_of_a_small_tree_by_hand() -> None:
     tree = DraftTree.from_paths("x", [[0], [1], [0, 0], [1, 0]])
-    rates = [([0.5, 0.2], [9, 9]), ([0.6, 0.1], [0.3, 0.1])]
-    assert expected_tokens(tree, rates) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.6 + 0.2 * 0.3)
-    law = gain_law(tree, rates)
-    assert law == pytest.approx([0.3, 0.7 - 0.36, 0.36])
-    assert sum(gain * chance for gain, chance in enumerate(law, 1)) == pytest.approx(
-        expected_tokens(tree, rates)
+    chances = np.array([([0.5, 0.2], [9, 9]), ([0.6, 0.1], [0.3, 0.1])])
+    assert expected_tokens(tree, chances) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.6 + 0.2 * 0.3)
+    gains = gain_probs(tree, chances)
+    assert gains == pytest.approx([0.3, 0.7 - 0.36, 0.36])
+    assert sum(gain * chance for gain, chance in enumerate(gains, 1)) == pytest.approx(
+        expected_tokens(tree, chances)
     )
 
 
@@ -158,10 +163,10 @@ def test_expected_steps_count_what_is_lost_at_the_end() -> None:
 
 
 def test_expected_steps_of_a_batch_are_those_of_its_slowest_image() -> None:
-    law, rng = [0.4, 0.3, 0.2, 0.1], np.random.default_rng(0)
-    gains = rng.choice([1, 2, 3, 4], size=(4000, 3, 20), p=law).cumsum(-1)
+    probs, rng = [0.4, 0.3, 0.2, 0.1], np.random.default_rng(0)
+    gains = rng.choice([1, 2, 3, 4], size=(4000, 3, 20), p=probs).cumsum(-1)
     slowest = (gains < 20).sum(-1).max(-1) + 1
-    assert expected_steps(law, 20, images=3) == pytest.approx(slowest.mean(), rel=0.01)
+    assert expected_steps(probs, 20, images=3) == pytest.approx(slowest.mean(), rel=0.01)
 
 
 def test_fitted_costs_are_those_that_made_the_times() -> None:
@@ -179,22 +184,37 @@ def test_fitted_costs_are_those_that_made_the_times() -> None:
     assert list(noisy.verify) == sorted(noisy.verify)
 
 
+def test_costs_of_one_width_are_known_of_no_other() -> None:
+    """Where the largest tree has two nodes, all that is measured."""
+    trees = probes(2, 1, 10)
+    found = fit_costs(1.0, trees, [3.0] * len(trees))
+    assert found.widths == (2,) and found.step(load_static("chain")) >= 3
+
+
+def counts_of(offered: list[list[list[int]]], accepted: list[list[list[int]]]) -> ChildCounts:
+    return ChildCounts(np.array(offered), np.array(accepted))
+
+
 def test_seldom_seen_chances_lean_on_the_depth_above() -> None:
-    first = {"offered": [[100, 50], [10, 0]], "accepted": [[40, 5], [10, 0]]}
-    later = {"offered": [[0, 0], [0, 0]], "accepted": [[0, 0], [0, 0]]}
-    rates = estimate({"first": first, "later": later}, depth=3)
-    assert rates[0][0] == pytest.approx([0.4, 0.1])
-    assert rates[1][0] == pytest.approx([(10 + 10 * 0.4) / 20, 0.1])
-    assert rates[1][1] == rates[0][0]  # never seen: that of the root
-    assert rates[2] == rates[1]
+    never = [[0, 0], [0, 0]]
+    counts = counts_of([[[100, 50], [10, 0]], never], [[[40, 5], [10, 0]], never])
+    chances = estimate(counts, depth=3)
+    assert chances[0, 0] == pytest.approx([0.4, 0.1])
+    assert chances[1, 0] == pytest.approx([(10 + 10 * 0.4) / 20, 0.1])
+    assert chances[1, 1] == pytest.approx(chances[0, 0])  # never seen: that of the root
+    assert chances[2] == pytest.approx(chances[1])
 
 
-def test_profiles_of_different_trees_add_up() -> None:
-    def counts(rows: list[list[int]]) -> dict[str, Any]:
-        return {name: {"offered": rows, "accepted": rows} for name in ("first", "later")}
+def test_counts_of_different_trees_add_up() -> None:
+    total = sum_of([[1, 2, 3]], [[4, 5], [6, 7]])
+    assert total.as_json()["later"]["offered"] == [[5, 7, 3], [6, 7, 0]]
+    again = ChildCounts.from_json(json.loads(json.dumps(total.as_json())))
+    assert again.as_json() == total.as_json()
 
-    total = together(counts([[1, 2, 3]]), counts([[4, 5], [6, 7]]))
-    assert total["later"]["offered"] == [[5, 7, 3], [6, 7, 0]]
+
+def sum_of(*tables: list[list[int]]) -> ChildCounts:
+    first, second = (counts_of([rows] * len(KINDS), [rows] * len(KINDS)) for rows in tables)
+    return first + second
 
 
 # ------------------------------------------------------------------------------------ a model
@@ -213,21 +233,16 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 WORDS = ("red cat", "blue apple", "cat on apple", "red")
 
 
-@pytest.mark.parametrize("method", ["eagle", "lantern++"])
-def test_expected_tokens_a_step_are_measured(
-    model: str, method: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expected_tokens_a_step_are_measured(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 10 %, on other seeds than those that acceptance was counted with."""
     pipeline = LanternPipeline.from_pretrained(model)
     costs = Costs(1.0, (2, 64), (1.0, 1.2), 0.05, 0.001, 0.001)
-    monkeypatch.setattr(command.Tuner, "costs", lambda self, trees: costs)
-    relaxation = pipeline.choose(method)[2]
-    tuner = command.Tuner(pipeline, relaxation, WORDS, 8, 24, 0, tqdm(disable=True))
-    tree, counts, _ = command.tune(tuner, 16, 4, None)
-    assert 8 < tree.size <= 16 and tree.depth > 1
-    expected = tuner.expect(tree, estimate(counts), costs)
-    measured = tuner.draw(tree)
-    assert expected["tokens_per_step"] == pytest.approx(measured["tokens_per_step"], rel=0.1)
+    monkeypatch.setattr(tuner, "NAMED", [])
+    monkeypatch.setattr(tuner.Tuner, "costs", lambda self: costs)
+    options = TuneOptions(batch_size=8, max_nodes=16, max_depth=4, images=24)
+    _, row = tuner.Tuner(pipeline, options, WORDS, tqdm(disable=True)).tune().rows
+    assert 8 < row.tree.size <= 16 and row.tree.depth > 1
+    assert row.expected.tokens_per_step == pytest.approx(row.measured.tokens_per_step, rel=0.1)
 
 
 def tune(model: str, *options: str) -> int:
@@ -241,7 +256,7 @@ def test_command_saves_a_tree_that_auto_draws_with(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(command, "NAMED", ["chain"])  # one is enough here
+    monkeypatch.setattr(tuner, "NAMED", ["chain"])  # one is enough here
     tree, report, profile = (tmp_path / f"{name}.json" for name in ("tree", "report", "again"))
     assert tune(model, "--method", "eagle", "--output", str(tree), "--report", str(report)) == 0
     said = capsys.readouterr().out
@@ -260,18 +275,16 @@ def test_command_saves_a_tree_that_auto_draws_with(
     assert tune(model, "--method", "eagle", "--output", str(tree)) == 2
     assert "nothing is overwritten unasked" in capsys.readouterr().err
     # The saved one may be another tree now: the machine was measured again.
-    saved = next((tmp_path / "cache" / "trees").glob("*.json"))
+    kept = next((tmp_path / "cache" / "trees").glob("*.json"))
     image = tmp_path / "x.png"
     given = ["--model", model, "--prompt", "red cat", "--output", str(image)]
     assert generate.main([*given, "--method", "eagle", "--tree", "auto"]) == 0
-    from lantern_hpu.results import read_png
-
     config = read_png(image)["config"]
     assert config["method"] == "eagle"
     drawn = DraftTree.from_paths(config["tree"], config["tree_paths"])
-    assert drawn == load_static(str(saved)) and chosen.size >= 2
+    assert drawn == load_static(str(kept)) and chosen.size >= 2
     # Drawing it again takes the tree from the image, whatever is saved now.
-    saved.unlink()
+    kept.unlink()
     tokens = tmp_path / "again.npz"
     second = ["--from-png", str(image), "--output", str(tmp_path / "y.png")]
     assert generate.main([*second, "--save-tokens", str(tokens)]) == 0
@@ -301,14 +314,15 @@ def test_choice_decides_the_method_only_if_none_is_named(model: str) -> None:
     pipeline = LanternPipeline.from_pretrained(model)
     tree = DraftTree.from_paths("tuned_2", [[0], [0, 0]])
     for method, ar_wins in (("lantern++", True), ("eagle", False)):
-        tuned.save(pipeline.situation(method, 2), tuned.Choice(tree, ar_wins))
-    assert pipeline.choose("auto", "auto", None, 2)[:2] == ("ar", DraftTree.root_only())
-    assert pipeline.choose("lantern++", "auto", None, 2)[:2] == ("lantern++", tree)
-    assert pipeline.choose("eagle", "auto", None, 2) == ("eagle", tree, EXACT)
-    mine = Relaxation.multiplicative(3, 2.0)
-    assert pipeline.choose("auto", "auto", mine, 2) == ("lantern++", tree, mine)
-    tuned.save(pipeline.situation("lantern++", 2), tuned.Choice(tree, False))
-    assert pipeline.choose("auto", "auto", None, 2)[:2] == ("lantern++", tree)
+        saved.save(pipeline.situation(method, 2), saved.TunedTree(tree, ar_wins))
+    relaxed = pipeline.choose("lantern++").relaxation
+    assert pipeline.choose("auto", "auto", None, 2) == Choice("ar", DraftTree.root_only(), EXACT)
+    assert pipeline.choose("lantern++", "auto", None, 2) == Choice("lantern++", tree, relaxed)
+    assert pipeline.choose("eagle", "auto", None, 2) == Choice("eagle", tree, EXACT)
+    mine = Multiplicative(3, lam=2.0)
+    assert pipeline.choose("auto", "auto", mine, 2) == Choice("lantern++", tree, mine)
+    saved.save(pipeline.situation("lantern++", 2), saved.TunedTree(tree, False))
+    assert pipeline.choose("auto", "auto", None, 2) == Choice("lantern++", tree, relaxed)
     with pytest.raises(OptionError, match="none was tuned") as refused:
         pipeline.choose("eagle", "auto", None, 5)
     assert "there is one for batches of 2" in str(refused.value)
@@ -321,20 +335,20 @@ def test_situations_that_differ_have_choices_of_their_own(model: str) -> None:
     here = pipeline.situation("eagle", 1)
     other = LanternPipeline.from_pretrained(model, dtype="bfloat16").situation("eagle", 1)
     changed = [here | {"batch_size": 2}, here | {"method": "lantern++"}, here | {"drafter": "0"}]
-    assert len({tuned.file_of(s) for s in (here, other, *changed)}) == 5
+    assert len({saved.file_of(s) for s in (here, other, *changed)}) == 5
 
 
 def test_damaged_choice_is_refused(model: str) -> None:
     situation = LanternPipeline.from_pretrained(model).situation("eagle", 1)
     tree = DraftTree.from_paths("x", [[0]])
-    file = tuned.save(situation, tuned.Choice(tree, False))
-    assert tuned.find(situation) == tuned.Choice(tree, False)
-    file.write_bytes(tuned.tree_file(tree))
+    file = saved.save(situation, saved.TunedTree(tree, False))
+    assert saved.find(situation) == saved.TunedTree(tree, False)
+    file.write_bytes(saved.tree_file(tree))
     with pytest.raises(TreeError, match="is damaged"):
-        tuned.find(situation)
+        saved.find(situation)
     file.write_text("[")
     with pytest.raises(TreeError, match="cannot read the tree"):
-        tuned.find(situation)
+        saved.find(situation)
 
 
 @pytest.mark.parametrize(
@@ -359,6 +373,17 @@ def test_what_cannot_be_tuned_is_refused(
     assert said in capsys.readouterr().err
 
 
+def test_missing_scipy_is_said_before_anything_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("costs", "result", "text"):
+        monkeypatch.delitem(sys.modules, f"lantern_hpu.tune.{name}")
+    monkeypatch.setitem(sys.modules, "scipy.optimize", None)
+    assert command.main([]) == 2
+    said = capsys.readouterr().err
+    assert "scipy is not installed" in said and "lantern-hpu[tune]" in said
+
+
 def test_profile_without_counts_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     for text in ("[", "{}", '{"profile": 3}', '{"profile": {"first": {"offered": []}}}'):
@@ -370,25 +395,32 @@ def test_profile_without_counts_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ the verdict
 
 
-def row(tree: str, expected: float, measured: float) -> command.Row:
+def row(tree: DraftTree, expected: float, measured: float) -> TreeRow:
     """A row whose token takes so many milliseconds."""
-    return {
-        "tree": tree,
-        "nodes": 2,
-        "depth": 1,
-        "expected": command.figures(1.5, 1.0, expected),
-        "measured": command.figures(1.5, 1.0, measured),
-    }
+    return TreeRow(tree, Figures(1.5, 1.0, expected), Figures(1.5, 1.0, measured))
+
+
+AR = DraftTree.root_only()
+TUNED = DraftTree.from_paths("tuned_4", [[0]])
+CHAIN = load_static("chain")
+
+
+def tuning(*rows: TreeRow) -> Tuning:
+    costs = Costs(1.0, (2, 64), (1.0, 1.2), 0.05, 0.001, 0.001)
+    return Tuning(ChildCounts.none(TUNED), costs, rows)
 
 
 def test_verdict_goes_by_what_was_measured() -> None:
-    rows = [row("ar", 10, 10), row("tuned_4", 5, 8), row("chain", 8, 9)]
-    best, ar_wins, words = command.verdict(rows)
-    assert (best["tree"], ar_wins) == ("tuned_4", False)
-    assert words == "tuned_4 draws 1.25 times as fast as ar (expected 2.00)"
-    best, ar_wins, words = command.verdict([row("ar", 10, 6), *rows[1:]])
-    assert (best["tree"], ar_wins) == ("tuned_4", True)
-    assert words.startswith("ar wins: the fastest tree, tuned_4, draws 0.75 times as fast")
-    best, _, words = command.verdict([rows[0], row("tuned_4", 5, 12), rows[2]])
-    assert best["tree"] == "chain" and "chain was measured 1.33 times as fast as tuned_4" in words
-    assert "| tuned_4 | 2 | 1 |" in command.table(rows) and "5.00 -> 8.00" in command.table(rows)
+    ar, tuned, chain = rows = row(AR, 10, 10), row(TUNED, 5, 8), row(CHAIN, 8, 9)
+    found = tuning(*rows)
+    assert (found.best, found.ar_wins, found.fastest) == (tuned, False, "tuned_4")
+    assert verdict(found) == "tuned_4 draws 1.25 times as fast as ar (expected 2.00)"
+    found = tuning(row(AR, 10, 6), tuned, chain)
+    assert (found.best, found.ar_wins, found.fastest) == (tuned, True, "ar")
+    said = verdict(found)
+    assert said.startswith("ar wins: the fastest tree, tuned_4, draws 0.75 times as fast")
+    found = tuning(ar, row(TUNED, 5, 12), chain)
+    assert found.best is chain
+    assert "chain was measured 1.33 times as fast as tuned_4" in verdict(found)
+    shown = table(tuning(*rows))
+    assert "| tuned_4 | 2 | 1 |" in shown and "5.00 -> 8.00" in shown

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends import get_backend
-from lantern_hpu.config import Relaxation, Request, Sampling
-from lantern_hpu.engine import Decoded, Engine
-from lantern_hpu.layout import Plan
-from lantern_hpu.models.condition import Prefix, wordless
+from lantern_hpu.config import Request, Sampling
+from lantern_hpu.decode.batch import Batch
+from lantern_hpu.decode.engine import Decoded, Engine
+from lantern_hpu.decode.spec import Spec
+from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.transformer import Target, TransformerConfig
-from lantern_hpu.state import Shapes
-from lantern_hpu.tree import DraftTree, load_static
+from lantern_hpu.models.text.prefix import Prefix, wordless
+from lantern_hpu.models.transformer import Target
+from lantern_hpu.relaxation import EXACT, Relaxation
+from lantern_hpu.tree import DraftTree, Tree, load_static
 
 Models = tuple[Target, Drafter]
 
@@ -73,7 +75,7 @@ def tiny_models(
         options: of the drafter.
     """
     torch.manual_seed(seed)
-    target, drafter = Target(config), Drafter(config, **options)
+    target, drafter = Target(config), Drafter(config, DrafterConfig(**options))
     with torch.no_grad():
         for block in [*target.layers, drafter.block]:
             block.attention.qkv.weight.mul_(2)  # so that the context matters
@@ -107,22 +109,10 @@ def condition(config: TransformerConfig, prompts: Sequence[str], guidance: bool 
     return wordless(torch.cat([prefix, empty]), torch.cat([valid, valid]))
 
 
-def plan_for(tree: DraftTree, requests: Sequence[Request], **changes: Any) -> Plan:
-    """A plan that serves these requests."""
-    samplings = [r.sampling for r in requests]
-    guidance = any(s.cfg_scale != 1 for s in samplings)
-    relaxed = [r.relaxation for r in requests if r.relaxation.lends]
-    plan = Plan(
-        Shapes(len(requests), guidance, tree, block=4),
-        max_top_k=max((s.top_k for s in samplings), default=0),
-        use_top_p=any(s.top_p < 1 for s in samplings),
-        use_greedy=any(s.greedy for s in samplings),
-        use_sampled=not all(s.greedy for s in samplings),
-        neighbours=max((r.k + 1 for r in relaxed), default=0),
-        annealed=any(r.relaxation.weighs for r in requests),
-        residual=relaxed[0].residual if relaxed else "sound",
-    )
-    return replace(plan, **changes)
+def spec_for(tree: Tree, requests: Sequence[Request], **changes: Any) -> Spec:
+    """A spec that serves these requests."""
+    config = CONFIG if "config" not in changes else changes.pop("config")
+    return replace(Spec.of(requests, tree, len(requests), config), **{"block": 4, **changes})
 
 
 def ring(vocabulary: int) -> Tensor:
@@ -131,35 +121,39 @@ def ring(vocabulary: int) -> Tensor:
     return (torch.arange(vocabulary)[:, None] + torch.tensor(steps)) % vocabulary
 
 
-def make_engine(models: Models, plan: Plan, mode: str = "eager") -> Engine:
+def make_engine(models: Models, spec: Spec, mode: str = "eager") -> Engine:
     target, drafter = models
-    near = ring(target.config.vocab_size) if plan.neighbours else None
-    return Engine(target, drafter, plan, get_backend("cpu"), mode, near)
+    near = ring(target.config.vocab_size) if spec.neighbours else None
+    return Engine(target, drafter, spec, get_backend("cpu"), mode, near)
 
 
 def draw(engine: Engine, requests: Sequence[Request]) -> Decoded:
     """Run a batch to its end."""
-    guidance = engine.plan.shapes.guidance
-    prefix = condition(engine.target.config, [r.prompt for r in requests], guidance)
-    for _ in engine.run(prefix, requests):
+    batch = Batch(engine, prefix_for(engine, requests), requests)
+    for _ in batch.run():
         pass
-    return engine.result()
+    return batch.result()
+
+
+def prefix_for(engine: Engine, requests: Sequence[Request]) -> Prefix:
+    """The condition of a batch of an engine."""
+    prompts = [request.prompt for request in requests]
+    return condition(engine.target.config, prompts, engine.spec.guidance)
 
 
 def sample(
-    models: Models, tree: DraftTree | str, requests: Sequence[Request], **changes: Any
+    models: Models, tree: Tree | str, requests: Sequence[Request], **changes: Any
 ) -> Decoded:
     """Draw these requests with a fresh engine."""
     chosen = load_static(tree) if isinstance(tree, str) else tree
     mode = changes.pop("mode", "eager")
-    return draw(make_engine(models, plan_for(chosen, requests, **changes), mode), requests)
+    spec = spec_for(chosen, requests, config=models[0].config, **changes)
+    return draw(make_engine(models, spec, mode), requests)
 
 
 def advance(engine: Engine, requests: Sequence[Request], steps: int) -> None:
     """Prefill and so many steps, so that a test can look at the state in the middle of an image."""
-    guidance = engine.plan.shapes.guidance
-    prefix = condition(engine.target.config, [r.prompt for r in requests], guidance)
-    engine.start(prefix, requests)
+    engine.start(prefix_for(engine, requests), requests)
     with torch.no_grad():
         for number in range(steps):
             engine.advance([r.seed for r in requests], number + 1, 1)
@@ -173,4 +167,4 @@ def request(
     **sampling: Any,
 ) -> Request:
     """A request with its sampling options given flat."""
-    return Request(prompt, seed, Sampling(cfg_scale, **sampling), relaxation or Relaxation())
+    return Request(prompt, seed, Sampling(cfg_scale, **sampling), relaxation or EXACT)

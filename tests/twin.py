@@ -1,4 +1,4 @@
-"""The decoder as a loop over one image: no cache, no batch, no static shape, laws in plain Python.
+"""The decoder as a loop over one image: no cache, no batch, no static shape, q in plain Python.
 
 It shares the networks with the product and nothing else of the decoder, so that it can judge it.
 """
@@ -11,69 +11,65 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lantern_hpu import noise
 from lantern_hpu.config import Request, Sampling
+from lantern_hpu.decode import noise
+from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.transformer import (
-    Target,
-    TransformerConfig,
-    additive,
-    prefix_mask,
-    rope_table,
-)
-from lantern_hpu.reference import Law, Relaxed, dynamic_tree, walk, wins
+from lantern_hpu.models.transformer import Target, rope_table
+from lantern_hpu.ops.masks import additive_mask, prefix_mask
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree
+from tests.reference import Probs, Relaxed, dynamic_tree, walk, wins
 from tests.tiny import Models
 
 
-def softmax(logits: Sequence[float]) -> Law:
+def softmax(logits: Sequence[float]) -> Probs:
     top = max(logits)
     weights = [math.exp(x - top) for x in logits]
     return [w / sum(weights) for w in weights]
 
 
-def slow_law(logits: Sequence[float], sampling: Sampling) -> Law:
+def slow_probs(logits: Sequence[float], sampling: Sampling) -> Probs:
     """Temperature, top-p, top-k by sorting; equal tokens at a border stay together."""
     if sampling.greedy:
         return softmax(logits)
     logits = [x / sampling.temperature for x in logits]
-    law = softmax(logits)
+    probs = softmax(logits)
     keep = set(range(len(logits)))
     if sampling.top_p < 1:
         kept, mass = [], 0.0
-        for token in sorted(keep, key=lambda t: -law[t]):
+        for token in sorted(keep, key=lambda t: -probs[t]):
             if mass < sampling.top_p:
                 kept.append(token)
-            mass += law[token]
-        keep = {t for t in keep if law[t] >= law[kept[-1]]}
+            mass += probs[token]
+        keep = {t for t in keep if probs[t] >= probs[kept[-1]]}
     if sampling.top_k:
         border = sorted(logits, reverse=True)[min(sampling.top_k, len(logits)) - 1]
         keep = {t for t in keep if logits[t] >= border}
     return softmax([x if t in keep else -math.inf for t, x in enumerate(logits)])
 
 
-def slow_choose(law: Sequence[float], uniform: float) -> int:
+def slow_sample(probs: Sequence[float], uniform: float) -> int:
     """The first token whose cumulative mass exceeds u times the whole."""
-    target, mass = uniform * sum(law), 0.0
-    for token, p in enumerate(law):
+    target, mass = uniform * sum(probs), 0.0
+    for token, p in enumerate(probs):
         mass += p
         if mass > target:
             return token
-    return max(t for t, p in enumerate(law) if p > 0)
+    return max(t for t, p in enumerate(probs) if p > 0)
 
 
-def slow_distinct(law: Sequence[float], uniform: Sequence[float]) -> list[int]:
+def slow_distinct(probs: Sequence[float], uniform: Sequence[float]) -> list[int]:
     """Draw one after the other, striking out what was drawn."""
-    left, drawn = list(law), []
+    left, drawn = list(probs), []
     for u in uniform:
-        token = slow_choose(left, u)
+        token = slow_sample(left, u)
         left[token] = 0.0
         drawn.append(token)
     return drawn
 
 
-def likeliest(law: Sequence[float], count: int) -> list[int]:
-    return sorted(range(len(law)), key=lambda t: -law[t])[:count]
+def topk_tokens(probs: Sequence[float], count: int) -> list[int]:
+    return sorted(range(len(probs)), key=lambda t: -probs[t])[:count]
 
 
 def full_mask(valid: Tensor, length: int) -> Tensor:
@@ -98,7 +94,7 @@ def features(target: Target, prefix: Tensor, valid: Tensor, tokens: Sequence[int
     embedded = target.embed(torch.tensor(list(tokens), dtype=torch.int64))
     x = torch.cat([prefix, embedded.expand(len(prefix), -1, -1)], 1)
     rope = turned(target.config, valid, x.shape[1])
-    return target(x, rope, additive(full_mask(valid, x.shape[1]), x.dtype))
+    return target(x, rope, additive_mask(full_mask(valid, x.shape[1]), x.dtype))
 
 
 def guesses(drafter: Drafter, hidden: Tensor, valid: Tensor, tokens: Sequence[int]) -> Tensor:
@@ -107,7 +103,7 @@ def guesses(drafter: Drafter, hidden: Tensor, valid: Tensor, tokens: Sequence[in
     ids = torch.tensor([0] * config.prefix + list(tokens))[drafter.shift :][:entries]
     rope = turned(config, valid, entries + 1)[:, 1:]
     mask = full_mask(torch.ones_like(valid) if drafter.sees_pads else valid, entries)
-    return drafter(ids.expand(len(hidden), -1), hidden, rope, additive(mask, hidden.dtype))
+    return drafter(ids.expand(len(hidden), -1), hidden, rope, additive_mask(mask, hidden.dtype))
 
 
 class Twin:
@@ -124,55 +120,61 @@ class Twin:
         (self.target, self.drafter), self.request, self.rule = models, request, rule or Relaxed()
         self.prefix, self.valid = prefix, valid
 
-    def law(self, feature: Tensor) -> Law:
-        """[R, H] -> the law of the next token."""
+    def probs(self, feature: Tensor) -> Probs:
+        """[R, H] -> the probs of the next token."""
         logits = self.target.head(feature)
         if len(logits) == 2:
             logits = logits[1] + self.request.sampling.cfg_scale * (logits[0] - logits[1])
-        return slow_law(logits.flatten().tolist(), self.request.sampling)
+        return slow_probs(logits.flatten().tolist(), self.request.sampling)
 
-    def token(self, law: Law, uniform: float) -> int:
-        return likeliest(law, 1)[0] if self.request.sampling.greedy else slow_choose(law, uniform)
+    def token(self, probs: Probs, uniform: float) -> int:
+        return (
+            topk_tokens(probs, 1)[0]
+            if self.request.sampling.greedy
+            else slow_sample(probs, uniform)
+        )
 
-    def target_law(self, tokens: Sequence[int]) -> Law:
-        return self.law(features(self.target, self.prefix, self.valid, tokens)[:, -1])
+    def target_probs(self, tokens: Sequence[int]) -> Probs:
+        return self.probs(features(self.target, self.prefix, self.valid, tokens)[:, -1])
 
     def draft(
         self, tree: DraftTree, tokens: Sequence[int], uniform: Sequence[float]
-    ) -> tuple[list[int], dict[int, Law]]:
-        """The tree's tokens and the drafter's laws; tokens[-1] is the root."""
+    ) -> tuple[list[int], dict[int, Probs]]:
+        """The tree's tokens and the drafter's q; tokens[-1] is the root."""
         known = features(self.target, self.prefix, self.valid, tokens[:-1])
-        drafts, laws, inputs = {0: tokens[-1]}, {}, {0: known}
+        drafts, q, inputs = {0: tokens[-1]}, {}, {0: known}
         for node in tree.expanded:
             on_path = [drafts[n] for n in dict.fromkeys(tree.path_table[node]) if n]
             guess = guesses(self.drafter, inputs[node], self.valid, [*tokens, *on_path])
-            law = laws[node] = self.law(guess[:, -1])
-            below = tree.children[node]
+            probs = q[node] = self.probs(guess[:, -1])
+            children = tree.children[node]
             if self.request.sampling.greedy:
-                drawn = likeliest(law, len(below))
+                drawn = topk_tokens(probs, len(children))
             else:
-                drawn = slow_distinct(law, [uniform[child - 1] for child in below])
-            for child, token in zip(below, drawn, strict=True):
+                drawn = slow_distinct(probs, [uniform[child - 1] for child in children])
+            for child, token in zip(children, drawn, strict=True):
                 drafts[child] = token
                 inputs[child] = torch.cat([inputs[node], guess[:, -1:]], 1)
-        return [drafts[n] for n in range(tree.size)], laws
+        return [drafts[n] for n in range(tree.size)], q
 
     def grow(
         self, grown: DynamicTree, tokens: Sequence[int]
     ) -> tuple[DraftTree, list[int], list[int]]:
         """A dynamic tree, its tokens, and the age of each node: where two are equal the older one counts."""
-        inputs = {(): features(self.target, self.prefix, self.valid, tokens[:-1])}
+        inputs: dict[tuple[int, ...], Tensor] = {
+            (): features(self.target, self.prefix, self.valid, tokens[:-1])
+        }
 
-        def law(path: tuple[int, ...]) -> Law:
+        def probs(path: tuple[int, ...]) -> Probs:
             if path not in inputs:
                 above = inputs[path[:-1]]
                 guess = guesses(self.drafter, above, self.valid, [*tokens, *path[:-1]])
                 inputs[path] = torch.cat([above, guess[:, -1:]], 1)
-            return self.law(
+            return self.probs(
                 guesses(self.drafter, inputs[path], self.valid, [*tokens, *path])[:, -1]
             )
 
-        found = dynamic_tree(law, grown.top_k, grown.expansions, grown.drafts)
+        found = dynamic_tree(probs, grown.top_k, grown.expansions, grown.drafts)
         ranks: dict[tuple[int, ...], tuple[int, ...]] = {(): ()}
         for path in found:  # parents come first, siblings in order
             older = sum(other[:-1] == path[:-1] for other in ranks if other)
@@ -185,11 +187,11 @@ class Twin:
 
     def step(self, tree: Tree, tokens: list[int], number: int) -> list[int]:
         """The tokens that one step adds."""
-        count, wide = tree.draws + tree.depth * tree.max_children + 1, tree.max_children
+        count, most = tree.draws + tree.depth * tree.max_children + 1, tree.max_children
         uniform = noise.uniforms(self.request.seed, number, count).tolist()
         rest = uniform[tree.draws :]
-        tries = [rest[depth * wide : (depth + 1) * wide] for depth in range(tree.depth)]
-        q: dict[int, Law] | None = None
+        tries = [rest[depth * most : (depth + 1) * most] for depth in range(tree.depth)]
+        q: dict[int, Probs] | None = None
         if isinstance(tree, DynamicTree):
             tree, drafts, age = self.grow(tree, tokens)
         else:
@@ -198,16 +200,16 @@ class Twin:
         path = {
             n: [drafts[m] for m in dict.fromkeys(tree.path_table[n])][1:] for n in range(tree.size)
         }
-        p = {n: self.target_law(tokens + path[n]) for n in range(tree.size)}
+        p = {n: self.target_probs(tokens + path[n]) for n in range(tree.size)}
         if self.request.sampling.greedy:
             node = self.deepest(tree, p, drafts, age)
-            return path[node] + likeliest(p[node], 1)
+            return path[node] + topk_tokens(p[node], 1)
         outcome = walk(tree, p, q, drafts, tries, self.rule)
-        law = p[outcome.node] if outcome.law is None else outcome.law
-        return path[outcome.node] + [self.token(law, uniform[-1])]
+        probs = p[outcome.node] if outcome.residual is None else outcome.residual
+        return path[outcome.node] + [self.token(probs, uniform[-1])]
 
     def deepest(
-        self, tree: DraftTree, p: dict[int, Law], drafts: Sequence[int], age: Sequence[int]
+        self, tree: DraftTree, p: dict[int, Probs], drafts: Sequence[int], age: Sequence[int]
     ) -> int:
         """The end of the longest path whose drafts all win; of equally long ones the oldest."""
         won = {0}
@@ -221,7 +223,7 @@ class Twin:
     def decode(self, tree: Tree) -> list[int]:
         """The whole image."""
         first = float(noise.uniforms(self.request.seed, 0, 1)[0])
-        tokens, number = [self.token(self.target_law([]), first)], 0
+        tokens, number = [self.token(self.target_probs([]), first)], 0
         while len(tokens) < self.target.config.tokens:
             number += 1
             tokens += self.step(tree, tokens, number)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import Library
 
-from lantern_hpu.kernels import rms_norm
+from lantern_hpu.ops.kernels import rms_norm
 
 OPERATORS = Library("hpu_emulated", "DEF")
 OPERATORS.define(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lantern_hpu.kernels import PLAIN, Kernels
+from lantern_hpu.ops.kernels import PLAIN, Kernels
 
 
 @cache
@@ -29,8 +29,8 @@ def fused(device: torch.device, dtype: torch.dtype) -> Kernels:
             attention,
             checks,
             distinct,
-            law,
             norm_rope,
+            probs,
             swiglu,
             walk,
         )
@@ -43,9 +43,9 @@ def fused(device: torch.device, dtype: torch.dtype) -> Kernels:
         "rotate": norm_rope.triton_rotate,
         "swiglu": swiglu.triton_swiglu,
         "rotate_into": norm_rope.triton_rotate_into,
-        "law": law.triton_law,
-        "choose": distinct.triton_choose,
-        "choose_distinct": distinct.triton_distinct,
+        "probs": probs.triton_probs,
+        "sample": distinct.triton_sample,
+        "sample_distinct": distinct.triton_distinct,
         "walk": walk.triton_walk,
     }
     examples = checks.examples(device, dtype)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lantern_hpu.backends.kernels.operators import EXACTLY, block_of, operator, warps
-from lantern_hpu.kernels import attention
+from lantern_hpu.ops.kernels import attention
 
 WIDEST = 128  # features of a head that fit a program
 FEWEST = 16  # queries or keys that a product of matrices takes

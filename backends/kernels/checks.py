@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_hpu import kernels, sampling
-from lantern_hpu.sampling import Settings
+from lantern_hpu.ops import kernels, sampling
+from lantern_hpu.ops.sampling import SamplingParams
 
 TWINS: dict[str, Callable[..., Tensor]] = {
     "attention": kernels.attention,
@@ -18,9 +18,9 @@ TWINS: dict[str, Callable[..., Tensor]] = {
     "rotate": kernels.rotate,
     "swiglu": kernels.swiglu,
     "rotate_into": kernels.rotate_into,
-    "law": sampling.laws,
-    "choose": sampling.choose,
-    "choose_distinct": sampling.choose_distinct,
+    "probs": sampling.guided_probs,
+    "sample": sampling.sample,
+    "sample_distinct": sampling.sample_distinct,
 }
 Example = tuple[Sequence[Any], Sequence[Tensor]]  # arguments, outcome
 
@@ -69,7 +69,7 @@ def examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[Example
         """Whole numbers: as masses they add up to the same in any order."""
         return torch.randint(4, shape, generator=generator).float().to(device)
 
-    settings = Settings(
+    params = SamplingParams(
         torch.tensor([3.0, 1.5], device=device),
         torch.tensor([0.7, 1.0], device=device),
         torch.tensor([50, 1000], dtype=torch.int32, device=device),
@@ -96,12 +96,12 @@ def examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[Example
         "rotate_into": [
             (*wide.split([4, 2, 2], 2), rope, pairs, *kept, 12) for pairs in (True, False)
         ],
-        "law": [
-            (some(4, 3, 1000), settings, True, 50, False),
-            (some(2, 3, 1000), settings, False, 0, False),
+        "probs": [
+            (some(4, 3, 1000), params, True, 50, False),
+            (some(2, 3, 1000), params, False, 0, False),
         ],
-        "choose": [(masses, uniform[..., 0])],
-        "choose_distinct": [(masses, uniform)],
+        "sample": [(masses, uniform[..., 0])],
+        "sample_distinct": [(masses, uniform)],
     }
     with torch.no_grad():
         judged: dict[str, list[Example]] = {
@@ -141,5 +141,5 @@ def worked_walk(device: torch.device) -> Example:
         real([1.0, 1.0]).expand(3, -1),
     )
     node, relaxed = whole(3, 2, 0), whole([1, 0], [0, 0], [0, 0]).bool()
-    law = real([0.1, 0.4, 0.2, 0.2, 0.1], [0, 0, 0, 0.5, 0.5], [0, 0, 0, 0.5, 0.5])
-    return (p, q, tokens, child, row, uniform, near, *bounds), (node, law, relaxed)
+    residual = real([0.1, 0.4, 0.2, 0.2, 0.1], [0, 0, 0, 0.5, 0.5], [0, 0, 0, 0.5, 0.5])
+    return (p, q, tokens, child, row, uniform, near, *bounds), (node, residual, relaxed)

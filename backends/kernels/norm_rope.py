@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lantern_hpu.backends.kernels.operators import EXACTLY, block_of, operator, warps
-from lantern_hpu.kernels import rms_norm, rotate, rotate_into
+from lantern_hpu.ops.kernels import rms_norm, rotate, rotate_into
 
 
 @triton.jit

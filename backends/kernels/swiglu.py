@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lantern_hpu.backends.kernels.operators import EXACTLY, operator, warps
-from lantern_hpu.kernels import swiglu
+from lantern_hpu.ops.kernels import swiglu
 
 BLOCK = 1024  # features that one program makes
 

@@ -2,7 +2,7 @@
 
 The rule is that of `accept.py`, with its residual [p - q]+: exact, relaxed by neighbours (LANTERN, arXiv
 2410.03355; LANTERN++, arXiv 2502.06352) or by depth (Cool-SD, arXiv 2601.09212). Exact is relaxed with nothing.
-The laws of a node stay in registers while its children are tried. The target's is also kept in memory, where
+The probabilities at a node stay in registers while its children are tried. The target's is also kept in memory, where
 single entries of it are read.
 """
 
@@ -19,29 +19,29 @@ from lantern_hpu.backends.kernels.operators import EXACTLY, block_of, operator, 
 
 
 @triton.jit
-def keep(where, law, there):
-    """Store a law that all threads have read from, or will: they wait for each other before and after."""
+def keep(where, probs, there):
+    """Store probabilities that all threads have read from, or will: they wait for each other before and after."""
     tl.debug_barrier()
-    tl.store(where, law, mask=there)
+    tl.store(where, probs, mask=there)
     tl.debug_barrier()
 
 
 @triton.jit
-def lent_mass(law, near, count, bound, K: tl.constexpr, BLOCK_K: tl.constexpr):
+def lent_mass(probs, near, count, bound, K: tl.constexpr, BLOCK_K: tl.constexpr):
     """Mass of the nearest codes, added up as long as the sum stays within the bound.
 
-    law: [V] in memory. near: [K] in memory, nearest first, of which `count` may lend.
+    probs: [V] in memory. near: [K] in memory, nearest first, of which `count` may lend.
     """
     rank = tl.arange(0, BLOCK_K)
     lends = (rank < count) & (rank < K)
     code = tl.load(near + rank, mask=lends, other=0)
-    sums = tl.cumsum(tl.load(law + code, mask=lends, other=0.0), 0)
+    sums = tl.cumsum(tl.load(probs + code, mask=lends, other=0.0), 0)
     return tl.max(tl.where(lends & (sums <= bound), sums, 0.0), 0)
 
 
 @triton.jit
 def residual(p, q, weight, whole, there):
-    """The target's law once a draft was refused; where nothing is left, the one it began with.
+    """What is left of p once a draft was refused; where nothing is left, p as it was at first.
 
     p, q: [V]. whole: [V] in memory.
     """
@@ -56,8 +56,8 @@ def residual(p, q, weight, whole, there):
 
 @triton.jit
 def walk_kernel(
-    p_laws,  # [B, I, V]
-    q_laws,  # [B, I, V]
+    p_probs,  # [B, I, V]
+    q_probs,  # [B, I, V]
     tokens,  # [B, M]
     child,  # [B, M, C]
     row,  # [B, M]
@@ -68,13 +68,13 @@ def walk_kernel(
     factor,  # [B]
     weights,  # [B, D]
     node_out,  # [B]
-    law_out,  # [B, V]
+    left_out,  # [B, V]
     relaxed_out,  # [B, D]
     child_step,  # from one image to the next, as images may share a table
     row_step,
     uniform_step,
     weight_step,
-    laws,  # I
+    inner,  # I
     nodes,  # M
     depths,  # D
     widest,  # C
@@ -92,7 +92,7 @@ def walk_kernel(
     row += image * row_step
     uniform += image * uniform_step
     weights += image * weight_step
-    law_out += image * V
+    left_out += image * V
     count, base, share = tl.load(k + image), tl.load(delta + image), tl.load(factor + image)
     node = tl.full([], 0, tl.int32)
     walking = node == 0
@@ -100,10 +100,10 @@ def walk_kernel(
         helped = node < 0
         walking = walking & (tl.load(child + node * widest) > 0)
         if walking:
-            whole = (image * laws + tl.load(row + node)) * V + index
-            p = tl.load(p_laws + whole, mask=there, other=0.0)
-            q = tl.load(q_laws + whole, mask=there, other=0.0)
-            keep(law_out + index, p, there)
+            whole = (image * inner + tl.load(row + node)) * V + index
+            p = tl.load(p_probs + whole, mask=there, other=0.0)
+            q = tl.load(q_probs + whole, mask=there, other=0.0)
+            keep(left_out + index, p, there)
             weight = tl.load(weights + depth)
             above = node
             waiting = walking
@@ -111,13 +111,13 @@ def walk_kernel(
                 draft = tl.load(child + above * widest + rank)
                 if waiting & (draft > 0):
                     token = tl.load(tokens + draft)
-                    own = tl.load(law_out + token)
+                    own = tl.load(left_out + token)
                     drawn = tl.sum(tl.where(index == token, q, 0.0), 0)
                     bar = tl.load(uniform + depth * widest + rank) * drawn
                     mass = own * weight
                     if K > 0:
                         near = neighbours + token.to(tl.int64) * K
-                        mass += lent_mass(law_out, near, count, base + share * own, K, BLOCK_K)
+                        mass += lent_mass(left_out, near, count, base + share * own, K, BLOCK_K)
                     # A token without drafter mass was not really drawn, as the draws ran out. Strictly below:
                     # a token of probability 0 is never accepted, whatever the uniform.
                     if drawn > 0:
@@ -126,8 +126,8 @@ def walk_kernel(
                             waiting = node < 0
                             helped = bar >= own
                         else:
-                            p = residual(p, q, weight, p_laws + whole, there)
-                            keep(law_out + index, p, there)
+                            p = residual(p, q, weight, p_probs + whole, there)
+                            keep(left_out + index, p, there)
                     q = tl.where(index == token, 0.0, q)
                     q = q / tl.maximum(tl.sum(q, 0), 1e-30)
             walking = node != above
@@ -164,8 +164,8 @@ def launch(
     factor: Tensor,
     weight: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    node, law, relaxed = shapes(p, q, tokens, child, row, uniform)
-    images, laws, vocabulary = p.shape
+    node, left, relaxed = shapes(p, q, tokens, child, row, uniform)
+    images, inner, vocabulary = p.shape
     child, row, uniform, weight = (packed(x) for x in (child, row, uniform, weight))
     block = block_of(vocabulary)
     lenders = 0 if neighbours is None else neighbours.shape[1]
@@ -182,10 +182,10 @@ def launch(
         factor,
         weight,
         node,
-        law,
+        left,
         relaxed,
         *(x.stride(0) for x in (child, row, uniform, weight)),
-        laws,
+        inner,
         *child.shape[1:2],
         *uniform.shape[1:],
         V=vocabulary,
@@ -195,7 +195,7 @@ def launch(
         num_warps=warps(block),
         **EXACTLY,
     )
-    return node, law, relaxed
+    return node, left, relaxed
 
 
 def triton_walk(

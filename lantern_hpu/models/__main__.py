@@ -10,26 +10,16 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from textwrap import wrap
 from typing import Any
 
-from lantern_hpu.errors import OptionError, choices, exit_code
-from lantern_hpu.hub import ASSETS, CONFIG, reading
-from lantern_hpu.registry import (
-    Entry,
-    Located,
-    Part,
-    draw_command,
-    entries,
-    find,
-    get,
-    locate,
-    size,
-    sources,
-)
+from lantern_hpu.errors import exit_code
+from lantern_hpu.files import reading
+from lantern_hpu.models.config import ModelConfig
+from lantern_hpu.models.files.names import BUILTIN, CONFIG
+from lantern_hpu.tables import amount, columns, paragraph
+from lantern_hpu.zoo.located import Located, draw_command, locate
+from lantern_hpu.zoo.registry import Entry, Part, entries, get
 
-BUILTIN = ASSETS / "builtin"
-WIDTH = 100
 Facts = dict[str, Any]
 
 
@@ -52,25 +42,23 @@ def builtin() -> Facts:
         WeightsError: its configuration is unreadable.
     """
     with reading(BUILTIN / CONFIG, "install the package again") as config:
-        files = {name: (BUILTIN / name) for name in config["files"]}
-        rows, columns = config["target"]["grid"]
-        pixels = rows << (len(config["vq"]["multipliers"]) - 1)
-        sampling, prefix = config["sampling"], config["target"]["prefix"]
-    lacking = [name for name, file in files.items() if not file.is_file()]
+        files, sampling = list(config["files"]), config["sampling"]
+        sizes = ModelConfig.from_json(config)
+    lacking = [name for name in files if not (BUILTIN / name).is_file()]
     return {
         "name": "builtin",
         "title": "the embedded model: small pictures of familiar things",
         "family": "llamagen-t2i",
-        "image_size": pixels,
-        "grid": [rows, columns],
-        "prefix": prefix,
+        "image_size": sizes.image_size[0],
+        "grid": list(sizes.target.grid),
+        "prefix": sizes.target.prefix,
         "licence": "Apache-2.0",
         "note": "Trained on openly licensed icons: see NOTICE.",
-        "bytes": sum(f.stat().st_size for f in files.values() if f.is_file()),
+        "bytes": sum((BUILTIN / name).stat().st_size for name in files if name not in lacking),
         "here": not lacking,
         "missing": lacking,
         "sampling": sampling,
-        "parts": [{"part": "all", "path": str(BUILTIN), "files": list(files)}],
+        "parts": [{"part": "all", "path": str(BUILTIN), "files": files}],
         "get": "pip install lantern-hpu",
         "draw": 'python -m lantern_hpu.generate --prompt "a red apple"',
     }
@@ -79,26 +67,20 @@ def builtin() -> Facts:
 def facts_of(entry: Entry) -> Facts:
     """What there is to say of a known model."""
     located = locate(entry)
-    needed = entry.needed()
     return {
         "name": entry.name,
         "title": entry.title,
         "family": entry.family,
         "image_size": entry.image_size,
-        "grid": list(entry.grid),
-        "prefix": entry.prefix,
+        "grid": list(entry.config.target.grid),
+        "prefix": entry.config.target.prefix,
         "licence": entry.licence,
         "note": entry.note,
-        "bytes": sum(part.bytes or 0 for part in needed),
+        "bytes": sum(part.bytes or 0 for part in entry.needed()),
         "here": not located.missing(),
         "missing": [part.role for part in located.missing()],
         "sampling": dict(entry.sampling),
-        "parameters": {
-            "target": entry.geometry.target_parameters,
-            "drafter": entry.geometry.drafter_parameters,
-            "vq": entry.geometry.vq_parameters,
-            "text": entry.geometry.text_parameters,
-        },
+        "parameters": entry.config.parameters,
         "parts": [facts_of_part(part, located) for part in entry.parts.values()],
         "get": f"python -m lantern_hpu.download {entry.handle}",
         "draw": draw_command(entry),
@@ -136,22 +118,10 @@ def table(models: Sequence[Facts]) -> str:
             here = "yes"
         elif model["missing"] == ["drafter"]:
             here = "yes, but no drafter"
-        image = f"{model['image_size']} px"
-        rows.append(
-            (
-                model["name"],
-                image,
-                model["family"],
-                size(model["bytes"]),
-                model["licence"].replace(" (label)", "*"),
-                here,
-            )
-        )
-    wide = [max(len(row[i]) for row in rows) for i in range(6)]
-    lines = [
-        "  ".join(f"{text:<{width}}" for text, width in zip(row, wide, strict=True)) for row in rows
-    ]
-    return "\n".join(line.rstrip() for line in lines)
+        image, size = f"{model['image_size']} px", amount(model["bytes"])
+        licence = model["licence"].replace(" (label)", "*")
+        rows.append((model["name"], image, model["family"], size, licence, here))
+    return columns(rows)
 
 
 ADVICE = """
@@ -166,20 +136,12 @@ The size is that of all files it draws with, the licence its target's: a part ma
 def describe(model: Facts) -> str:
     """One model: what it is, its parts, its settings, and the commands."""
     side, grid = model["image_size"], model["grid"]
-    rows = [
-        (
-            "image",
-            f"{side} x {side} px, {grid[0]} x {grid[1]} tokens, prefix of {model['prefix']}",
-        ),
-        ("family", model["family"]),
-        ("size", size(model["bytes"])),
-        ("licence", model["licence"]),
-        ("sampling", options(model["sampling"])),
-        ("note", model["note"]),
-    ]
-    lines = [f"{model['name']}: {model['title']}"]
-    for name, text in rows:
-        lines += paragraph(name, text)
+    image = f"{side} x {side} px, {grid[0]} x {grid[1]} tokens, prefix of {model['prefix']}"
+    lines = [f"{model['name']}: {model['title']}", *paragraph("image", image)]
+    lines += paragraph("family", model["family"]) + paragraph("size", amount(model["bytes"]))
+    lines += paragraph("licence", model["licence"])
+    lines += paragraph("sampling", options(model["sampling"]))
+    lines += paragraph("note", model["note"])
     for part in model["parts"]:
         lines += ["", *describe_part(part, model)]
     lines += ["", *paragraph("get it", model["get"]), *paragraph("draw", model["draw"])]
@@ -194,10 +156,9 @@ def describe_part(part: Facts, model: Facts) -> list[str]:
         return paragraph("files", ", ".join(part["files"])) + paragraph("in", part["path"])
     count = model["parameters"].get(part["part"])
     weights = f", {count / 1e6:,.1f} M parameters in use" if count else ""
-    needed = {"always": "always", "optional": "optional"}.get(
-        part["needed_for"], f"for {part['needed_for']}"
-    )
-    head = f"{part['repo']}  {size(part['bytes'])}{weights}, licence {part['licence']}, {needed}"
+    needed = part["needed_for"]
+    needed = needed if needed in ("always", "optional") else f"for {needed}"
+    head = f"{part['repo']}  {amount(part['bytes'])}{weights}, licence {part['licence']}, {needed}"
     lines = paragraph(part["part"], head)
     lines += paragraph("", "files " + ", ".join(part["files"]))
     if part["path"]:
@@ -207,21 +168,9 @@ def describe_part(part: Facts, model: Facts) -> list[str]:
         lines += paragraph("", f"missing{lacks}")
     for other in part["instead"]:
         lines += paragraph("", f"or    {other}")
-    lines += [] if part["confirmed"] else paragraph("", "not confirmed by a public page")
-    return lines + (paragraph("", part["note"]) if part["note"] else [])
-
-
-def paragraph(name: str, text: str) -> list[str]:
-    """A name and its text, wrapped under itself; nothing where there is no text."""
-    indent = f"  {name:<12}"
-    return wrap(
-        text,
-        WIDTH,
-        initial_indent=indent,
-        subsequent_indent=" " * len(indent),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    if not part["confirmed"]:
+        lines += paragraph("", "not confirmed by a public page")
+    return lines + paragraph("", part["note"])
 
 
 def options(sampling: Mapping[str, float]) -> str:
@@ -233,22 +182,9 @@ def options(sampling: Mapping[str, float]) -> str:
 # ------------------------------------------------------------------------------------ the command
 
 
-def chosen(name: str) -> Facts:
-    """One model by name or Hub id.
-
-    Raises:
-        OptionError: there is none of that name, or several lie under that id.
-    """
-    if name == "builtin":
-        return builtin()
-    if find(name) is None and not sources(name):
-        raise OptionError(f"unknown model {name!r}", hint=choices(["builtin", *entries()]))
-    return facts_of(get(name))
-
-
 def run(args: argparse.Namespace) -> None:
     if args.name is not None:
-        model = chosen(args.name)
+        model = builtin() if args.name == "builtin" else facts_of(get(args.name))
         print(json.dumps(model, indent=2) if args.json else describe(model))
         return
     models = [builtin(), *(facts_of(entry) for entry in entries().values())]

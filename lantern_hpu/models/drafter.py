@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.cache import KVCache
-from lantern_hpu.kernels import PLAIN, Kernels
-from lantern_hpu.models.transformer import Block, TransformerConfig
+from lantern_hpu.models.config import DrafterConfig, TransformerConfig
+from lantern_hpu.models.transformer import Block
+from lantern_hpu.ops.kernels import PLAIN, Kernels
+from lantern_hpu.ops.kv_cache import KVCache
 
 
 class Drafter(nn.Module):
@@ -20,35 +21,30 @@ class Drafter(nn.Module):
 
     def __init__(
         self,
-        config: TransformerConfig,
-        input_norm: bool = False,
-        sees_pads: bool = False,
-        shift: int = 1,
+        target: TransformerConfig,
+        own: DrafterConfig = DrafterConfig(),
         kernels: Kernels = PLAIN,
     ) -> None:
         """
         Args:
-            config: the target's, with `layers` ignored; `norm_eps` may be the drafter's own.
-            input_norm: whether the block normalises its input (Anole).
-            sees_pads: whether padded condition slots are visible (LlamaGen's published drafters).
-            shift: 1 where entry i reads token i + 1, as EAGLE does; 0 where it reads token i, as a drafter
-                trained on unshifted tokens does. Such a one guesses alike below all siblings.
+            target: sizes of the target. own: where the drafter differs.
         """
         super().__init__()
-        self.config, self.sees_pads, self.shift = config, sees_pads, shift
-        self.embed = nn.Embedding(config.embed_rows or config.vocab_size, config.dim)
-        self.fc = nn.Linear(2 * config.dim, config.dim)
-        self.block = Block(config, kernels, input_norm)
+        self.own, self.config = own, own.sizes(target)
+        self.sees_pads, self.shift = own.sees_pads, own.shift
+        self.embed = nn.Embedding(target.embed_rows or target.vocab_size, target.dim)
+        self.fc = nn.Linear(2 * target.dim, target.dim)
+        self.block = Block(self.config, kernels, own.input_norm)
 
     def forward(
         self,
         tokens: Tensor,  # [R, T] int, token i + shift of each entry i
         features: Tensor,  # [R, T, H], feature i: the target's, or the parent's guess in the tree
-        rope: Tensor,  # [R, T, 2, hd / 2], of target slot i+1
+        rope: Tensor,  # [R, T, 2, hd / 2], of the target's position i + 1
         mask: Tensor,  # [R, 1, T, S] additive
         cache: KVCache | None = None,
-        slots: Tensor | None = None,  # [R * T]
+        index: Tensor | None = None,  # [R * T], where in the cache to write
     ) -> Tensor:
-        """Guessed features [R, T, H] of the next slot, in the head's input space."""
+        """Guessed features [R, T, H] of the next position, in the head's input space."""
         x = self.fc(torch.cat([self.embed(tokens), features], -1))
-        return self.block(x, rope, mask, 0, cache, slots)
+        return self.block(x, rope, mask, 0, cache, index)

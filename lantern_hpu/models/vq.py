@@ -8,40 +8,16 @@ this module does not have. The default configuration is VQ-16 (343 tensors, 71.8
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
 from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lantern_hpu.models.config import VQConfig
+
 # Vectors compared with the codebook at a time: the table of scores stays in a processor's cache.
 SEARCH_ROWS = 512
-
-
-@dataclass(frozen=True)
-class VQConfig:
-    """The shape of a tokenizer. One code covers `downsample` x `downsample` pixels."""
-
-    channels: int = 128
-    multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
-    res_blocks: int = 2
-    z_channels: int = 256
-    code_dim: int = 8
-    codebook_size: int = 16384
-    groups: int = 32
-    normalize_codebook: bool = True
-    # At the coarsest level, as LlamaGen's have; Chameleon's has it in the middle alone
-    attention: bool = True
-
-    def __post_init__(self) -> None:
-        # JSON has no tuples; a list here would make equal configurations compare unequal.
-        object.__setattr__(self, "multipliers", tuple(self.multipliers))
-
-    @property
-    def downsample(self) -> int:
-        return 1 << (len(self.multipliers) - 1)
 
 
 def _norm(channels: int, groups: int) -> nn.GroupNorm:
@@ -62,12 +38,12 @@ class ResBlock(nn.Module):
         self.norm2 = _norm(outputs, groups)
         self.conv2 = _conv3(outputs, outputs)
         # Where the width stays the same the checkpoints have no shortcut weight.
-        self.nin_shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else None
+        self.nin_shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv1(F.silu(self.norm1(x)))  # [B, outputs, H, W]
         h = self.conv2(F.silu(self.norm2(h)))  # [B, outputs, H, W]
-        return h + (x if self.nin_shortcut is None else self.nin_shortcut(x))
+        return h + self.nin_shortcut(x)
 
 
 class AttnBlock(nn.Module):
@@ -124,27 +100,20 @@ class Level(nn.Module):
         )
         count = blocks if attention else 0
         self.attn = nn.ModuleList(AttnBlock(outputs, groups) for _ in range(count))
-        self.downsample: Downsample | None = None
-        self.upsample: Upsample | None = None
+        self.downsample: nn.Module = nn.Identity()
+        self.upsample: nn.Module = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         for index, block in enumerate(self.res):
             x = block(x)
             if len(self.attn):
                 x = self.attn[index](x)
-        for resample in (self.downsample, self.upsample):
-            x = x if resample is None else resample(x)
-        return x
+        return self.upsample(self.downsample(x))
 
 
 def _middle(channels: int, groups: int) -> nn.ModuleList:
-    return nn.ModuleList(
-        [
-            ResBlock(channels, channels, groups),
-            AttnBlock(channels, groups),
-            ResBlock(channels, channels, groups),
-        ]
-    )
+    first, attention = ResBlock(channels, channels, groups), AttnBlock(channels, groups)
+    return nn.ModuleList([first, attention, ResBlock(channels, channels, groups)])
 
 
 class Encoder(nn.Module):
@@ -234,14 +203,14 @@ class Codebook(nn.Module):
 class VQModel(nn.Module):
     """A tokenizer: `encode` images to codes, `decode_codes` back to images."""
 
-    def __init__(self, config: VQConfig | None = None) -> None:
+    def __init__(self, config: VQConfig) -> None:
         super().__init__()
-        self.config = config or VQConfig()
-        self.encoder = Encoder(self.config)
-        self.decoder = Decoder(self.config)
-        self.quantize = Codebook(self.config)
-        self.quant_conv = nn.Conv2d(self.config.z_channels, self.config.code_dim, 1)
-        self.post_quant_conv = nn.Conv2d(self.config.code_dim, self.config.z_channels, 1)
+        self.config = config
+        self.encoder = Encoder(config)
+        self.decoder = Decoder(config)
+        self.quantize = Codebook(config)
+        self.quant_conv = nn.Conv2d(config.z_channels, config.code_dim, 1)
+        self.post_quant_conv = nn.Conv2d(config.code_dim, config.z_channels, 1)
 
     def latents(self, images: Tensor) -> Tensor:
         """Images [B, 3, H, W] in [-1, 1] to latents before quantisation, [B, h, w, code_dim]."""
@@ -258,12 +227,9 @@ class VQModel(nn.Module):
         """Images [B, 3, H, W] in [-1, 1] to codes [B, h, w] int64."""
         return self.quantize.nearest(self.latents(images))
 
-    def decode_codes(self, codes: Tensor) -> Tensor:
-        """Codes [B, N] int, row by row on a square grid, to images [B, 3, H, W] in [-1, 1]."""
-        grid = math.isqrt(codes.shape[1])
-        if grid * grid != codes.shape[1]:
-            raise ValueError(f"{codes.shape[1]} codes do not fill a square grid")
-        z = self.quantize.look_up(codes.reshape(-1, grid, grid))  # [B, grid, grid, code_dim]
+    def decode_codes(self, codes: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Codes [B, N] int, row by row on a grid of h rows and w columns, to images [B, 3, H, W] in [-1, 1]."""
+        z = self.quantize.look_up(codes.reshape(-1, *grid))  # [B, h, w, code_dim]
         return self.decode_latents(z).float().clamp(-1, 1)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -14,13 +14,18 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.backends import BACKENDS, prepare
-from lantern_hpu.config import require
-from lantern_hpu.errors import OptionError, OutputError, exit_code
-from lantern_hpu.generate import read_prompts
+from lantern_hpu.backends import prepare
+from lantern_hpu.errors import OptionError, OutputError, exit_code, require
+from lantern_hpu.options import add_device_options, device_options, taken
+from lantern_hpu.prompts import read_prompts
+from lantern_hpu.train.options import TrainOptions
+
+if TYPE_CHECKING:
+    from lantern_hpu.pipeline import LanternPipeline
 
 NEEDED = ("accelerate", "matplotlib")
 
@@ -35,8 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     drafter.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     drafter.add_argument("--resume", action="store_true", help="go on with what lies in --output")
-    drafter.add_argument("--device", default="auto", help=f"auto, {', '.join(BACKENDS)} (auto)")
-    drafter.add_argument("--dtype", default="auto", help="of the target (auto)")
+    add_device_options(drafter, graphs=False)
     drafter.add_argument(
         "--mixed-precision", default="no", choices=["no", "bf16", "fp16"], help="(no)"
     )
@@ -51,16 +55,13 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check(args: argparse.Namespace) -> list[str]:
-    """Refuse what can be refused before torch is loaded. -> the prompts"""
+def check(args: argparse.Namespace) -> None:
+    """Refuse what can be refused before torch is loaded."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         hint = 'pip install -e ".[train]"'
         raise OptionError(f"training needs {' and '.join(missing)}", "not installed", hint)
-    for name in ("samples", "steps", "batch", "unroll", "measure_every", "measured"):
-        value = getattr(args, name)
-        require(value >= 1, "--" + name.replace("_", "-"), value, "1 or more")
-    require(0 < args.lr <= 1, "--lr", args.lr, "above 0, up to 1")
+    require(args.samples >= 1, "--samples", args.samples, "1 or more")
     state = args.output / "state.pt"
     if state.exists() and not args.resume:
         why = "a training run lies there"
@@ -71,44 +72,42 @@ def check(args: argparse.Namespace) -> list[str]:
         raise OutputError(f"nothing to resume in {args.output}", why, hint)
     if args.output.exists() and not args.output.is_dir():
         raise OutputError(f"{args.output} is a file", "a folder was to be written there")
-    return read_prompts(args.data)
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """The whole command after parsing."""
-    prompts = check(args)
-    prepare(args.device, "eager")
+    """The whole command after parsing; only the main process has a report."""
+    check(args)
+    options = TrainOptions(**taken(TrainOptions, args))
+    prompts = read_prompts(args.data)
+    device = replace(device_options(args), graphs="eager")
+    prepare(device.device, device.graphs)
     from accelerate import Accelerator
 
     from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.train import samples, wiring
-    from lantern_hpu.train.drafter import DrafterTraining, Options
+    from lantern_hpu.train import samples
+    from lantern_hpu.train.drafter import DrafterTraining
 
     learned, held_out = samples.split(prompts)
-    pipeline = LanternPipeline.from_pretrained(args.model, args.device, args.dtype, "eager")
-    with closing(pipeline):
-        on_host = pipeline.backend.is_host
-        accelerator = Accelerator(cpu=on_host, mixed_precision=args.mixed_precision)
-        more = wiring.check(pipeline, prompts[0])
-        said = f"{more} steps more than the fewest" if more else "all of its drafts accepted"
-        if accelerator.is_main_process:
-            print(f"wiring: the target as its own drafter, {said}", file=sys.stderr)
-        options = Options(
-            args.steps,
-            args.batch,
-            args.unroll,
-            args.lr,
-            args.measure_every,
-            args.measured,
-            args.seed,
-        )
-        drawn = samples.draw(
-            pipeline, learned, args.samples, args.output / "samples", accelerator, seed=args.seed
-        )
+    with closing(LanternPipeline.from_pretrained(args.model, **vars(device))) as pipeline:
+        precision = args.mixed_precision
+        accelerator = Accelerator(cpu=pipeline.backend.is_host, mixed_precision=precision)
+        check_wiring(pipeline, prompts[0], accelerator.is_main_process)
+        where = (args.output / "samples", accelerator)
+        drawn = samples.draw(pipeline, learned, args.samples, *where, seed=options.seed)
         run = DrafterTraining(pipeline, drawn, held_out, args.output, options, accelerator)
         if args.resume:
             run.resume()
         return run.run()
+
+
+def check_wiring(pipeline: LanternPipeline, prompt: str, shown: bool) -> None:
+    """Raise a WeightsError if the target does not agree with itself; say how well it does."""
+    from lantern_hpu.train import wiring
+
+    more = wiring.check(pipeline, prompt)
+    if shown:
+        said = f"{more} steps more than the fewest" if more else "all of its drafts accepted"
+        print(f"wiring: the target as its own drafter, {said}", file=sys.stderr)
 
 
 def summary(report: dict[str, Any], folder: Path) -> str:
@@ -123,7 +122,7 @@ def summary(report: dict[str, Any], folder: Path) -> str:
 
 
 def run(args: argparse.Namespace) -> None:
-    if report := train(args):  # only the main process has one
+    if report := train(args):
         print(summary(report, args.output))
 
 

@@ -19,8 +19,9 @@ import io
 import json
 import math
 import pickle
+import statistics
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,14 +31,19 @@ from safetensors.torch import load_file, save
 from torch import nn
 from tqdm import tqdm
 
-from lantern_hpu.config import DEFAULT_RELAXATION, DEFAULT_TREE, EXACT, in_turn
-from lantern_hpu.errors import OptionError, TrainingError, WeightsError
+from lantern_hpu.choice import fitted
+from lantern_hpu.config import DEFAULT_TREE, METHODS, in_turn
+from lantern_hpu.errors import TrainingError, WeightsError
+from lantern_hpu.evaluate.acceptance import Profile, profile
+from lantern_hpu.files import write_file
+from lantern_hpu.models.config import DrafterConfig
 from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.folder import DRAFTER, ImageModel, describe_drafter, make_drafter
+from lantern_hpu.models.files.names import DRAFTER, DRAFTER_WEIGHTS
+from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.profile import profile
-from lantern_hpu.results import write_file
+from lantern_hpu.relaxation import EXACT
+from lantern_hpu.train.options import TrainOptions
 from lantern_hpu.train.samples import Samples
 from lantern_hpu.train.unroll import Lesson, Unrolled
 from lantern_hpu.tree import load_static
@@ -45,24 +51,6 @@ from lantern_hpu.tree import load_static
 SAVE_EVERY = 50  # steps between two checkpoints
 AVERAGE = 0.99  # decay of the weights' moving average, which is what is measured and kept
 CLIP = 0.5  # norm of the gradients
-
-
-@dataclass(frozen=True)
-class Options:
-    """Of a training run; all but `steps` and `lr` must stay the same when it is resumed."""
-
-    steps: int = 2000
-    batch: int = 4  # images a step and process
-    unroll: int = 3  # passes
-    lr: float = 1e-3
-    measure_every: int = 250
-    measured: int = 8  # held-out images that are drawn to measure
-    seed: int = 0
-
-    def rate(self, step: int) -> float:
-        """Linear warm-up, then half a cosine down to 2 %."""
-        warm = min(1.0, (step + 1) / max(1, min(50, self.steps // 10)))
-        return self.lr * warm * (0.51 + 0.49 * math.cos(math.pi * min(1.0, step / self.steps)))
 
 
 @dataclass
@@ -75,13 +63,13 @@ class Progress:
     losses: list[float] = field(default_factory=list)  # of every step
 
 
-def like_the_target(target: Target, options: dict[str, Any]) -> Drafter:
+def like_the_target(target: Target, own: DrafterConfig) -> Drafter:
     """A drafter to begin with: it passes the feature on, with the target's embedding and last block at hand.
 
     The block adds nothing at first: what it adds in the target is meant for the stream before the final norm,
     and features come after it.
     """
-    drafter = make_drafter(options, target.config, target.kernels)
+    drafter = Drafter(target.config, own, target.kernels)
     dim = target.config.dim
     with torch.no_grad():
         drafter.embed.weight.copy_(target.embed.weight)
@@ -93,13 +81,12 @@ def like_the_target(target: Target, options: dict[str, Any]) -> Drafter:
         drafter.fc.weight.normal_(std=0.02)
         drafter.fc.weight[:, dim:] += torch.eye(dim, device=drafter.fc.weight.device)
         drafter.fc.bias.zero_()
-    return drafter.to(target.head.weight.device)
+    return drafter.to(target.device)
 
 
-def kind_of(model: ImageModel) -> dict[str, Any]:
-    """The kind of the model's own drafter; but a new one is trained on shifted tokens, whatever that was."""
-    own = describe_drafter(model.drafter, model.target.config)
-    return {name: value for name, value in own.items() if name != "shift"}
+def config_of(model: ImageModel) -> DrafterConfig:
+    """That of the model's own drafter; but a new one is trained on shifted tokens, whatever that was."""
+    return replace(model.config.drafter or DrafterConfig(), shift=1)
 
 
 class DrafterTraining:
@@ -111,14 +98,14 @@ class DrafterTraining:
         samples: Samples,
         held_out: list[str],
         folder: Path,
-        options: Options,
+        options: TrainOptions,
         accelerator: Accelerator,
     ) -> None:
         self.pipeline, self.samples, self.held_out = pipeline, samples, held_out
         self.folder, self.options, self.accelerator = folder, options, accelerator
         torch.manual_seed(options.seed)
         model = pipeline.model
-        self.drafter = like_the_target(model.target, kind_of(model))
+        self.drafter = like_the_target(model.target, config_of(model))
         self.average = [w.detach().clone() for w in self.drafter.parameters()]
         unrolled = Unrolled(self.drafter, model.target.head, options.unroll)
         optimiser = torch.optim.AdamW(
@@ -132,8 +119,9 @@ class DrafterTraining:
 
     def lesson(self) -> Lesson:
         """This step's images of this process."""
-        at = self.progress.step * self.accelerator.num_processes + self.accelerator.process_index
-        generator = torch.Generator().manual_seed(self.options.seed + (at << 20))
+        processes, own = self.accelerator.num_processes, self.accelerator.process_index
+        number = self.progress.step * processes + own  # of all lessons of all processes
+        generator = torch.Generator().manual_seed(self.options.seed + (number << 20))
         index = torch.randint(len(self.samples.prompts), (self.options.batch,), generator=generator)
         prompts = [self.samples.prompts[i] for i in index]
         tokens = self.samples.tokens[index].to(self.accelerator.device)
@@ -200,26 +188,25 @@ class DrafterTraining:
         with torch.no_grad():
             for weight, value in zip(drafter.parameters(), self.average, strict=True):
                 weight.copy_(value)
-        return drafter.to(self.pipeline.model.target.head.weight.dtype).eval()
+        return drafter.to(self.pipeline.model.target.dtype).eval()
 
-    def measure(self, relaxed: bool = False) -> dict[str, Any]:
-        """Held-out images drawn with the averaged weights: exactly, or as `lantern++` does."""
-        sampling, options = self.pipeline.model.sampling, self.options
-        bounds = self.pipeline.fitted(DEFAULT_RELAXATION["lantern++"]) if relaxed else EXACT
+    def measure(self, method: str = "eagle") -> Profile:
+        """Held-out images drawn with the averaged weights, the default tree, and a method's own relaxation."""
+        model, options = self.pipeline.model, self.options
+        relaxation = fitted(METHODS[method].relaxation or EXACT, model)
         index = range(options.measured)
-        requests = in_turn(self.held_out, index, options.seed, sampling, bounds)
-        tree = load_static(DEFAULT_TREE)
-        return profile(self.pipeline, requests, tree, self.averaged())
+        requests = in_turn(self.held_out, index, options.seed, model.sampling, relaxation)
+        return profile(self.pipeline, requests, load_static(DEFAULT_TREE), self.averaged())
 
     def milestone(self, bar: tqdm[Any]) -> None:
         """Measure, keep the weights if more drafts than ever were accepted, and say so."""
         progress, recent = self.progress, self.progress.losses[-self.options.measure_every :]
-        point = {"step": float(progress.step), "loss": sum(recent) / len(recent)}
+        point = {"step": float(progress.step), "loss": statistics.fmean(recent)}
         if self.accelerator.is_main_process:
             figures = self.measure()
-            point["tokens_per_step"] = figures["tokens_per_step"]
-            if figures["tokens_per_step"] > progress.best:
-                progress.best = figures["tokens_per_step"]
+            point["tokens_per_step"] = figures.tokens_per_step
+            if figures.tokens_per_step > progress.best:
+                progress.best = figures.tokens_per_step
                 self.keep(figures)
         self.accelerator.wait_for_everyone()
         progress.curve.append(point)
@@ -232,16 +219,16 @@ class DrafterTraining:
     def write(self, name: str, data: bytes) -> None:
         write_file(self.folder / name, data, force=True)
 
-    def keep(self, figures: dict[str, Any]) -> None:
+    def keep(self, figures: Profile) -> None:
         """Write the averaged weights and what they are."""
         names = [name for name, _ in self.drafter.named_parameters()]
         tensors = dict(zip(names, self.average, strict=True))
-        self.write("drafter.safetensors", save({n: t.contiguous() for n, t in tensors.items()}))
+        self.write(DRAFTER_WEIGHTS, save({n: t.contiguous() for n, t in tensors.items()}))
         about = {
             "target": self.pipeline.model.fingerprint,
-            "options": describe_drafter(self.drafter, self.pipeline.model.target.config),
+            "options": self.drafter.own.as_json(),
             "step": self.progress.step,
-            "figures": figures,
+            "figures": figures.as_json(),
         }
         self.write(DRAFTER, json.dumps(about, indent=1).encode())
 
@@ -273,7 +260,7 @@ class DrafterTraining:
             if state["target"] != self.pipeline.model.fingerprint:
                 why = "it was made with another target"
                 raise WeightsError(f"{file} cannot be used", why, "another --output")
-            self.same_options(state["options"])
+            self.options.check_resumed(state["options"])
             self.drafter.load_state_dict(state["drafter"])
             self.average = list(state["average"])
             self.optimiser.load_state_dict(state["optimiser"])
@@ -283,20 +270,12 @@ class DrafterTraining:
         except pickle.UnpicklingError as error:
             raise WeightsError(f"cannot read {file}", "it is damaged") from error
 
-    def same_options(self, earlier: dict[str, Any]) -> None:
-        """Raise an OptionError that names an option which must not change."""
-        for name, value in asdict(self.options).items():
-            if name not in ("steps", "lr") and earlier[name] != value:
-                option = "--" + name.replace("_", "-")
-                why = f"the run was begun with {earlier[name]}"
-                raise OptionError(f"{option} is {value}", why, f"{option} {earlier[name]}")
-
     def finish(self) -> dict[str, Any]:
         """The report of the kept weights, and the curve."""
         if not self.accelerator.is_main_process:
             return {}
         about = json.loads((self.folder / DRAFTER).read_text())
-        kept = load_file(self.folder / "drafter.safetensors")
+        kept = load_file(self.folder / DRAFTER_WEIGHTS)
         self.average = [kept[name] for name, _ in self.drafter.named_parameters()]
         report = {
             "kind": "lantern_hpu.train drafter",
@@ -306,7 +285,7 @@ class DrafterTraining:
             "samples": len(self.samples.prompts),
             "held_out_prompts": len(self.held_out),
             "eagle": about["figures"],
-            "lantern++": self.measure(relaxed=True),
+            "lantern++": self.measure("lantern++").as_json(),
             "curve": self.progress.curve,
         }
         self.write("report.json", json.dumps(report, indent=1).encode())
@@ -321,10 +300,8 @@ def curve(progress: Progress) -> bytes:
     figure = Figure(figsize=(7, 4), layout="constrained")
     left = figure.add_subplot()
     width = max(1, len(progress.losses) // 200)
-    smooth = [
-        sum(progress.losses[i : i + width]) / len(progress.losses[i : i + width])
-        for i in range(0, len(progress.losses), width)
-    ]
+    parts = [progress.losses[i : i + width] for i in range(0, len(progress.losses), width)]
+    smooth = [statistics.fmean(part) for part in parts]
     left.plot([width * (i + 0.5) for i in range(len(smooth))], smooth, color="#999", label="loss")
     left.set(xlabel="step", ylabel="loss")
     right = left.twinx()

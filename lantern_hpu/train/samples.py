@@ -12,13 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
+from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
 from lantern_hpu.config import Request, Sampling, in_turn
 from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.files import write_file
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results import write_file
 from lantern_hpu.tree import DraftTree
 
 FEWEST = 10  # different prompts: some are held out
@@ -48,7 +49,7 @@ def split(prompts: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def key(pipeline: LanternPipeline, prompts: Sequence[str], sampling: Sampling, seed: int) -> str:
-    """What samples depend on: samples of another target or other settings would train the wrong law."""
+    """What samples depend on: samples of another target or other settings would teach the wrong probabilities."""
     files = {name: digest for name, digest in pipeline.model.files.items() if "drafter" not in name}
     what = [files, list(prompts), asdict(sampling), seed]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
@@ -71,9 +72,8 @@ def draw(
         WeightsError: the folder holds samples of another target, of other prompts or settings.
     """
     sampling = pipeline.model.sampling
-    whole = (
-        -(-count // batch) * batch
-    )  # every file is full, so that more samples can be asked for later
+    # Every file is full, so that more samples can be asked for later.
+    whole = -(-count // batch) * batch
     requests = in_turn(prompts, range(whole), seed, sampling)
     files = {folder / f"{start:06d}.npz": start for start in range(0, count, batch)}
     stamp = key(pipeline, prompts, sampling, seed)
@@ -82,25 +82,26 @@ def draw(
     mine = [file for file in share if not file.exists()]
     shown = tqdm(mine, desc="samples", unit="batch", disable=not accelerator.is_main_process)
     for file in shown:
-        part = requests[files[file] : files[file] + batch]
-        tokens = draw_batch(pipeline, part, batch)
+        tokens = draw_batch(pipeline, requests[files[file] : files[file] + batch])
         content = io.BytesIO()
         np.savez(content, tokens=tokens.astype(np.int32), key=np.array(stamp))
         write_file(file, content.getvalue())
     accelerator.wait_for_everyone()
-    rows = []
-    for file in files:
-        with np.load(file) as saved:
-            if str(saved["key"]) != stamp:
-                why = "it was drawn by another target, or from other prompts or settings"
-                raise WeightsError(f"{file} cannot be used", why, "another --output")
-            rows.append(saved["tokens"].astype(np.int64))
-    drawn = torch.from_numpy(np.concatenate(rows)[:count])
-    return Samples(drawn, [r.prompt for r in requests[:count]])
+    rows = np.concatenate([read(file, stamp) for file in files])
+    return Samples(torch.from_numpy(rows[:count]), [r.prompt for r in requests[:count]])
 
 
-def draw_batch(pipeline: LanternPipeline, part: list[Request], size: int) -> np.ndarray:
+def read(file: Path, stamp: str) -> NDArray[np.int64]:
+    """Tokens [b, N] of a file with this key."""
+    with np.load(file) as saved:
+        if str(saved["key"]) != stamp:
+            why = "it was drawn by another target, or from other prompts or settings"
+            raise WeightsError(f"{file} cannot be used", why, "another --output")
+        return saved["tokens"].astype(np.int64)
+
+
+def draw_batch(pipeline: LanternPipeline, part: list[Request]) -> NDArray[np.int64]:
     """Tokens [b, N] of these requests."""
-    engine, _ = pipeline.engine(part, DraftTree.root_only(), size)
+    engine = pipeline.engines.get(pipeline.spec(part, DraftTree.root_only(), len(part)))
     pipeline.warm_up(engine, part[0])
-    return pipeline.draw_batch(engine, part, size).tokens[: len(part)]
+    return pipeline.draw_batch(engine, part).tokens

@@ -1,7 +1,7 @@
-"""The loss: how far the drafter's laws are from the target's, several drafts deep.
+"""The loss: how far the drafter's probabilities are from the target's, several drafts deep.
 
-The target runs over a finished image once, with guidance both rows of it; its features h and its law p at every
-token are what the drafter is to guess. Pass 1 of the drafter reads the target's features, pass d reads the
+The target runs over a finished image once, with guidance both rows of it; its features h and its probabilities p at
+every token are what the drafter is to guess. Pass 1 of the drafter reads the target's features, pass d reads the
 guesses of pass d - 1 wherever an image token stands. (In a tree only the last d - 1 entries are guesses; the pass is
 one for all places at once.) What counts is the share of drafts that get accepted,
 which for a drawn draft is sum min(p, q) (Leviathan et al. 2023); its gradient is poor where p and q do not meet, so
@@ -11,38 +11,34 @@ cross-entropy and the distance of the features help.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lantern_hpu.layout import settings_of
+from lantern_hpu.decode.sampler import sampling_params
+from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.folder import ImageModel
-from lantern_hpu.models.transformer import (
-    TransformerConfig,
-    additive,
-    prefix_mask,
-    rope_table,
-)
-from lantern_hpu.sampling import guide, law
+from lantern_hpu.models.model import ImageModel
+from lantern_hpu.models.transformer import rope_table
+from lantern_hpu.ops.masks import additive_mask, causal_mask, prefix_mask
+from lantern_hpu.ops.sampling import apply_guidance, to_probs
 
 CROSS, FEATURE = 0.3, 0.2  # weights of cross-entropy and feature distance beside 1 - overlap
 
 
-def turns(config: TransformerConfig, valid: Tensor, length: int) -> Tensor:
-    """Rotations of the first `length` slots of rows with these pads [R, P]: [R, length, 2, hd / 2]."""
-    slot = torch.arange(length, device=valid.device).expand(len(valid), -1)
+def rope_of(config: TransformerConfig, valid: Tensor, length: int) -> Tensor:
+    """Rotary angles at the first `length` positions of rows with these pads [R, P]: [R, length, 2, hd / 2]."""
+    positions = torch.arange(length, device=valid.device).expand(len(valid), -1)
     if config.rope == "1d":
-        slot = (slot - (~valid).sum(1, keepdim=True)).clamp(min=0)
-    return rope_table(config, length).to(valid.device)[slot]
+        positions = (positions - (~valid).sum(1, keepdim=True)).clamp(min=0)
+    return rope_table(config, length).to(valid.device)[positions]
 
 
 class Lesson:
-    """A batch of images seen by the target: what the drafter reads, and what it is to guess.
+    """A batch of images as the target has them: what the drafter reads, and what it is to guess.
 
-    N tokens, P condition slots; entry i of P + N - 2 holds the feature of slot i and the token of slot i + 1.
+    N tokens, P prefix positions; entry i of T = P + N - 2 holds the feature of position i and the token of i + 1.
     """
 
     def __init__(self, model: ImageModel, prompts: Sequence[str], tokens: Tensor) -> None:
@@ -50,42 +46,39 @@ class Lesson:
         Args:
             tokens: [B, N] int64.
         """
-        target, sampling = model.target, model.sampling
-        config = target.config
+        target, sampling, config = model.target, model.sampling, model.target.config
         self.guidance = sampling.cfg_scale != 1
-        self.settings = settings_of([sampling] * len(tokens), config.vocab_size)
-        for item in fields(self.settings):
-            value = getattr(self.settings, item.name).to(tokens.device)
-            setattr(self.settings, item.name, value)
+        settings = [sampling] * len(tokens)
+        self.params = sampling_params(settings, config.vocab_size, tokens.device)
         prefix, valid, words = model.condition.rows(prompts, self.guidance)
         rows = tokens.repeat(2, 1) if self.guidance else tokens  # [R, N]
         length = config.prefix + config.tokens - 1
-        seen = F.pad(valid, (0, length - valid.shape[1]), value=True)
-        below = torch.ones(length, length, dtype=torch.bool, device=tokens.device).tril()
-        rope = turns(config, valid, length).to(tokens.device, prefix.dtype)
+        rope = rope_of(config, valid, length).to(tokens.device, prefix.dtype)
+        valid = F.pad(valid, (0, config.tokens - 1), value=True)  # [R, P + N - 1]
+        causal = causal_mask(length).to(tokens.device)
+        # The entry that holds token 0, from which the loss counts
+        self.first = config.prefix - 1
         with torch.no_grad():
             x = torch.cat([prefix, target.embed(rows[:, :-1])], 1)
-            mask = additive(prefix_mask(seen, below), x.dtype)
-            hidden = target(x, rope, mask)
-            self.first = (
-                config.prefix - 1
-            )  # the entry that holds token 0, from which the loss counts
+            mask = additive_mask(prefix_mask(valid, causal), x.dtype)
+            hidden = target(x, rope, mask)  # [R, P + N - 1, H]
             logits = target.head(hidden[:, self.first + 1 :])
-            guided = guide(logits, self.settings, self.guidance)
-            # [B, N - 1, V], the laws of tokens 1, 2, ...
+            guided = apply_guidance(logits, self.params, self.guidance)
+            # [B, N - 1, V], of tokens 1, 2, ...
             most = sampling.top_k if sampling.top_k < config.vocab_size else 0
-            self.p = law(guided, self.settings, most, sampling.top_p < 1)
-        self.hidden = hidden.float()  # [R, P + N - 1, H]; the drafter learns in float32
-        self.valid = seen[:, :-1]  # [R, T], T = P + N - 2 entries of the drafter
-        self.below = below[:-1, :-1]  # [T, T]
+            self.p = to_probs(guided, self.params, most, sampling.top_p < 1)
+        self.hidden = hidden.float()  # the drafter learns in float32
+        self.valid = valid[:, :-1]  # [R, T]
+        self.causal = causal[:-1, :-1]  # [T, T]
         self.tokens = torch.cat([words[:, 1:].to(rows.dtype), rows[:, :-1]], 1)  # [R, T]
         self.rope = rope[:, 1:].float()  # [R, T, 2, hd / 2]
 
     def mask(self, drafter: Drafter) -> Tensor:
-        """[R, 1, T, T] what the drafter's entries see."""
-        everything = self.below.expand(len(self.valid), -1, -1)
-        seen = everything if drafter.sees_pads else prefix_mask(self.valid, self.below)
-        return additive(seen, self.hidden.dtype)
+        """[R, 1, T, T] what the drafter's entries attend to."""
+        mask = self.causal.expand(len(self.valid), -1, -1)
+        if not drafter.sees_pads:
+            mask = prefix_mask(self.valid, self.causal)
+        return additive_mask(mask, self.hidden.dtype)
 
 
 class Unrolled(nn.Module):
@@ -119,8 +112,8 @@ class Unrolled(nn.Module):
     def compare(self, guess: Tensor, lesson: Lesson, level: int) -> tuple[Tensor, Tensor]:
         """Loss and overlap [] of one pass; its entries rest on `level` true tokens after a true feature."""
         first = lesson.first + level
-        guided = guide(self.logits(guess[:, first:]), lesson.settings, lesson.guidance)
-        log_q = (guided / lesson.settings.temperature[:, None, None]).log_softmax(-1)
+        guided = apply_guidance(self.logits(guess[:, first:]), lesson.params, lesson.guidance)
+        log_q = (guided / lesson.params.temperature[:, None, None]).log_softmax(-1)
         p = lesson.p[:, level:]
         overlap = torch.minimum(p, log_q.exp()).sum(-1).mean()
         cross = -(p * log_q).sum(-1).mean()

@@ -12,30 +12,29 @@ import math
 import torch
 from torch import Tensor
 
-from lantern_hpu.cache import KVCache
 from lantern_hpu.config import Request
+from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.transformer import Target, additive
+from lantern_hpu.models.transformer import Target
+from lantern_hpu.ops.kv_cache import KVCache
+from lantern_hpu.ops.masks import additive_mask
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.state import DecodeState
 from lantern_hpu.tree import DraftTree
 
 DEPTH = 3  # of the chain
 
 
 class Echo(Drafter):
-    """A drafter that asks the target: its entry i is the target's slot i + 1, in the target's own cache.
+    """A drafter that asks the target: its entry i is the target's position i + 1, in the target's own cache.
 
-    Whatever it writes there lies behind the committed slots, or says the same as what was there.
+    Whatever it writes there lies behind the committed positions, or says the same as what was there.
     """
 
     def __init__(self, target: Target) -> None:
         super().__init__(target.config)
-        self.asked, self.state = target, None
-
-    asked: Target
-    state: DecodeState | None
+        self.asked = target
+        self.state: DecodeState | None = None  # of the engine that it drafts for
 
     def forward(
         self,
@@ -44,19 +43,18 @@ class Echo(Drafter):
         rope: Tensor,
         mask: Tensor,
         cache: KVCache | None = None,
-        slots: Tensor | None = None,
+        index: Tensor | None = None,
     ) -> Tensor:
         """See `Drafter`. The condition's entries, 0 .. P - 2, are left alone: the target knows the condition."""
-        assert self.state is not None and slots is not None
+        assert self.state is not None and index is not None
         prefix = self.config.prefix
-        if prefix > 1 and int(slots[0]) == 0:
+        if prefix > 1 and int(index[0]) == 0:
             return features
-        seen = additive(self.state.valid[:, None, :prefix], mask.dtype)  # [R, 1, 1, P]
-        seen = seen.expand(-1, -1, mask.shape[2], -1)
-        shifted = torch.cat([seen, mask[..., prefix - 1 : -1]], -1)
-        return self.asked(
-            self.asked.embed(tokens), rope, shifted, self.state.target_cache, slots + 1
-        )
+        words = additive_mask(self.state.valid[:, None, :prefix], mask.dtype)  # [R, 1, 1, P]
+        words = words.expand(-1, -1, mask.shape[2], -1)
+        shifted = torch.cat([words, mask[..., prefix - 1 : -1]], -1)
+        x = self.asked.embed(tokens)
+        return self.asked(x, rope, shifted, self.state.kv_cache, index + 1)
 
 
 @torch.no_grad()
@@ -68,11 +66,10 @@ def wasted(pipeline: LanternPipeline, prompt: str, seed: int = 0) -> int:
     chain = DraftTree.from_paths("chain", [[0] * length for length in range(1, DEPTH + 1)])
     requests = [Request(prompt, seed, pipeline.model.sampling)]
     echo = Echo(pipeline.model.target)
-    plan = pipeline.plan(requests, chain, 1)
-    engine = pipeline.make_engine(plan, "eager", echo)
+    engine = pipeline.engines.make(pipeline.spec(requests, chain, 1), "eager", echo)
     echo.state = engine.state
     pipeline.warm_up(engine, requests[0])
-    steps = pipeline.draw_batch(engine, requests, 1).steps[0]
+    steps = pipeline.draw_batch(engine, requests).steps[0]
     fewest = math.ceil((pipeline.model.target.config.tokens - 1) / (DEPTH + 1))
     return steps - fewest
 

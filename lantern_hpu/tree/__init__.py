@@ -141,7 +141,7 @@ class DraftTree:
     @cached_property
     def expanded(self) -> tuple[int, ...]:
         """[I] nodes with children, in id order."""
-        return tuple(node for node, below in enumerate(self.children) if below)
+        return tuple(node for node, children in enumerate(self.children) if children)
 
     @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
@@ -190,10 +190,10 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """A tree that is grown anew at each step from the drafter's laws, one an image (EAGLE-2).
+    """A tree that is grown anew at each step from what the drafter finds probable, one an image (EAGLE-2).
 
-    The root and then, `expansions` times, the `top_k` likeliest of the newest candidates get `top_k` children
-    each; of all candidates the `drafts` likeliest are kept. Whatever the values, the sizes are these.
+    The root and then, `expansions` times, the `top_k` most probable of the newest candidates get `top_k`
+    children each; of all candidates the `drafts` most probable are kept. Whatever the values, the sizes are these.
 
     Raises:
         TreeError: a size is out of range.
@@ -255,7 +255,7 @@ class DynamicTree:
 
     @property
     def draws(self) -> int:
-        """Uniforms that drafting takes: none, the drafts are the likeliest."""
+        """Uniforms that drafting takes: none, the drafts are the most probable."""
         return 0
 
     @property

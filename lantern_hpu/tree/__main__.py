@@ -10,81 +10,25 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from html import escape
-from pathlib import Path
+from contextlib import closing
+from pathlib import Path as FilePath
+from typing import TYPE_CHECKING
 
-from lantern_hpu.errors import OptionError, exit_code
+from lantern_hpu.errors import OptionError, exit_code, require
+from lantern_hpu.files import write_file
 from lantern_hpu.tree import (
     DYNAMIC,
     NAMED,
     DraftTree,
     DynamicTree,
-    dotted,
+    Path,
     load_static,
     load_tree,
 )
+from lantern_hpu.tree.drawing import as_svg, as_text
 
-
-def as_text(tree: DraftTree, labels: Sequence[str] | None = None) -> str:
-    """The tree drawn with lines, one node a row; with a label for each node if given."""
-    widths = "/".join(str(len(level)) for level in tree.levels[1:])
-    rows = [
-        f"{tree.name}: {tree.size - 1} drafts + root, depth {tree.depth}",
-        f"drafts by depth {widths}, {len(tree.expanded)} nodes with children",
-        "root",
-    ]
-
-    def draw(node: int, indent: str) -> None:
-        below = tree.children[node]
-        for child in below:
-            last = child == below[-1]
-            said = f"  {labels[child]}" if labels else ""
-            rows.append(f"{indent}{'└─' if last else '├─'} {dotted(tree.paths[child])}{said}")
-            draw(child, indent + ("   " if last else "│  "))
-
-    draw(0, "")
-    return "\n".join(rows)
-
-
-def layout(tree: DraftTree) -> list[float]:
-    """A horizontal place for each node: leaves in path order, parents above the middle of their children."""
-    place = [0.0] * tree.size
-    leaves = sorted((p, n) for n, p in enumerate(tree.paths) if not tree.children[n])
-    for column, (_, node) in enumerate(leaves):
-        place[node] = float(column)
-    for node in reversed(range(tree.size)):
-        below = tree.children[node]
-        if below:
-            place[node] = (place[below[0]] + place[below[-1]]) / 2
-    return place
-
-
-def as_svg(tree: DraftTree, step: int = 30, margin: int = 24) -> str:
-    """The tree as an SVG picture: each circle shows its sibling rank."""
-    place, leaves = layout(tree), sum(not below for below in tree.children)
-    width = max(340, 2 * margin + step * (leaves - 1))
-    height = 2 * margin + 2 * step * tree.depth + 26
-    shift = (width - 2 * margin - step * (leaves - 1)) / 2 + margin
-    spot = [(shift + step * x, 44 + 2 * step * d) for x, d in zip(place, tree.depths, strict=True)]
-    lines, circles = [], []
-    for node, (x, y) in enumerate(spot):
-        if node:
-            px, py = spot[tree.parent[node]]
-            lines.append(f'<line x1="{px:.1f}" y1="{py:.1f}" x2="{x:.1f}" y2="{y:.1f}"/>')
-        label = tree.paths[node][-1] if node else "r"
-        fill = "#1b6ca8" if tree.children[node] else "#7fb4d9"
-        circles.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="10" fill="{fill}"/>'
-            f'<text x="{x:.1f}" y="{y + 4:.1f}" text-anchor="middle" fill="#fff">{label}</text>'
-        )
-    title = escape(f"{tree.name}: {tree.size - 1} drafts + root, depth {tree.depth}")
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">'
-        f'<rect width="100%" height="100%" fill="#fff"/>'
-        f'<text x="{margin}" y="20" font-size="13">{title}</text>'
-        f'<g stroke="#99a" stroke-width="1.2">{"".join(lines)}</g>{"".join(circles)}</svg>\n'
-    )
+if TYPE_CHECKING:
+    from lantern_hpu.decode.drafting import Drafts
 
 
 def list_trees() -> None:
@@ -93,7 +37,43 @@ def list_trees() -> None:
         print("\n".join(as_text(load_static(name)).split("\n")[:2]), end="\n\n")
     tree = DynamicTree()
     print(f"{DYNAMIC} ({tree.name}): {tree.drafts} drafts + root, depth {tree.depth} at most")
-    print(f"the likeliest of {tree.candidates} candidates, grown anew at each step")
+    print(f"the most probable of {tree.candidates} candidates, grown anew at each step")
+
+
+def grow(
+    tree: DynamicTree, prompt: str, model: str = "builtin", seed: int = 0, step: int = 0
+) -> tuple[DraftTree, list[str]]:
+    """The tree that exact decoding verifies after `step` steps, and a label with the token of each node.
+
+    Raises:
+        LanternError: the model or an option is unusable, or the image ends before that step.
+    """
+    require(step >= 0, "--step", step, "0 or more")
+    import torch
+
+    from lantern_hpu.config import Request
+    from lantern_hpu.pipeline import LanternPipeline
+
+    with closing(LanternPipeline.from_pretrained(model)) as pipeline, torch.no_grad():
+        requests = [Request(prompt, seed, pipeline.model.sampling)]
+        engine = pipeline.engines.make(pipeline.spec(requests, tree, 1), mode="eager")
+        number = 0
+        for number, made in enumerate(engine.trace(pipeline.prefix(engine, requests), requests)):
+            if number == step:
+                return snapshot(made.drafts)
+    why = f"the image ends with step {number + 1}"
+    raise OptionError(f"--step is {step}", why, f"--step 0 to {number}")
+
+
+def snapshot(drafts: Drafts, image: int = 0) -> tuple[DraftTree, list[str]]:
+    """One image's tree with its nodes named by ranks, and labels."""
+    child = drafts.tables.child[image].tolist()  # [M][C]
+    paths: dict[int, Path] = {0: ()}
+    for parent, children in enumerate(child):
+        paths |= {node: (*paths[parent], rank) for rank, node in enumerate(children) if node}
+    tree = DraftTree.from_paths(DYNAMIC, paths.values(), draws=len(child[0]))
+    token = {paths[node]: int(t) for node, t in enumerate(drafts.tokens[image])}
+    return tree, [f"token {token[path]}" for path in tree.paths]
 
 
 def show(args: argparse.Namespace) -> None:
@@ -103,8 +83,6 @@ def show(args: argparse.Namespace) -> None:
         if not args.prompt:
             why = "a dynamic tree depends on the image, and on the step"
             raise OptionError("there is nothing to show yet", why, '--prompt "a red apple"')
-        from lantern_hpu.grown import grow  # needs torch
-
         tree, labels = grow(tree, args.prompt, args.model, args.seed, args.step)
     elif args.prompt:
         raise OptionError(
@@ -112,8 +90,6 @@ def show(args: argparse.Namespace) -> None:
         )
     print(as_text(tree, labels))
     if args.svg:
-        from lantern_hpu.results import write_file  # keeps `list` free of image libraries
-
         write_file(args.svg, as_svg(tree).encode(), args.force)
         print(f"wrote {args.svg}")
 
@@ -128,7 +104,7 @@ def make_parser() -> argparse.ArgumentParser:
     show.add_argument("--step", type=int, default=0, help="of a dynamic tree: steps before it (0)")
     show.add_argument("--seed", type=int, default=0, help="of a dynamic tree (0)")
     show.add_argument("--model", default="builtin", help="of a dynamic tree (builtin)")
-    show.add_argument("--svg", type=Path, metavar="FILE", help="also write an SVG picture")
+    show.add_argument("--svg", type=FilePath, metavar="FILE", help="also write an SVG picture")
     show.add_argument("--force", action="store_true", help="replace an existing SVG")
     return parser
 

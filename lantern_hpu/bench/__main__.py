@@ -1,0 +1,101 @@
+"""Measure methods side by side, with the same weights, sampler, seeds and batch, in one run.
+
+    python -m lantern_hpu.bench --output bench.json
+    python -m lantern_hpu.bench --random-weights anole-7b --output anole.json
+
+Every figure is measured on this machine. Each (method, tree, graph mode, batch size) is warmed up - captured,
+replayed, and run for a few steps - before anything is timed, and the warm-up is reported, not hidden. Speed is given
+against `ar` in the same graph mode and batch, and against the method's own eager run. The report follows
+`assets/bench.schema.json`; `lantern_hpu.compare` puts several of them together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from lantern_hpu.backends import prepare
+from lantern_hpu.bench.cases import GRAPHS, RANDOM, Wanted, find_entry, pairs_for
+from lantern_hpu.bench.text import tables
+from lantern_hpu.config import AUTO, METHODS
+from lantern_hpu.errors import OptionError, exit_code, require
+from lantern_hpu.files import check_free
+from lantern_hpu.graphs import RUNNERS
+from lantern_hpu.measurements import show
+from lantern_hpu.options import listed, taken
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lantern_hpu.bench",
+        description="Measure methods and graph modes side by side on one device.",
+    )
+    add = parser.add_argument
+    sizes = f"a known model's sizes without its files, to time steps: {', '.join(RANDOM)}"
+    trees = "comma-separated, each for the methods that draft its kind; auto is the tuned one (each method's own)"
+    modes = f"comma-separated graph modes; `auto` is the device's best ({GRAPHS})"
+    kernels = "auto: the device's own where they agree with the plain ones; or plain (auto)"
+    methods = ",".join(METHODS)
+    add("--model", help="`builtin`, a known model, a Hub id or a model folder (builtin)")
+    add("--random-weights", metavar="NAME", help=sizes)
+    add("--device", default="auto", help="(auto)")
+    add("--dtype", default="auto", help="(auto)")
+    add("--methods", default=methods, help=f"comma-separated ({methods})")
+    add("--trees", "--tree", help=trees)
+    add("--graphs", help=modes)
+    add("--kernels", default="auto", help=kernels)
+    add("--batch-sizes", default="1,8", help="comma-separated (1,8)")
+    add("--images", type=int, default=8, help="timed images of a row, at least (8)")
+    add("--steps", type=int, default=64, help="timed steps of a row with --random-weights (64)")
+    add("--seed", type=int, default=0, help="of the first image (0)")
+    add("--output", type=Path, metavar="FILE.json")
+    add("--force", action="store_true", help="replace an existing file")
+    return parser
+
+
+def read_options(args: argparse.Namespace) -> Wanted:
+    """
+    Raises:
+        LanternError: one is out of range, or contradicts another one.
+    """
+    if args.model is not None and args.random_weights is not None:
+        raise OptionError("--model and --random-weights exclude each other")
+    methods = listed(args.methods, "--methods", "method", METHODS)
+    trees = [] if args.trees is None else listed(args.trees, "--trees")
+    sizes = listed(args.batch_sizes, "--batch-sizes")
+    whole = all(size.isdecimal() and int(size) >= 1 for size in sizes)
+    require(whole, "--batch-sizes", args.batch_sizes, "numbers from 1, such as 1,8")
+    return Wanted(
+        entry=None if args.random_weights is None else find_entry(args.random_weights),
+        pairs=pairs_for(methods, trees),
+        modes=listed(args.graphs or GRAPHS, "--graphs", "graph mode", [AUTO, *RUNNERS]),
+        by_name=args.graphs is not None,
+        batches=[int(size) for size in sizes],
+        **taken(Wanted, args),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `bench` command; returns the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = make_parser().parse_args(given)
+
+    def command() -> None:
+        wanted = read_options(args)
+        if args.output:
+            check_free([args.output], args.force)
+        began = time.perf_counter()
+        prepare(wanted.device, wanted.mode)  # before torch is imported
+        from lantern_hpu.bench.run import run
+
+        result = run(wanted, given, time.perf_counter() - began)
+        show(result, tables(result), args.output, args.force)
+
+    return exit_code(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""Which method, tree and relaxation draw, where a user leaves some of it to us."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lantern_hpu.config import AUTO, check_tunable
+from lantern_hpu.models.model import ImageModel
+from lantern_hpu.relaxation import Relaxation
+from lantern_hpu.tree import Tree, saved
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen."""
+
+    method: str
+    tree: Tree
+    relaxation: Relaxation
+
+
+def tuned(situation: saved.Situation, method: str, relaxes: bool) -> tuple[str, Tree | None]:
+    """The method and the tree that `lantern_hpu.tune` found best in this situation.
+
+    Raises:
+        OptionError: it found none yet, or the method takes none.
+    """
+    drafting = "lantern++" if method == AUTO else method
+    check_tunable(drafting)
+    found = saved.find(situation | {"method": drafting})
+    if found.ar_wins and method == AUTO and not relaxes:
+        return "ar", None
+    return drafting, found.tree
+
+
+def fitted(relaxation: Relaxation, model: ImageModel) -> Relaxation:
+    """A published setting with no more neighbours than this codebook has."""
+    return replace(relaxation, k=min(relaxation.k, model.vocabulary - 1))

@@ -1,0 +1,1 @@
+"""Decoding: one captured step over one dataclass of preallocated tensors, and the loop around it."""

@@ -1,0 +1,345 @@
+"""Which drafts of a verified tree are accepted: exact speculative sampling and its relaxations.
+
+Exact, static tree: children of a node were drawn without replacement from q; child x is accepted with
+probability min(1, p(x) / q(x)), and after a rejection p becomes [p - q]+ and q loses x (Leviathan et al. 2023,
+with SpecInfer's siblings). Exact, dynamic tree: children are the most probable ones, not drawn, which is the same with
+all of q on x: accepted with probability p(x), and after a rejection p loses x. The distribution of the image does
+not change.
+
+Relaxed by neighbours (LANTERN, arXiv 2410.03355; LANTERN++, arXiv 2502.06352): x also stands for its nearest
+codes. Going through its neighbours from the nearest, their mass is added to p(x) as long as the sum stays
+within a bound: delta (additive) or (lambda - 1) p(x) (multiplicative).
+
+Relaxed by depth (annealed; Cool-SD, arXiv 2601.09212): x is accepted with probability min(1, w p(x) / q(x)), where
+w falls with depth; the residual is [p - min(q, w p)]+. It is exact as long as w is at most 1.
+
+`tests/reference.py` is the same in plain Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lantern_hpu.decode.tree_tables import TreeTables, rows_at
+from lantern_hpu.ops.buffers import arange32, constant
+from lantern_hpu.ops.kernels import Walk
+from lantern_hpu.ops.sampling import gather, gather_rows, topk_tokens
+from lantern_hpu.relaxation import Relaxation, Residual
+from lantern_hpu.tree import Tree
+
+
+@dataclass
+class Bounds:
+    """How far acceptance is relaxed, one value per image; k = 0 and weight = 1 are exact."""
+
+    k: Tensor  # [B] int32, neighbours that may lend their mass
+    delta: Tensor  # [B] float32, additive bound (0 under other rules)
+    factor: Tensor  # [B] float32, lambda - 1 (0 under other rules)
+    weight: Tensor  # [B, D] float32, w at each depth (1 under other rules)
+
+    @classmethod
+    def of(
+        cls, relaxations: Sequence[Relaxation], depth: int, device: torch.device | None = None
+    ) -> Bounds:
+        """One of each image, for trees so deep."""
+
+        def each(values: Iterable[Any], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(list(values), dtype=dtype, device=device)
+
+        return cls(
+            each((r.k for r in relaxations), torch.int32),
+            each(r.delta for r in relaxations),
+            each(r.factor for r in relaxations),
+            each(r.weights(depth) for r in relaxations),
+        )
+
+
+@dataclass
+class Verdict:
+    """Where the walk down the tree stopped."""
+
+    node: Tensor  # [B] int32, last accepted node
+    # [B, V] float32, what the next token is drawn from if `node` has children (all were rejected)
+    residual: Tensor
+    # [B, D] bool, the draft at depth d+1 was accepted only thanks to relaxation; means nothing for
+    # depths past `node`
+    relaxed: Tensor
+
+
+@dataclass
+class Lenders:
+    """The nearest codes of each of n tokens, and what they lend it."""
+
+    near: Tensor  # [B, n, K] int32, nearest first
+    sums: Tensor  # [B, n, K] float32, their mass up to each
+    inside: Tensor  # [B, n, K] bool, which of them lend
+
+    @property
+    def lent(self) -> Tensor:
+        """[B, n] float32, the largest sum within the bound."""
+        return (self.sums * self.inside).amax(-1)
+
+
+@dataclass
+class Trial:
+    """One child of a node, when it is its turn to be tried."""
+
+    exists: Tensor  # [B] bool, False where there is none, or it was not really drawn
+    own: Tensor  # [B, 1] its probability
+    drawn: Tensor | None  # [B, 1] the drafter's; None: it was not drawn
+    mass: Tensor  # [B, 1] what it is accepted with, relaxation included
+    rest: Tensor  # [B, V] what is left of p once it is refused
+    others: Tensor | None  # [B, V] the drafter's probabilities without it
+
+
+class Acceptance(nn.Module):
+    """The acceptance rules for trees of one kind."""
+
+    def __init__(
+        self,
+        tree: Tree,
+        neighbours: Tensor | None = None,
+        residual: Residual = "sound",
+        annealed: bool = False,
+        walk: Walk | None = None,
+    ) -> None:
+        """
+        Args:
+            tree: at least one draft.
+            neighbours: [V, K] int32, other codes by rising distance; None leaves lent mass out.
+            residual: what a rejection leaves where neighbours lent mass. "sound": of a static tree
+                [p - q]+, of a dynamic one p without x and the neighbours that lent. "official": as
+                published, the first k + 1 neighbours are zeroed in q, or p for a dynamic tree.
+            annealed: whether weights other than 1 are ever given.
+            walk: the device's own form of `sampled`, for what it serves.
+        """
+        super().__init__()
+        self.residual, self.annealed = residual, annealed
+        self.walk = walk if residual == "sound" or neighbours is None else None
+        # Most children of a node at each depth: no walk tries more there
+        self.widest = tree.widest
+        # The deepest node wins; at equal depth the lower number does.
+        self.priority = constant(tree.size - 1 - arange32(tree.size))  # [M]
+        self.neighbours = None if neighbours is None else constant(neighbours)
+        kept = 0 if neighbours is None else neighbours.shape[1]
+        self.nearness = constant(arange32(kept))  # [K]
+
+    # -- one draft
+
+    def lenders(self, p: Tensor, token: Tensor, own: Tensor, bounds: Bounds) -> Lenders | None:
+        """Who lends to each token, within the bound; None without a table.
+
+        Args:
+            p: [B, V] probabilities, or [B, n, V] with one distribution per token.
+            token: [B, n].
+            own: [B, n], p(token).
+        """
+        if self.neighbours is None:
+            return None
+        near = self.neighbours[token]  # [B, n, K]
+        source = p if p.dim() == 3 else p[:, None].expand(-1, token.shape[1], -1)
+        sums = gather(source, -1, near).cumsum(-1)
+        bound = bounds.delta[:, None] + bounds.factor[:, None] * own
+        inside = (sums <= bound[..., None]) & (self.nearness < bounds.k[:, None, None])
+        return Lenders(near, sums, inside)
+
+    def raised(self, own: Tensor, weight: Tensor, lenders: Lenders | None) -> Tensor:
+        """Mass that tokens are accepted with; own: [B, n] p(token), weight: [B, n] of their depth."""
+        mass = own * weight if self.annealed else own
+        return mass if lenders is None else mass + lenders.lent
+
+    def kept(self, p: Tensor, lenders: Lenders, bounds: Bounds) -> Tensor:
+        """Which entries of p stay when its token, one an image, is refused: [B, V] bool.
+
+        "sound" strikes the neighbours that lent mass; "official" the first k + 1, if the nearest lent any.
+        Where the bound itself is zero nothing is struck, so that it is exact under this residual too.
+        """
+        near, inside = lenders.near[:, 0], lenders.inside[:, 0]  # [B, K]
+        if self.residual == "official":
+            active = (bounds.k > 0) & (bounds.delta + bounds.factor > 0)
+            inside = (self.nearness <= bounds.k[:, None]) & inside[:, :1] & active[:, None]
+        return torch.ones_like(p, dtype=torch.bool).scatter(1, near.long(), ~inside)
+
+    def rest(
+        self,
+        p: Tensor,
+        q: Tensor | None,
+        token: Tensor,
+        own: Tensor,
+        weight: Tensor,
+        lenders: Lenders | None,
+        bounds: Bounds,
+        whole: Tensor,
+    ) -> Tensor:
+        """What is left of p [B, V] once token [B, 1] was refused.
+
+        Where nothing is left, by rounding or because the official residual strikes it all, it is `whole`, p
+        at the node before any refusal.
+        """
+        if q is None:
+            left = p.scatter(1, token.long(), 0.0)
+            if lenders is not None:
+                left = left * self.kept(p, lenders, bounds)
+            if self.annealed:
+                left = left.scatter(1, token.long(), own * (1 - weight).clamp(min=0))
+        else:
+            taken = q
+            if lenders is not None and self.residual == "official":
+                taken = q * self.kept(p, lenders, bounds)
+            left = (p - taken).clamp(min=0)
+            if self.annealed:
+                left = torch.maximum(left, p * (1 - weight).clamp(min=0))
+        total = left.sum(-1, keepdim=True)
+        return torch.where(total > 0, left / total, whole)
+
+    # -- a node and its children
+
+    def trial(
+        self,
+        p: Tensor,  # [B, V] what the refused siblings before it left of the target's probabilities
+        q: Tensor | None,  # [B, V] the drafter's without those siblings; None: nothing was drawn
+        token: Tensor,  # [B, 1] the child's
+        exists: Tensor,  # [B] bool
+        whole: Tensor,  # [B, V] p at the node before any refusal
+        bounds: Bounds,
+        depth: int,
+    ) -> Trial:
+        """One child of a node, `depth` drafts below the root, that all siblings before it left to be tried."""
+        own, weight = gather(p, 1, token), bounds.weight[:, depth : depth + 1]  # [B, 1]
+        drawn = None if q is None else gather(q, 1, token)  # [B, 1]
+        if drawn is not None:
+            # A token without drafter mass was not really drawn (the draws ran out) and is skipped.
+            exists = exists & (drawn[:, 0] > 0)
+        lenders = self.lenders(p, token, own, bounds)
+        mass = self.raised(own, weight, lenders)
+        rest = self.rest(p, q, token, own, weight, lenders, bounds, whole)
+        return Trial(exists, own, drawn, mass, rest, None if q is None else without(q, token))
+
+    def siblings(
+        self,
+        p: Tensor,  # [B, V] the target's probabilities at a node
+        q: Tensor | None,  # [B, V] the drafter's; None: the children were not drawn
+        tokens: Tensor,  # [B, c] the children's tokens in the order they are tried
+        exists: Tensor,  # [B, c] bool
+        uniform: Tensor,  # [B, c]
+        bounds: Bounds,
+        depth: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Try the children of one node, `depth` drafts below the root, one after the other.
+
+        Returns which was accepted [B, c] bool (at most one), what is left of p if none was [B, V], and
+        whether the accepted one needed the relaxation [B] bool.
+        """
+        whole, waiting = p, torch.ones_like(exists[:, 0])
+        relaxed = torch.zeros_like(waiting)
+        accepted = []
+        for child in range(tokens.shape[1]):
+            token, bar = tokens[:, child : child + 1], uniform[:, child : child + 1]
+            trial = self.trial(p, q, token, exists[:, child], whole, bounds, depth)
+            if trial.drawn is not None:
+                bar = bar * trial.drawn
+            tried = trial.exists & waiting
+            # Strictly below: a token of probability 0 is never accepted, whatever u.
+            passed = tried & (bar < trial.mass)[:, 0]
+            relaxed = relaxed | (passed & ~(bar < trial.own)[:, 0])
+            p, q = torch.where((tried & ~passed)[:, None], trial.rest, p), trial.others
+            waiting = waiting & ~passed
+            accepted.append(passed)
+        return torch.stack(accepted, 1), p, relaxed
+
+    def expectation(
+        self,
+        p: Tensor,  # [B, V] the target's probabilities at a node
+        q: Tensor | None,  # [B, V] the drafter's; None: the children were not drawn
+        tokens: Tensor,  # [B, c] the children's tokens in the order they are tried
+        exists: Tensor,  # [B, c] bool
+        bounds: Bounds,
+        depth: int,
+    ) -> Tensor:
+        """`siblings` averaged over its uniforms: probabilities of the token after the node [B, V]."""
+        whole, result = p, torch.zeros_like(p)
+        left = torch.ones_like(p[:, :1])  # [B, 1] chance that every child so far was refused
+        for child in range(tokens.shape[1]):
+            token = tokens[:, child : child + 1]
+            trial = self.trial(p, q, token, exists[:, child], whole, bounds, depth)
+            mass = trial.mass if trial.drawn is None else trial.mass / trial.drawn
+            tried = trial.exists[:, None]
+            chance = mass.clamp(max=1).where(tried, 0.0)  # [B, 1]
+            result = result.scatter_add(1, token.long(), left * chance)
+            left = left * (1 - chance)
+            p, q = torch.where(tried, trial.rest, p), trial.others
+        return result + left * p
+
+    # -- a tree
+
+    def sampled(
+        self,
+        p: Tensor,  # [B, I, V] the target's probabilities at nodes with children
+        q: Tensor | None,  # [B, I, V] the drafter's; None: the drafts were not drawn
+        tokens: Tensor,  # [B, M]
+        tables: TreeTables,
+        uniform: Tensor,  # [B, D, C]
+        bounds: Bounds,
+    ) -> Verdict:
+        """Walk from the root, one level at a time, to the last accepted node."""
+        if self.walk is not None and q is not None:
+            near, each = self.neighbours, (bounds.k, bounds.delta, bounds.factor, bounds.weight)
+            return Verdict(*self.walk(p, q, tokens, tables.child, tables.row, uniform, near, *each))
+        node = torch.zeros_like(tokens[:, 0])
+        residual = p[:, 0]
+        walking = torch.ones_like(node, dtype=torch.bool)
+        relaxed = []
+        for depth, width in enumerate(self.widest):
+            children = rows_at(tables.child, node)[:, :width]  # [B, c]
+            walking = walking & (children[:, 0] > 0)
+            row = gather(tables.row, 1, node[:, None])[:, 0]
+            passed, rest, helped = self.siblings(
+                rows_at(p, row),
+                None if q is None else rows_at(q, row),
+                gather(tokens, 1, children),
+                (children > 0) & walking[:, None],
+                uniform[:, depth, :width],
+                bounds,
+                depth,
+            )
+            residual = torch.where(walking[:, None], rest, residual)
+            walking = walking & passed.any(1)
+            node = torch.where(walking, (children * passed).sum(1, dtype=torch.int32), node)
+            relaxed.append(helped)
+        return Verdict(node, residual, torch.stack(relaxed, 1))
+
+    def greedy(self, p: Tensor, tokens: Tensor, tables: TreeTables, bounds: Bounds) -> Verdict:
+        """The longest path of drafts that each win the argmax, with what relaxation adds to them.
+
+        Args:
+            p: [B, I, V] the target's unfiltered probabilities; tokens: [B, M].
+        """
+        drafts = tokens[:, 1:]  # [B, M - 1]
+        row = gather(tables.row, 1, tables.parent[:, 1:])  # [B, M - 1]
+        own = gather(p.flatten(1), 1, row * p.shape[-1] + drafts)  # [B, M - 1]
+        top, best = gather(p.amax(-1), 1, row), gather(topk_tokens(p, 1)[..., 0], 1, row)
+        wins = drafts == best
+        raised = own
+        if self.neighbours is not None or self.annealed:
+            weight = gather(bounds.weight, 1, tables.depth[:, 1:] - 1)
+            lenders = self.lenders(gather_rows(p, row), drafts, own, bounds)
+            raised = self.raised(own, weight, lenders)
+        helped = (raised > top) | ((raised == top) & (drafts < best))
+        failed = ~(wins | helped)  # [B, M - 1]
+        reached = ~(failed[:, None] & tables.ancestors[:, :, 1:]).any(-1)  # [B, M]
+        priority = tables.depth * tokens.shape[1] + self.priority
+        node = (reached * priority).argmax(-1).int()
+        on_path = rows_at(tables.path, node)[:, 1:]  # [B, D]
+        relaxed = gather(helped & ~wins, 1, (on_path - 1).clamp(min=0))  # past `node`: not counted
+        return Verdict(node, p[:, 0], relaxed)
+
+
+def without(q: Tensor, token: Tensor) -> Tensor:
+    """The drafter's probabilities [B, V] given that it is not token [B, 1], which was tried."""
+    q = q.scatter(1, token.long(), 0.0)
+    return q / q.sum(-1, keepdim=True).clamp(min=1e-30)

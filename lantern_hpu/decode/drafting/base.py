@@ -1,0 +1,164 @@
+"""The contract of a drafting, and what drafting with an EAGLE drafter has in common for all trees.
+
+The drafter's entry i is made from the target's feature at cache position i and token i + 1, so its last committed
+entry, L - 1, already holds the root; L = P + t is the number of committed positions.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lantern_hpu.decode.positions import Positions
+from lantern_hpu.decode.sampler import Sampler
+from lantern_hpu.decode.spec import Spec, capacity
+from lantern_hpu.decode.state import DecodeState
+from lantern_hpu.decode.tree_tables import TreeTables
+from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.transformer import Target
+from lantern_hpu.ops.kv_cache import KVCache
+from lantern_hpu.ops.masks import additive_mask, prefix_mask
+from lantern_hpu.ops.sampling import gather_rows
+
+
+@dataclass
+class Drafts:
+    """A tree for each image."""
+
+    tokens: Tensor  # [B, M] int32, the root's first
+    # [B, I, V] float32, the probabilities that children were drawn with; None: they were not drawn
+    q: Tensor | None
+    tables: TreeTables
+
+
+@dataclass
+class Committed:
+    """What a step added to the images."""
+
+    hidden: Tensor  # [R, M, H] the target's features at all nodes
+    path: Tensor  # [B, D + 1] the accepted nodes, from the root; the last one repeated
+    tokens: Tensor  # [B, D + 1] the tokens after each of them: accepted drafts, then the bonus token repeated
+    added: Tensor  # [B] how many of those are new, at least 1
+
+
+class Drafting(nn.Module, ABC):
+    """Makes the trees of a step. `draft` is `grow`, then `link`, which are apart to be looked at one by one."""
+
+    @abstractmethod
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """A dataclass of preallocated tensors, which becomes `DecodeState.drafting`."""
+
+    @abstractmethod
+    def begin(self, hidden: Tensor, root: Tensor, state: DecodeState) -> None:
+        """A new batch: hidden [R, P, H] are the prefix's features, root [B] is each image's first token."""
+
+    @abstractmethod
+    def grow(self, length: Tensor, uniform: Tensor, state: DecodeState) -> Any:
+        """What the drafter makes of committed positions [R] and this step's uniforms [B, draws]."""
+
+    @abstractmethod
+    def link(self, grown: Any, state: DecodeState) -> Drafts:
+        """The trees of what has grown."""
+
+    @abstractmethod
+    def absorb(self, committed: Committed, state: DecodeState) -> None:
+        """Take note of a step; `state.root` is still that of before."""
+
+    def draft(self, length: Tensor, uniform: Tensor, state: DecodeState) -> Drafts:
+        return self.link(self.grow(length, uniform, state), state)
+
+
+@dataclass
+class EagleState:
+    """What an EAGLE drafter keeps from step to step."""
+
+    kv_cache: KVCache
+    pending_tokens: Tensor  # [B, D + 1] int32, tokens the drafter has not seen
+    pending_features: Tensor  # [R, D + 1, H], the target's features before them
+    pending_count: Tensor  # [B] int32, how many of them are real
+
+
+class EagleDrafting(Drafting):
+    """One drafter for all trees: it catches up with the accepted tokens, then drafts."""
+
+    def __init__(self, target: Target, drafter: Drafter, spec: Spec) -> None:
+        super().__init__()
+        self.config, self.drafter, self.spec = target.config, drafter, spec
+        self.positions = Positions(target.config, spec)
+        self.sampler = Sampler(target, spec)
+        self.width = spec.tree.depth + 1
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> EagleState:
+        config, spec = self.config, self.spec
+        sizes = (1, spec.rows, capacity(config, spec.tree), config.kv, config.head_dim)
+        shape = (spec.images, self.width)
+        return EagleState(
+            KVCache.allocate(*sizes, dtype, device),
+            torch.zeros(shape, dtype=torch.int32, device=device),
+            torch.zeros(spec.rows, self.width, config.dim, dtype=dtype, device=device),
+            torch.zeros(spec.images, dtype=torch.int32, device=device),
+        )
+
+    def begin(self, hidden: Tensor, root: Tensor, state: DecodeState) -> None:
+        """Entries 0 .. P-2 carry the prefix's features beside its words, or the filler token 0."""
+        own: EagleState = state.drafting
+        width, drafter = self.config.prefix - 1, self.drafter
+        if width:
+            start = torch.zeros_like(self.positions.row_start)
+            mask = self.positions.mask(start, self.positions.causal[:width, :width])
+            if not drafter.sees_pads:
+                mask = prefix_mask(state.valid, mask)
+            words = state.prefix_tokens[:, drafter.shift :][:, :width]
+            position = (self.positions.arange[:width] + 1).expand(self.spec.rows, -1)
+            rope = self.positions.rope(position, state)
+            index, mask = (
+                self.positions.cache_index(start, width),
+                additive_mask(mask, hidden.dtype),
+            )
+            drafter(words, hidden[:, :-1], rope, mask, own.kv_cache, index)
+        # The drafter owes the pair (feature of the last prefix position, root).
+        owed = root if drafter.shift else state.prefix_tokens[: len(root), -1]
+        own.pending_tokens.copy_(owed[:, None].expand_as(own.pending_tokens))
+        own.pending_features.copy_(hidden[:, -1:].expand_as(own.pending_features))
+        own.pending_count.fill_(1)
+
+    def absorb(self, committed: Committed, state: DecodeState) -> None:
+        """The path's features and the tokens after them are what the drafter has to catch up with."""
+        own: EagleState = state.drafting
+        path, tokens = self.positions.per_row(committed.path), committed.tokens
+        own.pending_features.copy_(gather_rows(committed.hidden, path))
+        if not self.drafter.shift:
+            tokens = torch.cat([state.root[:, None], tokens[:, :-1]], 1)
+        own.pending_tokens.copy_(tokens)
+        own.pending_count.copy_(committed.added)
+
+    def run(
+        self,
+        tokens: Tensor,  # [B, T]
+        features: Tensor,  # [R, T, H]
+        position: Tensor,  # [R, T] that the guess is used at
+        mask: Tensor,  # [R, T, S]
+        index: Tensor,  # [R * T] of the cache
+        state: DecodeState,
+    ) -> Tensor:
+        """One pass of the drafter: guessed features [R, T, H]."""
+        if not self.drafter.sees_pads:
+            mask = mask & state.valid[:, None]
+        rope, rows = self.positions.rope(position, state), self.positions.per_row(tokens)
+        cache = state.drafting.kv_cache
+        return self.drafter(rows, features, rope, additive_mask(mask, features.dtype), cache, index)
+
+    def catch_up(self, length: Tensor, state: DecodeState) -> Tensor:
+        """Add the pairs of the last step; entries past the real ones are overwritten. -> [R, 1, H]"""
+        own: EagleState = state.drafting
+        pending = self.positions.per_row(own.pending_count)  # [R]
+        start = length - pending
+        position = start[:, None] + 1 + self.positions.arange[: self.width]
+        mask = self.positions.mask(start, self.positions.causal[: self.width, : self.width])
+        index = self.positions.cache_index(start, self.width)
+        guess = self.run(own.pending_tokens, own.pending_features, position, mask, index, state)
+        return gather_rows(guess, (pending - 1)[:, None])

@@ -1,0 +1,348 @@
+"""What decodes batches of one spec: the captured functions, the host's part of the state, and the host reads.
+
+Engines of a model are built when first needed, and the last used ones kept.
+
+This file holds no tensor mathematics; `prefill.py` and `step.py` hold no loop and no host read.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from lantern_hpu.backends.base import Backend
+from lantern_hpu.config import Request
+from lantern_hpu.decode import noise
+from lantern_hpu.decode.accept import Bounds
+from lantern_hpu.decode.drafting import Drafts, make_drafting
+from lantern_hpu.decode.prefill import Prefill
+from lantern_hpu.decode.sampler import sampling_params
+from lantern_hpu.decode.spec import Spec, capacity
+from lantern_hpu.decode.state import DecodeState
+from lantern_hpu.decode.step import Accepted, Step
+from lantern_hpu.errors import CaptureError
+from lantern_hpu.graphs import check_mode, make_runner
+from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.model import ImageModel
+from lantern_hpu.models.text.prefix import Prefix
+from lantern_hpu.models.transformer import Target
+
+KEPT = 4  # engines of a model
+
+
+@dataclass
+class Decoded:
+    """The tokens and counts of a finished batch."""
+
+    tokens: NDArray[np.int64]  # [B, N]
+    steps: list[int]  # [B]
+    accepted: list[list[int]]  # [B][D]
+    relaxed: list[int]  # [B]
+
+
+@dataclass
+class GraphReport:
+    """What the runners and the host did, for the report."""
+
+    runner: str
+    why: str  # the backend's reason for the runner's place among its modes
+    captures: int
+    replays: int
+    recompiles_after_warmup: int
+    host_reads: int
+    capture_seconds: float
+
+
+@dataclass
+class StepTrace:
+    """What one step made, to be looked at; valid until the next one."""
+
+    before: list[int]  # [B] tokens known before it
+    drafts: Drafts
+    accepted: Accepted
+    known: list[int]  # [B] tokens known after it
+    seconds: dict[str, float]  # of each stage, where there was a clock
+
+
+class Engine:
+    """Everything it needs is allocated and captured once."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        spec: Spec,
+        backend: Backend,
+        mode: str = "auto",
+        neighbours: Tensor | None = None,
+    ) -> None:
+        """
+        Args:
+            drafter: for specs whose tree has drafts.
+            mode: how the device records: one of the backend's `graph_modes`, or `auto`.
+            neighbours: [V, K or more] int32, for specs with neighbours.
+        """
+        self.target, self.spec, self.backend = target, spec, backend
+        self.mode, device = check_mode(backend, mode), target.device
+        drafting = make_drafting(target, drafter, spec)
+        own = None if drafting is None else drafting.allocate(target.dtype, device)
+        self.state = DecodeState.allocate(target.config, spec, target.dtype, device, own)
+        near = None if neighbours is None else neighbours[:, : spec.neighbours]
+        self.prefill_function = Prefill(target, drafting, spec).to(device).eval()
+        self.step_function = Step(target, drafting, spec, near).to(device).eval()
+        self.prefill = make_runner(self.prefill_function, self.state, backend, self.mode)
+        self.step = make_runner(self.step_function, self.state, backend, self.mode)
+        self.known: Tensor | None = None  # [B] what the last captured call returned
+        self.host_reads, self.warm_captures = 0, -1
+
+    @property
+    def warm(self) -> bool:
+        """Whether the warm-up is behind it."""
+        return self.warm_captures >= 0
+
+    @property
+    def captures(self) -> int:
+        return self.prefill.stats.captures + self.step.stats.captures
+
+    @property
+    def longest(self) -> int:
+        """D + 1, most tokens that one step can add."""
+        return self.spec.tree.depth + 1
+
+    def close(self) -> None:
+        """Give back what the device holds for its recordings; the engine is of no use after that."""
+        self.prefill.close()
+        self.step.close()
+
+    # -- the captured functions
+
+    @torch.no_grad()
+    def warm_up(self) -> None:
+        """Capture both functions and replay each once; from here on a capture is an error."""
+        if self.warm:
+            return
+        blank = Request("warm-up")
+        self.load([blank] * self.spec.images)
+        for runner in (self.prefill, self.step):
+            self.feed([blank.seed] * self.spec.images, 1, 1)
+            runner()
+            runner()
+        self.backend.synchronize()
+        self.warm_captures = self.captures
+
+    @torch.no_grad()
+    def start(self, prefix: Prefix, requests: Sequence[Request]) -> list[int]:
+        """Prefill of a batch. -> [B] tokens known"""
+        self.warm_up()
+        self.place(prefix)
+        self.load(requests)
+        self.known = self.prefill()
+        return self.read(self.known)
+
+    @torch.no_grad()
+    def advance(
+        self, seeds: Sequence[int], first: int, count: int, ahead: bool = False
+    ) -> list[int]:
+        """Steps `first`, `first` + 1, ... of a batch. -> [B] tokens known
+
+        Args:
+            ahead: read what is known before the last step, which keeps the device busy while the host decides what
+                comes next.
+        """
+        self.feed(seeds, first, count)
+        for _ in range(count - ahead):
+            self.known = self.step()
+        assert self.known is not None
+        if not ahead:
+            return self.read(self.known)
+        asked = self.backend.ask(self.known)
+        self.known = self.step()
+        self.host_reads += 1
+        return asked()
+
+    def check_captures(self) -> None:
+        """Raise a CaptureError if anything was captured since the warm-up."""
+        if self.captures != self.warm_captures:
+            why = f"{self.captures - self.warm_captures} captures after warm-up"
+            raise CaptureError("the step was recorded again while decoding", why)
+
+    # -- the host's part of the state
+
+    def load(self, requests: Sequence[Request]) -> None:
+        """Copy the settings of a batch into the state."""
+        sampling = sampling_params([r.sampling for r in requests], self.target.config.vocab_size)
+        bounds = Bounds.of([request.relaxation for request in requests], self.longest - 1)
+        for goal, values in ((self.state.sampling, sampling), (self.state.bounds, bounds)):
+            for item in fields(values):
+                getattr(goal, item.name).copy_(getattr(values, item.name))
+        first = [noise.uniforms(request.seed, 0, 1)[0] for request in requests]
+        self.state.first_uniform.copy_(torch.tensor(first, dtype=torch.float32))
+
+    def place(self, prefix: Prefix) -> None:
+        """Copy a batch's condition into the state."""
+        embeddings, valid, tokens = prefix
+        self.state.prefix.copy_(embeddings)
+        self.state.prefix_tokens.copy_(tokens)
+        self.state.pads.copy_((~valid).sum(1, dtype=torch.int32))
+        # Positions past the prefix are never padding.
+        width = self.state.valid.shape[1] - valid.shape[1]
+        self.state.valid.copy_(F.pad(valid, (0, width), value=True))
+        self.backend.flush()
+
+    def feed(self, seeds: Sequence[int], first: int, count: int) -> None:
+        """Uniforms for the next steps, in one copy of one size, whatever the count."""
+        block = np.zeros(self.state.uniforms.shape, np.float32)
+        block[:count] = noise.block(seeds, first, count, self.spec.draws)
+        self.backend.upload(torch.from_numpy(block), self.state.uniforms)
+        self.state.cursor.zero_()
+
+    def read(self, known: Tensor) -> list[int]:
+        """A host read: waits for the device."""
+        self.host_reads += 1
+        return [int(n) for n in known.tolist()]
+
+    def partial(self) -> NDArray[np.int64]:
+        """The tokens so far [B, N]; those past an image's known ones mean nothing. A host read."""
+        self.backend.flush()
+        self.host_reads += 1
+        rows = self.state.tokens.unflatten(0, (self.spec.images, -1))
+        return rows[:, : self.target.config.tokens].cpu().numpy().astype(np.int64)
+
+    def result(self) -> Decoded:
+        """Tokens and statistics of the batch that just ended."""
+        tokens, state = self.partial(), self.state
+        columns = [state.steps[:, None], state.relaxed[:, None], state.accepted]
+        counts = torch.cat(columns, 1).tolist()
+        self.host_reads += 1
+        return Decoded(
+            tokens, [c[0] for c in counts], [c[2:] for c in counts], [c[1] for c in counts]
+        )
+
+    # -- looking inside
+
+    @torch.no_grad()
+    def trace(
+        self,
+        prefix: Prefix,
+        requests: Sequence[Request],
+        clock: Callable[[], float] | None = None,
+    ) -> Iterator[StepTrace]:
+        """Decode a batch uncaptured, step by step, and show what draft, verify, accept and commit made.
+
+        The tokens are those of a captured run.
+
+        Args:
+            clock: waits for the device and tells the time; the stages of a step are then timed by it.
+        """
+        self.place(prefix)
+        self.load(requests)
+        known = self.read(self.prefill_function(self.state))
+        seeds, number = [request.seed for request in requests], 0
+        while min(known) < self.target.config.tokens:
+            if number % self.spec.block == 0:
+                self.feed(seeds, number + 1, self.spec.block)
+            step = self.trace_step(known, clock)
+            known, number = step.known, number + 1
+            yield step
+
+    def trace_step(self, before: list[int], clock: Callable[[], float] | None) -> StepTrace:
+        """`Step.forward`, with a look between its stages."""
+        step, state, draws = self.step_function, self.state, self.spec.tree.draws
+        seconds: dict[str, float] = {}
+        last = clock() if clock else 0.0
+
+        def done(stage: str) -> None:
+            nonlocal last
+            if clock:
+                now = clock()
+                seconds[stage], last = now - last, now
+
+        uniform, length = step.begin(state)
+        if step.drafting is None:
+            drafts = step.draft(length, uniform[:, :draws], state)
+            done("draft")
+        else:
+            grown = step.drafting.grow(length, uniform[:, :draws], state)
+            done("draft")
+            drafts = step.drafting.link(grown, state)
+            done("tables")
+        hidden = step.verify(drafts, length, state)
+        done("verify")
+        accepted = step.accept(hidden, drafts, uniform[:, draws:], state)
+        done("accept")
+        known = step.commit(hidden, drafts, accepted, length, state)
+        done("commit")
+        return StepTrace(before, drafts, accepted, self.read(known), seconds)
+
+    def report(self) -> GraphReport:
+        """Counts since the engine was built."""
+        stats = (self.prefill.stats, self.step.stats)
+        return GraphReport(
+            self.mode,
+            self.backend.graph_modes[self.mode],
+            self.captures,
+            sum(s.replays for s in stats),
+            self.captures - max(self.warm_captures, 0),
+            self.host_reads,
+            sum(s.capture_seconds for s in stats),
+        )
+
+
+class EngineCache:
+    """At most so many engines; what is evicted gives its memory back.
+
+    The one in use is never the one evicted. Where recorded graphs share memory, that memory goes with the last of
+    them; so the last is evicted only if there is no room for another beside it.
+    """
+
+    def __init__(self, model: ImageModel, backend: Backend, mode: str, kept: int = KEPT) -> None:
+        self.model, self.backend, self.mode, self.kept = model, backend, mode, kept
+        self.engines: OrderedDict[Spec, Engine] = OrderedDict()
+
+    def get(self, spec: Spec) -> Engine:
+        """The engine of a spec, now the youngest."""
+        if spec not in self.engines:
+            self.make_room(spec)
+            self.engines[spec] = self.make(spec)
+        self.engines.move_to_end(spec)
+        return self.engines[spec]
+
+    def make(self, spec: Spec, mode: str | None = None, drafter: Drafter | None = None) -> Engine:
+        """An engine of its own, which is not kept.
+
+        Args:
+            mode: graph mode in place of the usual one. drafter: in place of the model's.
+        """
+        model = self.model
+        near = model.nearest(spec.neighbours) if spec.neighbours else None
+        drafter = drafter or model.drafter
+        return Engine(model.target, drafter, spec, self.backend, mode or self.mode, near)
+
+    def make_room(self, spec: Spec) -> None:
+        """Evict the oldest until there are few enough, and until the device has memory for the caches of a new one."""
+        config = self.model.target.config
+        layers = config.layers + (1 if spec.tree.depth else 0)
+        numbers = 2 * layers * spec.rows * capacity(config, spec.tree) * config.kv_width
+        need = numbers * self.model.target.dtype.itemsize
+        self.shrink(self.kept - 1)
+        while self.engines and need > (self.backend.memory().free or need):
+            self.shrink(len(self.engines) - 1)
+
+    def shrink(self, count: int) -> None:
+        """Leave the youngest `count` engines."""
+        while len(self.engines) > max(count, 0):
+            _, engine = self.engines.popitem(last=False)
+            engine.close()
+
+    def discard(self, spec: Spec) -> None:
+        """Forget one, if it is there: its warm-up failed, say."""
+        engine = self.engines.pop(spec, None)
+        if engine is not None:
+            engine.close()

@@ -1,0 +1,123 @@
+"""What fixes a step's graph. Needs no torch.
+
+Values that differ from request to request are rounded up to a few classes, so that two requests that differ a
+little share one graph and one state.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lantern_hpu.config import Request
+from lantern_hpu.errors import OptionError, require
+from lantern_hpu.models.config import TransformerConfig
+from lantern_hpu.relaxation import Residual
+from lantern_hpu.tree import Tree
+
+BLOCK = 16  # most steps between two host reads
+BATCHES = (1, 2, 3, 4, 6, 8)  # sizes of a batch where none is asked for
+LEAST_CLASS = 16  # of top-k and neighbours
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A different spec is a different graph."""
+
+    images: int  # B
+    guidance: bool  # two rows an image
+    tree: Tree
+    block: int = BLOCK  # most steps between two host reads; uniforms are copied in for that many
+    max_top_k: int = 0  # 0: no image uses top-k
+    use_top_p: bool = False
+    use_greedy: bool = False  # some image is greedy
+    use_sampled: bool = True  # some image is sampled
+    neighbours: int = 0  # K, neighbours kept; 0: no image lends their mass
+    annealed: bool = False  # some image weighs its drafts by depth
+    residual: Residual = "sound"
+
+    @classmethod
+    def of(
+        cls,
+        requests: Sequence[Request],
+        tree: Tree,
+        images: int,
+        config: TransformerConfig,
+        listed: int | None = None,
+    ) -> Spec:
+        """What these requests need, in a batch of so many images; whatever none of them uses is left out.
+
+        Args:
+            listed: neighbours that are known of each code, if not all are.
+
+        Raises:
+            OptionError: they cannot share a graph, or ask for more codes than there are.
+        """
+        samplings = [request.sampling for request in requests]
+        lending = [r.relaxation for r in requests if r.relaxation.lends]
+        residuals = {r.residual for r in lending} or {"sound"}
+        if len(residuals) > 1:
+            raise OptionError("two residuals in one batch", "the residual is part of the graph")
+        vocabulary, most = config.vocab_size, max((r.k for r in lending), default=0)
+        allowed = f"0 to {vocabulary - 1}, the neighbours of a code"
+        require(most < vocabulary, "--relax-k", most, allowed)
+        # The published residual looks one neighbour further than the bound.
+        need, listed = min(most + 1, vocabulary - 1) if most else 0, listed or vocabulary - 1
+        require(need <= listed, "--relax-k", most, f"0 to {listed - 1}, as many as are listed")
+        allowed = f"at most {vocabulary} children of a node"
+        require(tree.max_children <= vocabulary, "--tree", tree.name, allowed)
+        limited = [s.top_k for s in samplings if 0 < s.top_k < vocabulary and not s.greedy]
+        return cls(
+            images,
+            any(s.cfg_scale != 1 for s in samplings),
+            tree,
+            max_top_k=min(class_of(max(limited, default=0)), vocabulary),
+            use_top_p=any(s.top_p < 1 and not s.greedy for s in samplings),
+            use_greedy=any(s.greedy for s in samplings),
+            use_sampled=not all(s.greedy for s in samplings),
+            neighbours=min(class_of(need), listed),
+            annealed=any(r.relaxation.weighs for r in requests),
+            residual=residuals.pop(),
+        )
+
+    @property
+    def rows(self) -> int:
+        """R, sequences on the device."""
+        return self.images * (2 if self.guidance else 1)
+
+    @property
+    def draws(self) -> int:
+        """Uniforms a step takes for an image: drafts, acceptance, bonus token."""
+        return self.tree.draws + self.tree.depth * self.tree.max_children + 1
+
+
+def class_of(count: int) -> int:
+    """The least power of two that holds a count; 0 stays 0."""
+    return max(LEAST_CLASS, 1 << (count - 1).bit_length()) if count else 0
+
+
+def together(images: int, wanted: int | None = None) -> int:
+    """How many of so many images are decoded together, if it is not settled.
+
+    Ten images in batches of at most eight are two batches of six, not eight and two.
+
+    Raises:
+        OptionError: fewer than one are wanted.
+    """
+    require(wanted is None or wanted >= 1, "--batch-size", wanted, "1 or more")
+    if wanted:
+        return wanted
+    batches = -(-images // BATCHES[-1])
+    return BATCHES[bisect_left(BATCHES, -(-images // max(batches, 1)))]
+
+
+def token_columns(config: TransformerConfig, tree: Tree) -> int:
+    """Width of an image's row of tokens: the image, and scratch for what a step writes past its end."""
+    return config.tokens + tree.depth + 1
+
+
+def capacity(config: TransformerConfig, tree: Tree) -> int:
+    """S: prefix, image and one tree beyond them, so that a finished image still writes into its own row."""
+    need = config.prefix + config.tokens + max(tree.size, tree.depth + 1, tree.scratch)
+    return -(-need // 64) * 64

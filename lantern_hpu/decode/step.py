@@ -1,0 +1,196 @@
+"""The second captured function, the step: draft, verify, accept, commit.
+
+A function of one `DecodeState`: no host read, no shape that depends on data, no Python value that varies between
+calls. Autoregressive decoding is the step with the one-node tree.
+
+Words: L = P + t is the number of committed positions; the root (token t) is certain but not yet in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lantern_hpu.decode.accept import Acceptance, Verdict
+from lantern_hpu.decode.drafting import Committed, Drafting, Drafts
+from lantern_hpu.decode.positions import Positions
+from lantern_hpu.decode.sampler import Sampler
+from lantern_hpu.decode.spec import Spec, capacity, token_columns
+from lantern_hpu.decode.state import DecodeState
+from lantern_hpu.decode.tree_tables import StaticTables, rows_at
+from lantern_hpu.models.transformer import Target
+from lantern_hpu.ops.buffers import arange32, constant
+from lantern_hpu.ops.masks import additive_mask
+from lantern_hpu.ops.sampling import gather, gather_rows
+from lantern_hpu.tree import DraftTree
+
+
+@dataclass
+class Accepted:
+    """What verification let through."""
+
+    probs: Tensor  # [B, I, V] float32, the target's at nodes with children, or at the root if it has none
+    node: Tensor  # [B] int32, where the walk stopped
+    bonus: Tensor  # [B] int32, the token after it
+    relaxed: Tensor  # [B, D] bool, which drafts of its path passed only thanks to relaxation
+
+
+class Step(nn.Module):
+    """One decode step for a batch of images, each at its own length."""
+
+    def __init__(
+        self,
+        target: Target,
+        drafting: Drafting | None,
+        spec: Spec,
+        neighbours: Tensor | None = None,
+    ) -> None:
+        """
+        Args:
+            drafting: None where the root is the whole tree.
+            neighbours: [V, K] int32 for relaxed acceptance.
+        """
+        super().__init__()
+        self.target, self.drafting, self.spec = target, drafting, spec
+        self.positions, self.sampler = Positions(target.config, spec), Sampler(target, spec)
+        tree, config = spec.tree, target.config
+        self.prefix, self.tokens, self.depth = config.prefix, config.tokens, tree.depth
+        self.acceptance = None
+        if drafting is not None:
+            kernel = target.kernels.walk
+            self.acceptance = Acceptance(tree, neighbours, spec.residual, spec.annealed, kernel)
+        self.alone = StaticTables(DraftTree.root_only())
+        # [I] nodes whose children may be tried; which they are is not known of a dynamic tree
+        expanded = tree.expanded if isinstance(tree, DraftTree) else None
+        self.expanded = None if expanded is None else constant(expanded, torch.int32)
+        self.first = constant(arange32(spec.images) * token_columns(config, tree))  # [B]
+        layers = arange32(config.layers) * spec.rows * capacity(config, tree)
+        self.layer_start = constant(layers)  # [layers]
+
+    def forward(self, state: DecodeState) -> Tensor:
+        """Returns how many tokens of each image are known [B]."""
+        return self.finish(state, *self.start(state))
+
+    @property
+    def parts(self) -> tuple[Callable[..., Any], ...]:
+        """Two halves, for a device that cannot record the whole as one graph."""
+        return self.start, self.finish
+
+    def start(self, state: DecodeState) -> tuple[Tensor, Tensor, Drafts]:
+        """This step's uniforms for acceptance [B, D * C + 1], committed positions [R], and trees."""
+        uniform, length = self.begin(state)
+        draws = self.spec.tree.draws
+        return uniform[:, draws:], length, self.draft(length, uniform[:, :draws], state)
+
+    def finish(self, state: DecodeState, uniform: Tensor, length: Tensor, drafts: Drafts) -> Tensor:
+        """Verify, accept and commit. -> [B] tokens known"""
+        hidden = self.verify(drafts, length, state)
+        accepted = self.accept(hidden, drafts, uniform, state)
+        return self.commit(hidden, drafts, accepted, length, state)
+
+    def begin(self, state: DecodeState) -> tuple[Tensor, Tensor]:
+        """This step's uniforms [B, draws], and how many positions of each row are committed [R]."""
+        uniform = state.uniforms.index_select(0, state.cursor)[0]
+        state.cursor.add_(1)
+        return uniform, self.positions.per_row(state.count) + self.prefix
+
+    def draft(self, length: Tensor, uniform: Tensor, state: DecodeState) -> Drafts:
+        """The trees to verify."""
+        if self.drafting is None:
+            return Drafts(state.root[:, None], None, self.alone(len(state.root)))
+        return self.drafting.draft(length, uniform, state)
+
+    def verify(self, drafts: Drafts, length: Tensor, state: DecodeState) -> Tensor:
+        """The target over the whole tree in one pass: features [R, M, H]."""
+        per_row, tables = self.positions.per_row, drafts.tables
+        rope = self.positions.rope(length[:, None] + per_row(tables.depth), state)
+        mask = self.positions.mask(length, per_row(tables.ancestors)) & state.valid[:, None]
+        index = self.positions.cache_index(length, drafts.tokens.shape[1])
+        x = self.target.embed(per_row(drafts.tokens))
+        return self.target(x, rope, additive_mask(mask, x.dtype), state.kv_cache, index)
+
+    def accept(
+        self, hidden: Tensor, drafts: Drafts, uniform: Tensor, state: DecodeState
+    ) -> Accepted:
+        """Which drafts stay, and what comes after them."""
+        if self.acceptance is None:
+            probs = self.sampler(hidden, state)  # [B, 1, V]
+            bonus = self.sampler.token(probs[:, 0], probs[:, 0], uniform[:, 0], state)
+            none = torch.zeros_like(state.accepted, dtype=torch.bool)  # [B, 0]: nothing to relax
+            return Accepted(probs, torch.zeros_like(state.root), bonus, none)
+        inner = hidden if self.expanded is None else hidden[:, self.expanded]
+        p = self.sampler(inner, state)  # [B, I, V]
+        verdict = self.judge(self.acceptance, p, drafts, uniform, state)
+        stop = self.positions.per_row(verdict.node)[:, None]  # [R, 1]
+        fresh = self.sampler(gather_rows(hidden, stop), state)[:, 0]  # [B, V]
+        inside = rows_at(drafts.tables.child, verdict.node)[:, :1] > 0  # [B, 1]
+        probs = torch.where(inside, verdict.residual, fresh)
+        bonus = self.sampler.token(probs, fresh, uniform[:, -1], state)
+        return Accepted(p, verdict.node, bonus, verdict.relaxed)
+
+    def judge(
+        self,
+        acceptance: Acceptance,
+        p: Tensor,
+        drafts: Drafts,
+        uniform: Tensor,
+        state: DecodeState,
+    ) -> Verdict:
+        """The sampled walk, the greedy one, or each for its images."""
+        tokens, tables = drafts.tokens, drafts.tables
+        if not self.spec.use_sampled:
+            return acceptance.greedy(p, tokens, tables, state.bounds)
+        tries = uniform[:, :-1].unflatten(1, (self.depth, -1))  # [B, D, C]
+        sampled = acceptance.sampled(p, drafts.q, tokens, tables, tries, state.bounds)
+        if not self.spec.use_greedy:
+            return sampled
+        best = acceptance.greedy(p, tokens, tables, state.bounds)
+        greedy = state.sampling.greedy
+        node = torch.where(greedy, best.node, sampled.node)
+        relaxed = torch.where(greedy[:, None], best.relaxed, sampled.relaxed)
+        return Verdict(node, sampled.residual, relaxed)
+
+    def commit(
+        self, hidden: Tensor, drafts: Drafts, accepted: Accepted, length: Tensor, state: DecodeState
+    ) -> Tensor:
+        """Keep the accepted path and the bonus token; everything else is overwritten later."""
+        path = rows_at(drafts.tables.path, accepted.node)  # [B, D + 1]
+        taken = gather(drafts.tables.depth, 1, accepted.node[:, None])[:, 0]  # [B]
+        order = self.positions.arange[: self.depth + 1]  # [D + 1]
+        # Token t + 1 + i is draft i + 1 of the path, or the bonus token after the last of them.
+        drafted = gather(drafts.tokens, 1, torch.cat([path[:, 1:], path[:, -1:]], 1))
+        news = torch.where(order < taken[:, None], drafted, accepted.bonus[:, None])  # [B, D + 1]
+        index = (self.first + state.count + 1)[:, None] + order
+        state.tokens.index_copy_(0, index.flatten().long(), news.flatten())
+        count = (state.count + taken + 1).clamp(max=self.tokens - 1)
+        if self.drafting is not None:
+            self.move_path(path, length, state)
+            # A finished image adds nothing; one pair keeps its catch-up within its own row.
+            added = (count - state.count).clamp(min=1)
+            self.drafting.absorb(Committed(hidden, path, news, added), state)
+        self.tally(taken, accepted.relaxed, order, state)
+        state.root.copy_(accepted.bonus)
+        state.count.copy_(count)
+        return state.count + 1
+
+    def move_path(self, path: Tensor, length: Tensor, state: DecodeState) -> None:
+        """Move the path's [B, D + 1] keys and values together, behind the committed ones."""
+        start = (self.positions.row_start + length)[:, None]
+        source = (start + self.positions.per_row(path)[:, 1:]).flatten()  # [R * D]
+        goal = (start + self.positions.arange[1 : self.depth + 1]).flatten()
+        layers = self.layer_start[:, None]
+        state.kv_cache.move((layers + source).flatten(), (layers + goal).flatten())
+
+    def tally(self, taken: Tensor, relaxed: Tensor, order: Tensor, state: DecodeState) -> None:
+        """Count the step for images that are not done, and only what lies within the image."""
+        last = self.tokens - 1
+        state.steps.add_(state.count < last)
+        if self.depth:
+            depth = order[1:]  # 1 .. D
+            counted = (depth <= taken[:, None]) & (state.count[:, None] + depth <= last)
+            state.accepted.add_(counted)
+            state.relaxed.add_((relaxed & counted).sum(1, dtype=torch.int32))

@@ -1,0 +1,221 @@
+"""How far a method moves the distribution of the next token: what a relaxation costs.
+
+Exact decoding draws images up to places spread over the image. There the target's distribution p of the next token is
+known, and so is, for given drafts, that of the token which acceptance lets through: `Acceptance.expectation` has the
+chances and residuals of decoding, multiplied out instead of drawn. Averaged over many draws of the drafts this is the
+method's own, and
+
+    TV = 1/2 sum |method's - p|
+
+is the share of next tokens that are not the model's own choice. A dynamic tree's drafts are not drawn, so one
+evaluation is exact. For a static tree the same draws go through the exact rule, whose distribution is p, and the
+difference of the two averages is taken: what the draws have in common cancels. `eagle` itself is compared with p
+directly, so its figure is what is left of the draws' noise. The interval is that of the mean over the places.
+
+The measured token is the first of a step. Tokens a step and milliseconds an image are those of real drawing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lantern_hpu.choice import fitted
+from lantern_hpu.config import METHODS, Request, in_turn
+from lantern_hpu.decode.accept import Acceptance, Bounds
+from lantern_hpu.decode.engine import StepTrace
+from lantern_hpu.errors import OptionError
+from lantern_hpu.evaluate.options import FidelityOptions, Setting
+from lantern_hpu.ops.sampling import gather, sample_distinct
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.prompts import usual_prompts
+from lantern_hpu.relaxation import Relaxation
+from lantern_hpu.results import tokens_per_step
+from lantern_hpu.tree import Tree
+
+BATCH = 8  # images whose places are found together
+TOGETHER = 64  # draws of the drafts that are judged together
+
+
+@dataclass
+class Place:
+    """Where an image stands before a step: what the distribution of its next token depends on."""
+
+    p: Tensor  # [1, V] the target's probabilities after the root
+    q: Tensor | None  # [1, V] the drafter's; None: the drafts are not drawn
+    tokens: Tensor  # [1, C] the root's children
+    exists: Tensor  # [1, C] bool
+
+    @classmethod
+    def of(cls, step: StepTrace, image: int) -> Place:
+        """Of one image; a copy, as the trace goes on."""
+        drafts, one = step.drafts, slice(image, image + 1)
+        child = drafts.tables.child[one, 0]  # [1, C]
+        q = None if drafts.q is None else drafts.q[one, 0].clone()
+        tokens = gather(drafts.tokens[one], 1, child)
+        return cls(step.accepted.probs[one, 0].clone(), q, tokens, child > 0)
+
+
+def prompts_of(pipeline: LanternPipeline) -> Sequence[str]:
+    return usual_prompts(pipeline.model.condition.takes_classes)
+
+
+# ------------------------------------------------------------------------------------ places
+
+
+def find_places(
+    pipeline: LanternPipeline, tree: Tree, requests: Sequence[Request], shares: Sequence[float]
+) -> list[Place]:
+    """Of a batch that is drawn with this tree, each image up to its share of the whole."""
+    engine = pipeline.engines.get(pipeline.spec(requests, tree, len(requests)))
+    # One step past its place an image must not be over.
+    last = pipeline.model.target.config.tokens - 1 - engine.longest
+    until = [max(1, round(share * last)) for share in shares]
+    found: dict[int, Place] = {}
+    for step in engine.trace(pipeline.prefix(engine, requests), requests):
+        for image, known in enumerate(step.before):
+            if image not in found and known >= until[image]:
+                found[image] = Place.of(step, image)
+        if len(found) == len(requests):
+            break
+    return [found[image] for image in range(len(requests))]
+
+
+def all_places(
+    pipeline: LanternPipeline, tree: Tree, options: FidelityOptions, bar: tqdm[Any]
+) -> list[Place]:
+    """As many as asked for, one an image and evenly over the images, which are drawn exactly."""
+    found: list[Place] = []
+    for start in range(0, options.images, BATCH):
+        index = range(start, min(options.images, start + BATCH))
+        requests = in_turn(prompts_of(pipeline), index, options.seed, pipeline.model.sampling)
+        # Neighbours in the list lie far apart in the image, so that a batch has both ends of it.
+        shares = [(i * 0.618 + 0.5 / options.images) % 1 for i in index]
+        found += find_places(pipeline, tree, requests, shares)
+        bar.update(len(index))
+    return found
+
+
+# ------------------------------------------------------------------------------------ distances
+
+
+def distances(
+    pipeline: LanternPipeline,
+    tree: Tree,
+    places: Sequence[Place],
+    relaxation: Relaxation,
+    options: FidelityOptions,
+) -> list[float]:
+    """The TV at each of the places."""
+    request = Request("any", sampling=pipeline.model.sampling, relaxation=relaxation)
+    spec, device = pipeline.spec([request], tree, 1), pipeline.backend.device
+    near = pipeline.model.nearest(spec.neighbours) if spec.neighbours else None
+    relaxed = Acceptance(tree, near, spec.residual, spec.annealed).to(device)
+    exact = Acceptance(tree).to(device) if relaxation.active else None
+    bounds = Bounds.of([relaxation], 1, device)
+    generator, found = torch.Generator().manual_seed(options.seed), []
+    for place in places:
+        uniform = torch.rand(options.draws, place.tokens.shape[1], generator=generator)
+        found.append(distance(place, relaxed, exact, bounds, uniform.to(device)))
+    return found
+
+
+def distance(
+    place: Place, relaxed: Acceptance, exact: Acceptance | None, bounds: Bounds, uniform: Tensor
+) -> float:
+    """The TV at a place.
+
+    Args:
+        exact: None compares with p itself.
+        bounds: of one image.
+        uniform: [n, C], for n draws of the drafts, where they are drawn.
+    """
+    if place.q is None:
+        expected = relaxed.expectation(place.p, None, place.tokens, place.exists, bounds, 0)
+        return float((expected - place.p).abs().sum()) / 2
+    moved = torch.zeros_like(place.p[0])  # [V], of all draws together
+    for part in uniform.split(TOGETHER):
+        p, q, exists = (x.expand(len(part), -1) for x in (place.p, place.q, place.exists))
+        drafts = (p, q, sample_distinct(q, part), exists, bounds, 0)
+        against = exact.expectation(*drafts) if exact else p
+        moved += (relaxed.expectation(*drafts) - against).sum(0)
+    return float(moved.abs().sum()) / (2 * len(uniform))
+
+
+def interval(values: Sequence[float]) -> float | None:
+    """Half the width of the 95 % interval of their mean; a single value has none."""
+    if len(values) < 2:
+        return None
+    return 1.96 * statistics.stdev(values) / math.sqrt(len(values))
+
+
+# ------------------------------------------------------------------------------------ all of it
+
+
+def speed(
+    pipeline: LanternPipeline, setting: Setting, options: FidelityOptions
+) -> dict[str, float]:
+    """Tokens a step and milliseconds an image, one image at a time, after a first one."""
+    tree = METHODS[setting.method].default_tree
+    index, sampling = range(options.timed), pipeline.model.sampling
+    requests = in_turn(prompts_of(pipeline), index, options.seed, sampling, setting.relaxation)
+    pipeline.draw(requests[:1], tree, setting.method, 1)
+    result = pipeline.draw(requests, tree, setting.method, 1)
+    timing = result.timing
+    spent = timing.generate_s + timing.text_s + timing.decode_s
+    return {
+        "tokens_per_step": tokens_per_step(result.records),
+        "ms_per_image": 1000 * spent / options.timed,
+    }
+
+
+@torch.no_grad()
+def measure(
+    pipeline: LanternPipeline,
+    settings: Sequence[Setting],
+    options: FidelityOptions,
+    bar: tqdm[Any],
+) -> Iterator[dict[str, Any]]:
+    """A row of the report for each setting.
+
+    Raises:
+        OptionError: the model is greedy.
+    """
+    if pipeline.model.sampling.greedy:
+        why = "its tokens have no distribution to move"
+        raise OptionError(f"{pipeline.model.name} is greedy", why)
+    places: dict[str, list[Place]] = {}  # by the kind of tree
+    for setting in settings:
+        bar.set_description(setting.name)
+        setting = replace(setting, relaxation=fitted(setting.relaxation, pipeline.model))
+        kind, tree = METHODS[setting.method].tree, METHODS[setting.method].default_tree
+        tv = [0.0]  # what drafts nothing draws from p itself
+        if kind is not None:
+            if kind not in places:
+                places[kind] = all_places(pipeline, tree, options, bar)
+            tv = distances(pipeline, tree, places[kind], setting.relaxation, options)
+        bar.update(options.images)
+        drawn = speed(pipeline, setting, options)
+        bar.update(options.timed)
+        yield {
+            "row": setting.name,
+            "method": setting.method,
+            "relaxation": setting.relaxation.as_json(),
+            "places": len(tv),
+            "tv": statistics.fmean(tv),
+            "tv_interval": interval(tv) if kind else 0.0,
+            **drawn,
+        }
+
+
+def total(settings: Sequence[Setting], options: FidelityOptions) -> int:
+    """Images that the bar of `measure` counts."""
+    kinds = {METHODS[setting.method].tree for setting in settings} - {None}
+    return options.images * (len(kinds) + len(settings)) + options.timed * len(settings)

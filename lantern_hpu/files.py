@@ -1,0 +1,128 @@
+"""Files: read and write them whole or not at all, tell them apart, and where ours are kept. Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from lantern_hpu.errors import OutputError, WeightsError
+
+ASSETS = Path(__file__).parent / "assets"
+UNASKED = "nothing is overwritten unasked"
+
+
+def cache_folder() -> Path:
+    """Where what was computed once is kept: LANTERN_HPU_CACHE, else the user's cache folder."""
+    own = os.environ.get("LANTERN_HPU_CACHE")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lantern_hpu"
+
+
+@contextmanager
+def reported_as(what: str, hint: str = "") -> Iterator[None]:
+    """Whatever is missing or senseless in files that are used inside is an error of these words.
+
+    Raises:
+        WeightsError: instead of an OSError, KeyError, ValueError and the like.
+    """
+    try:
+        yield
+    except KeyError as error:
+        raise WeightsError(what, f"{error.args[0]} is missing", hint) from error
+    except (OSError, ValueError, TypeError, IndexError, AttributeError, ArithmeticError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise WeightsError(what, why, hint) from error
+
+
+@contextmanager
+def reading(file: Path, hint: str = "") -> Iterator[dict[str, Any]]:
+    """The object in a JSON file; what goes wrong while it is read and used is a WeightsError that names the file."""
+    with reported_as(f"cannot read {file}", hint):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(found, dict):
+            raise ValueError("it is not an object")
+        yield found
+
+
+def sha256(path: Path) -> str:
+    """Hexadecimal digest of a file.
+
+    Raises:
+        WeightsError: the file cannot be read.
+    """
+    digest = hashlib.sha256()
+    with reported_as(f"cannot read {path}"), open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def check_free(paths: Iterable[Path], force: bool) -> None:
+    """Refuse to go on if a result could not be written later.
+
+    Raises:
+        OutputError: two results would go to one file, a file exists (unless forced), or its folder cannot be
+            written.
+    """
+    paths = list(paths)
+    twice = [str(path) for path in paths if paths.count(path) > 1]
+    if twice:
+        raise OutputError(f"{twice[0]} is to hold two results", "each needs a file of its own")
+    taken = [str(path) for path in paths if path.exists()]
+    folders = [path for path in paths if path.is_dir()]
+    if folders:
+        raise OutputError(f"{folders[0]} is a folder", "a file was to be written there")
+    if taken and not force:
+        some = ", ".join(taken[:3]) + (f" and {len(taken) - 3} more" if len(taken) > 3 else "")
+        raise OutputError(f"{some} exists", UNASKED, "--force or another --output")
+    for folder in {path.parent for path in paths}:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            why = error.strerror or str(error)
+            raise OutputError(f"cannot write into {folder}", why) from error
+
+
+def write_file(path: Path, data: bytes, force: bool = False) -> None:
+    """Write a whole file or none: first beside its place, then moved over.
+
+    Raises:
+        OutputError: it exists and `force` is off, no permission, disk full.
+    """
+    if path.exists() and not force:
+        raise OutputError(f"{path} exists", UNASKED, "--force or another name")
+    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        place(part, path, force)
+    except OSError as error:
+        raise OutputError(f"cannot write {path}", error.strerror or str(error)) from error
+    finally:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+
+
+def place(part: Path, path: Path, force: bool) -> None:
+    """Give a finished file its name; unlike a move, a link fails if the name was taken meanwhile."""
+    if not force:
+        try:
+            os.link(part, path)
+            return
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without links
+            pass
+    os.replace(part, path)

@@ -1,0 +1,338 @@
+"""What a model is made of, in numbers: sizes, variants, and what follows from them. Needs no torch.
+
+Networks are built from these, checkpoints are recognised as these, and whoever counts parameters, bytes or operations
+counts from these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """Sizes and variants of a decoder; the values are the checkpoint's, never the user's."""
+
+    vocab_size: int
+    dim: int
+    layers: int
+    heads: int
+    ffn_dim: int
+    prefix: int  # P, condition positions before the first image token
+    grid: tuple[int, int]  # rows, columns of image tokens
+    kv_heads: int | None = None  # None: as many as heads
+    norm_eps: float = 1e-5
+    rope_base: float = 10000.0
+    # By grid row and column (LlamaGen), or by position (Chameleon)
+    rope: Literal["2d", "1d"] = "2d"
+    # Which features form a pair: (0, 1), (2, 3), ... as in LlamaGen's files, or (0, hd/2), ... as in
+    # Chameleon's. "half" reads memory in order; the two differ by a permutation of q and k features.
+    rope_pairs: Literal["interleaved", "half"] = "interleaved"
+    # LlamaGen's condition positions have cos = sin = 0, so their queries and keys vanish; "identity"
+    # leaves them unrotated, and image tokens can look at single words.
+    rope_prefix: Literal["zero", "identity"] = "zero"
+    qk_norm: bool = False  # Chameleon normalises each head's queries and keys
+    # Rows of the embedding where it knows more than image tokens: those come first, words follow (Chameleon).
+    embed_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grid", tuple(self.grid))  # JSON has no tuples
+        sizes = (self.vocab_size, self.dim, self.layers, self.heads, self.ffn_dim, self.prefix)
+        if min(*sizes, *self.grid) < 1 or self.dim % self.heads:
+            why = f"{self.heads} heads of width {self.dim}, {self.layers} layers, grid {self.grid}"
+            raise ValueError(f"sizes that no model has: {why}")
+
+    @property
+    def tokens(self) -> int:
+        """N, image tokens of one image."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def head_dim(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def kv(self) -> int:
+        """Number of key/value heads."""
+        return self.kv_heads or self.heads
+
+    @property
+    def width(self) -> int:
+        """Of all heads' queries together."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Of all heads' keys together."""
+        return self.kv * self.head_dim
+
+    @property
+    def block_matrices(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of one layer's: queries to values, what mixes the heads, SwiGLU."""
+        return (
+            (self.width + 2 * self.kv_width, self.dim),
+            (self.dim, self.width),
+            (2 * self.ffn_dim, self.dim),
+            (self.dim, self.ffn_dim),
+        )
+
+    def block_parameters(self, input_norm: bool = True) -> int:
+        """Attention, SwiGLU and norms of one layer."""
+        matrices = sum(rows * columns for rows, columns in self.block_matrices)
+        norms = 2 * (self.width + self.kv_width) if self.qk_norm else 0
+        return matrices + (1 + input_norm) * self.dim + norms
+
+    @property
+    def embedding_parameters(self) -> int:
+        return (self.embed_rows or self.vocab_size) * self.dim
+
+    @property
+    def head_parameters(self) -> int:
+        return self.vocab_size * self.dim
+
+    @property
+    def parameters(self) -> int:
+        """Embedding, blocks, final norm, head."""
+        tables = self.embedding_parameters + self.head_parameters
+        return tables + self.layers * self.block_parameters() + self.dim
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """An EAGLE drafter, where it differs from its target; None: as the target's.
+
+    Attributes:
+        input_norm: whether the block normalises its input (Anole).
+        sees_pads: whether padded condition positions are visible (LlamaGen's published drafters).
+        shift: 1 where entry i reads token i + 1, as EAGLE does; 0 where it reads token i, as a drafter
+            trained on unshifted tokens does. Such a one guesses alike below all siblings.
+    """
+
+    input_norm: bool = False
+    sees_pads: bool = False
+    shift: int = 1
+    norm_eps: float | None = None
+    ffn_dim: int | None = None
+    qk_norm: bool | None = None
+
+    def sizes(self, target: TransformerConfig) -> TransformerConfig:
+        """The block's, with the target's `layers` left as it is."""
+        own = {name: getattr(self, name) for name in ("norm_eps", "ffn_dim", "qk_norm")}
+        return replace(target, **{n: value for n, value in own.items() if value is not None})
+
+    def parameters(self, target: TransformerConfig) -> int:
+        """Embedding, fc over [embedding, feature] with bias, block."""
+        return target.embedding_parameters + self.own_parameters(target)
+
+    def own_parameters(self, target: TransformerConfig) -> int:
+        """Those that a pass reads: all but the embedding."""
+        fc = 2 * target.dim**2 + target.dim
+        return fc + self.sizes(target).block_parameters(self.input_norm)
+
+    def as_json(self) -> dict[str, Any]:
+        """As `model.json` holds it: what is usual is left out."""
+        kept = {n: value for n, value in asdict(self).items() if value is not None}
+        return {n: value for n, value in kept.items() if n != "shift" or value != 1}
+
+
+@dataclass(frozen=True)
+class VQConfig:
+    """The shape of a tokenizer. One code covers `downsample` x `downsample` pixels."""
+
+    channels: int = 128
+    multipliers: tuple[int, ...] = (1, 1, 2, 2, 4)
+    res_blocks: int = 2
+    z_channels: int = 256
+    code_dim: int = 8
+    codebook_size: int = 16384
+    groups: int = 32
+    normalize_codebook: bool = True
+    # At the coarsest level, as LlamaGen's have; Chameleon's has it in the middle alone
+    attention: bool = True
+
+    def __post_init__(self) -> None:
+        # JSON has no tuples; a list here would make equal configurations compare unequal.
+        object.__setattr__(self, "multipliers", tuple(self.multipliers))
+
+    @property
+    def downsample(self) -> int:
+        return 1 << (len(self.multipliers) - 1)
+
+    @property
+    def parameters(self) -> int:
+        """Of encoder, decoder and codebook."""
+        widths = [self.channels * m for m in self.multipliers]
+        deepest = widths[-1]
+        middle = 2 * _res(deepest, deepest) + _attention(deepest)
+        down = self._levels([self.channels, *widths], self.res_blocks)
+        up = self._levels([deepest, *reversed(widths)], self.res_blocks + 1, deepest_first=True)
+        encoder = _conv(3, self.channels) + down + _norm(deepest) + _conv(deepest, self.z_channels)
+        decoder = _conv(self.z_channels, deepest) + up + _norm(widths[0]) + _conv(widths[0], 3)
+        codes = self.codebook_size * self.code_dim
+        codes += _conv(self.z_channels, self.code_dim, 1) + _conv(self.code_dim, self.z_channels, 1)
+        return encoder + decoder + 2 * middle + codes
+
+    def _levels(self, widths: list[int], blocks: int, deepest_first: bool = False) -> int:
+        """Blocks of each level, from width to width, and the convolutions between levels."""
+        total, last = 0, len(widths) - 2
+        for index, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
+            total += _res(before, after) + (blocks - 1) * _res(after, after)
+            if self.attention and index == (0 if deepest_first else last):
+                total += blocks * _attention(after)
+            if index != last:
+                total += _conv(after, after)
+        return total
+
+
+def _conv(inputs: int, outputs: int, side: int = 3) -> int:
+    return (side**2 * inputs + 1) * outputs
+
+
+def _norm(channels: int) -> int:
+    return 2 * channels
+
+
+def _res(inputs: int, outputs: int) -> int:
+    shortcut = _conv(inputs, outputs, 1) if inputs != outputs else 0
+    return (
+        _norm(inputs) + _conv(inputs, outputs) + _norm(outputs) + _conv(outputs, outputs) + shortcut
+    )
+
+
+def _attention(channels: int) -> int:
+    return _norm(channels) + 4 * _conv(channels, channels, 1)
+
+
+@dataclass(frozen=True)
+class T5Config:
+    """A T5 encoder; names and defaults are those of transformers' config.json."""
+
+    vocab_size: int = 32128
+    d_model: int = 512
+    d_kv: int = 64
+    d_ff: int = 2048
+    num_layers: int = 6
+    num_heads: int = 8
+    relative_attention_num_buckets: int = 32
+    feed_forward_proj: str = "relu"
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> T5Config:
+        """Of a config.json, whatever else it says."""
+        known = {n: type(d)(values[n]) for n, d in asdict(cls()).items() if n in values}
+        return cls(**known)
+
+    @property
+    def parameters(self) -> int:
+        gates = 2 if self.feed_forward_proj.startswith("gated-") else 1
+        attention = 4 * self.d_model * self.num_heads * self.d_kv
+        block = attention + (gates + 1) * self.d_model * self.d_ff + 2 * self.d_model
+        tables = self.vocab_size * self.d_model
+        tables += self.relative_attention_num_buckets * self.num_heads
+        return tables + self.num_layers * block + self.d_model
+
+    @property
+    def float32_parameters(self) -> int:
+        """Those that transformers leaves in float32 where float16 would overflow."""
+        return self.num_layers * self.d_model * self.d_ff
+
+
+# What a kind of condition has in `model.json`
+KINDS = {"words": ("dim", "words"), "t5": ("dim", "text"), "classes": ("classes",), "tokens": ()}
+
+
+@dataclass(frozen=True)
+class ConditionConfig:
+    """How a prompt becomes the target's prefix.
+
+    Attributes:
+        kind: `words`, a table of words and LlamaGen's projection; `t5`, features of a T5 and the projection;
+            `classes`, a table of labels; `tokens`, words of the target's own table.
+        dim: width of caption features. classes: labels. words: the table's.
+        text: folder of the text encoder, where it is known.
+    """
+
+    kind: Literal["words", "t5", "classes", "tokens"]
+    dim: int = 0
+    classes: int = 0
+    words: tuple[str, ...] = ()
+    text: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "words", tuple(self.words))
+        if self.kind not in KINDS:
+            raise ValueError(f"unknown kind of condition {self.kind!r}")
+
+    def parameters(self, target: TransformerConfig) -> int:
+        """Of what is stored with the target; the text encoder is not."""
+        if self.kind == "classes":
+            return (self.classes + 1) * target.dim  # one row for "no class"
+        if self.kind == "tokens":
+            return 0
+        projection = (target.prefix + target.dim) * self.dim + target.dim**2
+        table = (len(self.words) + 2 + target.prefix) * self.dim
+        return projection + (table if self.kind == "words" else 0)
+
+    def as_json(self) -> dict[str, Any]:
+        """As `model.json` holds it: what the kind has."""
+        values = asdict(self) | {"words": list(self.words)}
+        return {name: values[name] for name in ("kind", *KINDS[self.kind])}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """All parts of a text-to-image model.
+
+    Attributes:
+        drafter: None where there is none. vq: None where nothing is to become a picture.
+        text: sizes of the text encoder that the condition needs; None where it needs none, or is not here.
+    """
+
+    target: TransformerConfig
+    condition: ConditionConfig
+    drafter: DrafterConfig | None = None
+    vq: VQConfig | None = None
+    text: T5Config | None = None
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ModelConfig:
+        """
+        Raises:
+            KeyError, TypeError, ValueError: values are missing, unknown or senseless.
+        """
+
+        def part(name: str, kind: type[Any]) -> Any:
+            found = values.get(name)
+            return None if found is None else kind(**found)
+
+        return cls(
+            TransformerConfig(**values["target"]),
+            ConditionConfig(**values["condition"]),
+            part("drafter", DrafterConfig),
+            part("vq", VQConfig),
+            part("text", T5Config),
+        )
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """Height and width in pixels; codes if there is no tokenizer."""
+        rows, columns = self.target.grid
+        pixels = self.vq.downsample if self.vq else 1
+        return rows * pixels, columns * pixels
+
+    @property
+    def lacks_text(self) -> bool:
+        """Whether there is a text encoder of unknown sizes."""
+        return self.condition.kind == "t5" and self.text is None
+
+    @property
+    def parameters(self) -> dict[str, int]:
+        """Numbers that each part holds; 0 where there is none."""
+        return {
+            "target": self.target.parameters + self.condition.parameters(self.target),
+            "drafter": self.drafter.parameters(self.target) if self.drafter else 0,
+            "vq": self.vq.parameters if self.vq else 0,
+            "text": self.text.parameters if self.text else 0,
+        }

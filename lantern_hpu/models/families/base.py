@@ -1,0 +1,51 @@
+"""The contract of a checkpoint family: how its files are recognised, and what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lantern_hpu.config import Sampling
+from lantern_hpu.models.config import ConditionConfig, TransformerConfig
+from lantern_hpu.models.files.checkpoint import Checkpoint
+from lantern_hpu.models.files.parts import Parts
+from lantern_hpu.models.files.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Published:
+    """What a published target turned out to be.
+
+    Attributes:
+        kind: as the list of known models has it.
+        checkpoint: its tensors by the names that the recipe uses.
+        recipe: of `target.*` and of the condition's modules.
+        tokenizer: a whole image tokenizer, if the target's own file holds one.
+    """
+
+    kind: str
+    config: TransformerConfig
+    condition: ConditionConfig
+    checkpoint: Checkpoint
+    recipe: Recipe
+    tokenizer: Checkpoint | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family; its file says the same of each.
+
+    Attributes:
+        recognises: whether these tensors are of the family.
+        read: what they are; takes them, the config.json beside them, and where the other parts lie.
+        ignored: what the names of tensors that are not needed have in them.
+        sampling: published settings of each kind, by the names that the list of known models has for those.
+        normalized_codes: whether codes are used at length 1.
+    """
+
+    recognises: Callable[[Checkpoint], bool]
+    read: Callable[[Checkpoint, dict[str, Any], Parts], Published]
+    ignored: tuple[str, ...]
+    sampling: Mapping[str, Sampling]
+    normalized_codes: bool

@@ -1,0 +1,109 @@
+"""Chameleon's family, of which Anole draws: names and sizes of the files.
+
+One table of 65,536 tokens holds words and image codes. Ours begins with the image codes: token t of the checkpoint is
+row (t - 4) mod 65536, so that a code is its own row, and the head keeps the rows of the codes alone. The decoder has
+1-D rotary positions that count no pads, and norms on each head's queries and keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lantern_hpu.config import Sampling
+from lantern_hpu.errors import WeightsError
+from lantern_hpu.models.config import ConditionConfig, TransformerConfig
+from lantern_hpu.models.families.base import Family, Published
+from lantern_hpu.models.files.checkpoint import Checkpoint
+from lantern_hpu.models.files.parts import Parts
+from lantern_hpu.models.files.recipe import Recipe, llama_block, take
+from lantern_hpu.models.text.tokens import FIRST_IMAGE_TOKEN, PROMPT_POSITIONS
+
+GRID = (32, 32)
+SAMPLING = {"chameleon": Sampling(3.0, 1.0, 2000, 1.0)}
+INNER_VQ = (
+    "model.vqmodel."  # the stock model holds an encoder of pictures alone, which nothing here reads
+)
+IGNORED = (INNER_VQ, "rotary_emb.inv_freq", "vocabulary_mapping")
+
+
+def is_chameleon(checkpoint: Checkpoint) -> bool:
+    return "model.layers.0.self_attn.q_norm.weight" in checkpoint
+
+
+def config_of(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
+    """Sizes, from the tensors and config.json."""
+    rows, dim = checkpoint.shapes["model.embed_tokens.weight"]
+    rope = about.get("rope_parameters") or {}
+    heads, head_dim = checkpoint.shapes["model.layers.0.self_attn.q_norm.weight"]
+    if heads * head_dim != dim:
+        why = f"its query norm is {heads} x {head_dim}, its width {dim}"
+        raise WeightsError(f"{checkpoint.path} is of an unknown kind", why)
+    return TransformerConfig(
+        vocab_size=int((about.get("vq_config") or {}).get("num_embeddings", 8192)),
+        dim=dim,
+        layers=int(about.get("num_hidden_layers", 0)) or checkpoint.count("model.layers."),
+        heads=heads,
+        kv_heads=checkpoint.shapes["model.layers.0.self_attn.k_norm.weight"][0],
+        ffn_dim=checkpoint.shapes["model.layers.0.mlp.gate_proj.weight"][0],
+        prefix=PROMPT_POSITIONS,
+        grid=GRID,
+        norm_eps=float(about.get("rms_norm_eps", 1e-5)),
+        # transformers 5 moved it into `rope_parameters`
+        rope_base=float(about.get("rope_theta", rope.get("rope_theta", 10000.0))),
+        rope="1d",
+        rope_pairs="half",
+        rope_prefix="identity",
+        qk_norm=True,
+        embed_rows=rows,
+    )
+
+
+def check_draws(checkpoint: Checkpoint, about: dict[str, Any], config: TransformerConfig) -> None:
+    """Raise a WeightsError for base Chameleon, whose head was not published for image tokens."""
+    first = FIRST_IMAGE_TOKEN
+    if "lm_head.weight" not in checkpoint:
+        return  # which is said with whatever else is missing
+    head = checkpoint.read("lm_head.weight")[first : first + config.vocab_size : 64]
+    if about.get("mask_image_logits") or not bool(head.float().abs().sum() > 0):
+        why = "this is base Chameleon, which reads images and does not draw them"
+        raise WeightsError(f"{checkpoint.path} cannot draw", why, "Anole: --model anole-7b")
+
+
+def target_recipe(config: TransformerConfig) -> Recipe:
+    """Recipe of `target.*`."""
+    first = FIRST_IMAGE_TOKEN
+    recipe = {
+        "target.embed.weight": take("model.embed_tokens.weight", roll=first),
+        "target.norm.weight": take("model.norm.weight"),
+        "target.head.weight": take("lm_head.weight", rows=(first, first + config.vocab_size)),
+    }
+    for i in range(config.layers):
+        recipe |= llama_block(f"target.layers.{i}.", f"model.layers.{i}.", qk_norm=True)
+    return recipe
+
+
+def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
+    """
+    Raises:
+        WeightsError: it cannot draw.
+    """
+    config = config_of(checkpoint, about)
+    check_draws(checkpoint, about, config)
+    inside = checkpoint.below(INNER_VQ)
+    return Published(
+        "chameleon",
+        config,
+        ConditionConfig("tokens"),
+        checkpoint,
+        target_recipe(config),
+        inside if "decoder.conv_in.weight" in inside else None,
+    )
+
+
+FAMILY = Family(
+    recognises=is_chameleon,
+    read=read,
+    ignored=IGNORED,
+    sampling=SAMPLING,
+    normalized_codes=False,
+)

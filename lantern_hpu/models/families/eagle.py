@@ -1,0 +1,152 @@
+"""EAGLE drafters, published ones and those of our own training: their kinds, and whether they belong to a target.
+
+Of the published ones llamagen_drafter and llamagen2_drafter have neither an input norm nor query-key norms;
+anole_drafter has both. A drafter holds no head: it uses its target's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lantern_hpu.errors import WeightsError
+from lantern_hpu.files import reading, reported_as, sha256
+from lantern_hpu.models.config import DrafterConfig, TransformerConfig
+from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.files.checkpoint import Checkpoint, open_checkpoint, settings_beside
+from lantern_hpu.models.files.names import DRAFTER, DRAFTER_WEIGHTS
+from lantern_hpu.models.files.recipe import Stored, llama_block, take
+from lantern_hpu.models.model import ImageModel
+from lantern_hpu.models.text.tokens import FIRST_IMAGE_TOKEN
+from lantern_hpu.models.transformer import Target
+
+BLOCK_SIZES = {"t2i": 256, "t2i2": 1024, "c2i": 576}  # `input_type` of their config.json
+EPS = 1e-6
+FITTING = "the one that was published with this target"
+SAMPLED_ROWS = 64  # rows of the embedding compared with the target's
+
+
+class TrainedDrafter:
+    """What `lantern_hpu.train` left in a folder, opened; no weight is read yet.
+
+    Raises:
+        WeightsError: unreadable.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with reading(path / DRAFTER) as about:
+            self.config, self.fingerprint = DrafterConfig(**about["options"]), about["target"]
+
+    def fill(self, drafter: Drafter, model: ImageModel, dtype: torch.dtype | None) -> str:
+        """Read its weights. -> their digest
+
+        Args:
+            dtype: None keeps the file's.
+
+        Raises:
+            WeightsError: damaged, or trained for another target.
+        """
+        if self.fingerprint != model.fingerprint:
+            why = f"it was trained for another target than {model.name}"
+            raise WeightsError(f"the drafter in {self.path} does not fit", why, "--model")
+        file = self.path / DRAFTER_WEIGHTS
+        stored = Stored(open_checkpoint(file), digest=sha256(file))
+        return stored.fill(drafter, dtype, model.target.device)
+
+
+class PublishedDrafter:
+    """A drafter's files, opened for a target of these sizes; no weight is read yet.
+
+    Raises:
+        WeightsError: unreadable, or of other sizes than the target needs.
+    """
+
+    def __init__(self, path: Path, target: TransformerConfig) -> None:
+        self.path, self.about = path, settings_beside(path)
+        self.checkpoint = open_checkpoint(path).within("module.")
+        with reported_as(f"{path} does not describe a model"):
+            self.config = config_of(self.checkpoint, self.about, target)
+
+    def fill(self, drafter: Drafter, model: ImageModel, dtype: torch.dtype | None) -> str:
+        """Read its weights. -> their digest
+
+        Args:
+            dtype: None keeps the file's.
+
+        Raises:
+            WeightsError: damaged, or trained for another target.
+        """
+        holds_words = (
+            drafter.config.embed_rows is not None
+        )  # but image tokens come first in ours: see `chameleon`
+        recipe = {
+            "embed.weight": take("embed_tokens.weight", roll=FIRST_IMAGE_TOKEN * holds_words),
+            "fc.weight": take("fc.weight"),
+            "fc.bias": take("fc.bias"),
+            **llama_block("block.", "layers.0.", self.config.input_norm, drafter.config.qk_norm),
+        }
+        digest = Stored(self.checkpoint, recipe).fill(drafter, dtype, model.target.device)
+        if not self.about.get("trusted"):
+            check_family(drafter, model.target, self.path)
+        return digest
+
+
+def open_drafter(path: Path, target: TransformerConfig) -> TrainedDrafter | PublishedDrafter:
+    """A drafter of either kind; for a target of these sizes.
+
+    Raises:
+        WeightsError: unreadable, or of other sizes than the target needs.
+    """
+    return TrainedDrafter(path) if (path / DRAFTER).is_file() else PublishedDrafter(path, target)
+
+
+def check_family(drafter: Drafter, target: Target, path: Path) -> None:
+    """A published drafter's embedding is a copy of its target's, or of its target's head, and never trained.
+
+    Raises:
+        WeightsError: it is neither.
+    """
+    mine = drafter.embed.weight
+    rows = torch.linspace(0, target.config.vocab_size - 1, SAMPLED_ROWS, device=mine.device).long()
+    for table in (target.embed.weight, target.head.weight):
+        if torch.allclose(mine[rows].float(), table[rows].float(), rtol=0.02, atol=1e-3):
+            return
+    why = "its embedding is neither the target's embedding nor the target's head"
+    hint = 'the one published with this target; or "trusted": true in its config.json, if you know better'
+    raise WeightsError(f"the drafter {path} is for another target", why, hint)
+
+
+def config_of(
+    checkpoint: Checkpoint, about: dict[str, Any], target: TransformerConfig
+) -> DrafterConfig:
+    """A published drafter's kind, if its width and number of tokens are those of the target.
+
+    Raises:
+        WeightsError: they are not.
+    """
+    what = f"the drafter {checkpoint.path} is for another target"
+    mine, theirs = checkpoint.shapes.get("fc.weight"), (target.dim, 2 * target.dim)
+    if mine != theirs:
+        why = f"its fc.weight is {list(mine or ())}, the target needs {list(theirs)}"
+        raise WeightsError(what, why, FITTING)
+    block = about.get("block_size", BLOCK_SIZES.get(str(about.get("input_type"))))
+    if block is not None and int(block) != target.tokens:
+        why = f"it drafts images of {block} tokens, the target draws {target.tokens}"
+        raise WeightsError(what, why, FITTING)
+    shift = about.get("drafter_shift", 1)  # see `DrafterConfig`; EAGLE's, where nothing is said
+    if shift not in (0, 1):
+        what = f"the drafter {checkpoint.path} cannot be used"
+        raise WeightsError(what, f"drafter_shift is {shift}", "0 or 1")
+    gate = checkpoint.shapes.get("layers.0.mlp.gate_proj.weight")
+    sizes = {
+        "norm_eps": float(about.get("rms_norm_eps", EPS)),
+        "ffn_dim": gate[0] if gate else target.ffn_dim,
+        "qk_norm": "layers.0.self_attn.q_norm.weight" in checkpoint,
+    }
+    own: dict[str, Any] = {n: size for n, size in sizes.items() if size != getattr(target, n)}
+    # A LlamaGen drafter was trained without a mask for pads.
+    input_norm, sees_pads = "layers.0.input_layernorm.weight" in checkpoint, target.rope == "2d"
+    return DrafterConfig(input_norm, sees_pads, int(shift), **own)

@@ -1,0 +1,75 @@
+"""The kinds of conditions that a model may be stored with, made of what is known before weights are read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from lantern_hpu.errors import WeightsError
+from lantern_hpu.models.config import ConditionConfig
+from lantern_hpu.models.files.checkpoint import open_checkpoint
+from lantern_hpu.models.files.recipe import fingerprint, shapes_only, take
+from lantern_hpu.models.model import Placement
+from lantern_hpu.models.text.prefix import (
+    CaptionConditioner,
+    CaptionProjection,
+    ClassConditioner,
+    Conditioner,
+)
+from lantern_hpu.models.text.t5 import T5Conditioner
+from lantern_hpu.models.text.tokens import TokenConditioner, check_image_tokens, load_tokenizer
+from lantern_hpu.models.text.words import WordConditioner
+from lantern_hpu.models.transformer import Target
+
+
+def make_condition(
+    config: ConditionConfig, target: Target, folder: Path, placement: Placement
+) -> Conditioner:
+    """What reads prompts; its `parts` are still to be filled.
+
+    Args:
+        folder: where a tokenizer lies.
+
+    Raises:
+        WeightsError: the tokenizer or the text encoder is missing, or is for another target.
+    """
+    dim, prefix = target.config.dim, target.config.prefix
+    if config.kind == "tokens":
+        tokenizer = load_tokenizer(folder)
+        check_image_tokens(tokenizer.get_vocab(), target.config.vocab_size, folder)
+        return TokenConditioner(tokenizer, target.embed, prefix)
+    with shapes_only():
+        if config.kind == "classes":
+            return ClassConditioner(nn.Embedding(config.classes + 1, dim))
+        projection = CaptionProjection(config.dim, dim, prefix)
+        if config.kind == "words":
+            return CaptionConditioner(WordConditioner(config.words, config.dim, prefix), projection)
+    return CaptionConditioner(text_encoder(config, prefix, placement), projection)
+
+
+def text_encoder(config: ConditionConfig, prefix: int, placement: Placement) -> T5Conditioner:
+    """A T5 from where it lies.
+
+    Raises:
+        WeightsError: it is not there, or of another width.
+    """
+    if config.text is None or not Path(config.text).is_dir():
+        what = "the text encoder is missing" + (f" ({config.text})" if config.text else "")
+        raise WeightsError(what, "prompts cannot be read", "--text-encoder FOLDER")
+    dtype, keep = placement.dtype or torch.float32, placement.keep_text
+    text = T5Conditioner(Path(config.text), prefix, dtype, placement.device, keep)
+    if text.width != config.dim:
+        why = f"its features are {text.width} wide, the target reads {config.dim}"
+        raise WeightsError(f"the text encoder {text.folder} is for another target", why)
+    return text
+
+
+def text_digest(condition: Conditioner) -> dict[str, str]:
+    """Which text encoder reads the prompts, for the record of an image; nothing where none of its own does."""
+    text = getattr(condition, "text", None)
+    if not isinstance(text, T5Conditioner):
+        return {}
+    stored = open_checkpoint(text.folder)
+    return {"text": fingerprint(stored, {name: take(name) for name in stored.shapes})}

@@ -1,0 +1,133 @@
+"""A model folder: all parts of a text-to-image model in our own files, the embedded one among them.
+
+model.json          sizes, kind of condition, default sampling, fastest methods, sha256 of each file
+target.safetensors  target.*, and what turns a prompt into its prefix: words.*, condition.*, classes.*
+drafter.safetensors if there is one
+vq.safetensors
+neighbours.npy      if a published table was converted with it
+tokenizer.json      if prompts are read as tokens
+
+`lantern_hpu.convert` writes it, `scripts/export_model.py` too. Files are mapped into memory and read once.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import save_file
+from torch import nn
+
+from lantern_hpu.config import Sampling
+from lantern_hpu.files import reported_as, sha256
+from lantern_hpu.models import neighbours
+from lantern_hpu.models.files.checkpoint import open_checkpoint
+from lantern_hpu.models.files.names import (
+    CONFIG,
+    DRAFTER_WEIGHTS,
+    NEIGHBOURS,
+    TARGET,
+    TOKENIZER,
+    VQ,
+    check_files,
+    read_config,
+)
+from lantern_hpu.models.files.parts import Parts
+from lantern_hpu.models.files.recipe import Stored, Weights
+from lantern_hpu.models.files.tokenizers import check_vq, open_vq
+from lantern_hpu.models.model import ImageModel
+from lantern_hpu.models.text.tokens import TokenConditioner
+
+
+class ModelFolder:
+    """A folder of ours, opened; no weight is read yet.
+
+    Raises:
+        WeightsError: its description is unreadable or senseless, or a tokenizer in place of its own does not fit.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.path, self.vq = parts.target, None
+        self.about, self.config = read_config(self.path)
+        with reported_as(f"cannot read {self.path / CONFIG}"):
+            self.name = self.about.get("name", self.path.name)
+            self.sampling = Sampling(**self.about["sampling"])
+            fastest = self.about["fastest"].items()
+            self.fastest = {device: (method, tree) for device, (method, tree) in fastest}
+        if parts.vq is not None:
+            own = self.config.vq
+            assert own is not None
+            vq, self.vq = open_vq(open_checkpoint(parts.vq), own.normalize_codebook)
+            check_vq(vq, self.config.target, own.downsample, parts.vq)
+            self.config = replace(self.config, vq=vq)
+
+    def weights(self) -> Weights:
+        """Of all parts; the files are checked first.
+
+        Raises:
+            WeightsError: files are missing or damaged.
+        """
+        check_files(self.path, self.about)
+        files = self.about["files"]
+
+        def stored(name: str) -> Stored:
+            return Stored(open_checkpoint(self.path / name), digest=files.get(name))
+
+        return Weights(
+            stored(TARGET),
+            self.vq or stored(VQ),
+            stored(DRAFTER_WEIGHTS) if self.config.drafter else None,
+            files,
+            self.about.get("fingerprint"),
+            self.path / NEIGHBOURS if NEIGHBOURS in files else None,
+        )
+
+
+# ------------------------------------------------------------------------------------ writing
+
+
+def write_model(model: ImageModel, folder: Path, progress: Any) -> None:
+    """Write a model's parts and `model.json` into an empty folder.
+
+    Args:
+        progress: a bar of tqdm; each part is a step of it.
+    """
+    main = nn.ModuleDict({**model.condition.parts(), "target": model.target})
+    parts: dict[str, nn.Module] = {TARGET: main}
+    if model.vq is not None:
+        parts[VQ] = model.vq
+    if model.drafter is not None:
+        parts[DRAFTER_WEIGHTS] = model.drafter
+    for name, module in parts.items():
+        progress.set_description_str(name)
+        tensors = {key: tensor.contiguous() for key, tensor in module.state_dict().items()}
+        save_file(tensors, folder / name)
+        progress.update()
+    if model.neighbour_table is not None:
+        width = min(model.listed_neighbours, neighbours.KEPT)
+        table = neighbours.read_table(model.neighbour_table, width)
+        np.save(folder / NEIGHBOURS, table.numpy())
+    if isinstance(model.condition, TokenConditioner):
+        text = model.condition.tokenizer.backend_tokenizer.to_str()
+        (folder / TOKENIZER).write_text(text)
+    files = {file.name: sha256(file) for file in sorted(folder.iterdir())}
+    (folder / CONFIG).write_text(json.dumps(describe(model, files), indent=1))
+
+
+def describe(model: ImageModel, files: dict[str, str]) -> dict[str, Any]:
+    """`model.json` of a model whose files have these checksums."""
+    config = model.config
+    return {
+        "name": model.name,
+        "files": files,
+        "fingerprint": model.fingerprint,
+        "target": asdict(config.target),
+        "condition": config.condition.as_json(),
+        "drafter": config.drafter.as_json() if config.drafter else None,
+        "vq": asdict(config.vq) if config.vq else None,
+        "sampling": asdict(model.sampling),
+        "fastest": {name: list(value) for name, value in model.fastest.items()},
+    }

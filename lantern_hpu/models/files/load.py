@@ -1,0 +1,133 @@
+"""From the parts of a model to a model: our own folder, or checkpoints as their authors published them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from lantern_hpu.config import Sampling
+from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.files import reported_as
+from lantern_hpu.models import neighbours
+from lantern_hpu.models.config import ModelConfig
+from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.families import family_of
+from lantern_hpu.models.families.eagle import PublishedDrafter, TrainedDrafter, open_drafter
+from lantern_hpu.models.files.checkpoint import folder_of, open_checkpoint, settings_beside
+from lantern_hpu.models.files.conditions import make_condition, text_digest
+from lantern_hpu.models.files.folder import ModelFolder
+from lantern_hpu.models.files.names import CONFIG, DRAFTER_WEIGHTS, TARGET, VQ, with_text
+from lantern_hpu.models.files.parts import CODE_PIXELS, Parts
+from lantern_hpu.models.files.recipe import Stored, Weights, shapes_only
+from lantern_hpu.models.files.tokenizers import check_vq, open_vq
+from lantern_hpu.models.model import ImageModel, Placement
+from lantern_hpu.models.transformer import Target
+from lantern_hpu.models.vq import VQModel
+
+VQ_MISSING = "the VQ tokenizer (--vq; FoundationVision/LlamaGen vq_ds16_*.pt; Anole: vqgan.ckpt)"
+TEXT_MISSING = "the text encoder (--text-encoder; google/flan-t5-xl)"
+
+
+class PublishedModel:
+    """Published checkpoints, opened; no weight is read yet.
+
+    Raises:
+        WeightsError: of no known family, parts are missing (all are listed), or they do not belong together.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        about = settings_beside(parts.target)
+        stored = open_checkpoint(parts.target).within("module.")
+        with reported_as(f"{parts.target} does not describe a model"):
+            family = family_of(stored)
+            found = family.read(stored, about, parts)
+        tokenizer = open_checkpoint(parts.vq) if parts.vq else found.tokenizer
+        missing = [] if tokenizer else [VQ_MISSING]
+        if found.condition.kind == "t5" and parts.text is None:
+            missing.append(TEXT_MISSING)
+        if missing or tokenizer is None:
+            hint = "name them, or lay them beside the target"
+            raise WeightsError(f"parts are missing for {parts.target}", "; ".join(missing), hint)
+        vq, self.vq = open_vq(tokenizer, family.normalized_codes)
+        check_vq(vq, found.config, CODE_PIXELS, tokenizer.path)
+        self.name, self.config = parts.name, ModelConfig(found.config, found.condition, vq=vq)
+        self.target = Stored(found.checkpoint, found.recipe, family.ignored)
+        published = parts.sampling
+        self.sampling = Sampling(**published) if published else family.sampling[found.kind]
+        self.fastest: dict[str, tuple[str, str | None]] = {}
+
+    def weights(self) -> Weights:
+        return Weights(self.target, self.vq)
+
+
+@dataclass
+class Opened:
+    """What parts make: its sizes are known, and it can be loaded."""
+
+    parts: Parts
+    config: ModelConfig
+    source: ModelFolder | PublishedModel
+    drafter: TrainedDrafter | PublishedDrafter | None  # in place of the source's own
+
+    def load(self, placement: Placement) -> ImageModel:
+        """
+        Raises:
+            WeightsError: parts are damaged, or do not belong together.
+        """
+        parts, config, drafter = self.parts, self.config, None
+        weights = self.source.weights()
+        assert config.vq is not None
+        with reported_as(f"{parts.target} does not describe a model"), shapes_only():
+            target, vq = Target(config.target, placement.kernels), VQModel(config.vq)
+            if config.drafter is not None:
+                drafter = Drafter(config.target, config.drafter, placement.kernels)
+        folder = parts.text or folder_of(parts.target)
+        condition = make_condition(config.condition, target, folder, placement)
+        main = nn.ModuleDict({**condition.parts(), "target": target})
+        dtype, device = placement.dtype, placement.device
+        digest = weights.target.fill(main, dtype, device)
+        files = {TARGET: digest, VQ: weights.vq.fill(vq, torch.float32, device)}
+        model = ImageModel(
+            name=self.source.name,
+            source=parts.source,
+            config=config,
+            files={**weights.files, **files, **text_digest(condition)},
+            fingerprint=weights.fingerprint or digest,
+            target=target,
+            drafter=drafter,
+            condition=condition,
+            vq=vq,
+            sampling=self.source.sampling,
+            fastest=self.source.fastest,
+            neighbour_table=parts.neighbours or weights.neighbours,
+        )
+        if drafter is not None and self.drafter is not None:
+            model.files[DRAFTER_WEIGHTS] = self.drafter.fill(drafter, model, dtype)
+        elif drafter is not None and weights.drafter is not None:
+            weights.drafter.fill(drafter, dtype, device)
+        if model.neighbour_table is not None:
+            neighbours.check_table(model.neighbour_table, model.codebook)
+            model.files["neighbours"] = neighbours.table_digest(model.neighbour_table)
+        return model
+
+
+def open_model(parts: Parts) -> Opened:
+    """What these parts make.
+
+    Raises:
+        WeightsError: parts are missing (all are listed), unreadable, or of no known kind.
+        OptionError: another image size is asked for than the model has.
+    """
+    ours = (parts.target / CONFIG).is_file()
+    source = ModelFolder(parts) if ours else PublishedModel(parts)
+    config, drafter = with_text(source.config, parts.text), None
+    height, width = config.image_size
+    if parts.image_size not in (None, height):
+        why = f"{parts.name} draws {width} x {height} pixels"
+        raise OptionError(f"--image-size is {parts.image_size}", why, "leave it out")
+    if parts.drafter is not None:
+        drafter = open_drafter(parts.drafter, config.target)
+        config = replace(config, drafter=drafter.config)
+    return Opened(parts, config, source, drafter)

@@ -1,0 +1,56 @@
+"""Where the parts of a model lie, and those that a user named in their place. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from lantern_hpu.errors import OptionError
+
+CODE_PIXELS = 16  # along a code, in every published model
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Where the parts of a model lie; None where there is none."""
+
+    name: str
+    source: str  # what `--model` takes to find it again
+    target: Path  # a file, or a folder
+    drafter: Path | None = None
+    vq: Path | None = None
+    text: Path | None = None  # text encoder, or tokenizer
+    neighbours: Path | None = None
+    image_size: int | None = None
+    sampling: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Given:
+    """Parts that the user named on their own."""
+
+    drafter: str | None = None
+    vq: str | None = None
+    text: str | None = None
+    neighbours: str | None = None
+    image_size: int | None = None
+
+    def __post_init__(self) -> None:
+        size = self.image_size
+        if size is not None and (size <= 0 or size % CODE_PIXELS):
+            why = f"allowed: multiples of {CODE_PIXELS}"
+            raise OptionError(f"--image-size is {size}", why, "256, 384 or 512")
+
+    def resolved(self) -> Given:
+        """The same parts by paths that hold from anywhere."""
+        paths = {n: str(Path(p).resolve()) for n in OPTIONS if (p := getattr(self, n)) is not None}
+        return replace(self, **paths)  # type: ignore[arg-type]
+
+
+OPTIONS = {
+    "drafter": "--drafter",
+    "vq": "--vq",
+    "text": "--text-encoder",
+    "neighbours": "--neighbours",
+}

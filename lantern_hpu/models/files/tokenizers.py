@@ -1,0 +1,84 @@
+"""Image tokenizers as they were published: LlamaGen's, and Meta's VQGAN of Chameleon."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from lantern_hpu.errors import WeightsError
+from lantern_hpu.files import reported_as
+from lantern_hpu.models.config import TransformerConfig, VQConfig
+from lantern_hpu.models.files.checkpoint import Checkpoint
+from lantern_hpu.models.files.recipe import Stored
+
+TRAINING_ONLY = ("quantize.codebook_used", "loss.")  # a counter and losses
+# What Meta's files call the blocks of the middle, and their kinds elsewhere
+MIDDLE = {"block_1": "0", "attn_1": "1", "block_2": "2"}
+KINDS = {"block": "res", "attn": "attn"}
+
+
+def open_vq(checkpoint: Checkpoint, normalised: bool) -> tuple[VQConfig, Stored]:
+    """LlamaGen's VQ-16 or VQ-8, or the VQGAN of Chameleon with its decoder: sizes by its tensors' shapes, and weights.
+
+    Args:
+        normalised: whether codes are used at length 1, as LlamaGen's are.
+
+    Raises:
+        WeightsError: without a decoder, or of another kind.
+    """
+    if any(".mid.block_1." in name for name in checkpoint.shapes):
+        checkpoint = of_taming(checkpoint)
+    if "decoder.conv_in.weight" not in checkpoint:
+        why = "it has no decoder, so codes cannot become pictures"
+        what = f"{checkpoint.path} is not a whole VQ tokenizer"
+        raise WeightsError(what, why, "--vq with a whole one")
+
+    def width(name: str) -> int:
+        return checkpoint.shapes[name][0]
+
+    with reported_as(f"{checkpoint.path} does not describe a model"):
+        levels = checkpoint.count("encoder.conv_blocks.")
+        channels = width("encoder.conv_in.weight")
+        each = [width(f"encoder.conv_blocks.{i}.res.0.conv1.weight") for i in range(levels)]
+        codes, code_dim = checkpoint.shapes["quantize.embedding.weight"]
+        config = VQConfig(
+            channels,
+            tuple(w // channels for w in each),
+            checkpoint.count("encoder.conv_blocks.0.res."),
+            checkpoint.shapes["quant_conv.weight"][1],
+            code_dim,
+            codes,
+            normalize_codebook=normalised,
+            attention=f"encoder.conv_blocks.{levels - 1}.attn.0.norm.weight" in checkpoint,
+        )
+    return config, Stored(checkpoint, ignored=TRAINING_ONLY)
+
+
+def check_vq(config: VQConfig, target: TransformerConfig, pixels: int, path: Path) -> None:
+    """Raise a WeightsError unless a tokenizer has the target's codes, of so many pixels."""
+    if config.codebook_size != target.vocab_size:
+        why = f"it has {config.codebook_size} codes, the target draws {target.vocab_size}"
+    elif config.downsample != pixels:
+        why = f"a code of it is {config.downsample} pixels wide, the target's are {pixels}"
+    else:
+        return
+    raise WeightsError(f"the tokenizer {path} is for another target", why, "--vq with its own")
+
+
+def of_taming(checkpoint: Checkpoint) -> Checkpoint:
+    """Meta's vqgan.ckpt or a Hugging Face copy by the names of `VQModel`; its decoder counts from the finest level."""
+    bare = checkpoint.renamed(lambda name: re.sub(r"^(model\.)?(vqmodel\.)?(vqvae\.)?", "", name))
+    levels = bare.count("encoder.down.")
+
+    def ours(name: str) -> str:
+        match name.split("."):
+            case ["encoder" | "decoder" as part, "mid", block, *rest]:
+                return ".".join([part, "mid", MIDDLE.get(block, block), *rest])
+            case ["encoder", "down", level, kind, *rest]:
+                return ".".join(["encoder", "conv_blocks", level, KINDS.get(kind, kind), *rest])
+            case ["decoder", "up", level, kind, *rest]:
+                place = str(levels - 1 - int(level))
+                return ".".join(["decoder", "conv_blocks", place, KINDS.get(kind, kind), *rest])
+        return name
+
+    return bare.renamed(ours)

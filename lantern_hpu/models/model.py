@@ -1,0 +1,76 @@
+"""A whole text-to-image model in memory, and where its weights go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lantern_hpu.config import Sampling
+from lantern_hpu.models import neighbours
+from lantern_hpu.models.config import ModelConfig
+from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.text.prefix import Conditioner
+from lantern_hpu.models.transformer import Target
+from lantern_hpu.models.vq import VQModel
+from lantern_hpu.ops.kernels import PLAIN, Kernels
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where weights go, and what runs them."""
+
+    dtype: torch.dtype | None = torch.float32  # None: as stored
+    device: torch.device | None = None
+    kernels: Kernels = PLAIN
+    keep_text: str = "host"  # where the text encoder stays once prompts are encoded
+
+
+@dataclass(kw_only=True)
+class ImageModel:
+    """The parts that turn prompts into images."""
+
+    name: str
+    source: str  # what `--model` takes to find it again
+    config: ModelConfig
+    files: dict[str, str]  # digest of each part: which weights these are
+    fingerprint: str  # which target this is: a drafter belongs to one
+    target: Target
+    drafter: Drafter | None
+    condition: Conditioner
+    vq: VQModel | None  # None: its tokens become no pictures
+    sampling: Sampling  # default settings
+    # Device name to [method, tree or None]: the fastest that was measured there
+    fastest: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    neighbour_table: Path | None = None  # a published one; otherwise one is computed
+    _near: dict[int, Tensor] = field(default_factory=dict, repr=False)  # by number of neighbours
+
+    @property
+    def vocabulary(self) -> int:
+        """V, image tokens."""
+        return self.target.config.vocab_size
+
+    @property
+    def codebook(self) -> Tensor:
+        """[V, code_dim]"""
+        assert self.vq is not None
+        return self.vq.quantize.embedding.weight
+
+    @property
+    def listed_neighbours(self) -> int:
+        """How many neighbours of a code can be had."""
+        if self.neighbour_table is None:
+            return self.vocabulary - 1
+        return neighbours.open_table(self.neighbour_table).shape[1]
+
+    def nearest(self, k: int) -> Tensor:
+        """The k nearest other codes of each code, on the target's device: [V, k] int32."""
+        if k not in self._near:
+            if self.neighbour_table is None:
+                table = neighbours.kept_nearest(self.codebook, k)
+            else:
+                table = neighbours.read_table(self.neighbour_table, k)
+            self._near[k] = table.to(self.target.device)
+        return self._near[k]

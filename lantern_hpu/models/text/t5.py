@@ -1,0 +1,224 @@
+"""Caption features of a T5 encoder (google/flan-t5-xl and the like), for LlamaGen's text models."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lantern_hpu.config import KEPT
+from lantern_hpu.errors import WeightsError, choices, needing, require
+from lantern_hpu.files import reading
+from lantern_hpu.models.files.checkpoint import SINGLES
+from lantern_hpu.models.text.cleaning import clean
+from lantern_hpu.models.text.words import TextFeatures
+
+CACHED = 1024  # prompts whose features stay on the host, at most 0.5 GB for flan-t5-xl
+HINT = "download all files of google/flan-t5-xl into one folder"
+TOKENIZERS = ("tokenizer.json", "spiece.model")
+
+
+class T5Conditioner:
+    """Prompts to T5 features, encoded once and kept on the host.
+
+    The encoder (1.2 G parameters in flan-t5-xl) is loaded when a prompt comes that is not known yet.
+
+    Args:
+        folder: a local folder in the Hugging Face format.
+        prefix: tokens of a prompt, P; longer prompts are cut.
+        dtype: of the encoder and of the features.
+        device: where the encoder runs and the features go; None is the host.
+        keep: where the encoder stays between prompts; "free" drops it and reads it again when needed.
+
+    Raises:
+        OptionError: unknown `keep`; a package is missing.
+        WeightsError: the folder lacks files, or its configuration is unreadable.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        prefix: int = 120,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | None = None,
+        keep: str = "host",
+    ) -> None:
+        require(keep in KEPT, "--keep-text", keep, choices(KEPT))
+        check_files(folder)
+        self.folder, self.prefix, self.dtype, self.device = folder, prefix, dtype, device
+        self.keep = keep
+        with reading(folder / "config.json", HINT) as about:
+            self.width = int(about["d_model"])  # C
+        # Missing packages show now, not after the image model is loaded.
+        with needing("transformers", "it encodes captions"):
+            import transformers
+        clean("")
+        self._transformers: Any = transformers
+        self._encoder: Any = None
+        self._known: dict[str, Tensor] = {}  # prompt -> [v, C] on the host, oldest first
+
+    def encode(self, prompts: Sequence[str]) -> TextFeatures:
+        """Features [B, P, C] and valid [B, P] of a batch, on the device.
+
+        Raises:
+            WeightsError: the encoder or its tokenizer cannot be loaded.
+        """
+        self.prepare(prompts)
+        features = torch.zeros(len(prompts), self.prefix, self.width, dtype=self.dtype)  # [B, P, C]
+        valid = torch.zeros(len(prompts), self.prefix, dtype=torch.bool)  # [B, P]
+        for row, prompt in enumerate(prompts):
+            known = self._known[prompt]  # [v, C]
+            start = self.prefix - len(known)
+            features[row, start:] = known
+            valid[row, start:] = True
+        return TextFeatures(features.to(self.device), valid.to(self.device))
+
+    def prepare(self, prompts: Sequence[str]) -> None:
+        """Encode the prompts that are not known yet, then put the encoder where `keep` says.
+
+        Raises:
+            WeightsError: the encoder or its tokenizer cannot be loaded.
+        """
+        wanted = list(dict.fromkeys(prompts))
+        unknown = [prompt for prompt in wanted if prompt not in self._known]
+        if unknown:
+            try:
+                self._load_encoder()
+                # One at a time: in bfloat16 a batch rounds otherwise, and an image must not depend on its company.
+                for prompt in unknown:
+                    self._known[prompt] = self._features(prompt)
+            finally:
+                if self.keep == "free":
+                    self._encoder = None
+                elif self.keep == "host" and self._encoder is not None:
+                    self._encoder = self._encoder.cpu()
+        for prompt in wanted:
+            self._known[prompt] = self._known.pop(prompt)  # now the youngest
+        # What was just asked for stays, even where it is more than fits.
+        for old in list(self._known)[: max(0, len(self._known) - max(CACHED, len(wanted)))]:
+            del self._known[old]
+
+    def notes(self, prompt: str) -> list[str]:
+        text = clean(prompt)
+        if not text:
+            after = " after cleaning" if prompt.strip() else ""
+            return [f"the prompt is empty{after}, so the model may draw anything"]
+        with quiet(self._transformers):  # transformers warns of long prompts in its own words
+            ids = self._tokenizer(text)["input_ids"]
+            if len(ids) <= self.prefix:
+                return []
+            # The mark of the end takes the last place.
+            cut = self._tokenizer.decode(ids[self.prefix - 1 :], skip_special_tokens=True).strip()
+        return [f"the prompt has {len(ids)} tokens, {self.prefix} are read; left out: {cut!r}"]
+
+    @torch.no_grad()
+    def _features(self, prompt: str) -> Tensor:
+        """Features [v, C] of a prompt's v tokens, on the host.
+
+        The contract rolls the pads from the right end to the left and sets them to zero; so the
+        features of real tokens are all there is to keep.
+        """
+        with quiet(self._transformers):
+            tokens = self._tokenizer(
+                [clean(prompt)],
+                max_length=self.prefix,
+                padding="max_length",
+                truncation=True,
+                return_attention_mask=True,
+                add_special_tokens=True,
+                return_tensors="pt",
+            )
+        ids, mask = tokens["input_ids"], tokens["attention_mask"]  # [1, P] int64, pads on the right
+        encoded = self._encoder(input_ids=ids.to(self.device), attention_mask=mask.to(self.device))
+        hidden = encoded.last_hidden_state[0].to(self.dtype).cpu()  # [P, C]
+        return hidden[: int(mask.sum())].clone()
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        with quiet(self._transformers), self._loading("tokenizer"):
+            tokenizer = self._transformers.AutoTokenizer.from_pretrained(
+                str(self.folder), local_files_only=True
+            )
+        tokenizer.padding_side = "right"  # `_features` relies on it
+        return tokenizer
+
+    def _load_encoder(self) -> None:
+        if self._encoder is None:
+            # Half the memory of the default, which is the files' dtype; the option's name has changed.
+            version = [int(n) for n in self._transformers.__version__.split(".")[:2]]
+            option = "dtype" if version >= [4, 56] else "torch_dtype"
+            with quiet(self._transformers), self._loading("encoder"):
+                encoder, info = self._transformers.T5EncoderModel.from_pretrained(
+                    str(self.folder),
+                    local_files_only=True,
+                    output_loading_info=True,
+                    **{option: self.dtype},
+                )
+            if info["missing_keys"]:  # transformers fills them with noise
+                missing = ", ".join(sorted(info["missing_keys"])[:5])
+                raise WeightsError(f"{self.folder} is not a T5 encoder", f"it lacks {missing}")
+            self._encoder = encoder.eval().requires_grad_(False)
+        self._encoder = self._encoder.to(self.device)
+
+    @contextmanager
+    def _loading(self, part: str) -> Iterator[None]:
+        """Whatever goes wrong in transformers is an error that names the folder.
+
+        It raises OSError, ValueError, RuntimeError, SafetensorError, ImportError and more.
+        """
+        try:
+            yield
+        except Exception as error:
+            what = f"cannot load the T5 {part} in {self.folder}"
+            raise WeightsError(what, str(error), HINT) from error
+
+
+def check_files(folder: Path) -> None:
+    """Raise unless a folder has all files of a T5 encoder, every part of divided weights included.
+
+    Raises:
+        WeightsError: names the folder and what is missing.
+    """
+    missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    missing += _missing_weights(folder)
+    if not any((folder / name).is_file() for name in TOKENIZERS):
+        missing.append(" or ".join(TOKENIZERS))
+    if missing:
+        why = f"missing: {', '.join(missing)}" if folder.is_dir() else "there is no such folder"
+        raise WeightsError(f"no T5 encoder in {folder}", why, HINT)
+
+
+def _missing_weights(folder: Path) -> list[str]:
+    for name in SINGLES:
+        if (folder / name).is_file():
+            return []
+        index = folder / f"{name}.index.json"
+        if index.is_file():
+            with reading(index, HINT) as about:
+                parts = set(about["weight_map"].values())
+            return sorted(part for part in parts if not (folder / part).is_file())
+    return [" or ".join(SINGLES)]
+
+
+@contextmanager
+def quiet(transformers: ModuleType) -> Iterator[None]:
+    """No loading bars and no warnings of transformers; a checkpoint's decoder is left out on purpose."""
+    log = transformers.utils.logging
+    level, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.set_verbosity(level)
+        if bars:
+            log.enable_progress_bar()

@@ -1,0 +1,137 @@
+"""The functions of a step that devices have faster forms of, and their plain forms in torch.
+
+A backend hands out a `Kernels` with its own forms; each has a plain twin - here, in `sampling.py`, or the walk in
+`decode/accept.py` - and must agree with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lantern_hpu.ops import sampling
+from lantern_hpu.ops.sampling import SamplingParams
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """q [R, h, T, hd], k and v [R, kv, S, hd], additive mask [R, 1, T, S] -> [R, h, T, hd]."""
+    grouped = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, computed in float32 whatever the dtype."""
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+
+
+def rotate(x: Tensor, rope: Tensor, interleaved: bool) -> Tensor:
+    """Rotary embedding: rotate each pair of features by its angle.
+
+    Args:
+        x: [R, T, heads, hd].
+        rope: [R, T, 2, hd / 2], cosines and sines of these tokens' positions.
+        interleaved: pairs are (0, 1), (2, 3), ... (LlamaGen) or (0, hd/2), (1, hd/2 + 1), ... (Llama).
+    """
+    cos, sin = rope[:, :, None, 0], rope[:, :, None, 1]  # [R, T, 1, hd / 2]
+    if interleaved:
+        even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2)
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+def rotate_into(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rope: Tensor,
+    interleaved: bool,
+    keys: Tensor,
+    values: Tensor,
+    index: Tensor,
+    start: int,
+    rotate: Callable[[Tensor, Tensor, bool], Tensor] = rotate,
+) -> Tensor:
+    """Rotate queries and keys, and keep the keys and the values in the cache.
+
+    Args:
+        q, k, v: [R, T, h, hd] and twice [R, T, kv, hd].
+        rope, interleaved: see `rotate`.
+        keys, values: [layers * R * S, kv, hd], written to.
+        index: [R * T] int32, row * S + position; no value twice.
+        start: the storage index where the layer begins.
+        rotate: a device's own.
+
+    Returns the queries [R, T, h, hd].
+    """
+    goal = (index + start).long()
+    keys.index_copy_(0, goal, rotate(k, rope, interleaved).flatten(0, 1))
+    values.index_copy_(0, goal, v.flatten(0, 1))
+    return rotate(q, rope, interleaved)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """Gate and up projection in one [..., 2 F] -> [..., F]."""
+    gate, up = gate_up.chunk(2, -1)
+    return F.silu(gate) * up
+
+
+# The arguments of the plain `rotate_into`, up to `start`
+RotateInto = Callable[[Tensor, Tensor, Tensor, Tensor, bool, Tensor, Tensor, Tensor, int], Tensor]
+
+
+class Walk(Protocol):
+    """Down static trees whose children were drawn, with the sound residual: `Acceptance.sampled` of `accept.py`."""
+
+    def __call__(
+        self,
+        p: Tensor,  # [B, I, V] float32, the target's probabilities at nodes with children
+        q: Tensor,  # [B, I, V] float32, the drafter's
+        tokens: Tensor,  # [B, M] int32
+        child: Tensor,  # [B, M, C] int32, 0 where there is none
+        row: Tensor,  # [B, M] int32, which of the I distributions is a node's
+        uniform: Tensor,  # [B, D, C] float32
+        neighbours: Tensor | None,  # [V, K] int32, nearest first
+        k: Tensor,  # [B] int32, how many of them may lend their mass
+        delta: Tensor,  # [B] float32, bound on what they lend
+        factor: Tensor,  # [B] float32, the same in units of the draft's own mass
+        weight: Tensor,  # [B, D] float32, of the own mass at each depth
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """A `Verdict`: node [B] int32, residual [B, V] float32, relaxed [B, D] bool."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """What the transformer, the sampler and the acceptance call; the shapes are those of the plain forms.
+
+    None stands for a plain form that is made of others: of `rotate_into`, around the device's own `rotate`; of the
+    walk, in `decode/accept.py`.
+    """
+
+    attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = attention
+    rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+    rotate: Callable[[Tensor, Tensor, bool], Tensor] = rotate
+    swiglu: Callable[[Tensor], Tensor] = swiglu
+    rotate_into: RotateInto | None = None
+    probs: Callable[[Tensor, SamplingParams, bool, int, bool], Tensor] = sampling.guided_probs
+    sample: Callable[[Tensor, Tensor], Tensor] = sampling.sample
+    sample_distinct: Callable[[Tensor, Tensor], Tensor] = sampling.sample_distinct
+    walk: Walk | None = None
+
+    def names(self) -> dict[str, str]:
+        """Each kernel and the function that serves it, for reports; those left out (None) are plain too."""
+        served = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: describe(function) for name, function in served.items() if function}
+
+
+def describe(function: Callable[..., Any]) -> str:
+    """`plain`, or the name of a device's own form."""
+    return "plain" if function.__module__ in (__name__, sampling.__name__) else function.__name__
+
+
+PLAIN = Kernels()

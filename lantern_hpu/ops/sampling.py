@@ -1,0 +1,164 @@
+"""From logits to probabilities, and from those to tokens. All of it float32, the same for every method.
+
+Parameters are tensors, one value per image, so that a batch may mix them without another capture. What
+a batch does not use at all (top-k, top-p) is left out when the step is built.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class SamplingParams:
+    """How a batch is sampled, on the device. A greedy image has temperature 1 and no filters."""
+
+    cfg_scale: Tensor  # [B] float32
+    temperature: Tensor  # [B] float32
+    top_k: Tensor  # [B] int32, V when unused
+    top_p: Tensor  # [B] float32, 1 when unused
+    greedy: Tensor  # [B] bool
+
+
+def gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
+    """`x.gather` with int32 indices, which not every torch takes; ids stay int32 everywhere else."""
+    return x.gather(dim, index.long())
+
+
+def gather_rows(x: Tensor, index: Tensor) -> Tensor:
+    """Rows of x [A, T, X] at index [A, n]: [A, n, X]."""
+    return gather(x, 1, index[..., None].expand(-1, -1, x.shape[-1]))
+
+
+def topk_tokens(probs: Tensor, count: int) -> Tensor:
+    """The `count` most probable tokens of each distribution [..., V], the first first: [..., count] int32.
+
+    Of equal ones the lower token comes first: `topk` and `argmax` promise no order, and an order that
+    differs between devices would make their images differ.
+    """
+    best = probs.topk(count, -1).values  # [..., count]
+    places = []
+    for rank in range(count):
+        value = best[..., rank : rank + 1]
+        before = (best[..., :rank] == value).sum(-1, keepdim=True, dtype=torch.int32)
+        seen = (probs == value).cumsum(-1, dtype=torch.int32)  # [..., V]
+        places.append((seen <= before).sum(-1, dtype=torch.int32))
+    return torch.stack(places, -1)
+
+
+def apply_guidance(logits: Tensor, params: SamplingParams, guidance: bool) -> Tensor:
+    """Classifier-free guidance: u + s (c - u).
+
+    Args:
+        logits: [R, T, V]; with guidance the first half of the rows is conditional.
+
+    Returns [B, T, V] float32.
+    """
+    logits = logits.float()
+    if not guidance:
+        return logits
+    conditional, unconditional = logits.chunk(2)
+    scale = params.cfg_scale[:, None, None]
+    return unconditional + scale * (conditional - unconditional)
+
+
+def to_probs(logits: Tensor, params: SamplingParams, max_top_k: int, use_top_p: bool) -> Tensor:
+    """Temperature, then top-p, then top-k, then softmax.
+
+    Args:
+        logits: [B, T, V] float32 after guidance.
+        max_top_k: largest top-k in the batch, 0 when no image uses it. Ties with the k-th stay in.
+        use_top_p: whether any image uses top-p; the token that crosses the bound stays in.
+
+    Returns [B, T, V] float32.
+    """
+    logits = logits / params.temperature[:, None, None]
+    dropped = []
+    if use_top_p:
+        dropped.append(outside_top_p(logits.softmax(-1), params.top_p))
+    if max_top_k:
+        dropped.append(outside_top_k(logits, params.top_k, max_top_k))
+    for mask in dropped:
+        logits = logits.masked_fill(mask, float("-inf"))
+    return logits.softmax(-1)
+
+
+def guided_probs(
+    logits: Tensor, params: SamplingParams, guidance: bool, max_top_k: int, use_top_p: bool
+) -> Tensor:
+    """From a head's logits [R, T, V] to probabilities [B, T, V] float32: `apply_guidance`, then `to_probs`."""
+    return to_probs(apply_guidance(logits, params, guidance), params, max_top_k, use_top_p)
+
+
+def outside_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
+    """Which tokens [B, T, V] lie past each image's top-p [B] mass; none where it is 1."""
+    ordered = probs.sort(-1, descending=True).values
+    before = ordered.cumsum(-1) - ordered  # mass of likelier tokens
+    bound = top_p[:, None, None]
+    # The least probability that is still inside; equal ones cannot be told apart and stay too.
+    least = ordered.masked_fill(before >= bound, 1.0).amin(-1, keepdim=True)
+    return (probs < least) & (bound < 1)
+
+
+def outside_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
+    """Which tokens [B, T, V] are less likely than each image's top-k-th; none where top-k is past `most`."""
+    # Only values are used, never the order of ties
+    largest = logits.topk(most, -1).values  # [B, T, most]
+    rank = (top_k.clamp(max=most) - 1)[:, None, None].expand(-1, logits.shape[1], 1)
+    return (logits < gather(largest, -1, rank)) & (top_k <= most)[:, None, None]
+
+
+def sample(probs: Tensor, uniform: Tensor) -> Tensor:
+    """One token per distribution by inverse CDF: the first whose cumulative mass exceeds u.
+
+    Args:
+        probs: [..., V], need not sum to exactly 1.
+        uniform: [...] in [0, 1).
+
+    Returns [...] int32.
+    """
+    mass = probs.cumsum(-1)
+    return inverse_cdf(mass, uniform[..., None] * mass[..., -1:])[..., 0]
+
+
+def inverse_cdf(mass: Tensor, target: Tensor) -> Tensor:
+    """Index of the interval of a cumulative mass [..., V] that holds each target [..., n]."""
+    index = torch.searchsorted(mass, target.contiguous(), right=True, out_int32=True)
+    return index.clamp(max=mass.shape[-1] - 1)
+
+
+def sample_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Tokens drawn one after the other without replacement, one uniform each.
+
+    The law is that of sequential draws: x_i follows the distribution restricted to what is left. Instead of a new
+    cumulative sum for each draw, the target is shifted past the intervals that are gone.
+
+    Args:
+        probs: [..., V].
+        uniform: [..., c] in [0, 1).
+
+    Returns [..., c] int32. Once no mass is left the tokens are arbitrary; they have probability 0 or were
+    drawn before, and acceptance skips such a draft.
+    """
+    mass = probs.cumsum(-1)  # [..., V]
+    total = mass[..., -1]  # [...]
+    tokens: list[Tensor] = []
+    starts: list[Tensor] = []  # where each drawn interval begins
+    sizes: list[Tensor] = []
+    for draw in range(uniform.shape[-1]):
+        left = total - sum(sizes) if sizes else total
+        target = uniform[..., draw] * left.clamp(min=0)
+        shifted = target
+        for start, size in zip(starts, sizes, strict=True):
+            # The interval's start once all other drawn intervals before it are cut out.
+            gone = sum(width * (other < start) for other, width in zip(starts, sizes, strict=True))
+            shifted = shifted + size * (target >= start - gone)
+        token = inverse_cdf(mass, shifted[..., None])  # [..., 1]
+        size = gather(probs, -1, token)[..., 0]
+        tokens.append(token[..., 0])
+        starts.append(gather(mass, -1, token)[..., 0] - size)
+        sizes.append(size)
+    return torch.stack(tokens, -1)

@@ -1,0 +1,1 @@
+"""The `plan` command: whether a model fits on a device."""

@@ -1,0 +1,174 @@
+"""What drawing with a model takes on a device: which model, which device, and the table of both."""
+
+from __future__ import annotations
+
+import re
+from contextlib import closing
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lantern_hpu.backends import BACKENDS, get_backend, prepare
+from lantern_hpu.config import AUTO, METHODS, choose_method
+from lantern_hpu.decode.memory import Device, Setup, largest_phase, phases, total
+from lantern_hpu.decode.spec import capacity, class_of
+from lantern_hpu.errors import DeviceError, OptionError, choices
+from lantern_hpu.models.config import ModelConfig
+from lantern_hpu.models.files.names import CONFIG, read_config, with_text
+from lantern_hpu.models.files.parts import Given, Parts
+from lantern_hpu.tables import amount
+from lantern_hpu.zoo.located import locate
+from lantern_hpu.zoo.registry import get
+from lantern_hpu.zoo.resolve import exists, resolve
+
+if TYPE_CHECKING:
+    from lantern_hpu.backends.base import Backend
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A model to count, and whether its drafter is loaded where nothing is drafted."""
+
+    config: ModelConfig
+    loads_drafter: bool = True
+
+
+def find_model(name: str, given: Given) -> Counted:
+    """What there is to count of a known model, the embedded one, a folder or a weights file.
+
+    Raises:
+        OptionError: there is no such model. WeightsError: its files cannot be read, or parts are missing.
+    """
+    if name == "builtin" or exists(Path(name)) or given != Given():
+        return Counted(config_of(resolve(name, given)))
+    entry = get(name, "a folder or a weights file")
+    return Counted(entry.config, locate(entry).get("drafter") is not None)
+
+
+def config_of(parts: Parts) -> ModelConfig:
+    """Of what lies here; a folder of ours describes itself, for all else checkpoints are opened."""
+    if (parts.target / CONFIG).is_file() and parts.vq is None and parts.drafter is None:
+        return with_text(read_config(parts.target)[1], parts.text)
+    from lantern_hpu.models.files.load import open_model  # loads torch
+
+    return open_model(parts).config
+
+
+# ------------------------------------------------------------------------------------ devices
+
+
+def parse_memory(text: str) -> int:
+    """Bytes of `24GB`, `96 GiB`, `500MB`.
+
+    Raises:
+        OptionError: not an amount.
+    """
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    if match is None or not float(match[1]):
+        raise OptionError(f"--memory is {text!r}", "not an amount", "24GB or 96GiB")
+    power = ["", "k", "m", "g", "t"].index(match[2])
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
+
+
+def find_device(device: str, memory: str | None) -> Device:
+    """A device by name. `NAME:24GB` says how much it has; otherwise it is asked, which loads torch.
+
+    Raises:
+        DeviceError: unknown device. OptionError: not an amount of memory.
+    """
+    name, _, amount = device.partition(":")
+    text = memory or amount
+    given = parse_memory(text) if text else None
+    if given and name not in BACKENDS:
+        return Device(given, "as given")
+    prepare(name)
+    if given:
+        return described(unasked(name), given, "as given")
+    try:
+        with closing(get_backend(name)) as backend:
+            found, where = backend.memory().total, f"device {backend.name}"
+            return described(backend, found, where + " does not tell its memory" * (found is None))
+    except DeviceError as error:
+        if name not in BACKENDS:
+            raise
+        why = f"no {name} device can be asked here ({error.why})"
+        return described(unasked(name), None, why)
+
+
+def unasked(name: str) -> Backend:
+    """A backend whether or not its device is here: good for what is the same on all such devices."""
+    module, _, cls = BACKENDS[name].partition(":")
+    backend: Backend = getattr(import_module(module), cls)()
+    return backend
+
+
+def described(backend: Backend, memory: int | None, where: str) -> Device:
+    best = next(iter(backend.dtypes))
+    return Device(memory, where, best, backend.quantized, backend.is_host)
+
+
+def setup_of(
+    model: Counted, device: Device, dtype: str, method: str | None, tree: str | None, **how: Any
+) -> Setup:
+    """What the options mean for a model on a device.
+
+    Args:
+        how: batch_size, guidance, quantize and keep_text, as `Setup` has them.
+
+    Raises:
+        OptionError: an option is out of range. DeviceError: the device offers no such weights.
+    """
+    if how["quantize"] not in (None, *device.quantized):
+        hint = choices(device.quantized) if device.quantized else "--dtype bfloat16"
+        raise DeviceError(f"this device does not offer {how['quantize']!r} weights", hint=hint)
+    if method in (None, AUTO):
+        method = "lantern++" if model.config.drafter else "ar"
+    chosen, relaxation = choose_method(method, tree)
+    # The published residual looks one neighbour further; a code has one neighbour less than there are codes.
+    vocabulary = model.config.target.vocab_size
+    relaxed = METHODS[method].relaxation is not None
+    most = min(class_of(relaxation.k + 1), vocabulary - 1) if relaxed else 0
+    return Setup(
+        dtype=device.dtype if dtype == "auto" else dtype,
+        tree=chosen,
+        neighbours=most,
+        is_host=device.is_host,
+        loads_drafter=model.loads_drafter,
+        **how,
+    )
+
+
+def report(name: str, model: ModelConfig, setup: Setup) -> str:
+    """The table of the phase that needs most, with its total and those of the others."""
+    phase, rows = largest_phase(model, setup)
+    guided = "with guidance" if setup.guidance else "without guidance"
+    images = f"{setup.batch_size} image{'s' * (setup.batch_size > 1)} at a time"
+    positions = capacity(model.target, setup.tree)
+    dtype = f"{setup.dtype}, {setup.quantize} blocks" if setup.quantize else setup.dtype
+    head = f"{name}, {dtype}, {images}, {guided}, tree {setup.tree.name}, {positions} slots a row"
+    sums = [(f"total while {phase}", total(rows))]
+    sums += [(f"(while {p}", total(r)) for p, r in phases(model, setup).items() if p != phase]
+    wide = max(len(label) for label, _ in rows + sums)
+    lines = [f"  {label:<{wide}}  {amount(count):>9}" for label, count in rows + sums]
+    lines = [line + ")" * line.startswith("  (") for line in lines]
+    if model.lacks_text:
+        lines.append("  the text encoder is not here and not counted: --text-encoder FOLDER")
+    return "\n".join([head, *lines])
+
+
+def facts(model: ModelConfig, setup: Setup, device: Device) -> dict[str, Any]:
+    """What the report says, for programs; `fits` is None where that is unknown."""
+    phase, rows = largest_phase(model, setup)
+    need, memory, unknown = total(rows), device.memory, model.lacks_text
+    fits = None if memory is None or (unknown and need <= memory) else need <= memory
+    return {
+        "phase": phase,
+        "bytes": dict(rows),
+        "total": need,
+        "phases": {name: total(found) for name, found in phases(model, setup).items()},
+        "not_counted": ["text encoder weights"] if unknown else [],
+        "memory": memory,
+        "memory_from": device.where,
+        "fits": fits,
+    }

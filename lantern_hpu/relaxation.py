@@ -1,0 +1,215 @@
+"""How far acceptance may depart from the exact rule: three types, and the published settings. Needs no torch.
+
+The algorithm is `decode/accept.py`; what each rule bounds and what it does not: docs/methods.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass, replace
+from typing import Any, ClassVar, Literal, get_args
+
+from lantern_hpu.errors import OptionError, choices, require
+
+Residual = Literal["sound", "official"]
+
+
+@dataclass(frozen=True)
+class Relaxation:
+    """What acceptance needs of a rule; these values are exact.
+
+    Attributes:
+        rule: its name in PNG files and reports.
+        k: neighbours that may lend their mass; 0 is exact.
+        residual: what is left after a refusal; "official" reproduces the published code.
+    """
+
+    rule: ClassVar[str]
+    k: int = 0
+    residual: Residual = "sound"
+
+    def __post_init__(self) -> None:
+        if self.residual not in get_args(Residual):
+            hint = choices(get_args(Residual))
+            raise OptionError(f"unknown residual {self.residual!r}", hint=hint)
+        require(self.k >= 0, "--relax-k", self.k, "0 (exact) or more")
+
+    @property
+    def delta(self) -> float:
+        """Bound on lent mass that does not depend on the draft."""
+        return 0.0
+
+    @property
+    def factor(self) -> float:
+        """Bound on lent mass in units of the draft's own."""
+        return 0.0
+
+    def weights(self, depth: int) -> list[float]:
+        """[depth] what a draft's own mass is multiplied by."""
+        return [1.0] * depth
+
+    @property
+    def lends(self) -> bool:
+        """Whether neighbours can lend anything; k = 0, delta = 0 and lambda = 1 are all exact."""
+        return self.k > 0 and self.delta + self.factor > 0
+
+    @property
+    def weighs(self) -> bool:
+        """Whether a draft's own mass is changed anywhere."""
+        return any(weight != 1 for weight in self.weights(2))
+
+    @property
+    def active(self) -> bool:
+        """Whether it can change what is accepted."""
+        return self.lends or self.weighs
+
+    def as_json(self) -> dict[str, Any]:
+        """The form of PNG files and reports: one bound, whatever it means to the rule."""
+        k, residual, bound, *slope = astuple(self)
+        nu, mu = slope or (0.0, 0.0)
+        shared = {"rule": self.rule, "k": k, "bound": bound, "residual": residual}
+        return shared | {"nu": nu, "mu": mu}
+
+
+@dataclass(frozen=True)
+class Multiplicative(Relaxation):
+    """LANTERN++: a draft's nearest codes raise its mass to at most `lam` times its own."""
+
+    rule = "multiplicative"
+    lam: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.lam >= 1, "--relax-lambda", self.lam, "1 (exact) or more")
+
+    @property
+    def factor(self) -> float:
+        return self.lam - 1
+
+
+@dataclass(frozen=True)
+class Additive(Relaxation):
+    """LANTERN: a draft's nearest codes lend it at most `bound` of their mass."""
+
+    rule = "additive"
+    bound: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.bound <= 1, "--relax-delta", self.bound, "0 (exact) to 1")
+
+    @property
+    def delta(self) -> float:
+        return self.bound
+
+
+@dataclass(frozen=True)
+class Annealed(Relaxation):
+    """Cool-SD: a draft's mass is multiplied by omega exp(-nu i - mu), i drafts below the root's children.
+
+    No neighbour lends anything; a weight up to 1 is exact.
+    """
+
+    rule = "annealed"
+    omega: float = 1.0
+    nu: float = 0.0
+    mu: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        why = "0, as no neighbour lends mass to --relax-omega"
+        require(self.k == 0, "--relax-k", self.k, why)
+        allowed = "0 to 1000; a weight up to 1 is exact"
+        require(0 <= self.omega <= 1000, "--relax-omega", self.omega, allowed)
+        for name, value in {"--relax-nu": self.nu, "--relax-mu": self.mu}.items():
+            require(-10 <= value <= 10, name, value, "-10 to 10")
+
+    def weights(self, depth: int) -> list[float]:
+        return [self.omega * math.exp(-self.nu * i - self.mu) for i in range(depth)]
+
+
+# By their names; each takes k, residual and bound, and some more
+RULES: dict[str, Callable[..., Relaxation]] = {
+    kind.rule: kind for kind in (Multiplicative, Additive, Annealed)
+}
+
+
+def read(values: Mapping[str, Any]) -> Relaxation:
+    """What `as_json` wrote.
+
+    Raises:
+        OptionError: another version wrote it, or a value is out of range.
+    """
+    try:
+        make = RULES[values["rule"]]
+        slope = [values[name] for name in ("nu", "mu")] if make is Annealed else []
+        return make(values["k"], values["residual"], values["bound"], *slope)
+    except (KeyError, TypeError) as error:
+        raise OptionError("no relaxation of this version", str(error)) from error
+
+
+EXACT = Multiplicative()
+# What the papers and their reproductions report figures for; `--relax` takes the names.
+PRESETS: dict[str, Relaxation] = {
+    "delta-0.1": Additive(1000, bound=0.1),
+    "delta-0.2": Additive(1000, bound=0.2),
+    "delta-0.3": Additive(1000, bound=0.3),
+    "delta-0.4": Additive(1000, bound=0.4),
+    "lambda-5": Multiplicative(10, lam=5.0),
+    "lambda-10": Multiplicative(5, lam=10.0),
+    "lambda-20": Multiplicative(5, lam=20.0),
+    "omega-2": Annealed(omega=2.0, nu=0.2),
+}
+
+
+@dataclass(frozen=True)
+class RelaxationOptions:
+    """The loose options of a command; None where one was not given."""
+
+    k: int | None = None
+    delta: float | None = None
+    lam: float | None = None
+    omega: float | None = None
+    nu: float | None = None
+    mu: float | None = None
+    residual: Residual | None = None
+    preset: str | None = None
+
+    def relaxation(self, default: Relaxation | None = None) -> Relaxation | None:
+        """What they mean; what is not given is the preset's, or the default's.
+
+        Returns None if nothing was given, which leaves it to the method.
+
+        Raises:
+            OptionError: two rules at once, an unknown preset, or a value out of range.
+        """
+        self._check()
+        if self.omega is not None:
+            return Annealed(0, self.residual or "sound", self.omega, self.nu or 0.0, self.mu or 0.0)
+        if self == RelaxationOptions():
+            return None
+        base = PRESETS[self.preset] if self.preset else default or PRESETS["lambda-5"]
+        if self.lam is not None:
+            base = Multiplicative(PRESETS["lambda-5"].k, lam=self.lam)
+        if self.delta is not None:
+            base = Additive(PRESETS["delta-0.2"].k, bound=self.delta)
+        k = base.k if self.k is None else self.k
+        return replace(base, k=k, residual=self.residual or base.residual)
+
+    def _check(self) -> None:
+        rules = {"--relax-delta": self.delta, "--relax-lambda": self.lam}
+        rules["--relax-omega"] = self.omega
+        given = [name for name, value in rules.items() if value is not None]
+        if len(given) > 1:
+            why = "they are different rules: delta adds to the mass, lambda and omega multiply it"
+            raise OptionError(f"{given[0]} and {given[1]} exclude each other", why, "give one")
+        if self.preset is not None and self.preset not in PRESETS:
+            raise OptionError(f"unknown preset {self.preset!r}", hint=choices(PRESETS))
+        if self.preset is not None and given:
+            raise OptionError(f"--relax and {given[0]} exclude each other", "the preset is a rule")
+        if self.omega is None and (self.nu is not None or self.mu is not None):
+            raise OptionError("--relax-nu and --relax-mu belong to --relax-omega")
+        if self.omega is not None:
+            why = "none, as no neighbour lends mass to --relax-omega"
+            require(self.k is None, "--relax-k", self.k, why)

@@ -1,0 +1,95 @@
+"""Trees that were tuned on this machine: what `--tree auto` takes.
+
+One file for each situation - model, drafter, device, format, graph mode, method and batch size - in the user's
+cache. It is a tree file, so `--tree FILE` takes it as well, and says besides what it was tuned for and whether
+drafting pays there at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lantern_hpu.errors import OptionError, TreeError
+from lantern_hpu.files import cache_folder, write_file
+from lantern_hpu.tree import DraftTree, load_static
+
+Situation = dict[str, Any]  # what a tree was tuned for, `batch_size` among it
+
+
+@dataclass(frozen=True)
+class TunedTree:
+    """The fastest tree that was measured, and whether one token a step was faster still."""
+
+    tree: DraftTree
+    ar_wins: bool
+
+
+def folder() -> Path:
+    return cache_folder() / "trees"
+
+
+def file_of(situation: Situation) -> Path:
+    """Where the tree of a situation is kept."""
+    digest = hashlib.sha256(json.dumps(situation, sort_keys=True).encode()).hexdigest()
+    return folder() / f"{digest[:32]}.json"
+
+
+def tree_file(tree: DraftTree, about: dict[str, Any] | None = None) -> bytes:
+    """A tree as `load_static` reads it."""
+    data = {"name": tree.name, "paths": [list(path) for path in tree.paths[1:]], **(about or {})}
+    return json.dumps(data).encode()
+
+
+def save(situation: Situation, tuned: TunedTree) -> Path:
+    """Keep a tree in place of an earlier one. -> its file
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    file = file_of(situation)
+    about = {"ar_wins": tuned.ar_wins, "tuned_for": situation}
+    write_file(file, tree_file(tuned.tree, about), force=True)
+    return file
+
+
+def find(situation: Situation) -> TunedTree:
+    """The tree of a situation.
+
+    Raises:
+        OptionError: there is none; the batch sizes are named that there is one for.
+        TreeError: its file is damaged.
+    """
+    file = file_of(situation)
+    if not file.is_file():
+        method, batch = situation["method"], situation["batch_size"]
+        sizes = ", ".join(map(str, sorted(batch_sizes(situation))))
+        why = f"none was tuned for {method} and batches of {batch} on this device"
+        if sizes:
+            why += f"; there is one for batches of {sizes}"
+        hint = f"python -m lantern_hpu.tune --method {method} --batch-size {batch}"
+        raise OptionError(
+            "--tree auto knows no tree", why, f"{hint}, with the same model and device"
+        )
+    tree = load_static(str(file))
+    try:
+        return TunedTree(tree, bool(json.loads(file.read_text())["ar_wins"]))
+    except (KeyError, TypeError) as error:
+        raise TreeError(
+            f"{file} is damaged", f"it lacks {error}", "delete it, and tune again"
+        ) from error
+
+
+def batch_sizes(situation: Situation) -> Iterator[int]:
+    """Batch sizes that were tuned in a situation that is the same otherwise."""
+    for file in folder().glob("*.json"):
+        try:
+            other = json.loads(file.read_text())["tuned_for"]
+            if other | {"batch_size": None} == situation | {"batch_size": None}:
+                yield other["batch_size"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged, or not ours

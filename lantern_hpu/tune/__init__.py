@@ -1,0 +1,1 @@
+"""Tuning: the static draft tree that draws fastest with a model on a device."""

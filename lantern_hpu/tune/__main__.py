@@ -1,0 +1,207 @@
+"""Find the static tree that draws fastest with this model on this device.
+
+    python -m lantern_hpu.tune
+    python -m lantern_hpu.generate --tree auto --prompt "a red apple"
+
+What a step costs is measured over trees of different shapes, in the graph mode that will draw; which drafts are
+accepted, on images drawn with the method's own relaxation, first with a typical tree and then with the best tree that
+follows, as a tree also decides where steps begin. `search.py` puts the two together. What it expects is then
+measured, on other seeds, beside `ar` and the named trees. The fastest tree is saved for `--tree auto`, with a note if
+`ar` is faster still.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lantern_hpu.backends import prepare
+from lantern_hpu.errors import OptionError, exit_code, needing
+from lantern_hpu.evaluate.counts import ChildCounts
+from lantern_hpu.files import check_free, write_file
+from lantern_hpu.options import (
+    add_device_options,
+    add_part_options,
+    add_quantize_option,
+    device_options,
+    given_parts,
+    taken,
+)
+from lantern_hpu.prompts import read_prompts
+from lantern_hpu.tree import saved
+from lantern_hpu.tune.options import MOST_DEPTH, MOST_NODES, TUNABLE, TuneOptions
+
+if TYPE_CHECKING:
+    from lantern_hpu.pipeline import LanternPipeline
+    from lantern_hpu.tune.result import Tuning
+
+KIND = "lantern_hpu.tune"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        KIND,
+        description="Find the static tree that draws fastest with this model on this device.",
+    )
+    what = parser.add_argument_group("what to tune for")
+    what.add_argument("--model", default="builtin", help="as for generate (builtin)")
+    add_part_options(what)
+    add_device_options(what)
+    add_quantize_option(what)
+    what.add_argument("--method", default="lantern++", help=f"{', '.join(TUNABLE)} (lantern++)")
+    what.add_argument("--batch-size", type=int, default=1, help="images decoded together (1)")
+    limits = parser.add_argument_group("which trees")
+    limits.add_argument(
+        "--max-nodes", type=int, default=64, help=f"with the root, 2 to {MOST_NODES} (64)"
+    )
+    limits.add_argument(
+        "--max-depth", type=int, default=6, help=f"drafts in a row, 1 to {MOST_DEPTH} (6)"
+    )
+    how = parser.add_argument_group("how to measure")
+    how.add_argument(
+        "--prompts", type=Path, metavar="FILE", help=".txt, .tsv or .json (eight simple ones)"
+    )
+    how.add_argument("--images", type=int, default=8, help="drawn with each tree, at least (8)")
+    how.add_argument("--seed", type=int, default=0, help="of the first image (0)")
+    how.add_argument(
+        "--profile", type=Path, metavar="FILE.json", help="acceptance from an earlier --report"
+    )
+    where = parser.add_argument_group("where it goes")
+    where.add_argument("--output", type=Path, metavar="TREE.json", help="the tree, for --tree")
+    where.add_argument("--report", type=Path, metavar="FILE.json", help="all that was measured")
+    where.add_argument("--force", action="store_true", help="replace existing files")
+    return parser
+
+
+def check_outputs(files: Sequence[Path | None], force: bool) -> None:
+    """Raise an error if one of the files, where asked for, could not be written later."""
+    asked = [file for file in files if file is not None]
+    for file in asked:
+        if file.suffix != ".json":
+            raise OptionError(f"cannot write {file}", "it will be JSON", "a name ending in .json")
+    check_free(asked, force)
+
+
+def read_profile(file: Path) -> tuple[ChildCounts, saved.Situation]:
+    """The counts of an earlier run, from its report, and what they hold for.
+
+    Raises:
+        OptionError: unreadable, or without counts.
+    """
+    try:
+        profile = json.loads(file.read_text(encoding="utf-8"))["profile"]
+        return ChildCounts.from_json(profile), dict(profile["situation"])
+    except OSError as error:
+        raise OptionError(f"cannot read {file}", str(error)) from error
+    except (ValueError, KeyError, TypeError) as error:
+        why = "expected the --report of an earlier run"
+        raise OptionError(f"{file} holds no profile", why) from error
+
+
+def check_profile(situation: saved.Situation, here: saved.Situation, file: Path) -> None:
+    """Raise an OptionError unless a profile is of this model, drafter and method."""
+    for name in ("target", "drafter", "method"):
+        if situation.get(name) != here[name]:
+            raise OptionError(f"the profile in {file} cannot be used", f"it is of another {name}")
+
+
+def check_model(pipeline: LanternPipeline, situation: saved.Situation) -> None:
+    """Raise an error if the model drafts nothing, or its tree could not be saved."""
+    if pipeline.model.drafter is None:
+        why = "without one, ar is all it can do"
+        raise OptionError(f"{pipeline.model.name} has no drafter", why, "--drafter")
+    check_free([saved.file_of(situation)], force=True)
+
+
+def measure(
+    pipeline: LanternPipeline,
+    options: TuneOptions,
+    prompts: Sequence[str],
+    counts: ChildCounts | None,
+) -> Tuning:
+    """The tuning itself, with a bar."""
+    from tqdm import tqdm
+
+    from lantern_hpu.tune.tuner import Tuner, parts
+
+    total = parts(options, counts is not None)
+    with tqdm(total=total, unit="part", file=sys.stderr, dynamic_ncols=True) as bar:
+        return Tuner(pipeline, options, prompts, bar).tune(counts)
+
+
+def report(
+    pipeline: LanternPipeline,
+    options: TuneOptions,
+    tuning: Tuning,
+    situation: saved.Situation,
+    argv: Sequence[str],
+) -> dict[str, Any]:
+    """The JSON contract of `--report`."""
+    return {
+        "kind": KIND,
+        "date": datetime.date.today().isoformat(),
+        "command": f"python -m {KIND} " + " ".join(argv),
+        "situation": situation,
+        "images": options.images,
+        "seed": options.seed,
+        "costs": asdict(tuning.costs),
+        "profile": tuning.counts.as_json() | {"situation": situation},
+        "rows": [row.as_json() for row in tuning.rows],
+        "fastest": tuning.fastest,
+        "environment": pipeline.environment(),
+    }
+
+
+def save(tuning: Tuning, situation: saved.Situation) -> None:
+    """Keep the fastest tree for `--tree auto`."""
+    best = tuning.best
+    file = saved.save(situation, saved.TunedTree(best.tree, tuning.ar_wins))
+    auto = "with --method auto draws with ar" if tuning.ar_wins else f"draws with {best.name}"
+    print(f"saved {file}: --tree auto {auto} in batches of {situation['batch_size']}")
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Measure, search, measure again; print, write and save."""
+    options = TuneOptions(**taken(TuneOptions, args))
+    check_outputs([args.output, args.report], args.force)
+    prompts = read_prompts(args.prompts) if args.prompts else []
+    counts, earlier = read_profile(args.profile) if args.profile else (None, None)
+    device = device_options(args)
+    with needing("scipy", "what steps cost is fitted with it", "tune"):
+        from lantern_hpu.tune.text import summary
+    prepare(device.device, device.graphs)  # before torch is imported
+    from lantern_hpu.pipeline import LanternPipeline
+
+    loaded = LanternPipeline.from_pretrained(args.model, given=given_parts(args), **vars(device))
+    with closing(loaded) as pipeline:
+        situation = pipeline.situation(options.method, options.batch_size)
+        check_model(pipeline, situation)
+        if earlier is not None:
+            check_profile(earlier, situation, args.profile)
+        tuning = measure(pipeline, options, prompts, counts)
+        print(summary(tuning))
+        whole = report(pipeline, options, tuning, situation, argv)
+    tree = saved.tree_file(tuning.best.tree)
+    for file, data in ((args.output, tree), (args.report, json.dumps(whole, indent=1).encode())):
+        if file is not None:
+            write_file(file, data, args.force)
+            print(f"wrote {file}")
+    save(tuning, situation)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `tune` command; returns the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = make_parser().parse_args(given)
+    return exit_code(lambda: run(args, given))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

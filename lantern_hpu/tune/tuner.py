@@ -1,0 +1,183 @@
+"""What is measured of a model on a device, and the search that rests on it. Needs torch."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from lantern_hpu.config import Request, in_turn
+from lantern_hpu.decode.engine import Engine
+from lantern_hpu.decode.spec import BATCHES
+from lantern_hpu.evaluate.acceptance import profile
+from lantern_hpu.evaluate.counts import ChildCounts
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.prompts import usual_prompts
+from lantern_hpu.relaxation import EXACT
+from lantern_hpu.results import RunTiming
+from lantern_hpu.tree import DRAWS, NAMED, DraftTree, load_static
+from lantern_hpu.tune.costs import Costs, fit_costs, probes
+from lantern_hpu.tune.expectation import estimate
+from lantern_hpu.tune.options import HELD_OUT, TuneOptions
+from lantern_hpu.tune.result import Figures, TreeRow, Tuning
+from lantern_hpu.tune.search import best_tree, most_reached
+
+PROFILED = 64  # nodes of the first tree that acceptance is measured with
+TIMED, STEPS = 5, 4  # timings of each tree, and steps of each timing
+# Typical chances by rank, of children of a first child and of others: they shape the first tree, nothing more
+TYPICAL = (
+    (0.55, 0.12, 0.07, 0.05, 0.04, 0.03, 0.025, 0.02, 0.018, 0.015),
+    (0.33, 0.12, 0.08, 0.05, 0.04, 0.03, 0.025, 0.02, 0.018, 0.015),
+)
+
+
+class Tuner:
+    """A model on a device, and what is measured with it."""
+
+    def __init__(
+        self,
+        pipeline: LanternPipeline,
+        options: TuneOptions,
+        prompts: Sequence[str],
+        bar: tqdm[Any],
+    ) -> None:
+        """
+        Args:
+            prompts: drawn with every tree; none for the usual ones.
+            bar: counts `parts`.
+        """
+        self.pipeline, self.options, self.bar = pipeline, options, bar
+        condition = pipeline.model.condition
+        self.prompts = list(prompts or usual_prompts(condition.takes_classes))
+        self.relaxation = pipeline.choose(options.method).relaxation
+        with pipeline.backend.errors(), torch.no_grad():
+            condition.prepare(self.prompts)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an image that steps add; prefill draws the first."""
+        return self.pipeline.model.target.config.tokens - 1
+
+    # -- what all measurements share
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """One thing to measure: the bar says which, and counts it."""
+        self.bar.set_description(name)
+        with self.pipeline.backend.errors(), torch.no_grad():
+            yield
+        self.bar.set_postfix_str("", refresh=False)
+        self.bar.update()
+
+    def show_row(self, row: int) -> None:
+        """How far a batch is."""
+        self.bar.set_postfix_str(f"row {row} of {self.pipeline.model.target.config.grid[0]}")
+
+    def requests(self, count: int, tree: DraftTree, first: int = 0) -> list[Request]:
+        """So many images, with seeds from the `first` one on."""
+        rule = self.relaxation if tree.depth else EXACT
+        seed, sampling = self.options.seed + first, self.pipeline.model.sampling
+        return in_turn(self.prompts, range(count), seed, sampling, rule)
+
+    def engine(self, requests: Sequence[Request], tree: DraftTree) -> Engine:
+        """An engine that decodes batches of these requests, warmed up."""
+        pipeline = self.pipeline
+        engine = pipeline.engines.get(pipeline.spec(requests, tree, self.options.batch_size))
+        pipeline.warm_up(engine, requests[0])
+        return engine
+
+    # -- measurements
+
+    def step_ms(self, tree: DraftTree) -> float:
+        """Milliseconds of a step with a tree: the median of a few timings of a few steps each."""
+        requests = self.requests(self.options.batch_size, tree)
+        with self.part(f"step over {tree.size} nodes, depth {tree.depth}"):
+            engine = self.engine(requests, tree)
+            engine.start(self.pipeline.prefix(engine, requests), requests)
+            seeds, seconds = [request.seed for request in requests], []
+            for number in range(TIMED + 1):  # the first is not counted
+                began = time.perf_counter()
+                engine.advance(seeds, 1 + number * STEPS, STEPS)
+                seconds.append(time.perf_counter() - began)
+        return 1000 * statistics.median(seconds[1:]) / STEPS
+
+    def costs(self) -> Costs:
+        """What steps of any shape cost, from those of some trees."""
+        trees = probes(self.options.max_nodes, self.options.max_depth, DRAWS)
+        alone, *measured = [self.step_ms(tree) for tree in (DraftTree.root_only(), *trees)]
+        return fit_costs(alone, trees, measured)
+
+    def counts(self, tree: DraftTree, first: int) -> ChildCounts:
+        """Acceptance in images drawn with a tree."""
+        images, columns = self.options.images, self.pipeline.model.target.config.grid[1]
+        requests = self.requests(images, tree, first)
+        # Acceptance does not depend on the batch: many at once take less time.
+        size = min(images, max(self.options.batch_size, BATCHES[-1]))
+        with self.part(f"acceptance, {tree.name}"):
+            found = profile(
+                self.pipeline,
+                requests,
+                tree,
+                size=size,
+                callback=lambda known: self.show_row(known // columns),
+            )
+        return found.counts
+
+    def draw(self, tree: DraftTree) -> Figures:
+        """Whole batches of images with a tree; the time of a step is the median of the batches'."""
+        size = self.options.batch_size
+        count = -(-self.options.images // size) * size
+        requests = self.requests(count, tree, HELD_OUT)
+        taken, run, each = 0, 0, []  # steps of the images, and of their batches
+        with self.part(f"drawing, {tree.name if tree.depth else 'ar'}"):
+            engine = self.engine(requests, tree)
+            for start in range(0, count, size):
+                batch, timing = requests[start : start + size], RunTiming()
+                decoded = self.pipeline.draw_batch(
+                    engine, batch, timing, lambda event: self.show_row(event.rows)
+                )
+                taken, run = taken + sum(decoded.steps), run + timing.steps
+                each.append(timing.ms_per_step)
+        tokens, step = count * self.tokens, statistics.median(each)
+        return Figures(tokens / taken, step, step * run / tokens)
+
+    # -- all of it
+
+    def best_tree(self, counts: ChildCounts, costs: Costs) -> DraftTree:
+        self.bar.set_description("searching")
+        options = self.options
+        return best_tree(estimate(counts)[: options.max_depth], costs, options.max_nodes)
+
+    def tune(self, counts: ChildCounts | None = None) -> Tuning:
+        """Find the best tree, and draw with it, with `ar` and with the named ones.
+
+        Args:
+            counts: of an earlier run; measured if not given.
+        """
+        costs = self.costs()
+        if counts is None:
+            chances = np.array([TYPICAL] * self.options.max_depth)
+            counts = self.counts(most_reached("typical", chances, PROFILED), 0)
+            # Easy places are passed within a step and hard ones begin steps, the more so the larger the tree is.
+            counts += self.counts(self.best_tree(counts, costs), self.options.images)
+        trees = [DraftTree.root_only(), self.best_tree(counts, costs), *map(load_static, NAMED)]
+        chances = estimate(counts, max(tree.depth for tree in trees))
+        shared = (chances, costs, self.tokens, self.options.batch_size)
+        rows = [TreeRow(t, Figures.expected(t, *shared), self.draw(t)) for t in trees]
+        return Tuning(counts, costs, rows)
+
+
+def parts(options: TuneOptions, counted: bool) -> int:
+    """How many things `Tuner.tune` measures.
+
+    Args:
+        counted: whether it is given counts.
+    """
+    steps = 1 + len(probes(options.max_nodes, options.max_depth, DRAWS))
+    return steps + (0 if counted else 2) + 2 + len(NAMED)

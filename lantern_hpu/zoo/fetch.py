@@ -1,0 +1,248 @@
+"""Fetching the files of known models from the Hugging Face Hub.
+
+What is here already is not fetched again. A file gets its name when it is whole: huggingface_hub writes to a name
+that ends in `.incomplete` and renames it. In a folder of the user's, files are checked before they are moved to their
+place; in the cache a mark says that a file is still to be checked. So what an interrupted run leaves is never taken
+for a model. The next run goes on with the files that lack; a half of one is used by those versions of huggingface_hub
+that keep it (2.4 does not).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import wrap
+from types import ModuleType
+
+from lantern_hpu.errors import (
+    LanternError,
+    OptionError,
+    OutputError,
+    WeightsError,
+    choices,
+    needing,
+)
+from lantern_hpu.files import sha256
+from lantern_hpu.tables import WIDTH, amount, columns
+from lantern_hpu.zoo.located import LABEL, UNCHECKED, Located, briefly, hub_cache, snapshot, store
+from lantern_hpu.zoo.registry import Entry, Part
+
+STAGING = ".fetching"  # in a user's folder, until files are whole and checked
+FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # the second is not known everywhere
+# Errors and packages by which the network is at fault, or was switched off (HF_HUB_OFFLINE)
+UNREACHABLE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "TimeoutError"}
+NETWORK = {"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3"}
+LARGER = "--to a folder on a larger disk, or set HF_HOME to one"
+
+
+@dataclass(frozen=True)
+class File:
+    """One file to fetch, as the Hub lists it."""
+
+    part: Part
+    name: str
+    bytes: int | None
+    sha256: str | None
+
+
+def choose(entry: Entry, only: str | None, drafting: bool) -> list[Part]:
+    """The parts to have: those named, or all that drawing needs.
+
+    Raises:
+        OptionError: the model has no such part, or the options contradict each other.
+    """
+    if only is None:
+        return entry.needed(drafting)
+    roles = [role.strip() for role in only.split(",") if role.strip()]
+    unknown = [role for role in roles if role not in entry.parts]
+    if unknown:
+        what = f"{entry.name} has no part {', '.join(unknown)}"
+        raise OptionError(what, hint=choices(entry.parts))
+    if not roles:
+        raise OptionError("--only names no part", hint=choices(entry.parts))
+    if "drafter" in roles and not drafting:
+        raise OptionError("--only drafter and --without-drafter contradict each other")
+    return [part for role, part in entry.parts.items() if role in roles]
+
+
+def list_files(hub: ModuleType, part: Part, absent: Sequence[str]) -> list[File]:
+    """The files that a part lacks, with the sizes and digests that the Hub states.
+
+    Raises:
+        WeightsError: the repository lacks a file, or has another version of one than is known here.
+    """
+    info = hub.HfApi().model_info(part.repo, files_metadata=True)
+    there = {sibling.rfilename: sibling for sibling in info.siblings or ()}
+    found, gone = [], []
+    for spec in absent:
+        name = next((name for name in spec.split("|") if name in there), None)
+        if name is None:
+            gone.append(spec)
+            continue
+        stated = getattr(there[name].lfs, "sha256", None)
+        known = part.sha256.get(name)
+        if known and stated and known != stated:
+            why = f"its sha256 is {stated} there, {known} here"
+            raise WeightsError(f"{part.repo} has another {name} than the known one", why, part.page)
+        found.append(File(part, name, there[name].size, known or stated))
+    if gone:
+        raise WeightsError(f"{part.repo} lacks files", ", ".join(gone), part.page)
+    return found
+
+
+def check_space(files: Sequence[File], where: Path) -> None:
+    """Raise an OutputError unless the disk has room for all files."""
+    need = sum(file.bytes or 0 for file in files)
+    there = next(folder for folder in (where, *where.parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    if need > free:
+        why = f"{amount(need)} needed, {amount(free)} free"
+        raise OutputError(f"not enough space for {where}", why, LARGER)
+
+
+def fetch(hub: ModuleType, file: File, to: Path | None) -> None:
+    """Fetch and check one file.
+
+    Raises:
+        WeightsError: its digest differs from the stated one; the file is deleted.
+    """
+    staging = None if to is None else to / STAGING / file.part.role
+    with nullcontext() if to else marked(file):
+        found = Path(hub.hf_hub_download(file.part.repo, file.name, local_dir=staging))
+        check(file, found)
+    if to is not None:
+        place = to / file.part.role / file.name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(found, place)
+
+
+@contextmanager
+def marked(file: File) -> Iterator[None]:
+    """In the cache, a mark while a file is fetched and checked; it outlasts only what leaves the file unchecked."""
+    mark = store(file.part.repo) / UNCHECKED / file.name
+    mark.parent.mkdir(parents=True, exist_ok=True)
+    mark.touch()
+    done = False
+    try:
+        yield
+        done = True
+    finally:
+        folder = snapshot(file.part.repo)
+        if done or folder is None or not (folder / file.name).exists():
+            mark.unlink(missing_ok=True)
+            with suppress(OSError):  # not empty
+                mark.parent.rmdir()
+                mark.parent.parent.rmdir()
+
+
+def check(file: File, found: Path) -> None:
+    """Compare a fetched file's digest with the stated one, if there is one; see `fetch`."""
+    if file.sha256 and (got := sha256(found)) != file.sha256:
+        real = found.resolve()  # in the cache the file is a link
+        found.unlink()
+        real.unlink(missing_ok=True)
+        what = f"{file.name} of {file.part.repo} came damaged"
+        why = f"its sha256 is {got}, expected {file.sha256}; it was deleted"
+        raise WeightsError(what, why, "the same command again")
+
+
+def tidy(folder: Path, done: bool) -> None:
+    """Drop the staging folder, unless it holds half a file that a later run may go on with; and what is empty."""
+    staging = folder / STAGING
+    if done or not any(staging.rglob("*.incomplete")):
+        shutil.rmtree(staging, ignore_errors=True)
+    for empty in (staging, folder):
+        if empty.is_dir() and not any(empty.iterdir()):
+            empty.rmdir()
+
+
+# ------------------------------------------------------------------------------------ errors
+
+
+@contextmanager
+def plainly(entry: Entry, part: Part, where: Path) -> Iterator[None]:
+    """Turns what can go wrong on the way from the Hub to the disk into errors that say what to do."""
+    try:
+        yield
+    except LanternError:
+        raise
+    except Exception as error:
+        known = explain(error, entry, part, where)
+        if known is None:
+            raise
+        raise known from error
+
+
+def explain(error: Exception, entry: Entry, part: Part, where: Path) -> LanternError | None:
+    """A known error in plain words. Classes go by name: not every version of huggingface_hub has them all."""
+    kinds = {cls.__name__ for cls in type(error).__mro__}
+    text = (str(error).strip() or type(error).__name__).splitlines()[0]
+    repo, page = part.repo, part.page
+    if "GatedRepoError" in kinds:
+        hint = f"accept them at {page}, then `hf auth login`, or set HF_TOKEN"
+        return WeightsError(f"{repo} wants its terms accepted first", "it is gated", hint)
+    if kinds & {"RepositoryNotFoundError", "RevisionNotFoundError"}:
+        hint = f"see {page}; for a private one `hf auth login`, or set HF_TOKEN"
+        return WeightsError(f"{repo} is not on the Hub", "it was removed or is private", hint)
+    if "RemoteEntryNotFoundError" in kinds:
+        return WeightsError(f"a file is not in {repo}", text, f"see {page}")
+    if getattr(error, "errno", None) in FULL or "No space left on device" in str(error):
+        return OutputError(f"the disk is full at {where}", "no space left", LARGER)
+    if kinds & UNREACHABLE or type(error).__module__.split(".")[0] in NETWORK:
+        hint = (
+            f"with a network elsewhere: python -m lantern_hpu.download {entry.handle} --to FOLDER; "
+            "copy FOLDER here and give it as --model"
+        )
+        return WeightsError("the Hugging Face Hub cannot be reached", text, hint)
+    if "HfHubHTTPError" in kinds:
+        return WeightsError(f"the Hub refused {repo}", text, "try again later")
+    if isinstance(error, OSError):
+        return OutputError(f"cannot write to {where}", error.strerror or text)
+    if isinstance(error, RuntimeError):
+        hint = "the same command again, perhaps with HF_HUB_DISABLE_XET=1"
+        return WeightsError(f"{repo} could not be fetched", text, hint)
+    return None
+
+
+def announce(entry: Entry, parts: Sequence[Part], located: Located) -> str:
+    """What will be fetched: parts, sizes, licences, and what is here already."""
+    rows = []
+    for part in parts:
+        here = "here already" if located[part.role] else amount(part.bytes)
+        rows.append((part.role, here, part.licence, f"{part.repo}: {briefly(part.files)}"))
+    lines = [f"{entry.name}: {entry.title}", *(f"  {x}" for x in columns(rows).split("\n"))]
+    note = f"note: {entry.note}" if entry.note else ""
+    lines += wrap(note, WIDTH, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join(lines)
+
+
+def fetch_all(entry: Entry, parts: Sequence[Part], located: Located, to: Path | None) -> None:
+    """List, check and fetch what the parts lack."""
+    with needing("huggingface_hub", "it fetches the files"):
+        import huggingface_hub as hub
+    where = to or hub_cache()
+    files: list[File] = []
+    for part in parts:
+        with plainly(entry, part, where):
+            files += list_files(hub, part, located.absent[part.role])
+    check_space(files, where)
+    size = amount(sum(file.bytes or 0 for file in files))
+    print(f"fetching {len(files)} file{'s' * (len(files) > 1)}, {size}, to {where}", flush=True)
+    done = False
+    try:
+        for file in files:
+            with plainly(entry, file.part, where):
+                fetch(hub, file, to)
+                if to is not None:  # so that the folder says which model it holds
+                    label = json.dumps({"model": entry.name}, indent=1)
+                    (to / LABEL).write_text(label + "\n")
+        done = True
+    finally:
+        if to is not None:
+            tidy(to, done)

@@ -1,0 +1,141 @@
+"""Which parts of the known models are on this machine, and how to get those that are not. Needs no torch.
+
+Where the files are is read from the Hugging Face cache as its documentation describes it ("Understand caching"), so
+nothing is imported and no network is asked.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from lantern_hpu.errors import WeightsError
+from lantern_hpu.files import reading
+from lantern_hpu.tables import amount
+from lantern_hpu.zoo.registry import Entry, Part, entries
+
+LABEL = "lantern.json"  # in a folder that `lantern_hpu.download --to` filled
+UNCHECKED = ".lantern-unchecked"  # beside a repository's files in the cache: see `unchecked`
+
+
+class Located(dict[str, Path | None]):
+    """Where an entry's parts are on this machine, by role.
+
+    A part's file where it has one, else the folder with its files; None if not all of them are there. `absent` has
+    the missing files of each such part.
+    """
+
+    def __init__(
+        self, entry: Entry, paths: Mapping[str, Path | None], absent: Mapping[str, tuple[str, ...]]
+    ) -> None:
+        super().__init__(paths)
+        self.entry, self.absent = entry, absent
+
+    def missing(self, drafting: bool = True) -> list[Part]:
+        """The parts that are needed and not all here."""
+        return [part for part in self.entry.needed(drafting) if self[part.role] is None]
+
+
+def hub_cache() -> Path:
+    """The Hugging Face cache; the variables and their order are those of huggingface_hub."""
+    home = os.environ.get("XDG_CACHE_HOME", os.path.join("~", ".cache"))
+    home = os.environ.get("HF_HOME", os.path.join(home, "huggingface"))
+    hub = os.environ.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))
+    hub = os.environ.get("HF_HUB_CACHE", hub)
+    return Path(os.path.expandvars(os.path.expanduser(hub)))
+
+
+def store(repo: str) -> Path:
+    """The cache's folder of a repository."""
+    return hub_cache() / f"models--{repo.replace('/', '--')}"
+
+
+def snapshot(repo: str) -> Path | None:
+    """The cache's folder of a repository's main version, or None."""
+    try:
+        revision = (store(repo) / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    folder = store(repo) / "snapshots" / revision
+    return folder if revision and folder.is_dir() else None
+
+
+def unchecked(repo: str) -> set[str]:
+    """Files in the cache that were fetched, but whose checksums were not compared: that was interrupted."""
+    marks = store(repo) / UNCHECKED
+    return {mark.name for mark in marks.iterdir()} if marks.is_dir() else set()
+
+
+def of_folder(folder: Path) -> Entry | None:
+    """The model that `lantern_hpu.download --to` put into a folder, or None.
+
+    Raises:
+        WeightsError: its label is unreadable, or names a model that is not known here.
+    """
+    file = folder / LABEL
+    if not file.is_file():
+        return None
+    with reading(file) as label:
+        name = str(label["model"])
+    entry = entries().get(name)
+    if entry is None:
+        raise WeightsError(f"{folder} holds {name!r}", "which this version does not know")
+    return entry
+
+
+def locate(entry: Entry, folder: Path | None = None) -> Located:
+    """Where the parts of a model are: in a folder with a subfolder for each, or in the Hugging Face cache.
+
+    A part counts only when all its files are there. huggingface_hub gives a file its name when it is whole, so
+    what an interrupted download leaves is not taken for one; nor is a file that is still to be checked.
+    """
+    paths: dict[str, Path | None] = {}
+    absent: dict[str, tuple[str, ...]] = {}
+    for role, part in entry.parts.items():
+        found = [look(source, folder) for source in part.sources]
+        paths[role] = next((path for path, _ in found if path), None)
+        if paths[role] is None:
+            absent[role] = found[0][1]
+    return Located(entry, paths, absent)
+
+
+def look(part: Part, folder: Path | None) -> tuple[Path | None, tuple[str, ...]]:
+    """Where a part is, or None and the files that lack."""
+    place = folder / part.role if folder else snapshot(part.repo)
+    absent = part.absent(place, () if folder else unchecked(part.repo))
+    return (part.path(place) if place and not absent else None), absent
+
+
+def require(entry: Entry, folder: Path | None = None, given: Collection[str] = ()) -> Located:
+    """Where the parts are, if all that drawing without a drafter needs are here, or given in their place.
+
+    Raises:
+        WeightsError: some are not; the error lists all of their missing files, with sizes and how to get them.
+    """
+    located = locate(entry, folder)
+    lacking = [part for part in located.missing(drafting=False) if part.role not in given]
+    if not lacking:
+        return located
+    said = "; ".join(
+        f"{p.role} {amount(p.bytes)} ({briefly(located.absent[p.role])} of {p.repo})"
+        for p in lacking
+    )
+    where = f"in {folder}" if folder else "on this machine"
+    hint = f"python -m lantern_hpu.download {entry.handle}" + (f" --to {folder}" if folder else "")
+    if "drafter" in located.absent:
+        less = amount(entry.parts["drafter"].bytes)
+        hint += f"; --without-drafter is {less} less and enough for --method ar"
+    raise WeightsError(f"{entry.handle} is not all {where}", "missing: " + said, hint)
+
+
+def briefly(files: tuple[str, ...]) -> str:
+    """Names of files, or how many they are."""
+    return ", ".join(files) if len(files) <= 2 else f"{len(files)} files"
+
+
+def draw_command(entry: Entry, folder: Path | None = None) -> str:
+    """The command that draws with a model."""
+    classes = entry.family == "llamagen-c2i"
+    what = "--class-label goldfish" if classes else '--prompt "a red apple"'
+    return f"python -m lantern_hpu.generate --model {folder or entry.handle} {what}"

@@ -1,0 +1,193 @@
+"""Models that can be had by name: what they are made of, and where their files lie on the Hub. Needs no torch.
+
+`assets/registry.json` has the facts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lantern_hpu.errors import OptionError, choices
+from lantern_hpu.files import ASSETS, reading
+from lantern_hpu.models.config import ModelConfig
+
+FILE = ASSETS / "registry.json"
+PARTS = ("target", "drafter", "vq", "text", "neighbours")
+NEEDED_FOR = ("always", "drafting", "prompts", "optional")
+
+
+@dataclass(frozen=True)
+class Part:
+    """Files of one repository of the Hub.
+
+    Attributes:
+        role: one of `PARTS`.
+        files: names; `a|b` is either.
+        bytes: of all files together, as the Hub shows it or counted from the parameters; None if unknown.
+        sha256: digests of the files whose digest is known.
+        licence: as the repository states it.
+        needed_for: one of `NEEDED_FOR`.
+        confirmed: whether a public page names the repository and the files.
+        instead: other repositories with the same weights.
+    """
+
+    role: str
+    repo: str
+    files: tuple[str, ...]
+    bytes: int | None
+    sha256: Mapping[str, str]
+    licence: str
+    needed_for: str
+    confirmed: bool
+    instead: tuple[Part, ...] = ()
+    note: str = ""
+
+    @property
+    def sources(self) -> tuple[Part, ...]:
+        """The part itself, then those that do as well."""
+        return (self, *self.instead)
+
+    @property
+    def page(self) -> str:
+        return f"https://huggingface.co/{self.repo}"
+
+    def absent(self, folder: Path | None, without: Collection[str] = ()) -> tuple[str, ...]:
+        """The files that a folder lacks. A link without its file does not count as one.
+
+        Args:
+            without: names of files that do not count either.
+        """
+        if folder is None:
+            return self.files
+        return tuple(
+            spec
+            for spec in self.files
+            if not any(file.name not in without for file in either(spec, folder))
+        )
+
+    def path(self, folder: Path) -> Path:
+        """What a loader opens: the file where there is one, else the folder."""
+        return next(either(self.files[0], folder)) if len(self.files) == 1 else folder
+
+
+def either(spec: str, folder: Path) -> Iterator[Path]:
+    """Those of the names `a|b` that are files in a folder."""
+    return (folder / name for name in spec.split("|") if (folder / name).is_file())
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One known model.
+
+    Attributes:
+        sampling: published settings: cfg_scale, temperature, top_k, top_p.
+        parts: those of `PARTS` that it has.
+        repo: of its target, where it was asked for by that and the name stands for another one.
+    """
+
+    name: str
+    title: str
+    family: str
+    licence: str
+    config: ModelConfig
+    sampling: Mapping[str, float]
+    parts: Mapping[str, Part]
+    note: str = ""
+    repo: str = ""
+
+    @property
+    def image_size(self) -> int:
+        """Pixels of a side: all that are published are square."""
+        return self.config.image_size[0]
+
+    @property
+    def handle(self) -> str:
+        """What commands take to find it with these parts."""
+        return self.repo or self.name
+
+    def needed(self, drafting: bool = True) -> list[Part]:
+        """The parts without which it does not draw from prompts; with a drafter if it has one and is to draft."""
+        kinds = ("always", "prompts", "drafting") if drafting else ("always", "prompts")
+        return [part for part in self.parts.values() if part.needed_for in kinds]
+
+
+@cache
+def entries() -> dict[str, Entry]:
+    """The known models by name, without `builtin`.
+
+    Raises:
+        WeightsError: the file with the facts is unreadable.
+    """
+    with reading(FILE, "install the package again") as data:
+        found = [read_entry(values, data) for values in data["models"]]
+    return {entry.name: entry for entry in found}
+
+
+def read_entry(values: Mapping[str, Any], data: Mapping[str, Any]) -> Entry:
+    """An entry as JSON holds it; parts, tokenizers and text encoders may be the names of shared ones, or null."""
+    parts = {}
+    for role, part in values["parts"].items():
+        if part is not None:
+            parts[role] = read_part(role, data["parts"][part] if isinstance(part, str) else part)
+    config, shared = dict(values["config"]), data["configs"]
+    for name in ("vq", "text"):
+        config[name] = config[name] and shared[name][config[name]]
+    return Entry(**{**values, "config": ModelConfig.from_json(config), "parts": parts})
+
+
+def read_part(role: str, values: Mapping[str, Any]) -> Part:
+    instead = tuple(read_part(role, other) for other in values.get("instead", ()))
+    files, digests = tuple(values["files"]), values["sha256"] or {}
+    own = {"role": role, "files": files, "sha256": digests, "instead": instead}
+    return Part(**{**values, **own})
+
+
+def find(name: str) -> Entry | None:
+    """The model of a name, or of its target's Hub id; None if there is none, or an id stands for several.
+
+    By the id of another repository with the same weights, the entry prefers that one. An id may be followed by a
+    file: `FoundationVision/LlamaGen/c2i_B_256.pt`.
+    """
+    known = entries()
+    if name in known:
+        return known[name]
+    found = sources(name)
+    if len(found) != 1:
+        return None
+    entry, target = found[0]
+    usual = entry.parts["target"]
+    others = tuple(source for source in usual.sources if source is not target)
+    parts = {**entry.parts, "target": replace(target, instead=others)}
+    return replace(entry, parts=parts, repo="" if target is usual else target.repo)
+
+
+def sources(name: str) -> list[tuple[Entry, Part]]:
+    """The models whose target lies in a repository, or is one of its files."""
+    return [
+        (entry, source)
+        for entry in entries().values()
+        for source in entry.parts["target"].sources
+        if name in (source.repo, *(f"{source.repo}/{file}" for file in source.files))
+    ]
+
+
+def get(name: str, *others: str) -> Entry:
+    """The model of a name or Hub id.
+
+    Args:
+        others: what else could have been named.
+
+    Raises:
+        OptionError: there is none, or several lie in that repository; the error lists what there is.
+    """
+    entry = find(name)
+    if entry is not None:
+        return entry
+    several = [entry.name for entry, _ in sources(name)]
+    if several:
+        raise OptionError(f"{name} holds several models", "name the one you mean", choices(several))
+    raise OptionError(f"unknown model {name!r}", hint=choices(["builtin", *entries(), *others]))

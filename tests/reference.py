@@ -1,0 +1,170 @@
+"""The acceptance rule as a textbook would write it: one image, plain Python, float64, recursive.
+
+Slow and obvious on purpose. Tests hold `accept.py` to it on thousands of random trees; nothing else uses it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from lantern_hpu.tree import DraftTree
+
+Probs = list[float]
+
+
+@dataclass
+class Relaxed:
+    """A relaxation for one image; what its rule does not use keeps its neutral value."""
+
+    neighbours: Sequence[Sequence[int]] = ()
+    k: int = 0
+    delta: float = 0.0
+    lam: float = 1.0
+    residual: str = "sound"
+    weights: Sequence[float] = ()  # of each depth
+
+    def weight(self, depth: int) -> float:
+        return self.weights[depth] if self.weights else 1.0
+
+
+@dataclass
+class Outcome:
+    """The last accepted node, the probs of the next token if all its children were rejected, and counts."""
+
+    node: int
+    residual: Probs | None
+    relaxed: list[bool] = field(default_factory=list)
+
+
+def lenders(p: Probs, token: int, rule: Relaxed) -> list[int]:
+    """The longest run of nearest neighbours whose mass stays within the bound."""
+    bound, total = rule.delta + (rule.lam - 1.0) * p[token], 0.0
+    found: list[int] = []
+    for other in list(rule.neighbours[token])[: rule.k] if rule.k else []:
+        total += p[other]
+        if total > bound:
+            break
+        found.append(other)
+    return found
+
+
+def raised_mass(p: Probs, token: int, rule: Relaxed, depth: int = 0) -> float:
+    """What a draft is accepted with."""
+    return rule.weight(depth) * p[token] + sum(p[other] for other in lenders(p, token, rule))
+
+
+def normalised(values: Probs) -> Probs | None:
+    total = sum(values)
+    return [v / total for v in values] if total > 0 else None
+
+
+def without(probs: Probs, token: int) -> Probs:
+    """The probs given that it is not this token."""
+    return normalised([0.0 if y == token else v for y, v in enumerate(probs)]) or [0.0] * len(probs)
+
+
+def published(p: Probs, token: int, rule: Relaxed) -> list[int]:
+    """The neighbours that the published code strikes: one more than k, whether they lent anything or not."""
+    active = rule.k > 0 and (rule.delta > 0 or rule.lam > 1)
+    lend = active and lenders(p, token, rule)
+    return list(rule.neighbours[token])[: rule.k + 1] if lend else []
+
+
+def residual_probs(
+    p: Probs, q: Probs | None, token: int, rule: Relaxed, depth: int = 0
+) -> Probs | None:
+    """What is left of p once a draft was refused: one drawn from q, or one that was not drawn."""
+    official, weight = rule.residual == "official", rule.weight(depth)
+    if q is None:
+        left = list(p)
+        for other in published(p, token, rule) if official else lenders(p, token, rule):
+            left[other] = 0.0
+        left[token] = max(0.0, 1.0 - weight) * p[token]
+        return normalised(left)
+    taken = list(q)
+    for other in published(p, token, rule) if official else []:
+        taken[other] = 0.0
+    return normalised([max(a - b, (1.0 - weight) * a, 0.0) for a, b in zip(p, taken, strict=True)])
+
+
+def walk(
+    tree: DraftTree,
+    p: dict[int, Probs],
+    q: dict[int, Probs] | None,
+    tokens: Sequence[int],
+    uniform: Sequence[Sequence[float]],
+    rule: Relaxed,
+    node: int = 0,
+) -> Outcome:
+    """Exact or relaxed speculative sampling from `node` downwards.
+
+    Args:
+        p, q: probs of target and drafter at each node with children; no q: the drafts were not drawn.
+        tokens: token of each node. uniform: [D][C], the number for each level and sibling.
+    """
+    if not tree.children[node]:
+        return Outcome(node, None)
+    left, depth = list(p[node]), tree.depths[node]
+    drawn = list(q[node]) if q is not None else None
+    for rank, child in enumerate(tree.children[node]):
+        token = tokens[child]
+        chance = 1.0 if drawn is None else drawn[token]
+        if chance > 0:
+            bar = uniform[depth][rank] * chance
+            if bar < raised_mass(left, token, rule, depth):
+                after = walk(tree, p, q, tokens, uniform, rule, child)
+                return Outcome(after.node, after.residual, [not bar < left[token], *after.relaxed])
+            left = residual_probs(left, drawn, token, rule, depth) or list(p[node])
+        drawn = without(drawn, token) if drawn is not None else None
+    return Outcome(node, left)
+
+
+def wins(probs: Probs, token: int, rule: Relaxed, depth: int = 0) -> bool:
+    """Whether a draft is the argmax of the probs, or becomes it with what relaxation adds; ties go to the lower."""
+    raised = raised_mass(probs, token, rule, depth)
+    rivals = [(v, y) for y, v in enumerate(probs) if y != token]
+    beaten = all(raised > v or (raised == v and token < y) for v, y in rivals)
+    return beaten or all(probs[token] > v or (probs[token] == v and token < y) for v, y in rivals)
+
+
+def greedy_walk(
+    tree: DraftTree, p: dict[int, Probs], tokens: Sequence[int], rule: Relaxed, node: int = 0
+) -> list[int]:
+    """The longest path, first in sibling order, whose drafts all win the argmax of p."""
+    best: list[int] = [node]
+    for child in tree.children[node]:
+        if wins(p[node], tokens[child], rule, tree.depths[node]):
+            path = [node, *greedy_walk(tree, p, tokens, rule, child)]
+            best = path if len(path) > len(best) else best
+    return best
+
+
+def dynamic_tree(
+    probs: Callable[[tuple[int, ...]], Probs], top_k: int, expansions: int, drafts: int
+) -> list[tuple[int, ...]]:
+    """EAGLE-2's tree as the tokens on the path to each draft, in the order of their numbers.
+
+    Args:
+        probs: the drafter's probs after the root and these tokens.
+
+    Equal scores are decided by age: what was found earlier stays.
+    """
+
+    def grown(path: tuple[int, ...], score: float) -> list[tuple[float, tuple[int, ...]]]:
+        after = probs(path)
+        best = sorted(range(len(after)), key=lambda t: -after[t])[:top_k]
+        return [(score + logarithm(after[t]), (*path, t)) for t in best]
+
+    found = newest = grown((), 0.0)
+    for _ in range(expansions):
+        frontier = sorted(newest, key=lambda c: -c[0])[:top_k]  # sorting keeps the order of equals
+        newest = [child for score, path in frontier for child in grown(path, score)]
+        found = found + newest
+    kept = sorted(range(len(found)), key=lambda i: -found[i][0])[:drafts]
+    return [found[i][1] for i in sorted(kept)]
+
+
+def logarithm(x: float) -> float:
+    return math.log(x) if x > 0 else -math.inf

@@ -1,0 +1,290 @@
+"""Downloads: what is whole and checked counts, failures are said in plain words and leave nothing."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from lantern_hpu import download
+from lantern_hpu.files import sha256
+from lantern_hpu.zoo import fetch as fetching
+from lantern_hpu.zoo import located, registry
+from lantern_hpu.zoo.located import locate
+from lantern_hpu.zoo.registry import Entry, entries
+from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, in_cache
+
+ROOT = Path(__file__).parent.parent
+__all__ = ["empty_cache"]
+
+
+class Hub:
+    """A Hub with some files; what a test wants to go wrong is put into `fails`."""
+
+    def __init__(self, cache: Path) -> None:
+        self.cache = cache
+        self.files: dict[str, dict[str, bytes]] = {}
+        self.fails: BaseException | None = None
+        self.damaged = False
+        self.asked: list[str] = []
+
+    def add(self, entry: Entry) -> None:
+        for part in entry.parts.values():
+            for spec in part.files:
+                name = spec.split("|")[0]
+                self.files.setdefault(part.repo, {})[name] = f"{part.repo}/{name}".encode()
+
+    def model_info(self, repo: str, files_metadata: bool = False) -> SimpleNamespace:
+        siblings = []
+        for name, data in self.files[repo].items():
+            lfs = SimpleNamespace(sha256=hashlib.sha256(data).hexdigest())
+            siblings.append(SimpleNamespace(rfilename=name, size=len(data), lfs=lfs))
+        return SimpleNamespace(siblings=siblings)
+
+    def hf_hub_download(self, repo: str, name: str, local_dir: Path | None = None) -> str:
+        self.asked.append(name)
+        if self.fails is not None:
+            raise self.fails
+        data = b"cut off" if self.damaged else self.files[repo][name]
+        if local_dir is None:
+            there = located.snapshot(repo)
+            if there is not None and (there / name).exists():
+                return str(there / name)
+            in_cache(self.cache, repo, name)
+            file = located.snapshot(repo)
+            assert file is not None
+            (file / name).resolve().write_bytes(data)
+            return str(file / name)
+        local_dir.mkdir(parents=True, exist_ok=True)
+        (local_dir / name).write_bytes(data)
+        return str(local_dir / name)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> Hub:
+    """Known models without known digests, and a Hub that has them."""
+    theirs = pytest.importorskip("huggingface_hub")
+    fake = Hub(empty_cache)
+    known = {name: without_digests(entry) for name, entry in entries().items()}
+    monkeypatch.setattr(registry, "entries", lambda: known)
+    for entry in known.values():
+        fake.add(entry)
+    monkeypatch.setattr(theirs, "HfApi", lambda: fake)
+    monkeypatch.setattr(theirs, "hf_hub_download", fake.hf_hub_download)
+    return fake
+
+
+def without_digests(entry: Entry) -> Entry:
+    parts = {role: replace(part, sha256={}) for role, part in entry.parts.items()}
+    return replace(entry, parts=parts)
+
+
+def fetch(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert download.main(args) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """What it says; one error, with exit code 2."""
+    assert download.main(args) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("error: ") == 1
+    assert len(said.strip().splitlines()) <= 2, said
+    return said
+
+
+def test_a_model_is_fetched_once(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    text = fetch(capsys, T2I)
+    assert "11.4 GB" in text and "Apache-2.0" in text and "MIT" in text
+    assert locate(entries()[T2I]).missing() == []
+    assert str(locate(entries()[T2I])["target"]) in text
+    hub.asked.clear()
+    assert "here already" in fetch(capsys, T2I)
+    assert hub.asked == []
+
+
+def test_only_some_parts(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "it still lacks: target" in fetch(capsys, ANOLE, "--only", "vq,neighbours")
+    assert set(locate(entries()[ANOLE]).absent) == {"target", "drafter"}
+    assert fetch(capsys, ANOLE, "--without-drafter").strip().endswith("--method ar")
+    assert set(locate(entries()[ANOLE]).absent) == {"drafter"}
+
+
+def test_a_folder_gets_a_subfolder_for_each_part(
+    hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path, empty_cache: Path
+) -> None:
+    folder = tmp_path / "models" / "t2i"
+    text = fetch(capsys, T2I, "--to", str(folder))
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["drafter", located.LABEL, "target", "text", "vq"]
+    assert not list(folder.rglob(".*"))
+    entry = located.of_folder(folder)
+    assert entry is not None and entry.name == T2I
+    assert locate(entry, folder).missing() == []
+    assert f"--model {folder}" in text and not empty_cache.exists()
+    said = refused(capsys, ANOLE, "--to", str(folder))
+    assert f"{folder} holds {T2I}" in said
+
+
+@pytest.mark.parametrize("to", [False, True], ids=["cache", "folder"])
+def test_a_damaged_file_is_deleted(
+    hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path, empty_cache: Path, to: bool
+) -> None:
+    hub.damaged = True
+    args = ["--to", str(tmp_path / "here")] if to else []
+    said = refused(capsys, C2I, *args)
+    assert "c2i_B_256.pt" in said and "came damaged" in said and "deleted" in said
+    left = [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "main"]
+    assert left == []
+    hub.damaged = False
+    fetch(capsys, C2I, *args)
+
+
+def test_another_version_is_refused_before_it_is_fetched(
+    hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    entry = entries()["llamagen-c2i-l-256"]
+    assert entry.parts["target"].sha256
+    monkeypatch.setattr(registry, "entries", lambda: {entry.name: entry})
+    assert "another c2i_L_256.pt than the known one" in refused(capsys, entry.name)
+    assert hub.asked == []
+
+
+def made(name: str, text: str) -> Exception:
+    """An error of huggingface_hub as it is raised, but for the response it came with."""
+    errors = pytest.importorskip("huggingface_hub.errors")
+    cls = getattr(errors, name)
+    error: Exception = cls.__new__(cls)
+    error.args = (text,)
+    return error
+
+
+FAILURES: dict[str, tuple[Callable[[], BaseException], tuple[str, ...]]] = {
+    "gated": (
+        lambda: made("GatedRepoError", "403 Client Error.\nAccess is restricted"),
+        ("terms accepted", "https://huggingface.co/FoundationVision/LlamaGen", "hf auth login"),
+    ),
+    "404": (lambda: made("RepositoryNotFoundError", "404 Client Error."), ("is not on the Hub",)),
+    "no file": (lambda: made("RemoteEntryNotFoundError", "404"), ("a file is not in",)),
+    "offline": (
+        lambda: made("LocalEntryNotFoundError", "outgoing traffic has been disabled"),
+        ("cannot be reached", "--to FOLDER", "--model"),
+    ),
+    "connection": (lambda: ConnectionError("name resolution"), ("cannot be reached",)),
+    "server": (lambda: made("HfHubHTTPError", "503 Server Error"), ("refused", "503")),
+    "full": (
+        lambda: OSError(errno.ENOSPC, "No space left on device"),
+        ("the disk is full", "--to"),
+    ),
+    "read-only": (lambda: OSError(errno.EROFS, "Read-only file system"), ("cannot write to",)),
+    "transfer": (lambda: RuntimeError("transfer failed"), ("could not be fetched",)),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.parametrize("to", [False, True], ids=["cache", "folder"])
+def test_failures_are_said_in_plain_words_and_leave_nothing(
+    hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str, to: bool
+) -> None:
+    make, words = FAILURES[kind]
+    hub.fails = make()
+    said = refused(capsys, C2I, *(["--to", str(tmp_path / "here")] if to else []))
+    assert all(word in said for word in words), said
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert not (tmp_path / "here").exists()
+
+
+def test_a_file_that_is_gone_is_named(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    del hub.files["google/flan-t5-xl"]["spiece.model"]
+    said = refused(capsys, T2I)
+    assert "google/flan-t5-xl lacks files: spiece.model" in said
+    assert hub.asked == []
+
+
+def test_space_is_checked_first(
+    hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = SimpleNamespace(free=20)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: full)
+    said = refused(capsys, C2I)
+    assert "not enough space" in said and "needed, 20 bytes free" in said
+    assert hub.asked == []
+
+
+def test_interrupted_nothing_is_taken_for_whole(
+    hub: Hub, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = tmp_path / "here"
+    staged = folder / fetching.STAGING / "target"
+    staged.mkdir(parents=True)
+    (staged / "c2i_B_256.pt.1234.incomplete").write_text("half")
+    hub.fails = KeyboardInterrupt()
+    assert download.main([C2I, "--to", str(folder)]) == 130
+    assert "interrupted" in capsys.readouterr().err
+    assert not any(locate(entries()[C2I], folder).values())
+    assert list(staged.iterdir())  # a version that resumes can go on
+    hub.fails = None
+    fetch(capsys, C2I, "--to", str(folder))
+    assert not (folder / fetching.STAGING).exists()
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
+def test_a_file_in_the_cache_that_was_not_checked_is_checked_by_the_next_run(
+    hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, damaged: bool
+) -> None:
+    def killed(path: Path) -> str:
+        raise KeyboardInterrupt
+
+    entry = entries()[C2I]
+    hub.damaged = damaged
+    monkeypatch.setattr(fetching, "sha256", killed)
+    assert download.main([C2I, "--only", "target"]) == 130
+    part = entry.parts["target"]
+    folder = located.snapshot(part.repo)
+    assert folder is not None and part.absent(folder) == ()  # it has its final name
+    assert locate(entry)["target"] is None
+    assert locate(entry).absent["target"] == part.files
+    monkeypatch.setattr(fetching, "sha256", sha256)
+    capsys.readouterr()
+    if damaged:
+        assert "came damaged" in refused(capsys, C2I, "--only", "target")
+        assert part.absent(located.snapshot(part.repo)) == part.files
+    else:
+        fetch(capsys, C2I, "--only", "target")
+        assert locate(entry)["target"] is not None
+    assert located.unchecked(part.repo) == set()
+    assert not (located.store(part.repo) / located.UNCHECKED).exists()
+
+
+def test_options_that_make_no_sense(capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "nothing")
+    assert "unknown model 'nothing'" in said and all(name in said for name in entries())
+    assert "comes with the package" in refused(capsys, "builtin")
+    assert "has no part drafter" in refused(capsys, C2I, "--only", "drafter")
+    assert "contradict" in refused(capsys, T2I, "--only", "drafter", "--without-drafter")
+
+
+def test_without_huggingface_hub(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    said = refused(capsys, C2I)
+    assert "huggingface_hub is not installed" in said and "lantern-hpu[models]" in said
+
+
+def test_offline_by_environment(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    environ = {"PATH": "", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-m", "lantern_hpu.download", C2I, "--to", str(tmp_path / "here")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ)
+    assert done.returncode == 2
+    assert "the Hugging Face Hub cannot be reached" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "here").exists()

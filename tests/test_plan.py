@@ -1,0 +1,403 @@
+"""Memory: what is counted is what is allocated, and a plan says what fits."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lantern_hpu import download, generate
+from lantern_hpu.decode import memory
+from lantern_hpu.decode.spec import Spec, capacity
+from lantern_hpu.errors import DeviceError, OptionError, WeightsError
+from lantern_hpu.models.config import DrafterConfig, ModelConfig, T5Config
+from lantern_hpu.models.files.parts import Given
+from lantern_hpu.plan import __main__ as plan
+from lantern_hpu.plan.report import find_model, parse_memory
+from lantern_hpu.tree import DraftTree, load_tree
+from lantern_hpu.zoo.registry import entries
+from lantern_hpu.zoo.resolve import resolve
+from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, whole
+
+__all__ = ["empty_cache"]
+
+
+def test_caches_are_as_large_as_told() -> None:
+    xl, anole = (entries()[name].config.target for name in ("llamagen-t2i-512", ANOLE))
+    wanted = setup(batch_size=1)
+    assert (capacity(xl, wanted.tree), capacity(anole, wanted.tree)) == (1152, 1344)
+    assert memory.cache_bytes(xl, xl.layers, wanted) == 471_859_200 * 1152 // 1280
+    assert memory.cache_bytes(anole, anole.layers, wanted) == 1_342_177_280 * 1344 // 1280
+
+
+def counted(name: str | Path, **given: str) -> ModelConfig:
+    return find_model(str(name), Given(**given)).config  # type: ignore[arg-type]
+
+
+def setup(dtype: str = "bfloat16", tree: str | None = "chain", **options: Any) -> memory.Setup:
+    """Of two images with guidance."""
+    chosen = load_tree(tree) if tree else DraftTree.root_only()
+    given = {"batch_size": 2, "guidance": True, **options}
+    return memory.Setup(dtype, tree=chosen, **given)
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Published formats, small, and each converted, in `ours`."""
+    from lantern_hpu import convert
+    from scripts import make_synthetic_checkpoints as synthetic
+
+    root = tmp_path_factory.mktemp("public")
+    synthetic.write_all(root, only={"anole", "llamagen-t2i-256", "llamagen-c2i"})
+    for name in ("anole", "llamagen-t2i-256", "llamagen-c2i"):
+        assert convert.main([str(root / name), str(root / "ours" / name)]) == 0
+    return root
+
+
+FOLDERS = ("anole", "llamagen-t2i-256", "llamagen-c2i")
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, *(f"ours/{name}" for name in FOLDERS)])
+def test_files_are_counted_as_they_are_loaded(public: Path, name: str) -> None:
+    from torch import nn
+
+    from lantern_hpu.backends import get_backend
+    from lantern_hpu.decode.engine import Engine
+    from lantern_hpu.models.files.load import open_model
+    from lantern_hpu.models.model import Placement
+
+    def held(module: nn.Module | None) -> int:
+        return sum(p.nbytes for p in module.parameters()) if module else 0
+
+    model = counted(public / name)
+    loaded = open_model(resolve(str(public / name))).load(Placement())
+    main = nn.ModuleDict({**loaded.condition.parts(), "target": loaded.target})
+    wanted = setup("float32", "chain" if loaded.drafter else None)
+    rows = dict(memory.weights(model, wanted) + memory.state(model, wanted))
+    assert rows["target weights"] == held(main)
+    assert rows["drafter weights"] == held(loaded.drafter)
+    assert rows["VQ weights (float32)"] == held(loaded.vq)
+    spec = Spec(2, True, wanted.tree)
+    state = Engine(loaded.target, loaded.drafter, spec, get_backend("cpu")).state
+    assert rows["target KV cache"] == 2 * state.kv_cache.k.nbytes
+    cache = state.drafting and state.drafting.kv_cache
+    assert rows["drafter KV cache"] == (2 * cache.k.nbytes if cache else 0)
+    assert rows["prefix"] == state.prefix.nbytes
+    assert model == replace(loaded.config, text=model.text)
+
+
+def test_a_published_model_and_its_converted_copy_count_the_same(public: Path) -> None:
+    for name in FOLDERS:
+        assert memory.phases(counted(public / name), setup(tree=None)) == memory.phases(
+            counted(public / "ours" / name), setup(tree=None)
+        )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_the_text_encoder_is_counted_as_it_is_loaded(public: Path, dtype: str) -> None:
+    import torch
+
+    transformers = pytest.importorskip("transformers")
+    folder = public / "llamagen-t2i-256" / "text"
+    option = {"torch_dtype": getattr(torch, dtype)}
+    encoder = transformers.T5EncoderModel.from_pretrained(folder, **option)
+    rows = memory.text_weights(counted(folder.parent), setup(dtype))
+    assert memory.total(rows) == sum(p.nbytes for p in encoder.parameters())
+
+
+def test_the_known_text_encoder_has_the_known_size() -> None:
+    about = {"d_model": 2048, "d_ff": 5120, "num_layers": 24, "num_heads": 32}
+    found = T5Config.from_json(about | {"feed_forward_proj": "gated-gelu", "dropout_rate": 0.1})
+    assert found == entries()[T2I].config.text
+    assert found.float32_parameters == 251_658_240
+
+
+def bytes_of(tensor: Any) -> int:
+    """Of a tensor, or of those that a quantized one is made of."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return int(tensor.nbytes)
+    return sum(bytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+
+
+@pytest.mark.parametrize("name", ["anole", "ours/anole", "ours/llamagen-c2i"])
+def test_int8_blocks_are_as_small_as_they_become(public: Path, name: str) -> None:
+    pytest.importorskip("torchao")
+    import torch
+
+    from lantern_hpu.models.files.load import open_model
+    from lantern_hpu.models.model import Placement
+    from lantern_hpu.models.quantize import quantize
+
+    loaded = open_model(resolve(str(public / name))).load(Placement(torch.bfloat16))
+    quantize(loaded.target, "int8")
+    parts = [loaded.target, *loaded.condition.parts().values()]
+    held = sum(bytes_of(weight.data) for part in parts for weight in part.parameters())
+    model = counted(public / name)
+    assert dict(memory.weights(model, setup(quantize="int8", tree=None)))["target weights"] == held
+    full = memory.weights(model, setup(tree=None))
+    loading = memory.phases(model, setup(quantize="int8", tree=None))[memory.LOADING]
+    assert memory.total(loading) > memory.total(full)  # it is loaded before it is made smaller
+
+
+def test_prompts_are_encoded_when_all_else_is_on_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the phases of a plan rest on: caches are allocated, the drafter is there though nothing is drafted."""
+    from lantern_hpu.pipeline import LanternPipeline
+    from tests.folder import write_folder
+
+    seen = []
+    pipeline = LanternPipeline.from_pretrained(str(write_folder(tmp_path)))
+    model = pipeline.model
+    monkeypatch.setattr(
+        model.condition,
+        "prepare",
+        lambda prompts: seen.append((len(pipeline.engines.engines), model.drafter is not None)),
+    )
+    pipeline("a red apple", method="ar")
+    assert seen == [(1, True)]
+
+
+def test_the_text_encoder_leaves_before_images_are_drawn() -> None:
+    model = entries()["llamagen-t2i-512"].config
+    text = dict(memory.text_weights(model, setup()))["text encoder weights"]
+
+    def needed(**options: Any) -> dict[str, int]:
+        found = memory.phases(model, setup(**options))
+        return {phase: memory.total(rows) for phase, rows in found.items()}
+
+    host, free, device = (needed(keep_text=keep) for keep in ("host", "free", "device"))
+    assert host == free
+    assert device[memory.ENCODING] == host[memory.ENCODING]
+    assert device[memory.DRAWING] == host[memory.DRAWING] + text
+    # On the processor itself the host is the device.
+    assert needed(is_host=True) == device
+    assert needed(is_host=True, keep_text="free") == free
+    rows = memory.phases(model, setup())[memory.ENCODING]
+    assert {"text encoder weights", "target weights", "VQ weights (float32)"} < dict(rows).keys()
+    assert {"drafter weights", "target KV cache", "drafter KV cache"} < dict(rows).keys()
+
+
+def test_less_is_less() -> None:
+    model = entries()["llamagen-t2i-512"].config
+    usual = memory.peak(model, setup())
+    assert memory.peak(model, setup("float32")) > usual
+    assert memory.peak(model, setup(batch_size=4)) > usual
+    assert memory.peak(model, setup(guidance=False)) < usual
+    assert memory.peak(model, setup(keep_text="device")) > usual
+    assert memory.peak(model, setup(tree=None)) < usual
+    with pytest.raises(OptionError, match="needs a drafter"):
+        memory.phases(entries()[C2I].config, setup())
+
+
+def test_a_drafter_that_is_not_used_is_loaded_if_it_is_here(empty_cache: Path) -> None:
+    entry = entries()[T2I]
+    peaks = []
+    for step in (lambda: None, lambda: whole(empty_cache, entry, "drafter")):
+        step()
+        model = find_model(T2I, Given())
+        peaks.append(memory.peak(model.config, setup(tree=None, loads_drafter=model.loads_drafter)))
+    assert peaks[1] == peaks[0] + entry.config.parameters["drafter"] * 2
+
+
+def planned(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
+    assert plan.main([str(arg) for arg in args]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def not_planned(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
+    assert plan.main([str(arg) for arg in args]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "Traceback" not in said
+    return said
+
+
+def test_the_plan_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    text = planned(capsys, T2I, "--memory", "24GB")
+    assert "total while encoding prompts" in text and "(while drawing" in text
+    assert "fits in 24.0 GB (as given)" in text
+    assert planned(capsys, T2I, "--device", "any:24GB") == text
+    text = planned(capsys, T2I, "--memory", "24GB", "--keep-text", "device")
+    assert "total while drawing" in text and "(while encoding prompts" in text
+    said = json.loads(planned(capsys, T2I, "--memory", "24GB", "--json"))
+    assert said["fits"] and said["total"] == sum(said["bytes"].values())
+    assert said["total"] == said["phases"][said["phase"]] == max(said["phases"].values())
+    assert said["phase"] == "encoding prompts" and said["not_counted"] == []
+
+
+def test_the_plan_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    text = planned(capsys, ANOLE, "--memory", "24GB", "--dtype", "float32", "--batch-size", "4")
+    assert "does not fit in 24.0 GB" in text
+    assert "--dtype bfloat16: 22.5 GB, fits" in text
+    text = planned(capsys, T2I, "--memory", "4.6GB", "--batch-size", "2", "--keep-text", "device")
+    assert "  --keep-text host: " in text and text.strip().endswith("fits")
+    text = planned(capsys, T2I, "--memory", "4GB")
+    assert "--quantize int8: 3.83 GB, fits" in text
+    assert "--keep-text" not in text  # it would change nothing
+    assert "nothing makes it fit" in planned(capsys, ANOLE, "--memory", "2GB")
+
+
+def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in for a card: the processor with 60 MB of its own."""
+    from lantern_hpu import pipeline
+    from lantern_hpu.backends.base import Memory
+    from lantern_hpu.backends.cpu import CPUBackend
+    from lantern_hpu.bench import random_weights
+    from lantern_hpu.models.files.load import Opened
+
+    class Card(CPUBackend):
+        is_host = False
+
+        def memory(self) -> Memory:
+            return Memory(10**8, 6 * 10**7, None)
+
+    loaded: list[Any] = []
+    monkeypatch.setattr(pipeline, "get_backend", lambda *args: Card())
+    monkeypatch.setattr(Opened, "load", lambda *args: loaded.append(args))
+    with pytest.raises(DeviceError, match=r"builtin needs 86\.2 MB") as refused:
+        pipeline.LanternPipeline.from_pretrained("builtin")
+    assert "does not fit in 60.0 MB (free on cpu): 26.2 MB too much" in refused.value.why
+    assert "--dtype bfloat16: 50.6 MB, fits" in refused.value.hint
+    assert not loaded
+    with pytest.raises(DeviceError, match=f"{ANOLE} needs .* GB"):
+        random_weights.make_model(entries()[ANOLE], Card())
+
+
+def test_the_remedies_are_options_of_generate(capsys: pytest.CaptureFixture[str]) -> None:
+    worst = ("--dtype", "float32", "--batch-size", "8", "--keep-text", "device")
+    text = planned(capsys, T2I, "--memory", "1GB", *worst)
+    known = {
+        option
+        for parser in (generate.make_parser(), download.make_parser())
+        for action in parser._actions
+        for option in action.option_strings
+    }
+    found = set(re.findall(r"--[a-z-]+", text))
+    assert found <= known
+    assert {"--keep-text", "--dtype", "--batch-size", "--quantize", "--method"} < found
+    assert {"--cfg-scale", "--without-drafter"} < found
+
+
+def test_int8_is_named_only_where_the_device_offers_it(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ("--memory", "12GB", "--json")
+    small = json.loads(planned(capsys, ANOLE, *given, "--quantize", "int8"))
+    usual = json.loads(planned(capsys, ANOLE, *given))
+    assert small["phases"]["drawing"] < 0.7 * usual["phases"]["drawing"]
+    assert small["phase"] == "loading"
+    assert "--quantize" in planned(capsys, T2I, "--memory", "4GB")
+    assert "--quantize" in planned(capsys, T2I, "--device", "cuda:4GB")
+    assert "--quantize" not in planned(capsys, T2I, "--device", "hpu:4GB")
+    said = not_planned(capsys, T2I, "--device", "hpu:96GB", "--quantize", "int8")
+    assert "does not offer 'int8' weights" in said
+    assert "one of int8" in not_planned(capsys, T2I, "--memory", "4GB", "--quantize", "int4")
+
+
+def test_a_device_that_is_not_asked_still_has_its_own_format(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert f"{T2I}, float32," in planned(capsys, T2I, "--device", "cpu:64GB")
+    assert f"{T2I}, bfloat16," in planned(capsys, T2I, "--device", "cuda:64GB")
+
+
+def test_the_plan_of_the_embedded_model_on_this_machine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert "fits in" in planned(capsys, "builtin", "--device", "cpu")
+
+
+def test_the_plan_of_a_folder_without_a_drafter(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from tests.folder import write_folder
+
+    folder = write_folder(tmp_path)
+    before = counted(folder)
+    about = json.loads((folder / "model.json").read_text())
+    del about["files"]["drafter.safetensors"]
+    (folder / "model.json").write_text(json.dumps(about | {"drafter": None}))
+    model = counted(folder)
+    assert model == replace(before, drafter=None) and before.drafter
+    text = planned(capsys, folder, "--memory", "1GB")
+    assert "tree root" in text and "drafter" not in text
+    said = not_planned(capsys, folder, "--memory", "1GB", "--method", "eagle")
+    assert "the model has none" in said and "--method ar" in said
+
+
+def test_a_drafter_is_counted_with_sizes_of_its_own(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from lantern_hpu.models.drafter import Drafter
+    from tests.folder import write_folder
+    from tests.tiny import tiny_config
+
+    folder = write_folder(tmp_path / "model")
+    own = {"input_norm": True, "sees_pads": False, "ffn_dim": 200, "qk_norm": True}
+    drafter = Drafter(tiny_config(), DrafterConfig(**own))
+    about = json.loads((folder / "model.json").read_text())
+    (folder / "model.json").write_text(json.dumps(about | {"drafter": own}))
+    save_file(drafter.state_dict(), folder / "drafter.safetensors")
+    model = counted(folder)
+    assert model.parameters["drafter"] == sum(p.numel() for p in drafter.parameters())
+
+
+def test_parts_of_ones_own_are_counted(public: Path, tmp_path: Path) -> None:
+    model = counted(public / "ours" / "anole")
+    parts = public / "anole"
+    assert counted(public / "ours" / "anole", drafter=str(parts / "drafter")) == model
+    assert counted(public / "ours" / "anole", vq=str(parts / "vqgan.ckpt")) == model
+    other = public / "llamagen-t2i-256" / "drafter"
+    with pytest.raises(WeightsError, match="for another target"):
+        counted(public / "ours" / "anole", drafter=str(other))
+
+
+def test_a_text_encoder_that_is_not_here_is_not_guessed(
+    public: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = shutil.copytree(public / "ours" / "llamagen-t2i-256", tmp_path / "t2i")
+    about = json.loads((folder / "model.json").read_text())
+    about["condition"]["text"] = str(tmp_path / "gone")
+    (folder / "model.json").write_text(json.dumps(about))
+    text = planned(capsys, folder, "--memory", "1GB")
+    assert "the text encoder is not here and not counted: --text-encoder FOLDER" in text
+    assert "fits in 1.00 GB (as given), without the text encoder" in text
+    said = json.loads(planned(capsys, folder, "--memory", "1GB", "--json"))
+    assert said["fits"] is None and said["not_counted"] == ["text encoder weights"]
+    own = public / "llamagen-t2i-256" / "text"
+    text = planned(capsys, folder, "--memory", "1GB", "--text-encoder", own)
+    assert "not counted" not in text and "without the text encoder" not in text
+
+
+def test_what_cannot_be_planned_says_why(
+    public: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    memory = ("--memory", "1GB")
+    said = not_planned(capsys, "nothing", *memory)
+    assert "unknown model 'nothing'" in said and "a folder or a weights file" in said
+    assert "several models" in not_planned(capsys, "FoundationVision/LlamaGen", *memory)
+    alone = Path(shutil.copy(public / "llamagen-c2i" / "c2i_B_256.pt", tmp_path))
+    assert "--vq" in not_planned(capsys, alone, *memory)
+    vq = public / "llamagen-c2i" / "vq_ds16_c2i.pt"
+    assert "fits in" in planned(capsys, alone, *memory, "--vq", vq)
+    folder = shutil.copytree(public / "ours" / "anole", tmp_path / "ours")
+    (folder / "target.safetensors").unlink()
+    said = not_planned(capsys, folder, *memory)
+    assert "files are missing" in said and "convert or copy it again" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("24GB", 24 * 10**9), ("96 GiB", 96 * 2**30), ("500MB", 5 * 10**8), ("1.5g", 15 * 10**8)],
+)
+def test_amounts_of_memory(text: str, count: int) -> None:
+    assert parse_memory(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "much", "24 apples", "-1GB", "0GB", "1.2.3GB"])
+def test_what_is_no_amount(capsys: pytest.CaptureFixture[str], text: str) -> None:
+    assert plan.main([T2I, f"--memory={text} "]) == 2
+    assert "not an amount" in capsys.readouterr().err

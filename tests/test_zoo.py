@@ -1,0 +1,333 @@
+"""Known models: the facts hold together, and what is here is found."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lantern_hpu import generate
+from lantern_hpu.config import Sampling
+from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.models import __main__ as models
+from lantern_hpu.models.families import FAMILIES
+from lantern_hpu.models.text.classes import class_index
+from lantern_hpu.zoo import fetch, located, registry
+from lantern_hpu.zoo.located import locate
+from lantern_hpu.zoo.registry import Entry, Part, entries, find
+from lantern_hpu.zoo.resolve import resolve
+from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, in_cache, whole
+
+ROOT = Path(__file__).parent.parent
+__all__ = ["empty_cache"]
+
+
+# The facts
+
+
+def every_part() -> list[Any]:
+    found = [
+        (entry, source)
+        for entry in entries().values()
+        for part in entry.parts.values()
+        for source in part.sources
+    ]
+    return [pytest.param(e, p, id=f"{e.name}-{p.role}-{p.repo}") for e, p in found]
+
+
+def test_the_known_models_are_all_there() -> None:
+    assert list(entries()) == [
+        *("llamagen-t2i-256", "llamagen-t2i-512"),
+        *("llamagen-c2i-b-256", "llamagen-c2i-l-256", "llamagen-c2i-b-384", "llamagen-c2i-l-384"),
+        *("llamagen-c2i-xl-384", "llamagen-c2i-xxl-384", "llamagen-c2i-3b-384", "anole-7b"),
+    ]
+
+
+@pytest.mark.parametrize(("entry", "part"), every_part())
+def test_every_part_is_complete(entry: Entry, part: Part) -> None:
+    assert part.role in registry.PARTS
+    assert part.repo.count("/") == 1
+    assert part.licence and part.files
+    assert part.needed_for in registry.NEEDED_FOR
+    assert part.bytes is None or part.bytes > 10**6
+    names = {name for spec in part.files for name in spec.split("|")}
+    assert not [name for name in names if "/" in name or "*" in name]
+    assert set(part.sha256) <= names
+    assert all(len(d) == 64 and int(d, 16) >= 0 for d in part.sha256.values())
+
+
+@pytest.mark.parametrize("entry", entries().values(), ids=lambda e: e.name)
+def test_every_model_is_complete(entry: Entry) -> None:
+    assert entry.title and entry.licence
+    assert entry.family in {kind for family in FAMILIES.values() for kind in family.sampling}
+    assert {"target", "vq"} <= set(entry.parts) <= set(registry.PARTS)
+    assert ("drafter" in entry.parts) == (entry.config.drafter is not None)
+    assert ("text" in entry.parts) == (entry.config.text is not None)
+    assert entry.config.target.grid == (entry.image_size // 16, entry.image_size // 16)
+    assert (
+        entry.config.target.prefix
+        == {"llamagen-t2i": 120, "llamagen-c2i": 1, "chameleon": 256}[entry.family]
+    )
+    published = {"llamagen-t2i": (7.5, 1000), "llamagen-c2i": (4.0, 0), "chameleon": (3.0, 2000)}
+    scale, top_k = published[entry.family]
+    assert Sampling(**entry.sampling) == Sampling(scale, 1.0, top_k, 1.0)  # type: ignore[arg-type]
+    (usual,) = [f.sampling[entry.family] for f in FAMILIES.values() if entry.family in f.sampling]
+    assert usual == Sampling(scale, 1.0, top_k, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [
+        ("llamagen-c2i-b-256", 110.9),
+        ("llamagen-c2i-l-384", 342.9),
+        ("llamagen-c2i-xl-384", 774.7),
+        ("llamagen-c2i-xxl-384", 1411.0),
+        ("llamagen-c2i-3b-384", 3096.7),
+    ],
+)
+def test_parameters_are_the_published_ones(name: str, millions: float) -> None:
+    assert round(entries()[name].config.parameters["target"] / 1e6, 1) == millions
+
+
+def test_parameters_of_text_to_image_models() -> None:
+    config = entries()[T2I].config
+    assert config.parameters["target"] == 777_923_840
+    without_uncond = config.parameters["target"] - config.target.prefix * config.condition.dim
+    assert round(without_uncond / 1e6, 1) == 777.7
+    assert config.parameters["drafter"] == 44_567_040
+    assert config.parameters["text"] == 1_223_527_424
+    assert entries()[ANOLE].config.parameters["drafter"] == 504_393_728
+
+
+@pytest.mark.parametrize("entry", entries().values(), ids=lambda e: e.name)
+def test_files_are_as_large_as_their_parameters(entry: Entry) -> None:
+    """LlamaGen's files hold float32; Anole's hold bfloat16, the unused rows of the head, and its tokenizer."""
+    held, sizes = entry.config.parameters, entry.config.target
+    target = entry.parts["target"].bytes
+    assert target is not None
+    counted = held["target"] * 4
+    if entry.family == "chameleon":
+        unused = sizes.embedding_parameters - sizes.head_parameters
+        counted = (held["target"] + unused) * 2 + held["vq"] * 4
+    assert abs(target - counted) < 0.001 * counted + 2**20
+
+
+def test_found_by_name_and_by_hub_id() -> None:
+    assert find(T2I) is entries()[T2I]
+    found = find("jadohu/LlamaGen-T2I")
+    assert found is not None and found.name == T2I
+    assert found.parts["target"].repo == "jadohu/LlamaGen-T2I"
+    assert found.parts["target"].instead[0].repo == "peizesun/llamagen_t2i"
+    found = find("FoundationVision/LlamaGen/c2i_B_256.pt")
+    assert found is not None and found.name == C2I
+    assert find("leloy/Anole-7b-v0.1-hf") == entries()[ANOLE]
+    assert find("FoundationVision/LlamaGen") is None  # seven models
+    assert find("nobody/nothing") is None
+
+
+def test_an_id_of_several_models_names_them() -> None:
+    with pytest.raises(OptionError, match="several models") as caught:
+        registry.get("FoundationVision/LlamaGen")
+    assert "name the one you mean" in str(caught.value)
+    assert caught.value.hint.count("llamagen-c2i") == 7
+
+
+# What is here
+
+
+def test_nothing_is_here_without_a_cache() -> None:
+    located = locate(entries()[T2I])
+    assert set(located) == {"target", "drafter", "vq", "text"}
+    assert not any(located.values())
+    assert [part.role for part in locate(entries()[T2I]).missing()] == [
+        "target",
+        "drafter",
+        "vq",
+        "text",
+    ]
+    assert "drafter" not in [part.role for part in locate(entries()[T2I]).missing(drafting=False)]
+
+
+def test_a_cache_is_recognised(empty_cache: Path) -> None:
+    entry = entries()[T2I]
+    whole(empty_cache, entry)
+    found = locate(entry)
+    assert found.missing() == []
+    assert found["target"] is not None and found["target"].name == "t2i_XL_stage1_256.pt"
+    assert found["vq"] is not None and found["vq"].name == "vq_ds16_t2i.pt"
+    assert found["text"] is not None and (found["text"] / "config.json").is_file()
+    assert located.require(entry)["drafter"] == found["drafter"]
+
+
+def test_the_cache_is_where_huggingface_hub_has_it(
+    monkeypatch: pytest.MonkeyPatch, empty_cache: Path, tmp_path: Path
+) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    part = entries()[C2I].parts["target"]
+    in_cache(tmp_path / "elsewhere", part.repo, *part.files)
+    assert locate(entries()[C2I])["target"] is None
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
+    theirs = hub.try_to_load_from_cache(part.repo, part.files[0], tmp_path / "elsewhere")
+    assert str(locate(entries()[C2I])["target"]) == theirs
+
+
+def test_either_of_two_files_and_of_two_repositories(empty_cache: Path) -> None:
+    entry = entries()[T2I]
+    in_cache(empty_cache, entry.parts["drafter"].repo, "config.json", "pytorch_model.bin")
+    in_cache(empty_cache, "jadohu/LlamaGen-T2I", "config.json", "model.safetensors")
+    found = locate(entry)
+    assert found["drafter"] is not None and found["drafter"].is_dir()
+    assert found["target"] is not None and (found["target"] / "model.safetensors").is_file()
+
+
+def test_a_part_with_a_missing_or_broken_file_is_not_here(empty_cache: Path) -> None:
+    entry = entries()[ANOLE]
+    part = entry.parts["target"]
+    folder = in_cache(empty_cache, part.repo, *part.files)
+    assert locate(entry)["target"] == folder
+    shard = folder / "model-00002-of-00003.safetensors"
+    shard.resolve().rename(
+        shard.resolve().with_suffix(".incomplete")
+    )  # as an interrupted run leaves it
+    found = locate(entry)
+    assert found["target"] is None
+    assert found.absent["target"] == (shard.name,)
+
+
+def test_what_is_missing_is_listed_at_once_with_sizes(empty_cache: Path) -> None:
+    whole(empty_cache, entries()[T2I], "vq")
+    with pytest.raises(WeightsError) as caught:
+        located.require(entries()[T2I])
+    said = str(caught.value)
+    for words in (
+        "target 3.11 GB (t2i_XL_stage1_256.pt of peizesun/llamagen_t2i)",
+        "text 11.4 GB (8 files of google/flan-t5-xl)",
+        "python -m lantern_hpu.download llamagen-t2i-256",
+    ):
+        assert words in said
+    assert "vq_ds16" not in said
+    assert "drafter 178 MB" not in caught.value.why
+
+
+def test_the_whole_model_is_suggested_first(empty_cache: Path) -> None:
+    with pytest.raises(WeightsError) as caught:
+        resolve(ANOLE)
+    first, second = caught.value.hint.split("; ")
+    assert first == "python -m lantern_hpu.download anole-7b"
+    assert second == "--without-drafter is 2.02 GB less and enough for --method ar"
+    whole(empty_cache, entries()[ANOLE], "drafter")
+    with pytest.raises(WeightsError) as caught:
+        resolve(ANOLE)
+    assert caught.value.hint == first
+
+
+def test_what_is_missing_and_the_command_name_the_same_repository(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    name = "jadohu/LlamaGen-T2I"
+    with pytest.raises(WeightsError) as caught:
+        resolve(name)
+    assert f"(config.json, model.safetensors of {name})" in caught.value.why
+    assert f"download {name};" in caught.value.hint
+    entry = registry.get(name)
+    assert fetch.choose(entry, "target", True)[0].repo == name
+    text = listed(capsys, name)
+    assert f"download {name}" in text and f"--model {name} " in text
+    assert find("leloy/Anole-7b-v0.1-hf") == entries()[ANOLE]
+
+
+# The list
+
+
+WITHOUT_TORCH = """
+import sys
+from importlib import import_module
+code = import_module("lantern_hpu.cli").main(sys.argv[1:])
+sys.exit("torch was loaded" if "torch" in sys.modules else code)
+"""
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["models"],
+        ["models", T2I],
+        ["plan", ANOLE, "--memory", "24GB"],
+        ["plan", "builtin", "--memory", "24GB"],
+    ],
+    ids=" ".join,
+)
+def test_no_torch_is_needed(args: list[str]) -> None:
+    command = [sys.executable, "-c", WITHOUT_TORCH, *args]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+
+
+def listed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    assert models.main(args) == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    return said.out
+
+
+def test_the_list_says_what_is_here(capsys: pytest.CaptureFixture[str], empty_cache: Path) -> None:
+    whole(empty_cache, entries()[C2I])
+    whole(empty_cache, entries()[T2I], "target", "vq", "text")
+    lines = listed(capsys).splitlines()
+    assert lines[1].startswith("builtin ") and lines[1].endswith("yes")
+    (c2i,) = [line for line in lines if line.startswith(C2I)]
+    (t2i,) = [line for line in lines if line.startswith(T2I)]
+    (anole,) = [line for line in lines if line.startswith(ANOLE)]
+    assert c2i.endswith("yes") and t2i.endswith("yes, but no drafter")
+    assert anole.endswith("missing: target, drafter, vq")
+    assert any("python -m lantern_hpu.download NAME" in line for line in lines)
+
+
+@pytest.mark.parametrize("name", [None, "builtin", *entries()])
+def test_it_reads_well_in_100_columns(capsys: pytest.CaptureFixture[str], name: str | None) -> None:
+    for line in listed(capsys, *([name] if name else [])).splitlines():
+        assert str(ROOT) in line or len(line) <= 100
+        assert not line.endswith(" ")
+
+
+def test_one_model_is_shown_with_files_settings_and_commands(
+    capsys: pytest.CaptureFixture[str], empty_cache: Path
+) -> None:
+    whole(empty_cache, entries()[T2I], "vq")
+    text = listed(capsys, T2I)
+    for words in (
+        "t2i_XL_stage1_256.pt",
+        "google/flan-t5-xl",
+        "--cfg-scale 7.5 --temperature 1 --top-k 1000 --top-p 1",
+        "python -m lantern_hpu.download llamagen-t2i-256",
+        'python -m lantern_hpu.generate --model llamagen-t2i-256 --prompt "a red apple"',
+        str(locate(entries()[T2I])["vq"]),
+        "licence not stated",
+    ):
+        assert words in text
+
+
+def test_classes_are_asked_for_by_label(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "llamagen-c2i-xxl-384"  # the longest; the command stays on one line
+    said = re.search(rf"generate (--model {name} --class-label (\S+))$", listed(capsys, name), re.M)
+    assert said is not None
+    args = generate.make_parser().parse_args(said[1].split())
+    assert args.class_label == [said[2]] and class_index(said[2]) == 1
+
+
+def test_json_has_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    said = json.loads(listed(capsys, "--json"))
+    assert [model["name"] for model in said] == ["builtin", *entries()]
+    assert said[0]["here"] and not said[1]["here"]
+    assert json.loads(listed(capsys, ANOLE, "--json"))["parts"][0]["files"]
+
+
+def test_an_unknown_model_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert models.main(["nothing"]) == 2
+    said = capsys.readouterr().err
+    assert "unknown model 'nothing'" in said and all(name in said for name in entries())
