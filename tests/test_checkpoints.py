@@ -34,7 +34,7 @@ from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.files.tokenizers import open_vq
 from lantern_hpu.models.model import ImageModel, Placement
-from lantern_hpu.models.text.prefix import ClassConditioner, Prefix
+from lantern_hpu.models.text.prefix import CaptionConditioner, ClassConditioner, Prefix
 from lantern_hpu.models.text.tokens import FIRST_IMAGE_TOKEN, TokenConditioner, code_name
 from lantern_hpu.models.transformer import rope_table
 from lantern_hpu.models.vq import VQModel
@@ -82,7 +82,7 @@ def given(public: Path, model: str) -> Given:
 
 
 def opened(public: Path, model: str, **parts: Any) -> ImageModel:
-    own = {n: str(v) if isinstance(v, Path) else v for n, v in parts.items()}
+    own: dict[str, Any] = {n: str(v) if isinstance(v, Path) else v for n, v in parts.items()}
     chosen = Given(**own) if parts else None
     return open_model(resolve(str(public / model), chosen or given(public, model))).load(
         Placement()
@@ -170,11 +170,12 @@ def test_caption_target_and_drafter_equal_their_twins(public: Path, name: str) -
         prefix = mine.condition.rows(["red apple on a table"], guidance=True)
         hidden = run(mine, prefix, CODES)
         guessed = guess(mine, prefix, hidden[:, :-1], CODES)
-    stored = raw(resolve(str(public / name)).target)
+    parts = resolve(str(public / name))
+    assert parts.target is not None and parts.drafter is not None
+    stored = raw(parts.target)
     weights = stored if "lm_head.weight" in stored else twins.from_gpt(stored)
-    own = {
-        n.removeprefix("module."): w for n, w in raw(resolve(str(public / name)).drafter).items()
-    }
+    own = {n.removeprefix("module."): w for n, w in raw(parts.drafter).items()}
+    assert isinstance(mine.condition, CaptionConditioner)
     features = mine.condition.text.encode(["red apple on a table"])
     valid = features.valid[0].tolist()
     assert 0 < sum(valid) < len(valid)
@@ -268,6 +269,7 @@ def test_code_is_its_own_row_and_words_follow(public: Path) -> None:
 def test_training_sees_what_decoding_sees(public: Path, name: str) -> None:
     mine = opened(public, name)
     tokens = torch.arange(mine.target.config.tokens)[None] % mine.target.config.vocab_size
+    assert mine.drafter is not None
     with torch.no_grad():
         lesson = Lesson(mine, ["a cat"], tokens)
         hidden = run(mine, mine.condition.rows(["a cat"], True), tokens[0].tolist()[:-1])
@@ -478,7 +480,7 @@ def test_every_wrong_tensor_is_listed(public: Path, tmp_path: Path) -> None:
 def test_missing_last_layers_are_missed(public: Path, tmp_path: Path, name: str) -> None:
     folder = copy(public, name, tmp_path)
     last = json.loads((folder / "config.json").read_text())["num_hidden_layers"] - 1
-    places = {}
+    places: dict[str, str] = {}
     for file in folder.glob("model-*.safetensors"):
         tensors = {n: t for n, t in load_file(file).items() if f".layers.{last}." not in n}
         save_file(tensors, file)

@@ -336,7 +336,7 @@ def test_a_drafter_is_counted_with_sizes_of_its_own(tmp_path: Path) -> None:
     from tests.tiny import tiny_config
 
     folder = write_folder(tmp_path / "model")
-    own = {"input_norm": True, "sees_pads": False, "ffn_dim": 200, "qk_norm": True}
+    own: dict[str, Any] = {"input_norm": True, "sees_pads": False, "ffn_dim": 200, "qk_norm": True}
     drafter = Drafter(tiny_config(), DrafterConfig(**own))
     about = json.loads((folder / "model.json").read_text())
     (folder / "model.json").write_text(json.dumps(about | {"drafter": own}))
