@@ -60,6 +60,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, all_cores: None) -> Iterato
     patch.chdir(folder)
     write_folder(folder / "tiny")
     write_folder(folder / "many-codes", codes=1024)
+    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
     (folder / "my_model.py").write_text(MODEL)  # the reader's own
     (folder / "prompts.txt").write_text("\n".join(f"{a} cat {b}" for a in "abcd" for b in "efg"))
     yield folder

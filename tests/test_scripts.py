@@ -13,6 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
+from scripts import training
 from scripts.pictures import Stream, painted
 from scripts.training import Learner, Muon, Run
 
@@ -43,6 +44,12 @@ def test_all_stages_run_one_after_the_other(tmp_path: Path) -> None:
     what = ["--model", "model", "--prompt", "a red apple", "--output", "apple.png"]
     run(tmp_path, "lantern_hpu.generate", *what)
     assert Image.open(tmp_path / "apple.png").size == (64, 64)
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replicas in float32 on every machine, also where bfloat16 is native."""
+    monkeypatch.setattr(training, "native_bfloat16", lambda: False)
 
 
 def learner_of(replicas: int) -> Learner:
