@@ -4,7 +4,8 @@
 
 needs the tokenizer (scripts/train_tokenizer.py) and writes `words.json`, `target.safetensors` and `target.json`.
 Every picture is painted for its one use, so the loss is that of unseen pictures and there is nothing to learn by
-heart. `--resume` goes on after an interruption, or with more `--minutes` after the end.
+heart. `--start` begins at the weights of a model folder, for as much of them as means the same here; `--resume` goes
+on after an interruption, or with more `--minutes` after the end.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from lantern_hpu.files import write_file
@@ -125,6 +126,28 @@ class TextToImage(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), lesson.codes.flatten())
 
 
+@torch.no_grad()
+def start_from(model: TextToImage, folder: Path, vq: VQModel) -> None:
+    """Take the weights of the model in `folder`: known words by name, and those of the codes if it has the same codes.
+
+    Raises:
+        SystemExit: its decoder has other sizes.
+    """
+    about = json.loads((folder / "model.json").read_text())
+    found = load_file(folder / "target.safetensors")
+    table, mine = found.pop("words.table.weight"), model.words.table.weight
+    for index, word in enumerate(about["condition"]["words"], start=2):
+        if word in model.words.index:
+            mine[model.words.index[word]] = table[index].to(mine.dtype)
+    codes = load_file(folder / "vq.safetensors")["quantize.embedding.weight"]  # [V, code_dim]
+    if not torch.equal(codes.half(), vq.quantize.embedding.weight.half()):
+        found = {n: w for n, w in found.items() if not n.endswith(("embed.weight", "head.weight"))}
+    try:
+        model.load_state_dict(found, strict=False)
+    except RuntimeError as error:
+        raise SystemExit(f"{folder} cannot be the start: {error}") from None
+
+
 class Trainer:
     """The model, its pictures and its run."""
 
@@ -136,6 +159,8 @@ class Trainer:
             arguments.data_dir / "words.json", json.dumps(words, indent=0).encode(), force=True
         )
         self.model = TextToImage(self.config, words)
+        if arguments.start:
+            start_from(self.model, arguments.start, tokenizer(arguments.data_dir))
         learner = Learner(self.model, arguments.threads, decay=0.05, clip=1.0, average=0.998)
         folder = arguments.data_dir / "runs" / "target"
         self.run = Run(folder, learner, arguments.minutes, arguments.lr, 100, arguments.seed)
@@ -172,6 +197,7 @@ class Trainer:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the embedded model's target.")
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
+    parser.add_argument("--start", type=Path, help="a model folder whose weights to start from")
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--dim", type=int, default=320)
     parser.add_argument("--layers", type=int, default=8)

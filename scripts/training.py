@@ -22,11 +22,8 @@ TABLES = ("embed.weight", "head.weight", "table.weight", "position.weight", "unc
 
 
 def native_bfloat16() -> bool:
-    """Whether this processor multiplies bfloat16 itself; where it does not, float32 is many times faster."""
-    has = (
-        getattr(torch.cpu, f"_is_{name}_supported", bool) for name in ("avx512_bf16", "amx_tile")
-    )
-    return any(check() for check in has)
+    """Whether bfloat16 trains faster here: it does with AMX. AVX512-BF16 alone takes 1.5 times as long as float32."""
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", bool)())
 
 
 class Muon(torch.optim.Optimizer):
