@@ -31,11 +31,16 @@ CAPTION_DIM = 16
 
 
 def write_folder(
-    folder: Path, seed: int = 0, prefix: int = CONFIG.prefix, codes: int = CONFIG.vocab_size
+    folder: Path,
+    seed: int = 0,
+    prefix: int = CONFIG.prefix,
+    codes: int = CONFIG.vocab_size,
+    grid: tuple[int, int] = CONFIG.grid,
 ) -> Path:
     """Write the folder and return it."""
     folder.mkdir(parents=True, exist_ok=True)
-    shape, vq = tiny_config(prefix=prefix, vocab_size=codes), replace(VQ, codebook_size=codes)
+    shape = tiny_config(prefix=prefix, vocab_size=codes, grid=grid)
+    vq = replace(VQ, codebook_size=codes)
     target, drafter = tiny_models(shape, seed)
     torch.manual_seed(3)
     parts = nn.ModuleDict(
