@@ -2,15 +2,15 @@
 
 Exact decoding draws images up to places spread over the image. There the target's distribution p of the next token is
 known, and so is, for given drafts, that of the token which acceptance lets through: `Acceptance.expectation` has the
-chances and residuals of decoding, multiplied out instead of drawn. Averaged over many draws of the drafts this is the
-method's own, and
+chances and residuals of decoding, multiplied out instead of drawn. Averaged over the drafts this is the method's own,
+and
 
     TV = 1/2 sum |method's - p|
 
 is the share of next tokens that are not the model's own choice. A dynamic tree's drafts are not drawn, so one
-evaluation is exact. For a static tree the same draws go through the exact rule, whose distribution is p, and the
-difference of the two averages is taken: what the draws have in common cancels. `eagle` itself is compared with p
-directly, so its figure is what is left of the draws' noise. The interval is that of the mean over the places.
+evaluation is exact. A static tree's are: `averaged` sums over all codes that a child may be, and draws only which
+code the refused siblings before it were. That leaves little noise even where thousands of codes are likely, and the
+figure of `eagle`, whose TV is 0, says how much. The interval is that of the mean over the places.
 
 The measured token is the first of a step. Tokens a step and milliseconds an image are those of real drawing.
 """
@@ -33,7 +33,7 @@ from lantern_hpu.decode.accept import Acceptance, Bounds
 from lantern_hpu.decode.engine import StepTrace
 from lantern_hpu.errors import OptionError
 from lantern_hpu.evaluate.options import FidelityOptions, Setting
-from lantern_hpu.ops.sampling import gather, sample_distinct
+from lantern_hpu.ops.sampling import gather, sample
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.prompts import usual_prompts
 from lantern_hpu.relaxation import Relaxation
@@ -41,7 +41,7 @@ from lantern_hpu.results import tokens_per_step
 from lantern_hpu.tree import Tree
 
 BATCH = 8  # images whose places are found together
-TOGETHER = 64  # draws of the drafts that are judged together
+MOST_NUMBERS = 2**23  # of a table that is made for several draws together
 
 
 @dataclass
@@ -117,36 +117,63 @@ def distances(
     request = Request("any", sampling=pipeline.model.sampling, relaxation=relaxation)
     spec, device = pipeline.spec([request], tree, 1), pipeline.backend.device
     near = pipeline.model.nearest(spec.neighbours) if spec.neighbours else None
-    relaxed = Acceptance(tree, near, spec.residual, spec.annealed).to(device)
-    exact = Acceptance(tree).to(device) if relaxation.active else None
+    acceptance = Acceptance(tree, near, spec.residual, spec.annealed).to(device)
     bounds = Bounds.of([relaxation], 1, device)
     generator, found = torch.Generator().manual_seed(options.seed), []
     for place in places:
         uniform = torch.rand(options.draws, place.tokens.shape[1], generator=generator)
-        found.append(distance(place, relaxed, exact, bounds, uniform.to(device)))
+        found.append(distance(place, acceptance, bounds, uniform.to(device)))
     return found
 
 
-def distance(
-    place: Place, relaxed: Acceptance, exact: Acceptance | None, bounds: Bounds, uniform: Tensor
-) -> float:
+def distance(place: Place, acceptance: Acceptance, bounds: Bounds, uniform: Tensor) -> float:
     """The TV at a place.
 
     Args:
-        exact: None compares with p itself.
         bounds: of one image.
-        uniform: [n, C], for n draws of the drafts, where they are drawn.
+        uniform: [n, C], for n draws of the refused drafts, where drafts are drawn.
     """
     if place.q is None:
-        expected = relaxed.expectation(place.p, None, place.tokens, place.exists, bounds, 0)
-        return float((expected - place.p).abs().sum()) / 2
-    moved = torch.zeros_like(place.p[0])  # [V], of all draws together
-    for part in uniform.split(TOGETHER):
-        p, q, exists = (x.expand(len(part), -1) for x in (place.p, place.q, place.exists))
-        drafts = (p, q, sample_distinct(q, part), exists, bounds, 0)
-        against = exact.expectation(*drafts) if exact else p
-        moved += (relaxed.expectation(*drafts) - against).sum(0)
-    return float(moved.abs().sum()) / (2 * len(uniform))
+        expected = acceptance.expectation(place.p, None, place.tokens, place.exists, bounds, 0)
+    else:
+        width = 1 if acceptance.neighbours is None else acceptance.neighbours.shape[1]
+        together = max(1, MOST_NUMBERS // (place.p.shape[1] * width))
+        parts = uniform[:, : int(place.exists.sum())].split(together)
+        sums = [averaged(acceptance, place.p, place.q, part, bounds).sum(0) for part in parts]
+        expected = torch.stack(sums).sum(0) / len(uniform)
+    return float((expected - place.p).abs().sum()) / 2
+
+
+def averaged(
+    acceptance: Acceptance, p: Tensor, q: Tensor, uniform: Tensor, bounds: Bounds
+) -> Tensor:
+    """`Acceptance.expectation` averaged over drawn children, but for the codes of the refused ones, which are drawn.
+
+    Args:
+        p, q: [1, V] the target's and the drafter's probabilities at a node.
+        uniform: [n, c], one a child.
+
+    Returns n estimates [n, V] of the probabilities of the token after the node; without bias.
+    """
+    whole = p = p.expand(len(uniform), -1)  # [n, V]
+    q = q.expand_as(p)
+    every = torch.arange(p.shape[1], device=p.device).expand_as(p)  # [n, V] codes a child may be
+    result, left = torch.zeros_like(p), torch.ones_like(p[:, :1])
+    for child in range(uniform.shape[1]):
+        mass = acceptance.raised(
+            p, bounds.weight[:, :1], acceptance.lenders(p, every, p, bounds)
+        )  # [n, V] what each code would be accepted with
+        passed = torch.minimum(mass, q)  # [n, V] drawn and accepted
+        result = result + left * passed
+        refused = (q - passed).clamp(min=0)  # [n, V] drawn and refused
+        share = refused.sum(-1, keepdim=True)  # [n, 1]
+        token = sample(refused / share.clamp(min=1e-30), uniform[:, child])[:, None]
+        exists = share[:, 0] > 0
+        trial = acceptance.trial(p, q, token, exists, whole, bounds, 0)
+        others = q if trial.others is None else trial.others
+        p, q = torch.where(exists[:, None], trial.rest, p), others
+        left = left * share
+    return result + left * p
 
 
 def interval(values: Sequence[float]) -> float | None:

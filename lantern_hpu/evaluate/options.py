@@ -42,12 +42,12 @@ class FidelityOptions:
     """How much is measured.
 
     Attributes:
-        images: places, one an image. draws: of a static tree's drafts at each place.
+        images: places, one an image. draws: of a static tree's refused drafts at each place.
         timed: images drawn for tokens a step and time.
     """
 
     images: int = 64
-    draws: int = 256
+    draws: int = 64
     timed: int = 8
     seed: int = 0
 
