@@ -9,7 +9,8 @@ from pathlib import Path
 from lantern_hpu.errors import OptionError
 
 PROMPTS = (
-    "a red apple, a sun, a fish, a cat face, a smiling face, a soccer ball, a purple heart, a pizza"
+    "a red apple, snowy mountains at sunrise, a lighthouse in a storm, a sailboat on the sea at sunset, "
+    "a red balloon over green hills, a cactus in the desert, a house by a lake at night, pine trees on a foggy morning"
 ).split(", ")
 # For models that draw by class
 CLASSES = (

@@ -17,13 +17,13 @@ from lantern_hpu.results import encode, tokens_per_step
 
 PROMPTS = (
     "a red apple",
-    "a blue bird on a yellow background",
-    "a smiling cat face",
-    "a rocket",
-    "a red fish on a yellow background",
-    "a panda",
-    "a blue car",
-    "a pizza",
+    "snowy mountains at sunrise",
+    "a lighthouse in a storm",
+    "a sailboat on the sea at sunset",
+    "a red balloon over green hills",
+    "a cactus in the desert",
+    "a house by a lake at night",
+    "purple plums on a table",
 )
 LABEL = 92  # pixels at the left of each row
 HEAD = 34  # pixels above the first row

@@ -52,7 +52,7 @@ class Wanted:
     def __post_init__(self) -> None:
         require(self.images >= 1, "--images", self.images, "1 or more")
         require(self.steps >= 1, "--steps", self.steps, "1 or more")
-        Request("a sun", self.seed)
+        Request("any", self.seed)
 
     @property
     def mode(self) -> str:
