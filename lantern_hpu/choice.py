@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from lantern_hpu.config import AUTO, check_tunable
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.relaxation import Relaxation
-from lantern_hpu.tree import Tree, saved
+from lantern_hpu.tree import Tree, tuned_trees
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Choice:
     relaxation: Relaxation
 
 
-def tuned(situation: saved.Situation, method: str, relaxes: bool) -> tuple[str, Tree | None]:
+def tuned(situation: tuned_trees.Situation, method: str, relaxes: bool) -> tuple[str, Tree | None]:
     """The method and the tree that `lantern_hpu.tune` found best in this situation.
 
     Raises:
@@ -27,7 +27,7 @@ def tuned(situation: saved.Situation, method: str, relaxes: bool) -> tuple[str, 
     """
     drafting = "lantern++" if method == AUTO else method
     check_tunable(drafting)
-    found = saved.find(situation | {"method": drafting})
+    found = tuned_trees.find(situation | {"method": drafting})
     if found.ar_wins and method == AUTO and not relaxes:
         return "ar", None
     return drafting, found.tree

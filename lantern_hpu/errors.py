@@ -67,7 +67,7 @@ def needing(package: str, purpose: str, extra: str = "models") -> Iterator[None]
     try:
         yield
     except ImportError as error:
-        why, hint = f"{purpose} ({error})", f'pip install "lantern-hpu[{extra}]"'
+        why, hint = f"{purpose} ({error})", f'pip install -e ".[{extra}]"'
         raise OptionError(f"{package} is not installed", why, hint) from error
 
 

@@ -2,7 +2,7 @@
 
     python -m lantern_hpu.fidelity --images 64 --output fidelity.json
 
-What is measured, and how: `evaluate/law.py`.
+What is measured, and how: `evaluate/fidelity.py`.
 """
 
 from __future__ import annotations

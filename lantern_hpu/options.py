@@ -13,7 +13,8 @@ from lantern_hpu.errors import OptionError, choices
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.relaxation import PRESETS, RelaxationOptions
-from lantern_hpu.tree import DYNAMIC, NAMED, DynamicTree
+from lantern_hpu.tree import DYNAMIC, DynamicTree
+from lantern_hpu.tree.named import NAMED
 
 Group = argparse._ActionsContainer  # a parser, or a group of one
 

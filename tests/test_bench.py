@@ -44,7 +44,7 @@ from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfi
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree, saved
+from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree, tuned_trees
 from lantern_hpu.zoo import registry
 from scripts import floors
 from tests.folder import write_folder
@@ -406,7 +406,7 @@ def test_each_method_gets_the_trees_of_its_kind() -> None:
 
 def test_tuned_tree_is_measured_in_every_mode(pipeline: LanternPipeline, tmp_path: Path) -> None:
     tree = DraftTree.from_paths("tuned_2", [[0], [0, 0]])
-    saved.save(pipeline.situation("eagle", 2), saved.TunedTree(tree, True))
+    tuned_trees.save(pipeline.situation("eagle", 2), tuned_trees.TunedTree(tree, True))
     pairs = pairs_for(["ar", "eagle"], ["auto", "chain"])
     assert pairs == [("ar", None), ("eagle", "auto"), ("eagle", "chain")]
     wanted = Wanted(pairs=pairs, modes=[], batches=[2])
@@ -419,7 +419,9 @@ def test_tuned_tree_is_measured_in_every_mode(pipeline: LanternPipeline, tmp_pat
     twice = replace(wanted, pairs=pairs_for(["eagle"], ["chain", str(other)]))
     with pytest.raises(OptionError, match="two different ones of the name 'chain'"):
         cases_of(pipeline, twice, ["eager"])
-    saved.save(pipeline.situation("eagle", 2), saved.TunedTree(load_static("chain"), False))
+    tuned_trees.save(
+        pipeline.situation("eagle", 2), tuned_trees.TunedTree(load_static("chain"), False)
+    )
     assert [case.tree.name for case in cases_of(pipeline, wanted, ["eager"])][1:] == ["chain"]
     with pytest.raises(OptionError, match="none was tuned for eagle and batches of 7"):
         cases_of(pipeline, replace(wanted, batches=[2, 7]), ["eager"])

@@ -29,7 +29,7 @@ def test_number_does_not_depend_on_how_many_are_asked_for() -> None:
 
 
 def test_number_does_not_depend_on_batch_or_block() -> None:
-    whole = block(SEEDS, first=1, steps=6, slots=9)
+    whole = block(SEEDS, first=1, steps=6, count=9)
     assert whole.shape == (6, 5, 9) and whole.dtype == np.float32
     assert np.array_equal(block([42], 4, 2, 9)[:, 0], whole[3:5, 2])
     assert np.array_equal(block(SEEDS[::-1], 1, 6, 9), whole[:, ::-1])

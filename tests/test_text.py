@@ -329,7 +329,7 @@ def test_missing_packages_are_named(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(OptionError, match=package) as caught:
         conditioner(folder)
-    assert caught.value.hint == 'pip install "lantern-hpu[models]"'
+    assert caught.value.hint == 'pip install -e ".[models]"'
 
 
 def test_unknown_place_names_the_known_ones(folder: Path) -> None:

@@ -24,7 +24,7 @@ from lantern_hpu.evaluate.counts import KINDS, ChildCounts
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.relaxation import EXACT, Multiplicative
 from lantern_hpu.results import read_png
-from lantern_hpu.tree import DraftTree, load_static, saved
+from lantern_hpu.tree import DraftTree, load_static, tuned_trees
 from lantern_hpu.tune import __main__ as command
 from lantern_hpu.tune import tuner
 from lantern_hpu.tune.costs import Costs, fit_costs, probes
@@ -314,14 +314,14 @@ def test_choice_decides_the_method_only_if_none_is_named(model: str) -> None:
     pipeline = LanternPipeline.from_pretrained(model)
     tree = DraftTree.from_paths("tuned_2", [[0], [0, 0]])
     for method, ar_wins in (("lantern++", True), ("eagle", False)):
-        saved.save(pipeline.situation(method, 2), saved.TunedTree(tree, ar_wins))
+        tuned_trees.save(pipeline.situation(method, 2), tuned_trees.TunedTree(tree, ar_wins))
     relaxed = pipeline.choose("lantern++").relaxation
     assert pipeline.choose("auto", "auto", None, 2) == Choice("ar", DraftTree.root_only(), EXACT)
     assert pipeline.choose("lantern++", "auto", None, 2) == Choice("lantern++", tree, relaxed)
     assert pipeline.choose("eagle", "auto", None, 2) == Choice("eagle", tree, EXACT)
     mine = Multiplicative(3, lam=2.0)
     assert pipeline.choose("auto", "auto", mine, 2) == Choice("lantern++", tree, mine)
-    saved.save(pipeline.situation("lantern++", 2), saved.TunedTree(tree, False))
+    tuned_trees.save(pipeline.situation("lantern++", 2), tuned_trees.TunedTree(tree, False))
     assert pipeline.choose("auto", "auto", None, 2) == Choice("lantern++", tree, relaxed)
     with pytest.raises(OptionError, match="none was tuned") as refused:
         pipeline.choose("eagle", "auto", None, 5)
@@ -335,20 +335,20 @@ def test_situations_that_differ_have_choices_of_their_own(model: str) -> None:
     here = pipeline.situation("eagle", 1)
     other = LanternPipeline.from_pretrained(model, dtype="bfloat16").situation("eagle", 1)
     changed = [here | {"batch_size": 2}, here | {"method": "lantern++"}, here | {"drafter": "0"}]
-    assert len({saved.file_of(s) for s in (here, other, *changed)}) == 5
+    assert len({tuned_trees.file_of(s) for s in (here, other, *changed)}) == 5
 
 
 def test_damaged_choice_is_refused(model: str) -> None:
     situation = LanternPipeline.from_pretrained(model).situation("eagle", 1)
     tree = DraftTree.from_paths("x", [[0]])
-    file = saved.save(situation, saved.TunedTree(tree, False))
-    assert saved.find(situation) == saved.TunedTree(tree, False)
-    file.write_bytes(saved.tree_file(tree))
+    file = tuned_trees.save(situation, tuned_trees.TunedTree(tree, False))
+    assert tuned_trees.find(situation) == tuned_trees.TunedTree(tree, False)
+    file.write_bytes(tuned_trees.tree_file(tree))
     with pytest.raises(TreeError, match="is damaged"):
-        saved.find(situation)
+        tuned_trees.find(situation)
     file.write_text("[")
     with pytest.raises(TreeError, match="cannot read the tree"):
-        saved.find(situation)
+        tuned_trees.find(situation)
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_missing_scipy_is_said_before_anything_is_measured(
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     assert command.main([]) == 2
     said = capsys.readouterr().err
-    assert "scipy is not installed" in said and "lantern-hpu[tune]" in said
+    assert "scipy is not installed" in said and ".[tune]" in said
 
 
 def test_profile_without_counts_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Randomness as an input: uniforms from a counter-based generator, made on the host.
 
-Every number is a function of (seed, step, slot) alone: it does not depend on the device, the batch, or
+Every number is a function of (seed, step, index) alone: it does not depend on the device, the batch, or
 the numbers drawn before it. The generator is Philox 4x64 (Salmon et al., SC 2011).
 """
 
@@ -14,23 +14,23 @@ from numpy.typing import NDArray
 STREAM = 0x6C616E7465726E  # the second half of the key: keeps this use of a seed apart from others
 
 
-def uniforms(seed: int, step: int, slots: int) -> NDArray[np.float32]:
+def uniforms(seed: int, step: int, count: int) -> NDArray[np.float32]:
     """Uniform numbers of one image and step.
 
     Args:
         seed: the image's seed, 0 to 2**64 - 1.
         step: 0 for prefill, then 1, 2, ...
-        slots: how many numbers; slot i is the same whatever their count.
+        count: how many numbers; the i-th is the same whatever it is.
 
-    Returns [slots] float32 in [0, 1).
+    Returns [count] float32 in [0, 1).
     """
     key = np.array([seed, STREAM], dtype=np.uint64)  # a list of mixed sizes would become float64
     generator = np.random.Philox(key=key, counter=[0, step, 0, 0])
     # 24 bits fill a float32 exactly, so that 1.0 cannot come out by rounding.
-    return (generator.random_raw(slots) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+    return (generator.random_raw(count) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def block(seeds: Sequence[int], first: int, steps: int, slots: int) -> NDArray[np.float32]:
-    """Uniforms of several steps for a batch: [steps, B, slots] float32."""
-    rows = [[uniforms(seed, step, slots) for seed in seeds] for step in range(first, first + steps)]
-    return np.asarray(rows, dtype=np.float32).reshape(steps, len(seeds), slots)
+def block(seeds: Sequence[int], first: int, steps: int, count: int) -> NDArray[np.float32]:
+    """Uniforms of several steps for a batch: [steps, B, count] float32."""
+    rows = [[uniforms(seed, step, count) for seed in seeds] for step in range(first, first + steps)]
+    return np.asarray(rows, dtype=np.float32).reshape(steps, len(seeds), count)

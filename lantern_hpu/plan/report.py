@@ -146,7 +146,9 @@ def report(name: str, model: ModelConfig, setup: Setup) -> str:
     images = f"{setup.batch_size} image{'s' * (setup.batch_size > 1)} at a time"
     positions = capacity(model.target, setup.tree)
     dtype = f"{setup.dtype}, {setup.quantize} blocks" if setup.quantize else setup.dtype
-    head = f"{name}, {dtype}, {images}, {guided}, tree {setup.tree.name}, {positions} slots a row"
+    head = (
+        f"{name}, {dtype}, {images}, {guided}, tree {setup.tree.name}, {positions} positions a row"
+    )
     sums = [(f"total while {phase}", total(rows))]
     sums += [(f"(while {p}", total(r)) for p, r in phases(model, setup).items() if p != phase]
     wide = max(len(label) for label, _ in rows + sums)

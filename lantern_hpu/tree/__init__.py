@@ -2,8 +2,8 @@
 
 A static tree has the same nodes at every step. A node is named by the sibling ranks on its path from the
 root: `0.2` is the third child of the first child. Nodes are numbered by (depth, path), the root is node 0.
-The named trees are those of the published LANTERN++, EAGLE and Medusa configurations. A dynamic tree
-(EAGLE-2) has a fixed size, and grows anew at every step. This module needs no torch.
+The named ones stand in `named.py`. A dynamic tree (EAGLE-2) has a fixed size, and grows anew at every step.
+This module needs no torch.
 """
 
 from __future__ import annotations
@@ -15,34 +15,13 @@ from functools import cached_property
 from pathlib import Path as FilePath
 
 from lantern_hpu.errors import TreeError, choices
+from lantern_hpu.tree.named import NAMED
 
 Path = tuple[int, ...]
 
 DRAWS = 10  # children that a drafter draws at a node, at most
 DYNAMIC = "dynamic"
 MOST_CHILDREN, MOST_EXPANSIONS, MOST_CANDIDATES = 64, 16, 4200  # of a dynamic tree
-
-# Child counts of the nodes, level by level, in the order of their parents; a tree is fully described by
-# them, since a node's children have the ranks 0 .. c-1. Trailing leaves are left out of each level.
-NAMED: dict[str, tuple[tuple[int, ...], ...]] = {
-    "naive_extend_57": (
-        (5,),
-        (4, 3, 3, 2, 1),
-        (4, 3, 3, 2, 2, 1, 0, 1),
-        (4, 3, 2, 1, 2, 1, 0, 1),
-        (3, 2, 0, 0, 2, 1, 0, 1),
-    ),
-    "mc_sim_7b_63": ((4,), (3, 2, 2, 1), (3, 2, 2, 1), (3,), (2,)),
-    "mc_sim_7b_63_balanced": ((3,), (3, 3, 2), (3, 2, 0, 2, 2), (3,), (2,)),
-    "reverse_balanced_25": ((3,), (2, 1, 1), (3, 2, 1), (3, 2), (4, 3)),
-    "medusa_2_7b_63": (
-        (10,),
-        (10, 5, 2, 2, 1, 1, 1, 1),
-        (9, 4, 2, 1, 1, 1, 0, 0, 0, 0, 3, 1, 0, 0, 0, 1),
-        (4, 1, 1, 0, 0, 0, 0, 0, 0, 1),
-    ),
-    "chain": ((1,), (1,), (1,), (1,), (1,)),
-}
 
 
 def dotted(path: Path) -> str:

@@ -18,7 +18,6 @@ from lantern_hpu.errors import OptionError, exit_code, require
 from lantern_hpu.files import write_file
 from lantern_hpu.tree import (
     DYNAMIC,
-    NAMED,
     DraftTree,
     DynamicTree,
     Path,
@@ -26,6 +25,7 @@ from lantern_hpu.tree import (
     load_tree,
 )
 from lantern_hpu.tree.drawing import as_svg, as_text
+from lantern_hpu.tree.named import NAMED
 
 if TYPE_CHECKING:
     from lantern_hpu.decode.drafting import Drafts

@@ -35,7 +35,7 @@ from lantern_hpu.options import (
     taken,
 )
 from lantern_hpu.prompts import read_prompts
-from lantern_hpu.tree import saved
+from lantern_hpu.tree import tuned_trees
 from lantern_hpu.tune.options import MOST_DEPTH, MOST_NODES, TUNABLE, TuneOptions
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ def check_outputs(files: Sequence[Path | None], force: bool) -> None:
     check_free(asked, force)
 
 
-def read_profile(file: Path) -> tuple[ChildCounts, saved.Situation]:
+def read_profile(file: Path) -> tuple[ChildCounts, tuned_trees.Situation]:
     """The counts of an earlier run, from its report, and what they hold for.
 
     Raises:
@@ -105,19 +105,21 @@ def read_profile(file: Path) -> tuple[ChildCounts, saved.Situation]:
         raise OptionError(f"{file} holds no profile", why) from error
 
 
-def check_profile(situation: saved.Situation, here: saved.Situation, file: Path) -> None:
+def check_profile(
+    situation: tuned_trees.Situation, here: tuned_trees.Situation, file: Path
+) -> None:
     """Raise an OptionError unless a profile is of this model, drafter and method."""
     for name in ("target", "drafter", "method"):
         if situation.get(name) != here[name]:
             raise OptionError(f"the profile in {file} cannot be used", f"it is of another {name}")
 
 
-def check_model(pipeline: LanternPipeline, situation: saved.Situation) -> None:
+def check_model(pipeline: LanternPipeline, situation: tuned_trees.Situation) -> None:
     """Raise an error if the model drafts nothing, or its tree could not be saved."""
     if pipeline.model.drafter is None:
         why = "without one, ar is all it can do"
         raise OptionError(f"{pipeline.model.name} has no drafter", why, "--drafter")
-    check_free([saved.file_of(situation)], force=True)
+    check_free([tuned_trees.file_of(situation)], force=True)
 
 
 def measure(
@@ -140,7 +142,7 @@ def report(
     pipeline: LanternPipeline,
     options: TuneOptions,
     tuning: Tuning,
-    situation: saved.Situation,
+    situation: tuned_trees.Situation,
     argv: Sequence[str],
 ) -> dict[str, Any]:
     """The JSON contract of `--report`."""
@@ -159,10 +161,10 @@ def report(
     }
 
 
-def save(tuning: Tuning, situation: saved.Situation) -> None:
+def save(tuning: Tuning, situation: tuned_trees.Situation) -> None:
     """Keep the fastest tree for `--tree auto`."""
     best = tuning.best
-    file = saved.save(situation, saved.TunedTree(best.tree, tuning.ar_wins))
+    file = tuned_trees.save(situation, tuned_trees.TunedTree(best.tree, tuning.ar_wins))
     auto = "with --method auto draws with ar" if tuning.ar_wins else f"draws with {best.name}"
     print(f"saved {file}: --tree auto {auto} in batches of {situation['batch_size']}")
 
@@ -188,7 +190,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         tuning = measure(pipeline, options, prompts, counts)
         print(summary(tuning))
         whole = report(pipeline, options, tuning, situation, argv)
-    tree = saved.tree_file(tuning.best.tree)
+    tree = tuned_trees.tree_file(tuning.best.tree)
     for file, data in ((args.output, tree), (args.report, json.dumps(whole, indent=1).encode())):
         if file is not None:
             write_file(file, data, args.force)

@@ -21,7 +21,8 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.prompts import usual_prompts
 from lantern_hpu.relaxation import EXACT
 from lantern_hpu.results import RunTiming
-from lantern_hpu.tree import DRAWS, NAMED, DraftTree, load_static
+from lantern_hpu.tree import DRAWS, DraftTree, load_static
+from lantern_hpu.tree.named import NAMED
 from lantern_hpu.tune.costs import Costs, fit_costs, probes
 from lantern_hpu.tune.expectation import estimate
 from lantern_hpu.tune.options import HELD_OUT, TuneOptions
