@@ -308,7 +308,7 @@ def synthetic_index(public: Path) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("device", ["cpu", "hpu"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("hpu", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", ["eagle", "lantern++"])
 def test_drafters_draw(public: Path, tmp_path: Path, method: str, device: str) -> None:
     options = ["--method", method, "--tree", "chain", "--device", device]

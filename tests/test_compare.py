@@ -190,6 +190,7 @@ sys.exit("torch was loaded" if "torch" in sys.modules else code)
 """
 
 
+@pytest.mark.slow
 def test_same_reports_give_the_same_bytes_in_any_process_and_without_torch(
     written: Path, tmp_path: Path
 ) -> None:

@@ -54,7 +54,9 @@ def error_rules(pipeline: LanternPipeline) -> set[str]:
 PROMPTS = ["a red apple", "blue cat"]
 
 
-@pytest.mark.parametrize("graphs", ["hpu_graph", "hpu_graph_split", "eager"])
+@pytest.mark.parametrize(
+    "graphs", ["hpu_graph", "hpu_graph_split", pytest.param("eager", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("method", METHODS)
 def test_same_tokens_as_the_cpu(model: Path, method: str, graphs: str) -> None:
     want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")

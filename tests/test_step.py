@@ -140,7 +140,15 @@ def test_annealed_images_are_those_of_the_slow_loop(
     assert sum(decoded.relaxed) > 0
 
 
-@pytest.mark.parametrize("name", ["dynamic:1x3x4", "dynamic:3x0x2", "dynamic:4x1x20", "dynamic"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dynamic:1x3x4",
+        "dynamic:3x0x2",
+        "dynamic:4x1x20",
+        pytest.param("dynamic", marks=pytest.mark.slow),
+    ],
+)
 def test_dynamic_tree_of_any_size(models: Models, name: str) -> None:
     requests, tree = batch()[:2], load_tree(name)
     assert sample(models, tree, requests).tokens.tolist() == slow_images(models, tree, requests)
