@@ -345,7 +345,9 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
             raise OptionError("--class-label cannot be used", why, "--prompt")
         chosen, sampling = settle(job, pipeline, args)
         requests = requests_of(job, chosen, sampling)
-        left = [i for i in range(len(requests)) if not args.resume or not outputs.images[i].exists()]
+        left = [
+            i for i in range(len(requests)) if not args.resume or not outputs.images[i].exists()
+        ]
         check_kept(pipeline, requests, chosen, outputs, set(range(len(requests))) - set(left))
         if not left:
             return None

@@ -235,7 +235,6 @@ class LanternPipeline:
             return
         tokens, images = self.model.target.config.tokens, engine.spec.images
         with self.backend.errors(), self.backend.warming_up(), torch.no_grad():
-            self.backend.flush()
             engine.place(self.prefix(engine, [request] * images), engine.state.entry)
             if engine.one is not None:
                 engine.place(self.prefix(engine, [request]), engine.one.entry)
@@ -244,7 +243,8 @@ class LanternPipeline:
             self.pixels(np.zeros((1, tokens), np.int64))
 
     def prefix(self, engine: Engine, requests: Sequence[Request]) -> Prefix:
-        """The condition of a batch, as the engine takes it."""
+        """The condition of a batch, as the engine takes it; a graph of its own where the device gathers operators."""
+        self.backend.flush()
         texts = [request.prompt for request in requests]
         return self.model.condition.rows(texts, engine.spec.guidance)
 
@@ -307,9 +307,7 @@ class LanternPipeline:
             notes=[note for _, note in self.notes(requests)],
         )
 
-    def drawn(
-        self, done: Finished, config: dict[str, Any], environment: dict[str, Any]
-    ) -> Drawn:
+    def drawn(self, done: Finished, config: dict[str, Any], environment: dict[str, Any]) -> Drawn:
         """A finished image with its pixels, and all that is needed to draw it again.
 
         Args:
@@ -367,7 +365,6 @@ class LanternPipeline:
         """
         spent = RunTiming() if timing is None else timing
         waiting, numbers = deque(enumerate(requests)), dict[int, int]()  # image of a slot
-        self.backend.flush()
         batch, done = self.batch(engine), list[Finished]()
         while waiting or batch.running:
             began, before = time.perf_counter(), replace(batch.timing)

@@ -29,7 +29,7 @@ LAYERS = (
     {"choice", "decode"},
     {"pipeline"},
     {"evaluate", "measurements"},
-    {"bench", "plan", "train", "tune"},
+    {"bench", "plan", "serve", "train", "tune"},
     {"compare"},
     {"commands"},
     {"cli"},

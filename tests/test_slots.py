@@ -128,7 +128,7 @@ def test_admission_leaves_the_other_slots_alone(models: Models) -> None:
         if name.startswith("entry"):
             continue
         was = before[name]
-        if name.endswith((".k", ".v")):  # [layers * R * S, heads, hd]
+        if "kv_cache" in name:  # [layers * R * S, heads, hd]
             layers = config.layers if name.startswith("kv") else 1
             parts = [x.unflatten(0, (layers, rows, size)).transpose(0, 1) for x in (was, tensor)]
         elif name == "tokens":

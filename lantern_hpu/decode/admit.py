@@ -7,7 +7,6 @@ on; what lies in other slots is neither read nor written.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
 
 from lantern_hpu.decode.drafting import Drafting

@@ -24,7 +24,9 @@ class Timing:
     """Seconds of a batch."""
 
     text: float = 0.0  # encoding of prompts
-    prefill: float = 0.0  # admission of images to empty slots; beside running ones it is not waited for
+    prefill: float = (
+        0.0  # admission of images to empty slots; beside running ones it is not waited for
+    )
     steps: float = 0.0  # uniforms, replays and host reads
     count: int = 0  # steps that are known to be done
 

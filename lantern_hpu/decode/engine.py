@@ -225,9 +225,7 @@ class Engine:
         entry.valid.copy_(F.pad(valid, (0, width), value=True))
         self.backend.flush()
 
-    def feed(
-        self, seeds: Sequence[int | None], first: int | Sequence[int], count: int
-    ) -> None:
+    def feed(self, seeds: Sequence[int | None], first: int | Sequence[int], count: int) -> None:
         """Uniforms for the next steps, in one copy of one size, whatever the count.
 
         Args:
