@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -55,6 +55,8 @@ def make_parser() -> argparse.ArgumentParser:
     options.add_part_options(how)
     options.add_device_options(how)
     options.add_running_options(how)
+    many = "processes that draw, one a card, through Ray (none: this one draws)"
+    how.add_argument("--workers", type=int, metavar="N", help=many)
     how.add_argument("--batch-size", type=int, help="images decoded together (8 at most if unset)")
     options.add_method_options(parser.add_argument_group("method"))
     options.add_sampling_options(parser.add_argument_group("sampling (default: the model's own)"))
@@ -348,7 +350,8 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
         left = [
             i for i in range(len(requests)) if not args.resume or not outputs.images[i].exists()
         ]
-        check_kept(pipeline, requests, chosen, outputs, set(range(len(requests))) - set(left))
+        kept = set(range(len(requests))) - set(left)
+        check_kept(pipeline, requests, chosen, outputs.images, kept)
         if not left:
             return None
         bar = Bar(outputs.preview, args.preview_every)
@@ -360,6 +363,60 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
     columns = args.num_images if 1 < (args.num_images or 1) < len(result.images) else None
     save(result, outputs, columns, args.force)
     return result
+
+
+def draw_with_workers(args: argparse.Namespace) -> int:
+    """The whole command, drawn by other processes; the images are those of one process. -> how many were drawn"""
+    from tqdm import tqdm
+
+    from lantern_hpu.workers import pieces, shared
+
+    job = job_of(args)
+    require(1 <= args.workers <= 4096, "--workers", args.workers, "1 to 4096")
+    if args.grid or args.report or args.save_tokens or args.preview_every or args.from_png:
+        what = "--workers excludes --grid, --report, --save-tokens, --preview-every and --from-png"
+        raise OptionError(what, "workers leave images, each a file of its own")
+    args.output = args.output.resolve()  # workers may run elsewhere
+    Outputs.of(args, job.prompts)
+    count = len(job.prompts)
+    work = pieces(count, args.workers, together(count, job.batch_size))
+    opener, device = "lantern_hpu.generate:open_worker", job.device
+    bar, drawn = tqdm(total=count, unit="image", file=sys.stderr, dynamic_ncols=True), 0
+    with closing(bar):
+        for numbers, new in shared(
+            opener, [args], work, args.workers, device.device, device.emulate
+        ):
+            drawn += new
+            bar.update(len(numbers))
+    return drawn
+
+
+def open_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
+    """What a worker does: the images of these numbers that are not there yet. -> how many it drew"""
+    job = job_of(args)
+    prepare(job.device.device, job.device.graphs, job.device.emulate)
+    from lantern_hpu.pipeline import LanternPipeline
+
+    pipeline = LanternPipeline.from_pretrained(job.model, given=job.given, **vars(job.device))
+    chosen, sampling = settle(job, pipeline, args)
+    files, _ = image_files(args.output, job.prompts, False)
+    requests, again = requests_of(job, chosen, sampling), set[int]()
+    size = together(len(requests), job.batch_size)
+
+    def draw_piece(numbers: list[int]) -> int:
+        """With `--force`, what was there before is drawn anew, but what this worker left is not."""
+        kept = [i for i in numbers if files[i].exists() and (not args.force or i in again)]
+        check_kept(pipeline, requests, chosen, files, kept)
+        left = [i for i in numbers if i not in set(kept)]
+        again.update(left)
+        if left:
+            with pipeline.backend.errors():
+                news = [requests[i] for i in left]
+                keep = Keeper(left, files, args.force)
+                pipeline.draw(news, chosen.tree, chosen.method, size, None, keep)
+        return len(left)
+
+    return draw_piece
 
 
 def show_geometry(pipeline: LanternPipeline) -> None:
@@ -383,7 +440,7 @@ def check_kept(
     pipeline: LanternPipeline,
     requests: Sequence[Request],
     chosen: Choice,
-    outputs: Outputs,
+    files: Sequence[Path],
     kept: Iterable[int],
 ) -> None:
     """Raise an OutputError if an image that is there is not the one that would be drawn."""
@@ -392,7 +449,7 @@ def check_kept(
 
     described = pipeline.describe(chosen.tree, chosen.method)
     for index in kept:
-        file, request = outputs.images[index], requests[index]
+        file, request = files[index], requests[index]
         there, mine = read_png(file), described | settings_of(request)
         others = [name for name in REPLAYED if there["config"][name] != mine[name]]
         others += [name for name in ("prompt", "seed") if there[name] != getattr(request, name)]
@@ -472,6 +529,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
 
     def command() -> None:
+        if args.workers is not None:
+            print(f"{draw_with_workers(args)} image(s) drawn -> {args.output}")
+            return
         result = draw(args)
         print(f"every image is in {args.output}" if not result else summary(result, args.output))
 

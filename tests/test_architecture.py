@@ -28,7 +28,7 @@ LAYERS = (
     {"options", "pictures", "zoo"},
     {"choice", "decode"},
     {"pipeline"},
-    {"evaluate", "measurements"},
+    {"evaluate", "measurements", "workers"},
     {"bench", "plan", "serve", "train", "tune"},
     {"compare"},
     {"commands"},

@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -394,6 +395,18 @@ def test_metrics_count_what_the_answers_said(server: Running) -> None:
         assert server.metric(name) == 0
     assert server.metric("request_queue_time_seconds_count") >= 1
     assert server.metric("step_time_seconds_count", **label) >= 1
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(server: Running) -> None:
+    board = json.loads((ROOT / "docker" / "grafana.json").read_text())
+    text = httpx.get(server.url + "/metrics", timeout=60).text
+    # A counter without labels shows its name in the help line alone until it counts
+    known = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    for target in (t for panel in board["panels"] for t in panel["targets"]):
+        asked = re.findall(r"lantern:\w+", target["expr"])
+        assert asked
+        for name in asked:
+            assert name in known or name.removesuffix("_bucket") in known, name
 
 
 def test_each_request_leaves_one_line_in_the_log(

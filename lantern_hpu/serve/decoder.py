@@ -298,6 +298,7 @@ class Decoder:
         begun = time.monotonic()
         for slot, job in zip(slots, good, strict=True):
             job.admitted, job.begun, lane.jobs[slot] = began, begun, job
+            self.look_at(lane, slot)
             self.metrics.queue.labels(self.menu.model).observe(began - job.queued)
 
     def advance(self, lane: Lane) -> None:
@@ -336,6 +337,14 @@ class Decoder:
             steps = seat.step - 1 - seat.pending
             shown = Partial(pictures[0], known[slot] // columns, known[slot], steps)
             lane.jobs[slot].tell(shown)
+            self.look_at(lane, slot)
+
+    def look_at(self, lane: Lane, slot: int) -> None:
+        """Have the host read when the next partial picture of a slot may be there."""
+        seat, shows = lane.batch.seats[slot], lane.jobs[slot].shows
+        columns = self.pipeline.model.target.config.grid[1]
+        if seat is not None:
+            seat.glance = shows[0] * columns if shows else 0
 
     def finish(self, lane: Lane, job: Job, done: Finished) -> None:
         began = time.monotonic()
