@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,8 @@ BACKENDS = {
 }
 
 
+# What a cluster calls one card of a device; a processor is counted in cores
+CARDS = {"hpu": "HPU", "cuda": "GPU"}
 EMULATED = "hpu"  # the device that an emulator can stand in for
 
 
@@ -34,6 +37,25 @@ def prepare(name: str, graphs: str = "auto", emulate: bool = False) -> None:
 
     if name in ("auto", "hpu") and not emulate and hpu_env.plugin_folder() is not None:
         hpu_env.prepare(graphs if name == "hpu" or graphs in hpu_env.LAZY else "auto")
+
+
+def card_of(name: str, offered: Mapping[str, float], emulate: bool = False) -> str:
+    """What one worker of a cluster takes: the cluster's own name of a card, or `CPU`.
+
+    Args:
+        name: of a device; `auto` takes the best that the cluster offers.
+        offered: what the cluster has in all, by its names.
+
+    Raises:
+        DeviceError: it has no card of that device.
+    """
+    if name == "auto":
+        return next((card for card in CARDS.values() if offered.get(card, 0) >= 1), "CPU")
+    card = "CPU" if emulate else CARDS.get(name, "CPU")
+    if offered.get(card, 0) < 1:
+        why, hint = f"it offers {', '.join(sorted(offered))}", "ray start --resources"
+        raise DeviceError(f"the cluster has no {card}", why, hint)
+    return card
 
 
 def get_backend(name: str = "auto", graphs: str = "auto", emulate: bool = False) -> Backend:

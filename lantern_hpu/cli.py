@@ -40,6 +40,7 @@ COMMANDS = {
     "doctor": Command("lantern_hpu.doctor", "show what this machine offers and what is wrong"),
     "lint": Command("lantern_hpu.lint", "name the rules of Gaudi that code breaks"),
     "fidelity": Command("lantern_hpu.fidelity", "measure how far methods move what is drawn"),
+    "serve": Command("lantern_hpu.serve.__main__", "serve a model over HTTP"),
     "train": Command("lantern_hpu.train.__main__", "train a drafter for a target"),
     "tree": Command("lantern_hpu.tree.__main__", "list and draw draft trees"),
     "tune": Command("lantern_hpu.tune.__main__", "find the draft tree that is fastest here"),

@@ -12,7 +12,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -22,7 +22,7 @@ from lantern_hpu import __version__, options, relaxation
 from lantern_hpu.backends import prepare
 from lantern_hpu.config import AUTO, Request, Sampling, check_tunable, choose_method, method_of
 from lantern_hpu.decode.spec import together
-from lantern_hpu.errors import OptionError, WeightsError, exit_code, require
+from lantern_hpu.errors import OptionError, OutputError, WeightsError, exit_code, require
 from lantern_hpu.files import check_free, write_file
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.text.classes import class_index
@@ -33,7 +33,7 @@ from lantern_hpu.tree import DraftTree, load_tree
 if TYPE_CHECKING:
     from lantern_hpu.choice import Choice
     from lantern_hpu.pipeline import Event, LanternPipeline
-    from lantern_hpu.results import GenerationResult
+    from lantern_hpu.results import Drawn, GenerationResult
 
 # What an image to draw again already says; giving one of these beside it is a contradiction.
 SETTLED = (
@@ -55,6 +55,8 @@ def make_parser() -> argparse.ArgumentParser:
     options.add_part_options(how)
     options.add_device_options(how)
     options.add_running_options(how)
+    many = "processes that draw, one a card, through Ray (none: this one draws)"
+    how.add_argument("--workers", type=int, metavar="N", help=many)
     how.add_argument("--batch-size", type=int, help="images decoded together (8 at most if unset)")
     options.add_method_options(parser.add_argument_group("method"))
     options.add_sampling_options(parser.add_argument_group("sampling (default: the model's own)"))
@@ -78,6 +80,7 @@ def add_where(group: argparse._ArgumentGroup) -> None:
     every = "write a preview each ROWS image rows"
     add("--output", type=Path, default=Path("out"), help="a .png file, or a folder (out)")
     add("--force", action="store_true", help="replace existing files")
+    add("--resume", action="store_true", help="keep the images that are there, draw the others")
     add("--grid", action="store_true", help="one sheet of all images")
     add("--report", type=Path, metavar="FILE.json", help="acceptance, timing, graph, settings")
     add("--save-tokens", type=Path, metavar="FILE.npz", help="the image tokens")
@@ -124,6 +127,9 @@ def job_of(args: argparse.Namespace) -> Job:
         LanternError: they contradict each other, or one is out of range.
     """
     require(args.preview_every >= 0, "--preview-every", args.preview_every, "0 (off) or more")
+    if args.resume and (args.force or args.grid or args.save_tokens):
+        why = "it keeps the images that are there, and only their pixels"
+        raise OptionError("--resume excludes --force, --grid and --save-tokens", why)
     return job_again(args) if args.from_png else new_job(args)
 
 
@@ -258,7 +264,9 @@ class Outputs:
         shown = preview_file(args.output) if args.preview_every else None
         found = cls(images, sheet, shown, args.report, args.save_tokens)
         others = (sheet, shown, args.report, args.save_tokens)
-        check_free([*images, *(path for path in others if path is not None)], args.force)
+        kept = {path for path in images if args.resume and path.is_file()}
+        new = [path for path in images if path not in kept]
+        check_free([*new, *(path for path in others if path is not None)], args.force)
         return found
 
 
@@ -300,20 +308,16 @@ class Bar:
     def __init__(self, preview: Path | None, every: int) -> None:
         from tqdm import tqdm
 
-        self.file, self.every = preview, every
-        self.batch, self.shown = 0, 0  # of the last preview
+        self.file, self.every, self.shown = preview, every, 0  # rows at the last preview
         self.bar = tqdm(total=0, unit="row", file=sys.stderr, dynamic_ncols=True, leave=True)
         self.bar.set_description_str("warming up")
 
     def __call__(self, event: Event) -> None:
         self.bar.set_description_str("drawing", refresh=False)
-        self.bar.total = event.total_rows * event.batches
-        self.bar.n = event.batch * event.total_rows + event.rows
+        self.bar.total, self.bar.n = event.total_rows, event.rows
         self.bar.set_postfix_str(f"{event.tokens_per_step:.2f} tokens a step", refresh=False)
         self.bar.refresh()
-        if event.batch != self.batch:
-            self.batch, self.shown = event.batch, 0
-        if self.file and event.rows - self.shown >= self.every:
+        if self.file and event.running and event.rows - self.shown >= self.every * event.running:
             from lantern_hpu.results import encode, grid
 
             self.shown = event.rows
@@ -326,8 +330,8 @@ class Bar:
 # ------------------------------------------------------------------------------------ the command
 
 
-def draw(args: argparse.Namespace) -> GenerationResult:
-    """The whole command after parsing."""
+def draw(args: argparse.Namespace) -> GenerationResult | None:
+    """The whole command after parsing; None if every image was there already."""
     job = job_of(args)
     outputs = Outputs.of(args, job.prompts)
     began = time.perf_counter()
@@ -342,14 +346,77 @@ def draw(args: argparse.Namespace) -> GenerationResult:
             why = f"{pipeline.model.name} draws from text"
             raise OptionError("--class-label cannot be used", why, "--prompt")
         chosen, sampling = settle(job, pipeline, args)
+        requests = requests_of(job, chosen, sampling)
+        left = [
+            i for i in range(len(requests)) if not args.resume or not outputs.images[i].exists()
+        ]
+        kept = set(range(len(requests))) - set(left)
+        check_kept(pipeline, requests, chosen, outputs.images, kept)
+        if not left:
+            return None
         bar = Bar(outputs.preview, args.preview_every)
-        result = run(pipeline, job, chosen, sampling, bar)
+        keep = Keeper(left, outputs.images, args.force)
+        result = run(pipeline, [requests[i] for i in left], chosen, job.batch_size, bar, keep)
     if line := warm_up_line(result):
         print(line, file=sys.stderr)
     result.timing.import_s = imported
     columns = args.num_images if 1 < (args.num_images or 1) < len(result.images) else None
     save(result, outputs, columns, args.force)
     return result
+
+
+def draw_with_workers(args: argparse.Namespace) -> int:
+    """The whole command, drawn by other processes; the images are those of one process. -> how many were drawn"""
+    from tqdm import tqdm
+
+    from lantern_hpu.workers import pieces, shared
+
+    job = job_of(args)
+    require(1 <= args.workers <= 4096, "--workers", args.workers, "1 to 4096")
+    if args.grid or args.report or args.save_tokens or args.preview_every or args.from_png:
+        what = "--workers excludes --grid, --report, --save-tokens, --preview-every and --from-png"
+        raise OptionError(what, "workers leave images, each a file of its own")
+    args.output = args.output.resolve()  # workers may run elsewhere
+    Outputs.of(args, job.prompts)
+    count = len(job.prompts)
+    work = pieces(count, args.workers, together(count, job.batch_size))
+    opener, device = "lantern_hpu.generate:open_worker", job.device
+    bar, drawn = tqdm(total=count, unit="image", file=sys.stderr, dynamic_ncols=True), 0
+    with closing(bar):
+        for numbers, new in shared(
+            opener, [args], work, args.workers, device.device, device.emulate
+        ):
+            drawn += new
+            bar.update(len(numbers))
+    return drawn
+
+
+def open_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
+    """What a worker does: the images of these numbers that are not there yet. -> how many it drew"""
+    job = job_of(args)
+    prepare(job.device.device, job.device.graphs, job.device.emulate)
+    from lantern_hpu.pipeline import LanternPipeline
+
+    pipeline = LanternPipeline.from_pretrained(job.model, given=job.given, **vars(job.device))
+    chosen, sampling = settle(job, pipeline, args)
+    files, _ = image_files(args.output, job.prompts, False)
+    requests, again = requests_of(job, chosen, sampling), set[int]()
+    size = together(len(requests), job.batch_size)
+
+    def draw_piece(numbers: list[int]) -> int:
+        """With `--force`, what was there before is drawn anew, but what this worker left is not."""
+        kept = [i for i in numbers if files[i].exists() and (not args.force or i in again)]
+        check_kept(pipeline, requests, chosen, files, kept)
+        left = [i for i in numbers if i not in set(kept)]
+        again.update(left)
+        if left:
+            with pipeline.backend.errors():
+                news = [requests[i] for i in left]
+                keep = Keeper(left, files, args.force)
+                pipeline.draw(news, chosen.tree, chosen.method, size, None, keep)
+        return len(left)
+
+    return draw_piece
 
 
 def show_geometry(pipeline: LanternPipeline) -> None:
@@ -363,25 +430,70 @@ def show_geometry(pipeline: LanternPipeline) -> None:
     print(f"{model.name}: {size}, {drafter}", file=sys.stderr)
 
 
+def requests_of(job: Job, chosen: Choice, sampling: Sampling) -> list[Request]:
+    """One an image, each with the next seed."""
+    shared = (sampling, chosen.relaxation)
+    return [Request(p, job.seed + i, *shared) for i, p in enumerate(job.prompts)]
+
+
+def check_kept(
+    pipeline: LanternPipeline,
+    requests: Sequence[Request],
+    chosen: Choice,
+    files: Sequence[Path],
+    kept: Iterable[int],
+) -> None:
+    """Raise an OutputError if an image that is there is not the one that would be drawn."""
+    from lantern_hpu.pipeline import settings_of
+    from lantern_hpu.results import REPLAYED, read_png
+
+    described = pipeline.describe(chosen.tree, chosen.method)
+    for index in kept:
+        file, request = files[index], requests[index]
+        there, mine = read_png(file), described | settings_of(request)
+        others = [name for name in REPLAYED if there["config"][name] != mine[name]]
+        others += [name for name in ("prompt", "seed") if there[name] != getattr(request, name)]
+        if others:
+            why = f"{', '.join(others)} differ from what is asked for"
+            raise OutputError(f"{file} is another image", why, "another --output")
+
+
+class Keeper:
+    """Writes each image as soon as it is there, so that an interrupted run keeps what it drew."""
+
+    def __init__(self, numbers: Sequence[int], files: Sequence[Path], force: bool) -> None:
+        """
+        Args:
+            numbers: of the images to come, among all. files: of all, or none if they are not kept one by one.
+        """
+        self.numbers, self.files, self.force = numbers, files, force
+
+    def __call__(self, index: int, drawn: Drawn) -> None:
+        if self.files:
+            file = self.files[self.numbers[index]]
+            write_file(file, drawn.png(), self.force)
+            drawn.record.file = str(file)
+
+
 def run(
-    pipeline: LanternPipeline, job: Job, chosen: Choice, sampling: Sampling, bar: Bar
+    pipeline: LanternPipeline,
+    requests: Sequence[Request],
+    chosen: Choice,
+    batch_size: int | None,
+    bar: Bar,
+    keep: Keeper,
 ) -> GenerationResult:
     """Draw with a progress bar; warnings about prompts come first."""
-    shared = (sampling, chosen.relaxation)
-    requests = [Request(p, job.seed + i, *shared) for i, p in enumerate(job.prompts)]
     for prompt, note in pipeline.notes(requests):
         print(f"warning: {prompt!r}: {note}", file=sys.stderr)
     with closing(bar), pipeline.backend.errors():
-        return pipeline.draw(requests, chosen.tree, chosen.method, job.batch_size, bar)
+        return pipeline.draw(requests, chosen.tree, chosen.method, batch_size, bar, keep)
 
 
 def save(result: GenerationResult, outputs: Outputs, columns: int | None, force: bool) -> None:
-    """Write images, sheet, tokens and report, in this order."""
+    """Write sheet, tokens and report, in this order."""
     from lantern_hpu.results import encode, grid, tokens_file
 
-    for index, file in enumerate(outputs.images):
-        result.records[index].file = str(file)
-        write_file(file, result.png(index), force)
     if outputs.sheet:
         write_file(outputs.sheet, encode(grid(result.images, columns)), force)
     if outputs.tokens:
@@ -415,7 +527,19 @@ def summary(result: GenerationResult, output: Path) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The `generate` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    return exit_code(lambda: print(summary(draw(args), args.output)))
+
+    def command() -> None:
+        if args.workers is not None:
+            print(f"{draw_with_workers(args)} image(s) drawn -> {args.output}")
+            return
+        result = draw(args)
+        print(f"every image is in {args.output}" if not result else summary(result, args.output))
+
+    try:
+        return exit_code(command)
+    except KeyboardInterrupt:
+        print("interrupted: what was drawn is kept, --resume draws the rest", file=sys.stderr)
+        return 130
 
 
 if __name__ == "__main__":

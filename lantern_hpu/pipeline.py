@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Backend, named
 from lantern_hpu.choice import Choice, fitted, tuned
 from lantern_hpu.config import AUTO, MAX_SEED, Request, Sampling, choose_method, in_turn
-from lantern_hpu.decode.batch import Batch
-from lantern_hpu.decode.engine import Decoded, Engine, EngineCache, GraphReport
+from lantern_hpu.decode.batch import Batch, Finished
+from lantern_hpu.decode.engine import Engine, EngineCache, GraphReport
 from lantern_hpu.decode.memory import check_room
 from lantern_hpu.decode.spec import Spec, together
 from lantern_hpu.errors import OptionError, require
@@ -31,7 +32,7 @@ from lantern_hpu.models.quantize import quantize as quantize_weights
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.pictures import decode_pixels, preview
 from lantern_hpu.relaxation import Relaxation
-from lantern_hpu.results import GenerationResult, ImageRecord, RunTiming
+from lantern_hpu.results import Drawn, GenerationResult, ImageRecord, RunTiming
 from lantern_hpu.tree import DraftTree, Tree
 from lantern_hpu.zoo.resolve import resolve
 
@@ -41,17 +42,22 @@ class Event:
     """A progress event, for a callback.
 
     Attributes:
-        rows, total_rows: image rows known in the slowest image of the batch.
-        tokens_per_step: mean over the batch so far.
-        preview: draws what is known so far, grey where nothing is; a host read.
+        rows, total_rows: image rows known, of all images of the run.
+        running: images that are being drawn.
+        tokens_per_step: of an image, mean so far.
+        preview: draws what is known so far of those, grey where nothing is; a host read.
     """
 
-    batch: int
-    batches: int
     rows: int
     total_rows: int
+    running: int
     tokens_per_step: float
     preview: Callable[[], list[Image.Image]]
+
+
+def settings_of(request: Request) -> dict[str, Any]:
+    """What an image's metadata say of its own settings."""
+    return {"sampling": asdict(request.sampling), "relaxation": request.relaxation.as_json()}
 
 
 class LanternPipeline:
@@ -229,14 +235,16 @@ class LanternPipeline:
             return
         tokens, images = self.model.target.config.tokens, engine.spec.images
         with self.backend.errors(), self.backend.warming_up(), torch.no_grad():
-            self.backend.flush()
-            engine.place(self.prefix(engine, [request] * images))
+            engine.place(self.prefix(engine, [request] * images), engine.state.entry)
+            if engine.one is not None:
+                engine.place(self.prefix(engine, [request]), engine.one.entry)
             engine.warm_up()
             engine.result()
             self.pixels(np.zeros((1, tokens), np.int64))
 
     def prefix(self, engine: Engine, requests: Sequence[Request]) -> Prefix:
-        """The condition of a batch, as the engine takes it."""
+        """The condition of a batch, as the engine takes it; a graph of its own where the device gathers operators."""
+        self.backend.flush()
         texts = [request.prompt for request in requests]
         return self.model.condition.rows(texts, engine.spec.guidance)
 
@@ -258,44 +266,56 @@ class LanternPipeline:
         method: str,
         batch_size: int | None = None,
         callback: Callable[[Event], None] | None = None,
+        keep: Callable[[int, Drawn], None] | None = None,
     ) -> GenerationResult:
         """Draw any mix of requests with one tree; settings may differ from image to image.
 
+        An image that is done leaves its place to the next at the next host read.
+
         Args:
             method: only a name for reports; tree and relaxation decide.
+            keep: called with each image and its number as soon as it is there.
         """
         if not requests:
             raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
         size = together(len(requests), batch_size)
-        engine = self.engines.get(self.spec(requests, tree, size))
+        spec = replace(self.spec(requests, tree, size), open=len(requests) > size)
+        engine, config = self.engines.get(spec), self.describe(tree, method)
         timing = RunTiming(load_s=self.load_seconds)
         self.prepare(engine, requests, timing)
         before, counted = engine.report(), self.backend.counters()
-        images: list[Image.Image] = []
-        records: list[ImageRecord] = []
-        tokens: list[NDArray[np.int64]] = []
-        batches = [requests[i : i + size] for i in range(0, len(requests), size)]
-        for index, batch in enumerate(batches):
-            decoded = self.draw_batch(engine, batch, timing, callback, (index, len(batches)))
-            tokens.append(decoded.tokens[: len(batch)])
+        environment = self.environment()
+        drawn: dict[int, Drawn] = {}
+        tokens: dict[int, NDArray[np.int64]] = {}
+        for index, done in self.stream(engine, requests, timing, callback):
             began = time.perf_counter()
-            images += self.pixels(tokens[-1])
+            drawn[index] = self.drawn(done, config, environment)
+            tokens[index] = done.tokens
             timing.decode_s += time.perf_counter() - began
-            records += self.records(batch, decoded)
+            if keep is not None:
+                keep(index, drawn[index])
+        found = [drawn[index] for index in range(len(requests))]
         return GenerationResult(
-            images=images,
-            records=records,
-            tokens=np.concatenate(tokens),
+            images=[one.image for one in found if one.image is not None],
+            records=[one.record for one in found],
+            tokens=np.stack([tokens[index] for index in range(len(requests))]),
             timing=timing,
             graph=self.graph_report(engine, before, counted),
-            settings=[
-                {"sampling": asdict(r.sampling), "relaxation": r.relaxation.as_json()}
-                for r in requests
-            ],
-            config=self.describe(tree, method),
+            settings=[settings_of(request) for request in requests],
+            config=config,
             environment=self.environment(),
             notes=[note for _, note in self.notes(requests)],
         )
+
+    def drawn(self, done: Finished, config: dict[str, Any], environment: dict[str, Any]) -> Drawn:
+        """A finished image with its pixels, and all that is needed to draw it again.
+
+        Args:
+            config: what `describe` says of the run.
+        """
+        pixels = self.pixels(done.tokens[None])
+        record, settings = self.record(done), config | settings_of(done.request)
+        return Drawn(pixels[0] if pixels else None, record, settings, environment)
 
     def prepare(self, engine: Engine, requests: Sequence[Request], timing: RunTiming) -> None:
         """Whatever is done once, before the first batch."""
@@ -313,63 +333,90 @@ class LanternPipeline:
         requests: Sequence[Request],
         timing: RunTiming | None = None,
         callback: Callable[[Event], None] | None = None,
-        place: tuple[int, int] = (0, 1),
-    ) -> Decoded:
-        """One batch through text encoding and the engine; a short batch is padded with its last image.
+    ) -> list[Finished]:
+        """Images that fit into an engine's slots, or more if its spec is open; in their order.
 
         Args:
-            timing: what is spent is added here. place: number of the batch, and how many there are.
+            timing: what is spent is added here.
         """
-        timing = RunTiming() if timing is None else timing
-        began = time.perf_counter()
-        self.backend.flush()
-        padded = [*requests, *[requests[-1]] * (engine.spec.images - len(requests))]
-        with torch.no_grad():
-            prefix = self.prefix(engine, padded)
-            text = time.perf_counter()
-            called = 0.0  # seconds in the callback are not ours
-            batch = Batch(engine, prefix, padded)
-            for _ in batch.run():
-                if callback is not None:
-                    start = time.perf_counter()
-                    callback(self.event(batch, len(requests), place))
-                    called += time.perf_counter() - start
-        decoded = batch.result()
-        timing.text_s += text - began
-        timing.generate_s += time.perf_counter() - text - called
-        timing.prefill_s += batch.timing.prefill
-        timing.steps_s += batch.timing.steps
-        timing.steps += batch.timing.count
-        return decoded
+        found = dict(self.stream(engine, requests, timing, callback))
+        return [found[index] for index in range(len(requests))]
 
-    def event(self, batch: Batch, count: int, place: tuple[int, int]) -> Event:
-        """How far the first `count` images of a batch are."""
+    def batch(self, engine: Engine) -> Batch:
+        """Empty slots of an engine."""
+
+        @torch.no_grad()
+        def encode(requests: Sequence[Request]) -> Prefix:
+            return self.prefix(engine, requests)
+
+        return Batch(engine, encode)
+
+    def stream(
+        self,
+        engine: Engine,
+        requests: Sequence[Request],
+        timing: RunTiming | None = None,
+        callback: Callable[[Event], None] | None = None,
+    ) -> Iterator[tuple[int, Finished]]:
+        """Images through the slots of an engine, each with its number as soon as it is done.
+
+        Args:
+            timing: what is spent is added here, but for what the callback and the caller take meanwhile.
+        """
+        spent = RunTiming() if timing is None else timing
+        waiting, numbers = deque(enumerate(requests)), dict[int, int]()  # image of a slot
+        batch, done = self.batch(engine), list[Finished]()
+        while waiting or batch.running:
+            began, before = time.perf_counter(), replace(batch.timing)
+            if waiting and batch.free:
+                news = [waiting.popleft() for _ in batch.free[: len(waiting)]]
+                slots = batch.admit([request for _, request in news])
+                numbers.update(zip(slots, (number for number, _ in news), strict=True))
+            elif batch.running:
+                batch.advance(soon=bool(waiting))
+            finished = batch.finished()
+            now = batch.timing
+            spent.text_s += now.text - before.text
+            spent.prefill_s += now.prefill - before.prefill
+            spent.steps_s += now.steps - before.steps
+            spent.steps += now.count - before.count
+            spent.generate_s += time.perf_counter() - began - (now.text - before.text)
+            done += finished
+            if callback is not None:
+                callback(self.event(batch, done, len(requests)))
+            yield from ((numbers[image.slot], image) for image in finished)
+
+    def event(self, batch: Batch, done: Sequence[Finished], images: int) -> Event:
+        """How far a run of so many images is."""
         rows, columns = self.model.target.config.grid
-        known, steps = batch.known[:count], batch.timing.count
-        gained = sum(min(k, batch.total) - 1 for k in known) / count
+        seats = [(slot, seat) for slot, seat in enumerate(batch.seats) if seat is not None]
+        whole = sum(min(seat.known // columns, rows) for _, seat in seats) + rows * len(done)
+        gained = sum(seat.known - 1 for _, seat in seats) + (batch.total - 1) * len(done)
+        taken = sum(seat.step - 1 - seat.pending for _, seat in seats)
+        taken += sum(image.steps for image in done)
 
         def draw() -> list[Image.Image]:
-            return preview(self.model, self.backend, batch.engine.partial()[:count], known)
+            slots = [slot for slot, _ in seats]
+            known = [seat.known for _, seat in seats]
+            return preview(self.model, self.backend, batch.engine.partial()[slots], known)
 
-        rate = gained / steps if steps else 0.0
-        return Event(*place, min(min(known) // columns, rows), rows, rate, draw)
+        rate = gained / taken if taken else 0.0
+        return Event(whole, rows * images, len(seats), rate, draw)
 
     # -- reporting
 
-    def records(self, requests: Sequence[Request], decoded: Decoded) -> Iterator[ImageRecord]:
+    def record(self, done: Finished) -> ImageRecord:
         total = self.model.target.config.tokens
-        for i, request in enumerate(requests):
-            steps = decoded.steps[i]
-            yield ImageRecord(
-                file=None,
-                prompt=request.prompt,
-                seed=request.seed,
-                tokens=total,
-                steps=steps,
-                tokens_per_step=round((total - 1) / max(steps, 1), 4),
-                accepted_by_depth=decoded.accepted[i],
-                relaxed_accepts=decoded.relaxed[i],
-            )
+        return ImageRecord(
+            file=None,
+            prompt=done.request.prompt,
+            seed=done.request.seed,
+            tokens=total,
+            steps=done.steps,
+            tokens_per_step=round((total - 1) / max(done.steps, 1), 4),
+            accepted_by_depth=done.accepted,
+            relaxed_accepts=done.relaxed,
+        )
 
     def graph_report(
         self, engine: Engine, before: GraphReport, counted: dict[str, int]

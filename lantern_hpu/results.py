@@ -63,6 +63,39 @@ class RunTiming:
         return {name: round(value, 4) for name, value in found.items()}
 
 
+@dataclass
+class Drawn:
+    """One image, with all that is needed to draw it again.
+
+    Attributes:
+        image: None where the model has nothing that decodes tokens.
+        settings: those of the run and the image's own.
+    """
+
+    image: Image.Image | None
+    record: ImageRecord
+    settings: dict[str, Any]
+    environment: dict[str, Any]
+
+    def metadata(self) -> dict[str, Any]:
+        """What `--from-png` needs."""
+        return {
+            "prompt": self.record.prompt,
+            "seed": self.record.seed,
+            "config": self.settings,
+            "environment": self.environment,
+        }
+
+    def png(self) -> bytes:
+        """A PNG file with the metadata."""
+        assert self.image is not None, "nothing decodes this model's tokens"
+        info = PngInfo()
+        info.add_itxt("prompt", self.record.prompt)
+        info.add_text("seed", str(self.record.seed))
+        info.add_itxt(METADATA, json.dumps(self.metadata(), ensure_ascii=False))
+        return encode(self.image, info)
+
+
 @dataclass(kw_only=True)
 class GenerationResult:
     """Images and how they came about."""
@@ -87,23 +120,19 @@ class GenerationResult:
             "environment": self.environment,
         }
 
+    def drawn(self, index: int) -> Drawn:
+        """One image."""
+        image = self.images[index] if self.images else None
+        settings = self.config | self.settings[index]
+        return Drawn(image, self.records[index], settings, self.environment)
+
     def metadata(self, index: int) -> dict[str, Any]:
         """What `--from-png` needs to draw one image again."""
-        record = self.records[index]
-        return {
-            "prompt": record.prompt,
-            "seed": record.seed,
-            "config": self.config | self.settings[index],
-            "environment": self.environment,
-        }
+        return self.drawn(index).metadata()
 
     def png(self, index: int) -> bytes:
         """One image as a PNG file with its metadata."""
-        info = PngInfo()
-        info.add_itxt("prompt", self.records[index].prompt)
-        info.add_text("seed", str(self.records[index].seed))
-        info.add_itxt(METADATA, json.dumps(self.metadata(index), ensure_ascii=False))
-        return encode(self.images[index], info)
+        return self.drawn(index).png()
 
 
 def encode(image: Image.Image, info: PngInfo | None = None) -> bytes:

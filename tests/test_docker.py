@@ -57,7 +57,7 @@ def test_compose_has_the_same_base_and_file(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_is_not_asked_for(kind: str) -> None:
     run = only(kind, "RUN")
-    assert re.search(r"pip install --no-cache-dir \. ", run)
+    assert re.search(r"pip install --no-cache-dir '\.\[serve\]' ", run)
     assert not re.search(r"torch\s*[=<>~!]=|constraints|index-url|--upgrade|-U\b", run)
 
 
@@ -102,6 +102,20 @@ def test_compose_files_are_yaml(kind: str) -> None:
     service: Any = yaml.safe_load(compose(kind))["services"]["lantern"]
     assert (ROOT / "docker" / service["build"]["context"]).resolve() == ROOT
     assert "\t" not in compose(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stopped_server_has_time_to_finish_its_images(kind: str) -> None:
+    text = compose(kind)
+    shutdown = re.search(r'"--shutdown-timeout", "(\d+)"', text)
+    grace = re.search(r"stop_grace_period: (\d+)s", text)
+    assert shutdown and grace and int(grace[1]) > int(shutdown[1])
+    cluster = (ROOT / "docker" / "kubernetes.yaml").read_text()
+    shutdown = re.search(r'"--shutdown-timeout", "(\d+)"', cluster)
+    ends = re.search(r"terminationGracePeriodSeconds: (\d+)", cluster)
+    before = re.search(r'"sleep", "(\d+)"', cluster)
+    assert shutdown and ends and before and int(ends[1]) > int(shutdown[1]) + int(before[1])
+    assert cluster.count("path: /livez") == 1 and cluster.count("path: /readyz") == 2
 
 
 def test_the_build_gets_all_that_the_package_is_made_of() -> None:

@@ -407,7 +407,7 @@ def test_pipeline_in_python(pipeline: LanternPipeline) -> None:
     )
     assert len(result.images) == 4 and result.images[0].size == (8, 8)
     assert [r.seed for r in result.records] == [5, 6, 7, 8]
-    assert rows == sorted(rows) and rows[-1] == 4
+    assert rows == sorted(rows) and rows[-1] == 4 * 4  # of all images
     again = pipeline("apple", seed=7)
     assert np.array_equal(np.asarray(again.images[0]), np.asarray(result.images[2]))
     generator = torch.Generator().manual_seed(7)

@@ -134,7 +134,7 @@ FAULTS: dict[str, tuple[str, Callable[[Step, Any], object]]] = {
     "item": ("H001", lambda step, state: state.count.sum().item()),
     "slice write": (
         "H060",
-        lambda step, state: state.prefix_tokens[:, :1].copy_(state.root[:, None]),
+        lambda step, state: state.entry.prefix_tokens[:, :1].copy_(state.root[:, None]),
     ),
     "int64 gather": (
         "H032",

@@ -87,7 +87,7 @@ def test_files_are_counted_as_they_are_loaded(public: Path, name: str) -> None:
     assert rows["target KV cache"] == 2 * state.kv_cache.k.nbytes
     cache = state.drafting and state.drafting.kv_cache
     assert rows["drafter KV cache"] == (2 * cache.k.nbytes if cache else 0)
-    assert rows["prefix"] == state.prefix.nbytes
+    assert rows["prefix"] == state.entry.prefix.nbytes
     assert model == replace(loaded.config, text=model.text)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -470,9 +471,11 @@ def test_images_end_exactly_and_counts_add_up(tree: Tree, grid: tuple[int, int])
     models, total = tiny_models(tiny_config(grid=grid)), grid[0] * grid[1]
     requests = [request("abcd", seed) for seed in range(8)]
     engine = make_engine(models, spec_for(tree, requests))
-    batch = Batch(engine, prefix_for(engine, requests), requests)
-    *_, batch = batch.run()
-    decoded = batch.result()
+    batch = Batch(engine, partial(prefix_for, engine))
+    batch.admit(requests)
+    while batch.running:
+        batch.advance()
+    decoded = engine.result()
     assert decoded.tokens.shape == (8, total)
     assert decoded.tokens.min() >= 0 and decoded.tokens.max() < CONFIG.vocab_size
     assert batch.timing.count == max(decoded.steps)  # no step after the slowest image was done
@@ -541,16 +544,21 @@ def test_progress_grows_to_the_whole_image(models: Models) -> None:
     requests = batch()
     engine = make_engine(models, spec_for(SMALL_TREE, requests))
     seen = []
-    for running in Batch(engine, condition(CONFIG, PROMPTS), requests).run():
+    running = Batch(engine, partial(prefix_for, engine))
+    running.admit(requests)
+    while True:
         assert running.total == N
         seen.append((running.timing.count, running.known))
-        partial = engine.partial()
+        so_far = engine.partial()
+        if not running.running:
+            break
+        running.advance()
     assert seen[0] == (0, [1] * len(requests))
     assert seen[-1][1] == [N] * len(requests)
     for (step, known), (later, more) in zip(seen, seen[1:], strict=False):
         assert 0 < later - step <= engine.spec.block
         assert all(a <= b for a, b in zip(known, more, strict=True))
-    assert partial.tolist() == engine.result().tokens.tolist()
+    assert so_far.tolist() == engine.result().tokens.tolist()
     assert engine.report().recompiles_after_warmup == 0
 
 
@@ -602,11 +610,12 @@ def test_reading_ahead_takes_the_same_steps(models: Models, tree: DraftTree) -> 
     plain = make_engine(models, spec_for(tree, requests))
     ahead = make_engine(models, spec_for(tree, requests))
     ahead.backend = backend
-    batches = [Batch(e, prefix_for(e, requests), requests) for e in (plain, ahead)]
+    batches = [Batch(e, partial(prefix_for, e)) for e in (plain, ahead)]
     for running in batches:
-        for _ in running.run():
-            pass
-    want, got = (running.result() for running in batches)
+        running.admit(requests)
+        while running.running:
+            running.advance()
+    want, got = plain.result(), ahead.result()
     assert got.tokens.tolist() == want.tokens.tolist() and got.steps == want.steps
     # No step runs that the slowest image does not need.
     assert [running.timing.count for running in batches] == [max(want.steps)] * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from lantern_hpu.backends import get_backend
 from lantern_hpu.config import Request, Sampling
-from lantern_hpu.decode.batch import Batch
+from lantern_hpu.decode.batch import decode
 from lantern_hpu.decode.engine import Decoded, Engine
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
@@ -129,10 +130,7 @@ def make_engine(models: Models, spec: Spec, mode: str = "eager") -> Engine:
 
 def draw(engine: Engine, requests: Sequence[Request]) -> Decoded:
     """Run a batch to its end."""
-    batch = Batch(engine, prefix_for(engine, requests), requests)
-    for _ in batch.run():
-        pass
-    return batch.result()
+    return decode(engine, partial(prefix_for, engine), requests)
 
 
 def prefix_for(engine: Engine, requests: Sequence[Request]) -> Prefix:

@@ -144,9 +144,10 @@ class Meter:
 
     def run(self, requests: Sequence[Request], most: int | None = None) -> Batch:
         """A batch to its end, or at least so many steps of it."""
-        batch = Batch(self.engine, self.prefix(requests), requests)
+        batch = Batch(self.engine, self.prefix)
+        batch.admit(requests)
         seconds, count = 0.0, 0
-        while not batch.finished and (most is None or count < most):
+        while batch.running and (most is None or count < most):
             batch.advance()
             now = batch.timing
             if now.count > count:  # what is on its way belongs to the block that is read with it
@@ -173,13 +174,13 @@ class Meter:
         records: list[ImageRecord] = []
         for requests in self.batches:
             began = time.perf_counter()
-            decoded = self.run(requests).result()
+            finished = self.run(requests).finished()
             tokens_done = time.perf_counter()
-            self.pipeline.pixels(decoded.tokens)
+            self.pipeline.pixels(np.stack([done.tokens for done in finished]))
             done = time.perf_counter()
             seconds.append(done - began)
             pixels.append(done - tokens_done)
-            records += self.pipeline.records(requests, decoded)
+            records += map(self.pipeline.record, finished)
         return with_images(self.row(), seconds, pixels, records)
 
     def row(self) -> Row:

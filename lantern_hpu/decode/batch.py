@@ -1,74 +1,205 @@
-"""A batch of images on its way through an engine: how far it is, and when the host has to look."""
+"""Slots of an engine: images come and go, and the host looks when one may be done.
+
+The closed batch of a run, where all images begin together, and the open one of a server are clients of the same.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from lantern_hpu.config import Request
 from lantern_hpu.decode.engine import Decoded, Engine
 from lantern_hpu.models.text.prefix import Prefix
+
+Encode = Callable[[Sequence[Request]], Prefix]
 
 
 @dataclass
 class Timing:
     """Seconds of a batch."""
 
-    prefill: float = 0.0
+    text: float = 0.0  # encoding of prompts
+    prefill: float = (
+        0.0  # admission of images to empty slots; beside running ones it is not waited for
+    )
     steps: float = 0.0  # uniforms, replays and host reads
     count: int = 0  # steps that are known to be done
 
 
-class Batch:
-    """Images that begin together; each goes on by itself until the slowest is done."""
+@dataclass
+class Seat:
+    """An image in its slot."""
 
-    def __init__(self, engine: Engine, prefix: Prefix, requests: Sequence[Request]) -> None:
-        """Prefills; the engine is warmed up first if it is not warm.
+    request: Request
+    known: int = 1  # tokens, at the last host read
+    step: int = 1  # number of its next step, which its noise depends on
+    pending: int = 0  # steps asked for that `known` does not tell of
+    glance: int = (
+        0  # tokens at which somebody wants to look before it is done; past that, nobody does
+    )
+
+
+@dataclass
+class Finished:
+    """An image that is done."""
+
+    slot: int
+    request: Request
+    tokens: NDArray[np.int64]  # [N]
+    steps: int
+    accepted: list[int]  # [D]
+    relaxed: int
+
+
+class Batch:
+    """Images that go on each by itself, from admission to finish, in the slots of one engine.
+
+    An image's tokens do not depend on when it came, where it sits, or who sits beside it.
+    """
+
+    def __init__(self, engine: Engine, encode: Encode) -> None:
+        """The engine is warmed up if it is not warm.
 
         Args:
-            requests: one an image of the engine's spec.
+            encode: gives the prefix of requests.
         """
         engine.warm_up()
-        began = time.perf_counter()
-        self.engine, self.seeds = engine, [request.seed for request in requests]
-        self.known = engine.start(prefix, requests)  # [B] tokens known of each image
-        self.timing = Timing(prefill=time.perf_counter() - began)
+        self.engine, self.encode = engine, encode
+        self.seats: list[Seat | None] = [None] * engine.spec.images
+        self.timing = Timing()
         self.total = engine.target.config.tokens  # N
         self.queued = 0  # steps asked for, of which `timing.count` are known to be done
 
-    @property
-    def finished(self) -> bool:
-        return min(self.known) >= self.total
+    # -- who is here
 
-    def advance(self) -> None:
+    @property
+    def active(self) -> list[bool]:
+        """[B] which slots hold an image. What runs in the others is not looked at, so the device need not know."""
+        return [seat is not None for seat in self.seats]
+
+    @property
+    def free(self) -> list[int]:
+        """Slots that hold none."""
+        return [slot for slot, seat in enumerate(self.seats) if seat is None]
+
+    @property
+    def known(self) -> list[int]:
+        """[B] tokens known of each image, 0 where there is none."""
+        return [0 if seat is None else seat.known for seat in self.seats]
+
+    @property
+    def running(self) -> bool:
+        """Whether some image is not done."""
+        return any(seat is not None and seat.known < self.total for seat in self.seats)
+
+    # -- coming and going
+
+    def admit(self, requests: Sequence[Request]) -> list[int]:
+        """Begin images in free slots: all at once if no slot is taken, or one by one beside those that run.
+
+        Returns the slot of each.
+        """
+        slots = self.free[: len(requests)]
+        assert len(slots) == len(requests), "more images than free slots"
+        empty = not any(self.active)
+        for slot, request in zip(slots, requests, strict=True):
+            self.seats[slot] = Seat(request)
+        # A few images cost less one by one than as a whole batch
+        if empty and (not self.engine.spec.open or 2 * len(slots) > len(self.seats)):
+            self.begin(requests)
+        else:
+            for slot, request in zip(slots, requests, strict=True):
+                self.join(slot, request)
+        return slots
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """The first slots at once; in those left over the last image is begun as well, and not looked at."""
+        padded = [*requests, *[requests[-1]] * (len(self.seats) - len(requests))]
+        prefix = self.encoded(padded)
+        began = time.perf_counter()
+        self.engine.start(prefix, padded)
+        self.timing.prefill += time.perf_counter() - began
+
+    def join(self, slot: int, request: Request) -> None:
+        prefix = self.encoded([request])
+        began = time.perf_counter()
+        self.engine.admit(prefix, request, slot)
+        self.timing.prefill += time.perf_counter() - began
+
+    def encoded(self, requests: Sequence[Request]) -> Prefix:
+        began = time.perf_counter()
+        prefix = self.encode(requests)
+        self.timing.text += time.perf_counter() - began
+        return prefix
+
+    def release(self, slot: int) -> None:
+        """Give up an image; its slot is free at once."""
+        self.seats[slot] = None
+
+    # -- going on
+
+    def advance(self, soon: bool = False) -> None:
         """As many steps as are needed for sure, up to a block; then a host read.
+
+        Args:
+            soon: needed until the next image is done, which lets another in; otherwise until all are.
 
         Raises:
             CaptureError: something was captured again after warm-up.
         """
-        began, engine, timing = time.perf_counter(), self.engine, self.timing
-        needed = min(-(-(self.total - min(self.known)) // engine.longest), engine.spec.block)
-        # Counted from the steps that `known` tells of; some may be on their way already.
-        count, first = timing.count + needed - self.queued, self.queued + 1
+        began, engine, longest = time.perf_counter(), self.engine, self.engine.longest
+        there = [seat for seat in self.seats if seat is not None]
+        needs = [
+            -(-((seat.glance if seat.glance > seat.known else self.total) - seat.known) // longest)
+            - seat.pending
+            for seat in there
+            if seat.known < self.total
+        ]
+        count = min(min(needs) if soon else max(needs), engine.spec.block)
         if count < 1:  # what is on its way may be all that is needed: wait for it
             assert engine.known is not None
-            self.known, timing.count = engine.read(engine.known), self.queued
+            known, ahead, count = engine.read(engine.known), False, 0
         else:
             ahead = engine.backend.runs_ahead and count > 1
-            self.known = engine.advance(self.seeds, first, count, ahead)
-            timing.count = self.queued + count - ahead
-        self.queued += max(count, 0)
-        timing.steps += time.perf_counter() - began
+            seeds = [None if seat is None else seat.request.seed for seat in self.seats]
+            first = [1 if seat is None else seat.step for seat in self.seats]
+            known = engine.advance(seeds, first, count, ahead)
+        for seat, tokens in zip(self.seats, known, strict=True):
+            if seat is not None:
+                seat.known, seat.step, seat.pending = tokens, seat.step + count, int(ahead)
+        self.queued += count
+        self.timing.count = self.queued - ahead
+        self.timing.steps += time.perf_counter() - began
         engine.check_captures()
 
-    def run(self) -> Iterator[Batch]:
-        """Decode to the end, giving itself after the prefill and after each host read."""
-        yield self
-        while not self.finished:
-            self.advance()
-            yield self
+    def finished(self) -> list[Finished]:
+        """Images that are done, in the order of their slots; they leave."""
+        slots = [
+            slot
+            for slot, seat in enumerate(self.seats)
+            if seat is not None and seat.known >= self.total
+        ]
+        if not slots:
+            return []
+        found, done = self.engine.result(slots), []
+        for i, slot in enumerate(slots):
+            seat = self.seats[slot]
+            assert seat is not None
+            counts = (found.steps[i], found.accepted[i], found.relaxed[i])
+            done.append(Finished(slot, seat.request, found.tokens[i], *counts))
+            self.release(slot)
+        return done
 
-    def result(self) -> Decoded:
-        """Tokens and statistics, once finished."""
-        return self.engine.result()
+
+def decode(engine: Engine, encode: Encode, requests: Sequence[Request]) -> Decoded:
+    """Images that fit into the slots, begun together, to their end."""
+    batch = Batch(engine, encode)
+    batch.admit(requests)
+    while batch.running:
+        batch.advance()
+    return engine.result(range(len(requests)))

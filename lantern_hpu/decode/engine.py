@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -21,14 +21,15 @@ from lantern_hpu.backends.base import Backend
 from lantern_hpu.config import Request
 from lantern_hpu.decode import noise
 from lantern_hpu.decode.accept import Bounds
+from lantern_hpu.decode.admit import Admit
 from lantern_hpu.decode.drafting import Drafts, make_drafting
-from lantern_hpu.decode.prefill import Prefill
 from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.decode.spec import Spec, capacity
-from lantern_hpu.decode.state import DecodeState
+from lantern_hpu.decode.state import DecodeState, Entry
 from lantern_hpu.decode.step import Accepted, Step
 from lantern_hpu.errors import CaptureError
 from lantern_hpu.graphs import check_mode, make_runner
+from lantern_hpu.graphs.base import Runner
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.prefix import Prefix
@@ -39,12 +40,12 @@ KEPT = 4  # engines of a model
 
 @dataclass
 class Decoded:
-    """The tokens and counts of a finished batch."""
+    """The tokens and counts of n images."""
 
-    tokens: NDArray[np.int64]  # [B, N]
-    steps: list[int]  # [B]
-    accepted: list[list[int]]  # [B][D]
-    relaxed: list[int]  # [B]
+    tokens: NDArray[np.int64]  # [n, N]
+    steps: list[int]  # [n]
+    accepted: list[list[int]]  # [n][D]
+    relaxed: list[int]  # [n]
 
 
 @dataclass
@@ -95,10 +96,16 @@ class Engine:
         own = None if drafting is None else drafting.allocate(target.dtype, device)
         self.state = DecodeState.allocate(target.config, spec, target.dtype, device, own)
         near = None if neighbours is None else neighbours[:, : spec.neighbours]
-        self.prefill_function = Prefill(target, drafting, spec).to(device).eval()
+        self.prefill_function = Admit(target, drafting, spec).to(device).eval()
         self.step_function = Step(target, drafting, spec, near).to(device).eval()
         self.prefill = make_runner(self.prefill_function, self.state, backend, self.mode)
         self.step = make_runner(self.step_function, self.state, backend, self.mode)
+        self.one: DecodeState | None = None  # the state, with an entry for one image
+        self.admission: Runner | None = None
+        if spec.open:
+            entry = Entry.allocate(target.config, spec, 1, target.dtype, device)
+            self.one = replace(self.state, entry=entry)
+            self.admission = make_runner(self.prefill_function, self.one, backend, self.mode)
         self.known: Tensor | None = None  # [B] what the last captured call returned
         self.host_reads, self.warm_captures = 0, -1
 
@@ -108,8 +115,14 @@ class Engine:
         return self.warm_captures >= 0
 
     @property
+    def runners(self) -> list[Runner]:
+        """What is captured."""
+        admission = [self.admission] if self.admission is not None else []
+        return [self.prefill, *admission, self.step]
+
+    @property
     def captures(self) -> int:
-        return self.prefill.stats.captures + self.step.stats.captures
+        return sum(runner.stats.captures for runner in self.runners)
 
     @property
     def longest(self) -> int:
@@ -118,19 +131,21 @@ class Engine:
 
     def close(self) -> None:
         """Give back what the device holds for its recordings; the engine is of no use after that."""
-        self.prefill.close()
-        self.step.close()
+        for runner in self.runners:
+            runner.close()
 
     # -- the captured functions
 
     @torch.no_grad()
     def warm_up(self) -> None:
-        """Capture both functions and replay each once; from here on a capture is an error."""
+        """Capture each function and replay it once; from here on a capture is an error."""
         if self.warm:
             return
         blank = Request("warm-up")
-        self.load([blank] * self.spec.images)
-        for runner in (self.prefill, self.step):
+        self.load([blank] * self.spec.images, self.state.entry)
+        if self.one is not None:
+            self.load([blank], self.one.entry)
+        for runner in self.runners:
             self.feed([blank.seed] * self.spec.images, 1, 1)
             runner()
             runner()
@@ -139,20 +154,34 @@ class Engine:
 
     @torch.no_grad()
     def start(self, prefix: Prefix, requests: Sequence[Request]) -> list[int]:
-        """Prefill of a batch. -> [B] tokens known"""
+        """Begin an image in each slot. -> [B] tokens known"""
         self.warm_up()
-        self.place(prefix)
-        self.load(requests)
+        self.place(prefix, self.state.entry)
+        self.load(requests, self.state.entry)
         self.known = self.prefill()
         return self.read(self.known)
 
     @torch.no_grad()
+    def admit(self, prefix: Prefix, request: Request, slot: int) -> None:
+        """Begin one image in a slot while the others go on; no host read, as one token of it is known for sure."""
+        assert self.one is not None and self.admission is not None, "the spec is not open"
+        self.place(prefix, self.one.entry)
+        self.load([request], self.one.entry)
+        self.backend.upload(torch.tensor([slot], dtype=torch.int32), self.one.entry.slot)
+        self.known = self.admission()
+
+    @torch.no_grad()
     def advance(
-        self, seeds: Sequence[int], first: int, count: int, ahead: bool = False
+        self,
+        seeds: Sequence[int | None],
+        first: int | Sequence[int],
+        count: int,
+        ahead: bool = False,
     ) -> list[int]:
-        """Steps `first`, `first` + 1, ... of a batch. -> [B] tokens known
+        """So many steps of all slots. -> [B] tokens known
 
         Args:
+            seeds, first: see `feed`.
             ahead: read what is known before the last step, which keeps the device busy while the host decides what
                 comes next.
         """
@@ -175,29 +204,33 @@ class Engine:
 
     # -- the host's part of the state
 
-    def load(self, requests: Sequence[Request]) -> None:
-        """Copy the settings of a batch into the state."""
+    def load(self, requests: Sequence[Request], entry: Entry) -> None:
+        """Copy the settings of images to where they are admitted from."""
         sampling = sampling_params([r.sampling for r in requests], self.target.config.vocab_size)
         bounds = Bounds.of([request.relaxation for request in requests], self.longest - 1)
-        for goal, values in ((self.state.sampling, sampling), (self.state.bounds, bounds)):
+        for goal, values in ((entry.sampling, sampling), (entry.bounds, bounds)):
             for item in fields(values):
                 getattr(goal, item.name).copy_(getattr(values, item.name))
         first = [noise.uniforms(request.seed, 0, 1)[0] for request in requests]
-        self.state.first_uniform.copy_(torch.tensor(first, dtype=torch.float32))
+        entry.first_uniform.copy_(torch.tensor(first, dtype=torch.float32))
 
-    def place(self, prefix: Prefix) -> None:
-        """Copy a batch's condition into the state."""
+    def place(self, prefix: Prefix, entry: Entry) -> None:
+        """Copy the condition of images to where they are admitted from."""
         embeddings, valid, tokens = prefix
-        self.state.prefix.copy_(embeddings)
-        self.state.prefix_tokens.copy_(tokens)
-        self.state.pads.copy_((~valid).sum(1, dtype=torch.int32))
+        entry.prefix.copy_(embeddings)
+        entry.prefix_tokens.copy_(tokens)
+        entry.pads.copy_((~valid).sum(1, dtype=torch.int32))
         # Positions past the prefix are never padding.
-        width = self.state.valid.shape[1] - valid.shape[1]
-        self.state.valid.copy_(F.pad(valid, (0, width), value=True))
+        width = entry.valid.shape[1] - valid.shape[1]
+        entry.valid.copy_(F.pad(valid, (0, width), value=True))
         self.backend.flush()
 
-    def feed(self, seeds: Sequence[int], first: int, count: int) -> None:
-        """Uniforms for the next steps, in one copy of one size, whatever the count."""
+    def feed(self, seeds: Sequence[int | None], first: int | Sequence[int], count: int) -> None:
+        """Uniforms for the next steps, in one copy of one size, whatever the count.
+
+        Args:
+            seeds: of each slot's image; None where there is none. first: number of the next step, of all or each.
+        """
         block = np.zeros(self.state.uniforms.shape, np.float32)
         block[:count] = noise.block(seeds, first, count, self.spec.draws)
         self.backend.upload(torch.from_numpy(block), self.state.uniforms)
@@ -215,15 +248,18 @@ class Engine:
         rows = self.state.tokens.unflatten(0, (self.spec.images, -1))
         return rows[:, : self.target.config.tokens].cpu().numpy().astype(np.int64)
 
-    def result(self) -> Decoded:
-        """Tokens and statistics of the batch that just ended."""
-        tokens, state = self.partial(), self.state
-        columns = [state.steps[:, None], state.relaxed[:, None], state.accepted]
-        counts = torch.cat(columns, 1).tolist()
+    def result(self, slots: Sequence[int] | None = None) -> Decoded:
+        """Tokens and statistics of images that are done; of all slots if none are named. One host read."""
+        self.backend.flush()
         self.host_reads += 1
-        return Decoded(
-            tokens, [c[0] for c in counts], [c[2:] for c in counts], [c[1] for c in counts]
-        )
+        state, total = self.state, self.target.config.tokens
+        rows = state.tokens.unflatten(0, (self.spec.images, -1))[:, :total]
+        columns = [rows, state.steps[:, None], state.relaxed[:, None], state.accepted]
+        read = torch.cat(columns, 1).cpu().numpy()
+        read = read if slots is None else read[list(slots)]
+        steps, relaxed, accepted = read[:, total], read[:, total + 1], read[:, total + 2 :]
+        tokens = read[:, :total].astype(np.int64)
+        return Decoded(tokens, steps.tolist(), accepted.tolist(), relaxed.tolist())
 
     # -- looking inside
 
@@ -241,8 +277,8 @@ class Engine:
         Args:
             clock: waits for the device and tells the time; the stages of a step are then timed by it.
         """
-        self.place(prefix)
-        self.load(requests)
+        self.place(prefix, self.state.entry)
+        self.load(requests, self.state.entry)
         known = self.read(self.prefill_function(self.state))
         seeds, number = [request.seed for request in requests], 0
         while min(known) < self.target.config.tokens:
@@ -283,7 +319,7 @@ class Engine:
 
     def report(self) -> GraphReport:
         """Counts since the engine was built."""
-        stats = (self.prefill.stats, self.step.stats)
+        stats = [runner.stats for runner in self.runners]
         return GraphReport(
             self.mode,
             self.backend.graph_modes[self.mode],

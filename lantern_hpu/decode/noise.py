@@ -30,7 +30,19 @@ def uniforms(seed: int, step: int, count: int) -> NDArray[np.float32]:
     return (generator.random_raw(count) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
 
 
-def block(seeds: Sequence[int], first: int, steps: int, count: int) -> NDArray[np.float32]:
-    """Uniforms of several steps for a batch: [steps, B, count] float32."""
-    rows = [[uniforms(seed, step, count) for seed in seeds] for step in range(first, first + steps)]
-    return np.asarray(rows, dtype=np.float32).reshape(steps, len(seeds), count)
+def block(
+    seeds: Sequence[int | None], first: int | Sequence[int], steps: int, count: int
+) -> NDArray[np.float32]:
+    """Uniforms of several steps for a batch: [steps, B, count] float32.
+
+    Args:
+        seeds: of each image; None where there is none, whose numbers are 0.
+        first: number of the first of these steps, for all images or each one's own.
+    """
+    first = [first] * len(seeds) if isinstance(first, int) else first
+    found = np.zeros((steps, len(seeds), count), np.float32)
+    for image, (seed, begin) in enumerate(zip(seeds, first, strict=True)):
+        if seed is not None:
+            for step in range(steps):
+                found[step, image] = uniforms(seed, begin + step, count)
+    return found

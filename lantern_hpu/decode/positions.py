@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.decode.spec import Spec, capacity
-from lantern_hpu.decode.state import DecodeState
+from lantern_hpu.decode.state import DecodeState, Entry
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import rope_table
 from lantern_hpu.ops.buffers import arange32, constant
@@ -20,7 +20,7 @@ class Positions(nn.Module):
     def __init__(self, config: TransformerConfig, spec: Spec) -> None:
         super().__init__()
         tree = spec.tree
-        self.rows, self.guidance = spec.rows, spec.guidance
+        self.images, self.guidance = spec.images, spec.guidance
         self.skips_pads = config.rope == "1d"
         size = capacity(config, tree)
         width = max(config.prefix, tree.depth + 1)
@@ -35,15 +35,23 @@ class Positions(nn.Module):
         """[B, ...] -> [R, ...]: an image's rows always hold the same tokens at the same positions."""
         return torch.cat([x, x]) if self.guidance else x
 
-    def rope(self, position: Tensor, state: DecodeState) -> Tensor:
+    def rows_of(self, slot: Tensor) -> Tensor:
+        """The rows of slots [A]: [RA], those with the condition first."""
+        return torch.cat([slot, slot + self.images]) if self.guidance else slot
+
+    def rope(self, position: Tensor, state: DecodeState | Entry) -> Tensor:
         """Cosines and sines at cache positions [R, T]: [R, T, 2, hd / 2]. Where text is 1-D, pads do not count."""
         if self.skips_pads:
             position = (position - state.pads[:, None]).clamp(min=0)
-        return self.rotations[position].to(state.prefix.dtype)
+        return self.rotations[position].to(state.dtype)
 
     def cache_index(self, start: Tensor, width: int) -> Tensor:
         """Storage indices of `width` positions from start [R]: [R * width]."""
         return (self.row_start + start)[:, None].add(self.arange[:width]).flatten()
+
+    def entry_index(self, rows: Tensor, width: int) -> Tensor:
+        """Storage indices of the first `width` positions of some rows [RA]: [RA * width]."""
+        return self.row_start[rows][:, None].add(self.arange[:width]).flatten()
 
     def mask(self, start: Tensor, table: Tensor) -> Tensor:
         """What queries behind `start` committed positions attend to: those positions, and each other by table.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.config import Sampling
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.decode.state import DecodeState
+from lantern_hpu.decode.state import DecodeState, Entry
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.sampling import SamplingParams, topk_tokens
 
@@ -38,14 +38,14 @@ class Sampler(nn.Module):
         super().__init__()
         self.head, self.kernels, self.spec = target.head, target.kernels, spec
 
-    def forward(self, hidden: Tensor, state: DecodeState) -> Tensor:
+    def forward(self, hidden: Tensor, state: DecodeState | Entry) -> Tensor:
         """Probabilities: [R, T, H] -> [B, T, V] float32."""
         spec = self.spec
         filters = (spec.guidance, spec.max_top_k, spec.use_top_p)
         return self.kernels.probs(self.head(hidden), state.sampling, *filters)
 
     def token(
-        self, probs: Tensor, greedy_probs: Tensor, uniform: Tensor, state: DecodeState
+        self, probs: Tensor, greedy_probs: Tensor, uniform: Tensor, state: DecodeState | Entry
     ) -> Tensor:
         """One token an image [B]: drawn from probs [B, V], or the most probable of greedy_probs [B, V]."""
         if not self.spec.use_greedy:

@@ -36,6 +36,7 @@ class Spec:
     neighbours: int = 0  # K, neighbours kept; 0: no image lends their mass
     annealed: bool = False  # some image weighs its drafts by depth
     residual: Residual = "sound"
+    open: bool = False  # images are also admitted one by one, while others go on
 
     @classmethod
     def of(

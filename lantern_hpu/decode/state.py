@@ -21,21 +21,103 @@ from lantern_hpu.ops.sampling import SamplingParams
 
 
 @dataclass
-class DecodeState:
-    """The state of one batch. Image token t has cache position P + t."""
+class Entry:
+    """A images that are to begin, RA rows; set by the host before each admission."""
 
-    # Set by the host before a batch
-    prefix: Tensor  # [R, P, H] condition embeddings
+    slot: Tensor  # [A] int32, where each goes
+    prefix: Tensor  # [RA, P, H] condition embeddings
     prefix_tokens: (
-        Tensor  # [R, P] int32, what a drafter reads there: words, or 0 where there are none
+        Tensor  # [RA, P] int32, what a drafter reads there: words, or 0 where there are none
     )
+    valid: Tensor  # [RA, S] bool, False at padded prefix positions
+    pads: Tensor  # [RA] int32, how many those are
+    sampling: SamplingParams  # [A]
+    bounds: Bounds  # [A]
+    first_uniform: Tensor  # [A] float32, for the token that admission draws
+
+    @classmethod
+    def allocate(
+        cls,
+        config: TransformerConfig,
+        spec: Spec,
+        images: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Entry:
+        """Room for so many images, the first slots theirs."""
+        a, r = images, images * spec.rows // spec.images
+        s = capacity(config, spec.tree)
+        return cls(
+            slot=torch.arange(a, dtype=torch.int32, device=device),
+            prefix=torch.zeros(r, config.prefix, config.dim, dtype=dtype, device=device),
+            prefix_tokens=whole(device, r, config.prefix),
+            valid=torch.ones(r, s, dtype=torch.bool, device=device),
+            pads=whole(device, r),
+            sampling=no_sampling(a, config.vocab_size, device),
+            bounds=no_bounds(a, spec.tree.depth, device),
+            first_uniform=real(device, a),
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model's features."""
+        return self.prefix.dtype
+
+    def by_row(self, state: DecodeState) -> list[tuple[Tensor, Tensor]]:
+        """What is kept of each row while its image is drawn: the state's tensors [R, ..] and these [RA, ..]."""
+        return [(state.valid, self.valid), (state.pads, self.pads)]
+
+    def by_slot(self, state: DecodeState) -> list[tuple[Tensor, Tensor]]:
+        """The same of each image: [B, ..] and [A, ..]."""
+        mine, kept, bounds, held = self.sampling, state.sampling, self.bounds, state.bounds
+        pairs = [
+            (kept.cfg_scale, mine.cfg_scale),
+            (kept.temperature, mine.temperature),
+            (kept.top_k, mine.top_k),
+            (kept.top_p, mine.top_p),
+            (kept.greedy, mine.greedy),
+            (held.k, bounds.k),
+            (held.delta, bounds.delta),
+            (held.factor, bounds.factor),
+        ]
+        return pairs if not held.weight.shape[1] else [*pairs, (held.weight, bounds.weight)]
+
+
+def whole(device: torch.device, *shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device=device)
+
+
+def real(device: torch.device, *shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float32, device=device)
+
+
+def no_sampling(images: int, vocabulary: int, device: torch.device) -> SamplingParams:
+    """No filter, for slots that nobody was admitted to yet: what runs there must stay finite."""
+    ones, every = real(device, images) + 1, whole(device, images) + vocabulary
+    return SamplingParams(ones, ones.clone(), every, ones.clone(), whole(device, images).bool())
+
+
+def no_bounds(images: int, depth: int, device: torch.device) -> Bounds:
+    zero = real(device, images)
+    return Bounds(whole(device, images), zero, zero.clone(), real(device, images, depth))
+
+
+@dataclass
+class DecodeState:
+    """The state of B slots. Image token t has cache position P + t.
+
+    A slot whose image is finished or gone runs on by itself, and nobody looks.
+    """
+
+    entry: Entry
+    # Set by the host
+    uniforms: Tensor  # [block, B, draws] float32
+    # Set by admission
     valid: Tensor  # [R, S] bool, False at padded prefix positions
     pads: Tensor  # [R] int32, how many those are
     sampling: SamplingParams
     bounds: Bounds
-    first_uniform: Tensor  # [B] float32, for the token that prefill draws
-    uniforms: Tensor  # [block, B, draws] float32
-    # Changed by prefill and step
+    # Changed by admission and step
     cursor: Tensor  # [1] int32, which of `uniforms` is next
     count: Tensor  # [B] int32, t: image tokens whose keys and values are in the cache
     tokens: Tensor  # [B * (N + D + 1)] int32, flat; tokens 0 .. t of each image are final
@@ -56,41 +138,42 @@ class DecodeState:
         device: torch.device,
         drafting: Any = None,
     ) -> DecodeState:
-        """Zeros everywhere, with room for the batches of a spec.
+        """Zeros, with room for the batches of a spec.
 
         Args:
             drafting: the state that the spec's drafting allocated.
         """
         b, r, depth = spec.images, spec.rows, spec.tree.depth
         s = capacity(config, spec.tree)
-
-        def whole(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int32, device=device)
-
-        def real(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.float32, device=device)
-
         sizes = (config.layers, r, s, config.kv, config.head_dim)
-        no = torch.zeros(b, dtype=torch.bool, device=device)
         return cls(
-            prefix=real(r, config.prefix, config.dim).to(dtype),
-            prefix_tokens=whole(r, config.prefix),
+            entry=Entry.allocate(config, spec, b, dtype, device),
+            uniforms=real(device, spec.block, b, spec.draws),
             valid=torch.ones(r, s, dtype=torch.bool, device=device),
-            pads=whole(r),
-            sampling=SamplingParams(real(b), real(b), whole(b), real(b), no),
-            bounds=Bounds(whole(b), real(b), real(b), real(b, depth)),
-            first_uniform=real(b),
-            uniforms=real(spec.block, b, spec.draws),
-            cursor=whole(1),
-            count=whole(b),
-            tokens=whole(b * token_columns(config, spec.tree)),
-            root=whole(b),
+            pads=whole(device, r),
+            sampling=no_sampling(b, config.vocab_size, device),
+            bounds=no_bounds(b, depth, device),
+            cursor=whole(device, 1),
+            count=whole(device, b),
+            tokens=whole(device, b * token_columns(config, spec.tree)),
+            root=whole(device, b),
             kv_cache=KVCache.allocate(*sizes, dtype, device),
             drafting=drafting,
-            steps=whole(b),
-            accepted=whole(b, depth),
-            relaxed=whole(b),
+            steps=whole(device, b),
+            accepted=whole(device, b, depth),
+            relaxed=whole(device, b),
         )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model's features."""
+        return self.entry.dtype
+
+    @property
+    def counters(self) -> list[Tensor]:
+        """What begins at zero with each image: [B, ..]."""
+        found = [self.count, self.steps, self.relaxed]
+        return [*found, self.accepted] if self.accepted.shape[1] else found
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by dotted name, those of nested dataclasses included."""

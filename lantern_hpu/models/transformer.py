@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.ops.kernels import PLAIN, Kernels, rotate_into
-from lantern_hpu.ops.kv_cache import KVCache
+from lantern_hpu.ops.kv_cache import KVCache, WrittenKeys
 
 
 def rope_table(config: TransformerConfig, positions: int) -> Tensor:
@@ -94,7 +94,7 @@ class SelfAttention(nn.Module):
         rope: Tensor,  # [R, T, 2, hd / 2]
         mask: Tensor,  # [R, 1, T, S] additive
         layer: int,
-        cache: KVCache | None,
+        cache: KVCache | WrittenKeys | None,
         index: Tensor | None,  # [R * T], where in the layer's cache to write
     ) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
@@ -141,7 +141,7 @@ class Block(nn.Module):
         rope: Tensor,
         mask: Tensor,
         layer: int = 0,
-        cache: KVCache | None = None,
+        cache: KVCache | WrittenKeys | None = None,
         index: Tensor | None = None,
     ) -> Tensor:
         x = x + self.attention(self.attention_norm(x), rope, mask, layer, cache, index)
@@ -173,7 +173,7 @@ class Target(nn.Module):
         x: Tensor,  # [R, T, H] embeddings
         rope: Tensor,  # [R, T, 2, hd / 2]
         mask: Tensor,  # [R, 1, T, S] additive
-        cache: KVCache | None = None,
+        cache: KVCache | WrittenKeys | None = None,
         index: Tensor | None = None,  # [R * T], where in each layer's cache to write
     ) -> Tensor:
         """Final-normed hidden states [R, T, H]: the drafter's features and the head's input."""

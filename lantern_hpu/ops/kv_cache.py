@@ -9,6 +9,32 @@ from torch import Tensor
 
 
 @dataclass
+class WrittenKeys:
+    """A cache of which a pass reads just what it writes, and so costs the same however large the cache is."""
+
+    whole: KVCache
+    index: Tensor  # [n * T] int32, storage indices in a layer, as the pass writes them
+    rows: int  # n
+
+    @property
+    def k(self) -> Tensor:
+        return self.whole.k
+
+    @property
+    def v(self) -> Tensor:
+        return self.whole.v
+
+    def start(self, layer: int) -> int:
+        return self.whole.start(layer)
+
+    def read(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Copies [n, T, kv_heads, hd] of one layer."""
+        index = self.index + self.start(layer)
+        k, v = self.k.index_select(0, index), self.v.index_select(0, index)
+        return k.unflatten(0, (self.rows, -1)), v.unflatten(0, (self.rows, -1))
+
+
+@dataclass
 class KVCache:
     """Static key/value cache.
 
@@ -47,6 +73,10 @@ class KVCache:
         """Views [R, S, kv_heads, hd] of one layer."""
         shape = (self.layers, self.rows, self.capacity)
         return self.k.unflatten(0, shape)[layer], self.v.unflatten(0, shape)[layer]
+
+    def written(self, index: Tensor, rows: int) -> WrittenKeys:
+        """The cache for a pass of some rows whose tokens attend to each other alone; index as in `WrittenKeys`."""
+        return WrittenKeys(self, index, rows)
 
     def move(self, source: Tensor, destination: Tensor) -> None:
         """Copy positions to others in every layer, gathering all before writing any.

@@ -104,4 +104,4 @@ def draw_batch(pipeline: LanternPipeline, part: list[Request]) -> NDArray[np.int
     """Tokens [b, N] of these requests."""
     engine = pipeline.engines.get(pipeline.spec(part, DraftTree.root_only(), len(part)))
     pipeline.warm_up(engine, part[0])
-    return pipeline.draw_batch(engine, part).tokens
+    return np.stack([done.tokens for done in pipeline.draw_batch(engine, part)])

@@ -69,7 +69,7 @@ def wasted(pipeline: LanternPipeline, prompt: str, seed: int = 0) -> int:
     engine = pipeline.engines.make(pipeline.spec(requests, chain, 1), "eager", echo)
     echo.state = engine.state
     pipeline.warm_up(engine, requests[0])
-    steps = pipeline.draw_batch(engine, requests).steps[0]
+    steps = pipeline.draw_batch(engine, requests)[0].steps
     fewest = math.ceil((pipeline.model.target.config.tokens - 1) / (DEPTH + 1))
     return steps - fewest
 

@@ -140,10 +140,10 @@ class Tuner:
             engine = self.engine(requests, tree)
             for start in range(0, count, size):
                 batch, timing = requests[start : start + size], RunTiming()
-                decoded = self.pipeline.draw_batch(
-                    engine, batch, timing, lambda event: self.show_row(event.rows)
+                finished = self.pipeline.draw_batch(
+                    engine, batch, timing, lambda event: self.show_row(event.rows // size)
                 )
-                taken, run = taken + sum(decoded.steps), run + timing.steps
+                taken, run = taken + sum(done.steps for done in finished), run + timing.steps
                 each.append(timing.ms_per_step)
         tokens, step = count * self.tokens, statistics.median(each)
         return Figures(tokens / taken, step, step * run / tokens)

@@ -53,8 +53,12 @@ class Drafting(nn.Module, ABC):
         """A dataclass of preallocated tensors, which becomes `DecodeState.drafting`."""
 
     @abstractmethod
-    def begin(self, hidden: Tensor, root: Tensor, state: DecodeState) -> None:
-        """A new batch: hidden [R, P, H] are the prefix's features, root [B] is each image's first token."""
+    def begin(self, hidden: Tensor, root: Tensor, rows: Tensor, state: DecodeState) -> None:
+        """The images of `state.entry` begin, and nothing of the others may change.
+
+        Args:
+            hidden: [RA, P, H], the prefixes' features. root: [A], first tokens. rows: [RA] of the batch.
+        """
 
     @abstractmethod
     def grow(self, length: Tensor, uniform: Tensor, state: DecodeState) -> Any:
@@ -103,28 +107,30 @@ class EagleDrafting(Drafting):
             torch.zeros(spec.images, dtype=torch.int32, device=device),
         )
 
-    def begin(self, hidden: Tensor, root: Tensor, state: DecodeState) -> None:
+    def begin(self, hidden: Tensor, root: Tensor, rows: Tensor, state: DecodeState) -> None:
         """Entries 0 .. P-2 carry the prefix's features beside its words, or the filler token 0."""
         own: EagleState = state.drafting
-        width, drafter = self.config.prefix - 1, self.drafter
+        entry, width, drafter = state.entry, self.config.prefix - 1, self.drafter
+        slot = entry.slot.long()
         if width:
-            start = torch.zeros_like(self.positions.row_start)
-            mask = self.positions.mask(start, self.positions.causal[:width, :width])
+            mask = self.positions.causal[:width, :width].expand(len(rows), -1, -1)
             if not drafter.sees_pads:
-                mask = prefix_mask(state.valid, mask)
-            words = state.prefix_tokens[:, drafter.shift :][:, :width]
-            position = (self.positions.arange[:width] + 1).expand(self.spec.rows, -1)
-            rope = self.positions.rope(position, state)
+                mask = prefix_mask(entry.valid[:, :width], mask)
+            words = entry.prefix_tokens[:, drafter.shift :][:, :width]
+            position = (self.positions.arange[:width] + 1).expand(len(rows), -1)
+            rope = self.positions.rope(position, entry)
             index, mask = (
-                self.positions.cache_index(start, width),
+                self.positions.entry_index(rows, width),
                 additive_mask(mask, hidden.dtype),
             )
-            drafter(words, hidden[:, :-1], rope, mask, own.kv_cache, index)
+            cache = own.kv_cache.written(index, len(rows))
+            drafter(words, hidden[:, :-1], rope, mask, cache, index)
         # The drafter owes the pair (feature of the last prefix position, root).
-        owed = root if drafter.shift else state.prefix_tokens[: len(root), -1]
-        own.pending_tokens.copy_(owed[:, None].expand_as(own.pending_tokens))
-        own.pending_features.copy_(hidden[:, -1:].expand_as(own.pending_features))
-        own.pending_count.fill_(1)
+        owed = root if drafter.shift else entry.prefix_tokens[: len(root), -1]
+        tokens, last = owed[:, None].expand(-1, self.width), hidden[:, -1:]
+        own.pending_tokens.index_copy_(0, slot, tokens)
+        own.pending_features.index_copy_(0, rows.long(), last.expand(-1, self.width, -1))
+        own.pending_count.index_fill_(0, slot, 1)
 
     def absorb(self, committed: Committed, state: DecodeState) -> None:
         """The path's features and the tokens after them are what the drafter has to catch up with."""

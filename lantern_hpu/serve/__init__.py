@@ -1,0 +1,1 @@
+"""A server of images: slots of captured engines behind OpenAI's images endpoint."""

@@ -1,0 +1,432 @@
+"""The decode loop: one thread that owns the device, its engines, and all that is drawn on them.
+
+Each method that is served has two engines: one of all slots, and one of a single slot for an image that comes while
+nothing else runs, which then takes no longer than it does alone. All are captured before the first request.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
+
+import torch
+
+from lantern_hpu.choice import Choice
+from lantern_hpu.config import AUTO, METHODS, Request
+from lantern_hpu.decode.batch import Batch, Finished
+from lantern_hpu.decode.engine import Engine
+from lantern_hpu.decode.spec import Spec
+from lantern_hpu.errors import CaptureError, LanternError, OptionError
+from lantern_hpu.pictures import preview
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.prompts import usual_prompts
+from lantern_hpu.results import Drawn
+from lantern_hpu.serve.calls import ApiError, Menu, Served, translated
+from lantern_hpu.serve.metrics import Metrics
+from lantern_hpu.serve.options import ServeOptions
+
+PROBED = 3  # steps that a recording is held against the step uncaptured
+IDLE = 0.5  # seconds between two heartbeats where nothing is to be drawn
+
+
+@dataclass
+class Partial:
+    """A picture on its way."""
+
+    image: Any  # a PIL image, grey where nothing is known
+    rows: int
+    tokens: int
+    steps: int
+
+
+@dataclass
+class Done:
+    """A picture, and the seconds it took."""
+
+    drawn: Drawn
+    queue: float
+    prefill: float
+    decode: float  # the steps, shared with who else was there
+    pixels: float
+
+
+@dataclass(eq=False)
+class Job:
+    """One image that somebody waits for.
+
+    Attributes:
+        deadline: by the monotonic clock.
+        shows: rows at which a partial picture is wanted, rising.
+        tell: called in the decode thread.
+    """
+
+    request: Request
+    method: str
+    deadline: float
+    shows: tuple[int, ...]
+    tell: Callable[[Partial | Done | ApiError], None]
+    queued: float = field(default_factory=time.monotonic)
+    admitted: float = 0.0
+    begun: float = 0.0
+    cancelled: bool = False
+
+
+class Lane:
+    """The slots of one engine, and who sits in them."""
+
+    def __init__(self, served: Served, batch: Batch) -> None:
+        self.served, self.batch = served, batch
+        self.jobs: dict[int, Job] = {}  # of a slot
+
+    @property
+    def room(self) -> int:
+        return len(self.batch.free)
+
+    def leave(self, slot: int) -> None:
+        self.batch.release(slot)
+        del self.jobs[slot]
+
+
+class Decoder:
+    """Takes jobs from any thread; everything else happens in its own."""
+
+    def __init__(self, pipeline: LanternPipeline, options: ServeOptions) -> None:
+        """
+        Raises:
+            LanternError: a method cannot be served with this model.
+        """
+        self.pipeline, self.options = pipeline, options
+        self.menu = make_menu(pipeline, options)
+        self.metrics = Metrics(self.menu.model)
+        self.lanes: dict[str, list[Lane]] = {}  # of a method: the single slot first
+        self.waiting: deque[Job] = deque()
+        self.changed = threading.Condition()
+        self.thread = threading.Thread(target=self.run, name="decode", daemon=True)
+        self.beat, self.ready, self.draining, self.stopping = time.monotonic(), False, False, False
+        self.failure: BaseException | None = None
+        self.watch()
+
+    # -- asked by other threads
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue the images of a request, all or none.
+
+        Raises:
+            ApiError: the server is not ready, about to stop, or has no room.
+        """
+        with self.changed:
+            if self.draining or not self.ready:
+                what = "about to stop" if self.draining else "not ready yet"
+                raise ApiError(503, f"the server is {what}", headers={"Retry-After": "5"})
+            if len(self.waiting) + len(jobs) > self.options.queue:
+                what = f"{len(self.waiting)} images wait, {self.options.queue} may"
+                headers = {"Retry-After": str(self.retry_after())}
+                raise ApiError(429, what, None, "queue_full", headers)
+            self.waiting.extend(jobs)
+            self.changed.notify()
+
+    def cancel(self, jobs: Iterable[Job]) -> None:
+        """Nobody waits for these any more; their slots are free at the next host read."""
+        for job in jobs:
+            job.cancelled = True
+
+    @property
+    def running(self) -> int:
+        return sum(len(lane.jobs) for lane in self.all_lanes())
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting) or self.running > 0
+
+    def retry_after(self) -> int:
+        """Seconds until there may be room: at least one."""
+        return 1 + len(self.waiting) // max(self.options.slots, 1)
+
+    def drain(self) -> None:
+        """Take no more; what was taken is drawn."""
+        with self.changed:
+            self.draining = True
+            self.changed.notify()
+
+    def stop(self) -> None:
+        """End the thread after the step it is in; who still waits is told."""
+        with self.changed:
+            self.draining = self.stopping = True
+            self.changed.notify()
+        if self.thread.is_alive():
+            self.thread.join()
+
+    def all_lanes(self) -> list[Lane]:
+        return [lane for lanes in list(self.lanes.values()) for lane in lanes]
+
+    def watch(self) -> None:
+        """Gauges."""
+        pipeline, metrics = self.pipeline, self.metrics
+
+        def recompiles() -> int:
+            engines = [lane.batch.engine.report() for lane in self.all_lanes()]
+            return sum(report.recompiles_after_warmup for report in engines)
+
+        running = "Images in slots"
+        metrics.watch("num_requests_running", running, lambda: self.running)
+        metrics.watch("num_requests_waiting", "Images in the queue", lambda: len(self.waiting))
+        metrics.watch("slots_in_use_ratio", "Slots taken, of those of a method's engine",
+                      lambda: self.running / self.options.slots)  # fmt: skip
+        metrics.watch("recompiles_after_readiness", "Captures that should not be", recompiles)
+        memory = "Most bytes of device memory in use so far"
+        metrics.watch(
+            "device_memory_peak_bytes", memory, lambda: pipeline.backend.memory().peak or 0
+        )
+
+    # -- the thread
+
+    def run(self) -> None:
+        try:
+            with self.pipeline.backend.errors(), torch.no_grad():
+                self.open()
+                self.ready = True
+                while not self.stopping:
+                    self.turn()
+        except BaseException as error:
+            self.failure = error
+        finally:
+            self.ready = False
+            self.end()
+
+    def end(self) -> None:
+        """Nobody is left without an answer."""
+        why = "the server stopped" if self.failure is None else f"the server failed: {self.failure}"
+        with self.changed:
+            self.draining = True
+            left = [
+                *self.waiting,
+                *(job for lane in self.all_lanes() for job in lane.jobs.values()),
+            ]
+            self.waiting.clear()
+        for lane in self.all_lanes():
+            lane.jobs.clear()
+        for job in left:
+            job.tell(ApiError(503 if self.failure is None else 500, why))
+
+    def open(self) -> None:
+        """Capture every engine, and hold each against itself uncaptured."""
+        engines = self.pipeline.engines
+        for served in self.menu.methods.values():
+            sizes = dict.fromkeys((1, self.options.slots))
+            engines.kept = max(engines.kept, len(sizes) * len(self.menu.methods))
+            lanes = []
+            for size in sizes:
+                spec = replace(served.spec, images=size, open=size > 1)
+                engine = engines.get(spec)
+                request = Request(self.probe(), 0, self.menu.sampling, served.relaxation)
+                self.pipeline.model.condition.prepare([request.prompt])
+                self.pipeline.warm_up(engine, request)
+                check_replay(self.pipeline, engine, request)
+                lanes.append(Lane(served, self.pipeline.batch(engine)))
+                self.beat = time.monotonic()
+            self.lanes[served.method] = lanes
+        self.described = {
+            name: self.pipeline.describe(served.tree, name)
+            for name, served in self.menu.methods.items()
+        }
+        self.environment = self.pipeline.environment()
+
+    def probe(self) -> str:
+        """What engines are warmed up and checked with."""
+        return usual_prompts(self.pipeline.model.condition.takes_classes)[0]
+
+    def turn(self) -> None:
+        """Admit who can be, and go on with all that run until the next host read of each."""
+        self.beat = time.monotonic()
+        for lane, jobs in self.next_ones():
+            self.admit(lane, jobs)
+        for lane in self.all_lanes():
+            if any(lane.batch.active):
+                self.advance(lane)
+
+    def next_ones(self) -> list[tuple[Lane, list[Job]]]:
+        """Jobs that have a slot now, by lane; the others wait on, in their order."""
+        with self.changed:
+            if not self.waiting and not self.running and not self.stopping:
+                self.changed.wait(IDLE)
+            chosen: dict[Lane, list[Job]] = {}
+            left: deque[Job] = deque()
+            alone = len(self.waiting) == 1 and not self.running
+            for job in self.waiting:
+                if self.gone(job):
+                    continue
+                lanes = self.lanes[job.method]
+                lane = lanes[0] if alone else lanes[-1]
+                if len(chosen.get(lane, [])) < lane.room:
+                    chosen.setdefault(lane, []).append(job)
+                else:
+                    left.append(job)
+            self.waiting = left
+        return list(chosen.items())
+
+    def gone(self, job: Job) -> bool:
+        """Whether nobody waits for a job any more, or it took too long; it is told so."""
+        if job.cancelled:
+            self.metrics.cancelled.labels(self.menu.model).inc()
+        elif time.monotonic() > job.deadline:
+            what = f"the image was not done within {self.options.timeout:g} s"
+            job.tell(ApiError(504, what, None, "timeout"))
+        else:
+            return False
+        return True
+
+    def admit(self, lane: Lane, jobs: list[Job]) -> None:
+        good = []
+        for job in jobs:
+            try:
+                self.pipeline.model.condition.prepare([job.request.prompt])
+                good.append(job)
+            except LanternError as error:  # a prompt that means nothing to this model
+                job.tell(translated(error))
+        if not good:
+            return
+        began = time.monotonic()
+        slots = lane.batch.admit([job.request for job in good])
+        begun = time.monotonic()
+        for slot, job in zip(slots, good, strict=True):
+            job.admitted, job.begun, lane.jobs[slot] = began, begun, job
+            self.look_at(lane, slot)
+            self.metrics.queue.labels(self.menu.model).observe(began - job.queued)
+
+    def advance(self, lane: Lane) -> None:
+        batch, method = lane.batch, lane.served.method
+        if batch.running:
+            before = replace(batch.timing)
+            batch.advance(soon=True)
+            if steps := batch.timing.count - before.count:
+                each = (batch.timing.steps - before.steps) / steps
+                self.metrics.step.labels(self.menu.model, method).observe(each)
+        for slot in [slot for slot, job in lane.jobs.items() if self.gone(job)]:
+            lane.leave(slot)
+        for done in batch.finished():
+            self.finish(lane, lane.jobs.pop(done.slot), done)
+        self.show(lane)
+
+    def show(self, lane: Lane) -> None:
+        """Partial pictures of who wants one now."""
+        columns = self.pipeline.model.target.config.grid[1]
+        wanted = []
+        for slot, job in lane.jobs.items():
+            rows = lane.batch.known[slot] // columns
+            due = [row for row in job.shows if row <= rows]
+            if due:
+                job.shows = job.shows[len(due) :]
+                wanted.append(slot)
+        if not wanted:
+            return
+        tokens, known = lane.batch.engine.partial(), lane.batch.known
+        for slot in wanted:
+            seat = lane.batch.seats[slot]
+            assert seat is not None
+            pictures = preview(
+                self.pipeline.model, self.pipeline.backend, tokens[[slot]], [known[slot]]
+            )
+            steps = seat.step - 1 - seat.pending
+            shown = Partial(pictures[0], known[slot] // columns, known[slot], steps)
+            lane.jobs[slot].tell(shown)
+            self.look_at(lane, slot)
+
+    def look_at(self, lane: Lane, slot: int) -> None:
+        """Have the host read when the next partial picture of a slot may be there."""
+        seat, shows = lane.batch.seats[slot], lane.jobs[slot].shows
+        columns = self.pipeline.model.target.config.grid[1]
+        if seat is not None:
+            seat.glance = shows[0] * columns if shows else 0
+
+    def finish(self, lane: Lane, job: Job, done: Finished) -> None:
+        began = time.monotonic()
+        drawn = self.pipeline.drawn(done, self.described[job.method], self.environment)
+        now = time.monotonic()
+        self.count(lane, done)
+        self.metrics.latency.labels(self.menu.model).observe(now - job.queued)
+        times = (job.admitted - job.queued, job.begun - job.admitted, began - job.begun)
+        job.tell(Done(drawn, *times, now - began))
+
+    def count(self, lane: Lane, done: Finished) -> None:
+        model, method, metrics = self.menu.model, lane.served.method, self.metrics
+        metrics.success.labels(model, method).inc()
+        metrics.tokens.labels(model, method).inc(len(done.tokens))
+        if METHODS[method].drafts:
+            metrics.drafts.labels(model, method).inc(done.steps)
+            verified = done.steps * (lane.served.tree.size - 1)
+            metrics.draft_tokens.labels(model, method).inc(verified)
+            metrics.accepted.labels(model, method).inc(sum(done.accepted))
+            metrics.relaxed.labels(model, method).inc(done.relaxed)
+            for position, accepted in enumerate(done.accepted):
+                metrics.per_pos.labels(model, method, str(position)).inc(accepted)
+
+
+def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
+    """What this model can serve, with what the options allow.
+
+    Raises:
+        OptionError: nothing decodes its tokens, or a method does not go with the model or the tree.
+    """
+    model, config = pipeline.model, pipeline.model.target.config
+    if model.vq is None:
+        raise OptionError(f"{model.name} cannot be served", "nothing decodes its tokens", "--vq")
+    usual = pipeline.choose(AUTO).method
+    names = options.methods or tuple(dict.fromkeys((usual, "ar")))
+    served = {}
+    for name in names:
+        tree = options.tree if METHODS[name].drafts else None
+        chosen: Choice = pipeline.choose(name, tree)
+        spec = pipeline.spec(examples(pipeline, chosen, options), chosen.tree, options.slots)
+        served[chosen.method] = Served(chosen.method, chosen.tree, chosen.relaxation, spec)
+
+    def spec_of(request: Request, tree: Any) -> Spec:
+        return pipeline.spec([request], tree, 1)
+
+    size = (model.config.image_size[0], model.config.image_size[1])
+    sizes = (size, config.grid[0], config.vocab_size)
+    return Menu(model.name, *sizes, model.sampling, served, spec_of)
+
+
+def examples(pipeline: LanternPipeline, chosen: Choice, options: ServeOptions) -> list[Request]:
+    """Requests that between them need all that a step is to do."""
+    usual = pipeline.model.sampling
+    kinds = [usual]
+    if "greedy" in options.allow:
+        kinds.append(replace(usual, temperature=0.0))
+    if "top_k" in options.allow:
+        kinds.append(replace(usual, top_k=pipeline.model.target.config.vocab_size - 1))
+    if "top_p" in options.allow:
+        kinds.append(replace(usual, top_p=0.9))
+    return [Request("any", 0, kind, chosen.relaxation) for kind in kinds]
+
+
+def check_replay(pipeline: LanternPipeline, engine: Engine, request: Request) -> None:
+    """Hold the recordings of an engine against the same functions uncaptured, over a few steps.
+
+    Raises:
+        CaptureError: they draw other tokens.
+    """
+    requests = [replace(request, seed=seed) for seed in range(engine.spec.images)]
+    seeds = [each.seed for each in requests]
+    with pipeline.backend.warming_up():
+        traced = engine.trace(pipeline.prefix(engine, requests), requests)
+        want = [step.known for step in islice(traced, PROBED)]
+        expected = engine.partial()
+        engine.start(pipeline.prefix(engine, requests), requests)
+        got = [engine.advance(seeds, 1 + number, 1) for number in range(len(want))]
+        tokens = engine.partial()
+    ends = want[-1] if want else []
+    same = got == want and all(
+        tokens[i, :end].tolist() == expected[i, :end].tolist() for i, end in enumerate(ends)
+    )
+    if not same:
+        what = f"the recording by {engine.mode} draws other tokens than the step uncaptured"
+        raise CaptureError(what, hint="--graphs eager, or --kernels plain")

@@ -1,0 +1,61 @@
+"""What a server is started with, and what its requests may say. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lantern_hpu.config import METHODS
+from lantern_hpu.errors import OptionError, choices, require
+from lantern_hpu.models.files.parts import Given
+from lantern_hpu.options import DeviceOptions, listed
+
+FILTERS = ("greedy", "top_k", "top_p")  # each makes the step's graph larger, and so is asked for
+MAX_N = 10  # images of a request, as OpenAI has it
+MAX_PROMPT = 4000  # characters
+MAX_BODY = 1 << 20  # bytes
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How a server serves.
+
+    Attributes:
+        methods: those that requests may name, the first is the default; empty leaves them to the model.
+        tree: for methods that draft it; None is each method's own.
+        allow: of `FILTERS`, beside those that the model's own sampling uses.
+        slots: images decoded together, for each method.
+        queue: images that may wait. timeout: seconds an image may take, waiting included.
+        shutdown: seconds that images have to finish once the server is told to stop.
+    """
+
+    model: str = "builtin"
+    given: Given = field(default_factory=Given)
+    device: DeviceOptions = field(default_factory=DeviceOptions)
+    methods: tuple[str, ...] = ()
+    tree: str | None = None
+    allow: tuple[str, ...] = ()
+    slots: int = 8
+    queue: int = 64
+    timeout: float = 300.0
+    shutdown: float = 60.0
+    api_key: str | None = None
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            if method not in METHODS:
+                raise OptionError(f"unknown method {method!r}", "--methods", choices(METHODS))
+        for name in self.allow:
+            if name not in FILTERS:
+                raise OptionError(f"unknown filter {name!r}", "--allow", choices(FILTERS))
+        require(1 <= self.slots <= 256, "--slots", self.slots, "1 to 256")
+        require(self.queue >= 1, "--queue", self.queue, "1 or more")
+        require(self.timeout > 0, "--timeout", self.timeout, "above 0 seconds")
+        require(self.shutdown >= 0, "--shutdown-timeout", self.shutdown, "0 or more seconds")
+        if self.device.keep_text == "free":
+            why = "prompts come as long as the server runs"
+            raise OptionError("--keep-text free cannot be served", why, "host or device")
+
+
+def names(text: str | None, option: str) -> tuple[str, ...]:
+    """A comma-separated option; nothing if it was not given."""
+    return () if text is None else tuple(listed(text, option))

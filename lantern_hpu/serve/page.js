@@ -1,0 +1,120 @@
+"use strict";
+// Two methods on one prompt and seed, each a stream of server-sent events; nothing but what the endpoint offers.
+
+const at = (id) => document.getElementById(id);
+let rows = 16;
+
+function headers() {
+  const key = at("secret").value;
+  return { "Content-Type": "application/json", ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+}
+
+async function begin() {
+  const answer = await fetch("/v1/models", { headers: headers() });
+  if (answer.status === 401) {
+    at("key").hidden = false;
+    at("secret").onchange = begin;
+    return;
+  }
+  const model = (await answer.json()).data[0];
+  rows = model.rows;
+  at("about").textContent = `${model.id}, ${model.size} pixels`;
+  const names = Object.keys(model.methods);
+  for (const id of ["left", "right"]) {
+    at(id).replaceChildren(...names.map((name) => new Option(name, name)));
+  }
+  at("right").append(new Option("(none)", ""));
+  at("right").selectedIndex = Math.min(1, names.length);
+  at("relax").relaxed = new Set(names.filter((name) => model.methods[name].relaxation.k > 0));
+}
+
+function panel(title) {
+  const figure = document.createElement("figure");
+  figure.innerHTML = `<img hidden alt=""><div class="blank"></div>
+    <figcaption><strong></strong><progress max="${rows}" value="0"></progress><dl></dl>
+    <div class="bars" title="steps that accepted a draft at depth 1, 2, ..."></div><div class="error"></div></figcaption>`;
+  const find = (query) => figure.querySelector(query);
+  find("strong").textContent = title;
+  at("panels").append(figure);
+  return {
+    show(b64) {
+      find("img").src = `data:image/png;base64,${b64}`;
+      find("img").hidden = false;
+      find(".blank").hidden = true;
+      find(".blank").style.display = "none";
+    },
+    progress(value) { find("progress").value = value; },
+    facts(pairs) {
+      find("dl").replaceChildren(...Object.entries(pairs).flatMap(([name, value]) => {
+        const [dt, dd] = [document.createElement("dt"), document.createElement("dd")];
+        [dt.textContent, dd.textContent] = [name, value];
+        return [dt, dd];
+      }));
+    },
+    bars(counts, steps) {
+      find(".bars").replaceChildren(...counts.map((count) => {
+        const bar = document.createElement("i");
+        bar.style.height = `${(100 * count) / Math.max(steps, 1)}%`;
+        return bar;
+      }));
+    },
+    error(text) { find(".error").textContent = text; },
+  };
+}
+
+async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  for (;;) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    held += value;
+    const parts = held.split("\n\n");
+    held = parts.pop();
+    for (const part of parts) {
+      const data = part.split("\n").find((line) => line.startsWith("data: "));
+      if (data) yield JSON.parse(data.slice(6));
+    }
+  }
+}
+
+async function draw(method) {
+  const shown = panel(method);
+  const body = {
+    prompt: at("prompt").value, seed: Number(at("seed").value), method,
+    stream: true, partial_images: rows - 1,
+  };
+  if (at("relax").value && at("relax").relaxed.has(method)) body.relax_lambda = Number(at("relax").value);
+  const began = performance.now();
+  try {
+    const options = { method: "POST", headers: headers(), body: JSON.stringify(body) };
+    const response = await fetch("/v1/images/generations", options);
+    if (!response.ok) throw new Error((await response.json()).error.message);
+    for await (const event of events(response)) {
+      if (event.type === "error") throw new Error(event.error.message);
+      const seconds = ((performance.now() - began) / 1000).toFixed(2);
+      const { steps, tokens_per_step: rate } = event.metrics;
+      shown.show(event.b64_json);
+      shown.facts({ steps, "tokens a step": rate.toFixed(2), seconds });
+      if (event.type === "image_generation.completed") {
+        shown.progress(rows);
+        shown.bars(event.metrics.accepted_by_depth, steps);
+      } else {
+        shown.progress(event.rows);
+      }
+    }
+  } catch (error) {
+    shown.error(error.message);
+  }
+}
+
+at("form").onsubmit = async (event) => {
+  event.preventDefault();
+  at("panels").replaceChildren();
+  at("go").disabled = true;
+  await Promise.all([at("left").value, at("right").value].filter(Boolean).map(draw));
+  at("go").disabled = false;
+  document.body.dataset.done = "yes";
+};
+
+begin();

@@ -1,0 +1,139 @@
+"""One server process: its socket, its signals, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+
+from lantern_hpu.errors import LanternError, OptionError, needing
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.serve.app import make_app
+from lantern_hpu.serve.decoder import Decoder
+from lantern_hpu.serve.options import ServeOptions
+
+with needing("uvicorn", "the server runs in it", "serve"):
+    import uvicorn
+
+LAST = 2.0  # seconds for answers on their way once the last image is drawn
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """
+    Raises:
+        OptionError: the port is taken, or the address is not ours.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    found = socket.socket(family)
+    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        found.bind((host, port))
+        found.listen(1024)  # whoever else asks for the port is refused from here on
+    except (OSError, OverflowError) as error:
+        found.close()
+        why = getattr(error, "strerror", None) or str(error)
+        raise OptionError(f"cannot listen on {host}:{port}", why, "another --port") from error
+    return found
+
+
+def opener(options: ServeOptions) -> Callable[[], Decoder]:
+    """What loads the model; the device's software is imported only then."""
+
+    def opened() -> Decoder:
+        device = vars(options.device)
+        pipeline = LanternPipeline.from_pretrained(options.model, given=options.given, **device)
+        return Decoder(pipeline, options)
+
+    return opened
+
+
+class Server(uvicorn.Server):
+    """uvicorn, but a signal first lets what was taken be drawn; a second one ends it at once."""
+
+    def __init__(self, config: uvicorn.Config, decoder: Decoder, shutdown: float) -> None:
+        super().__init__(config)
+        self.decoder, self.shutdown_timeout, self.lost = decoder, shutdown, False
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.decoder.draining:
+            self.lost = self.decoder.busy
+            self.should_exit = self.force_exit = True
+            return
+        self.decoder.draining = True
+        threading.Thread(target=self.drain, args=(sig,), name="drain", daemon=True).start()
+
+    def drain(self, sig: int) -> None:
+        """Wait until all that was taken is drawn, or the time is up."""
+        decoder = self.decoder
+        decoder.drain()
+        left = decoder.running + len(decoder.waiting)
+        say(f"{signal.Signals(sig).name}: no more requests, {left} images to finish")
+        until = time.monotonic() + self.shutdown_timeout
+        while decoder.busy and time.monotonic() < until and decoder.failure is None:
+            time.sleep(0.05)
+        self.lost = decoder.busy
+        if self.lost:
+            say(f"{decoder.running + len(decoder.waiting)} images were not done in time")
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.decoder.failure is not None:
+            self.should_exit = True
+        return await super().on_tick(counter)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def serve(options: ServeOptions, host: str, port: int) -> int:
+    """Serve until a signal; returns the exit code: 0, or 1 if images were lost.
+
+    Raises:
+        LanternError: the port is taken, the model cannot be served, or the decode loop failed.
+    """
+    listening = bound(host, port)
+    try:
+        decoder = opener(options)()
+        logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr, force=True)
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        app = make_app(options, lambda: decoder)
+        config = uvicorn.Config(
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=int(LAST) + 1,
+            lifespan="on",
+        )
+        server = Server(config, decoder, options.shutdown)
+        port = listening.getsockname()[1]
+        threading.Thread(target=announce, args=(decoder, host, port), daemon=True).start()
+        asyncio.run(server.serve(sockets=[listening]))
+    finally:
+        listening.close()
+    decoder.pipeline.close()
+    if isinstance(decoder.failure, LanternError):
+        raise decoder.failure
+    if decoder.failure is not None:
+        raise LanternError("the decode loop failed", repr(decoder.failure)) from decoder.failure
+    say("stopped")
+    return int(server.lost)
+
+
+def announce(decoder: Decoder, host: str, port: int) -> None:
+    """Say once where it serves what."""
+    began = time.monotonic()
+    while not decoder.ready and decoder.failure is None and not decoder.draining:
+        time.sleep(0.05)
+    if decoder.ready:
+        methods, slots = ", ".join(decoder.menu.methods), decoder.options.slots
+        spent = time.monotonic() - began
+        say(
+            f"http://{host}:{port} serves {decoder.menu.model}: {methods}; {slots} slots, warm after {spent:.1f} s"
+        )

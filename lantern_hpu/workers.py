@@ -1,0 +1,114 @@
+"""Many cards and machines, through Ray: pieces of work go to whoever is free, and to another if a worker dies.
+
+What a worker leaves are files named by the number of the image, so a piece that is done again writes nothing twice.
+Nothing here loads torch: a worker imports it, and its device's software, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from typing import Any
+
+from lantern_hpu.backends import card_of
+from lantern_hpu.errors import DeviceError, LanternError, needing
+
+DEATHS = 3  # of workers over one piece, after which it is the piece's fault
+Draw = Callable[[list[int]], Any]
+
+
+def connect(workers: int) -> Any:
+    """Ray: the cluster that RAY_ADDRESS or `ray start` names, else one of this machine alone.
+
+    Raises:
+        OptionError: it is not installed.
+    """
+    with needing("ray", "it carries work to other cards and machines", "ray"):
+        import ray
+    if not ray.is_initialized():
+        quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": True}
+        try:
+            ray.init(address="auto", log_to_driver=True, logging_level="ERROR")
+        except ConnectionError:
+            cores = max(workers, os.cpu_count() or 1)
+            ray.init(num_cpus=cores, logging_level="ERROR", **quiet)
+    return ray
+
+
+def share_of(ray: Any, device: str, emulate: bool) -> dict[str, Any]:
+    """What Ray is asked to give one worker, as it takes it."""
+    card = card_of(device, ray.cluster_resources(), emulate)
+    names = {"CPU": "num_cpus", "GPU": "num_gpus"}
+    return {names[card]: 1} if card in names else {"resources": {card: 1}, "num_cpus": 1}
+
+
+class Worker:
+    """Loads and captures once, then does pieces."""
+
+    def __init__(self, opener: str, *arguments: Any) -> None:
+        """
+        Args:
+            opener: `module:function`, called here with the arguments; it returns what does a piece.
+        """
+        module, _, name = opener.partition(":")
+        self.draw: Draw = getattr(import_module(module), name)(*arguments)
+
+    def piece(self, numbers: list[int]) -> tuple[list[int], Any, str]:
+        """One piece, what came of it, and what is wrong if something is: errors of users stay readable."""
+        try:
+            return numbers, self.draw(numbers), ""
+        except LanternError as error:
+            return numbers, None, str(error)
+
+
+def pieces(count: int, workers: int, slots: int) -> list[list[int]]:
+    """Numbers 0 .. count - 1 in pieces: several for each worker, so that none waits long for the last."""
+    size = max(slots, -(-count // (4 * workers)))
+    return [list(range(i, min(i + size, count))) for i in range(0, count, size)]
+
+
+def shared(
+    opener: str,
+    arguments: Sequence[Any],
+    work: Sequence[list[int]],
+    workers: int,
+    device: str = "auto",
+    emulate: bool = False,
+) -> Iterator[tuple[list[int], Any]]:
+    """Each piece with what came of it, in the order in which they are done.
+
+    Raises:
+        DeviceError: the cluster has no such card, or workers die over one piece again and again.
+        LanternError: what a worker raised.
+    """
+    ray = connect(workers)
+    made = ray.remote(Worker).options(**share_of(ray, device, emulate))
+    waiting, deaths = deque(work), dict[int, int]()
+    running: dict[Any, tuple[Any, list[int]]] = {}  # of a promise: who does which piece
+    idle = [made.remote(opener, *arguments) for _ in range(min(workers, len(work)))]
+    try:
+        while waiting or running:
+            while waiting and idle:
+                worker, numbers = idle.pop(), waiting.popleft()
+                running[worker.piece.remote(numbers)] = (worker, numbers)
+            done, _ = ray.wait(list(running), num_returns=1)
+            worker, numbers = running.pop(done[0])
+            try:
+                _, found, wrong = ray.get(done[0])
+            except ray.exceptions.RayActorError as error:
+                deaths[numbers[0]] = deaths.get(numbers[0], 0) + 1
+                if deaths[numbers[0]] >= DEATHS:
+                    what = f"workers died {DEATHS} times over image {numbers[0]} to {numbers[-1]}"
+                    raise DeviceError(what, str(error).strip().splitlines()[0]) from error
+                waiting.appendleft(numbers)
+                idle.append(made.remote(opener, *arguments))
+                continue
+            if wrong:
+                raise LanternError(wrong)
+            idle.append(worker)
+            yield numbers, found
+    finally:
+        for worker in [*idle, *(worker for worker, _ in running.values())]:
+            ray.kill(worker)

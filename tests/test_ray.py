@@ -1,0 +1,173 @@
+"""Workers and replicas on a real Ray of this machine: the images of one process, whoever dies on the way."""
+
+from __future__ import annotations
+
+import base64
+import io
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from lantern_hpu.backends import card_of
+from lantern_hpu.errors import DeviceError
+from lantern_hpu.generate import main, make_parser
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results import read_png
+from lantern_hpu.serve.options import ServeOptions
+from lantern_hpu.serve.replicas import deployment
+from lantern_hpu.workers import pieces, share_of, shared
+from tests.folder import write_folder
+
+ray = pytest.importorskip("ray")
+ROOT = Path(__file__).parent.parent
+COUNT = 12
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    environment = {"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
+    ray.init(
+        num_cpus=3,
+        include_dashboard=False,
+        object_store_memory=100 * 2**20,
+        runtime_env=environment,
+        logging_level="ERROR",
+    )
+    yield
+    ray.shutdown()
+
+
+def options_for(model: Path, folder: Path, out: Path) -> list[str]:
+    prompts = folder / "prompts.txt"
+    prompts.write_text("\n".join(f"{word} {i}" for i, word in enumerate(["cat", "red"] * 6)))
+    given = ("--model", model, "--prompts-file", prompts, "--output", out, "--batch-size", 2)
+    return [str(each) for each in given]
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_loses_no_image_and_draws_none_twice(
+    model: Path, tmp_path: Path, cluster: None
+) -> None:
+    alone, many, notes = tmp_path / "alone", tmp_path / "many", tmp_path / "notes"
+    notes.mkdir()
+    assert main(options_for(model, tmp_path, alone)) == 0
+    args = make_parser().parse_args(options_for(model, tmp_path, many))
+    work = pieces(COUNT, 2, 2)
+    found = list(shared("tests.ray_worker:open_mortal", [args, str(notes)], work, 2))
+    assert sorted(number for numbers, _ in found for number in numbers) == list(range(COUNT))
+    assert (notes / "died").exists()
+    written = {file.name: read_png(file) for file in many.iterdir()}
+    assert written == {file.name: read_png(file) for file in alone.iterdir()}
+    drawn = [int(note.name.split("-")[1]) for note in notes.glob("*-*")]
+    assert sorted(drawn) == list(range(COUNT))
+
+
+@pytest.mark.slow
+def test_any_number_of_workers_draws_what_one_process_draws_and_resumes(
+    model: Path, tmp_path: Path, cluster: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone, many = tmp_path / "alone", tmp_path / "many"
+    assert main(options_for(model, tmp_path, alone)) == 0
+    options = options_for(model, tmp_path, many)
+    assert main([*options, "--workers", "2"]) == 0
+    files = sorted(many.iterdir())
+    assert [f.name for f in files] == sorted(f.name for f in alone.iterdir())
+    for file in files:
+        first, second = (np.asarray(Image.open(f)) for f in (file, alone / file.name))
+        assert np.array_equal(first, second)
+    kept = {file: file.stat().st_mtime_ns for file in files[4:]}
+    for file in files[:4]:
+        file.unlink()
+    capsys.readouterr()
+    assert main([*options, "--workers", "1", "--resume"]) == 0
+    assert "4 image(s) drawn" in capsys.readouterr().out
+    assert all(file.stat().st_mtime_ns == when for file, when in kept.items())
+    assert main([*options, "--workers", "2", "--resume", "--seed", "5"]) == 2
+    assert "another image" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_replicas_answer_with_the_pictures_of_generate(
+    model: Path, tmp_path: Path, cluster: None
+) -> None:
+    from ray import serve
+
+    options = ServeOptions(str(model), methods=("ar",), slots=2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    serve.run(deployment(options, 2, share_of(ray, "cpu", False)), name="lantern_hpu")
+    pipeline = LanternPipeline.from_pretrained(str(model))
+    try:
+        for seed in range(6):
+            fields: dict[str, Any] = {"prompt": "red cat", "seed": seed}
+            answer = ready_answer(f"http://127.0.0.1:{port}", fields)
+            drawn = Image.open(io.BytesIO(base64.b64decode(answer["data"][0]["b64_json"])))
+            want = pipeline("red cat", seed=seed, method="ar").images[0]
+            assert np.array_equal(np.asarray(drawn), np.asarray(want))
+    finally:
+        serve.shutdown()
+
+
+def ready_answer(url: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """The answer of a replica that has captured its engines."""
+    end = time.monotonic() + 300
+    while True:
+        answer = httpx.post(url + "/v1/images/generations", json=fields, timeout=120)
+        if answer.status_code == 200:
+            found: dict[str, Any] = answer.json()
+            return found
+        assert answer.status_code == 503 and time.monotonic() < end, answer.text
+        time.sleep(0.5)
+
+
+def test_pieces_cover_every_image_once() -> None:
+    for count, workers, slots in ((1, 1, 8), (12, 2, 2), (1000, 8, 8), (7, 50, 1)):
+        found = pieces(count, workers, slots)
+        assert [number for piece in found for number in piece] == list(range(count))
+        assert all(len(piece) >= min(slots, count) for piece in found[:-1])
+
+
+@pytest.mark.parametrize(
+    ("device", "offered", "card"),
+    [
+        ("auto", {"CPU": 8.0}, "CPU"),
+        ("auto", {"CPU": 8.0, "GPU": 2.0}, "GPU"),
+        ("auto", {"CPU": 8.0, "GPU": 2.0, "HPU": 8.0}, "HPU"),
+        ("cuda", {"CPU": 8.0, "GPU": 2.0}, "GPU"),
+        ("cpu", {"CPU": 8.0, "GPU": 2.0}, "CPU"),
+    ],
+)
+def test_a_worker_takes_one_card_of_the_cluster(
+    device: str, offered: dict[str, float], card: str
+) -> None:
+    assert card_of(device, offered) == card
+
+
+def test_a_card_that_the_cluster_has_not_is_an_error() -> None:
+    with pytest.raises(DeviceError, match="no HPU"):
+        card_of("hpu", {"CPU": 8.0})
+    assert card_of("hpu", {"CPU": 8.0}, emulate=True) == "CPU"
+
+
+@pytest.mark.parametrize("option", ["--grid", "--report", "--save-tokens", "--preview-every"])
+def test_what_workers_cannot_leave_is_refused(
+    model: Path, tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    value = {"--grid": [], "--preview-every": ["1"]}.get(option, [str(tmp_path / "x")])
+    options = options_for(model, tmp_path, tmp_path / "out")
+    assert main([*options, "--workers", "2", option, *value]) == 2
+    assert "--workers excludes" in capsys.readouterr().err

@@ -1,0 +1,556 @@
+"""The server, over a real port and with the official client: pictures, streams, refusals, its end."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import uvicorn
+from numpy.typing import NDArray
+from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+
+from lantern_hpu.config import Request
+from lantern_hpu.decode.batch import Batch
+from lantern_hpu.decode.engine import Engine
+from lantern_hpu.errors import CaptureError, OptionError
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results import read_png
+from lantern_hpu.serve.__main__ import main
+from lantern_hpu.serve.app import make_app
+from lantern_hpu.serve.calls import ApiError
+from lantern_hpu.serve.decoder import Decoder, Done, Job, Partial
+from lantern_hpu.serve.options import ServeOptions
+from tests.folder import write_folder
+
+ROOT = Path(__file__).parent.parent
+METHODS = ("lantern++", "ar", "eagle2")
+PATH = "/v1/images/generations"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def pipeline(model: Path) -> LanternPipeline:
+    return LanternPipeline.from_pretrained(str(model))
+
+
+class Running:
+    """A server on a port of its own."""
+
+    def __init__(self, decoder: Decoder, url: str) -> None:
+        self.decoder, self.url = decoder, url
+
+    def post(self, **fields: Any) -> httpx.Response:
+        return httpx.post(self.url + PATH, json=fields, timeout=300)
+
+    def metric(self, name: str, **labels: str) -> float:
+        text = httpx.get(self.url + "/metrics", timeout=60).text
+        found = [
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == f"lantern:{name}" and labels.items() <= sample.labels.items()
+        ]
+        return sum(found)
+
+    def until(self, holds: Any) -> None:
+        end = time.monotonic() + 120
+        while not holds():
+            assert time.monotonic() < end, "it never happened"
+            time.sleep(0.01)
+
+
+@contextmanager
+def served(options: ServeOptions) -> Iterator[Running]:
+    pipeline = LanternPipeline.from_pretrained(options.model)
+    decoder = Decoder(pipeline, options)
+    app = make_app(options, lambda: decoder)
+    listening = socket.socket()
+    listening.bind(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    running = Running(decoder, f"http://127.0.0.1:{port}")
+    try:
+        running.until(lambda: decoder.ready or decoder.failure)
+        yield running
+    finally:
+        server.should_exit = True
+        thread.join()
+        listening.close()
+
+
+@pytest.fixture(scope="module")
+def server(model: Path) -> Iterator[Running]:
+    options = ServeOptions(str(model), methods=METHODS, slots=3, queue=12, allow=("greedy",))
+    with served(options) as running:
+        yield running
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host read takes a while, so that something can happen meanwhile."""
+    real = Batch.advance
+
+    def advance(self: Batch, soon: bool = False) -> None:
+        time.sleep(0.1)
+        real(self, soon)
+
+    monkeypatch.setattr(Batch, "advance", advance)
+
+
+def pixels(b64: str) -> NDArray[np.uint8]:
+    return np.asarray(Image.open(io.BytesIO(base64.b64decode(b64))))
+
+
+def wanted(pipeline: LanternPipeline, prompt: str, seed: int, method: str) -> NDArray[np.uint8]:
+    return np.asarray(pipeline(prompt, seed=seed, method=method).images[0])
+
+
+# Pictures
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_openai_client_draws_what_generate_draws(
+    server: Running, pipeline: LanternPipeline, method: str
+) -> None:
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    extra = {"seed": 7, "method": method}
+    answer = client.images.generate(
+        prompt="red cat", model=server.decoder.menu.model, n=2, size="auto", extra_body=extra
+    )
+    assert answer.data is not None and len(answer.data) == 2
+    for i, image in enumerate(answer.data):
+        assert image.b64_json is not None
+        assert np.array_equal(pixels(image.b64_json), wanted(pipeline, "red cat", 7 + i, method))
+    assert answer.usage is not None and answer.usage.output_tokens == 2 * 16
+    assert answer.output_format == "png"
+
+
+def test_the_answer_says_how_to_draw_it_again(server: Running, model: Path, tmp_path: Path) -> None:
+    answer = server.post(prompt="apple", method="ar", cfg_scale=3.5, temperature=0.5).json()
+    fields = ("seed", "method", "cfg_scale", "temperature", "top_k", "top_p")
+    again = server.post(prompt="apple", **{name: answer[name] for name in fields}).json()
+    first, second = (pixels(each["data"][0]["b64_json"]) for each in (answer, again))
+    assert np.array_equal(first, second)
+    file = tmp_path / "x.png"
+    file.write_bytes(base64.b64decode(answer["data"][0]["b64_json"]))
+    assert read_png(file)["seed"] == answer["seed"]
+    from lantern_hpu.generate import main as generate
+
+    assert generate(["--from-png", str(file), "--output", str(tmp_path / "y.png")]) == 0
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "y.png")), first)
+    metrics = answer["data"][0]["metrics"]
+    assert metrics["steps"] == 15 and metrics["tokens_per_step"] == 1
+    assert metrics["queue_s"] >= 0 and metrics["steps_s"] > 0
+
+
+def test_partial_pictures_come_before_the_whole_one(
+    server: Running, pipeline: LanternPipeline
+) -> None:
+    client = openai.OpenAI(base_url=server.url + "/v1", api_key="none")
+    extra = {"seed": 3, "method": "ar"}
+    events = list(
+        client.images.generate(prompt="blue", stream=True, partial_images=3, extra_body=extra)
+    )
+    assert [event.type for event in events[:-1]] == ["image_generation.partial_image"] * 3
+    assert [getattr(event, "partial_image_index", None) for event in events[:-1]] == [0, 1, 2]
+    assert events[-1].type == "image_generation.completed"
+    whole = wanted(pipeline, "blue", 3, "ar")
+    assert np.array_equal(pixels(events[-1].b64_json), whole)
+    first = pixels(events[0].b64_json)
+    assert (first[-2:] == 200).all() and not (first[:2] == 200).all()  # the end is not known yet
+    assert events[-1].usage.output_tokens == 16
+
+
+def test_images_that_come_at_random_are_those_of_generate(
+    server: Running, pipeline: LanternPipeline
+) -> None:
+    """Mixed methods and settings, clients that leave, and bad requests among them."""
+    before = server.metric("recompiles_after_readiness")
+
+    def ask(i: int) -> tuple[int, httpx.Response | None]:
+        fields: dict[str, Any] = {"prompt": "red cat", "seed": i, "method": METHODS[i % 3]}
+        if i % 7 == 5:
+            fields["size"] = "3x3"
+        if i % 7 == 3:
+            try:
+                return i, httpx.post(server.url + PATH, json=fields, timeout=0.001)
+            except httpx.TimeoutException:
+                return i, None
+        while True:
+            answer = server.post(**fields)
+            if answer.status_code != 429:
+                return i, answer
+            time.sleep(0.05)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(ask, range(42)))
+    for i, answer in answers:
+        if i % 7 == 5:
+            assert answer is not None and answer.status_code == 400
+        elif answer is not None and i % 7 != 3:
+            assert answer.status_code == 200, answer.text
+            drawn = pixels(answer.json()["data"][0]["b64_json"])
+            assert np.array_equal(drawn, wanted(pipeline, "red cat", i, METHODS[i % 3]))
+    server.until(lambda: not server.decoder.busy)
+    assert server.metric("recompiles_after_readiness") == before == 0
+
+
+def test_an_image_that_comes_alone_is_drawn_in_a_single_slot(server: Running) -> None:
+    lone, many = (lane.batch.engine.step.stats for lane in server.decoder.lanes["ar"])
+    before = (lone.replays, many.replays)
+    assert server.post(prompt="cat", method="ar").status_code == 200
+    assert lone.replays > before[0] and many.replays == before[1]
+
+
+# Refusals
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": "  \n"}, "prompt"),
+    ({"prompt": "x" * 100_000}, "at most 4000"),
+    ({"prompt": "a\x00b"}, "control characters"),
+    ({"prompt": "a\ud800b"}, "control characters"),
+    ({"prompt": 7}, "a string"),
+    ({"prompt": ["a"]}, "a string"),
+    ({"n": 0}, "1 to 10"),
+    ({"n": 1000}, "1 to 10"),
+    ({"n": True}, "a whole number"),
+    ({"n": 1.5}, "a whole number"),
+    ({"n": 2, "stream": True}, "1 while streaming"),
+    ({"size": "1024x1024"}, "auto or 8x8"),
+    ({"response_format": "url"}, "b64_json"),
+    ({"output_format": "webp"}, "png"),
+    ({"background": "transparent"}, "opaque"),
+    ({"quality": ["high"]}, "auto"),
+    ({"stream": "yes"}, "true or false"),
+    ({"partial_images": 2}, "unless stream"),
+    ({"partial_images": 99, "stream": True}, "0 to 3"),
+    ({"method": "magic"}, "lantern++, ar, eagle2"),
+    ({"method": "eagle"}, "lantern++, ar, eagle2"),
+    ({"tree": "chain"}, "naive_extend_57"),
+    ({"seed": -1}, "0 to"),
+    ({"seed": 2**80}, "0 to"),
+    ({"cfg_scale": 0.5}, "1 (off) to 100"),
+    ({"cfg_scale": "much"}, "a number"),
+    ({"temperature": -1}, "0 (greedy)"),
+    ({"temperature": float("nan")}, "a number"),
+    ({"top_k": 5}, "--allow top_k"),
+    ({"top_k": 2**40}, "0 (off) to 32"),
+    ({"top_p": 0.5}, "--allow top_p"),
+    ({"top_p": 7}, "up to 1"),
+    ({"relax_k": 31}, "relax_k"),
+    ({"relax_k": -1}, "0 (exact) or more"),
+    ({"relax_lambda": 0.1}, "1 (exact) or more"),
+    ({"relax_omega": 0.5}, "relax_omega"),
+    ({"relax_lambda": 2, "relax_delta": 0.1}, "exclude each other"),
+    ({"residual": "official"}, "sound"),
+    ({"relax": "odd"}, "unknown preset"),
+    ({"method": "ar", "relax_lambda": 2}, "exact"),
+    ({"negative_prompt": "x"}, "unknown field"),
+    ({"num_inference_steps": 3}, "unknown field"),
+]
+
+
+@pytest.mark.parametrize(("fields", "says"), BAD, ids=lambda value: str(value)[:40])
+def test_what_cannot_be_honoured_is_refused_with_what_can(
+    server: Running, fields: dict[str, Any], says: str
+) -> None:
+    body = json.dumps(fields if not fields or "prompt" in fields else {"prompt": "cat", **fields})
+    answer = httpx.post(server.url + PATH, content=body, timeout=60)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error" and set(error) == {
+        "message",
+        "type",
+        "param",
+        "code",
+    }
+    assert says in error["message"] and "--cfg" not in error["message"]
+    assert error["param"] in (None, *fields, "prompt")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"seed": ' + b"9" * 9000 + b"}"],
+    ids=lambda body: repr(body[:9]),
+)
+def test_what_is_not_an_object_of_json_is_refused(server: Running, body: bytes) -> None:
+    answer = httpx.post(server.url + PATH, content=body, timeout=60)
+    assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
+
+
+def test_a_huge_body_is_not_read_to_its_end(server: Running) -> None:
+    answer = httpx.post(server.url + PATH, content=b" " * (3 << 20), timeout=60)
+    assert answer.status_code == 413
+
+
+def test_unknown_models_and_places_are_told_in_the_same_shape(server: Running) -> None:
+    answer = server.post(prompt="cat", model="dall-e-3")
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "model_not_found"
+    assert server.decoder.menu.model in answer.json()["error"]["message"]
+    assert httpx.get(server.url + "/v1/nothing").json()["error"]["message"]
+    assert httpx.get(server.url + PATH).status_code == 405
+
+
+def test_more_images_than_may_wait_are_told_to_come_again(server: Running, slow: None) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: server.post(prompt="cat", n=10), range(4)))
+    statuses = [answer.status_code for answer in answers]
+    assert 429 in statuses and 200 in statuses and set(statuses) == {200, 429}
+    refused = next(answer for answer in answers if answer.status_code == 429)
+    assert int(refused.headers["Retry-After"]) >= 1
+    assert refused.json()["error"]["code"] == "queue_full"
+
+
+def test_greedy_and_weaker_relaxations_share_the_graph(
+    server: Running, pipeline: LanternPipeline
+) -> None:
+    answer = server.post(prompt="cat", temperature=0, seed=1, method="ar").json()
+    again = server.post(prompt="cat", temperature=0, seed=2, method="ar").json()
+    assert answer["data"][0]["b64_json"] != "" and answer["temperature"] == 0
+    first, second = (pixels(each["data"][0]["b64_json"]) for each in (answer, again))
+    assert np.array_equal(first, second)
+    exact = server.post(prompt="cat", seed=4, method="lantern++", relax_lambda=1).json()
+    drawn = pixels(exact["data"][0]["b64_json"])
+    assert np.array_equal(drawn, wanted(pipeline, "cat", 4, "eagle"))
+    assert server.metric("recompiles_after_readiness") == 0
+
+
+# Those who leave, and those who wait too long
+
+
+def test_a_client_that_goes_away_frees_its_slot(server: Running, slow: None) -> None:
+    before = server.metric("request_cancelled_total")
+    fields = {"prompt": "cat", "method": "ar", "stream": True, "partial_images": 3}
+    with httpx.stream("POST", server.url + PATH, json=fields, timeout=60) as answer:
+        assert next(answer.iter_lines()) == "event: image_generation.partial_image"
+        assert server.decoder.running == 1
+    server.until(lambda: server.decoder.running == 0)
+    with pytest.raises(httpx.TimeoutException):
+        httpx.post(server.url + PATH, json={"prompt": "cat", "method": "ar"}, timeout=0.2)
+    server.until(lambda: not server.decoder.busy)
+    assert server.metric("request_cancelled_total") == before + 2
+
+
+def job(method: str, deadline: float) -> tuple[Job, list[Partial | Done | ApiError]]:
+    heard: list[Partial | Done | ApiError] = []
+    return Job(Request("cat"), method, deadline, (), heard.append), heard
+
+
+def test_an_image_past_its_deadline_is_given_up(server: Running) -> None:
+    late, heard = job("ar", time.monotonic() - 1)
+    server.decoder.submit([late])
+    server.until(lambda: heard)
+    assert isinstance(heard[0], ApiError) and heard[0].status == 504
+    server.until(lambda: not server.decoder.busy)
+
+
+# How it is
+
+
+def test_metrics_count_what_the_answers_said(server: Running) -> None:
+    names = {
+        "steps": "spec_decode_num_drafts_total",
+        "accepted": "spec_decode_num_accepted_tokens_total",
+        "images": "request_success_total",
+        "tokens": "generation_tokens_total",
+    }
+    label = {"method": "lantern++"}
+    before = {each: server.metric(name, **label) for each, name in names.items()}
+    first = server.metric("spec_decode_num_accepted_tokens_per_pos_total", position="0", **label)
+    told = server.post(prompt="cat", method="lantern++", seed=5).json()["data"][0]["metrics"]
+    after = {each: server.metric(name, **label) for each, name in names.items()}
+    assert after["steps"] - before["steps"] == told["steps"]
+    assert after["accepted"] - before["accepted"] == sum(told["accepted_by_depth"])
+    assert after["images"] - before["images"] == 1 and after["tokens"] - before["tokens"] == 16
+    position = server.metric("spec_decode_num_accepted_tokens_per_pos_total", position="0", **label)
+    assert position - first == told["accepted_by_depth"][0]
+    for name in ("num_requests_running", "num_requests_waiting", "slots_in_use_ratio"):
+        assert server.metric(name) == 0
+    assert server.metric("request_queue_time_seconds_count") >= 1
+    assert server.metric("step_time_seconds_count", **label) >= 1
+
+
+def test_the_dashboard_asks_for_metrics_that_exist(server: Running) -> None:
+    board = json.loads((ROOT / "docker" / "grafana.json").read_text())
+    text = httpx.get(server.url + "/metrics", timeout=60).text
+    # A counter without labels shows its name in the help line alone until it counts
+    known = {line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")}
+    for target in (t for panel in board["panels"] for t in panel["targets"]):
+        asked = re.findall(r"lantern:\w+", target["expr"])
+        assert asked
+        for name in asked:
+            assert name in known or name.removesuffix("_bucket") in known, name
+
+
+def test_each_request_leaves_one_line_in_the_log(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "lantern_hpu.serve"):
+        answer = httpx.post(
+            server.url + PATH,
+            json={"prompt": "cat", "method": "ar", "seed": 5},
+            headers={"X-Request-Id": "mine"},
+            timeout=60,
+        )
+        server.post(prompt="cat", n=0)
+    good, bad = (json.loads(r.message) for r in caplog.records if r.name == "lantern_hpu.serve")
+    assert answer.headers["X-Request-Id"] == "mine" == good["id"]
+    assert (good["status"], good["method"], good["seed"], good["steps"]) == (200, "ar", 5, 15)
+    assert bad["status"] == 400 and "1 to 10" in bad["error"]
+
+
+def test_it_is_alive_before_it_is_ready_and_says_what_it_serves(server: Running) -> None:
+    assert httpx.get(server.url + "/livez").json()["status"] == "alive"
+    for path in ("/readyz", "/health"):
+        assert httpx.get(server.url + path).status_code == 200
+    models = httpx.get(server.url + "/v1/models").json()["data"]
+    assert models[0]["id"] == server.decoder.menu.model and list(models[0]["methods"]) == [*METHODS]
+    assert openai.OpenAI(base_url=server.url + "/v1", api_key="x").models.list().data
+    assert httpx.get(server.url + "/version").json()["version"]
+    page = httpx.get(server.url + "/").text
+    assert "page.js" in page and "fetch(" in httpx.get(server.url + "/page.js").text
+
+
+def test_nothing_is_taken_before_readiness_or_while_draining(model: Path) -> None:
+    decoder = Decoder(LanternPipeline.from_pretrained(str(model)), ServeOptions(str(model)))
+    with pytest.raises(ApiError, match="not ready yet"):
+        decoder.submit([job("ar", time.monotonic() + 9)[0]])
+    decoder.ready = True
+    taken, heard = job("ar", time.monotonic() + 9)
+    decoder.submit([taken])
+    decoder.drain()
+    with pytest.raises(ApiError, match="about to stop"):
+        decoder.submit([job("ar", time.monotonic() + 9)[0]])
+    decoder.end()  # who still waits is told
+    assert isinstance(heard[0], ApiError) and heard[0].status == 503
+
+
+def test_a_recording_that_draws_other_tokens_never_gets_ready(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Engine.advance
+
+    def wrong(self: Engine, *args: Any, **options: Any) -> list[int]:
+        known = real(self, *args, **options)
+        self.state.tokens.add_(1).remainder_(32)
+        return known
+
+    monkeypatch.setattr(Engine, "advance", wrong)
+    options = ServeOptions(str(model), methods=("ar",), slots=1)
+    decoder = Decoder(LanternPipeline.from_pretrained(str(model)), options)
+    decoder.start()
+    decoder.thread.join()
+    assert isinstance(decoder.failure, CaptureError) and not decoder.ready
+    assert "other tokens" in str(decoder.failure)
+
+
+def test_a_key_is_asked_for_where_there_is_one(model: Path) -> None:
+    options = ServeOptions(str(model), methods=("ar",), slots=1, api_key="secret")
+    with served(options) as running:
+        wrong = openai.OpenAI(base_url=running.url + "/v1", api_key="guess", max_retries=0)
+        with pytest.raises(openai.AuthenticationError):
+            wrong.images.generate(prompt="cat")
+        right = openai.OpenAI(base_url=running.url + "/v1", api_key="secret")
+        assert right.images.generate(prompt="cat").data
+        assert httpx.get(running.url + "/readyz").status_code == 200  # probes have no key
+
+
+# The process
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--slots", "0"], "1 to 256"),
+        (["--methods", "magic"], "unknown method"),
+        (["--allow", "all"], "greedy, top_k, top_p"),
+        (["--queue", "0"], "--queue"),
+        (["--timeout", "0"], "--timeout"),
+        (["--port", "99999"], "--port"),
+        (["--host", "203.0.113.7"], "cannot listen"),
+        (["--model", "nowhere"], "unknown model"),
+        (["--keep-text", "free"], "cannot be served"),
+        (["--replicas", "0"], "--replicas"),
+        (["--device", "toaster"], "cpu"),
+    ],
+)
+def test_bad_options_get_one_clear_error(
+    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*options, *(["--port", "0"] if "--port" not in options else [])]) == 2
+    shown = capsys.readouterr().err
+    assert shown.count("error:") == 1 and says in shown and "Traceback" not in shown
+
+
+def test_a_port_in_use_is_an_error_before_anything_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert main(["--port", str(taken.getsockname()[1])]) == 2
+    assert "cannot listen on 127.0.0.1" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_signal_in_the_middle_of_ten_requests_loses_none(model: Path) -> None:
+    command = [sys.executable, "-m", "lantern_hpu.serve", "--model", str(model), "--port", "0"]
+    command += ["--slots", "2", "--methods", "ar"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    process = subprocess.Popen(
+        command, cwd=ROOT, stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert process.stderr is not None
+    url = ""
+    for line in process.stderr:
+        if line.startswith("http://"):
+            url = line.split()[0]
+            break
+    with ThreadPoolExecutor(10) as pool:
+        fields = {"prompt": "cat", "n": 6}
+        asked = [pool.submit(httpx.post, url + PATH, json=fields, timeout=300) for _ in range(10)]
+        while True:
+            text = httpx.get(url + "/metrics").text
+            waits = [x for x in text.splitlines() if x.startswith("lantern:num_requests_")]
+            if sum(float(x.split()[-1]) for x in waits) >= 40:
+                break
+        process.send_signal(signal.SIGTERM)
+        answers = [each.result() for each in asked]
+    assert process.wait(60) == 0
+    # Whoever was taken got a picture; who came too late was told so, none was cut off.
+    assert {answer.status_code for answer in answers} <= {200, 503}
+    assert sum(answer.status_code == 200 for answer in answers) >= 7
+    said = process.stderr.read()
+    assert "SIGTERM: no more requests" in said and "stopped" in said and "Traceback" not in said
+
+
+def test_options_refuse_what_makes_no_sense() -> None:
+    with pytest.raises(OptionError, match="--shutdown-timeout"):
+        ServeOptions(shutdown=-1)

@@ -1,0 +1,274 @@
+"""Slots: an image is the same alone, in a closed batch, and admitted while others go on."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lantern_hpu.config import METHODS, Request
+from lantern_hpu.decode.batch import Batch, Finished
+from lantern_hpu.errors import OutputError
+from lantern_hpu.generate import main
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.relaxation import Multiplicative
+from lantern_hpu.results import read_png
+from lantern_hpu.tree import DraftTree, DynamicTree, Tree
+from tests.folder import write_folder
+from tests.test_step import Ahead
+from tests.tiny import (
+    SMALL_TREE,
+    Models,
+    make_engine,
+    prefix_for,
+    request,
+    sample,
+    spec_for,
+    tiny_config,
+    tiny_models,
+)
+
+AR = DraftTree.root_only()
+GROWN = DynamicTree(top_k=3, expansions=2, drafts=8)
+SLOTS = 3
+PROMPTS = ["abcd", "xy", "q", "abc", "zebra", "a", "bcd"]
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    return tiny_models()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def images(**settings: Any) -> list[Request]:
+    """More than there are slots, no two with the same settings."""
+    return [
+        request(prompt, 20 + i, cfg_scale=1.5 + i / 4, temperature=0.7 + i / 10, **settings)
+        for i, prompt in enumerate(PROMPTS)
+    ]
+
+
+def open_batch(models: Models, tree: Tree, requests: Sequence[Request], mode: str) -> Batch:
+    spec = replace(spec_for(tree, requests), images=SLOTS, open=True)
+    engine = make_engine(models, spec, mode)
+    return Batch(engine, partial(prefix_for, engine))
+
+
+def one_after_another(batch: Batch, requests: Sequence[Request], order: int) -> list[Finished]:
+    """Admit at random times, wherever there is room, until all are done."""
+    rng, waiting, done = random.Random(order), list(requests), list[Finished]()
+    while waiting or any(batch.active):
+        while waiting and batch.free and rng.random() < 0.6:
+            batch.admit([waiting.pop(0)])
+        if batch.running:
+            batch.advance(soon=rng.random() < 0.5)
+        done += batch.finished()
+    return done
+
+
+def told(done: Finished) -> tuple[list[int], int, list[int], int]:
+    return done.tokens.tolist(), done.steps, done.accepted, done.relaxed
+
+
+@pytest.mark.parametrize("mode", ["eager", "strict"])
+@pytest.mark.parametrize("tree", [AR, SMALL_TREE, GROWN], ids=lambda tree: tree.name)
+def test_an_image_is_the_same_alone_in_company_and_admitted_in_the_middle(
+    models: Models, tree: Tree, mode: str
+) -> None:
+    requests = images(relaxation=Multiplicative(6, lam=4.0) if tree.depth else None)
+    together = sample(models, tree, requests)
+    batch = open_batch(models, tree, requests, mode)
+    for order in range(3):
+        found = {done.request.seed: done for done in one_after_another(batch, requests, order)}
+        assert len(found) == len(requests)
+        for i, each in enumerate(requests):
+            alone = sample(models, tree, [each])
+            want = (alone.tokens[0].tolist(), alone.steps[0], alone.accepted[0], alone.relaxed[0])
+            assert told(found[each.seed]) == want
+            assert together.tokens[i].tolist() == want[0]
+    report = batch.engine.report()
+    assert report.recompiles_after_warmup == 0
+    if mode == "strict":
+        assert report.captures == 3  # of all slots, of one, and of the step
+
+
+@pytest.mark.parametrize("tree", [AR, SMALL_TREE], ids=lambda tree: tree.name)
+def test_images_are_the_same_where_the_host_reads_while_the_device_goes_on(
+    models: Models, tree: Tree
+) -> None:
+    requests = images()
+    batch = open_batch(models, tree, requests, "eager")
+    batch.engine.backend = Ahead()
+    want = sample(models, tree, requests)
+    found = {done.request.seed: done for done in one_after_another(batch, requests, 5)}
+    assert [found[r.seed].tokens.tolist() for r in requests] == want.tokens.tolist()
+    assert [found[r.seed].steps for r in requests] == want.steps
+
+
+def test_admission_leaves_the_other_slots_alone(models: Models) -> None:
+    requests = images()
+    batch = open_batch(models, SMALL_TREE, requests, "eager")
+    batch.admit(requests[:2])
+    batch.advance(soon=True)
+    state = batch.engine.state
+    before = {name: tensor.clone() for name, tensor in state.tensors().items()}
+    assert batch.admit([requests[2]]) == [2]
+    config, rows, size = models[0].config, 2 * SLOTS, state.kv_cache.capacity
+    for name, tensor in state.tensors().items():
+        if name.startswith("entry"):
+            continue
+        was = before[name]
+        if "kv_cache" in name:  # [layers * R * S, heads, hd]
+            layers = config.layers if name.startswith("kv") else 1
+            parts = [x.unflatten(0, (layers, rows, size)).transpose(0, 1) for x in (was, tensor)]
+        elif name == "tokens":
+            parts = [x.unflatten(0, (SLOTS, -1)) for x in (was, tensor)]
+        else:
+            parts = [was, tensor]
+        if len(parts[0]) in (SLOTS, rows):
+            mine = [slot for slot in range(len(parts[0])) if slot % SLOTS != 2]
+            assert parts[0][mine].equal(parts[1][mine]), name
+        else:
+            assert was.equal(tensor), name  # uniforms, cursor
+
+
+def test_a_released_slot_is_free_at_once_and_what_ran_there_does_not_show(models: Models) -> None:
+    requests = images()
+    batch = open_batch(models, SMALL_TREE, requests, "eager")
+    batch.admit(requests[:SLOTS])
+    batch.advance(soon=True)
+    batch.release(1)
+    assert batch.free == [1] and batch.active == [True, False, True]
+    assert batch.admit([requests[5]]) == [1]
+    found = {}
+    while any(batch.active):
+        if batch.running:
+            batch.advance()
+        found |= {done.request.seed: done.tokens.tolist() for done in batch.finished()}
+    want = sample(models, SMALL_TREE, requests).tokens.tolist()
+    assert found == {requests[i].seed: want[i] for i in (0, 2, 5)}
+
+
+def test_an_image_leaves_at_the_host_read_that_shows_it_done(models: Models) -> None:
+    """Reads come when the next image may be done, so no slot idles for a whole block."""
+    requests = images()
+    batch = open_batch(models, SMALL_TREE, requests, "eager")
+    batch.admit(requests[:SLOTS])
+    while any(batch.active):
+        if batch.running:
+            batch.advance(soon=True)
+        for done in batch.finished():
+            assert done.slot in batch.free
+            seat_steps = [seat.step - 1 for seat in batch.seats if seat is not None]
+            assert all(steps >= done.steps for steps in seat_steps)  # they began together
+            assert batch.timing.count - done.steps <= 1
+
+
+def test_one_token_images_come_and_go_without_a_step() -> None:
+    models, requests = tiny_models(tiny_config(grid=(1, 1))), images()
+    spec = replace(spec_for(SMALL_TREE, requests, config=models[0].config), images=2, open=True)
+    engine = make_engine(models, spec)
+    batch, found = Batch(engine, partial(prefix_for, engine)), {}
+    for each in requests:
+        batch.admit([each])
+        found |= {done.request.seed: done.tokens.tolist() for done in batch.finished()}
+    want = sample(models, SMALL_TREE, requests).tokens.tolist()
+    assert [found[r.seed] for r in requests] == want and engine.step.stats.replays == 2
+
+
+@pytest.mark.parametrize("graphs", ["hpu_graph", "eager"])
+@pytest.mark.parametrize("method", METHODS)
+def test_more_images_than_slots_are_the_same_on_the_emulated_card(
+    model: Path, method: str, graphs: str
+) -> None:
+    prompts = ["a red apple", "blue cat", "cat on red", "apple", "blue"]
+    want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
+    expected = want(prompts, seed=7, method=method, batch_size=5)
+    options: dict[str, Any] = {"device": "hpu", "graphs": graphs, "emulate": True}
+    with closing(LanternPipeline.from_pretrained(str(model), **options)) as pipeline:
+        got = pipeline(prompts, seed=7, method=method, batch_size=2)
+        assert got.tokens.tolist() == expected.tokens.tolist()
+        card = pipeline.backend.card  # type: ignore[attr-defined]
+        assert not {finding.rule.id for finding in card.findings.errors}
+        assert got.graph["recompiles_after_warmup"] == 0
+        if graphs == "hpu_graph":
+            assert got.graph["captures"] == 3
+            assert got.graph["device"]["graph_compilations"] == 0
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("method", METHODS)
+def test_batch_size_changes_no_image(model: Path, method: str, size: int) -> None:
+    pipeline = LanternPipeline.from_pretrained(str(model))
+    prompts = ["red cat", "apple", "blue", "on red", "cat"]
+    got = pipeline(prompts, seed=2, method=method, batch_size=size)
+    want = [pipeline(p, seed=2 + i, method=method).tokens[0] for i, p in enumerate(prompts)]
+    assert got.tokens.tolist() == [tokens.tolist() for tokens in want]
+
+
+# Written at once
+
+
+def folder_run(model: Path, out: Path, *options: object) -> int:
+    prompts = [word for text in ("red", "cat", "blue", "apple") for word in ("--prompt", text)]
+    plain = ["--model", model, *prompts, "--batch-size", 2, "--output", out, *options]
+    return main([str(option) for option in plain])
+
+
+def test_images_are_written_as_they_come_and_resume_draws_the_rest(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    assert folder_run(model, whole) == 0
+    real, drawn = LanternPipeline.drawn, []
+
+    def interrupted(self: LanternPipeline, *args: Any) -> Any:
+        if len(drawn) == 2:
+            raise KeyboardInterrupt
+        drawn.append(args)
+        return real(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LanternPipeline, "drawn", interrupted)
+        assert folder_run(model, out) == 130
+    assert "--resume" in capsys.readouterr().err
+    first = {file.name: file.read_bytes() for file in out.iterdir()}
+    assert len(first) == 2
+    assert folder_run(model, out) == 2  # nothing is overwritten unasked
+    assert folder_run(model, out, "--resume", "--report", tmp_path / "report.json") == 0
+    files = {file.name: read_png(file) for file in out.iterdir()}
+    assert files == {file.name: read_png(file) for file in whole.iterdir()}
+    assert all((out / name).read_bytes() == data for name, data in first.items())
+    capsys.readouterr()
+    assert folder_run(model, out, "--resume") == 0
+    assert "every image is in" in capsys.readouterr().out
+
+
+def test_resume_refuses_images_of_other_settings(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert folder_run(model, tmp_path) == 0
+    assert folder_run(model, tmp_path, "--resume", "--seed", 9, "--method", "ar") == 2
+    said = capsys.readouterr().err
+    assert "another image" in said and "method" in said and "seed" in said
+    assert folder_run(model, tmp_path, "--resume", "--grid") == 2
+    assert OutputError("x")
+
+
+def test_report_names_each_file_in_the_order_of_the_prompts(model: Path, tmp_path: Path) -> None:
+    import json
+
+    assert folder_run(model, tmp_path / "out", "--report", tmp_path / "r.json") == 0
+    rows = json.loads((tmp_path / "r.json").read_text())["images"]
+    assert [row["prompt"] for row in rows] == ["red", "cat", "blue", "apple"]
+    assert all(Path(row["file"]).exists() for row in rows)
