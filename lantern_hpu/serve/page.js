@@ -32,7 +32,7 @@ function panel(title) {
   const figure = document.createElement("figure");
   figure.innerHTML = `<img hidden alt=""><div class="blank"></div>
     <figcaption><strong></strong><progress max="${rows}" value="0"></progress><dl></dl>
-    <div class="bars" title="steps that accepted a draft at depth 1, 2, ..."></div><div class="error"></div></figcaption>`;
+    <div class="bars"></div><small>steps that accepted a draft at depth 1, 2, ...</small><div class="error"></div></figcaption>`;
   const find = (query) => figure.querySelector(query);
   find("strong").textContent = title;
   at("panels").append(figure);
@@ -40,7 +40,6 @@ function panel(title) {
     show(b64) {
       find("img").src = `data:image/png;base64,${b64}`;
       find("img").hidden = false;
-      find(".blank").hidden = true;
       find(".blank").style.display = "none";
     },
     progress(value) { find("progress").value = value; },
