@@ -6,6 +6,7 @@ Nothing here loads torch: a worker imports it, and its device's software, in a p
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,10 +31,10 @@ def connect(workers: int) -> Any:
     if not ray.is_initialized():
         quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": True}
         try:
-            ray.init(address="auto", log_to_driver=True, logging_level="ERROR")
+            ray.init(address="auto", log_to_driver=True, logging_level=logging.ERROR)
         except ConnectionError:
             cores = max(workers, os.cpu_count() or 1)
-            ray.init(num_cpus=cores, logging_level="ERROR", **quiet)
+            ray.init(num_cpus=cores, logging_level=logging.ERROR, **quiet)
     return ray
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import logging
 import socket
 import time
 from collections.abc import Iterator
@@ -38,13 +39,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     environment = {"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
-    ray.init(
-        num_cpus=3,
-        include_dashboard=False,
-        object_store_memory=100 * 2**20,
-        runtime_env=environment,
-        logging_level="ERROR",
-    )
+    for trial in range(5):  # it gives up after 30 s, which a busy machine may need longer than
+        try:
+            ray.init(
+                num_cpus=3,
+                include_dashboard=False,
+                object_store_memory=100 * 2**20,
+                runtime_env=environment,
+                logging_level=logging.ERROR,
+            )
+            break
+        except Exception:
+            ray.shutdown()
+            if trial == 4:
+                raise
     yield
     ray.shutdown()
 

@@ -243,8 +243,8 @@ def check_graph(need: Spec, served: Served, menu: Menu) -> None:
     if need.use_top_p and not has.use_top_p:
         raise refuse("top_p", "below 1", "1 (off); less where the server has --allow top_p")
     if need.neighbours > has.neighbours:
-        most = max(has.neighbours - 1, 0)
-        raise refuse("relax_k", "more", f"0 to {most} with {method} on this server")
+        last = max(has.neighbours - 1, 0)
+        raise refuse("relax_k", "more", f"0 to {last} with {method} on this server")
     if need.annealed and not has.annealed:
         raise refuse("relax_omega", "given", f"none: {method} is served without weights of depth")
     if need.neighbours and need.residual != has.residual:
