@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Sequence
 from contextlib import closing
@@ -14,7 +15,6 @@ import pytest
 
 from lantern_hpu.config import METHODS, Request
 from lantern_hpu.decode.batch import Batch, Finished
-from lantern_hpu.errors import OutputError
 from lantern_hpu.generate import main
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.relaxation import Multiplicative
@@ -186,8 +186,9 @@ def test_one_token_images_come_and_go_without_a_step() -> None:
     assert [found[r.seed] for r in requests] == want and engine.step.stats.replays == 2
 
 
-@pytest.mark.parametrize("graphs", ["hpu_graph", "eager"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "graphs"), [*((method, "hpu_graph") for method in METHODS), ("ar", "eager")]
+)
 def test_more_images_than_slots_are_the_same_on_the_emulated_card(
     model: Path, method: str, graphs: str
 ) -> None:
@@ -206,7 +207,7 @@ def test_more_images_than_slots_are_the_same_on_the_emulated_card(
             assert got.graph["device"]["graph_compilations"] == 0
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 8])
+@pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("method", METHODS)
 def test_batch_size_changes_no_image(model: Path, method: str, size: int) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model))
@@ -262,12 +263,9 @@ def test_resume_refuses_images_of_other_settings(
     said = capsys.readouterr().err
     assert "another image" in said and "method" in said and "seed" in said
     assert folder_run(model, tmp_path, "--resume", "--grid") == 2
-    assert OutputError("x")
 
 
 def test_report_names_each_file_in_the_order_of_the_prompts(model: Path, tmp_path: Path) -> None:
-    import json
-
     assert folder_run(model, tmp_path / "out", "--report", tmp_path / "r.json") == 0
     rows = json.loads((tmp_path / "r.json").read_text())["images"]
     assert [row["prompt"] for row in rows] == ["red", "cat", "blue", "apple"]

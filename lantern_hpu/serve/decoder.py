@@ -105,6 +105,7 @@ class Decoder:
         self.metrics = Metrics(self.menu.model)
         self.lanes: dict[str, list[Lane]] = {}  # of a method: the single slot first
         self.waiting: deque[Job] = deque()
+        self.open_jobs = 0  # taken, and neither done nor given up
         self.changed = threading.Condition()
         self.thread = threading.Thread(target=self.run, name="decode", daemon=True)
         self.beat, self.ready, self.draining, self.stopping = time.monotonic(), False, False, False
@@ -114,7 +115,14 @@ class Decoder:
     # -- asked by other threads
 
     def start(self) -> None:
-        self.thread.start()
+        """Begin to record, and then to draw; once."""
+        if self.thread.ident is None:
+            self.thread.start()
+
+    def settled(self) -> None:
+        """Wait until it is ready, or has failed."""
+        while not self.ready and self.failure is None and not self.stopping:
+            time.sleep(0.05)
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue the images of a request, all or none.
@@ -131,6 +139,7 @@ class Decoder:
                 headers = {"Retry-After": str(self.retry_after())}
                 raise ApiError(429, what, None, "queue_full", headers)
             self.waiting.extend(jobs)
+            self.open_jobs += len(jobs)
             self.changed.notify()
 
     def cancel(self, jobs: Iterable[Job]) -> None:
@@ -144,7 +153,8 @@ class Decoder:
 
     @property
     def busy(self) -> bool:
-        return bool(self.waiting) or self.running > 0
+        """Whether somebody waits for an image."""
+        return self.open_jobs > 0
 
     def retry_after(self) -> int:
         """Seconds until there may be room: at least one."""
@@ -214,7 +224,14 @@ class Decoder:
         for lane in self.all_lanes():
             lane.jobs.clear()
         for job in left:
-            job.tell(ApiError(503 if self.failure is None else 500, why))
+            self.close(job, ApiError(503 if self.failure is None else 500, why))
+
+    def close(self, job: Job, event: Done | ApiError | None) -> None:
+        """The last that a job hears; nothing where nobody listens."""
+        if event is not None:
+            job.tell(event)
+        with self.changed:
+            self.open_jobs -= 1
 
     def open(self) -> None:
         """Capture every engine, and hold each against itself uncaptured."""
@@ -276,9 +293,10 @@ class Decoder:
         """Whether nobody waits for a job any more, or it took too long; it is told so."""
         if job.cancelled:
             self.metrics.cancelled.labels(self.menu.model).inc()
+            self.close(job, None)
         elif time.monotonic() > job.deadline:
             what = f"the image was not done within {self.options.timeout:g} s"
-            job.tell(ApiError(504, what, None, "timeout"))
+            self.close(job, ApiError(504, what, None, "timeout"))
         else:
             return False
         return True
@@ -290,7 +308,7 @@ class Decoder:
                 self.pipeline.model.condition.prepare([job.request.prompt])
                 good.append(job)
             except LanternError as error:  # a prompt that means nothing to this model
-                job.tell(translated(error))
+                self.close(job, translated(error))
         if not good:
             return
         began = time.monotonic()
@@ -353,7 +371,7 @@ class Decoder:
         self.count(lane, done)
         self.metrics.latency.labels(self.menu.model).observe(now - job.queued)
         times = (job.admitted - job.queued, job.begun - job.admitted, began - job.begun)
-        job.tell(Done(drawn, *times, now - began))
+        self.close(job, Done(drawn, *times, now - began))
 
     def count(self, lane: Lane, done: Finished) -> None:
         model, method, metrics = self.menu.model, lane.served.method, self.metrics

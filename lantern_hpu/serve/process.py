@@ -21,7 +21,7 @@ from lantern_hpu.serve.options import ServeOptions
 with needing("uvicorn", "the server runs in it", "serve"):
     import uvicorn
 
-LAST = 2.0  # seconds for answers on their way once the last image is drawn
+LAST = 20  # seconds for answers on their way once the last image is drawn
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -72,14 +72,14 @@ class Server(uvicorn.Server):
         """Wait until all that was taken is drawn, or the time is up."""
         decoder = self.decoder
         decoder.drain()
-        left = decoder.running + len(decoder.waiting)
+        left = decoder.open_jobs
         say(f"{signal.Signals(sig).name}: no more requests, {left} images to finish")
         until = time.monotonic() + self.shutdown_timeout
         while decoder.busy and time.monotonic() < until and decoder.failure is None:
             time.sleep(0.05)
         self.lost = decoder.busy
         if self.lost:
-            say(f"{decoder.running + len(decoder.waiting)} images were not done in time")
+            say(f"{decoder.open_jobs} images were not done in time")
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -108,7 +108,7 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
             app,
             log_level="warning",
             access_log=False,
-            timeout_graceful_shutdown=int(LAST) + 1,
+            timeout_graceful_shutdown=LAST,
             lifespan="on",
         )
         server = Server(config, decoder, options.shutdown)
@@ -129,8 +129,7 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
 def announce(decoder: Decoder, host: str, port: int) -> None:
     """Say once where it serves what."""
     began = time.monotonic()
-    while not decoder.ready and decoder.failure is None and not decoder.draining:
-        time.sleep(0.05)
+    decoder.settled()
     if decoder.ready:
         methods, slots = ", ".join(decoder.menu.methods), decoder.options.slots
         spent = time.monotonic() - began

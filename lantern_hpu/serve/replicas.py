@@ -28,8 +28,14 @@ def build(options: ServeOptions) -> Any:
     from lantern_hpu.serve.process import opener
 
     def opened() -> Decoder:
-        _opened.append(opener(options)())
-        return _opened[-1]
+        """Ray sends requests only to replicas that are ready, so this waits."""
+        decoder = opener(options)()
+        _opened.append(decoder)
+        decoder.start()
+        decoder.settled()
+        if decoder.failure is not None:
+            raise RuntimeError("the replica cannot draw") from decoder.failure
+        return decoder
 
     return make_app(options, opened)
 
