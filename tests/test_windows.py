@@ -95,6 +95,14 @@ def test_jacobi_draws_the_tokens_of_one_token_decoding(
     assert sum(drawn.steps) < sum(alone.steps)
 
 
+def test_jacobi_differs_in_no_token_of_200_images(models: Models) -> None:
+    requests = [request(PROMPTS[seed % 4], seed) for seed in range(200)]
+    alone = sample(models, Window.of("jacobi", 0), requests)
+    drawn = sample(models, Window.of("jacobi", 8), requests)
+    assert int((drawn.tokens != alone.tokens).sum()) == 0
+    assert sum(drawn.steps) < 0.9 * sum(alone.steps)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("settings", ["guided", "unguided top-p"])
 def test_one_token_decoding_with_fixed_noise_keeps_the_law(settings: str) -> None:
