@@ -8,13 +8,24 @@ from typing import Literal
 
 from lantern_hpu.errors import OptionError, choices, require
 from lantern_hpu.relaxation import EXACT, PRESETS, Relaxation
-from lantern_hpu.tree import DYNAMIC, DraftTree, DynamicTree, Tree, load_tree
+from lantern_hpu.tree import (
+    DYNAMIC,
+    DraftTree,
+    DynamicTree,
+    Rule,
+    Tree,
+    Window,
+    load_tree,
+    parse_front,
+)
 
 # Of methods, the fastest on the device, as `model.json` has it; of trees, what `lantern_hpu.tune` found
 AUTO = "auto"
 KEPT = ("device", "host", "free")  # where a text encoder stays: see `lantern_hpu.models.text.t5`
 DEFAULT_TREE = "naive_extend_57"
+DEFAULT_WINDOW = 16
 MAX_SEED = 2**63 - 1
+NO_BOUND = "it draws each token itself and tries none, so that there is nothing to relax"
 
 
 @dataclass(frozen=True)
@@ -25,29 +36,44 @@ class Method:
         about: what it does, for help texts.
         tree: the kind of tree that it drafts; None drafts nothing.
         relaxation: the published default of a method that relaxes acceptance; None is exact.
+        rule: of its window.
     """
 
     about: str
-    tree: Literal["static", "dynamic"] | None = None
+    tree: Literal["static", "dynamic", "window"] | None = None
     relaxation: Relaxation | None = None
+    rule: Rule | None = None
 
     @property
     def drafts(self) -> bool:
         return self.tree is not None
 
     @property
+    def needs_drafter(self) -> bool:
+        return self.tree in ("static", "dynamic")
+
+    @property
+    def relaxes(self) -> bool:
+        """Whether it takes a relaxation; windows are exact without one."""
+        return self.relaxation is not None or self.rule in ("scd", "sjd-pac")
+
+    @property
     def tunable(self) -> bool:
-        """Whether `lantern_hpu.tune` finds trees for it."""
-        return self.tree == "static"
+        """Whether `lantern_hpu.tune` finds trees or windows for it."""
+        return self.tree in ("static", "window")
 
     @property
     def default_tree(self) -> Tree:
         if self.tree is None:
             return DraftTree.root_only()
+        if self.rule is not None:
+            return Window.of(self.rule, DEFAULT_WINDOW)
         return load_tree(DYNAMIC if self.tree == "dynamic" else DEFAULT_TREE)
 
     def takes(self, tree: Tree) -> bool:
         """Whether it can draft this tree."""
+        if isinstance(tree, Window):
+            return self.rule == tree.rule
         return self.tree == ("dynamic" if isinstance(tree, DynamicTree) else "static")
 
 
@@ -61,7 +87,20 @@ METHODS = {
     "lantern++": Method(
         "static draft tree, relaxed acceptance (LANTERN++)", "static", PRESETS["lambda-5"]
     ),
+    "jacobi": Method(
+        "window of the last step's draws, the image of one-token decoding with the same noise",
+        "window",
+        rule="jacobi",
+    ),
+    "scd": Method("window of coupled draws, exact unless relaxed (SCD)", "window", rule="scd"),
+    "sjd-pac": Method(
+        "window that keeps drafts, with siblings at its front, exact unless relaxed (SJD-PAC)",
+        "window",
+        rule="sjd-pac",
+    ),
 }
+# What draws with a model that has no drafter, and needs no bound
+WINDOWS = [name for name, method in METHODS.items() if method.rule]
 
 
 def method_of(name: str) -> Method:
@@ -151,18 +190,47 @@ def choose_method(
     if tree and not method.drafts:
         why = "it drafts nothing"
         raise OptionError(f"--tree has no meaning for {name}", why, "--method eagle")
-    if relaxation and relaxation != EXACT and method.relaxation is None:
-        relaxed = [other for other, entry in METHODS.items() if entry.relaxation]
+    if relaxation and relaxation != EXACT and not method.relaxes:
+        relaxed = [other for other, entry in METHODS.items() if entry.relaxes]
         hint = "--method " + " or ".join(relaxed)
+        if method.rule == "jacobi":
+            raise OptionError("jacobi takes no relaxation", NO_BOUND, "--method scd")
         raise OptionError(f"{name} is exact", "relaxation options need a relaxed method", hint)
     chosen = method.default_tree
     if tree:
         chosen = load_tree(tree) if isinstance(tree, str) else tree
     if method.drafts and not method.takes(chosen):
         fits = [other for other, entry in METHODS.items() if entry.takes(chosen)]
-        why = f"{name} drafts a {method.tree} tree"
+        why = f"{name} drafts a {method.tree if method.rule is None else 'window of its own'}"
+        why += "" if method.rule else " tree"
         raise OptionError(f"--tree {tree} does not fit {name}", why, f"--method {fits[0]}")
     return chosen, relaxation or method.relaxation or EXACT
+
+
+def window_tree(method: str, tree: str | None, width: int | None, front: str | None) -> str | None:
+    """The name of the tree that `--window` and `--window-tree` mean; `--tree` itself where neither is given.
+
+    Raises:
+        OptionError, TreeError: they do not fit the method or each other, or one is out of range.
+    """
+    if width is None and front is None:
+        return tree
+    given = "--window" if width is not None else "--window-tree"
+    rule = None if method == AUTO else method_of(method).rule
+    if rule is None:
+        why, hint = f"{method} has no window", "--method " + " or ".join(WINDOWS)
+        raise OptionError(f"{given} has no meaning for {method}", why, hint)
+    if tree:
+        raise OptionError(f"--tree and {given} exclude each other", "a window is its own tree")
+    levels = None if front is None else parse_front(front)
+    return Window.of(rule, DEFAULT_WINDOW if width is None else width, levels).name
+
+
+def check_drafter(method: str, drafter: object) -> None:
+    """Raise an OptionError where a drafter is given beside a method that would not use it."""
+    if drafter is not None and method in WINDOWS:
+        why = "its drafts are the last step's own draws"
+        raise OptionError(f"--drafter has no use for {method}", why, "leave --drafter out")
 
 
 def check_tunable(name: str) -> None:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_hpu import __version__
 from lantern_hpu.backends import BACKENDS, hpu_env, hpu_errors
+from lantern_hpu.config import METHODS
 from lantern_hpu.errors import LanternError
 from lantern_hpu.tables import columns
 
@@ -52,6 +53,10 @@ def examine() -> Facts:
         "devices": devices,
         "gaudi": {"checks": checks, "flags": flags},
         "default": default_of(devices),
+        "methods": {
+            name: {"about": method.about, "needs_drafter": method.needs_drafter}
+            for name, method in METHODS.items()
+        },
     }
 
 
@@ -133,6 +138,11 @@ def report(facts: Facts) -> str:
     parts.append(table(rows, "gaudi"))
     if facts["gaudi"]["flags"]["active"]:
         parts.append(table(describe_flags(facts["gaudi"]["flags"]), "flags"))
+    names = [
+        (name, method["about"] + (", needs a drafter" if method["needs_drafter"] else ""))
+        for name, method in facts["methods"].items()
+    ]
+    parts.append(table(names, "methods"))
     default = facts["default"]
     parts.append(f"default: {default['device'] or 'no device'}, because {default['why']}")
     return "\n\n".join(parts)

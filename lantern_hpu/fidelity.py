@@ -27,7 +27,8 @@ from lantern_hpu.tables import markdown
 
 DEFAULT_ROWS = (
     "ar,eagle,eagle2,lantern:delta-0.1,lantern:delta-0.2,lantern:delta-0.4,"
-    "lantern++:lambda-5,lantern++:lambda-20,lantern++:omega-2"
+    "lantern++:lambda-5,lantern++:lambda-20,lantern++:omega-2,"
+    "jacobi,scd,scd:delta-0.2,scd:lambda-5,scd:omega-2,sjd-pac,sjd-pac:delta-0.2,sjd-pac:lambda-5,sjd-pac:omega-2"
 )
 
 
@@ -93,7 +94,7 @@ def distance(row: dict[str, Any]) -> str:
     """The figure with its interval; an exact method's is what the estimate's noise leaves."""
     around = row["tv_interval"]
     figure = f"{row['tv']:.3f}" + ("" if around is None else f" ± {around:.3f}")
-    if row["method"] == "ar":
+    if row["method"] in ("ar", "jacobi"):  # draws from the target's own law
         return "0"
     return f"0 (measured {figure})" if row["relaxation"] == EXACT.as_json() else figure
 

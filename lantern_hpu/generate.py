@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_hpu import __version__, options, relaxation
 from lantern_hpu.backends import prepare
-from lantern_hpu.config import AUTO, Request, Sampling, check_tunable, choose_method, method_of
+from lantern_hpu.config import (
+    AUTO,
+    Request,
+    Sampling,
+    check_drafter,
+    check_tunable,
+    choose_method,
+    method_of,
+    window_tree,
+)
 from lantern_hpu.decode.spec import together
 from lantern_hpu.errors import OptionError, OutputError, WeightsError, exit_code, require
 from lantern_hpu.files import check_free, write_file
@@ -37,8 +46,8 @@ if TYPE_CHECKING:
 
 # What an image to draw again already says; giving one of these beside it is a contradiction.
 SETTLED = (
-    "prompt class_label prompts_file num_images seed dtype quantize method tree relax relax_k relax_delta relax_lambda "
-    "relax_omega relax_nu relax_mu residual cfg_scale temperature top_k top_p"
+    "prompt class_label prompts_file num_images seed dtype quantize method tree window window_tree "
+    "relax relax_k relax_delta relax_lambda relax_omega relax_nu relax_mu residual cfg_scale temperature top_k top_p"
 ).split()
 
 
@@ -143,6 +152,8 @@ def new_job(args: argparse.Namespace) -> Job:
     for label in args.class_label:
         class_index(label)
     method = args.method or AUTO
+    tree = window_tree(method, args.tree, args.window, args.window_tree)
+    check_drafter(method, args.drafter)
     # `auto` with any of the options of a method is `lantern++`.
     drafting = "lantern++" if method == AUTO else method
     bounds = options.relaxation_options(args)
@@ -156,11 +167,11 @@ def new_job(args: argparse.Namespace) -> Job:
         batch_size=args.batch_size,
         labels=bool(args.class_label),
         method=method,
-        tree=args.tree,
+        tree=tree,
         relaxation=relaxed,
         own_k=bounds.k is not None,
     )
-    choose_method(drafting, None if args.tree == AUTO else args.tree, relaxed)
+    choose_method(drafting, None if tree == AUTO else tree, relaxed)
     if args.tree == AUTO:
         check_tunable(drafting)
     options.sampling_options(args, Sampling())
@@ -227,8 +238,8 @@ def settle_again(
             hint = "--drafter with the folder that was used"
         raise WeightsError(what, f"it was drawn with other weights than {model} has", hint)
     name, paths = known["tree"], known["tree_paths"]
-    grows = method_of(known["method"]).tree == "dynamic"
-    tree = load_tree(name) if grows else DraftTree.from_paths(name, paths)
+    named = method_of(known["method"]).tree in ("dynamic", "window")
+    tree = load_tree(name) if named else DraftTree.from_paths(name, paths)
     try:
         relaxed = relaxation.read(known["relaxation"])
     except OptionError as error:

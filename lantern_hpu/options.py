@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from lantern_hpu.backends import BACKENDS
-from lantern_hpu.config import AUTO, DEFAULT_TREE, KEPT, METHODS, Sampling
+from lantern_hpu.config import AUTO, DEFAULT_TREE, DEFAULT_WINDOW, KEPT, METHODS, Sampling
 from lantern_hpu.errors import OptionError, choices
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.models.files.parts import Given
@@ -105,6 +105,12 @@ def add_method_options(group: Group) -> None:
         help=f"{', '.join(NAMED)}, a .json file, or {AUTO}: the one that lantern_hpu.tune found for this model "
         f"and device ({DEFAULT_TREE}); for eagle2 and lantern {DYNAMIC}, or "
         f"{DYNAMIC}:KxExN for top-k K, E expansions and N drafts ({DynamicTree().name})",
+    )
+    add("--window", type=int, metavar="W", help=f"drafts of a window ({DEFAULT_WINDOW})")
+    add(
+        "--window-tree",
+        metavar="KxD",
+        help="sjd-pac: K siblings at the first D levels of the window (3x3)",
     )
     lenders = "neighbours that may stand in (lantern: 1000, lantern++: 10)"
     annealed = "annealed: weight OMEGA exp(-NU i - MU) of a draft i after the first; exact where that is at most 1"

@@ -17,8 +17,17 @@ from PIL import Image
 import lantern_hpu
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Backend, named
-from lantern_hpu.choice import Choice, fitted, tuned
-from lantern_hpu.config import AUTO, MAX_SEED, Request, Sampling, choose_method, in_turn
+from lantern_hpu.choice import Choice, fastest_without_drafter, fitted, fitted_tree, tuned
+from lantern_hpu.config import (
+    AUTO,
+    MAX_SEED,
+    WINDOWS,
+    Request,
+    Sampling,
+    choose_method,
+    in_turn,
+    method_of,
+)
 from lantern_hpu.decode.batch import Batch, Finished
 from lantern_hpu.decode.engine import Engine, EngineCache, GraphReport
 from lantern_hpu.decode.memory import check_room
@@ -184,7 +193,8 @@ class LanternPipeline:
         """A method's name, draft tree and relaxation, where some are left to us.
 
         `auto` is the fastest method measured with this model on this device; a tree or a relaxation, or
-        a device without a measurement, makes it `lantern++`. The tree `auto` is the one tuned for this model
+        a device without a measurement, makes it `lantern++`; without a drafter it is the fastest window tuned here, or
+        `ar`, and `sjd-pac` with a relaxation. The tree `auto` is the one tuned for this model
         and device; if one token a step was faster and neither method nor relaxation is given, it is `ar`.
 
         Args:
@@ -196,10 +206,22 @@ class LanternPipeline:
         elif method == AUTO:
             method = "lantern++"
             if tree is None and relaxation is None:
-                method, best = self.model.fastest.get(self.backend.measured_as, (method, None))
-                method = method if self.model.drafter else "ar"
+                method, best = self.fastest(size)
+            elif tree is None and self.model.drafter is None:
+                method = "sjd-pac"  # the window that takes relaxations
         chosen, bounds = choose_method(method, best, relaxation)
+        if best is None:
+            chosen = fitted_tree(chosen, self.model)
         return Choice(method, chosen, relaxation or fitted(bounds, self.model))
+
+    def fastest(self, size: int) -> tuple[str, str | Tree | None]:
+        """What `auto` is: as measured with this model, or with none that needs a drafter where there is none."""
+        measured = self.model.fastest.get(self.backend.measured_as)
+        if self.model.drafter is not None:
+            return measured or ("lantern++", None)
+        if measured is not None and not method_of(measured[0]).needs_drafter:
+            return measured
+        return fastest_without_drafter(self.situation(AUTO, size))
 
     def situation(self, method: str, size: int) -> dict[str, Any]:
         """What decides which tree is best here: a tuned tree is found again by it."""
@@ -223,9 +245,10 @@ class LanternPipeline:
         Raises:
             OptionError: they cannot share one, or the tree needs a drafter and there is none.
         """
-        if tree.depth and self.model.drafter is None:
-            why = f"{self.model.name} has no drafter"
-            raise OptionError("only --method ar can draw", why, "--method ar, or --drafter FOLDER")
+        if tree.needs_drafter and self.model.drafter is None:
+            why, hint = f"{self.model.name} has no drafter", ", ".join(["ar", *WINDOWS])
+            what = f"the tree {tree.name} cannot be drafted"
+            raise OptionError(what, why, f"--method {hint}, or --drafter FOLDER")
         model = self.model
         return Spec.of(requests, tree, size, model.target.config, model.listed_neighbours)
 
@@ -434,8 +457,8 @@ class LanternPipeline:
 
     def describe(self, tree: Tree, method: str) -> dict[str, Any]:
         """Settings that all images of a run share; with an image's own they draw it again."""
-        # A dynamic tree's name says all there is to know.
-        paths = tree.paths[1:] if isinstance(tree, DraftTree) else ()
+        # The name of a dynamic tree or a window says all there is to know.
+        paths = tree.paths[1:] if type(tree) is DraftTree else ()
         return {
             "model": self.model.source,
             "parts": {name: value for name, value in asdict(self.given).items() if value},

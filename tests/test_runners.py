@@ -16,7 +16,7 @@ from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs import RUNNERS, check_mode, make_runner
 from lantern_hpu.graphs.strict import StrictRunner
 from lantern_hpu.relaxation import Additive, Annealed, Multiplicative
-from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static
+from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
 from tests.tiny import draw, make_engine, request, sample, spec_for, tiny_config, tiny_models
 
 AR = DraftTree.root_only()
@@ -44,6 +44,14 @@ METHODS: dict[str, tuple[Tree, dict[str, Any]]] = {
     "lantern": (GROWN, {"relaxation": Additive(6, bound=0.3)}),
     "lantern official": (GROWN, {"relaxation": Additive(6, "official", 0.3)}),
     "lantern greedy": (GROWN, {"temperature": 0.0, "relaxation": RELAXED}),
+    "jacobi": (load_tree("jacobi:6"), {}),
+    "jacobi alone": (load_tree("jacobi:0"), {}),
+    "jacobi above": (load_tree("jacobi:6:above"), {}),
+    "scd": (load_tree("scd:6"), {"top_k": 8, "top_p": 0.9}),
+    "scd relaxed": (load_tree("scd:6:left"), {"relaxation": RELAXED}),
+    "sjd-pac": (load_tree("sjd-pac:6:3x2"), {}),
+    "sjd-pac greedy": (load_tree("sjd-pac:6:3x2:random"), {"temperature": 0.0}),
+    "sjd-pac relaxed": (load_tree("sjd-pac:6"), {"relaxation": RELAXED}),
 }
 
 
@@ -73,7 +81,11 @@ def test_step_is_capture_legal(method: str) -> None:
     assert report.replays == 4 + 1 + max(decoded.steps)
 
 
-@pytest.mark.parametrize("tree", [load_static("mc_sim_7b_63"), GROWN], ids=lambda tree: tree.name)
+@pytest.mark.parametrize(
+    "tree",
+    [load_static("mc_sim_7b_63"), GROWN, load_tree("scd:6"), load_tree("sjd-pac:6:3x2")],
+    ids=lambda tree: tree.name,
+)
 def test_mixed_batch_is_capture_legal(tree: Tree) -> None:
     requests = [
         request("ab", 1),
@@ -102,7 +114,10 @@ def test_kwargs_are_not_part_of_graph_key() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "tree", [AR, DraftTree.from_paths("three", [[0], [1]])], ids=lambda tree: tree.name
+    "tree",
+    [AR, DraftTree.from_paths("three", [[0], [1]])]
+    + [load_tree(name) for name in ("jacobi:2", "scd:2", "sjd-pac:2:2x1")],
+    ids=lambda tree: tree.name,
 )
 def test_compiled_step_draws_the_same_image(tree: DraftTree) -> None:
     models = tiny_models(tiny_config(vocab_size=16, dim=16, layers=1, ffn_dim=16, grid=(2, 4)))

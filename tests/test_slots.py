@@ -19,7 +19,7 @@ from lantern_hpu.generate import main
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.relaxation import Multiplicative
 from lantern_hpu.results import read_png
-from lantern_hpu.tree import DraftTree, DynamicTree, Tree
+from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_tree
 from tests.folder import write_folder
 from tests.test_step import Ahead
 from tests.tiny import (
@@ -36,6 +36,7 @@ from tests.tiny import (
 
 AR = DraftTree.root_only()
 GROWN = DynamicTree(top_k=3, expansions=2, drafts=8)
+LENT = Multiplicative(6, lam=4.0)
 SLOTS = 3
 PROMPTS = ["abcd", "xy", "q", "abc", "zebra", "a", "bcd"]
 
@@ -81,11 +82,15 @@ def told(done: Finished) -> tuple[list[int], int, list[int], int]:
 
 
 @pytest.mark.parametrize("mode", ["eager", "strict"])
-@pytest.mark.parametrize("tree", [AR, SMALL_TREE, GROWN], ids=lambda tree: tree.name)
+@pytest.mark.parametrize(
+    "tree",
+    [AR, SMALL_TREE, GROWN, *map(load_tree, ("jacobi:6", "scd:6:above", "sjd-pac:6:3x2"))],
+    ids=lambda tree: tree.name,
+)
 def test_an_image_is_the_same_alone_in_company_and_admitted_in_the_middle(
     models: Models, tree: Tree, mode: str
 ) -> None:
-    requests = images(relaxation=Multiplicative(6, lam=4.0) if tree.depth else None)
+    requests = images(relaxation=None if tree in (AR, load_tree("jacobi:6")) else LENT)
     together = sample(models, tree, requests)
     batch = open_batch(models, tree, requests, mode)
     for order in range(3):

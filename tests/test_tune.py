@@ -35,7 +35,7 @@ from lantern_hpu.tune.expectation import (
     expected_tokens,
     gain_probs,
 )
-from lantern_hpu.tune.options import TuneOptions
+from lantern_hpu.tune.options import TUNABLE, TuneOptions
 from lantern_hpu.tune.result import Figures, TreeRow, Tuning
 from lantern_hpu.tune.search import Solver, best_tree, most_reached, ms_per_token
 from lantern_hpu.tune.text import table, verdict
@@ -302,7 +302,7 @@ def test_auto_without_a_tuned_tree_says_how_to_tune(
     assert "python -m lantern_hpu.tune --method lantern++ --batch-size 3" in said
 
 
-@pytest.mark.parametrize("method", sorted(set(METHODS) - {"eagle", "lantern++"}))
+@pytest.mark.parametrize("method", sorted(set(METHODS) - set(TUNABLE)))
 def test_auto_is_refused_where_no_tree_can_be_tuned(
     method: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

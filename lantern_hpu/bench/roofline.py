@@ -41,8 +41,8 @@ class StepPasses:
     @classmethod
     def of(cls, tree: Tree) -> StepPasses:
         """Of a draft tree; the drafter's first pass catches up with one token."""
-        if not tree.depth:
-            return cls((), Pass(1, 1))
+        if not tree.needs_drafter:
+            return cls((), Pass(tree.size, tree.size))
         catch_up = Pass(1, 1)
         if isinstance(tree, DynamicTree):
             grow = (Pass(tree.top_k, tree.top_k),) * tree.expansions

@@ -30,7 +30,7 @@ from lantern_hpu.ops.buffers import arange32, constant
 from lantern_hpu.ops.kernels import Walk
 from lantern_hpu.ops.sampling import gather, gather_rows, topk_tokens
 from lantern_hpu.relaxation import Relaxation, Residual
-from lantern_hpu.tree import Tree
+from lantern_hpu.tree import Tree, Window
 
 
 @dataclass
@@ -57,6 +57,12 @@ class Bounds:
             each(r.factor for r in relaxations),
             each(r.weights(depth) for r in relaxations),
         )
+
+    def weight_at(self, depth: int | Tensor) -> Tensor:
+        """[B, 1] of the drafts at this depth, or at each image's [B]."""
+        if isinstance(depth, int):
+            return self.weight[:, depth : depth + 1]
+        return gather(self.weight, 1, depth[:, None])
 
 
 @dataclass
@@ -123,6 +129,8 @@ class Acceptance(nn.Module):
         self.walk = walk if residual == "sound" or neighbours is None else None
         # Most children of a node at each depth: no walk tries more there
         self.widest = tree.widest
+        # Of a window: [W + 1] nodes, the root and the first children
+        self.spine = constant(tree.spine) if isinstance(tree, Window) else None
         # The deepest node wins; at equal depth the lower number does.
         self.priority = constant(tree.size - 1 - arange32(tree.size))  # [M]
         self.neighbours = None if neighbours is None else constant(neighbours)
@@ -207,10 +215,10 @@ class Acceptance(nn.Module):
         exists: Tensor,  # [B] bool
         whole: Tensor,  # [B, V] p at the node before any refusal
         bounds: Bounds,
-        depth: int,
+        depth: int | Tensor,
     ) -> Trial:
         """One child of a node, `depth` drafts below the root, that all siblings before it left to be tried."""
-        own, weight = gather(p, 1, token), bounds.weight[:, depth : depth + 1]  # [B, 1]
+        own, weight = gather(p, 1, token), bounds.weight_at(depth)  # [B, 1]
         drawn = None if q is None else gather(q, 1, token)  # [B, 1]
         if drawn is not None:
             # A token without drafter mass was not really drawn (the draws ran out) and is skipped.
@@ -228,7 +236,7 @@ class Acceptance(nn.Module):
         exists: Tensor,  # [B, c] bool
         uniform: Tensor,  # [B, c]
         bounds: Bounds,
-        depth: int,
+        depth: int | Tensor,  # of the node, or of each image's [B]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Try the children of one node, `depth` drafts below the root, one after the other.
 
@@ -290,6 +298,56 @@ class Acceptance(nn.Module):
         if self.walk is not None and q is not None:
             near, each = self.neighbours, (bounds.k, bounds.delta, bounds.factor, bounds.weight)
             return Verdict(*self.walk(p, q, tokens, tables.child, tables.row, uniform, near, *each))
+        if self.spine is not None and q is not None:
+            return self.along_spine(self.spine, p, q, tokens, tables, uniform, bounds)
+        return self.by_level(p, q, tokens, tables, uniform, bounds)
+
+    def along_spine(
+        self,
+        spine: Tensor,  # [W + 1]
+        p: Tensor,
+        q: Tensor,
+        tokens: Tensor,
+        tables: TreeTables,
+        uniform: Tensor,
+        bounds: Bounds,
+    ) -> Verdict:
+        """`by_level` where first children alone have children: those are all tried at once.
+
+        Only where the first of them is refused are its siblings tried as well.
+        """
+        drafts = tokens[:, spine[1:]]  # [B, W]
+        own, drawn = (gather(x, 2, drafts[..., None])[..., 0] for x in (p, q))
+        mass = self.raised(own, bounds.weight, self.lenders(p, drafts, own, bounds))
+        bar = uniform[..., 0] * drawn
+        passed = (drawn > 0) & (bar < mass)
+        taken = ((~passed).cumsum(1) == 0).sum(1, dtype=torch.int32)  # [B]
+        stop = taken.clamp(max=drafts.shape[1] - 1)
+        node = spine[taken]
+        children = rows_at(tables.child, node)  # [B, C]
+        chosen, rest, helped = self.siblings(
+            rows_at(p, stop),
+            rows_at(q, stop),
+            gather(tokens, 1, children),
+            children > 0,
+            rows_at(uniform, stop),
+            bounds,
+            stop,
+        )
+        node = torch.where(chosen.any(1), (children * chosen).sum(1, dtype=torch.int32), node)
+        here = tables.depth[:, spine[1:]] > taken[:, None]
+        return Verdict(node, rest, torch.where(here, helped[:, None], ~(bar < own)))
+
+    def by_level(
+        self,
+        p: Tensor,
+        q: Tensor | None,
+        tokens: Tensor,
+        tables: TreeTables,
+        uniform: Tensor,
+        bounds: Bounds,
+    ) -> Verdict:
+        """`sampled` in torch, whatever the tree."""
         node = torch.zeros_like(tokens[:, 0])
         residual = p[:, 0]
         walking = torch.ones_like(node, dtype=torch.bool)
@@ -330,13 +388,25 @@ class Acceptance(nn.Module):
             lenders = self.lenders(gather_rows(p, row), drafts, own, bounds)
             raised = self.raised(own, weight, lenders)
         helped = (raised > top) | ((raised == top) & (drafts < best))
-        failed = ~(wins | helped)  # [B, M - 1]
-        reached = ~(failed[:, None] & tables.ancestors[:, :, 1:]).any(-1)  # [B, M]
-        priority = tables.depth * tokens.shape[1] + self.priority
-        node = (reached * priority).argmax(-1).int()
+        node = self.deepest(~(wins | helped), tables)
         on_path = rows_at(tables.path, node)[:, 1:]  # [B, D]
         relaxed = gather(helped & ~wins, 1, (on_path - 1).clamp(min=0))  # past `node`: not counted
         return Verdict(node, p[:, 0], relaxed)
+
+    def deepest(self, failed: Tensor, tables: TreeTables) -> Tensor:
+        """The last node [B] int32 of the longest path without a draft that failed [B, M - 1]."""
+        reached = ~(failed[:, None] & tables.ancestors[:, :, 1:]).any(-1)  # [B, M]
+        priority = tables.depth * reached.shape[1] + self.priority
+        return (reached * priority).argmax(-1).int()
+
+    def repeated(self, drawn: Tensor, tokens: Tensor, tables: TreeTables) -> Tensor:
+        """Where the drafts stop being what their places draw anyway: [B] int32.
+
+        Args:
+            drawn: [B, I], a draw from each law. tokens: [B, M].
+        """
+        row = gather(tables.row, 1, tables.parent[:, 1:])
+        return self.deepest(tokens[:, 1:] != gather(drawn, 1, row), tables)
 
 
 def without(q: Tensor, token: Tensor) -> Tensor:

@@ -213,6 +213,9 @@ class Engine:
                 getattr(goal, item.name).copy_(getattr(values, item.name))
         first = [noise.uniforms(request.seed, 0, 1)[0] for request in requests]
         entry.first_uniform.copy_(torch.tensor(first, dtype=torch.float32))
+        if entry.keys is not None:
+            keys = [noise.keys(request.seed, self.target.config.tokens) for request in requests]
+            entry.keys.copy_(torch.from_numpy(np.stack(keys)))
 
     def place(self, prefix: Prefix, entry: Entry) -> None:
         """Copy the condition of images to where they are admitted from."""
@@ -364,7 +367,7 @@ class EngineCache:
     def make_room(self, spec: Spec) -> None:
         """Evict the oldest until there are few enough, and until the device has memory for the caches of a new one."""
         config = self.model.target.config
-        layers = config.layers + (1 if spec.tree.depth else 0)
+        layers = config.layers + (1 if spec.tree.needs_drafter else 0)
         numbers = 2 * layers * spec.rows * capacity(config, spec.tree) * config.kv_width
         need = numbers * self.model.target.dtype.itemsize
         self.shrink(self.kept - 1)

@@ -13,11 +13,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.config import KEPT
-from lantern_hpu.decode.spec import capacity
+from lantern_hpu.decode.spec import capacity, keeps_noise
 from lantern_hpu.errors import DeviceError, OptionError, require
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
 from lantern_hpu.tables import amount
-from lantern_hpu.tree import DraftTree, Tree
+from lantern_hpu.tree import DraftTree, Tree, Window
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.base import Backend
@@ -83,9 +83,9 @@ def phases(model: ModelConfig, setup: Setup) -> dict[str, Rows]:
     require(setup.dtype in DTYPES, "--dtype", setup.dtype, ", ".join(DTYPES))
     require(setup.batch_size > 0, "--batch-size", setup.batch_size, "1 or more")
     require(setup.keep_text in KEPT, "--keep-text", setup.keep_text, ", ".join(KEPT))
-    if setup.tree.depth and model.drafter is None:
+    if setup.tree.needs_drafter and model.drafter is None:
         what = f"the tree {setup.tree.name} needs a drafter"
-        raise OptionError(what, "the model has none", "--method ar")
+        raise OptionError(what, "the model has none", "--method ar or scd")
     held, text = weights(model, setup) + state(model, setup), text_weights(model, setup)
     found: dict[str, Rows] = {}
     if setup.quantize:
@@ -123,7 +123,7 @@ def weights(model: ModelConfig, setup: Setup) -> Rows:
         for rows, columns in model.target.block_matrices:
             saved = rows * columns * (setup.bytes - 1) - rows * ROW_BYTES
             target -= model.target.layers * saved
-    drafts = setup.tree.depth or setup.loads_drafter
+    drafts = setup.tree.needs_drafter or setup.loads_drafter
     return [
         ("target weights", target),
         ("drafter weights", held["drafter"] * setup.bytes if drafts else 0),
@@ -141,13 +141,24 @@ def text_weights(model: ModelConfig, setup: Setup) -> Rows:
 
 def state(model: ModelConfig, setup: Setup) -> Rows:
     """What is allocated once for a batch."""
-    config, drafts = model.target, setup.tree.depth > 0
+    config, drafts = model.target, setup.tree.needs_drafter
     return [
         ("target KV cache", cache_bytes(config, config.layers, setup)),
         ("drafter KV cache", cache_bytes(config, 1, setup) if drafts else 0),
+        ("laws and noise of a window", window_bytes(config, setup)),
         ("prefix", setup.rows * config.prefix * config.dim * setup.bytes),
         ("nearest codes", config.vocab_size * setup.neighbours * 4),
     ]
+
+
+def window_bytes(config: TransformerConfig, setup: Setup) -> int:
+    """What a window keeps: the laws of its drafts, and the noise of whole images if that fits its budget."""
+    tree = setup.tree
+    if not isinstance(tree, Window):
+        return 0
+    laws = 0 if tree.rule == "jacobi" else tree.depth
+    places = config.tokens if keeps_noise(config, tree, setup.batch_size) else 0
+    return 4 * setup.batch_size * config.vocab_size * (laws + places)
 
 
 def working(model: ModelConfig, setup: Setup) -> Rows:
@@ -180,9 +191,9 @@ def activations(model: ModelConfig, setup: Setup, positions: int) -> int:
 def probs_bytes(config: TransformerConfig, setup: Setup) -> int:
     """Logits of all rows in their own format and float32; those of target and drafter, and one on the way."""
     tree = setup.tree
-    inner = len(tree.expanded) if isinstance(tree, DraftTree) else tree.size
+    inner = len(tree.judged) if isinstance(tree, DraftTree) else tree.size
     logits = setup.rows * (4 + (setup.bytes if setup.bytes < 4 else 0))
-    return max(inner, 1) * config.vocab_size * (logits + setup.batch_size * 4 * 3)
+    return inner * config.vocab_size * (logits + setup.batch_size * 4 * 3)
 
 
 # ------------------------------------------------------------------------------------ does it fit

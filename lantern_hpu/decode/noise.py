@@ -11,7 +11,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from lantern_hpu.ops.race import ROUNDS
+
 STREAM = 0x6C616E7465726E  # the second half of the key: keeps this use of a seed apart from others
+PLACES = 0x77696E646F77  # the same, for noise that belongs to a place and not to a step
 
 
 def uniforms(seed: int, step: int, count: int) -> NDArray[np.float32]:
@@ -46,3 +49,13 @@ def block(
             for step in range(steps):
                 found[step, image] = uniforms(seed, begin + step, count)
     return found
+
+
+def keys(seed: int, places: int) -> NDArray[np.int32]:
+    """Keys of the fixed noise of `ops/race.py`, a function of (seed, place).
+
+    Returns [places, ROUNDS] int32, 16 bits each.
+    """
+    key = np.array([seed, PLACES], dtype=np.uint64)
+    raw = np.random.Philox(key=key).random_raw(places * ROUNDS) >> np.uint64(48)
+    return raw.astype(np.int32).reshape(places, ROUNDS)

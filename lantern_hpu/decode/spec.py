@@ -10,15 +10,16 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lantern_hpu.config import Request
+from lantern_hpu.config import NO_BOUND, Request
 from lantern_hpu.errors import OptionError, require
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.relaxation import Residual
-from lantern_hpu.tree import Tree
+from lantern_hpu.tree import Tree, Window
 
 BLOCK = 16  # most steps between two host reads
 BATCHES = (1, 2, 3, 4, 6, 8)  # sizes of a batch where none is asked for
 LEAST_CLASS = 16  # of top-k and neighbours
+NOISE_BYTES = 2**28  # of a batch's fixed noise, at most; more is made anew in each step
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,10 @@ class Spec:
         need, listed = min(most + 1, vocabulary - 1) if most else 0, listed or vocabulary - 1
         require(need <= listed, "--relax-k", most, f"0 to {listed - 1}, as many as are listed")
         allowed = f"at most {vocabulary} children of a node"
-        require(tree.max_children <= vocabulary, "--tree", tree.name, allowed)
+        option = "--window-tree" if isinstance(tree, Window) else "--tree"
+        require(tree.max_children <= vocabulary, option, tree.name, allowed)
+        if isinstance(tree, Window):
+            check_window(tree, requests, config)
         limited = [s.top_k for s in samplings if 0 < s.top_k < vocabulary and not s.greedy]
         return cls(
             images,
@@ -91,6 +95,21 @@ class Spec:
     def draws(self) -> int:
         """Uniforms a step takes for an image: drafts, acceptance, bonus token."""
         return self.tree.draws + self.tree.depth * self.tree.max_children + 1
+
+
+def check_window(tree: Window, requests: Sequence[Request], config: TransformerConfig) -> None:
+    """Raise an OptionError for a window that these images cannot be drawn with."""
+    most = config.tokens - 1
+    require(tree.depth <= most, "--window", tree.depth, f"at most {most}, the rest of the image")
+    if tree.rule == "jacobi" and any(request.relaxation.active for request in requests):
+        raise OptionError("jacobi takes no relaxation", NO_BOUND, "--method scd")
+
+
+def keeps_noise(config: TransformerConfig, tree: Tree, images: int) -> bool:
+    """Whether the fixed noise of a window is kept for whole images, or made in each step."""
+    if not isinstance(tree, Window) or tree.rule == "sjd-pac":
+        return False
+    return 4 * images * config.tokens * config.vocab_size <= NOISE_BYTES
 
 
 def class_of(count: int) -> int:

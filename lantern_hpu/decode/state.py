@@ -17,7 +17,9 @@ from lantern_hpu.decode.accept import Bounds
 from lantern_hpu.decode.spec import Spec, capacity, token_columns
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.ops.kv_cache import KVCache
+from lantern_hpu.ops.race import ROUNDS
 from lantern_hpu.ops.sampling import SamplingParams
+from lantern_hpu.tree import Window
 
 
 @dataclass
@@ -34,6 +36,7 @@ class Entry:
     sampling: SamplingParams  # [A]
     bounds: Bounds  # [A]
     first_uniform: Tensor  # [A] float32, for the token that admission draws
+    keys: Tensor | None  # [A, N, ROUNDS] int32, of the fixed noise of windows; None for other trees
 
     @classmethod
     def allocate(
@@ -56,6 +59,7 @@ class Entry:
             sampling=no_sampling(a, config.vocab_size, device),
             bounds=no_bounds(a, spec.tree.depth, device),
             first_uniform=real(device, a),
+            keys=whole(device, a, config.tokens, ROUNDS) if isinstance(spec.tree, Window) else None,
         )
 
     @property

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.decode.accept import Acceptance, Verdict
-from lantern_hpu.decode.drafting import Committed, Drafting, Drafts
+from lantern_hpu.decode.drafting import Committed, Drafting, Drafts, WindowDrafting
 from lantern_hpu.decode.positions import Positions
 from lantern_hpu.decode.sampler import Sampler
 from lantern_hpu.decode.spec import Spec, capacity, token_columns
@@ -26,14 +26,16 @@ from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.buffers import arange32, constant
 from lantern_hpu.ops.masks import additive_mask
 from lantern_hpu.ops.sampling import gather, gather_rows
-from lantern_hpu.tree import DraftTree
+from lantern_hpu.tree import DraftTree, Window
 
 
 @dataclass
 class Accepted:
     """What verification let through."""
 
-    probs: Tensor  # [B, I, V] float32, the target's at nodes with children, or at the root if it has none
+    # [B, I, V] float32, the target's at nodes with children, or at the root if it has none; a window's: at all nodes,
+    # the spine's first
+    probs: Tensor
     node: Tensor  # [B] int32, where the walk stopped
     bonus: Tensor  # [B] int32, the token after it
     relaxed: Tensor  # [B, D] bool, which drafts of its path passed only thanks to relaxation
@@ -65,8 +67,15 @@ class Step(nn.Module):
             self.acceptance = Acceptance(tree, neighbours, spec.residual, spec.annealed, kernel)
         self.alone = StaticTables(DraftTree.root_only())
         # [I] nodes whose children may be tried; which they are is not known of a dynamic tree
-        expanded = tree.expanded if isinstance(tree, DraftTree) else None
-        self.expanded = None if expanded is None else constant(expanded, torch.int32)
+        judged = tree.judged if isinstance(tree, DraftTree) else None
+        self.judged = None if judged is None else constant(judged, torch.int32)
+        # [M] which law is a node's, where all nodes have theirs
+        whole = judged is not None and len(judged) == tree.size
+        ranks = {node: rank for rank, node in enumerate(judged or ())}
+        self.law = constant([ranks[n] for n in range(tree.size)]) if whole else None
+        self.inner = len(tree.expanded) if isinstance(tree, DraftTree) else tree.size  # I
+        self.in_place = tree.is_chain  # its accepted path lies where it belongs
+        self.repeats = isinstance(tree, Window) and tree.rule == "jacobi"
         self.first = constant(arange32(spec.images) * token_columns(config, tree))  # [B]
         layers = arange32(config.layers) * spec.rows * capacity(config, tree)
         self.layer_start = constant(layers)  # [layers]
@@ -122,15 +131,28 @@ class Step(nn.Module):
             bonus = self.sampler.token(probs[:, 0], probs[:, 0], uniform[:, 0], state)
             none = torch.zeros_like(state.accepted, dtype=torch.bool)  # [B, 0]: nothing to relax
             return Accepted(probs, torch.zeros_like(state.root), bonus, none)
-        inner = hidden if self.expanded is None else hidden[:, self.expanded]
-        p = self.sampler(inner, state)  # [B, I, V]
-        verdict = self.judge(self.acceptance, p, drafts, uniform, state)
-        stop = self.positions.per_row(verdict.node)[:, None]  # [R, 1]
-        fresh = self.sampler(gather_rows(hidden, stop), state)[:, 0]  # [B, V]
+        judged = hidden if self.judged is None else hidden[:, self.judged]
+        p = self.sampler(judged, state)  # [B, I, V]
+        if self.repeats:
+            return self.accept_repeated(p, drafts, state)
+        verdict = self.judge(self.acceptance, p[:, : self.inner], drafts, uniform, state)
+        if self.law is None:
+            stop = self.positions.per_row(verdict.node)[:, None]  # [R, 1]
+            fresh = self.sampler(gather_rows(hidden, stop), state)[:, 0]  # [B, V]
+        else:
+            fresh = rows_at(p, self.law[verdict.node])
         inside = rows_at(drafts.tables.child, verdict.node)[:, :1] > 0  # [B, 1]
         probs = torch.where(inside, verdict.residual, fresh)
         bonus = self.sampler.token(probs, fresh, uniform[:, -1], state)
         return Accepted(p, verdict.node, bonus, verdict.relaxed)
+
+    def accept_repeated(self, p: Tensor, drafts: Drafts, state: DecodeState) -> Accepted:
+        """Each place draws by its own noise; drafts that are those draws stay, and the first other draw does too."""
+        assert self.acceptance is not None and isinstance(self.drafting, WindowDrafting)
+        drawn = self.drafting.repeat(p, state)  # [B, W + 1]
+        node = self.acceptance.repeated(drawn, drafts.tokens, drafts.tables)
+        bonus = gather(drawn, 1, node[:, None])[:, 0]
+        return Accepted(p, node, bonus, torch.zeros_like(state.accepted, dtype=torch.bool))
 
     def judge(
         self,
@@ -168,10 +190,12 @@ class Step(nn.Module):
         state.tokens.index_copy_(0, index.flatten().long(), news.flatten())
         count = (state.count + taken + 1).clamp(max=self.tokens - 1)
         if self.drafting is not None:
-            self.move_path(path, length, state)
+            if not self.in_place:
+                self.move_path(path, length, state)
             # A finished image adds nothing; one pair keeps its catch-up within its own row.
             added = (count - state.count).clamp(min=1)
-            self.drafting.absorb(Committed(hidden, path, news, added), state)
+            committed = Committed(hidden, path, news, added, accepted.probs, drafts.uniform)
+            self.drafting.absorb(committed, state)
         self.tally(taken, accepted.relaxed, order, state)
         state.root.copy_(accepted.bonus)
         state.count.copy_(count)

@@ -67,6 +67,12 @@ def prompts_of(pipeline: LanternPipeline) -> Sequence[str]:
     return usual_prompts(pipeline.model.condition.takes_classes)
 
 
+def kind_of(setting: Setting) -> str | None:
+    """Methods of one kind draft alike, and share their places; None where no draft is tried."""
+    method = METHODS[setting.method]
+    return None if method.rule == "jacobi" else method.rule or method.tree
+
+
 # ------------------------------------------------------------------------------------ places
 
 
@@ -190,7 +196,7 @@ def speed(
     pipeline: LanternPipeline, setting: Setting, options: FidelityOptions
 ) -> dict[str, float]:
     """Tokens a step and milliseconds an image, one image at a time, after a first one."""
-    tree = METHODS[setting.method].default_tree
+    tree = pipeline.choose(setting.method).tree
     index, sampling = range(options.timed), pipeline.model.sampling
     requests = in_turn(prompts_of(pipeline), index, options.seed, sampling, setting.relaxation)
     pipeline.draw(requests[:1], tree, setting.method, 1)
@@ -222,8 +228,8 @@ def measure(
     for setting in settings:
         bar.set_description(setting.name)
         setting = replace(setting, relaxation=fitted(setting.relaxation, pipeline.model))
-        kind, tree = METHODS[setting.method].tree, METHODS[setting.method].default_tree
-        tv = [0.0]  # what drafts nothing draws from p itself
+        kind, tree = kind_of(setting), pipeline.choose(setting.method).tree
+        tv = [0.0]  # what tries nothing draws from p itself
         if kind is not None:
             if kind not in places:
                 places[kind] = all_places(pipeline, tree, options, bar)
@@ -244,5 +250,5 @@ def measure(
 
 def total(settings: Sequence[Setting], options: FidelityOptions) -> int:
     """Images that the bar of `measure` counts."""
-    kinds = {METHODS[setting.method].tree for setting in settings} - {None}
+    kinds = {kind_of(setting) for setting in settings} - {None}
     return options.images * (len(kinds) + len(settings)) + options.timed * len(settings)

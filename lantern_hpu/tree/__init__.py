@@ -2,8 +2,8 @@
 
 A static tree has the same nodes at every step. A node is named by the sibling ranks on its path from the
 root: `0.2` is the third child of the first child. Nodes are numbered by (depth, path), the root is node 0.
-The named ones stand in `named.py`. A dynamic tree (EAGLE-2) has a fixed size, and grows anew at every step.
-This module needs no torch.
+The named ones stand in `named.py`. A dynamic tree (EAGLE-2) has a fixed size, and grows anew at every step. A window
+is a chain, or a chain with some siblings at its front, whose drafts need no drafter. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path as FilePath
+from typing import Literal, get_args
 
 from lantern_hpu.errors import TreeError, choices
 from lantern_hpu.tree.named import NAMED
@@ -22,6 +23,10 @@ Path = tuple[int, ...]
 DRAWS = 10  # children that a drafter draws at a node, at most
 DYNAMIC = "dynamic"
 MOST_CHILDREN, MOST_EXPANSIONS, MOST_CANDIDATES = 64, 16, 4200  # of a dynamic tree
+
+Rule = Literal["jacobi", "scd", "sjd-pac"]  # how a window's drafts are verified and made
+Guess = Literal["law", "left", "above", "random"]  # what stands at places that have just entered it
+MOST_WINDOW, FRONT = 256, (3, 3)  # drafts in a row; siblings and levels of sjd-pac's front
 
 
 def dotted(path: Path) -> str:
@@ -122,6 +127,20 @@ class DraftTree:
         """[I] nodes with children, in id order."""
         return tuple(node for node, children in enumerate(self.children) if children)
 
+    @property
+    def judged(self) -> tuple[int, ...]:
+        """Nodes whose laws verification computes together: those with children, or the root alone."""
+        return self.expanded or (0,)
+
+    @property
+    def needs_drafter(self) -> bool:
+        return self.depth > 0
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether node n is the nth draft of one path, so that an accepted path lies where it belongs."""
+        return self.size == self.depth + 1
+
     @cached_property
     def levels(self) -> tuple[tuple[int, ...], ...]:
         """[D + 1] node ids at each depth."""
@@ -213,6 +232,14 @@ class DynamicTree:
         return self.top_k + self.expansions * self.top_k**2
 
     @property
+    def needs_drafter(self) -> bool:
+        return True
+
+    @property
+    def is_chain(self) -> bool:
+        return False
+
+    @property
     def size(self) -> int:
         """M, nodes with the root."""
         return self.drafts + 1
@@ -243,7 +270,126 @@ class DynamicTree:
         return self.expansions * self.top_k
 
 
+@dataclass(frozen=True)
+class Window(DraftTree):
+    """A static tree whose drafts are the last step's own draws: no drafter makes them.
+
+    The first children form a chain of W drafts, the spine. With a front of K x D the first D levels have K siblings
+    each, all drawn from the law that the spine's draft was drawn from.
+
+    Attributes:
+        rule: how drafts are verified, and what the later places draft next.
+        guess: what stands at a place that no step has seen yet.
+    """
+
+    rule: Rule = "jacobi"
+    guess: Guess = "law"
+
+    @classmethod
+    def of(
+        cls,
+        rule: Rule,
+        width: int,
+        front: tuple[int, int] | None = None,
+        guess: Guess = "law",
+    ) -> Window:
+        """The window of a rule.
+
+        Args:
+            width: W; 0 is one token a step, for `jacobi` with the same noise as any other width.
+            front: K siblings at the first D levels, for `sjd-pac`; 3 x 3 if not given.
+
+        Raises:
+            TreeError: a size is out of range, or the rule has no use for it.
+        """
+        if rule not in get_args(Rule) or guess not in get_args(Guess):
+            known = choices([*get_args(Rule), *get_args(Guess)])
+            raise TreeError(f"no window {rule}, {guess}", "unknown rule or guess", known)
+        least = 0 if rule == "jacobi" else 1
+        if not least <= width <= MOST_WINDOW:
+            raise TreeError(f"--window is {width}", f"{rule} takes {least} to {MOST_WINDOW}")
+        if rule != "sjd-pac" and front is not None:
+            why = f"{rule} has one draft at each place"
+            raise TreeError("--window-tree has no meaning here", why, "--method sjd-pac")
+        siblings, levels = front or (FRONT[0], min(FRONT[1], width))
+        if not (1 <= siblings <= MOST_CHILDREN and 0 <= levels <= width):
+            why = f"1 to {MOST_CHILDREN} siblings at 0 to {width} levels, as many as the window has"
+            raise TreeError(f"--window-tree is {siblings}x{levels}", why, "--window-tree 3x3")
+        if rule != "sjd-pac":
+            levels = 0
+        ways = [(0,) * depth for depth in range(width + 1)]
+        paths = [
+            (*way, rank)
+            for depth, way in enumerate(ways[:-1])
+            for rank in range(siblings if depth < levels else 1)
+        ]
+        shape = f":{siblings}x{levels}" if rule == "sjd-pac" else ""
+        return cls(f"{rule}:{width}{shape}:{guess}", ((), *paths), rule, guess)
+
+    @classmethod
+    def parse(cls, name: str) -> Window:
+        """`scd:16`, `scd:16:left`, or `sjd-pac:16:3x3:law`: rule, W, K x D and guess; what is usual may be left out.
+
+        Raises:
+            TreeError: it cannot be read, or see `of`.
+        """
+        rule, *parts = name.split(":")
+        guess = parts.pop() if parts and parts[-1] in get_args(Guess) else "law"
+        if not 1 <= len(parts) <= 2 or not parts[0].isdecimal():
+            why = "expected rule, width and what else differs from the usual"
+            raise TreeError(f"cannot read the window {name!r}", why, "scd:16 or sjd-pac:16:3x3")
+        front = parse_front(parts[1]) if len(parts) == 2 else None
+        return cls.of(rule, int(parts[0]), front, guess)  # type: ignore[arg-type]
+
+    @property
+    def needs_drafter(self) -> bool:
+        return False
+
+    @cached_property
+    def spine(self) -> tuple[int, ...]:
+        """[W + 1] the root and the first children."""
+        return tuple(self.ids[(0,) * depth] for depth in range(self.depth + 1))
+
+    @cached_property
+    def siblings(self) -> tuple[int, ...]:
+        """Nodes beside the spine, by (depth, rank)."""
+        return tuple(node for node in range(self.size) if node not in self.spine)
+
+    @property
+    def front(self) -> int:
+        """Levels with siblings."""
+        return max((self.depths[node] for node in self.siblings), default=0)
+
+    @property
+    def judged(self) -> tuple[int, ...]:
+        """All nodes: a window drafts from the laws of its places. The spine comes first."""
+        return (*self.spine, *self.siblings)
+
+    @property
+    def draws(self) -> int:
+        """Uniforms of `sjd-pac`: one a sibling, and two a place that keeps its draft or draws another."""
+        return len(self.siblings) + 2 * self.depth if self.rule == "sjd-pac" else 0
+
+    @property
+    def scratch(self) -> int:
+        """Nodes that go through a drafter."""
+        return 0
+
+
 Tree = DraftTree | DynamicTree
+
+
+def parse_front(text: str) -> tuple[int, int]:
+    """`3x3` as 3 siblings at 3 levels.
+
+    Raises:
+        TreeError: it cannot be read.
+    """
+    sizes = text.split("x")
+    if len(sizes) != 2 or not all(size.isdecimal() for size in sizes):
+        why = "expected siblings and levels"
+        raise TreeError(f"cannot read --window-tree {text!r}", why, "--window-tree 3x3")
+    return int(sizes[0]), int(sizes[1])
 
 
 def check_node(name: str, path: Path, known: set[Path], draws: int) -> None:
@@ -263,9 +409,12 @@ def check_node(name: str, path: Path, known: set[Path], draws: int) -> None:
 
 
 def load_tree(name: str) -> Tree:
-    """Any tree by name or file; see `load_static` and `DynamicTree.parse`."""
-    if name.partition(":")[0] == DYNAMIC:
+    """Any tree by name or file; see `load_static`, `DynamicTree.parse` and `Window.parse`."""
+    kind = name.partition(":")[0]
+    if kind == DYNAMIC:
         return DynamicTree.parse(name)
+    if kind in get_args(Rule):
+        return Window.parse(name)
     return load_static(name)
 
 

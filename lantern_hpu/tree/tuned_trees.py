@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from lantern_hpu.errors import OptionError, TreeError
 from lantern_hpu.files import cache_folder, write_file
-from lantern_hpu.tree import DraftTree, load_static
+from lantern_hpu.tree import MOST_CHILDREN, DraftTree, Rule, Window, load_static
 
 Situation = dict[str, Any]  # what a tree was tuned for, `batch_size` among it
 
 
 @dataclass(frozen=True)
 class TunedTree:
-    """The fastest tree that was measured, and whether one token a step was faster still."""
+    """The fastest tree that was measured, whether one token a step was faster still, and what it took."""
 
     tree: DraftTree
     ar_wins: bool
+    ms_per_token: float | None = None
 
 
 def folder() -> Path:
@@ -52,7 +53,11 @@ def save(situation: Situation, tuned: TunedTree) -> Path:
         OutputError: it cannot be written.
     """
     file = file_of(situation)
-    about = {"ar_wins": tuned.ar_wins, "tuned_for": situation}
+    about = {
+        "ar_wins": tuned.ar_wins,
+        "ms_per_token": tuned.ms_per_token,
+        "tuned_for": situation,
+    }
     write_file(file, tree_file(tuned.tree, about), force=True)
     return file
 
@@ -75,13 +80,26 @@ def find(situation: Situation) -> TunedTree:
         raise OptionError(
             "--tree auto knows no tree", why, f"{hint}, with the same model and device"
         )
-    tree = load_static(str(file))
+    tree = load_static(str(file), MOST_CHILDREN)
+    if tree.name.partition(":")[0] in get_args(Rule):
+        tree = Window.parse(tree.name)  # whose name says all there is to know
     try:
-        return TunedTree(tree, bool(json.loads(file.read_text())["ar_wins"]))
+        data = json.loads(file.read_text())
+        return TunedTree(tree, bool(data["ar_wins"]), data.get("ms_per_token"))
     except (KeyError, TypeError) as error:
         raise TreeError(
             f"{file} is damaged", f"it lacks {error}", "delete it, and tune again"
         ) from error
+
+
+def windows(situation: Situation, methods: Iterable[str]) -> Iterator[tuple[float, str, Window]]:
+    """Windows of these methods that were tuned in a situation and beat one token a step: ms a token, method, tree."""
+    for method in methods:
+        here = situation | {"method": method}
+        if file_of(here).is_file():
+            found = find(here)
+            if isinstance(found.tree, Window) and found.ms_per_token and not found.ar_wins:
+                yield found.ms_per_token, method, found.tree
 
 
 def batch_sizes(situation: Situation) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""Find the static tree that draws fastest with this model on this device.
+"""Find the static tree, or the window, that draws fastest with this model on this device.
 
     python -m lantern_hpu.tune
     python -m lantern_hpu.generate --tree auto --prompt "a red apple"
@@ -7,7 +7,7 @@ What a step costs is measured over trees of different shapes, in the graph mode 
 accepted, on images drawn with the method's own relaxation, first with a typical tree and then with the best tree that
 follows, as a tree also decides where steps begin. `search.py` puts the two together. What it expects is then
 measured, on other seeds, beside `ar` and the named trees. The fastest tree is saved for `--tree auto`, with a note if
-`ar` is faster still.
+`ar` is faster still. Windows (`--method scd`) are few: each width is drawn with.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import prepare
+from lantern_hpu.config import METHODS, WINDOWS
 from lantern_hpu.errors import OptionError, exit_code, needing
 from lantern_hpu.evaluate.counts import ChildCounts
 from lantern_hpu.files import check_free, write_file
@@ -41,6 +42,7 @@ from lantern_hpu.tune.options import MOST_DEPTH, MOST_NODES, TUNABLE, TuneOption
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.tune.result import Tuning
+    from lantern_hpu.tune.windows import WindowTuning
 
 KIND = "lantern_hpu.tune"
 
@@ -48,7 +50,7 @@ KIND = "lantern_hpu.tune"
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         KIND,
-        description="Find the static tree that draws fastest with this model on this device.",
+        description="Find the static tree or the window that draws fastest with this model on this device.",
     )
     what = parser.add_argument_group("what to tune for")
     what.add_argument("--model", default="builtin", help="as for generate (builtin)")
@@ -115,11 +117,25 @@ def check_profile(
 
 
 def check_model(pipeline: LanternPipeline, situation: tuned_trees.Situation) -> None:
-    """Raise an error if the model drafts nothing, or its tree could not be saved."""
-    if pipeline.model.drafter is None:
-        why = "without one, ar is all it can do"
-        raise OptionError(f"{pipeline.model.name} has no drafter", why, "--drafter")
+    """Raise an error if the model cannot draft this method's trees, or the tree could not be tuned_trees."""
+    if METHODS[situation["method"]].needs_drafter and pipeline.model.drafter is None:
+        why, hint = f"{situation['method']} needs one", "--method " + " or ".join(WINDOWS)
+        raise OptionError(f"{pipeline.model.name} has no drafter", why, f"--drafter, or {hint}")
     check_free([tuned_trees.file_of(situation)], force=True)
+
+
+def measure_windows(
+    pipeline: LanternPipeline, options: TuneOptions, prompts: Sequence[str]
+) -> WindowTuning:
+    """All widths, with a bar."""
+    from tqdm import tqdm
+
+    from lantern_hpu.tune.tuner import Tuner
+    from lantern_hpu.tune.windows import tune_windows, windows
+
+    trees = windows(options.method, pipeline.model.target.config.tokens)
+    with tqdm(total=len(trees) + 1, unit="part", file=sys.stderr, dynamic_ncols=True) as bar:
+        return tune_windows(Tuner(pipeline, options, prompts, bar), trees)
 
 
 def measure(
@@ -141,11 +157,17 @@ def measure(
 def report(
     pipeline: LanternPipeline,
     options: TuneOptions,
-    tuning: Tuning,
+    tuning: Tuning | WindowTuning,
     situation: tuned_trees.Situation,
     argv: Sequence[str],
 ) -> dict[str, Any]:
     """The JSON contract of `--report`."""
+    from lantern_hpu.tune.windows import WindowTuning
+
+    found: dict[str, Any] = {}
+    if not isinstance(tuning, WindowTuning):
+        profile = tuning.counts.as_json() | {"situation": situation}
+        found = {"costs": asdict(tuning.costs), "profile": profile}
     return {
         "kind": KIND,
         "date": datetime.date.today().isoformat(),
@@ -153,18 +175,19 @@ def report(
         "situation": situation,
         "images": options.images,
         "seed": options.seed,
-        "costs": asdict(tuning.costs),
-        "profile": tuning.counts.as_json() | {"situation": situation},
+        **found,
         "rows": [row.as_json() for row in tuning.rows],
         "fastest": tuning.fastest,
         "environment": pipeline.environment(),
     }
 
 
-def save(tuning: Tuning, situation: tuned_trees.Situation) -> None:
+def save(tuning: Tuning | WindowTuning, situation: tuned_trees.Situation) -> None:
     """Keep the fastest tree for `--tree auto`."""
     best = tuning.best
-    file = tuned_trees.save(situation, tuned_trees.TunedTree(best.tree, tuning.ar_wins))
+    file = tuned_trees.save(
+        situation, tuned_trees.TunedTree(best.tree, tuning.ar_wins, best.measured.ms_per_token)
+    )
     auto = "with --method auto draws with ar" if tuning.ar_wins else f"draws with {best.name}"
     print(f"saved {file}: --tree auto {auto} in batches of {situation['batch_size']}")
 
@@ -174,6 +197,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     options = TuneOptions(**taken(TuneOptions, args))
     check_outputs([args.output, args.report], args.force)
     prompts = read_prompts(args.prompts) if args.prompts else []
+    is_window = METHODS[options.method].rule is not None
+    if is_window and args.profile:
+        raise OptionError(f"--profile has no use for {options.method}", "each width is drawn with")
     counts, earlier = read_profile(args.profile) if args.profile else (None, None)
     device = device_options(args)
     with needing("scipy", "what steps cost is fitted with it", "tune"):
@@ -187,8 +213,15 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         check_model(pipeline, situation)
         if earlier is not None:
             check_profile(earlier, situation, args.profile)
-        tuning = measure(pipeline, options, prompts, counts)
-        print(summary(tuning))
+        tuning: Tuning | WindowTuning
+        if is_window:
+            from lantern_hpu.tune import windows
+
+            tuning = measure_windows(pipeline, options, prompts)
+            print(windows.summary(tuning))
+        else:
+            tuning = measure(pipeline, options, prompts, counts)
+            print(summary(tuning))
         whole = report(pipeline, options, tuning, situation, argv)
     tree = tuned_trees.tree_file(tuning.best.tree)
     for file, data in ((args.output, tree), (args.report, json.dumps(whole, indent=1).encode())):

@@ -5,16 +5,19 @@ from __future__ import annotations
 from lantern_hpu.decode.drafting.base import Committed, Drafting, Drafts
 from lantern_hpu.decode.drafting.dynamic import DynamicDrafting
 from lantern_hpu.decode.drafting.static import StaticDrafting
+from lantern_hpu.decode.drafting.window import WindowDrafting
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target
-from lantern_hpu.tree import DynamicTree
+from lantern_hpu.tree import DynamicTree, Window
 
-__all__ = ["Committed", "Drafting", "Drafts", "make_drafting"]
+__all__ = ["Committed", "Drafting", "Drafts", "WindowDrafting", "make_drafting"]
 
 
 def make_drafting(target: Target, drafter: Drafter | None, spec: Spec) -> Drafting | None:
     """What drafts a spec's tree; None where the root is the whole tree."""
+    if isinstance(spec.tree, Window):
+        return WindowDrafting(target, spec)
     if not spec.tree.depth:
         return None
     assert drafter is not None, "a tree of drafts needs a drafter"

@@ -33,6 +33,7 @@ class Drafts:
     # [B, I, V] float32, the probabilities that children were drawn with; None: they were not drawn
     q: Tensor | None
     tables: TreeTables
+    uniform: Tensor | None = None  # [B, n] of the step's uniforms, those that `absorb` takes
 
 
 @dataclass
@@ -43,6 +44,8 @@ class Committed:
     path: Tensor  # [B, D + 1] the accepted nodes, from the root; the last one repeated
     tokens: Tensor  # [B, D + 1] the tokens after each of them: accepted drafts, then the bonus token repeated
     added: Tensor  # [B] how many of those are new, at least 1
+    probs: Tensor  # [B, I, V] the target's, at the nodes that are judged
+    uniform: Tensor | None = None  # what `Drafts` kept of the uniforms
 
 
 class Drafting(nn.Module, ABC):

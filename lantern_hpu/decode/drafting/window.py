@@ -1,0 +1,238 @@
+"""Windows: drafts without a drafter. The laws that a step verified give the drafts of the next (Jacobi decoding).
+
+Place i of a window is the image token i + 1 after the root. A step knows the target's laws at all places, given the
+drafts before them; once a tokens were added, place a + i becomes place i and keeps the law it has, from which its next
+draft comes:
+
+- `jacobi` draws with noise that belongs to the place (`ops/race.py`): the image is that of one-token decoding with the
+  same noise, whatever the window (Song et al., ICML 2021; noise as in Wiggers and Hoogeboom, ICML 2020).
+- `scd` draws with the same noise, and its drafts are verified like a drafter's (arXiv 2510.24211).
+- `sjd-pac` keeps a draft with probability min(1, p / q), and draws from [p - q]+ otherwise: as few drafts change as
+  can (arXiv 2603.18599). Whatever it does the draft then follows p, which is what it is verified against.
+
+Verification needs the law q that a draft was drawn from. It is exact because a place's draft depends on nothing that
+comes after it: given what stands before it, it is a draw from q.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lantern_hpu.decode.drafting.base import Committed, Drafting, Drafts
+from lantern_hpu.decode.sampler import Sampler
+from lantern_hpu.decode.spec import Spec, keeps_noise, token_columns
+from lantern_hpu.decode.state import DecodeState, Entry
+from lantern_hpu.decode.tree_tables import StaticTables
+from lantern_hpu.models.transformer import Target
+from lantern_hpu.ops.buffers import arange32, constant
+from lantern_hpu.ops.race import ROUNDS, race
+from lantern_hpu.ops.sampling import gather, gather_rows, topk_tokens
+from lantern_hpu.tree import Window
+
+CHUNK = 16  # places whose noise is made at once: it stays in a processor's cache
+
+
+@dataclass
+class WindowState:
+    """What a window keeps from step to step."""
+
+    drafts: Tensor  # [B, W] int32
+    q: Tensor | None  # [B, W, V] float32, the laws they were drawn from; `jacobi` needs none
+    keys: Tensor  # [B, N, ROUNDS] int32, of the fixed noise
+    noise: Tensor | None  # [B * N, V] float32, that noise; None: it is made in the step
+
+
+class WindowDrafting(Drafting):
+    """Drafts from the last step's laws."""
+
+    def __init__(self, target: Target, spec: Spec) -> None:
+        super().__init__()
+        tree, config = spec.tree, target.config
+        assert isinstance(tree, Window)
+        self.tree, self.spec, self.config = tree, spec, config
+        self.sampler, self.tables = Sampler(target, spec), StaticTables(tree)
+        self.width, self.front, self.count = tree.depth, tree.front, len(tree.siblings)
+        self.keeps_noise = keeps_noise(config, tree, spec.images)
+        self.place = constant(arange32(tree.depth + 1))  # [W + 1]
+        self.token = constant(arange32(config.vocab_size))  # [V]
+        self.every = constant(arange32(config.tokens))  # [N]
+        self.image = constant(arange32(spec.images)[:, None])  # [B, 1]
+        self.columns = token_columns(config, tree)
+        # Nodes are numbered level by level; the spine's tokens come first, then the siblings'
+        order = [*tree.spine, *tree.siblings]
+        self.order = constant([order.index(node) for node in range(tree.size)])  # [M]
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> WindowState:
+        b, n, v = self.spec.images, self.config.tokens, self.config.vocab_size
+        drawn = self.tree.rule != "jacobi"
+        return WindowState(
+            torch.zeros(b, self.width, dtype=torch.int32, device=device),
+            torch.zeros(b, self.width, v, device=device) if drawn else None,
+            torch.zeros(b, n, ROUNDS, dtype=torch.int32, device=device),
+            torch.zeros(b * n, v, device=device) if self.keeps_noise else None,
+        )
+
+    # -- the fixed noise
+
+    def race(self, place: Tensor, state: DecodeState) -> Tensor:
+        """Of image tokens [B, T]: [B, T, V]."""
+        place = place.clamp(max=self.config.tokens - 1)  # past the end nothing matters
+        own: WindowState = state.drafting
+        if own.noise is None:
+            return race(gather_rows(own.keys, place), self.token)
+        rows = (self.image * self.config.tokens + place).flatten()
+        return own.noise.index_select(0, rows).unflatten(0, place.shape)
+
+    def fastest(self, law: Tensor, race: Tensor, state: DecodeState | Entry) -> Tensor:
+        """Who wins [B, T] where tokens of each law race, both [B, T, V]; of a greedy image the most probable."""
+        if self.spec.use_greedy:
+            race = race.masked_fill(state.sampling.greedy[:, None, None], 1.0)
+        return topk_tokens(law * race, 1)[..., 0]
+
+    def draw(self, law: Tensor, place: Tensor, state: DecodeState) -> Tensor:
+        """One token of each law [B, T, V] by the fixed noise of image tokens [B, T]: [B, T]."""
+        return self.fastest(law, self.race(place, state), state)
+
+    def repeat(self, law: Tensor, state: DecodeState) -> Tensor:
+        """The draws of all places after the root: [B, W + 1, V] -> [B, W + 1]."""
+        return self.draw(law, (state.count + 1)[:, None] + self.place, state)
+
+    # -- drafts
+
+    def begin(self, hidden: Tensor, root: Tensor, rows: Tensor, state: DecodeState) -> None:
+        """The root's law is the nearest there is, and the root the nearest token."""
+        own: WindowState = state.drafting
+        entry, slot = state.entry, state.entry.slot.long()
+        assert entry.keys is not None
+        own.keys.index_copy_(0, slot, entry.keys)
+        if own.noise is not None:
+            made = torch.cat(
+                [race(keys, self.token) for keys in entry.keys.flatten(0, 1).split(CHUNK)]
+            )
+            index = (entry.slot * self.config.tokens)[:, None] + self.every
+            own.noise.index_copy_(0, index.flatten().long(), made)
+        if not self.width:
+            return
+        keys = entry.keys[:, 1 : self.width + 1]  # [A, W, ROUNDS]
+        law = self.sampler(hidden[:, -1:], entry).expand(-1, self.width, -1)  # [A, W, V]
+        if self.tree.guess == "law":
+            tokens = self.fastest(law, race(keys, self.token), entry)
+        else:
+            near = root[:, None].expand(-1, self.width)
+            tokens = self.random(keys) if self.tree.guess == "random" else near
+            law = certain(law, tokens)
+        own.drafts.index_copy_(0, slot, tokens)
+        if own.q is not None:
+            own.q.index_copy_(0, slot, law)
+
+    def random(self, keys: Tensor) -> Tensor:
+        """A token for each place [B, T] from its keys."""
+        return (keys[..., 0] * 16384 + keys[..., 1]) % self.config.vocab_size
+
+    def grow(self, length: Tensor, uniform: Tensor, state: DecodeState) -> tuple[Tensor, Tensor]:
+        """
+        Args:
+            uniform: [B, draws].
+
+        Returns tokens [B, M], and the uniforms that are left for `absorb` [B, draws - siblings].
+        """
+        own: WindowState = state.drafting
+        tokens = torch.cat([state.root[:, None], own.drafts], 1)
+        if self.count:
+            assert own.q is not None
+            q = own.q[:, : self.front].scatter(2, own.drafts[:, : self.front, None].long(), 0.0)
+            draws = uniform[:, : self.count].unflatten(1, (self.front, -1))
+            beside = self.sampler.distinct(q, draws, state).flatten(1)
+            tokens = torch.cat([tokens, beside], 1)
+        return tokens[:, self.order], uniform[:, self.count :]
+
+    def link(self, grown: tuple[Tensor, Tensor], state: DecodeState) -> Drafts:
+        tokens, uniform = grown
+        return Drafts(tokens, state.drafting.q, self.tables(len(tokens)), uniform)
+
+    def absorb(self, committed: Committed, state: DecodeState) -> None:
+        """Move the window, and draft anew from its laws."""
+        if not self.width:
+            return
+        before = committed.added[:, None] + self.place[:-1]  # [B, W] where each place was
+        # The last place's law serves those behind it
+        law = gather_rows(committed.probs, before.clamp(max=self.width))  # [B, W, V]
+        count = state.count + committed.added
+        if self.tree.rule == "sjd-pac":
+            assert committed.uniform is not None
+            tokens = self.couple(law, before, committed.uniform, state)
+        else:
+            tokens = self.draw(law, count[:, None] + self.place[1:], state)
+        root = gather(committed.tokens, 1, committed.added[:, None] - 1)[:, 0]
+        seen = self.width + 1 - committed.added
+        self.keep(tokens, law, root, count, seen, state)
+
+    def couple(self, law: Tensor, before: Tensor, uniform: Tensor, state: DecodeState) -> Tensor:
+        """Drafts [B, W] that follow their new laws, and change as seldom as can be.
+
+        Args:
+            law: [B, W, V]. before: [B, W] where each place was; from W on it had no draft.
+            uniform: [B, 2 W].
+        """
+        own: WindowState = state.drafting
+        assert own.q is not None
+        had, old = before < self.width, before.clamp(max=self.width - 1)
+        draft, q = gather(own.drafts, 1, old), gather_rows(own.q, old) * had[..., None]
+        mine, drawn = (gather(x, 2, draft[..., None])[..., 0] for x in (law, q))
+        stay, other = uniform.chunk(2, 1)
+        stays = (drawn > 0) & (stay * drawn < mine)
+        rest = (law - q).clamp(min=0)
+        lost = rest.sum(-1, keepdim=True) <= 0  # by rounding alone: then law and q are one
+        if self.spec.use_greedy:
+            greedy = state.sampling.greedy[:, None]
+            stays, lost = stays & ~greedy, lost | greedy[..., None]
+        drawn_anew = self.sampler.distinct(
+            torch.where(lost, law, rest), other[..., None].contiguous(), state
+        )
+        return torch.where(stays, draft, drawn_anew[..., 0])
+
+    def keep(
+        self,
+        tokens: Tensor,  # [B, W] draws from their laws
+        law: Tensor,  # [B, W, V]
+        root: Tensor,  # [B] the next one
+        count: Tensor,  # [B] which image token it is
+        seen: Tensor,  # [B] places that a step has seen already; behind them stand guesses
+        state: DecodeState,
+    ) -> None:
+        """Store the next drafts and their laws; a guess that was not drawn has all of its law's mass."""
+        own: WindowState = state.drafting
+        if self.tree.guess != "law":
+            new = self.place[:-1] >= seen[:, None]  # [B, W]
+            tokens = torch.where(new, self.guess(tokens, root, count, seen, state), tokens)
+            law = torch.where(new[..., None], certain(law, tokens), law)
+        own.drafts.copy_(tokens)
+        if own.q is not None:
+            own.q.copy_(law)
+
+    def guess(
+        self, tokens: Tensor, root: Tensor, count: Tensor, seen: Tensor, state: DecodeState
+    ) -> Tensor:
+        """A token for each place [B, W] by the window's rule of thumb."""
+        place = count[:, None] + self.place[1:]
+        if self.tree.guess == "random":
+            keys = gather_rows(state.drafting.keys, place.clamp(max=self.config.tokens - 1))
+            return self.random(keys)
+        known = torch.cat([root[:, None], tokens], 1)  # [B, W + 1], certain or seen up to `seen`
+        left = gather(known, 1, seen[:, None])  # [B, 1]
+        if self.tree.guess == "left":
+            return left.expand_as(place)
+        above = place - self.config.grid[1]
+        ahead = above - count[:, None]  # from 0 on it stands in the window itself
+        inside = gather(known, 1, torch.minimum(ahead.clamp(min=0), seen[:, None]))
+        index = self.image * self.columns + above.clamp(min=0)
+        settled = state.tokens.index_select(0, index.flatten()).unflatten(0, place.shape)
+        return torch.where(above < 0, left, torch.where(ahead < 0, settled, inside))
+
+
+def certain(law: Tensor, tokens: Tensor) -> Tensor:
+    """Laws [B, T, V] with all their mass on one token [B, T] each."""
+    return torch.zeros_like(law).scatter(2, tokens[..., None].long(), 1.0)

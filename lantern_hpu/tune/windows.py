@@ -1,0 +1,79 @@
+"""Which width a window should have: tokens a step over the time of a step, both measured. Needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lantern_hpu.config import METHODS
+from lantern_hpu.tables import markdown
+from lantern_hpu.tree import DraftTree, Window
+from lantern_hpu.tune.result import Figures
+from lantern_hpu.tune.tuner import Tuner
+
+WIDTHS = (8, 16, 32, 64)
+HEAD = "window, nodes, tokens a step, ms a step, ms a token, x ar".split(", ")
+
+
+@dataclass(frozen=True)
+class WindowRow:
+    """A window; the one-node tree is `ar`."""
+
+    tree: DraftTree
+    measured: Figures
+
+    @property
+    def name(self) -> str:
+        return self.tree.name if self.tree.depth else "ar"
+
+    def as_json(self) -> dict[str, Any]:
+        return {"tree": self.name, "nodes": self.tree.size, "measured": asdict(self.measured)}
+
+
+@dataclass(frozen=True)
+class WindowTuning:
+    """`ar`, then the windows by width."""
+
+    rows: Sequence[WindowRow]
+
+    @property
+    def best(self) -> WindowRow:
+        """The fastest window."""
+        return min(self.rows[1:], key=lambda row: row.measured.ms_per_token)
+
+    @property
+    def ar_wins(self) -> bool:
+        return self.rows[0].measured.ms_per_token <= self.best.measured.ms_per_token
+
+    @property
+    def fastest(self) -> str:
+        return "ar" if self.ar_wins else self.best.name
+
+
+def windows(method: str, tokens: int) -> list[Window]:
+    """Those that are measured for images of so many tokens: the usual widths that fit, or the longest that does."""
+    rule, most = METHODS[method].rule, tokens - 1
+    assert rule is not None
+    widths = [width for width in WIDTHS if width <= most] or [most]
+    return [Window.of(rule, width) for width in widths]
+
+
+def tune_windows(tuner: Tuner, trees: Sequence[Window]) -> WindowTuning:
+    """Draw with `ar` and with each of these."""
+    every = [DraftTree.root_only(), *trees]
+    return WindowTuning([WindowRow(tree, tuner.draw(tree)) for tree in every])
+
+
+def summary(tuning: WindowTuning) -> str:
+    """The rows as a Markdown table, and the fastest."""
+    ar, best = tuning.rows[0].measured.ms_per_token, tuning.best
+    lines = []
+    for row in tuning.rows:
+        figures = [*asdict(row.measured).values(), ar / row.measured.ms_per_token]
+        lines.append([row.name, str(row.tree.size), *(f"{figure:.2f}" for figure in figures)])
+    gain = f"{ar / best.measured.ms_per_token:.2f} times as fast"
+    said = f"ar wins: {best.name}, the fastest window, draws {gain}"
+    if not tuning.ar_wins:
+        said = f"{best.name} draws {gain} as ar"
+    return f"{markdown(HEAD, lines)}\n\n{said}"

@@ -1,0 +1,339 @@
+"""Windows: `jacobi` equals one-token decoding with the same noise, `scd` and `sjd-pac` keep the law of whole images."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor
+
+from lantern_hpu import generate
+from lantern_hpu.config import METHODS, Request
+from lantern_hpu.decode import noise, spec
+from lantern_hpu.decode.accept import Acceptance, Bounds
+from lantern_hpu.decode.drafting import WindowDrafting
+from lantern_hpu.decode.tree_tables import StaticTables
+from lantern_hpu.errors import OptionError
+from lantern_hpu.ops.race import FACTORS, race
+from lantern_hpu.ops.sampling import gather, gather_rows, sample_distinct
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.relaxation import EXACT, Annealed, Multiplicative, Relaxation
+from lantern_hpu.tree import DraftTree, Window, load_tree, tuned_trees
+from lantern_hpu.tune import __main__ as tune
+from tests.folder import write_folder
+from tests.test_step import DISTRIBUTIONS, SETTINGS, SMALL, count_images, exact_probs, surprise
+from tests.tiny import Models, request, ring, sample, tiny_models
+
+PROMPTS = ["abcd", "xy", "q", "abc"]
+GUESSES = ("law", "left", "above", "random")
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    return tiny_models()
+
+
+def batch(**settings: Any) -> list[Request]:
+    return [request(prompt, 10 + seed, **settings) for seed, prompt in enumerate(PROMPTS)]
+
+
+# The fixed noise
+
+
+def slow_race(keys: Sequence[int], token: int) -> float:
+    """1 / e of one token, in whole numbers of Python and float64."""
+    high, low = token >> 16, token & 0xFFFF
+    for key, factor in zip(keys, FACTORS, strict=True):
+        product = low * factor
+        assert product < 2**31
+        high, low = product & 0xFFFF, (product >> 16) ^ high ^ key
+    return float(
+        -1 / torch.tensor(-(low * 65536 + high + 0.5) / 2**32, dtype=torch.float64).log1p()
+    )
+
+
+def test_noise_is_that_of_the_slow_network() -> None:
+    keys, tokens = noise.keys(3, 5), [0, 1, 77, 4095, 32767, 70000]
+    fast = race(torch.from_numpy(keys), torch.tensor(tokens, dtype=torch.int32))
+    slow = torch.tensor([[slow_race(place, token) for token in tokens] for place in keys.tolist()])
+    torch.testing.assert_close(fast, slow.float(), rtol=1e-5, atol=0)
+
+
+def test_noise_of_a_place_depends_on_seed_and_place_alone() -> None:
+    assert noise.keys(3, 9)[:5].tolist() == noise.keys(3, 5).tolist()
+    assert noise.keys(4, 5).tolist() != noise.keys(3, 5).tolist()
+    assert len({tuple(place) for place in noise.keys(3, 500).tolist()}) == 500
+
+
+@pytest.mark.parametrize("vocabulary", [5, 64, 1000])
+def test_races_are_won_as_often_as_a_token_is_probable(vocabulary: int) -> None:
+    p = torch.rand(vocabulary, generator=torch.Generator().manual_seed(1)) ** 4
+    p, tokens = p / p.sum(), torch.arange(vocabulary, dtype=torch.int32)
+    won = [(p * race(torch.from_numpy(noise.keys(s, 4096)), tokens)).argmax(-1) for s in range(8)]
+    counts = torch.bincount(torch.cat(won), minlength=vocabulary).double()
+    assert surprise(counts, p.double()) < 4
+
+
+# jacobi
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("width", [1, 2, 5, 15])
+def test_jacobi_draws_the_tokens_of_one_token_decoding(
+    models: Models, width: int, settings: str
+) -> None:
+    requests = batch(**SETTINGS[settings])
+    alone = sample(models, Window.of("jacobi", 0), requests)
+    drawn = sample(models, Window.of("jacobi", width), requests)
+    assert drawn.tokens.tolist() == alone.tokens.tolist()
+    assert sum(drawn.steps) < sum(alone.steps)
+
+
+def test_jacobi_differs_in_no_token_of_200_images(models: Models) -> None:
+    requests = [request(PROMPTS[seed % 4], seed) for seed in range(200)]
+    alone = sample(models, Window.of("jacobi", 0), requests)
+    drawn = sample(models, Window.of("jacobi", 8), requests)
+    assert int((drawn.tokens != alone.tokens).sum()) == 0
+    assert sum(drawn.steps) < 0.9 * sum(alone.steps)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", ["guided", "unguided top-p"])
+def test_one_token_decoding_with_fixed_noise_keeps_the_law(settings: str) -> None:
+    models = tiny_models(SMALL, seed=3)
+    counts, one = count_images(models, Window.of("jacobi", 0), **DISTRIBUTIONS[settings])
+    assert surprise(counts, exact_probs(models[0], one)) < 4
+
+
+def test_noise_made_in_the_step_is_the_noise_that_is_kept(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree, requests = Window.of("jacobi", 5), batch()
+    kept = sample(models, tree, requests).tokens.tolist()
+    monkeypatch.setattr(spec, "NOISE_BYTES", 0)
+    made = sample(models, tree, requests)
+    assert made.tokens.tolist() == kept
+
+
+# Windows whose drafts are tried
+
+RULES = [load_tree(n) for n in ("scd:2", "sjd-pac:2:3x2", "sjd-pac:2:2x1", "sjd-pac:1:1x0")]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("settings", ["guided top-k", "unguided"])
+@pytest.mark.parametrize("tree", RULES, ids=lambda tree: tree.name)
+def test_windows_keep_the_law_of_whole_images(tree: Window, settings: str) -> None:
+    models = tiny_models(SMALL, seed=3)
+    counts, one = count_images(models, tree, **DISTRIBUTIONS[settings])
+    assert surprise(counts, exact_probs(models[0], one)) < 4
+
+
+@torch.no_grad()
+@pytest.mark.slow
+@pytest.mark.parametrize("guess", GUESSES)
+@pytest.mark.parametrize("rule", ["jacobi:2", "scd:2", "sjd-pac:2:3x2"])
+def test_the_law_does_not_depend_on_first_guesses(rule: str, guess: str) -> None:
+    models = tiny_models(SMALL, seed=3)
+    counts, one = count_images(models, load_tree(f"{rule}:{guess}"), cfg_scale=1.0)
+    assert surprise(counts, exact_probs(models[0], one)) < 4
+
+
+@torch.no_grad()
+def test_distribution_test_notices_a_stale_law(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kept draft beside the law that it was once drawn from, as published code has it, is not exact."""
+    couple, keep = WindowDrafting.couple, WindowDrafting.keep
+    kept: list[Tensor] = []
+
+    def stale(self: WindowDrafting, law: Tensor, before: Tensor, *rest: Any) -> Tensor:
+        own = rest[-1].drafting
+        tokens, old = couple(self, law, before, *rest), before.clamp(max=self.width - 1)
+        same = (tokens == gather(own.drafts, 1, old)) & (before < self.width)
+        kept.append(torch.where(same[..., None], gather_rows(own.q, old), law))
+        return tokens
+
+    def with_stale(self: WindowDrafting, tokens: Tensor, law: Tensor, *rest: Any) -> None:
+        keep(self, tokens, kept.pop() if kept else law, *rest)
+
+    models, tree = tiny_models(SMALL, seed=1), load_tree("sjd-pac:2:1x0")
+    exact, one = count_images(models, tree, cfg_scale=1.0)
+    monkeypatch.setattr(WindowDrafting, "couple", stale)
+    monkeypatch.setattr(WindowDrafting, "keep", with_stale)
+    wrong, _ = count_images(models, tree, cfg_scale=1.0)
+    law = exact_probs(models[0], one)
+    assert surprise(exact, law) < 4
+    assert surprise(wrong, law) > 8
+
+
+# The walk along a spine, and the walk by levels
+
+
+@pytest.mark.parametrize(
+    "rule", [EXACT, Multiplicative(6, lam=4.0), Annealed(omega=2.0, nu=0.2)], ids=str
+)
+@pytest.mark.parametrize("name", ["scd:6", "sjd-pac:6:4x3", "sjd-pac:3:2x3"])
+def test_the_walk_along_a_spine_is_the_walk_by_levels(name: str, rule: Relaxation) -> None:
+    tree, images, vocabulary = load_tree(name), 400, 12
+    assert isinstance(tree, Window)
+    generator = torch.Generator().manual_seed(2)
+    p, q = torch.rand(2, images, tree.depth, vocabulary, generator=generator) ** 3
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    q = torch.lerp(p, q, 0.4)
+    tables, tokens = StaticTables(tree)(images), torch.zeros(images, tree.size, dtype=torch.int32)
+    for row, node in enumerate(tree.expanded):
+        children = list(tree.children[node])
+        uniform = torch.rand(images, len(children), generator=generator)
+        tokens[:, children] = sample_distinct(q[:, row], uniform)
+    tries = torch.rand(images, tree.depth, tree.max_children, generator=generator)
+    near = ring(vocabulary) if rule.lends else None
+    acceptance = Acceptance(tree, near, annealed=rule.weighs)
+    given = (p, q, tokens, tables, tries, Bounds.of([rule] * images, tree.depth))
+    fast, slow = acceptance.sampled(*given), acceptance.by_level(*given)
+    assert acceptance.spine is not None and fast.node.tolist() == slow.node.tolist()
+    assert len(set(fast.node.tolist())) > tree.depth  # every depth, and siblings if there are any
+    torch.testing.assert_close(fast.residual, slow.residual)
+    counts = torch.tensor(tree.depths)[fast.node]
+    inside = torch.arange(tree.depth) < counts[:, None]
+    assert (fast.relaxed & inside).tolist() == (slow.relaxed & inside).tolist()
+    assert bool((slow.relaxed & inside).any()) == rule.active
+
+
+# Options, and what they are chosen by
+
+
+def test_names_of_windows_say_all_there_is_to_know() -> None:
+    trees = [
+        Window.of("jacobi", 0),
+        Window.of("scd", 32, guess="above"),
+        Window.of("sjd-pac", 16),
+        Window.of("sjd-pac", 2),
+        Window.of("sjd-pac", 8, (4, 2), "random"),
+    ]
+    assert [load_tree(tree.name) for tree in trees] == trees
+    assert load_tree("sjd-pac:16") == trees[2] and trees[2].size == 1 + 16 + 3 * 2
+    assert load_tree("scd:5").is_chain and not trees[2].is_chain
+
+
+BAD = {
+    "longer than the picture": (["--method", "scd", "--window", "16"], "--window is 16"),
+    "longer than any": (["--method", "scd", "--window", "999"], "scd takes 1 to 256"),
+    "none at all": (["--method", "scd", "--window", "0"], "scd takes 1 to 256"),
+    "a method without one": (["--method", "eagle", "--window", "8"], "eagle has no window"),
+    "auto": (["--window", "8"], "auto has no window"),
+    "a front for a chain": (["--method", "scd", "--window-tree", "2x2"], "one draft at each place"),
+    "a front deeper than W": (
+        ["--method", "sjd-pac", "--window", "2", "--window-tree", "2x3"],
+        "0 to 2 levels",
+    ),
+    "a front of words": (["--method", "sjd-pac", "--window-tree", "wide"], "cannot read"),
+    "wider than the vocabulary": (
+        ["--method", "sjd-pac", "--window", "8", "--window-tree", "33x2"],
+        "at most 32 children",
+    ),
+    "jacobi with a bound": (["--method", "jacobi", "--relax", "lambda-5"], "nothing to relax"),
+    "a drafter": (["--method", "scd", "--drafter", "mine"], "--drafter has no use for scd"),
+    "another rule's tree": (["--method", "scd", "--tree", "jacobi:8"], "does not fit scd"),
+    "two trees": (["--method", "scd", "--tree", "scd:8", "--window", "8"], "exclude each other"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_options_are_refused(
+    model: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options, said = BAD[case]
+    given = ["--model", str(model), "--prompt", "red cat", "--output", str(tmp_path / "x.png")]
+    assert generate.main([*given, *options]) == 2
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_jacobi_refuses_a_relaxed_request_in_a_batch(models: Models) -> None:
+    relaxed = [request(relaxation=Multiplicative(3, lam=2.0))]
+    with pytest.raises(OptionError, match="jacobi takes no relaxation"):
+        sample(models, Window.of("jacobi", 2), relaxed)
+
+
+def test_an_image_of_a_window_is_drawn_again_from_its_file(model: Path, tmp_path: Path) -> None:
+    first, again = tmp_path / "first.png", tmp_path / "again.png"
+    given = ["--model", str(model), "--prompt", "red cat", "--seed", "4", "--output", str(first)]
+    window = ["--method", "sjd-pac", "--window", "9", "--window-tree", "2x3", "--relax", "lambda-5"]
+    assert generate.main([*given, *window]) == 0
+    assert generate.main(["--from-png", str(first), "--output", str(again)]) == 0
+    assert np.array_equal(np.asarray(Image.open(first)), np.asarray(Image.open(again)))
+
+
+@pytest.mark.parametrize("guess", GUESSES)
+@pytest.mark.parametrize("rule", ["jacobi", "scd", "sjd-pac"])
+def test_image_of_a_window_depends_on_no_other_in_its_batch(
+    models: Models, rule: Any, guess: Any
+) -> None:
+    tree = Window.of(rule, 6, guess=guess)
+    together = [*batch(top_k=9), request("xyz", 3, temperature=0.0)]
+    drawn = sample(models, tree, together).tokens.tolist()
+    for image, one in enumerate(together):
+        assert sample(models, tree, [one]).tokens[0].tolist() == drawn[image]
+
+
+def test_greedy_windows_draw_what_one_token_decoding_draws(models: Models) -> None:
+    requests = batch(temperature=0.0)
+    want = sample(models, DraftTree.root_only(), requests).tokens.tolist()
+    for name in ("jacobi:6", "scd:6", "sjd-pac:6:3x2", "sjd-pac:6:3x2:left"):
+        drawn = sample(models, load_tree(name), requests)
+        assert drawn.tokens.tolist() == want
+        assert sum(drawn.steps) < len(want) * (len(want[0]) - 1)
+
+
+def test_tuned_windows_are_what_auto_takes_without_a_drafter(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
+    pipeline.model.drafter = None
+    pipeline.model.files = {n: d for n, d in pipeline.model.files.items() if "drafter" not in n}
+    assert pipeline.choose("auto").method == "ar"  # nothing was measured
+    for method, spent in (("scd", 3.0), ("sjd-pac", 2.0), ("jacobi", 4.0)):
+        tree = Window.of(METHODS[method].rule or "scd", 7)
+        here = pipeline.situation(method, 1)
+        tuned_trees.save(here, tuned_trees.TunedTree(tree, False, spent))
+    chosen = pipeline.choose("auto")
+    assert (chosen.method, chosen.tree) == ("sjd-pac", Window.of("sjd-pac", 7))
+    assert pipeline.choose("auto", relaxation=Multiplicative(3, lam=2.0)).method == "sjd-pac"
+    assert pipeline.choose("scd", "auto").tree == Window.of("scd", 7)
+    tuned_trees.save(
+        pipeline.situation("sjd-pac", 1), tuned_trees.TunedTree(tree, True, 1.0)
+    )  # ar won there
+    assert pipeline.choose("auto").method == "scd"
+
+
+def test_tune_measures_widths_and_saves_the_fastest(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    report = tmp_path / "report.json"
+    given = ["--model", str(model), "--device", "cpu", "--method", "scd", "--images", "2"]
+    assert tune.main([*given, "--report", str(report)]) == 0
+    rows = json.loads(report.read_text())["rows"]
+    assert [row["tree"] for row in rows] == ["ar", "scd:8:law"]
+    assert rows[0]["measured"]["tokens_per_step"] == 1 < rows[1]["measured"]["tokens_per_step"]
+    assert "times as fast" in capsys.readouterr().out
+    pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
+    assert pipeline.choose("scd", "auto").tree == Window.of("scd", 8)
+    assert tune.main([*given, "--profile", str(report)]) == 2
