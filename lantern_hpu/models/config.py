@@ -36,6 +36,11 @@ class TransformerConfig:
     qk_norm: bool = False  # Chameleon normalises each head's queries and keys
     # Rows of the embedding where it knows more than image tokens: those come first, words follow (Chameleon).
     embed_rows: int | None = None
+    # Width of image embeddings that an MLP brings to the model's; None: they have it (Janus)
+    code_dim: int | None = None
+    head_hidden: int | None = None  # width inside a head that is an MLP; None: one matrix (Janus)
+    # Whether each row of codes is closed by one more token, the last of the vocabulary (Lumina-mGPT, Emu3)
+    row_ends: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid", tuple(self.grid))  # JSON has no tuples
@@ -43,11 +48,23 @@ class TransformerConfig:
         if min(*sizes, *self.grid) < 1 or self.dim % self.heads:
             why = f"{self.heads} heads of width {self.dim}, {self.layers} layers, grid {self.grid}"
             raise ValueError(f"sizes that no model has: {why}")
+        if self.row_ends and self.rope == "2d":
+            raise ValueError("a row's end has no place on a 2-D grid of positions")
+
+    @property
+    def columns(self) -> int:
+        """Tokens of a row: its codes, and what closes it."""
+        return self.grid[1] + self.row_ends
 
     @property
     def tokens(self) -> int:
         """N, image tokens of one image."""
-        return self.grid[0] * self.grid[1]
+        return self.grid[0] * self.columns
+
+    @property
+    def codes(self) -> int:
+        """Tokens of the vocabulary that are codes of the tokenizer: the first ones."""
+        return self.vocab_size - self.row_ends
 
     @property
     def head_dim(self) -> int:
@@ -85,12 +102,21 @@ class TransformerConfig:
         return matrices + (1 + input_norm) * self.dim + norms
 
     @property
-    def embedding_parameters(self) -> int:
+    def table_parameters(self) -> int:
+        """Of a table that looks up all tokens at the model's width, as a drafter's does."""
         return (self.embed_rows or self.vocab_size) * self.dim
 
     @property
+    def embedding_parameters(self) -> int:
+        if self.code_dim is None:
+            return self.table_parameters
+        return self.vocab_size * self.code_dim + (self.code_dim + 1 + self.dim + 1) * self.dim
+
+    @property
     def head_parameters(self) -> int:
-        return self.vocab_size * self.dim
+        if self.head_hidden is None:
+            return self.vocab_size * self.dim
+        return (self.dim + 1) * self.head_hidden + (self.head_hidden + 1) * self.vocab_size
 
     @property
     def parameters(self) -> int:
@@ -124,7 +150,7 @@ class DrafterConfig:
 
     def parameters(self, target: TransformerConfig) -> int:
         """Embedding, fc over [embedding, feature] with bias, block."""
-        return target.embedding_parameters + self.own_parameters(target)
+        return target.table_parameters + self.own_parameters(target)
 
     def own_parameters(self, target: TransformerConfig) -> int:
         """Those that a pass reads: all but the embedding."""
@@ -240,7 +266,12 @@ class T5Config:
 
 
 # What a kind of condition has in `model.json`
-KINDS = {"words": ("dim", "words"), "t5": ("dim", "text"), "classes": ("classes",), "tokens": ()}
+KINDS = {
+    "words": ("dim", "words"),
+    "t5": ("dim", "text"),
+    "classes": ("classes",),
+    "tokens": ("frame", "rows"),
+}
 
 
 @dataclass(frozen=True)
@@ -249,9 +280,10 @@ class ConditionConfig:
 
     Attributes:
         kind: `words`, a table of words and LlamaGen's projection; `t5`, features of a T5 and the projection;
-            `classes`, a table of labels; `tokens`, words of the target's own table.
+            `classes`, a table of labels; `tokens`, tokens of a language model.
         dim: width of caption features. classes: labels. words: the table's.
         text: folder of the text encoder, where it is known.
+        frame: how tokens are framed, a name of `text.frames`. rows: of their own table; 0: they are in the target's.
     """
 
     kind: Literal["words", "t5", "classes", "tokens"]
@@ -259,6 +291,8 @@ class ConditionConfig:
     classes: int = 0
     words: tuple[str, ...] = ()
     text: str | None = None
+    frame: str = "anole"
+    rows: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "words", tuple(self.words))
@@ -270,7 +304,7 @@ class ConditionConfig:
         if self.kind == "classes":
             return (self.classes + 1) * target.dim  # one row for "no class"
         if self.kind == "tokens":
-            return 0
+            return self.rows * target.dim
         projection = (target.prefix + target.dim) * self.dim + target.dim**2
         table = (len(self.words) + 2 + target.prefix) * self.dim
         return projection + (table if self.kind == "words" else 0)

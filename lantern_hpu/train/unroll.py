@@ -20,7 +20,7 @@ from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.model import ImageModel
-from lantern_hpu.models.transformer import rope_table
+from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.ops.masks import additive_mask, causal_mask, prefix_mask
 from lantern_hpu.ops.sampling import apply_guidance, to_probs
 
@@ -84,16 +84,15 @@ class Lesson:
 class Unrolled(nn.Module):
     """The drafter with its loss, as one module: several processes then share its gradients."""
 
-    def __init__(self, drafter: Drafter, head: nn.Linear, depth: int) -> None:
+    def __init__(self, drafter: Drafter, target: Target, depth: int) -> None:
         """
         Args:
-            head: the target's; it is not trained.
-            depth: passes.
+            target: whose head is used; it is not trained. depth: passes.
         """
         super().__init__()
         self.drafter, self.depth = drafter, depth
         # Not a submodule: its weights are not trained.
-        self.logits: Callable[[Tensor], Tensor] = lambda x: head(x.to(head.weight.dtype))
+        self.logits: Callable[[Tensor], Tensor] = lambda x: target.head(x.to(target.dtype))
 
     def forward(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
         """The loss [], and the overlap of each pass [depth]."""

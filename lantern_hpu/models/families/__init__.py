@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.models.families import chameleon, llamagen
+from lantern_hpu.models.families import chameleon, janus, llamagen
 from lantern_hpu.models.families.base import Family
 from lantern_hpu.models.files.checkpoint import Checkpoint
 
-FAMILIES: dict[str, Family] = {"chameleon": chameleon.FAMILY, "llamagen": llamagen.FAMILY}
+FAMILIES: dict[str, Family] = {
+    "chameleon": chameleon.FAMILY,
+    "janus": janus.FAMILY,
+    "llamagen": llamagen.FAMILY,
+}
 
 
 def family_of(checkpoint: Checkpoint) -> Family:
@@ -18,6 +22,6 @@ def family_of(checkpoint: Checkpoint) -> Family:
     for family in FAMILIES.values():
         if family.recognises(checkpoint):
             return family
-    why = "it is neither a LlamaGen (cls_embedding.*) nor a Chameleon (q_norm) checkpoint"
+    why = f"its tensors are those of none of {', '.join(FAMILIES)}"
     hint = "python -m lantern_hpu.models"
     raise WeightsError(f"{checkpoint.path} is of no known family", why, hint)

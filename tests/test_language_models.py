@@ -1,0 +1,198 @@
+"""Language models that draw: each equals transformers' own class on small random weights, and draws by every method.
+
+The files are those of `scripts/synthetic_language_models.py`; the loader does not know them, transformers wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lantern_hpu import convert, generate
+from lantern_hpu.config import Request, Sampling
+from lantern_hpu.models.files.load import open_model
+from lantern_hpu.models.model import ImageModel, Placement
+from lantern_hpu.models.text.tokens import TokenConditioner
+from lantern_hpu.models.transformer import rope_table
+from lantern_hpu.ops.masks import additive_mask, prefix_mask
+from lantern_hpu.ops.sampling import apply_guidance
+from lantern_hpu.decode.sampler import sampling_params
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.zoo.resolve import resolve
+from scripts import make_synthetic_checkpoints as synthetic
+
+JANUS, HUB_JANUS = "janus-pro", "janus-pro-hub"
+PROMPTS = ("a red apple on the tree", "dog", "the photo of a green house and a blue sky, " * 3)
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    root = tmp_path_factory.mktemp("public")
+    synthetic.write_all(root, only={JANUS, HUB_JANUS})
+    return root
+
+
+def opened(folder: Path) -> ImageModel:
+    return open_model(resolve(str(folder))).load(Placement())
+
+
+def pipeline_of(folder: Path) -> LanternPipeline:
+    return LanternPipeline.from_pretrained(str(folder), device="cpu", dtype="float32")
+
+
+def guided_logits(model: ImageModel, prompts: Sequence[str], tokens: Tensor, scale: float) -> Tensor:
+    """Of every token of these pictures [B, N], in one pass without a cache: [B, N, V]."""
+    prefix = model.condition.rows(prompts, True)
+    rows = torch.cat([tokens, tokens])  # [R, N]
+    x = torch.cat([prefix.embeddings, model.target.embed(rows[:, :-1])], 1)
+    length = x.shape[1]
+    valid = torch.cat([prefix.valid, torch.ones_like(rows[:, :-1], dtype=torch.bool)], 1)
+    mask = prefix_mask(valid, torch.ones(length, length, dtype=torch.bool).tril())
+    pads = (~prefix.valid).sum(1, keepdim=True)
+    places = (torch.arange(length) - pads).clamp(min=0)
+    hidden = model.target(x, rope_table(model.target.config, length)[places], additive_mask(mask, x.dtype))
+    logits = model.target.head(hidden[:, model.target.config.prefix - 1 :])
+    return apply_guidance(logits, sampling_params([Sampling(scale)] * len(tokens), logits.shape[-1]), True)
+
+
+def greedy(folder: Path, prompts: Sequence[str], scale: float) -> Tensor:
+    """Tokens of one batch [B, N], at temperature 0."""
+    settings = Sampling(scale, 0.0)
+    requests = [Request(prompt, i, settings) for i, prompt in enumerate(prompts)]
+    pipeline = pipeline_of(folder)
+    result = pipeline.draw(requests, pipeline.choose("ar").tree, "ar")
+    return torch.from_numpy(result.tokens)
+
+
+# ------------------------------------------------------------------------------------ Janus-Pro
+
+
+def janus(folder: Path) -> tuple[Any, Any]:
+    """transformers' model and tokenizer."""
+    from transformers import JanusForConditionalGeneration, PreTrainedTokenizerFast
+
+    names = {"bos_token": "<｜begin▁of▁sentence｜>", "pad_token": "<｜▁pad▁｜>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), padding_side="left", **names
+    )
+    model: Any = JanusForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.generation_kwargs = {"boi_token_id": 100016}
+    return model, tokenizer
+
+
+def janus_inputs(tokenizer: Any, prompts: Sequence[str]) -> Any:
+    """The conversation as deepseek-ai's processor writes it, with what begins a picture."""
+    start = tokenizer.bos_token
+    texts = [f"{start}<|User|>: {p.strip()}\n\n<|Assistant|>:<begin_of_image>" for p in prompts]
+    return tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=False)
+
+
+def test_janus_frames_a_prompt_token_for_token(public: Path) -> None:
+    condition = opened(public / HUB_JANUS).condition
+    assert isinstance(condition, TokenConditioner)
+    _, tokenizer = janus(public / HUB_JANUS)
+    for prompt in (*PROMPTS, "", "  spaces at both ends "):
+        want = janus_inputs(tokenizer, [prompt])["input_ids"][0].tolist()
+        ids = condition.frame.ids(prompt)
+        assert ids == want and want[0] == 100000 and want[-1] == 100016
+        assert condition.frame.without(ids) == [want[0], *[100015] * (len(want) - 2), want[-1]]
+
+
+def test_a_long_prompt_is_cut_before_the_frame_ends(public: Path) -> None:
+    condition = opened(public / JANUS).condition
+    assert isinstance(condition, TokenConditioner)
+    ids = condition.frame.ids("red " * 400)
+    assert len(ids) == 256 and ids[-len(condition.frame.closing) - 1 : -1] == condition.frame.closing
+    assert "left out" in condition.notes("red " * 400)[0] and not condition.notes("red")
+
+
+def test_janus_draws_what_transformers_draws(public: Path) -> None:
+    """Guided greedy pictures of prompts of different lengths in one batch, to the last token."""
+    model, tokenizer = janus(public / HUB_JANUS)
+    want = model.generate(
+        **janus_inputs(tokenizer, PROMPTS),
+        generation_mode="image",
+        do_sample=False,
+        use_cache=True,
+        guidance_scale=5,
+    )
+    mine = greedy(public / HUB_JANUS, PROMPTS, 5.0)
+    assert torch.equal(mine, want) and len(want.unique()) > 4
+    assert torch.equal(mine, greedy(public / HUB_JANUS, PROMPTS[::-1], 5.0).flip(0))
+
+
+@torch.no_grad()
+def test_janus_has_the_logits_of_transformers(public: Path) -> None:
+    model, tokenizer = janus(public / HUB_JANUS)
+    inputs = janus_inputs(tokenizer, PROMPTS)
+    ids, attended = inputs["input_ids"], inputs["attention_mask"]
+    inner = (ids != 100000) & (ids != 100016)
+    tokens = torch.randint(64, (len(PROMPTS), 64), generator=torch.Generator().manual_seed(1))
+    rows = torch.cat([ids, ids.masked_fill(inner, 100015)])
+    codes = model.prepare_embeddings_for_image_generation(torch.cat([tokens, tokens])[:, :-1])
+    x = torch.cat([model.get_input_embeddings()(rows), codes], 1)
+    mask = torch.cat([attended.repeat(2, 1), torch.ones(codes.shape[:2], dtype=attended.dtype)], 1)
+    hidden = model.model.language_model(inputs_embeds=x, attention_mask=mask).last_hidden_state
+    logits = model.model.generation_head(hidden[:, ids.shape[1] - 1 :])
+    given, bare = logits.chunk(2)
+    want = bare + 5.0 * (given - bare)
+    mine = guided_logits(opened(public / HUB_JANUS), PROMPTS, tokens, 5.0)
+    assert want.std() > 1
+    torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_janus_decodes_codes_as_transformers_does(public: Path) -> None:
+    model, _ = janus(public / HUB_JANUS)
+    codes = torch.randint(64, (2, 64), generator=torch.Generator().manual_seed(2))
+    vq = opened(public / HUB_JANUS).vq
+    assert vq is not None
+    want = model.decode_image_tokens(codes).permute(0, 3, 1, 2)
+    torch.testing.assert_close(vq.decode_codes(codes, (8, 8)), want.clamp(-1, 1), rtol=1e-4, atol=1e-4)
+
+
+def test_both_layouts_of_janus_hold_the_same_model(tmp_path: Path) -> None:
+    """The authors' file and transformers' of one seed load into equal tensors."""
+    from torch import Generator
+
+    from scripts import synthetic_language_models as small
+
+    for writer in (small.write_janus, small.write_hub_janus):
+        list(writer(tmp_path, Generator().manual_seed(3)))
+    one, other = (opened(tmp_path / name) for name in (JANUS, HUB_JANUS))
+    assert one.fingerprint == other.fingerprint
+    assert one.config == other.config and one.sampling == other.sampling == Sampling(5.0, 1.0, 0, 1.0)
+    for part in ("target", "vq"):
+        mine, theirs = getattr(one, part).state_dict(), getattr(other, part).state_dict()
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+# ------------------------------------------------------------------------------------ all of them
+
+
+@pytest.mark.parametrize("device", ["cpu", "hpu"])
+@pytest.mark.parametrize("name", [JANUS, HUB_JANUS])
+def test_they_draw(public: Path, tmp_path: Path, name: str, device: str) -> None:
+    options = ["--method", "ar", "--device", device, "--output", str(tmp_path / "x.png")]
+    options += ["--emulate"] if device == "hpu" else []
+    assert generate.main(["--model", str(public / name), "--prompt", "red", *options]) == 0
+
+
+@pytest.mark.parametrize("name", [JANUS, HUB_JANUS])
+def test_converted_they_draw_the_same(public: Path, tmp_path: Path, name: str) -> None:
+    assert convert.main([str(public / name), str(tmp_path / "ours")]) == 0
+    before, after = opened(public / name), opened(tmp_path / "ours")
+    assert after.fingerprint == before.fingerprint and after.config == before.config
+    assert after.sampling == before.sampling
+    mine, theirs = before.condition.rows(PROMPTS, True), after.condition.rows(PROMPTS, True)
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    for part in ("target", "vq"):
+        old, new = getattr(before, part).state_dict(), getattr(after, part).state_dict()
+        assert all(torch.equal(old[key], new[key]) for key in old)
