@@ -10,7 +10,6 @@ says what each folder is and what to ask of it. Needs transformers, tokenizers a
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace

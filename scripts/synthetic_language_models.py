@@ -37,7 +37,10 @@ def write_byte_tokenizer(folder: Path, special: Mapping[str, int], first: int = 
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *dict.fromkeys(a + b for a, b in merges())]
+    pieces = [
+        *sorted(pre_tokenizers.ByteLevel.alphabet()),
+        *dict.fromkeys(a + b for a, b in merges()),
+    ]
     vocabulary = {piece: first + i for i, piece in enumerate(pieces)} | dict(special)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges()))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -34,8 +34,8 @@ from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.files.tokenizers import open_vq
 from lantern_hpu.models.model import ImageModel, Placement
-from lantern_hpu.models.text.prefix import CaptionConditioner, ClassConditioner, Prefix
 from lantern_hpu.models.text.frames import FIRST_IMAGE_TOKEN, code_name
+from lantern_hpu.models.text.prefix import CaptionConditioner, ClassConditioner, Prefix
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.models.transformer import rope_table
 from lantern_hpu.models.vq import VQModel

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from lantern_hpu import convert, generate
 from lantern_hpu.config import Request, Sampling
+from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.models.transformer import rope_table
 from lantern_hpu.ops.masks import additive_mask, prefix_mask
 from lantern_hpu.ops.sampling import apply_guidance
-from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.zoo.resolve import resolve
 from scripts import make_synthetic_checkpoints as synthetic
@@ -46,7 +46,9 @@ def pipeline_of(folder: Path) -> LanternPipeline:
     return LanternPipeline.from_pretrained(str(folder), device="cpu", dtype="float32")
 
 
-def guided_logits(model: ImageModel, prompts: Sequence[str], tokens: Tensor, scale: float) -> Tensor:
+def guided_logits(
+    model: ImageModel, prompts: Sequence[str], tokens: Tensor, scale: float
+) -> Tensor:
     """Of every token of these pictures [B, N], in one pass without a cache: [B, N, V]."""
     prefix = model.condition.rows(prompts, True)
     rows = torch.cat([tokens, tokens])  # [R, N]
@@ -56,9 +58,13 @@ def guided_logits(model: ImageModel, prompts: Sequence[str], tokens: Tensor, sca
     mask = prefix_mask(valid, torch.ones(length, length, dtype=torch.bool).tril())
     pads = (~prefix.valid).sum(1, keepdim=True)
     places = (torch.arange(length) - pads).clamp(min=0)
-    hidden = model.target(x, rope_table(model.target.config, length)[places], additive_mask(mask, x.dtype))
+    hidden = model.target(
+        x, rope_table(model.target.config, length)[places], additive_mask(mask, x.dtype)
+    )
     logits = model.target.head(hidden[:, model.target.config.prefix - 1 :])
-    return apply_guidance(logits, sampling_params([Sampling(scale)] * len(tokens), logits.shape[-1]), True)
+    return apply_guidance(
+        logits, sampling_params([Sampling(scale)] * len(tokens), logits.shape[-1]), True
+    )
 
 
 def greedy(folder: Path, prompts: Sequence[str], scale: float) -> Tensor:
@@ -108,7 +114,9 @@ def test_a_long_prompt_is_cut_before_the_frame_ends(public: Path) -> None:
     condition = opened(public / JANUS).condition
     assert isinstance(condition, TokenConditioner)
     ids = condition.frame.ids("red " * 400)
-    assert len(ids) == 256 and ids[-len(condition.frame.closing) - 1 : -1] == condition.frame.closing
+    assert (
+        len(ids) == 256 and ids[-len(condition.frame.closing) - 1 : -1] == condition.frame.closing
+    )
     assert "left out" in condition.notes("red " * 400)[0] and not condition.notes("red")
 
 
@@ -154,7 +162,9 @@ def test_janus_decodes_codes_as_transformers_does(public: Path) -> None:
     vq = opened(public / HUB_JANUS).vq
     assert vq is not None
     want = model.decode_image_tokens(codes).permute(0, 3, 1, 2)
-    torch.testing.assert_close(vq.decode_codes(codes, (8, 8)), want.clamp(-1, 1), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        vq.decode_codes(codes, (8, 8)), want.clamp(-1, 1), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_both_layouts_of_janus_hold_the_same_model(tmp_path: Path) -> None:
@@ -167,7 +177,9 @@ def test_both_layouts_of_janus_hold_the_same_model(tmp_path: Path) -> None:
         list(writer(tmp_path, Generator().manual_seed(3)))
     one, other = (opened(tmp_path / name) for name in (JANUS, HUB_JANUS))
     assert one.fingerprint == other.fingerprint
-    assert one.config == other.config and one.sampling == other.sampling == Sampling(5.0, 1.0, 0, 1.0)
+    assert one.config == other.config and one.sampling == other.sampling == Sampling(
+        5.0, 1.0, 0, 1.0
+    )
     for part in ("target", "vq"):
         mine, theirs = getattr(one, part).state_dict(), getattr(other, part).state_dict()
         assert mine.keys() == theirs.keys()

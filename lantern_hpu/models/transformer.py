@@ -7,6 +7,7 @@ static cache. The module reads no Python value that varies between calls, so a g
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -177,14 +178,14 @@ class Target(nn.Module):
     def __init__(self, config: TransformerConfig, kernels: Kernels = PLAIN) -> None:
         super().__init__()
         self.config, self.kernels = config, kernels
-        self.embed: nn.Module = (
+        self.embed: Any = (  # a table, or a narrow one and what widens it
             nn.Embedding(config.embed_rows or config.vocab_size, config.dim)
             if config.code_dim is None
             else CodeEmbedding(config.vocab_size, config.code_dim, config.dim)
         )
         self.layers = nn.ModuleList(Block(config, kernels) for _ in range(config.layers))
         self.norm = RMSNorm(config, kernels)
-        self.head: nn.Module = (
+        self.head: Any = (
             nn.Linear(config.dim, config.vocab_size, bias=False)
             if config.head_hidden is None
             else MLPHead(config.dim, config.head_hidden, config.vocab_size)

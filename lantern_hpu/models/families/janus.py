@@ -1,8 +1,8 @@
 """Janus-Pro: names and sizes of the files.
 
-A Llama beside which everything about pictures is separate: codes have embeddings 8 wide that an MLP widens, and a head of
-two matrices draws the next one; the tokenizer is LlamaGen's VQ-16, in the same file. Names are those of the authors'
-files, or of transformers' JanusForConditionalGeneration; the former are used here.
+A Llama beside which everything about pictures is separate: codes have embeddings 8 wide that an MLP widens, and a
+head of two matrices draws the next one; the tokenizer is LlamaGen's VQ-16, in the same file. Names are those of the
+authors' files, or of transformers' JanusForConditionalGeneration; the former are used here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,10 @@ NAMES = (
     (r"^model\.generation_head\.proj_out\.", "gen_head.output_mlp_projector."),
     (r"^model\.generation_head\.", "gen_head."),
     (r"^model\.vqmodel\.", TOKENIZER),
-    (r"^(gen_vision_model\.(?:en|de)coder)\.(?:down|up)\.(\d+)\.block\.", r"\1.conv_blocks.\2.res."),
+    (
+        r"^(gen_vision_model\.(?:en|de)coder)\.(?:down|up)\.(\d+)\.block\.",
+        r"\1.conv_blocks.\2.res.",
+    ),
     (r"^(gen_vision_model\.(?:en|de)coder)\.(?:down|up)\.", r"\1.conv_blocks."),
     (r"^(gen_vision_model\..*mid)\.block_1\.", r"\1.0."),
     (r"^(gen_vision_model\..*mid)\.attn_1\.", r"\1.1."),
@@ -49,7 +52,10 @@ def authors_name(name: str) -> str:
 
 
 def is_janus(checkpoint: Checkpoint) -> bool:
-    return any(name.endswith(("gen_embed.weight", ".generation_embeddings.weight")) for name in checkpoint.shapes)
+    return any(
+        name.endswith(("gen_embed.weight", ".generation_embeddings.weight"))
+        for name in checkpoint.shapes
+    )
 
 
 def config_of(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
