@@ -35,4 +35,4 @@ def tuned(situation: tuned_trees.Situation, method: str, relaxes: bool) -> tuple
 
 def fitted(relaxation: Relaxation, model: ImageModel) -> Relaxation:
     """A published setting with no more neighbours than this codebook has."""
-    return replace(relaxation, k=min(relaxation.k, model.vocabulary - 1))
+    return replace(relaxation, k=min(relaxation.k, model.codes - 1))

@@ -388,7 +388,7 @@ class LanternPipeline:
 
     def event(self, batch: Batch, done: Sequence[Finished], images: int) -> Event:
         """How far a run of so many images is."""
-        rows, columns = self.model.target.config.grid
+        rows, columns = self.model.target.config.grid[0], self.model.target.config.columns
         seats = [(slot, seat) for slot, seat in enumerate(batch.seats) if seat is not None]
         whole = sum(min(seat.known // columns, rows) for _, seat in seats) + rows * len(done)
         gained = sum(seat.known - 1 for _, seat in seats) + (batch.total - 1) * len(done)

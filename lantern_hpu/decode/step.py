@@ -118,15 +118,18 @@ class Step(nn.Module):
     ) -> Accepted:
         """Which drafts stay, and what comes after them."""
         if self.acceptance is None:
-            probs = self.sampler(hidden, state)  # [B, 1, V]
+            probs = self.sampler(hidden, state, 0)  # [B, 1, V]
             bonus = self.sampler.token(probs[:, 0], probs[:, 0], uniform[:, 0], state)
             none = torch.zeros_like(state.accepted, dtype=torch.bool)  # [B, 0]: nothing to relax
             return Accepted(probs, torch.zeros_like(state.root), bonus, none)
-        inner = hidden if self.expanded is None else hidden[:, self.expanded]
-        p = self.sampler(inner, state)  # [B, I, V]
+        inner, depth = hidden, drafts.tables.depth
+        if self.expanded is not None:
+            inner, depth = hidden[:, self.expanded], depth[:, self.expanded]
+        p = self.sampler(inner, state, depth)  # [B, I, V]
         verdict = self.judge(self.acceptance, p, drafts, uniform, state)
         stop = self.positions.per_row(verdict.node)[:, None]  # [R, 1]
-        fresh = self.sampler(gather_rows(hidden, stop), state)[:, 0]  # [B, V]
+        deep = gather(drafts.tables.depth, 1, verdict.node[:, None])  # [B, 1]
+        fresh = self.sampler(gather_rows(hidden, stop), state, deep)[:, 0]  # [B, V]
         inside = rows_at(drafts.tables.child, verdict.node)[:, :1] > 0  # [B, 1]
         probs = torch.where(inside, verdict.residual, fresh)
         bonus = self.sampler.token(probs, fresh, uniform[:, -1], state)

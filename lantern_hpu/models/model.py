@@ -53,6 +53,11 @@ class ImageModel:
         return self.target.config.vocab_size
 
     @property
+    def codes(self) -> int:
+        """Image tokens that are codes of the tokenizer."""
+        return self.target.config.codes
+
+    @property
     def codebook(self) -> Tensor:
         """[V, code_dim]"""
         assert self.vq is not None
@@ -62,7 +67,7 @@ class ImageModel:
     def listed_neighbours(self) -> int:
         """How many neighbours of a code can be had."""
         if self.neighbour_table is None:
-            return self.vocabulary - 1
+            return self.codes - 1
         return neighbours.open_table(self.neighbour_table).shape[1]
 
     def nearest(self, k: int) -> Tensor:
@@ -72,5 +77,7 @@ class ImageModel:
                 table = neighbours.kept_nearest(self.codebook, k)
             else:
                 table = neighbours.read_table(self.neighbour_table, k)
+            # What closes a row stands alone in its place: whoever is said to be near has no mass there.
+            table = torch.cat([table, table[: self.vocabulary - self.codes]])
             self._near[k] = table.to(self.target.device)
         return self._near[k]
