@@ -35,7 +35,12 @@ from scripts.synthetic_files import (
     write_safetensors,
     write_shards,
 )
-from scripts.synthetic_language_models import write_hub_janus, write_janus
+from scripts.synthetic_language_models import (
+    write_authors_emu3,
+    write_emu3,
+    write_hub_janus,
+    write_janus,
+)
 
 # LlamaGen: every file has the same small geometry but for the 3B one's head width.
 CODES, DIM, FFN, LAYERS, HEADS, CAPTION = 64, 128, 96, 2, 2, 48
@@ -643,6 +648,21 @@ def write_chameleon(root: Path, generator: Generator) -> Iterator[dict[str, Any]
     yield chameleon_entry(folder.name, dim, layers, family="chameleon", prompt=None)
 
 
+def write_lumina(root: Path, generator: Generator) -> Iterator[dict[str, Any]]:
+    """Lumina-mGPT: Chameleon's files, a training option of its own, and Meta's tokenizer beside it."""
+    folder, dim, layers = root / "lumina-mgpt", 32, 2
+    vqgan = draw_all(taming_shapes(**NARROW_VQGAN), generator)
+    model = chameleon_model(dim, layers, NARROW_VQGAN, vqgan, generator)
+    write_shards(folder, model.state_dict(), 2)
+    own = {"z_loss_weight": 1e-5, "_name_or_path": "Alpha-VLLM/Lumina-mGPT-7B-512"}
+    write_json(folder / "config.json", older_config(dim, layers, NARROW_VQGAN) | own)
+    write_tokenizer(folder)
+    write_pickle(folder / "vqgan.ckpt", {"state_dict": vqgan})
+    yield chameleon_entry(
+        folder.name, dim, layers, family="lumina", tokens=32 * 33, vq="lumina-mgpt/vqgan.ckpt"
+    )
+
+
 # ---------------------------------------------------------------------------------------------------
 
 WRITERS = {
@@ -655,8 +675,11 @@ WRITERS = {
     "anole": write_anole,
     "anole-hub": write_hub_anole,
     "chameleon-base": write_chameleon,
+    "lumina-mgpt": write_lumina,
     "janus-pro": write_janus,
     "janus-pro-hub": write_hub_janus,
+    "emu3": write_emu3,
+    "emu3-authors": write_authors_emu3,
 }
 
 

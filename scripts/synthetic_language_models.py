@@ -1,4 +1,4 @@
-"""Small random checkpoints of language models that draw: Janus-Pro. See `make_synthetic_checkpoints`.
+"""Small random checkpoints of language models that draw: Janus-Pro, Emu3. See `make_synthetic_checkpoints`.
 
 Token ids and names are real, layers are narrow, and the pictures are small, so that a test draws one in a second.
 """
@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Generator
 
-from scripts.synthetic_files import State, fill, merges, write_json, write_pickle
+from scripts.synthetic_files import State, fill, merges, write_json, write_pickle, write_safetensors
 
 DIM, LAYERS, HEADS, FFN = 32, 2, 2, 48
 # Janus: 8 x 8 codes of 16 pixels
@@ -29,19 +30,17 @@ JANUS_TOKENS = {
 }
 
 
-def write_byte_tokenizer(folder: Path, special: Mapping[str, int], first: int = 0) -> None:
-    """tokenizer.json of bytes, words and special tokens with these ids.
-
-    Args:
-        first: id of the first byte.
-    """
+def write_byte_tokenizer(
+    folder: Path, special: Mapping[str, int], others: Mapping[str, int] = MappingProxyType({})
+) -> None:
+    """tokenizer.json of bytes, words and special tokens with these ids, and others that no text gives."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     pieces = [
         *sorted(pre_tokenizers.ByteLevel.alphabet()),
         *dict.fromkeys(a + b for a, b in merges()),
     ]
-    vocabulary = {piece: first + i for i, piece in enumerate(pieces)} | dict(special)
+    vocabulary = {piece: i for i, piece in enumerate(pieces)} | dict(special) | dict(others)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges()))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -195,3 +194,101 @@ def write_hub_janus(root: Path, generator: Generator) -> Iterator[dict[str, Any]
     janus_model(generator).save_pretrained(folder)
     write_byte_tokenizer(folder, JANUS_TOKENS)
     yield janus_entry(folder.name)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Emu3-Gen
+
+EMU3_VOCABULARY, EMU3_CODES, EMU3_FIRST, EMU3_SIDE = 184622, 32768, 151854, 8
+EMU3_TOKENS = {
+    "<|endoftext|>": 151643,
+    "<|extra_200|>": 151846,
+    "<|extra_201|>": 151847,
+    "<|extra_203|>": 151849,
+    "<|extra_204|>": 151850,
+    "<|image token|>": 151851,
+    "<|image start|>": 151852,
+    "<|image end|>": 151853,
+}
+
+
+def emu3_model(generator: Generator) -> Any:
+    """An Emu3ForConditionalGeneration of tiny sizes; its tokenizer stays float32."""
+    from transformers import Emu3Config, Emu3ForConditionalGeneration
+
+    config = Emu3Config(
+        text_config={
+            "vocab_size": EMU3_VOCABULARY,
+            "hidden_size": DIM,
+            "intermediate_size": FFN,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+        vq_config={
+            "codebook_size": EMU3_CODES,
+            "base_channels": 32,
+            "channel_multiplier": [1, 1, 1, 2],
+            "num_res_blocks": 1,
+            "hidden_size": 64,
+        },
+        vocabulary_map={"<image>": 151655, "<|extra_200|>": 151846},
+        image_area=(8 * EMU3_SIDE) ** 2,
+    )
+    model: Any = Emu3ForConditionalGeneration(config)
+    fill(model, generator)
+    with torch.no_grad():
+        for name, tensor in model.named_buffers():
+            if name.endswith("running_mean"):
+                tensor.copy_(0.3 * torch.randn(tensor.shape, generator=generator))
+            if name.endswith("running_var"):
+                tensor.copy_(1 + torch.rand(tensor.shape, generator=generator))
+    return model.eval()
+
+
+def write_emu3(root: Path, generator: Generator) -> Iterator[dict[str, Any]]:
+    """Emu3-Gen as transformers saves it, its tokenizer inside."""
+    folder = root / "emu3"
+    emu3_model(generator).save_pretrained(folder, max_shard_size="30MB")
+    codes = {f"<|visual token {code:06d}|>": EMU3_FIRST + code for code in range(EMU3_CODES)}
+    write_byte_tokenizer(folder, EMU3_TOKENS, others=codes)
+    yield emu3_entry(folder.name)
+
+
+def write_authors_emu3(root: Path, generator: Generator) -> Iterator[dict[str, Any]]:
+    """Emu3-Gen by its authors' names, and Emu3-VisionTokenizer beside it."""
+    folder = root / "emu3-authors"
+    model = emu3_model(generator)
+    network = model.model.text_model.state_dict()
+    state = {f"model.{name}": tensor for name, tensor in network.items()}
+    write_safetensors(
+        folder / "model.safetensors", state | model.lm_head.state_dict(prefix="lm_head.")
+    )
+    write_safetensors(folder / "vqvae" / "model.safetensors", model.model.vqmodel.state_dict())
+    config = model.config.text_config.to_dict() | {"image_area": (8 * EMU3_SIDE) ** 2}
+    write_json(folder / "config.json", config | {"rope_theta": 1e6})
+    codes = {f"<|visual token {code:06d}|>": EMU3_FIRST + code for code in range(EMU3_CODES)}
+    write_byte_tokenizer(folder, EMU3_TOKENS, others=codes)
+    yield emu3_entry(folder.name, vq="emu3-authors/vqvae")
+
+
+def emu3_entry(name: str, **more: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "family": "emu3",
+        "model": name,
+        "prompt": "a photo of a red apple",
+        "class_label": None,
+        "image_size": 8 * EMU3_SIDE,
+        "tokens": EMU3_SIDE * (EMU3_SIDE + 1),
+        "grid": [EMU3_SIDE, EMU3_SIDE],
+        "codes": EMU3_CODES,
+        "dim": DIM,
+        "heads": 4,
+        "layers": LAYERS,
+        "norm_eps": 1e-5,
+        "dtype": "float32",
+        "vq": None,
+        "drafter": None,
+        "neighbours": None,
+    } | more

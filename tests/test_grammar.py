@@ -1,4 +1,4 @@
-"""Pictures whose rows are closed by a token of their own: it stands at every row's end and nowhere else, by every method."""
+"""What closes a row of codes stands at every row's end and nowhere else, by every method."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ CONFIG = tiny.tiny_config(
 )
 AT_ENDS = torch.arange(1, CONFIG.tokens + 1) % 5 == 0
 # Deeper than a row is long, so that drafts cross rows' ends
-DEEP = DraftTree.from_paths("deep", [[0], [1], [0, 0], [0, 1], [0, 0, 0], [0] * 4, [0] * 5, [0] * 6])
+DEEP = DraftTree.from_paths(
+    "deep", [[0], [1], [0, 0], [0, 1], [0, 0, 0], [0] * 4, [0] * 5, [0] * 6]
+)
 
 
 def tree_of(method: str) -> Tree:
@@ -82,4 +84,6 @@ def test_a_rows_end_is_always_accepted() -> None:
     models = tiny.tiny_models(CONFIG, likeness=0.0)
     requests = [tiny.request("ab", seed) for seed in range(20)]
     steps = tiny.sample(models, "chain", requests, images=20).steps
-    assert max(steps) <= 19 - 3  # four ends, of which the first can be the one token that a step needs
+    assert (
+        max(steps) <= 19 - 3
+    )  # four ends, of which the first can be the one token that a step needs

@@ -26,7 +26,9 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.zoo.resolve import resolve
 from scripts import make_synthetic_checkpoints as synthetic
 
-JANUS, HUB_JANUS = "janus-pro", "janus-pro-hub"
+JANUS, HUB_JANUS, LUMINA = "janus-pro", "janus-pro-hub", "lumina-mgpt"
+EMU3, AUTHORS_EMU3 = "emu3", "emu3-authors"
+MODELS = (JANUS, HUB_JANUS, LUMINA, EMU3, AUTHORS_EMU3)
 PROMPTS = ("a red apple on the tree", "dog", "the photo of a green house and a blue sky, " * 3)
 
 
@@ -34,7 +36,7 @@ PROMPTS = ("a red apple on the tree", "dog", "the photo of a green house and a b
 def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("transformers")
     root = tmp_path_factory.mktemp("public")
-    synthetic.write_all(root, only={JANUS, HUB_JANUS})
+    synthetic.write_all(root, only=set(MODELS))
     return root
 
 
@@ -186,18 +188,202 @@ def test_both_layouts_of_janus_hold_the_same_model(tmp_path: Path) -> None:
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
+# ------------------------------------------------------------------------------------ Lumina-mGPT
+
+
+def lumina(folder: Path) -> Any:
+    from transformers import ChameleonForConditionalGeneration
+
+    return ChameleonForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def lumina_ids(folder: Path, prompt: str) -> tuple[list[int], list[int]]:
+    """The conditional and the unconditional row, by the ids and words of the authors' description."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    text = f"Generate an image of 512x512 according to the following prompt:\n{prompt}"
+    image = [8197, 8804 + 16, 8804 + 16]
+    return [0, *tokenizer(text, add_special_tokens=False)["input_ids"], 8710, *image], image
+
+
+@torch.no_grad()
+def guided_rows(
+    run: Any, head: Any, rows: tuple[list[int], list[int]], image: list[int], scale: float
+) -> Tensor:
+    """Guided logits of an image's tokens [N, all tokens], from one pass over each row without any pads."""
+    found = []
+    for row in rows:
+        hidden = run(input_ids=torch.tensor([row + image[:-1]])).last_hidden_state
+        found.append(head(hidden[0, len(row) - 1 :]))
+    return found[1] + scale * (found[0] - found[1])
+
+
+def obeys(logits: Tensor, columns: int, end: int, codes: slice) -> Tensor:
+    """Greedy tokens [N] under the grammar, by hand: the row's end where it must stand, the best code elsewhere."""
+    best = logits[:, codes].argmax(-1) + codes.start
+    at_end = torch.arange(1, len(logits) + 1) % (columns + 1) == 0
+    return torch.where(at_end, end, best)
+
+
+@pytest.fixture(scope="module")
+def lumina_tokens(public: Path) -> Tensor:
+    """Greedy pictures of all prompts in one batch."""
+    return greedy(public / LUMINA, PROMPTS[:2], 3.0)
+
+
+def test_lumina_frames_a_prompt_token_for_token(public: Path) -> None:
+    condition = opened(public / LUMINA).condition
+    assert isinstance(condition, TokenConditioner)
+    for prompt in (*PROMPTS, ""):
+        ids, without = lumina_ids(public / LUMINA, prompt)
+        assert condition.frame.ids(prompt) == ids and condition.frame.without(ids) == without
+
+
+def test_lumina_draws_what_transformers_draws(public: Path, lumina_tokens: Tensor) -> None:
+    """Each token is the best that the grammar allows, by transformers' network over the same tokens."""
+    model = lumina(public / LUMINA)
+    assert lumina_tokens.shape == (2, 32 * 33)
+    for prompt, tokens in zip(PROMPTS, lumina_tokens, strict=False):
+        image = torch.where(tokens == 8192, 8803, tokens + 4)
+        rows = lumina_ids(public / LUMINA, prompt)
+        logits = guided_rows(model.model, model.lm_head, rows, image.tolist(), 3.0)
+        assert torch.equal(obeys(logits, 32, 8803, slice(4, 8196)), image)
+        assert len(image.unique()) > 8
+
+
+@torch.no_grad()
+def test_lumina_has_the_logits_of_transformers(public: Path, lumina_tokens: Tensor) -> None:
+    model, tokens = lumina(public / LUMINA), lumina_tokens[:, :99]
+    mine = guided_logits(opened(public / LUMINA), PROMPTS[:2], tokens, 3.0)
+    for prompt, row, logits in zip(PROMPTS, tokens, mine, strict=False):
+        image = torch.where(row == 8192, 8803, row + 4).tolist()
+        rows = lumina_ids(public / LUMINA, prompt)
+        want = guided_rows(model.model, model.lm_head, rows, image, 3.0)
+        allowed = torch.cat([want[:, 4:8196], want[:, 8803:8804]], 1)
+        torch.testing.assert_close(logits, allowed, rtol=1e-4, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------ Emu3-Gen
+
+
+def emu3(folder: Path) -> tuple[Any, Any]:
+    """transformers' model and tokenizer."""
+    from transformers import Emu3ForConditionalGeneration, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    model: Any = Emu3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, tokenizer
+
+
+def emu3_ids(tokenizer: Any, text: str) -> Tensor:
+    """As the authors' processor writes a prompt that is to be drawn: [1, T]."""
+    start, image = "<|extra_203|>", "<|image start|>8*8<|image token|>"
+    ids: Tensor = tokenizer(start + text + image, return_tensors="pt", add_special_tokens=False)
+    return ids["input_ids"]  # type: ignore[call-overload]
+
+
+PRAISE = " masterpiece, film grained, best quality."
+NEGATIVE = (
+    "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
+    "low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
+)
+
+
+def allowed_by_emu3(start: int) -> Any:
+    """The authors' rule of what may come next: rows of eight codes, each closed by 151846."""
+    codes = list(range(151854, 184622))
+
+    def allowed(batch: int, ids: Tensor) -> list[int]:
+        return [151846] if (len(ids) - start + 1) % 9 == 0 else codes
+
+    return allowed
+
+
+def test_emu3_frames_a_prompt_token_for_token(public: Path) -> None:
+    condition = opened(public / EMU3).condition
+    assert isinstance(condition, TokenConditioner)
+    _, tokenizer = emu3(public / EMU3)
+    bare = emu3_ids(tokenizer, NEGATIVE)[0].tolist()
+    for prompt in (*PROMPTS, ""):
+        ids = condition.frame.ids(prompt)
+        assert ids == emu3_ids(tokenizer, prompt + PRAISE)[0].tolist()
+        assert condition.frame.without(ids) == bare
+    assert condition.frame.without(ids, "red") == emu3_ids(tokenizer, "red")[0].tolist()
+
+
+def test_emu3_draws_what_transformers_draws(public: Path) -> None:
+    """transformers' generation with its own guidance and the authors' rule, each prompt alone; ours in one batch."""
+    from transformers import UnbatchedClassifierFreeGuidanceLogitsProcessor as Guidance
+    from transformers.generation import PrefixConstrainedLogitsProcessor as Rule
+
+    model, tokenizer = emu3(public / EMU3)
+    mine = greedy(public / EMU3, PROMPTS, 3.0)
+    assert mine.shape == (3, 72) and len(mine.unique()) > 8
+    for prompt, tokens in zip(PROMPTS, mine, strict=True):
+        ids = emu3_ids(tokenizer, prompt + PRAISE)
+        guidance = Guidance(3.0, model, unconditional_ids=emu3_ids(tokenizer, NEGATIVE))
+        rule = Rule(allowed_by_emu3(ids.shape[1]), 1)
+        found = model.generate(
+            ids, max_new_tokens=72, do_sample=False, logits_processor=[guidance, rule]
+        )
+        want = found[0, ids.shape[1] :]
+        assert torch.equal(torch.where(tokens == 32768, 151846, tokens + 151854), want)
+
+
+@torch.no_grad()
+def test_emu3_has_the_logits_of_transformers(public: Path) -> None:
+    model, tokenizer = emu3(public / EMU3)
+    tokens = torch.randint(32768, (3, 72), generator=torch.Generator().manual_seed(5))
+    tokens[:, 8::9] = 32768
+    mine = guided_logits(opened(public / EMU3), PROMPTS, tokens, 3.0)
+    for prompt, row, logits in zip(PROMPTS, tokens, mine, strict=True):
+        image = torch.where(row == 32768, 151846, row + 151854).tolist()
+        rows = tuple(emu3_ids(tokenizer, t)[0].tolist() for t in (prompt + PRAISE, NEGATIVE))
+        want = guided_rows(model.model.text_model, model.lm_head, rows, image, 3.0)
+        allowed = torch.cat([want[:, 151854:], want[:, 151846:151847]], 1)
+        torch.testing.assert_close(logits, allowed, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_emu3_decodes_codes_as_transformers_does(public: Path) -> None:
+    """The first of four frames; the others are never computed here."""
+    model, _ = emu3(public / EMU3)
+    codes = torch.randint(32768, (2, 12, 5), generator=torch.Generator().manual_seed(2))
+    vq = opened(public / EMU3).vq
+    assert vq is not None
+    mine, want = vq.decode_codes(codes.flatten(1), (12, 5)), model.model.vqmodel.decode(codes)
+    assert mine.shape == (2, 3, 96, 40) and want.std() > 0.1
+    torch.testing.assert_close(mine, want.clamp(-1, 1), rtol=1e-4, atol=1e-4)
+
+
+def test_both_layouts_of_emu3_hold_the_same_model(tmp_path: Path) -> None:
+    from torch import Generator
+
+    from scripts import synthetic_language_models as small
+
+    for writer in (small.write_emu3, small.write_authors_emu3):
+        list(writer(tmp_path, Generator().manual_seed(3)))
+    one, other = (opened(tmp_path / name) for name in (EMU3, AUTHORS_EMU3))
+    assert one.fingerprint == other.fingerprint and one.config == other.config
+    for part in ("target", "vq"):
+        mine, theirs = getattr(one, part).state_dict(), getattr(other, part).state_dict()
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
 # ------------------------------------------------------------------------------------ all of them
 
 
 @pytest.mark.parametrize("device", ["cpu", "hpu"])
-@pytest.mark.parametrize("name", [JANUS, HUB_JANUS])
+@pytest.mark.parametrize("name", MODELS)
 def test_they_draw(public: Path, tmp_path: Path, name: str, device: str) -> None:
     options = ["--method", "ar", "--device", device, "--output", str(tmp_path / "x.png")]
     options += ["--emulate"] if device == "hpu" else []
     assert generate.main(["--model", str(public / name), "--prompt", "red", *options]) == 0
 
 
-@pytest.mark.parametrize("name", [JANUS, HUB_JANUS])
+@pytest.mark.parametrize("name", [JANUS, LUMINA, EMU3])
 def test_converted_they_draw_the_same(public: Path, tmp_path: Path, name: str) -> None:
     assert convert.main([str(public / name), str(tmp_path / "ours")]) == 0
     before, after = opened(public / name), opened(tmp_path / "ours")

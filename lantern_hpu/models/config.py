@@ -177,6 +177,8 @@ class VQConfig:
     normalize_codebook: bool = True
     # At the coarsest level, as LlamaGen's have; Chameleon's has it in the middle alone
     attention: bool = True
+    # "image": `models/vq.py`; "video": Emu3's, of which pictures need the decoder alone
+    kind: Literal["image", "video"] = "image"
 
     def __post_init__(self) -> None:
         # JSON has no tuples; a list here would make equal configurations compare unequal.
@@ -189,6 +191,8 @@ class VQConfig:
     @property
     def parameters(self) -> int:
         """Of encoder, decoder and codebook."""
+        if self.kind == "video":
+            return self._video_parameters()
         widths = [self.channels * m for m in self.multipliers]
         deepest = widths[-1]
         middle = 2 * _res(deepest, deepest) + _attention(deepest)
@@ -199,6 +203,30 @@ class VQConfig:
         codes = self.codebook_size * self.code_dim
         codes += _conv(self.z_channels, self.code_dim, 1) + _conv(self.code_dim, self.z_channels, 1)
         return encoder + decoder + 2 * middle + codes
+
+    def _video_parameters(self) -> int:
+        """Of decoder and codebook; see `models/emu3_vq.py`."""
+        z, code = self.z_channels, self.code_dim
+        widths = [self.channels * m for m in self.multipliers]
+
+        def norm(channels: int) -> int:
+            return 2 * channels + 2 * _conv(code, channels, 1)
+
+        def block(a: int, b: int) -> int:
+            shortcut = _conv(a, b, 1) if a != b else 0
+            return norm(a) + norm(b) + _conv(a, b) + _conv(b, b) + shortcut
+
+        over_time = (27 * z + 1) * z
+        total = self.res_blocks * 2 * (4 * z + over_time) + 2 * over_time
+        deepest = widths[-1]
+        attention = norm(deepest) + 4 * _conv(deepest, deepest, 1)
+        total += _conv(z, deepest) + 2 * block(deepest, deepest) + attention
+        for index, (before, width) in enumerate(zip([*widths[1:], deepest], widths, strict=True)):
+            total += block(before, width) + self.res_blocks * block(width, width)
+            total += _conv(width, width) if index else 0
+        total += (self.res_blocks + 1) * attention if self.attention else 0
+        total += norm(widths[0]) + _conv(widths[0], 3)
+        return total + self.codebook_size * code + (3 * code + 1) * z
 
     def _levels(self, widths: list[int], blocks: int, deepest_first: bool = False) -> int:
         """Blocks of each level, from width to width, and the convolutions between levels."""

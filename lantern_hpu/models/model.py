@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lantern_hpu.config import Sampling
 from lantern_hpu.models import neighbours
-from lantern_hpu.models.config import ModelConfig
+from lantern_hpu.models.config import ModelConfig, VQConfig
 from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.emu3_vq import Emu3VQ
 from lantern_hpu.models.text.prefix import Conditioner
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.models.vq import VQModel
@@ -28,6 +29,11 @@ class Placement:
     keep_text: str = "host"  # where the text encoder stays once prompts are encoded
 
 
+def make_vq(config: VQConfig) -> VQModel | Emu3VQ:
+    """A tokenizer of its kind."""
+    return Emu3VQ(config) if config.kind == "video" else VQModel(config)
+
+
 @dataclass(kw_only=True)
 class ImageModel:
     """The parts that turn prompts into images."""
@@ -40,7 +46,7 @@ class ImageModel:
     target: Target
     drafter: Drafter | None
     condition: Conditioner
-    vq: VQModel | None  # None: its tokens become no pictures
+    vq: VQModel | Emu3VQ | None  # None: its tokens become no pictures
     sampling: Sampling  # default settings
     # Device name to [method, tree or None]: the fastest that was measured there
     fastest: dict[str, tuple[str, str | None]] = field(default_factory=dict)

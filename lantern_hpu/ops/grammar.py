@@ -15,7 +15,7 @@ class RowEnds(nn.Module):
     """The last token of the vocabulary closes each row and stands nowhere else.
 
     Args:
-        columns: codes of a row. tokens: of a picture, row ends included; places past it count as the last. vocabulary: V.
+        columns: codes of a row. tokens: N, row ends included; places past them count as the last. vocabulary: V.
     """
 
     def __init__(self, columns: int, tokens: int, vocabulary: int) -> None:

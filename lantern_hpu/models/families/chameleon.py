@@ -27,7 +27,7 @@ INNER_VQ = (
 IGNORED = (INNER_VQ, "rotary_emb.inv_freq", "vocabulary_mapping")
 
 
-def is_chameleon(checkpoint: Checkpoint) -> bool:
+def is_chameleon(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
     return "model.layers.0.self_attn.q_norm.weight" in checkpoint
 
 
@@ -90,15 +90,15 @@ def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Publish
     """
     config = config_of(checkpoint, about)
     check_draws(checkpoint, about, config)
+    condition, recipe = ConditionConfig("tokens"), target_recipe(config)
+    tokenizer = tokenizer_of(checkpoint)
+    return Published("chameleon", config, condition, checkpoint, recipe, tokenizer)
+
+
+def tokenizer_of(checkpoint: Checkpoint) -> Checkpoint | None:
+    """The image tokenizer in the model's own file, if it is there with its decoder."""
     inside = checkpoint.below(INNER_VQ)
-    return Published(
-        "chameleon",
-        config,
-        ConditionConfig("tokens"),
-        checkpoint,
-        target_recipe(config),
-        inside if "decoder.conv_in.weight" in inside else None,
-    )
+    return inside if "decoder.conv_in.weight" in inside else None
 
 
 FAMILY = Family(

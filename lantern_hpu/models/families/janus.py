@@ -51,7 +51,7 @@ def authors_name(name: str) -> str:
     return name
 
 
-def is_janus(checkpoint: Checkpoint) -> bool:
+def is_janus(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
     return any(
         name.endswith(("gen_embed.weight", ".generation_embeddings.weight"))
         for name in checkpoint.shapes

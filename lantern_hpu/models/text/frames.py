@@ -60,6 +60,7 @@ class Frame:
     special: Mapping[str, int | None] = {}
     order: TokenOrder | None = None
     pad = 0
+    takes_negative = False  # whether guidance subtracts words that a user may choose
 
     def __init__(
         self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
@@ -100,8 +101,8 @@ class Frame:
             words = words[: self.room - len(self.closing)] + self.closing
         return [*self.before, *words, *self.after]
 
-    def without(self, ids: list[int]) -> list[int]:
-        """The row that guidance subtracts from a framed prompt's."""
+    def without(self, ids: list[int], negative: str | None = None) -> list[int]:
+        """The row that guidance subtracts from a framed prompt's; see `takes_negative`."""
         return [*self.before, *self.after]
 
     def note(self, prompt: str) -> str | None:
@@ -123,12 +124,37 @@ class AnoleFrame(Frame):
     def __init__(
         self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
     ) -> None:
-        super().__init__(words, vocabulary, config, where)
         check_image_tokens(vocabulary, config.codes, where)
+        super().__init__(words, vocabulary, config, where)
         self.before, self.after = [0], [8710, 8197]
 
-    def without(self, ids: list[int]) -> list[int]:
+    def without(self, ids: list[int], negative: str | None = None) -> list[int]:
         return [0, 8197]
+
+
+class LuminaFrame(AnoleFrame):
+    """A sentence that names the picture's size, end of turn, begin of image, and tokens of height and width.
+
+    Without words it begins with the image. Guidance so hides the prompt; positions of the two rows differ.
+    """
+
+    SIZE_ZERO, PATCH = 8804, 2  # the token of no patches at all; codes along a patch
+    special = {"<reserved08799>": 8803}  # what closes a row
+    order: TokenOrder = TokenOrder(((FIRST_IMAGE_TOKEN, 8196), (8803, 8804)))
+
+    def __init__(
+        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
+    ) -> None:
+        super().__init__(words, vocabulary, config, where)
+        self.after += [self.SIZE_ZERO + codes // self.PATCH for codes in config.grid]
+
+    def text(self, prompt: str) -> str:
+        height, width = (16 * codes for codes in self.config.grid)
+        size = f"Generate an image of {width}x{height}"
+        return f"{size} according to the following prompt:\n{prompt}"
+
+    def without(self, ids: list[int], negative: str | None = None) -> list[int]:
+        return self.after[1:]
 
 
 class JanusFrame(Frame):
@@ -151,11 +177,57 @@ class JanusFrame(Frame):
     def text(self, prompt: str) -> str:
         return f"<|User|>: {prompt.strip()}\n\n<|Assistant|>:"
 
-    def without(self, ids: list[int]) -> list[int]:
+    def without(self, ids: list[int], negative: str | None = None) -> list[int]:
         return [ids[0], *[self.id[self.PAD]] * (len(ids) - 2), ids[-1]]
 
 
-FRAMES: dict[str, type[Frame]] = {"anole": AnoleFrame, "janus": JanusFrame}
+class Emu3Frame(Frame):
+    """The prompt and words of praise, then the size of the picture in codes; guidance subtracts a negative prompt.
+
+    That has words, length and positions of its own.
+    """
+
+    family = "Emu3"
+    BEGIN, START, IMAGE = "<|extra_203|>", "<|image start|>", "<|image token|>"
+    PRAISE = " masterpiece, film grained, best quality."
+    NEGATIVE = (
+        "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst "
+        "quality, low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
+    )
+    special = {
+        BEGIN: 151849,
+        START: None,
+        IMAGE: None,
+        "<|extra_200|>": 151846,  # what closes a row
+        "<|visual token 000000|>": 151854,
+        "<|visual token 032767|>": 184621,
+    }
+    order: TokenOrder = TokenOrder(((151854, 184622), (151846, 151847)))
+    takes_negative = True
+
+    def __init__(
+        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
+    ) -> None:
+        super().__init__(words, vocabulary, config, where)
+        rows, columns = config.grid
+        self.before = [self.id[self.BEGIN]]
+        self.after = [self.id[self.START], *words(f"{rows}*{columns}"), self.id[self.IMAGE]]
+        self.closing = words(self.PRAISE)
+
+    def text(self, prompt: str) -> str:
+        return prompt + self.PRAISE
+
+    def without(self, ids: list[int], negative: str | None = None) -> list[int]:
+        words = self.words(self.NEGATIVE if negative is None else negative)
+        return [*self.before, *words[: self.room], *self.after]
+
+
+FRAMES: dict[str, type[Frame]] = {
+    "anole": AnoleFrame,
+    "lumina": LuminaFrame,
+    "janus": JanusFrame,
+    "emu3": Emu3Frame,
+}
 
 
 def code_name(code: int) -> str:
