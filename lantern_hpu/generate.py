@@ -422,6 +422,8 @@ def open_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
 def show_geometry(pipeline: LanternPipeline) -> None:
     """Say what a checkpoint draws: its size is its own, no option changes it."""
     model = pipeline.model
+    for note in model.notes:
+        print(f"note: {note}", file=sys.stderr)
     if model.source == "builtin":
         return
     (height, width), (rows, columns) = model.config.image_size, model.target.config.grid

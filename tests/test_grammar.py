@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -61,7 +62,11 @@ def test_row_ends_stand_where_they_must(method: str, temperature: float) -> None
     if relaxation is not None:
         relaxation = dataclasses.replace(relaxation, k=min(relaxation.k, CODES - 1))
     models = tiny.tiny_models(CONFIG)
-    settings = {"temperature": temperature, "top_k": 6, "relaxation": relaxation or EXACT}
+    settings: dict[str, Any] = {
+        "temperature": temperature,
+        "top_k": 6,
+        "relaxation": relaxation or EXACT,
+    }
     requests = [tiny.request(p, seed, **settings) for seed, p in enumerate(("ab", "cdef", "gh"))]
     result = tiny.sample(models, tree_of(method), requests)
     tokens = torch.from_numpy(result.tokens)

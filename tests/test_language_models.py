@@ -228,7 +228,7 @@ def obeys(logits: Tensor, columns: int, end: int, codes: slice) -> Tensor:
 
 @pytest.fixture(scope="module")
 def lumina_tokens(public: Path) -> Tensor:
-    """Greedy pictures of all prompts in one batch."""
+    """Greedy pictures of two prompts in one batch."""
     return greedy(public / LUMINA, PROMPTS[:2], 3.0)
 
 
@@ -240,6 +240,7 @@ def test_lumina_frames_a_prompt_token_for_token(public: Path) -> None:
         assert condition.frame.ids(prompt) == ids and condition.frame.without(ids) == without
 
 
+@pytest.mark.slow
 def test_lumina_draws_what_transformers_draws(public: Path, lumina_tokens: Tensor) -> None:
     """Each token is the best that the grammar allows, by transformers' network over the same tokens."""
     model = lumina(public / LUMINA)
@@ -252,6 +253,7 @@ def test_lumina_draws_what_transformers_draws(public: Path, lumina_tokens: Tenso
         assert len(image.unique()) > 8
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_lumina_has_the_logits_of_transformers(public: Path, lumina_tokens: Tensor) -> None:
     model, tokens = lumina(public / LUMINA), lumina_tokens[:, :99]
@@ -279,8 +281,9 @@ def emu3(folder: Path) -> tuple[Any, Any]:
 def emu3_ids(tokenizer: Any, text: str) -> Tensor:
     """As the authors' processor writes a prompt that is to be drawn: [1, T]."""
     start, image = "<|extra_203|>", "<|image start|>8*8<|image token|>"
-    ids: Tensor = tokenizer(start + text + image, return_tensors="pt", add_special_tokens=False)
-    return ids["input_ids"]  # type: ignore[call-overload]
+    found = tokenizer(start + text + image, return_tensors="pt", add_special_tokens=False)
+    ids: Tensor = found["input_ids"]
+    return ids
 
 
 PRAISE = " masterpiece, film grained, best quality."
@@ -314,19 +317,20 @@ def test_emu3_frames_a_prompt_token_for_token(public: Path) -> None:
 
 def test_emu3_draws_what_transformers_draws(public: Path) -> None:
     """transformers' generation with its own guidance and the authors' rule, each prompt alone; ours in one batch."""
-    from transformers import UnbatchedClassifierFreeGuidanceLogitsProcessor as Guidance
-    from transformers.generation import PrefixConstrainedLogitsProcessor as Rule
+    import transformers
 
+    guide: Any = transformers.UnbatchedClassifierFreeGuidanceLogitsProcessor
+    rule: Any = transformers.PrefixConstrainedLogitsProcessor
     model, tokenizer = emu3(public / EMU3)
     mine = greedy(public / EMU3, PROMPTS, 3.0)
     assert mine.shape == (3, 72) and len(mine.unique()) > 8
     for prompt, tokens in zip(PROMPTS, mine, strict=True):
         ids = emu3_ids(tokenizer, prompt + PRAISE)
-        guidance = Guidance(3.0, model, unconditional_ids=emu3_ids(tokenizer, NEGATIVE))
-        rule = Rule(allowed_by_emu3(ids.shape[1]), 1)
-        found = model.generate(
-            ids, max_new_tokens=72, do_sample=False, logits_processor=[guidance, rule]
-        )
+        processors = [
+            guide(3.0, model, unconditional_ids=emu3_ids(tokenizer, NEGATIVE)),
+            rule(allowed_by_emu3(ids.shape[1]), 1),
+        ]
+        found = model.generate(ids, max_new_tokens=72, do_sample=False, logits_processor=processors)
         want = found[0, ids.shape[1] :]
         assert torch.equal(torch.where(tokens == 32768, 151846, tokens + 151854), want)
 
@@ -339,7 +343,8 @@ def test_emu3_has_the_logits_of_transformers(public: Path) -> None:
     mine = guided_logits(opened(public / EMU3), PROMPTS, tokens, 3.0)
     for prompt, row, logits in zip(PROMPTS, tokens, mine, strict=True):
         image = torch.where(row == 32768, 151846, row + 151854).tolist()
-        rows = tuple(emu3_ids(tokenizer, t)[0].tolist() for t in (prompt + PRAISE, NEGATIVE))
+        given, bare = (emu3_ids(tokenizer, t)[0].tolist() for t in (prompt + PRAISE, NEGATIVE))
+        rows = given, bare
         want = guided_rows(model.model.text_model, model.lm_head, rows, image, 3.0)
         allowed = torch.cat([want[:, 151854:], want[:, 151846:151847]], 1)
         torch.testing.assert_close(logits, allowed, rtol=1e-4, atol=1e-4)
@@ -375,6 +380,7 @@ def test_both_layouts_of_emu3_hold_the_same_model(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ all of them
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "hpu"])
 @pytest.mark.parametrize("name", MODELS)
 def test_they_draw(public: Path, tmp_path: Path, name: str, device: str) -> None:

@@ -204,13 +204,20 @@ class Decoder(nn.Module):
         return self.conv_out(F.silu(self.norm_out(x, codes)))
 
 
+class CodeTable(nn.Module):
+    """The codes, under the name that the files give them."""
+
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(config.codebook_size, config.code_dim)
+
+
 class Emu3VQ(nn.Module):
     """What of a tokenizer turns codes into pictures."""
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
-        self.config, self.quantize = config, nn.Module()
-        self.quantize.embedding = nn.Embedding(config.codebook_size, config.code_dim)
+        self.config, self.quantize = config, CodeTable(config)
         self.post_quant_conv = CausalConv(config.code_dim, config.z_channels, 1)
         self.decoder = Decoder(config)
 

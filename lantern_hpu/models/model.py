@@ -51,6 +51,7 @@ class ImageModel:
     # Device name to [method, tree or None]: the fastest that was measured there
     fastest: dict[str, tuple[str, str | None]] = field(default_factory=dict)
     neighbour_table: Path | None = None  # a published one; otherwise one is computed
+    notes: list[str] = field(default_factory=list)  # what a user should know of its parts
     _near: dict[int, Tensor] = field(default_factory=dict, repr=False)  # by number of neighbours
 
     @property

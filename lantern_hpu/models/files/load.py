@@ -107,7 +107,8 @@ class Opened:
         elif drafter is not None and weights.drafter is not None:
             weights.drafter.fill(drafter, dtype, device)
         if model.neighbour_table is not None:
-            neighbours.check_table(model.neighbour_table, model.codebook)
+            note = neighbours.check_table(model.neighbour_table, model.codebook)
+            model.notes = [note] if note else []
             model.files["neighbours"] = neighbours.table_digest(model.neighbour_table)
         return model
 
