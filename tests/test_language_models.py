@@ -5,24 +5,33 @@ The files are those of `scripts/synthetic_language_models.py`; the loader does n
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from safetensors.torch import save_file
 from torch import Tensor
 
 from lantern_hpu import convert, generate
+from lantern_hpu.backends import get_backend
 from lantern_hpu.config import Request, Sampling
 from lantern_hpu.decode.sampler import sampling_params
+from lantern_hpu.models.config import DrafterConfig
 from lantern_hpu.models.files.load import open_model
+from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.models.transformer import rope_table
 from lantern_hpu.ops.masks import additive_mask, prefix_mask
 from lantern_hpu.ops.sampling import apply_guidance
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.train.drafter import like_the_target
+from lantern_hpu.train.unroll import Lesson, Unrolled
 from lantern_hpu.zoo.resolve import resolve
 from scripts import make_synthetic_checkpoints as synthetic
 
@@ -400,3 +409,111 @@ def test_converted_they_draw_the_same(public: Path, tmp_path: Path, name: str) -
     for part in ("target", "vq"):
         old, new = getattr(before, part).state_dict(), getattr(after, part).state_dict()
         assert all(torch.equal(old[key], new[key]) for key in old)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
+    """What `generate` says when it refuses."""
+    assert generate.main([*map(str, args), "--prompt", "red", "--method", "ar"]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_negative_prompt_of_ones_own(
+    public: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It changes the picture, is kept in it, and is refused where guidance reads none."""
+    monkeypatch.chdir(tmp_path)
+    own = ["--negative-prompt", "a dog", "--output", "own.png"]
+    usual = ["--prompt", "red", "--method", "ar", "--model", str(public / EMU3)]
+    assert generate.main([*usual, *own]) == generate.main([*usual, "--output", "usual.png"]) == 0
+    assert generate.main(["--from-png", "own.png", "--output", "again.png"]) == 0
+    pixels = {n: Image.open(f"{n}.png").tobytes() for n in ("own", "usual", "again")}
+    assert pixels["own"] == pixels["again"] != pixels["usual"]
+    said = refused(
+        capsys, "--model", public / JANUS, "--negative-prompt", "dog", "--output", "x.png"
+    )
+    assert "--negative-prompt cannot be used" in said
+
+
+def renamed_copy(public: Path, name: str, goal: Path) -> Path:
+    shutil.copytree(public / name, goal)
+    return goal
+
+
+def test_relatives_are_refused_by_name(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flow = tmp_path / "flow"
+    flow.mkdir()
+    save_file({"vision_gen_dec_model.x.weight": torch.zeros(2)}, flow / "model.safetensors")
+    other = tmp_path / "other"
+    other.mkdir()
+    wide = {"model.embed_tokens.weight": torch.zeros(70, 2)}
+    norm = {"model.layers.0.self_attn.q_norm.weight": torch.zeros(1, 2)}
+    save_file(wide | norm, other / "model.safetensors")
+    folders = {
+        "JanusFlow": flow,
+        "Janus 1.3B": renamed_copy(public, HUB_JANUS, tmp_path / "Janus-1.3B"),
+        "Emu3-Chat": renamed_copy(public, AUTHORS_EMU3, tmp_path / "Emu3-Chat"),
+        "Lumina-mGPT 2.0": other,
+    }
+    for name, folder in folders.items():
+        said = refused(capsys, "--model", folder, "--output", tmp_path / "x.png")
+        assert f"is {name}" in said and "try: --model" in said
+
+
+def test_sizes_that_no_model_draws_are_refused(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ("--output", tmp_path / "x.png")
+    assert "contradictory" in refused(
+        capsys, "--model", public / LUMINA, "--image-size", "768", *out
+    )
+    bare = renamed_copy(public, LUMINA, tmp_path / "bare")
+    about = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps(about | {"_name_or_path": ""}))
+    assert "is unknown" in refused(capsys, "--model", bare, *out)
+    assert "no Lumina-mGPT draws 640" in refused(
+        capsys, "--model", bare, "--image-size", "640", *out
+    )
+    assert open_model(resolve(str(bare), Given(image_size=1024))).config.target.tokens == 64 * 65
+    for name in (JANUS, EMU3):
+        assert "draws" in refused(capsys, "--model", public / name, "--image-size", "768", *out)
+
+
+def test_a_tokenizer_of_another_family_is_refused(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, other, family in (
+        (JANUS, EMU3, "Janus"),
+        (EMU3, JANUS, "Emu3"),
+        (LUMINA, EMU3, "Chameleon"),
+    ):
+        options = ("--text-encoder", public / other, "--output", tmp_path / "x.png")
+        assert f"is not {family}'s" in refused(capsys, "--model", public / name, *options)
+
+
+@pytest.mark.parametrize("name", [JANUS, EMU3])
+def test_a_drafter_learns_and_drafts(public: Path, name: str) -> None:
+    """One step of training has a gradient, and drafts of what came out of it leave greedy pictures as they are."""
+    model = opened(public / name)
+    config = model.target.config
+    drafter = like_the_target(model.target, DrafterConfig())
+    tokens = torch.randint(config.codes, (1, config.tokens))
+    if config.row_ends:
+        tokens[:, config.columns - 1 :: config.columns] = config.codes
+    loss, overlap = Unrolled(drafter.train(), model.target, 2)(Lesson(model, ["red"], tokens))
+    loss.backward()
+    gradient = drafter.fc.weight.grad
+    assert bool(loss.isfinite()) and gradient is not None and bool(gradient.abs().sum() > 0)
+    assert bool((overlap >= 0).all() and (overlap <= 1).all())
+    model.drafter = drafter.requires_grad_(False).eval()
+    pipeline = LanternPipeline(model, get_backend("cpu"), "eager")
+    requests = [Request(p, 0, Sampling(3.0, 0.0)) for p in PROMPTS[:2]]
+    drawn = [
+        pipeline.draw(requests, pipeline.choose(method, tree).tree, method).tokens
+        for method, tree in (("ar", None), ("eagle", "chain"), ("eagle2", "dynamic:2x1x4"))
+    ]
+    assert (drawn[0] == drawn[1]).all() and (drawn[0] == drawn[2]).all()

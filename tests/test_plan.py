@@ -59,7 +59,7 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-FOLDERS = ("anole", "llamagen-t2i-256", "llamagen-c2i", "janus-pro")
+FOLDERS = ("anole", "llamagen-t2i-256", "llamagen-c2i", "janus-pro", "lumina-mgpt", "emu3")
 
 
 @pytest.mark.parametrize("name", [*FOLDERS, *(f"ours/{name}" for name in FOLDERS)])

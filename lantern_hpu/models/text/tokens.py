@@ -59,10 +59,22 @@ class TokenConditioner:
     def words(self, prompt: str) -> list[int]:
         return self.frame.words(prompt)
 
-    def rows(self, prompts: Sequence[str], guidance: bool) -> Prefix:
+    @property
+    def takes_negative(self) -> bool:
+        """Whether guidance subtracts words that a user may choose."""
+        return self.frame.takes_negative
+
+    def rows(
+        self, prompts: Sequence[str], guidance: bool, negatives: Sequence[str | None] | None = None
+    ) -> Prefix:
+        """
+        Args:
+            negatives: of each prompt, what guidance draws away from; None: the model's own.
+        """
         rows = [self.frame.ids(prompt) for prompt in prompts]
         if guidance:
-            rows += [self.frame.without(row) for row in rows]
+            words = negatives or [None] * len(rows)
+            rows += [self.frame.without(r, n) for r, n in zip(rows, words, strict=True)]
         device = next(self.embed.parameters()).device
         lengths = torch.tensor([len(row) for row in rows], device=device)
         valid = torch.arange(self.width, device=device) >= self.width - lengths[:, None]
