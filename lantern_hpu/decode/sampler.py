@@ -49,9 +49,7 @@ class Sampler(nn.Module):
         self.head, self.kernels, self.spec = target.head, target.kernels, spec
         self.grammar = make_grammar(target.config)
 
-    def forward(
-        self, hidden: Tensor, state: DecodeState | Entry, depth: Tensor | int
-    ) -> Tensor:
+    def forward(self, hidden: Tensor, state: DecodeState | Entry, depth: Tensor | int) -> Tensor:
         """Probabilities of what comes after each feature: [R, T, H] -> [B, T, V] float32.
 
         Args:
@@ -60,8 +58,7 @@ class Sampler(nn.Module):
         """
         spec, logits = self.spec, self.head(hidden)
         if self.grammar is not None:
-            begins = isinstance(state, Entry)
-            first = torch.zeros_like(state.slot) if begins else state.count + 1  # after the root
+            first = state.slot * 0 if isinstance(state, Entry) else state.count + 1  # [B]
             place = (first[:, None] + depth).expand(-1, hidden.shape[1])  # [B, T]
             logits = self.grammar(logits, torch.cat([place, place]) if spec.guidance else place)
         filters = (spec.guidance, spec.max_top_k, spec.use_top_p)
