@@ -41,7 +41,7 @@ def fastest_without_drafter(situation: tuned_trees.Situation) -> tuple[str, Tree
 
 def fitted(relaxation: Relaxation, model: ImageModel) -> Relaxation:
     """A published setting with no more neighbours than this codebook has."""
-    return replace(relaxation, k=min(relaxation.k, model.vocabulary - 1))
+    return replace(relaxation, k=min(relaxation.k, model.codes - 1))
 
 
 def fitted_tree(tree: Tree, model: ImageModel) -> Tree:

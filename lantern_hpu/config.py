@@ -144,12 +144,17 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One image to draw."""
+    """One image to draw.
+
+    Attributes:
+        negative: what guidance draws away from, for models that read one; None: the model's own.
+    """
 
     prompt: str
     seed: int = 0
     sampling: Sampling = field(default_factory=Sampling)
     relaxation: Relaxation = EXACT
+    negative: str | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt.strip():

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 # What an image to draw again already says; giving one of these beside it is a contradiction.
 SETTLED = (
-    "prompt class_label prompts_file num_images seed dtype quantize method tree window window_tree "
+    "prompt negative_prompt class_label prompts_file num_images seed dtype quantize method tree window window_tree "
     "relax relax_k relax_delta relax_lambda relax_omega relax_nu relax_mu residual cfg_scale temperature top_k top_p"
 ).split()
 
@@ -77,6 +77,8 @@ def add_what(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     label = "ImageNet class by name or index, for models that draw classes; repeat for several"
     add("--prompt", action="append", default=[], help="repeat for several")
+    negative = "what guidance draws away from, for models that read it (Emu3)"
+    add("--negative-prompt", metavar="TEXT", help=negative)
     add("--class-label", action="append", default=[], metavar="LABEL", help=label)
     add("--prompts-file", type=Path, metavar="FILE", help=".txt (one a line), .tsv or .json")
     add("--from-png", type=Path, metavar="FILE", help="draw the same image again")
@@ -117,6 +119,7 @@ class Job:
     device: options.DeviceOptions
     batch_size: int | None = None
     labels: bool = False
+    negative: str | None = None
     method: str = AUTO
     tree: str | None = None
     relaxation: Relaxation | None = None
@@ -166,6 +169,7 @@ def new_job(args: argparse.Namespace) -> Job:
         device=options.device_options(args),
         batch_size=args.batch_size,
         labels=bool(args.class_label),
+        negative=args.negative_prompt,
         method=method,
         tree=tree,
         relaxation=relaxed,
@@ -201,6 +205,7 @@ def job_again(args: argparse.Namespace) -> Job:
         given=Given(**parts),
         device=replace(options.device_options(args), **settled),
         batch_size=args.batch_size,
+        negative=config.get("negative"),
         method=config["method"],
         known=config,
     )
@@ -433,6 +438,8 @@ def open_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
 def show_geometry(pipeline: LanternPipeline) -> None:
     """Say what a checkpoint draws: its size is its own, no option changes it."""
     model = pipeline.model
+    for note in model.notes:
+        print(f"note: {note}", file=sys.stderr)
     if model.source == "builtin":
         return
     (height, width), (rows, columns) = model.config.image_size, model.target.config.grid
@@ -443,7 +450,7 @@ def show_geometry(pipeline: LanternPipeline) -> None:
 
 def requests_of(job: Job, chosen: Choice, sampling: Sampling) -> list[Request]:
     """One an image, each with the next seed."""
-    shared = (sampling, chosen.relaxation)
+    shared = (sampling, chosen.relaxation, job.negative)
     return [Request(p, job.seed + i, *shared) for i, p in enumerate(job.prompts)]
 
 
@@ -462,7 +469,8 @@ def check_kept(
     for index in kept:
         file, request = files[index], requests[index]
         there, mine = read_png(file), described | settings_of(request)
-        others = [name for name in REPLAYED if there["config"][name] != mine[name]]
+        told = there["config"]
+        others = [n for n in (*REPLAYED, "negative") if told.get(n) != mine.get(n)]
         others += [name for name in ("prompt", "seed") if there[name] != getattr(request, name)]
         if others:
             why = f"{', '.join(others)} differ from what is asked for"

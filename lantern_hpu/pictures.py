@@ -11,6 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from lantern_hpu.backends.base import Backend
+from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.model import ImageModel
 
 UNKNOWN = (200, 200, 200)  # colour of rows that a preview does not know yet
@@ -20,6 +21,20 @@ def decode_pixels(
     model: ImageModel, backend: Backend, tokens: NDArray[np.int64]
 ) -> list[Image.Image]:
     """Images of finished tokens [b, N], one at a time to keep memory low; none where nothing decodes them."""
+    return decode_codes(model, backend, codes_of(model.target.config, tokens))
+
+
+def codes_of(config: TransformerConfig, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The codes [b, rows * columns] of tokens [b, N]: without what closes rows."""
+    rows, columns = config.grid
+    kept = tokens.reshape(-1, rows, config.columns)[:, :, :columns]
+    return np.ascontiguousarray(kept.reshape(-1, rows * columns))
+
+
+def decode_codes(
+    model: ImageModel, backend: Backend, tokens: NDArray[np.int64]
+) -> list[Image.Image]:
+    """`decode_pixels` of codes [b, rows * columns]."""
     images: list[Image.Image] = []
     if model.vq is None:
         return images
@@ -46,12 +61,12 @@ def preview(
         tokens: [b, N]. known: [b], how many of each image mean something.
     """
     rows, columns = model.target.config.grid
-    full = [min(k // columns, rows) for k in known]
-    held = tokens.copy()
+    full = [min(k // model.target.config.columns, rows) for k in known]
+    held = codes_of(model.target.config, tokens)
     for image, count in enumerate(full):
         # What comes after is not decided: repeat the last known token so that the seam stays clean.
         held[image, count * columns :] = held[image, max(count * columns - 1, 0)]
-    images = decode_pixels(model, backend, held)
+    images = decode_codes(model, backend, held)
     for picture, count in zip(images, full, strict=True):
         edge = picture.height * count // rows
         picture.paste(UNKNOWN, (0, edge, picture.width, picture.height))

@@ -39,6 +39,7 @@ from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.quantize import quantize as quantize_weights
 from lantern_hpu.models.text.prefix import Prefix
+from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.pictures import decode_pixels, preview
 from lantern_hpu.relaxation import Relaxation
 from lantern_hpu.results import Drawn, GenerationResult, ImageRecord, RunTiming
@@ -66,7 +67,8 @@ class Event:
 
 def settings_of(request: Request) -> dict[str, Any]:
     """What an image's metadata say of its own settings."""
-    return {"sampling": asdict(request.sampling), "relaxation": request.relaxation.as_json()}
+    found = {"sampling": asdict(request.sampling), "relaxation": request.relaxation.as_json()}
+    return found | ({} if request.negative is None else {"negative": request.negative})
 
 
 class LanternPipeline:
@@ -268,8 +270,14 @@ class LanternPipeline:
     def prefix(self, engine: Engine, requests: Sequence[Request]) -> Prefix:
         """The condition of a batch, as the engine takes it; a graph of its own where the device gathers operators."""
         self.backend.flush()
-        texts = [request.prompt for request in requests]
-        return self.model.condition.rows(texts, engine.spec.guidance)
+        texts, condition = [request.prompt for request in requests], self.model.condition
+        if all(request.negative is None for request in requests):
+            return condition.rows(texts, engine.spec.guidance)
+        if not (isinstance(condition, TokenConditioner) and condition.takes_negative):
+            why = f"guidance of {self.model.name} draws away from no words"
+            raise OptionError("--negative-prompt cannot be used", why, "leave it out")
+        negatives = [request.negative for request in requests]
+        return condition.rows(texts, engine.spec.guidance, negatives)
 
     def pixels(self, tokens: NDArray[np.int64]) -> list[Image.Image]:
         """Images of finished tokens [b, N]."""
@@ -411,7 +419,7 @@ class LanternPipeline:
 
     def event(self, batch: Batch, done: Sequence[Finished], images: int) -> Event:
         """How far a run of so many images is."""
-        rows, columns = self.model.target.config.grid
+        rows, columns = self.model.target.config.grid[0], self.model.target.config.columns
         seats = [(slot, seat) for slot, seat in enumerate(batch.seats) if seat is not None]
         whole = sum(min(seat.known // columns, rows) for _, seat in seats) + rows * len(done)
         gained = sum(seat.known - 1 for _, seat in seats) + (batch.total - 1) * len(done)

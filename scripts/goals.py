@@ -27,6 +27,7 @@ from lantern_hpu.config import METHODS
 from lantern_hpu.evaluate.fidelity import Place, all_places, distances
 from lantern_hpu.evaluate.options import FidelityOptions
 from lantern_hpu.files import ASSETS
+from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.relaxation import Multiplicative
 from lantern_hpu.tables import markdown
@@ -56,7 +57,7 @@ def at_most(name: str, value: float, most: float, digits: int = 2) -> Goal:
 
 def tokenizer_goals(pipeline: LanternPipeline, pictures: int) -> Iterator[Goal]:
     vq = pipeline.model.vq
-    assert vq is not None
+    assert isinstance(vq, VQModel)
     found = measure(vq, pictures)
     codes = pipeline.model.target.config.vocab_size
     yield at_least("tokenizer, PSNR on fresh pictures, dB", found.psnr, 28)

@@ -10,7 +10,6 @@ says what each folder is and what to ask of it. Needs transformers, tokenizers a
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -19,14 +18,29 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Generator, Tensor
 
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.vq import VQModel
-
-Shapes = dict[str, tuple[int, ...]]
-State = dict[str, Tensor]
+from scripts.synthetic_files import (
+    WORDS,
+    Shapes,
+    State,
+    draw_all,
+    fill,
+    merges,
+    shapes_of,
+    write_json,
+    write_pickle,
+    write_safetensors,
+    write_shards,
+)
+from scripts.synthetic_language_models import (
+    write_authors_emu3,
+    write_emu3,
+    write_hub_janus,
+    write_janus,
+)
 
 # LlamaGen: every file has the same small geometry but for the 3B one's head width.
 CODES, DIM, FFN, LAYERS, HEADS, CAPTION = 64, 128, 96, 2, 2, 48
@@ -42,63 +56,6 @@ BOS, PAD, EOS, EOI, BOI, SEP, IMAGE = 0, 1, 2, 8196, 8197, 8710, 8711
 TEXT = 16384  # the first id of the text's alphabet
 VQGAN: dict[str, Any] = {"ch": 32, "ch_mult": (1, 1, 1, 1, 2), "res_blocks": 1, "z": 32, "embed": 8}
 NARROW_VQGAN = VQGAN | {"ch_mult": (1, 1, 1, 1, 1)}
-WORDS = "a an the of on and photo picture image red blue green apple cat dog tree sky house".split()
-
-
-# ---------------------------------------------------------------------------------------------------
-# Random values
-
-
-def draw(name: str, shape: tuple[int, ...], generator: Generator) -> Tensor:
-    """One float32 tensor at a scale at which it matters: no zero bias, no norm weight of one."""
-    values = torch.randn(shape, generator=generator)
-    if name.endswith("bias"):
-        return 0.1 * values
-    if len(shape) == 1 or "norm" in name:
-        return 1 + 0.2 * values
-    sharp = 3 if name.endswith(("output.weight", "lm_head.weight")) else 1  # laws far from flat
-    return values * sharp / math.sqrt(math.prod(shape[1:]))
-
-
-def draw_all(shapes: Shapes, generator: Generator, dtype: torch.dtype = torch.float32) -> State:
-    return {name: draw(name, shape, generator).to(dtype) for name, shape in shapes.items()}
-
-
-def shapes_of(state: Mapping[str, Tensor]) -> Shapes:
-    return {name: tuple(tensor.shape) for name, tensor in state.items()}
-
-
-# ---------------------------------------------------------------------------------------------------
-# Files
-
-
-def write_json(file: Path, content: Any) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
-
-
-def write_pickle(file: Path, content: Any) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(content, file)
-
-
-def write_safetensors(file: Path, state: State) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    # Without this mark older transformers refuse the file.
-    save_file({n: t.contiguous() for n, t in state.items()}, file, metadata={"format": "pt"})
-
-
-def write_shards(folder: Path, state: State, count: int) -> None:
-    """model-0000i-of-0000n.safetensors and their index, as transformers names them."""
-    names, where = list(state), {}
-    for i in range(count):
-        part = names[i * len(names) // count : (i + 1) * len(names) // count]
-        file = f"model-{i + 1:05d}-of-{count:05d}.safetensors"
-        write_safetensors(folder / file, {name: state[name] for name in part})
-        where.update(dict.fromkeys(part, file))
-    size = sum(t.numel() * t.element_size() for t in state.values())
-    index = {"metadata": {"total_size": size}, "weight_map": where}
-    write_json(folder / "model.safetensors.index.json", index)
 
 
 # ---------------------------------------------------------------------------------------------------
@@ -267,13 +224,6 @@ def write_text_encoder(folder: Path, generator: Generator) -> None:
     model.save_pretrained(folder)
 
 
-def fill(model: torch.nn.Module, generator: Generator) -> None:
-    """Draw all weights of a module."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(draw(name, tuple(parameter.shape), generator))
-
-
 def llamagen_entry(name: str, file: str, pixels: int, **more: Any) -> dict[str, Any]:
     """What index.json says of a LlamaGen checkpoint; `more` overrides."""
     side = pixels // 16
@@ -425,15 +375,6 @@ def special_tokens() -> dict[str, int]:
     names |= {"<eoss>": EOI, "<racm3:break>": BOI}
     names |= {f"<reserved{i - 4:05d}>": i for i in range(BOI + 1, TEXT) if i != IMAGE}
     return names | {"<image>": IMAGE}
-
-
-def merges() -> list[tuple[str, str]]:
-    """Byte-pair merges that make whole tokens of the words, with and without a space before."""
-    found: dict[tuple[str, str], None] = {}
-    for word in [*(f"Ġ{word}" for word in WORDS), *WORDS]:
-        for end in range(1, len(word)):
-            found[word[:end], word[end]] = None
-    return list(found)
 
 
 def vocabulary() -> dict[str, int]:
@@ -707,6 +648,21 @@ def write_chameleon(root: Path, generator: Generator) -> Iterator[dict[str, Any]
     yield chameleon_entry(folder.name, dim, layers, family="chameleon", prompt=None)
 
 
+def write_lumina(root: Path, generator: Generator) -> Iterator[dict[str, Any]]:
+    """Lumina-mGPT: Chameleon's files, a training option of its own, and Meta's tokenizer beside it."""
+    folder, dim, layers = root / "lumina-mgpt", 32, 2
+    vqgan = draw_all(taming_shapes(**NARROW_VQGAN), generator)
+    model = chameleon_model(dim, layers, NARROW_VQGAN, vqgan, generator)
+    write_shards(folder, model.state_dict(), 2)
+    own = {"z_loss_weight": 1e-5, "_name_or_path": "Alpha-VLLM/Lumina-mGPT-7B-512"}
+    write_json(folder / "config.json", older_config(dim, layers, NARROW_VQGAN) | own)
+    write_tokenizer(folder)
+    write_pickle(folder / "vqgan.ckpt", {"state_dict": vqgan})
+    yield chameleon_entry(
+        folder.name, dim, layers, family="lumina", tokens=32 * 33, vq="lumina-mgpt/vqgan.ckpt"
+    )
+
+
 # ---------------------------------------------------------------------------------------------------
 
 WRITERS = {
@@ -719,6 +675,11 @@ WRITERS = {
     "anole": write_anole,
     "anole-hub": write_hub_anole,
     "chameleon-base": write_chameleon,
+    "lumina-mgpt": write_lumina,
+    "janus-pro": write_janus,
+    "janus-pro-hub": write_hub_janus,
+    "emu3": write_emu3,
+    "emu3-authors": write_authors_emu3,
 }
 
 

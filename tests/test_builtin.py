@@ -15,6 +15,7 @@ from lantern_hpu.config import METHODS
 from lantern_hpu.files import ASSETS
 from lantern_hpu.models.files.names import read_config
 from lantern_hpu.models.neighbours import nearest
+from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results import GenerationResult, tokens_per_step
 
@@ -84,7 +85,7 @@ def test_background_follows_the_prompt(pipeline: LanternPipeline) -> None:
 
 def test_codes_are_their_own_nearest(pipeline: LanternPipeline) -> None:
     vq = pipeline.model.vq
-    assert vq is not None
+    assert isinstance(vq, VQModel)
     codes = torch.from_numpy(pipeline("a red apple", method="ar").tokens)
     with torch.no_grad():
         vectors = vq.quantize.look_up(codes)

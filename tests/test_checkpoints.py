@@ -34,8 +34,9 @@ from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.files.tokenizers import open_vq
 from lantern_hpu.models.model import ImageModel, Placement
+from lantern_hpu.models.text.frames import FIRST_IMAGE_TOKEN, code_name
 from lantern_hpu.models.text.prefix import CaptionConditioner, ClassConditioner, Prefix
-from lantern_hpu.models.text.tokens import FIRST_IMAGE_TOKEN, TokenConditioner, code_name
+from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.models.transformer import rope_table
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.ops.masks import additive_mask, prefix_mask
@@ -666,6 +667,31 @@ def test_neighbours_of_another_codebook_are_refused(public: Path, tmp_path: Path
             opened(public, TEXT, neighbours=tmp_path / f"{name}.npy")
     with pytest.raises(WeightsError, match="another codebook"):
         opened(public, ANOLE, neighbours=public / TEXT / "vq_distances")
+
+
+def test_a_table_by_rounded_distances_is_taken_with_a_note(tmp_path: Path) -> None:
+    """float32 products of long vectors misorder codes that lie within a hundredth of their length."""
+    generator = torch.Generator().manual_seed(0)
+    centres = 100 * torch.randn(8, 16, generator=generator).repeat_interleave(8, 0)
+    book = centres + 0.01 * torch.randn(64, 16, generator=generator)
+    squared = book.square().sum(1)
+    rounded = squared[:, None] + squared - 2 * book @ book.T  # what torch.cdist does with so many
+    table = rounded.fill_diagonal_(-1e9).argsort(1)[:, 1:].numpy()
+    assert not np.array_equal(table, codebook.nearest(book, 63).numpy())
+    np.save(tmp_path / "rounded.npy", table)
+    np.save(tmp_path / "right.npy", codebook.nearest(book, 63).numpy())
+    assert "out of order" in (codebook.check_table(tmp_path / "rounded.npy", book) or "")
+    assert codebook.check_table(tmp_path / "right.npy", book) is None
+    np.save(tmp_path / "wrong.npy", table[:, ::-1])
+    with pytest.raises(WeightsError, match="another codebook"):
+        codebook.check_table(tmp_path / "wrong.npy", book)
+
+
+def test_a_file_that_is_no_weights_is_no_drafter(public: Path, tmp_path: Path) -> None:
+    folder = copy(public, ANOLE, tmp_path)
+    shutil.rmtree(folder / "drafter")
+    (folder / "train_drafter.log").write_text("step 1")
+    assert resolve(str(folder)).drafter is None
 
 
 def test_a_table_that_lists_a_code_as_its_own_neighbour_is_refused(

@@ -53,13 +53,13 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from scripts import make_synthetic_checkpoints as synthetic
 
     root = tmp_path_factory.mktemp("public")
-    synthetic.write_all(root, only={"anole", "llamagen-t2i-256", "llamagen-c2i"})
-    for name in ("anole", "llamagen-t2i-256", "llamagen-c2i"):
+    synthetic.write_all(root, only=set(FOLDERS))
+    for name in FOLDERS:
         assert convert.main([str(root / name), str(root / "ours" / name)]) == 0
     return root
 
 
-FOLDERS = ("anole", "llamagen-t2i-256", "llamagen-c2i")
+FOLDERS = ("anole", "llamagen-t2i-256", "llamagen-c2i", "janus-pro", "lumina-mgpt", "emu3")
 
 
 @pytest.mark.parametrize("name", [*FOLDERS, *(f"ours/{name}" for name in FOLDERS)])

@@ -407,6 +407,11 @@ def test_plain_text_stays_as_it_is(caption: str) -> None:
     assert clean_caption(caption) == caption == clean(caption)
 
 
+def test_ends_are_bare_once_symbols_are_characters_again() -> None:
+    """As `basic_clean` of DeepFloyd IF: a space that `&amp;` left no longer shields a link from the second round."""
+    assert clean("&amp; www.foo.co.uk") == ""
+
+
 def test_captions_are_cleaned_twice() -> None:
     caption = "a cat %2540nick"
     assert clean_caption(caption) == "a cat %40nick"

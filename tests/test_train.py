@@ -336,7 +336,7 @@ def test_lesson_holds_the_probabilities_that_decoding_draws_from(
     lesson = Lesson(pipeline.model, ["red cat", "blue apple on red"], tokens)
     drafter = pipeline.model.drafter
     assert drafter is not None
-    unrolled = Unrolled(drafter, pipeline.model.target.head, 3)
+    unrolled = Unrolled(drafter, pipeline.model.target, 3)
     for level in range(3):
         _, overlap = unrolled.compare(lesson.hidden[:, 1:], lesson, level)
         # A guess is not filtered, so that there is a gradient: some of its mass lies elsewhere.

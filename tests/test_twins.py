@@ -18,6 +18,7 @@ from torch import Tensor
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.vq import VQModel
 from scripts import make_synthetic_checkpoints as synthetic
+from scripts import synthetic_files
 from tests import numpy_twins as twins
 
 RNG = np.random.default_rng(0)
@@ -38,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text_model() -> dict[str, twins.Array]:
     """The weights of a text-to-image .pt under the hub's names."""
     shapes = synthetic.gpt_shapes(caption=synthetic.CAPTION)
-    return twins.from_gpt(twins.arrays(synthetic.draw_all(shapes, generator(0))))
+    return twins.from_gpt(twins.arrays(synthetic_files.draw_all(shapes, generator(0))))
 
 
 def caption(slots: int, words: int) -> tuple[twins.Array, list[bool]]:
@@ -94,7 +95,7 @@ def test_a_block_equals_llama() -> None:
         rms_norm_eps=1e-3,
     )
     model = LlamaForCausalLM(config)
-    synthetic.fill(model, generator(0))
+    synthetic_files.fill(model, generator(0))
     weights = twins.arrays(model.state_dict())
     ids = [3, 1, 4, 1, 5, 9, 2]
     table = twins.rope_1d(12, range(len(ids)))
@@ -226,7 +227,7 @@ def test_the_condition_is_seen_evenly(text_model: dict[str, twins.Array]) -> Non
 def test_drafter_positions(text_model: dict[str, twins.Array]) -> None:
     """An entry stands where the target's next token stands, and sees every entry before it."""
     shapes = synthetic.drafter_shapes(synthetic.CODES, synthetic.DIM, synthetic.FFN)
-    weights = twins.arrays(synthetic.draw_all(shapes, generator(3)))
+    weights = twins.arrays(synthetic_files.draw_all(shapes, generator(3)))
     head = text_model["lm_head.weight"]
     features, valid = caption(6, 2)
     prefix, tokens = twins.text_prefix(text_model, features), [5, 63, 0]
@@ -249,7 +250,7 @@ def test_drafter_positions(text_model: dict[str, twins.Array]) -> None:
 
 def test_anole_drafter_hides_pads() -> None:
     shapes = synthetic.drafter_shapes(32, 16, 24, heads=2)
-    weights = twins.arrays(synthetic.draw_all(shapes, generator(0)))
+    weights = twins.arrays(synthetic_files.draw_all(shapes, generator(0)))
     hidden, head = RNG.normal(size=(6, 16)), RNG.normal(size=(9, 16))
     valid, positions = [False, False, True, True, True, True], [0, 0, 0, 1, 2, 3]
     ids = [1, 1, 5, 6, 7, 8]
@@ -267,7 +268,7 @@ def test_anole_drafter_hides_pads() -> None:
 
 def llamagen_vq(config: VQConfig) -> tuple[VQModel, dict[str, Tensor]]:
     model = VQModel(config).double().eval()
-    state = synthetic.draw_all(synthetic.shapes_of(model.state_dict()), generator(0))
+    state = synthetic_files.draw_all(synthetic_files.shapes_of(model.state_dict()), generator(0))
     model.load_state_dict(state)
     return model, state
 
@@ -286,7 +287,7 @@ def test_anole_image_equals_the_package_without_attention() -> None:
     """LlamaGen's decoder is the same one with other names and attention on the deepest level: cut that out."""
     sizes: dict[str, Any] = {"ch": 32, "ch_mult": (1, 2), "res_blocks": 1}
     sizes |= {"z": 32, "embed": 8, "codes": 64}
-    state = synthetic.draw_all(synthetic.taming_shapes(**sizes), generator(0))
+    state = synthetic_files.draw_all(synthetic.taming_shapes(**sizes), generator(0))
     model, other = llamagen_vq(replace(synthetic.VQ, multipliers=(1, 2), normalize_codebook=False))
     for name in other:
         if "conv_blocks" in name and ".attn." in name and "proj_out" in name:

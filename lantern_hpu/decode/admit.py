@@ -34,7 +34,7 @@ class Admit(nn.Module):
         entry = state.entry
         rows, slot = self.positions.rows_of(entry.slot), entry.slot.long()
         hidden = self.read_prefix(rows, state)  # [RA, P, H]
-        probs = self.sampler(hidden[:, -1:], entry)[:, 0]  # [A, V]
+        probs = self.sampler(hidden[:, -1:], entry, 0)[:, 0]  # [A, V]
         root = self.sampler.token(probs, probs, entry.first_uniform, entry)  # [A]
         if self.drafting is not None:
             self.drafting.begin(hidden, root, rows, state)

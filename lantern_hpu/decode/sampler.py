@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from lantern_hpu.config import Sampling
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import DecodeState, Entry
+from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Target
+from lantern_hpu.ops.grammar import RowEnds
 from lantern_hpu.ops.sampling import SamplingParams, topk_tokens
 
 
@@ -31,18 +33,36 @@ def sampling_params(
     )
 
 
+def make_grammar(config: TransformerConfig) -> RowEnds | None:
+    """What decides where tokens may stand; None where all may stand everywhere."""
+    return RowEnds(config.grid[1], config.tokens, config.vocab_size) if config.row_ends else None
+
+
 class Sampler(nn.Module):
-    """Everything after the last hidden state, for the images of one spec."""
+    """Everything after the last hidden state, for the images of one spec.
+
+    What a picture's grammar forbids at a place gets no probability, of the target and of any drafter alike.
+    """
 
     def __init__(self, target: Target, spec: Spec) -> None:
         super().__init__()
         self.head, self.kernels, self.spec = target.head, target.kernels, spec
+        self.grammar = make_grammar(target.config)
 
-    def forward(self, hidden: Tensor, state: DecodeState | Entry) -> Tensor:
-        """Probabilities: [R, T, H] -> [B, T, V] float32."""
-        spec = self.spec
+    def forward(self, hidden: Tensor, state: DecodeState | Entry, depth: Tensor | int) -> Tensor:
+        """Probabilities of what comes after each feature: [R, T, H] -> [B, T, V] float32.
+
+        Args:
+            depth: [B, T] int32, or one for all: how far below the root each feature's token is; of images that begin,
+                below the last token of their prefix.
+        """
+        spec, logits = self.spec, self.head(hidden)
+        if self.grammar is not None:
+            first = state.slot * 0 if isinstance(state, Entry) else state.count + 1  # [B]
+            place = (first[:, None] + depth).expand(-1, hidden.shape[1])  # [B, T]
+            logits = self.grammar(logits, torch.cat([place, place]) if spec.guidance else place)
         filters = (spec.guidance, spec.max_top_k, spec.use_top_p)
-        return self.kernels.probs(self.head(hidden), state.sampling, *filters)
+        return self.kernels.probs(logits, state.sampling, *filters)
 
     def token(
         self, probs: Tensor, greedy_probs: Tensor, uniform: Tensor, state: DecodeState | Entry

@@ -61,23 +61,23 @@ class Spec:
         residuals = {r.residual for r in lending} or {"sound"}
         if len(residuals) > 1:
             raise OptionError("two residuals in one batch", "the residual is part of the graph")
-        vocabulary, most = config.vocab_size, max((r.k for r in lending), default=0)
-        allowed = f"0 to {vocabulary - 1}, the neighbours of a code"
-        require(most < vocabulary, "--relax-k", most, allowed)
+        codes, most = config.codes, max((r.k for r in lending), default=0)
+        allowed = f"0 to {codes - 1}, the neighbours of a code"
+        require(most < codes, "--relax-k", most, allowed)
         # The published residual looks one neighbour further than the bound.
-        need, listed = min(most + 1, vocabulary - 1) if most else 0, listed or vocabulary - 1
+        need, listed = min(most + 1, codes - 1) if most else 0, listed or codes - 1
         require(need <= listed, "--relax-k", most, f"0 to {listed - 1}, as many as are listed")
-        allowed = f"at most {vocabulary} children of a node"
+        allowed = f"at most {codes} children of a node"
         option = "--window-tree" if isinstance(tree, Window) else "--tree"
-        require(tree.max_children <= vocabulary, option, tree.name, allowed)
+        require(tree.max_children <= codes, option, tree.name, allowed)
         if isinstance(tree, Window):
             check_window(tree, requests, config)
-        limited = [s.top_k for s in samplings if 0 < s.top_k < vocabulary and not s.greedy]
+        limited = [s.top_k for s in samplings if 0 < s.top_k < config.vocab_size and not s.greedy]
         return cls(
             images,
             any(s.cfg_scale != 1 for s in samplings),
             tree,
-            max_top_k=min(class_of(max(limited, default=0)), vocabulary),
+            max_top_k=min(class_of(max(limited, default=0)), config.vocab_size),
             use_top_p=any(s.top_p < 1 and not s.greedy for s in samplings),
             use_greedy=any(s.greedy for s in samplings),
             use_sampled=not all(s.greedy for s in samplings),

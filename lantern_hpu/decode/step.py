@@ -127,18 +127,21 @@ class Step(nn.Module):
     ) -> Accepted:
         """Which drafts stay, and what comes after them."""
         if self.acceptance is None:
-            probs = self.sampler(hidden, state)  # [B, 1, V]
+            probs = self.sampler(hidden, state, 0)  # [B, 1, V]
             bonus = self.sampler.token(probs[:, 0], probs[:, 0], uniform[:, 0], state)
             none = torch.zeros_like(state.accepted, dtype=torch.bool)  # [B, 0]: nothing to relax
             return Accepted(probs, torch.zeros_like(state.root), bonus, none)
-        judged = hidden if self.judged is None else hidden[:, self.judged]
-        p = self.sampler(judged, state)  # [B, I, V]
+        judged, depth = hidden, drafts.tables.depth
+        if self.judged is not None:
+            judged, depth = hidden[:, self.judged], depth[:, self.judged]
+        p = self.sampler(judged, state, depth)  # [B, I, V]
         if self.repeats:
             return self.accept_repeated(p, drafts, state)
         verdict = self.judge(self.acceptance, p[:, : self.inner], drafts, uniform, state)
         if self.law is None:
             stop = self.positions.per_row(verdict.node)[:, None]  # [R, 1]
-            fresh = self.sampler(gather_rows(hidden, stop), state)[:, 0]  # [B, V]
+            deep = gather(drafts.tables.depth, 1, verdict.node[:, None])  # [B, 1]
+            fresh = self.sampler(gather_rows(hidden, stop), state, deep)[:, 0]  # [B, V]
         else:
             fresh = rows_at(p, self.law[verdict.node])
         inside = rows_at(drafts.tables.child, verdict.node)[:, :1] > 0  # [B, 1]

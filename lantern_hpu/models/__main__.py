@@ -111,14 +111,14 @@ def facts_of_part(part: Part, located: Located) -> Facts:
 
 def table(models: Sequence[Facts]) -> str:
     """One line a model, in columns."""
-    rows = [("model", "image", "family", "size", "licence", "on this machine")]
+    rows = [("model", "pixels", "family", "size", "licence", "on this machine")]
     for model in models:
         here = "missing: " + ", ".join(model["missing"])
         if model["here"]:
             here = "yes"
         elif model["missing"] == ["drafter"]:
             here = "yes, but no drafter"
-        image, size = f"{model['image_size']} px", amount(model["bytes"])
+        image, size = str(model["image_size"]), amount(model["bytes"])
         licence = model["licence"].replace(" (label)", "*")
         rows.append((model["name"], image, model["family"], size, licence, here))
     return columns(rows)

@@ -36,6 +36,11 @@ class TransformerConfig:
     qk_norm: bool = False  # Chameleon normalises each head's queries and keys
     # Rows of the embedding where it knows more than image tokens: those come first, words follow (Chameleon).
     embed_rows: int | None = None
+    # Width of image embeddings that an MLP brings to the model's; None: they have it (Janus)
+    code_dim: int | None = None
+    head_hidden: int | None = None  # width inside a head that is an MLP; None: one matrix (Janus)
+    # Whether each row of codes is closed by one more token, the last of the vocabulary (Lumina-mGPT, Emu3)
+    row_ends: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid", tuple(self.grid))  # JSON has no tuples
@@ -43,11 +48,23 @@ class TransformerConfig:
         if min(*sizes, *self.grid) < 1 or self.dim % self.heads:
             why = f"{self.heads} heads of width {self.dim}, {self.layers} layers, grid {self.grid}"
             raise ValueError(f"sizes that no model has: {why}")
+        if self.row_ends and self.rope == "2d":
+            raise ValueError("a row's end has no place on a 2-D grid of positions")
+
+    @property
+    def columns(self) -> int:
+        """Tokens of a row: its codes, and what closes it."""
+        return self.grid[1] + self.row_ends
 
     @property
     def tokens(self) -> int:
         """N, image tokens of one image."""
-        return self.grid[0] * self.grid[1]
+        return self.grid[0] * self.columns
+
+    @property
+    def codes(self) -> int:
+        """Tokens of the vocabulary that are codes of the tokenizer: the first ones."""
+        return self.vocab_size - self.row_ends
 
     @property
     def head_dim(self) -> int:
@@ -85,12 +102,21 @@ class TransformerConfig:
         return matrices + (1 + input_norm) * self.dim + norms
 
     @property
-    def embedding_parameters(self) -> int:
+    def table_parameters(self) -> int:
+        """Of a table that looks up all tokens at the model's width, as a drafter's does."""
         return (self.embed_rows or self.vocab_size) * self.dim
 
     @property
+    def embedding_parameters(self) -> int:
+        if self.code_dim is None:
+            return self.table_parameters
+        return self.vocab_size * self.code_dim + (self.code_dim + 1 + self.dim + 1) * self.dim
+
+    @property
     def head_parameters(self) -> int:
-        return self.vocab_size * self.dim
+        if self.head_hidden is None:
+            return self.vocab_size * self.dim
+        return (self.dim + 1) * self.head_hidden + (self.head_hidden + 1) * self.vocab_size
 
     @property
     def parameters(self) -> int:
@@ -124,7 +150,7 @@ class DrafterConfig:
 
     def parameters(self, target: TransformerConfig) -> int:
         """Embedding, fc over [embedding, feature] with bias, block."""
-        return target.embedding_parameters + self.own_parameters(target)
+        return target.table_parameters + self.own_parameters(target)
 
     def own_parameters(self, target: TransformerConfig) -> int:
         """Those that a pass reads: all but the embedding."""
@@ -151,6 +177,8 @@ class VQConfig:
     normalize_codebook: bool = True
     # At the coarsest level, as LlamaGen's have; Chameleon's has it in the middle alone
     attention: bool = True
+    # "image": `models/vq.py`; "video": Emu3's, of which pictures need the decoder alone
+    kind: Literal["image", "video"] = "image"
 
     def __post_init__(self) -> None:
         # JSON has no tuples; a list here would make equal configurations compare unequal.
@@ -163,6 +191,8 @@ class VQConfig:
     @property
     def parameters(self) -> int:
         """Of encoder, decoder and codebook."""
+        if self.kind == "video":
+            return self._video_parameters()
         widths = [self.channels * m for m in self.multipliers]
         deepest = widths[-1]
         middle = 2 * _res(deepest, deepest) + _attention(deepest)
@@ -173,6 +203,30 @@ class VQConfig:
         codes = self.codebook_size * self.code_dim
         codes += _conv(self.z_channels, self.code_dim, 1) + _conv(self.code_dim, self.z_channels, 1)
         return encoder + decoder + 2 * middle + codes
+
+    def _video_parameters(self) -> int:
+        """Of decoder and codebook; see `models/emu3_vq.py`."""
+        z, code = self.z_channels, self.code_dim
+        widths = [self.channels * m for m in self.multipliers]
+
+        def norm(channels: int) -> int:
+            return 2 * channels + 2 * _conv(code, channels, 1)
+
+        def block(a: int, b: int) -> int:
+            shortcut = _conv(a, b, 1) if a != b else 0
+            return norm(a) + norm(b) + _conv(a, b) + _conv(b, b) + shortcut
+
+        over_time = (27 * z + 1) * z
+        total = self.res_blocks * 2 * (4 * z + over_time) + 2 * over_time
+        deepest = widths[-1]
+        attention = norm(deepest) + 4 * _conv(deepest, deepest, 1)
+        total += _conv(z, deepest) + 2 * block(deepest, deepest) + attention
+        for index, (before, width) in enumerate(zip([*widths[1:], deepest], widths, strict=True)):
+            total += block(before, width) + self.res_blocks * block(width, width)
+            total += _conv(width, width) if index else 0
+        total += (self.res_blocks + 1) * attention if self.attention else 0
+        total += norm(widths[0]) + _conv(widths[0], 3)
+        return total + self.codebook_size * code + (3 * code + 1) * z
 
     def _levels(self, widths: list[int], blocks: int, deepest_first: bool = False) -> int:
         """Blocks of each level, from width to width, and the convolutions between levels."""
@@ -240,7 +294,12 @@ class T5Config:
 
 
 # What a kind of condition has in `model.json`
-KINDS = {"words": ("dim", "words"), "t5": ("dim", "text"), "classes": ("classes",), "tokens": ()}
+KINDS = {
+    "words": ("dim", "words"),
+    "t5": ("dim", "text"),
+    "classes": ("classes",),
+    "tokens": ("frame", "rows"),
+}
 
 
 @dataclass(frozen=True)
@@ -249,9 +308,10 @@ class ConditionConfig:
 
     Attributes:
         kind: `words`, a table of words and LlamaGen's projection; `t5`, features of a T5 and the projection;
-            `classes`, a table of labels; `tokens`, words of the target's own table.
+            `classes`, a table of labels; `tokens`, tokens of a language model.
         dim: width of caption features. classes: labels. words: the table's.
         text: folder of the text encoder, where it is known.
+        frame: how tokens are framed, a name of `text.frames`. rows: of their own table; 0: they are in the target's.
     """
 
     kind: Literal["words", "t5", "classes", "tokens"]
@@ -259,6 +319,8 @@ class ConditionConfig:
     classes: int = 0
     words: tuple[str, ...] = ()
     text: str | None = None
+    frame: str = "anole"
+    rows: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "words", tuple(self.words))
@@ -270,7 +332,7 @@ class ConditionConfig:
         if self.kind == "classes":
             return (self.classes + 1) * target.dim  # one row for "no class"
         if self.kind == "tokens":
-            return 0
+            return self.rows * target.dim
         projection = (target.prefix + target.dim) * self.dim + target.dim**2
         table = (len(self.words) + 2 + target.prefix) * self.dim
         return projection + (table if self.kind == "words" else 0)

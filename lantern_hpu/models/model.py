@@ -10,8 +10,9 @@ from torch import Tensor
 
 from lantern_hpu.config import Sampling
 from lantern_hpu.models import neighbours
-from lantern_hpu.models.config import ModelConfig
+from lantern_hpu.models.config import ModelConfig, VQConfig
 from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.emu3_vq import Emu3VQ
 from lantern_hpu.models.text.prefix import Conditioner
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.models.vq import VQModel
@@ -28,6 +29,11 @@ class Placement:
     keep_text: str = "host"  # where the text encoder stays once prompts are encoded
 
 
+def make_vq(config: VQConfig) -> VQModel | Emu3VQ:
+    """A tokenizer of its kind."""
+    return Emu3VQ(config) if config.kind == "video" else VQModel(config)
+
+
 @dataclass(kw_only=True)
 class ImageModel:
     """The parts that turn prompts into images."""
@@ -40,17 +46,23 @@ class ImageModel:
     target: Target
     drafter: Drafter | None
     condition: Conditioner
-    vq: VQModel | None  # None: its tokens become no pictures
+    vq: VQModel | Emu3VQ | None  # None: its tokens become no pictures
     sampling: Sampling  # default settings
     # Device name to [method, tree or None]: the fastest that was measured there
     fastest: dict[str, tuple[str, str | None]] = field(default_factory=dict)
     neighbour_table: Path | None = None  # a published one; otherwise one is computed
+    notes: list[str] = field(default_factory=list)  # what a user should know of its parts
     _near: dict[int, Tensor] = field(default_factory=dict, repr=False)  # by number of neighbours
 
     @property
     def vocabulary(self) -> int:
         """V, image tokens."""
         return self.target.config.vocab_size
+
+    @property
+    def codes(self) -> int:
+        """Image tokens that are codes of the tokenizer."""
+        return self.target.config.codes
 
     @property
     def codebook(self) -> Tensor:
@@ -62,7 +74,7 @@ class ImageModel:
     def listed_neighbours(self) -> int:
         """How many neighbours of a code can be had."""
         if self.neighbour_table is None:
-            return self.vocabulary - 1
+            return self.codes - 1
         return neighbours.open_table(self.neighbour_table).shape[1]
 
     def nearest(self, k: int) -> Tensor:
@@ -72,5 +84,7 @@ class ImageModel:
                 table = neighbours.kept_nearest(self.codebook, k)
             else:
                 table = neighbours.read_table(self.neighbour_table, k)
+            # What closes a row stands alone in its place: whoever is said to be near has no mass there.
+            table = torch.cat([table, table[: self.vocabulary - self.codes]])
             self._near[k] = table.to(self.target.device)
         return self._near[k]

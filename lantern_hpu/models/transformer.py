@@ -1,4 +1,4 @@
-"""The one decoder-only transformer: LlamaGen, Chameleon and the drafter are configurations of it.
+"""The one decoder-only transformer: all families and the drafter are configurations of it.
 
 Pre-norm blocks of attention and SwiGLU, rotary positions as real-valued tables, keys and values in a
 static cache. The module reads no Python value that varies between calls, so a graph can record it.
@@ -7,6 +7,7 @@ static cache. The module reads no Python value that varies between calls, so a g
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -148,16 +149,47 @@ class Block(nn.Module):
         return x + self.ffn(self.ffn_norm(x))
 
 
+class CodeEmbedding(nn.Module):
+    """Narrow embeddings of codes, brought to the model's width by an MLP (Janus)."""
+
+    def __init__(self, codes: int, code_dim: int, dim: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(codes, code_dim)
+        self.fc1, self.fc2 = nn.Linear(code_dim, dim), nn.Linear(dim, dim)
+
+    def forward(self, tokens: Tensor) -> Tensor:  # [..] int -> [.., H]
+        return self.fc2(F.gelu(self.fc1(self.table(tokens))))
+
+
+class MLPHead(nn.Module):
+    """A head of two matrices (Janus)."""
+
+    def __init__(self, dim: int, hidden: int, codes: int) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(dim, hidden), nn.Linear(hidden, codes)
+
+    def forward(self, x: Tensor) -> Tensor:  # [.., H] -> [.., V]
+        return self.fc2(F.gelu(self.fc1(x)))
+
+
 class Target(nn.Module):
     """The model whose images we want: token embedding, decoder, final norm, head."""
 
     def __init__(self, config: TransformerConfig, kernels: Kernels = PLAIN) -> None:
         super().__init__()
         self.config, self.kernels = config, kernels
-        self.embed = nn.Embedding(config.embed_rows or config.vocab_size, config.dim)
+        self.embed: Any = (  # a table, or a narrow one and what widens it
+            nn.Embedding(config.embed_rows or config.vocab_size, config.dim)
+            if config.code_dim is None
+            else CodeEmbedding(config.vocab_size, config.code_dim, config.dim)
+        )
         self.layers = nn.ModuleList(Block(config, kernels) for _ in range(config.layers))
         self.norm = RMSNorm(config, kernels)
-        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.head: Any = (
+            nn.Linear(config.dim, config.vocab_size, bias=False)
+            if config.head_hidden is None
+            else MLPHead(config.dim, config.head_hidden, config.vocab_size)
+        )
 
     @property
     def dtype(self) -> torch.dtype:

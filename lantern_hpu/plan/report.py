@@ -126,9 +126,9 @@ def setup_of(
         method = "lantern++" if model.config.drafter else "ar"
     chosen, relaxation = choose_method(method, tree)
     # The published residual looks one neighbour further; a code has one neighbour less than there are codes.
-    vocabulary = model.config.target.vocab_size
+    codes = model.config.target.codes
     relaxed = METHODS[method].relaxation is not None
-    most = min(class_of(relaxation.k + 1), vocabulary - 1) if relaxed else 0
+    most = min(class_of(relaxation.k + 1), codes - 1) if relaxed else 0
     return Setup(
         dtype=device.dtype if dtype == "auto" else dtype,
         tree=chosen,

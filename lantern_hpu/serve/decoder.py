@@ -335,7 +335,7 @@ class Decoder:
 
     def show(self, lane: Lane) -> None:
         """Partial pictures of who wants one now."""
-        columns = self.pipeline.model.target.config.grid[1]
+        columns = self.pipeline.model.target.config.columns
         wanted = []
         for slot, job in lane.jobs.items():
             rows = lane.batch.known[slot] // columns
@@ -360,7 +360,7 @@ class Decoder:
     def look_at(self, lane: Lane, slot: int) -> None:
         """Have the host read when the next partial picture of a slot may be there."""
         seat, shows = lane.batch.seats[slot], lane.jobs[slot].shows
-        columns = self.pipeline.model.target.config.grid[1]
+        columns = self.pipeline.model.target.config.columns
         if seat is not None:
             seat.glance = shows[0] * columns if shows else 0
 

@@ -72,7 +72,8 @@ def like_the_target(target: Target, own: DrafterConfig) -> Drafter:
     drafter = Drafter(target.config, own, target.kernels)
     dim = target.config.dim
     with torch.no_grad():
-        drafter.embed.weight.copy_(target.embed.weight)
+        rows = torch.arange(drafter.embed.num_embeddings, device=target.device)
+        drafter.embed.weight.copy_(target.embed(rows))
         known = target.layers[-1].state_dict()
         wanted = drafter.block.state_dict()
         drafter.block.load_state_dict({name: known[name] for name in wanted})
@@ -107,7 +108,7 @@ class DrafterTraining:
         model = pipeline.model
         self.drafter = like_the_target(model.target, config_of(model))
         self.average = [w.detach().clone() for w in self.drafter.parameters()]
-        unrolled = Unrolled(self.drafter, model.target.head, options.unroll)
+        unrolled = Unrolled(self.drafter, model.target, options.unroll)
         optimiser = torch.optim.AdamW(
             self.drafter.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01
         )

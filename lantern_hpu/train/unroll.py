@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lantern_hpu.decode.sampler import sampling_params
+from lantern_hpu.decode.sampler import make_grammar, sampling_params
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.model import ImageModel
-from lantern_hpu.models.transformer import rope_table
+from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.ops.masks import additive_mask, causal_mask, prefix_mask
 from lantern_hpu.ops.sampling import apply_guidance, to_probs
 
@@ -50,6 +50,8 @@ class Lesson:
         self.guidance = sampling.cfg_scale != 1
         settings = [sampling] * len(tokens)
         self.params = sampling_params(settings, config.vocab_size, tokens.device)
+        grammar = make_grammar(config)
+        self.grammar = None if grammar is None else grammar.to(tokens.device)
         prefix, valid, words = model.condition.rows(prompts, self.guidance)
         rows = tokens.repeat(2, 1) if self.guidance else tokens  # [R, N]
         length = config.prefix + config.tokens - 1
@@ -62,7 +64,7 @@ class Lesson:
             x = torch.cat([prefix, target.embed(rows[:, :-1])], 1)
             mask = additive_mask(prefix_mask(valid, causal), x.dtype)
             hidden = target(x, rope, mask)  # [R, P + N - 1, H]
-            logits = target.head(hidden[:, self.first + 1 :])
+            logits = self.allowed(target.head(hidden[:, self.first + 1 :]), 1)
             guided = apply_guidance(logits, self.params, self.guidance)
             # [B, N - 1, V], of tokens 1, 2, ...
             most = sampling.top_k if sampling.top_k < config.vocab_size else 0
@@ -72,6 +74,13 @@ class Lesson:
         self.causal = causal[:-1, :-1]  # [T, T]
         self.tokens = torch.cat([words[:, 1:].to(rows.dtype), rows[:, :-1]], 1)  # [R, T]
         self.rope = rope[:, 1:].float()  # [R, T, 2, hd / 2]
+
+    def allowed(self, logits: Tensor, first: int) -> Tensor:
+        """Logits [R, T, V] of tokens `first`, `first` + 1, ... without what may not stand there."""
+        if self.grammar is None:
+            return logits
+        place = torch.arange(first, first + logits.shape[1], device=logits.device)
+        return self.grammar(logits, place.expand(len(logits), -1))
 
     def mask(self, drafter: Drafter) -> Tensor:
         """[R, 1, T, T] what the drafter's entries attend to."""
@@ -84,16 +93,15 @@ class Lesson:
 class Unrolled(nn.Module):
     """The drafter with its loss, as one module: several processes then share its gradients."""
 
-    def __init__(self, drafter: Drafter, head: nn.Linear, depth: int) -> None:
+    def __init__(self, drafter: Drafter, target: Target, depth: int) -> None:
         """
         Args:
-            head: the target's; it is not trained.
-            depth: passes.
+            target: whose head is used; it is not trained. depth: passes.
         """
         super().__init__()
         self.drafter, self.depth = drafter, depth
         # Not a submodule: its weights are not trained.
-        self.logits: Callable[[Tensor], Tensor] = lambda x: head(x.to(head.weight.dtype))
+        self.logits: Callable[[Tensor], Tensor] = lambda x: target.head(x.to(target.dtype))
 
     def forward(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
         """The loss [], and the overlap of each pass [depth]."""
@@ -112,7 +120,8 @@ class Unrolled(nn.Module):
     def compare(self, guess: Tensor, lesson: Lesson, level: int) -> tuple[Tensor, Tensor]:
         """Loss and overlap [] of one pass; its entries rest on `level` true tokens after a true feature."""
         first = lesson.first + level
-        guided = apply_guidance(self.logits(guess[:, first:]), lesson.params, lesson.guidance)
+        logits = lesson.allowed(self.logits(guess[:, first:]), level + 1)
+        guided = apply_guidance(logits, lesson.params, lesson.guidance)
         log_q = (guided / lesson.params.temperature[:, None, None]).log_softmax(-1)
         p = lesson.p[:, level:]
         overlap = torch.minimum(p, log_q.exp()).sum(-1).mean()

@@ -116,7 +116,7 @@ class Tuner:
 
     def counts(self, tree: DraftTree, first: int) -> ChildCounts:
         """Acceptance in images drawn with a tree."""
-        images, columns = self.options.images, self.pipeline.model.target.config.grid[1]
+        images, columns = self.options.images, self.pipeline.model.target.config.columns
         requests = self.requests(images, tree, first)
         # Acceptance does not depend on the batch: many at once take less time.
         size = min(images, max(self.options.batch_size, BATCHES[-1]))

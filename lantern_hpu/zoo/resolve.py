@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.errors import WeightsError, choices
-from lantern_hpu.models.files.names import BUILTIN, CONFIG, weights_files
+from lantern_hpu.models.files.names import BUILTIN, CONFIG, PICKLES, SAFE, weights_files
 from lantern_hpu.models.files.parts import OPTIONS, Given, Parts
 from lantern_hpu.zoo import located, registry
 from lantern_hpu.zoo.located import Located
@@ -123,7 +123,10 @@ def beside(folder: Path, target: Path, given: Collection[str]) -> dict[str, Any]
     for part, names in BESIDE.items():
         if part in given:
             continue
-        matching = ([p for p in sorted(folder.glob(name)) if p != target] for name in names)
+        matching = (
+            [p for p in sorted(folder.glob(name)) if p != target and may_be(part, p)]
+            for name in names
+        )
         paths = next(filter(None, matching), [])
         if len(paths) > 1:
             # vq_ds16_t2i.pt and vq_ds16_c2i.pt may lie side by side; a target's name says which it is.
@@ -134,6 +137,11 @@ def beside(folder: Path, target: Path, given: Collection[str]) -> dict[str, Any]
         if paths:
             found[part] = paths[0]
     return found
+
+
+def may_be(part: str, path: Path) -> bool:
+    """Whether a file or folder can be a part of this kind: the log of a drafter's training is no drafter."""
+    return part != "drafter" or path.is_dir() or path.suffix in (SAFE, *PICKLES)
 
 
 def kind(path: Path) -> str:

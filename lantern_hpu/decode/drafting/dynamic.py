@@ -60,7 +60,7 @@ class DynamicDrafting(EagleDrafting):
             length: [R] committed positions. uniform: [B, 0], as nothing is drawn.
         """
         k, guess = self.tree.top_k, self.catch_up(length, state)  # [R, 1, H]
-        probs = self.sampler(guess, state)  # [B, 1, V]
+        probs = self.sampler(guess, state, 0)  # [B, 1, V]
         new, score = expand(probs, torch.zeros_like(probs[..., 0]), k)  # [B, k]
         tokens, scores, parents = [new], [score], [torch.zeros_like(new)]
         # The frontier: its places among the newest candidates, where those hang, and what its nodes attend to
@@ -76,7 +76,7 @@ class DynamicDrafting(EagleDrafting):
             guess = self.pass_on(level, read, guess, mask, length, state)
             parent = place + first  # numbers of the frontier, plus 1
             first = first + new.shape[1]
-            probs = self.sampler(guess, state)  # [B, k, V]
+            probs = self.sampler(guess, state, level + 1)  # [B, k, V]
             new, score = expand(probs, gather(score, 1, place), k)  # [B, k * k]
             tokens.append(new)
             scores.append(score)

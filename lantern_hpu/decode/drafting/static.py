@@ -68,7 +68,7 @@ class StaticDrafting(EagleDrafting):
         frontier = state.root[:, None]  # [B, w] tokens of this level's nodes
         tokens, probs = [frontier], []
         for level in self.levels:
-            q = self.sampler(guess, state)  # [B, w, V]
+            q = self.sampler(guess, state, level.depth)  # [B, w, V]
             draws = self.sampler.distinct(q, uniform[:, level.child_table], state)  # [B, w, c]
             drafts = draws.flatten(1)[:, level.pick]  # [B, nodes at the next depth]
             probs.append(q)

@@ -117,7 +117,7 @@ class WindowDrafting(Drafting):
         if not self.width:
             return
         keys = entry.keys[:, 1 : self.width + 1]  # [A, W, ROUNDS]
-        law = self.sampler(hidden[:, -1:], entry).expand(-1, self.width, -1)  # [A, W, V]
+        law = self.sampler(hidden[:, -1:], entry, 0).expand(-1, self.width, -1)  # [A, W, V]
         if self.tree.guess == "law":
             tokens = self.fastest(law, race(keys, self.token), entry)
         else:

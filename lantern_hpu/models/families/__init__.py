@@ -2,22 +2,37 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.models.families import chameleon, llamagen
+from lantern_hpu.models.families import chameleon, emu3, janus, llamagen, lumina
 from lantern_hpu.models.families.base import Family
+from lantern_hpu.models.families.siblings import check_siblings
 from lantern_hpu.models.files.checkpoint import Checkpoint
+from lantern_hpu.models.files.parts import Parts
 
-FAMILIES: dict[str, Family] = {"chameleon": chameleon.FAMILY, "llamagen": llamagen.FAMILY}
+# In this order: Lumina-mGPT has Chameleon's tensors
+FAMILIES: dict[str, Family] = {
+    "lumina": lumina.FAMILY,
+    "chameleon": chameleon.FAMILY,
+    "emu3": emu3.FAMILY,
+    "janus": janus.FAMILY,
+    "llamagen": llamagen.FAMILY,
+}
 
 
-def family_of(checkpoint: Checkpoint) -> Family:
+def family_of(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Family:
     """
+    Args:
+        about: config.json beside the weights.
+
     Raises:
-        WeightsError: of no known family.
+        WeightsError: of no known family, or a known relative that does not draw.
     """
+    check_siblings(checkpoint, about, parts)
     for family in FAMILIES.values():
-        if family.recognises(checkpoint):
+        if family.recognises(checkpoint, about, parts):
             return family
-    why = "it is neither a LlamaGen (cls_embedding.*) nor a Chameleon (q_norm) checkpoint"
+    why = f"its tensors are those of none of {', '.join(sorted(FAMILIES))}"
     hint = "python -m lantern_hpu.models"
     raise WeightsError(f"{checkpoint.path} is of no known family", why, hint)

@@ -9,7 +9,7 @@ from typing import Any
 from lantern_hpu.config import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.files.checkpoint import Checkpoint
-from lantern_hpu.models.files.parts import Parts
+from lantern_hpu.models.files.parts import CODE_PIXELS, Parts
 from lantern_hpu.models.files.recipe import Recipe
 
 
@@ -37,15 +37,21 @@ class Family:
     """One family; its file says the same of each.
 
     Attributes:
-        recognises: whether these tensors are of the family.
+        recognises: whether these tensors, and what is said of them, are of the family.
         read: what they are; takes them, the config.json beside them, and where the other parts lie.
         ignored: what the names of tensors that are not needed have in them.
         sampling: published settings of each kind, by the names that the list of known models has for those.
-        normalized_codes: whether codes are used at length 1.
+        normalized_codes: whether codes are used at length 1. code_pixels: along a code.
     """
 
-    recognises: Callable[[Checkpoint], bool]
+    recognises: Callable[[Checkpoint, dict[str, Any], Parts], bool]
     read: Callable[[Checkpoint, dict[str, Any], Parts], Published]
     ignored: tuple[str, ...]
     sampling: Mapping[str, Sampling]
     normalized_codes: bool
+    code_pixels: int = CODE_PIXELS
+
+
+def called(about: dict[str, Any], parts: Parts) -> str:
+    """By what names a checkpoint goes: those of its file or folder, and what its config.json says."""
+    return f"{parts.name} {parts.target.name} {about.get('_name_or_path', '')}".lower()

@@ -1,8 +1,8 @@
 """Chameleon's family, of which Anole draws: names and sizes of the files.
 
-One table of 65,536 tokens holds words and image codes. Ours begins with the image codes: token t of the checkpoint is
-row (t - 4) mod 65536, so that a code is its own row, and the head keeps the rows of the codes alone. The decoder has
-1-D rotary positions that count no pads, and norms on each head's queries and keys.
+One table of 65,536 tokens holds words and image codes. Ours begins with the image codes, so that a code is its own
+row (`frames.AnoleFrame`), and the head keeps the rows of the codes alone. The decoder has 1-D rotary positions that
+count no pads, and norms on each head's queries and keys.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from lantern_hpu.models.families.base import Family, Published
 from lantern_hpu.models.files.checkpoint import Checkpoint
 from lantern_hpu.models.files.parts import Parts
 from lantern_hpu.models.files.recipe import Recipe, llama_block, take
-from lantern_hpu.models.text.tokens import FIRST_IMAGE_TOKEN, PROMPT_POSITIONS
+from lantern_hpu.models.text.frames import FIRST_IMAGE_TOKEN, AnoleFrame
+from lantern_hpu.models.text.tokens import PROMPT_POSITIONS
 
 GRID = (32, 32)
 SAMPLING = {"chameleon": Sampling(3.0, 1.0, 2000, 1.0)}
@@ -26,7 +27,7 @@ INNER_VQ = (
 IGNORED = (INNER_VQ, "rotary_emb.inv_freq", "vocabulary_mapping")
 
 
-def is_chameleon(checkpoint: Checkpoint) -> bool:
+def is_chameleon(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
     return "model.layers.0.self_attn.q_norm.weight" in checkpoint
 
 
@@ -71,11 +72,11 @@ def check_draws(checkpoint: Checkpoint, about: dict[str, Any], config: Transform
 
 def target_recipe(config: TransformerConfig) -> Recipe:
     """Recipe of `target.*`."""
-    first = FIRST_IMAGE_TOKEN
+    first, table = FIRST_IMAGE_TOKEN, AnoleFrame.order.stretches(config.embed_rows or 0)
     recipe = {
-        "target.embed.weight": take("model.embed_tokens.weight", roll=first),
+        "target.embed.weight": take("model.embed_tokens.weight", rows=table),
         "target.norm.weight": take("model.norm.weight"),
-        "target.head.weight": take("lm_head.weight", rows=(first, first + config.vocab_size)),
+        "target.head.weight": take("lm_head.weight", rows=((first, first + config.codes),)),
     }
     for i in range(config.layers):
         recipe |= llama_block(f"target.layers.{i}.", f"model.layers.{i}.", qk_norm=True)
@@ -89,15 +90,15 @@ def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Publish
     """
     config = config_of(checkpoint, about)
     check_draws(checkpoint, about, config)
+    condition, recipe = ConditionConfig("tokens"), target_recipe(config)
+    tokenizer = tokenizer_of(checkpoint)
+    return Published("chameleon", config, condition, checkpoint, recipe, tokenizer)
+
+
+def tokenizer_of(checkpoint: Checkpoint) -> Checkpoint | None:
+    """The image tokenizer in the model's own file, if it is there with its decoder."""
     inside = checkpoint.below(INNER_VQ)
-    return Published(
-        "chameleon",
-        config,
-        ConditionConfig("tokens"),
-        checkpoint,
-        target_recipe(config),
-        inside if "decoder.conv_in.weight" in inside else None,
-    )
+    return inside if "decoder.conv_in.weight" in inside else None
 
 
 FAMILY = Family(

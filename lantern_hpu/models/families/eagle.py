@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.files import reading, reported_as, sha256
@@ -19,7 +20,7 @@ from lantern_hpu.models.files.checkpoint import Checkpoint, open_checkpoint, set
 from lantern_hpu.models.files.names import DRAFTER, DRAFTER_WEIGHTS
 from lantern_hpu.models.files.recipe import Stored, llama_block, take
 from lantern_hpu.models.model import ImageModel
-from lantern_hpu.models.text.tokens import FIRST_IMAGE_TOKEN
+from lantern_hpu.models.text.frames import AnoleFrame
 from lantern_hpu.models.transformer import Target
 
 BLOCK_SIZES = {"t2i": 256, "t2i2": 1024, "c2i": 576}  # `input_type` of their config.json
@@ -79,11 +80,10 @@ class PublishedDrafter:
         Raises:
             WeightsError: damaged, or trained for another target.
         """
-        holds_words = (
-            drafter.config.embed_rows is not None
-        )  # but image tokens come first in ours: see `chameleon`
+        rows = drafter.config.embed_rows  # image tokens come first in ours: see `chameleon`
+        table = None if rows is None else AnoleFrame.order.stretches(rows)
         recipe = {
-            "embed.weight": take("embed_tokens.weight", roll=FIRST_IMAGE_TOKEN * holds_words),
+            "embed.weight": take("embed_tokens.weight", rows=table),
             "fc.weight": take("fc.weight"),
             "fc.bias": take("fc.bias"),
             **llama_block("block.", "layers.0.", self.config.input_norm, drafter.config.qk_norm),
@@ -111,8 +111,10 @@ def check_family(drafter: Drafter, target: Target, path: Path) -> None:
     """
     mine = drafter.embed.weight
     rows = torch.linspace(0, target.config.vocab_size - 1, SAMPLED_ROWS, device=mine.device).long()
-    for table in (target.embed.weight, target.head.weight):
-        if torch.allclose(mine[rows].float(), table[rows].float(), rtol=0.02, atol=1e-3):
+    tables = [target.embed(rows)]
+    tables += [target.head.weight[rows]] if isinstance(target.head, nn.Linear) else []
+    for table in tables:
+        if torch.allclose(mine[rows].float(), table.float(), rtol=0.02, atol=1e-3):
             return
     why = "its embedding is neither the target's embedding nor the target's head"
     hint = 'the one published with this target; or "trusted": true in its config.json, if you know better'

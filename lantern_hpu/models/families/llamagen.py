@@ -38,7 +38,7 @@ SAMPLING = {
 BUFFERS = ("freqs_cis", "causal_mask", "rotary_emb.inv_freq")
 
 
-def is_llamagen(checkpoint: Checkpoint) -> bool:
+def is_llamagen(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
     return any("cls_embedding." in name for name in checkpoint.shapes)
 
 

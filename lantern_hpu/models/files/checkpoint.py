@@ -50,6 +50,11 @@ class Checkpoint:
         shapes = {name.removeprefix(prefix): self.shapes[name] for name in own}
         return Checkpoint(self.path, shapes, lambda name: self.read(prefix + name))
 
+    def only(self, wanted: Callable[[str], bool]) -> Checkpoint:
+        """Only the tensors whose names are wanted."""
+        shapes = {name: shape for name, shape in self.shapes.items() if wanted(name)}
+        return Checkpoint(self.path, shapes, self.read)
+
     def within(self, prefix: str) -> Checkpoint:
         """Names without a prefix that all of them may have."""
         if not self.shapes or not all(name.startswith(prefix) for name in self.shapes):

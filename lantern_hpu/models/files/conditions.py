@@ -12,6 +12,7 @@ from lantern_hpu.models.config import ConditionConfig
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.recipe import fingerprint, shapes_only, take
 from lantern_hpu.models.model import Placement
+from lantern_hpu.models.text.frames import FRAMES
 from lantern_hpu.models.text.prefix import (
     CaptionConditioner,
     CaptionProjection,
@@ -19,7 +20,7 @@ from lantern_hpu.models.text.prefix import (
     Conditioner,
 )
 from lantern_hpu.models.text.t5 import T5Conditioner
-from lantern_hpu.models.text.tokens import TokenConditioner, check_image_tokens, load_tokenizer
+from lantern_hpu.models.text.tokens import TokenConditioner, load_tokenizer, splitter
 from lantern_hpu.models.text.words import WordConditioner
 from lantern_hpu.models.transformer import Target
 
@@ -38,8 +39,11 @@ def make_condition(
     dim, prefix = target.config.dim, target.config.prefix
     if config.kind == "tokens":
         tokenizer = load_tokenizer(folder)
-        check_image_tokens(tokenizer.get_vocab(), target.config.vocab_size, folder)
-        return TokenConditioner(tokenizer, target.embed, prefix)
+        words, vocabulary = splitter(tokenizer), tokenizer.get_vocab()
+        frame = FRAMES[config.frame](words, vocabulary, target.config, folder)
+        with shapes_only():
+            own = nn.Embedding(config.rows, dim) if config.rows else None
+        return TokenConditioner(tokenizer, frame, target.embed, own)
     with shapes_only():
         if config.kind == "classes":
             return ClassConditioner(nn.Embedding(config.classes + 1, dim))

@@ -19,12 +19,11 @@ from lantern_hpu.models.files.checkpoint import folder_of, open_checkpoint, sett
 from lantern_hpu.models.files.conditions import make_condition, text_digest
 from lantern_hpu.models.files.folder import ModelFolder
 from lantern_hpu.models.files.names import CONFIG, DRAFTER_WEIGHTS, TARGET, VQ, with_text
-from lantern_hpu.models.files.parts import CODE_PIXELS, Parts
+from lantern_hpu.models.files.parts import Parts
 from lantern_hpu.models.files.recipe import Stored, Weights, shapes_only
 from lantern_hpu.models.files.tokenizers import check_vq, open_vq
-from lantern_hpu.models.model import ImageModel, Placement
+from lantern_hpu.models.model import ImageModel, Placement, make_vq
 from lantern_hpu.models.transformer import Target
-from lantern_hpu.models.vq import VQModel
 
 VQ_MISSING = "the VQ tokenizer (--vq; FoundationVision/LlamaGen vq_ds16_*.pt; Anole: vqgan.ckpt)"
 TEXT_MISSING = "the text encoder (--text-encoder; google/flan-t5-xl)"
@@ -41,7 +40,7 @@ class PublishedModel:
         about = settings_beside(parts.target)
         stored = open_checkpoint(parts.target).within("module.")
         with reported_as(f"{parts.target} does not describe a model"):
-            family = family_of(stored)
+            family = family_of(stored, about, parts)
             found = family.read(stored, about, parts)
         tokenizer = open_checkpoint(parts.vq) if parts.vq else found.tokenizer
         missing = [] if tokenizer else [VQ_MISSING]
@@ -51,7 +50,7 @@ class PublishedModel:
             hint = "name them, or lay them beside the target"
             raise WeightsError(f"parts are missing for {parts.target}", "; ".join(missing), hint)
         vq, self.vq = open_vq(tokenizer, family.normalized_codes)
-        check_vq(vq, found.config, CODE_PIXELS, tokenizer.path)
+        check_vq(vq, found.config, family.code_pixels, tokenizer.path)
         self.name, self.config = parts.name, ModelConfig(found.config, found.condition, vq=vq)
         self.target = Stored(found.checkpoint, found.recipe, family.ignored)
         published = parts.sampling
@@ -80,7 +79,7 @@ class Opened:
         weights = self.source.weights()
         assert config.vq is not None
         with reported_as(f"{parts.target} does not describe a model"), shapes_only():
-            target, vq = Target(config.target, placement.kernels), VQModel(config.vq)
+            target, vq = Target(config.target, placement.kernels), make_vq(config.vq)
             if config.drafter is not None:
                 drafter = Drafter(config.target, config.drafter, placement.kernels)
         folder = parts.text or folder_of(parts.target)
@@ -108,7 +107,8 @@ class Opened:
         elif drafter is not None and weights.drafter is not None:
             weights.drafter.fill(drafter, dtype, device)
         if model.neighbour_table is not None:
-            neighbours.check_table(model.neighbour_table, model.codebook)
+            note = neighbours.check_table(model.neighbour_table, model.codebook)
+            model.notes = [note] if note else []
             model.files["neighbours"] = neighbours.table_digest(model.neighbour_table)
         return model
 

@@ -24,11 +24,14 @@ from lantern_hpu.models.files.checkpoint import Checkpoint, listed
 
 @dataclass(frozen=True)
 class Source:
-    """What one of our tensors is made of: published tensors put one under another, or some rows of one."""
+    """What one of our tensors is made of: published tensors put one under another, or some rows of one.
+
+    Attributes:
+        rows: from and to, of each stretch of rows in the order in which they are wanted; None takes all.
+    """
 
     names: tuple[str, ...]
-    rows: tuple[int, int] | None = None
-    roll: int = 0  # rows by which the table is rolled upwards, so that row `roll` comes first
+    rows: tuple[tuple[int, int], ...] | None = None
 
 
 Recipe = Mapping[str, Source]
@@ -86,7 +89,7 @@ def shape_of(source: Source, checkpoint: Checkpoint) -> tuple[int, ...]:
         return first
     rows = sum(checkpoint.shapes[name][0] for name in source.names)
     if source.rows is not None:
-        rows = min(source.rows[1], rows) - source.rows[0]
+        rows = sum(min(end, rows) - start for start, end in source.rows)
     return (rows, *first[1:])
 
 
@@ -123,12 +126,9 @@ def read_source(
         part = checkpoint.read(name)
         if not part.is_floating_point():
             raise WeightsError(f"{checkpoint.path} does not fit", f"{name} holds {part.dtype}")
-        if source.rows is not None:
-            part = part[source.rows[0] : source.rows[1]]
-        parts.append(part.to(device, dtype or part.dtype))
+        stretches = [part] if source.rows is None else [part[a:b] for a, b in source.rows]
+        parts += [stretch.to(device, dtype or part.dtype) for stretch in stretches]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if source.roll:
-        whole = whole.roll(-source.roll, 0)
     return whole.contiguous()  # where nothing had to be done it stays in the mapped file
 
 
@@ -206,10 +206,10 @@ def fingerprint(checkpoint: Checkpoint, recipe: Recipe) -> str:
 
 
 def sampled_rows(source: Source, checkpoint: Checkpoint) -> Iterator[Tensor]:
-    """Four rows of what a recipe makes, before it is rolled: the first, the last, and two between."""
+    """Four rows of what a recipe makes, in the file's order: the first, the last, and two between."""
     parts = [checkpoint.read(name) for name in source.names]
     if source.rows is not None:
-        parts = [part[source.rows[0] : source.rows[1]] for part in parts]
+        parts = [part[start:end] for part in parts for start, end in sorted(source.rows)]
     parts = [part if part.dim() else part[None] for part in parts]
     ends = list(accumulate(len(part) for part in parts))
     for i in range(4):

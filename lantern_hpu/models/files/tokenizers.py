@@ -11,6 +11,8 @@ from lantern_hpu.models.config import TransformerConfig, VQConfig
 from lantern_hpu.models.files.checkpoint import Checkpoint
 from lantern_hpu.models.files.recipe import Stored
 
+# Of Emu3's: what reads pictures, and counters of its norms
+ENCODING_ONLY = ("encoder.", "quant_conv.", "num_batches_tracked")
 TRAINING_ONLY = ("quantize.codebook_used", "loss.")  # a counter and losses
 # What Meta's files call the blocks of the middle, and their kinds elsewhere
 MIDDLE = {"block_1": "0", "attn_1": "1", "block_2": "2"}
@@ -26,6 +28,8 @@ def open_vq(checkpoint: Checkpoint, normalised: bool) -> tuple[VQConfig, Stored]
     Raises:
         WeightsError: without a decoder, or of another kind.
     """
+    if "decoder.middle_block.block_1.conv1.weight" in checkpoint:
+        return open_video_vq(checkpoint)
     if any(".mid.block_1." in name for name in checkpoint.shapes):
         checkpoint = of_taming(checkpoint)
     if "decoder.conv_in.weight" not in checkpoint:
@@ -54,10 +58,33 @@ def open_vq(checkpoint: Checkpoint, normalised: bool) -> tuple[VQConfig, Stored]
     return config, Stored(checkpoint, ignored=TRAINING_ONLY)
 
 
+def open_video_vq(checkpoint: Checkpoint) -> tuple[VQConfig, Stored]:
+    """Emu3's, of which the encoder is left aside."""
+    with reported_as(f"{checkpoint.path} does not describe a model"):
+        levels = checkpoint.count("decoder.up_block.up.")
+        widths = [
+            checkpoint.shapes[f"decoder.up_block.up.{i}.block.0.conv2.weight"][0]
+            for i in range(levels)
+        ]
+        codes, code_dim = checkpoint.shapes["quantize.embedding.weight"]
+        config = VQConfig(
+            widths[0],
+            tuple(w // widths[0] for w in widths),
+            checkpoint.count("decoder.up_block.up.0.block.") - 1,
+            checkpoint.shapes["decoder.conv_in.weight"][1],
+            code_dim,
+            codes,
+            normalize_codebook=False,
+            attention=f"decoder.up_block.up.{levels - 1}.attn.0.q_proj.weight" in checkpoint,
+            kind="video",
+        )
+    return config, Stored(checkpoint, ignored=ENCODING_ONLY)
+
+
 def check_vq(config: VQConfig, target: TransformerConfig, pixels: int, path: Path) -> None:
     """Raise a WeightsError unless a tokenizer has the target's codes, of so many pixels."""
-    if config.codebook_size != target.vocab_size:
-        why = f"it has {config.codebook_size} codes, the target draws {target.vocab_size}"
+    if config.codebook_size != target.codes:
+        why = f"it has {config.codebook_size} codes, the target draws {target.codes}"
     elif config.downsample != pixels:
         why = f"a code of it is {config.downsample} pixels wide, the target's are {pixels}"
     else:

@@ -69,7 +69,7 @@ CLUTTER = _table(
     (r"(\D[,./])\b", r"\1 "),
     (r"\s+", " "),
 )
-# Only the last step strips, so a space at an end shields what lies behind it until the second round.
+# The last strip comes after these: a space at an end shields what lies behind it until the second round.
 EDGES = _table(
     ("^[\"']([\\w\\W]+)[\"']$", r"\1"),
     (r"^['_,\-:;]", ""),
@@ -91,7 +91,7 @@ def clean_caption(text: str) -> str:
     text = _replace(text, SYMBOLS)
     if len(re.findall("[-_]", text)) > 3:  # this-is-my-cute-cat, but not black-and-white
         text = re.sub("[-_]", " ", text)
-    text = html.unescape(html.unescape(fix_text(text)))
+    text = html.unescape(html.unescape(fix_text(text))).strip()
     return _replace(_replace(text, CLUTTER), EDGES).strip()
 
 

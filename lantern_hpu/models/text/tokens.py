@@ -1,4 +1,4 @@
-"""A prompt as tokens of the target's own table, framed as Chameleon's family frames it."""
+"""A prompt as tokens of a language model, of the target's own table or of one beside it."""
 
 from __future__ import annotations
 
@@ -7,33 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lantern_hpu.errors import WeightsError, needing
+from lantern_hpu.models.text.frames import Frame
 from lantern_hpu.models.text.prefix import Prefix
 
-FIRST_IMAGE_TOKEN = 4
 PROMPT_POSITIONS = 256  # P: what a prompt and its frame must fit into
-BEGIN, PAD = 0, 1  # <s>, <pad>
-END_OF_TURN, BEGIN_IMAGE = 8710, 8197
-
-
-def code_name(code: int) -> str:
-    """The name of an image token: the code's digits as letters."""
-    return "IMGIMG" + "".join("ABCDEFGHIJ"[int(digit)] for digit in str(code)) + "Z"
-
-
-def check_image_tokens(vocabulary: dict[str, int], codes: int, where: Path) -> None:
-    """Code c must be token c + 4, by the names of the tokens.
-
-    Raises:
-        WeightsError: a name is missing or lies elsewhere.
-    """
-    for code in range(codes):
-        found = vocabulary.get(code_name(code))
-        if found != code + FIRST_IMAGE_TOKEN:
-            why = f"code {code} is token {found}, expected {code + FIRST_IMAGE_TOKEN}"
-            raise WeightsError(f"the tokenizer in {where} is not Chameleon's", why)
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -53,42 +33,66 @@ def load_tokenizer(folder: Path) -> Any:
         raise WeightsError(f"cannot read {file}", str(error), "download it again") from error
 
 
+def splitter(tokenizer: Any) -> Any:
+    """Text to tokens, without the tokenizer's own frame."""
+    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
 class TokenConditioner:
-    """A prompt as tokens, framed as in Anole's training: <s> prompt, end of turn, begin of image."""
+    """Framed prompts, padded on the left; both rows of an image have pads and positions of their own."""
 
     takes_classes = False
 
-    def __init__(self, tokenizer: Any, embed: nn.Embedding, positions: int) -> None:
-        self.tokenizer, self.embed, self.width = tokenizer, embed, positions
+    def __init__(
+        self, tokenizer: Any, frame: Frame, embed: nn.Module, own: nn.Embedding | None = None
+    ) -> None:
+        """
+        Args:
+            embed: the target's embedding, which looks the words up too. own: a table of words in its place.
+        """
+        self.tokenizer, self.frame, self.embed, self.own = tokenizer, frame, embed, own
+        self.width = frame.config.prefix
 
     def prepare(self, prompts: Sequence[str]) -> None:
         """Nothing: tokens are quick."""
 
     def words(self, prompt: str) -> list[int]:
-        found: list[int] = self.tokenizer(prompt, add_special_tokens=False)["input_ids"]
-        return found
+        return self.frame.words(prompt)
 
-    def ids(self, prompt: str) -> list[int]:
-        """Tokens of a framed prompt, at most as many as there are positions."""
-        return [BEGIN, *self.words(prompt)[: self.width - 3], END_OF_TURN, BEGIN_IMAGE]
+    @property
+    def takes_negative(self) -> bool:
+        """Whether guidance subtracts words that a user may choose."""
+        return self.frame.takes_negative
 
-    def rows(self, prompts: Sequence[str], guidance: bool) -> Prefix:
-        rows = [self.ids(prompt) for prompt in prompts]
+    def rows(
+        self, prompts: Sequence[str], guidance: bool, negatives: Sequence[str | None] | None = None
+    ) -> Prefix:
+        """
+        Args:
+            negatives: of each prompt, what guidance draws away from; None: the model's own.
+        """
+        rows = [self.frame.ids(prompt) for prompt in prompts]
         if guidance:
-            rows += [[BEGIN, BEGIN_IMAGE]] * len(prompts)
-        padded = [[PAD] * (self.width - len(row)) + row for row in rows]
-        device = self.embed.weight.device
-        ids = torch.tensor(padded, device=device)  # [R, P]
+            words = negatives or [None] * len(rows)
+            rows += [self.frame.without(r, n) for r, n in zip(rows, words, strict=True)]
+        device = next(self.embed.parameters()).device
         lengths = torch.tensor([len(row) for row in rows], device=device)
         valid = torch.arange(self.width, device=device) >= self.width - lengths[:, None]
-        tokens = (ids - FIRST_IMAGE_TOKEN) % self.embed.num_embeddings  # [R, P] rows of our table
-        return Prefix(self.embed(tokens), valid, tokens.int())
+        padded = [[self.frame.pad] * (self.width - len(row)) + row for row in rows]
+        ids = torch.tensor([[self.place(t) for t in row] for row in padded], device=device)
+        table = self.own or self.embed
+        embeddings: Tensor = table(ids)  # [R, P, H]
+        # A drafter has a table like the target's; words that it does not hold are token 0 to it.
+        return Prefix(embeddings, valid, ids.int() if self.own is None else torch.zeros_like(ids))
+
+    def place(self, token: int) -> int:
+        """The row of the table that holds a token."""
+        order, rows = self.frame.order, self.frame.config.embed_rows
+        return token if order is None or rows is None else order.row(token, rows)
 
     def notes(self, prompt: str) -> list[str]:
-        count, room = len(self.words(prompt)), self.width - 3
-        if count > room:
-            return [f"the prompt has {count} tokens; those past {room} are left out"]
-        return []
+        note = self.frame.note(prompt)
+        return [note] if note else []
 
     def parts(self) -> dict[str, nn.Module]:
-        return {}
+        return {"words": self.own} if self.own is not None else {}

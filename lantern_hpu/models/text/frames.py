@@ -1,0 +1,248 @@
+"""How each family frames a prompt that it reads as tokens, with and without the words. Needs no torch.
+
+A frame is tokens before the prompt, a template around its words, and tokens after it, the last of which begins the
+picture. The row without a prompt is what guidance subtracts, and differs most between families.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from lantern_hpu.errors import WeightsError
+from lantern_hpu.models.config import TransformerConfig
+
+Words = Callable[[str], list[int]]
+FIRST_IMAGE_TOKEN = 4  # of Chameleon's vocabulary
+
+
+@dataclass(frozen=True)
+class TokenOrder:
+    """Which tokens of a checkpoint's table come first in ours: image codes, and what closes a row; all others follow.
+
+    Attributes:
+        first: from and to, of stretches of tokens.
+    """
+
+    first: tuple[tuple[int, int], ...]
+
+    def stretches(self, rows: int) -> tuple[tuple[int, int], ...]:
+        """The whole table of so many rows, in our order."""
+        rest, start = [], 0
+        for begin, end in [*sorted(self.first), (rows, rows)]:
+            if start < begin:
+                rest.append((start, begin))
+            start = end
+        return (*self.first, *rest)
+
+    def row(self, token: int, rows: int) -> int:
+        """Our row of a token."""
+        before = 0
+        for begin, end in self.stretches(rows):
+            if begin <= token < end:
+                return before + token - begin
+            before += end - begin
+        raise ValueError(f"token {token} is not in a table of {rows}")
+
+
+class Frame:
+    """What the frames have in common; see its subclasses.
+
+    Attributes:
+        family: whose it is, for errors.
+        special: names of its tokens in the tokenizer, and their ids; None: whatever the tokenizer has.
+        order: of the target's table, where that holds the words too.
+        pad: what stands before a prompt that is shorter than the prefix; nothing attends to it.
+    """
+
+    family: str
+    special: Mapping[str, int | None] = {}
+    order: TokenOrder | None = None
+    pad = 0
+    takes_negative = False  # whether guidance subtracts words that a user may choose
+
+    def __init__(
+        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
+    ) -> None:
+        """
+        Args:
+            words: splits text into tokens. vocabulary: the tokenizer's ids by name. where: it lies.
+
+        Raises:
+            WeightsError: the tokenizer is another family's.
+        """
+        self.words, self.config = words, config
+        self.id: dict[str, int] = {}
+        for name, want in self.special.items():
+            found = vocabulary.get(name)
+            if found is None or want not in (None, found):
+                why = f"{name} is {'missing' if found is None else f'token {found}'}"
+                why += f", expected token {want}" if want is not None else ""
+                raise WeightsError(f"the tokenizer in {where} is not {self.family}'s", why)
+            self.id[name] = found
+        self.before: list[int] = []
+        self.closing: list[int] = []  # the template's end, which is kept where a prompt is cut
+        self.after: list[int] = []
+
+    def text(self, prompt: str) -> str:
+        """The template with the prompt in it."""
+        return prompt
+
+    @property
+    def room(self) -> int:
+        """For the template."""
+        return self.config.prefix - len(self.before) - len(self.after)
+
+    def ids(self, prompt: str) -> list[int]:
+        """Tokens of a framed prompt, at most as many as there are positions."""
+        words = self.words(self.text(prompt))
+        if len(words) > self.room:
+            words = words[: self.room - len(self.closing)] + self.closing
+        return [*self.before, *words, *self.after]
+
+    def without(self, ids: list[int], negative: str | None = None) -> list[int]:
+        """The row that guidance subtracts from a framed prompt's; see `takes_negative`."""
+        return [*self.before, *self.after]
+
+    def note(self, prompt: str) -> str | None:
+        """What is cut of a prompt."""
+        more = len(self.words(self.text(prompt))) - self.room
+        if more <= 0:
+            return None
+        count = len(self.words(prompt))
+        return f"the prompt has {count} tokens; those past {count - more} are left out"
+
+
+class AnoleFrame(Frame):
+    """<s> prompt, end of turn, begin of image; without words the frame alone, at positions of its own."""
+
+    family = "Chameleon"
+    order: TokenOrder = TokenOrder(((FIRST_IMAGE_TOKEN, 65536),))
+    pad = 1
+
+    def __init__(
+        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
+    ) -> None:
+        check_image_tokens(vocabulary, config.codes, where)
+        super().__init__(words, vocabulary, config, where)
+        self.before, self.after = [0], [8710, 8197]
+
+    def without(self, ids: list[int], negative: str | None = None) -> list[int]:
+        return [0, 8197]
+
+
+class LuminaFrame(AnoleFrame):
+    """A sentence that names the picture's size, end of turn, begin of image, and tokens of height and width.
+
+    Without words it begins with the image. Guidance so hides the prompt; positions of the two rows differ.
+    """
+
+    SIZE_ZERO, PATCH = 8804, 2  # the token of no patches at all; codes along a patch
+    special = {"<reserved08799>": 8803}  # what closes a row
+    order: TokenOrder = TokenOrder(((FIRST_IMAGE_TOKEN, 8196), (8803, 8804)))
+
+    def __init__(
+        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
+    ) -> None:
+        super().__init__(words, vocabulary, config, where)
+        self.after += [self.SIZE_ZERO + codes // self.PATCH for codes in config.grid]
+
+    def text(self, prompt: str) -> str:
+        height, width = (16 * codes for codes in self.config.grid)
+        size = f"Generate an image of {width}x{height}"
+        return f"{size} according to the following prompt:\n{prompt}"
+
+    def without(self, ids: list[int], negative: str | None = None) -> list[int]:
+        return self.after[1:]
+
+
+class JanusFrame(Frame):
+    """DeepSeek's conversation of one turn; without words all between the first and the last token is a pad.
+
+    Those pads are attended to and have positions, as in the authors' sampler.
+    """
+
+    family = "Janus"
+    BEGIN, PAD, IMAGE = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>"
+    special = dict.fromkeys((BEGIN, PAD, IMAGE))
+
+    def __init__(
+        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
+    ) -> None:
+        super().__init__(words, vocabulary, config, where)
+        self.before, self.after = [self.id[self.BEGIN]], [self.id[self.IMAGE]]
+        self.closing = words("\n\n<|Assistant|>:")
+
+    def text(self, prompt: str) -> str:
+        return f"<|User|>: {prompt.strip()}\n\n<|Assistant|>:"
+
+    def without(self, ids: list[int], negative: str | None = None) -> list[int]:
+        return [ids[0], *[self.id[self.PAD]] * (len(ids) - 2), ids[-1]]
+
+
+class Emu3Frame(Frame):
+    """The prompt and words of praise, then the size of the picture in codes; guidance subtracts a negative prompt.
+
+    That has words, length and positions of its own.
+    """
+
+    family = "Emu3"
+    BEGIN, START, IMAGE = "<|extra_203|>", "<|image start|>", "<|image token|>"
+    PRAISE = " masterpiece, film grained, best quality."
+    NEGATIVE = (
+        "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst "
+        "quality, low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
+    )
+    special = {
+        BEGIN: 151849,
+        START: None,
+        IMAGE: None,
+        "<|extra_200|>": 151846,  # what closes a row
+        "<|visual token 000000|>": 151854,
+        "<|visual token 032767|>": 184621,
+    }
+    order: TokenOrder = TokenOrder(((151854, 184622), (151846, 151847)))
+    takes_negative = True
+
+    def __init__(
+        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
+    ) -> None:
+        super().__init__(words, vocabulary, config, where)
+        rows, columns = config.grid
+        self.before = [self.id[self.BEGIN]]
+        self.after = [self.id[self.START], *words(f"{rows}*{columns}"), self.id[self.IMAGE]]
+        self.closing = words(self.PRAISE)
+
+    def text(self, prompt: str) -> str:
+        return prompt + self.PRAISE
+
+    def without(self, ids: list[int], negative: str | None = None) -> list[int]:
+        words = self.words(self.NEGATIVE if negative is None else negative)
+        return [*self.before, *words[: self.room], *self.after]
+
+
+FRAMES: dict[str, type[Frame]] = {
+    "anole": AnoleFrame,
+    "lumina": LuminaFrame,
+    "janus": JanusFrame,
+    "emu3": Emu3Frame,
+}
+
+
+def code_name(code: int) -> str:
+    """The name of one of Chameleon's image tokens: the code's digits as letters."""
+    return "IMGIMG" + "".join("ABCDEFGHIJ"[int(digit)] for digit in str(code)) + "Z"
+
+
+def check_image_tokens(vocabulary: Mapping[str, int], codes: int, where: Path) -> None:
+    """Code c must be token c + 4, by the names of the tokens.
+
+    Raises:
+        WeightsError: a name is missing or lies elsewhere.
+    """
+    for code in range(codes):
+        found = vocabulary.get(code_name(code))
+        if found != code + FIRST_IMAGE_TOKEN:
+            why = f"code {code} is token {found}, expected {code + FIRST_IMAGE_TOKEN}"
+            raise WeightsError(f"the tokenizer in {where} is not Chameleon's", why)

@@ -1,0 +1,35 @@
+"""Which token may stand where, in pictures whose rows of codes are closed by a token of their own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lantern_hpu.ops.buffers import arange32, constant
+
+# Finite, so that guidance, u + s (c - u), stays a number; e to this power is 0 after any temperature.
+NEVER = -1e30
+
+
+class RowEnds(nn.Module):
+    """The last token of the vocabulary closes each row and stands nowhere else.
+
+    Args:
+        columns: codes of a row. tokens: N, row ends included; places past them count as the last. vocabulary: V.
+    """
+
+    def __init__(self, columns: int, tokens: int, vocabulary: int) -> None:
+        super().__init__()
+        self.last = tokens - 1
+        self.closes = constant((arange32(tokens) + 1) % (columns + 1) == 0)  # [N]
+        self.is_end = constant(arange32(vocabulary) == vocabulary - 1)  # [V]
+
+    def forward(self, logits: Tensor, place: Tensor) -> Tensor:
+        """Forbid what may not stand at a place.
+
+        Args:
+            logits: [R, T, V]. place: [R, T] int32, which token of the picture each is for.
+        """
+        closes = self.closes[place.clamp(max=self.last)]  # [R, T]
+        forbidden = closes[..., None] != self.is_end
+        return logits.masked_fill(forbidden, max(NEVER, torch.finfo(logits.dtype).min))

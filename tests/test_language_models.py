@@ -1,0 +1,519 @@
+"""Language models that draw: each equals transformers' own class on small random weights, and draws by every method.
+
+The files are those of `scripts/synthetic_language_models.py`; the loader does not know them, transformers wrote them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+from lantern_hpu import convert, generate
+from lantern_hpu.backends import get_backend
+from lantern_hpu.config import Request, Sampling
+from lantern_hpu.decode.sampler import sampling_params
+from lantern_hpu.models.config import DrafterConfig
+from lantern_hpu.models.files.load import open_model
+from lantern_hpu.models.files.parts import Given
+from lantern_hpu.models.model import ImageModel, Placement
+from lantern_hpu.models.text.tokens import TokenConditioner
+from lantern_hpu.models.transformer import rope_table
+from lantern_hpu.ops.masks import additive_mask, prefix_mask
+from lantern_hpu.ops.sampling import apply_guidance
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.train.drafter import like_the_target
+from lantern_hpu.train.unroll import Lesson, Unrolled
+from lantern_hpu.zoo.resolve import resolve
+from scripts import make_synthetic_checkpoints as synthetic
+
+JANUS, HUB_JANUS, LUMINA = "janus-pro", "janus-pro-hub", "lumina-mgpt"
+EMU3, AUTHORS_EMU3 = "emu3", "emu3-authors"
+MODELS = (JANUS, HUB_JANUS, LUMINA, EMU3, AUTHORS_EMU3)
+PROMPTS = ("a red apple on the tree", "dog", "the photo of a green house and a blue sky, " * 3)
+
+
+@pytest.fixture(scope="module")
+def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    root = tmp_path_factory.mktemp("public")
+    synthetic.write_all(root, only=set(MODELS))
+    return root
+
+
+def opened(folder: Path) -> ImageModel:
+    return open_model(resolve(str(folder))).load(Placement())
+
+
+def pipeline_of(folder: Path) -> LanternPipeline:
+    return LanternPipeline.from_pretrained(str(folder), device="cpu", dtype="float32")
+
+
+def guided_logits(
+    model: ImageModel, prompts: Sequence[str], tokens: Tensor, scale: float
+) -> Tensor:
+    """Of every token of these pictures [B, N], in one pass without a cache: [B, N, V]."""
+    prefix = model.condition.rows(prompts, True)
+    rows = torch.cat([tokens, tokens])  # [R, N]
+    x = torch.cat([prefix.embeddings, model.target.embed(rows[:, :-1])], 1)
+    length = x.shape[1]
+    valid = torch.cat([prefix.valid, torch.ones_like(rows[:, :-1], dtype=torch.bool)], 1)
+    mask = prefix_mask(valid, torch.ones(length, length, dtype=torch.bool).tril())
+    pads = (~prefix.valid).sum(1, keepdim=True)
+    places = (torch.arange(length) - pads).clamp(min=0)
+    hidden = model.target(
+        x, rope_table(model.target.config, length)[places], additive_mask(mask, x.dtype)
+    )
+    logits = model.target.head(hidden[:, model.target.config.prefix - 1 :])
+    return apply_guidance(
+        logits, sampling_params([Sampling(scale)] * len(tokens), logits.shape[-1]), True
+    )
+
+
+def greedy(folder: Path, prompts: Sequence[str], scale: float) -> Tensor:
+    """Tokens of one batch [B, N], at temperature 0."""
+    settings = Sampling(scale, 0.0)
+    requests = [Request(prompt, i, settings) for i, prompt in enumerate(prompts)]
+    pipeline = pipeline_of(folder)
+    result = pipeline.draw(requests, pipeline.choose("ar").tree, "ar")
+    return torch.from_numpy(result.tokens)
+
+
+# ------------------------------------------------------------------------------------ Janus-Pro
+
+
+def janus(folder: Path) -> tuple[Any, Any]:
+    """transformers' model and tokenizer."""
+    from transformers import JanusForConditionalGeneration, PreTrainedTokenizerFast
+
+    names = {"bos_token": "<｜begin▁of▁sentence｜>", "pad_token": "<｜▁pad▁｜>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(folder / "tokenizer.json"), padding_side="left", **names
+    )
+    model: Any = JanusForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    model.generation_config.generation_kwargs = {"boi_token_id": 100016}
+    return model, tokenizer
+
+
+def janus_inputs(tokenizer: Any, prompts: Sequence[str]) -> Any:
+    """The conversation as deepseek-ai's processor writes it, with what begins a picture."""
+    start = tokenizer.bos_token
+    texts = [f"{start}<|User|>: {p.strip()}\n\n<|Assistant|>:<begin_of_image>" for p in prompts]
+    return tokenizer(texts, padding=True, return_tensors="pt", add_special_tokens=False)
+
+
+def test_janus_frames_a_prompt_token_for_token(public: Path) -> None:
+    condition = opened(public / HUB_JANUS).condition
+    assert isinstance(condition, TokenConditioner)
+    _, tokenizer = janus(public / HUB_JANUS)
+    for prompt in (*PROMPTS, "", "  spaces at both ends "):
+        want = janus_inputs(tokenizer, [prompt])["input_ids"][0].tolist()
+        ids = condition.frame.ids(prompt)
+        assert ids == want and want[0] == 100000 and want[-1] == 100016
+        assert condition.frame.without(ids) == [want[0], *[100015] * (len(want) - 2), want[-1]]
+
+
+def test_a_long_prompt_is_cut_before_the_frame_ends(public: Path) -> None:
+    condition = opened(public / JANUS).condition
+    assert isinstance(condition, TokenConditioner)
+    ids = condition.frame.ids("red " * 400)
+    assert (
+        len(ids) == 256 and ids[-len(condition.frame.closing) - 1 : -1] == condition.frame.closing
+    )
+    assert "left out" in condition.notes("red " * 400)[0] and not condition.notes("red")
+
+
+def test_janus_draws_what_transformers_draws(public: Path) -> None:
+    """Guided greedy pictures of prompts of different lengths in one batch, to the last token."""
+    model, tokenizer = janus(public / HUB_JANUS)
+    want = model.generate(
+        **janus_inputs(tokenizer, PROMPTS),
+        generation_mode="image",
+        do_sample=False,
+        use_cache=True,
+        guidance_scale=5,
+    )
+    mine = greedy(public / HUB_JANUS, PROMPTS, 5.0)
+    assert torch.equal(mine, want) and len(want.unique()) > 4
+    assert torch.equal(mine, greedy(public / HUB_JANUS, PROMPTS[::-1], 5.0).flip(0))
+
+
+@torch.no_grad()
+def test_janus_has_the_logits_of_transformers(public: Path) -> None:
+    model, tokenizer = janus(public / HUB_JANUS)
+    inputs = janus_inputs(tokenizer, PROMPTS)
+    ids, attended = inputs["input_ids"], inputs["attention_mask"]
+    inner = (ids != 100000) & (ids != 100016)
+    tokens = torch.randint(64, (len(PROMPTS), 64), generator=torch.Generator().manual_seed(1))
+    rows = torch.cat([ids, ids.masked_fill(inner, 100015)])
+    codes = model.prepare_embeddings_for_image_generation(torch.cat([tokens, tokens])[:, :-1])
+    x = torch.cat([model.get_input_embeddings()(rows), codes], 1)
+    mask = torch.cat([attended.repeat(2, 1), torch.ones(codes.shape[:2], dtype=attended.dtype)], 1)
+    hidden = model.model.language_model(inputs_embeds=x, attention_mask=mask).last_hidden_state
+    logits = model.model.generation_head(hidden[:, ids.shape[1] - 1 :])
+    given, bare = logits.chunk(2)
+    want = bare + 5.0 * (given - bare)
+    mine = guided_logits(opened(public / HUB_JANUS), PROMPTS, tokens, 5.0)
+    assert want.std() > 1
+    torch.testing.assert_close(mine, want, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_janus_decodes_codes_as_transformers_does(public: Path) -> None:
+    model, _ = janus(public / HUB_JANUS)
+    codes = torch.randint(64, (2, 64), generator=torch.Generator().manual_seed(2))
+    vq = opened(public / HUB_JANUS).vq
+    assert vq is not None
+    want = model.decode_image_tokens(codes).permute(0, 3, 1, 2)
+    torch.testing.assert_close(
+        vq.decode_codes(codes, (8, 8)), want.clamp(-1, 1), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_both_layouts_of_janus_hold_the_same_model(tmp_path: Path) -> None:
+    """The authors' file and transformers' of one seed load into equal tensors."""
+    from torch import Generator
+
+    from scripts import synthetic_language_models as small
+
+    for writer in (small.write_janus, small.write_hub_janus):
+        list(writer(tmp_path, Generator().manual_seed(3)))
+    one, other = (opened(tmp_path / name) for name in (JANUS, HUB_JANUS))
+    assert one.fingerprint == other.fingerprint
+    assert one.config == other.config and one.sampling == other.sampling == Sampling(
+        5.0, 1.0, 0, 1.0
+    )
+    for part in ("target", "vq"):
+        mine, theirs = getattr(one, part).state_dict(), getattr(other, part).state_dict()
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+# ------------------------------------------------------------------------------------ Lumina-mGPT
+
+
+def lumina(folder: Path) -> Any:
+    from transformers import ChameleonForConditionalGeneration
+
+    return ChameleonForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def lumina_ids(folder: Path, prompt: str) -> tuple[list[int], list[int]]:
+    """The conditional and the unconditional row, by the ids and words of the authors' description."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    text = f"Generate an image of 512x512 according to the following prompt:\n{prompt}"
+    image = [8197, 8804 + 16, 8804 + 16]
+    return [0, *tokenizer(text, add_special_tokens=False)["input_ids"], 8710, *image], image
+
+
+@torch.no_grad()
+def guided_rows(
+    run: Any, head: Any, rows: tuple[list[int], list[int]], image: list[int], scale: float
+) -> Tensor:
+    """Guided logits of an image's tokens [N, all tokens], from one pass over each row without any pads."""
+    found = []
+    for row in rows:
+        hidden = run(input_ids=torch.tensor([row + image[:-1]])).last_hidden_state
+        found.append(head(hidden[0, len(row) - 1 :]))
+    return found[1] + scale * (found[0] - found[1])
+
+
+def obeys(logits: Tensor, columns: int, end: int, codes: slice) -> Tensor:
+    """Greedy tokens [N] under the grammar, by hand: the row's end where it must stand, the best code elsewhere."""
+    best = logits[:, codes].argmax(-1) + codes.start
+    at_end = torch.arange(1, len(logits) + 1) % (columns + 1) == 0
+    return torch.where(at_end, end, best)
+
+
+@pytest.fixture(scope="module")
+def lumina_tokens(public: Path) -> Tensor:
+    """Greedy pictures of two prompts in one batch."""
+    return greedy(public / LUMINA, PROMPTS[:2], 3.0)
+
+
+def test_lumina_frames_a_prompt_token_for_token(public: Path) -> None:
+    condition = opened(public / LUMINA).condition
+    assert isinstance(condition, TokenConditioner)
+    for prompt in (*PROMPTS, ""):
+        ids, without = lumina_ids(public / LUMINA, prompt)
+        assert condition.frame.ids(prompt) == ids and condition.frame.without(ids) == without
+
+
+@pytest.mark.slow
+def test_lumina_draws_what_transformers_draws(public: Path, lumina_tokens: Tensor) -> None:
+    """Each token is the best that the grammar allows, by transformers' network over the same tokens."""
+    model = lumina(public / LUMINA)
+    assert lumina_tokens.shape == (2, 32 * 33)
+    for prompt, tokens in zip(PROMPTS, lumina_tokens, strict=False):
+        image = torch.where(tokens == 8192, 8803, tokens + 4)
+        rows = lumina_ids(public / LUMINA, prompt)
+        logits = guided_rows(model.model, model.lm_head, rows, image.tolist(), 3.0)
+        assert torch.equal(obeys(logits, 32, 8803, slice(4, 8196)), image)
+        assert len(image.unique()) > 8
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_lumina_has_the_logits_of_transformers(public: Path, lumina_tokens: Tensor) -> None:
+    model, tokens = lumina(public / LUMINA), lumina_tokens[:, :99]
+    mine = guided_logits(opened(public / LUMINA), PROMPTS[:2], tokens, 3.0)
+    for prompt, row, logits in zip(PROMPTS, tokens, mine, strict=False):
+        image = torch.where(row == 8192, 8803, row + 4).tolist()
+        rows = lumina_ids(public / LUMINA, prompt)
+        want = guided_rows(model.model, model.lm_head, rows, image, 3.0)
+        allowed = torch.cat([want[:, 4:8196], want[:, 8803:8804]], 1)
+        torch.testing.assert_close(logits, allowed, rtol=1e-4, atol=1e-4)
+
+
+# ------------------------------------------------------------------------------------ Emu3-Gen
+
+
+def emu3(folder: Path) -> tuple[Any, Any]:
+    """transformers' model and tokenizer."""
+    from transformers import Emu3ForConditionalGeneration, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    model: Any = Emu3ForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    return model, tokenizer
+
+
+def emu3_ids(tokenizer: Any, text: str) -> Tensor:
+    """As the authors' processor writes a prompt that is to be drawn: [1, T]."""
+    start, image = "<|extra_203|>", "<|image start|>8*8<|image token|>"
+    found = tokenizer(start + text + image, return_tensors="pt", add_special_tokens=False)
+    ids: Tensor = found["input_ids"]
+    return ids
+
+
+PRAISE = " masterpiece, film grained, best quality."
+NEGATIVE = (
+    "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst quality, "
+    "low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
+)
+
+
+def allowed_by_emu3(start: int) -> Any:
+    """The authors' rule of what may come next: rows of eight codes, each closed by 151846."""
+    codes = list(range(151854, 184622))
+
+    def allowed(batch: int, ids: Tensor) -> list[int]:
+        return [151846] if (len(ids) - start + 1) % 9 == 0 else codes
+
+    return allowed
+
+
+def test_emu3_frames_a_prompt_token_for_token(public: Path) -> None:
+    condition = opened(public / EMU3).condition
+    assert isinstance(condition, TokenConditioner)
+    _, tokenizer = emu3(public / EMU3)
+    bare = emu3_ids(tokenizer, NEGATIVE)[0].tolist()
+    for prompt in (*PROMPTS, ""):
+        ids = condition.frame.ids(prompt)
+        assert ids == emu3_ids(tokenizer, prompt + PRAISE)[0].tolist()
+        assert condition.frame.without(ids) == bare
+    assert condition.frame.without(ids, "red") == emu3_ids(tokenizer, "red")[0].tolist()
+
+
+def test_emu3_draws_what_transformers_draws(public: Path) -> None:
+    """transformers' generation with its own guidance and the authors' rule, each prompt alone; ours in one batch."""
+    import transformers
+
+    guide: Any = transformers.UnbatchedClassifierFreeGuidanceLogitsProcessor
+    rule: Any = transformers.PrefixConstrainedLogitsProcessor
+    model, tokenizer = emu3(public / EMU3)
+    mine = greedy(public / EMU3, PROMPTS, 3.0)
+    assert mine.shape == (3, 72) and len(mine.unique()) > 8
+    for prompt, tokens in zip(PROMPTS, mine, strict=True):
+        ids = emu3_ids(tokenizer, prompt + PRAISE)
+        processors = [
+            guide(3.0, model, unconditional_ids=emu3_ids(tokenizer, NEGATIVE)),
+            rule(allowed_by_emu3(ids.shape[1]), 1),
+        ]
+        found = model.generate(ids, max_new_tokens=72, do_sample=False, logits_processor=processors)
+        want = found[0, ids.shape[1] :]
+        assert torch.equal(torch.where(tokens == 32768, 151846, tokens + 151854), want)
+
+
+@torch.no_grad()
+def test_emu3_has_the_logits_of_transformers(public: Path) -> None:
+    model, tokenizer = emu3(public / EMU3)
+    tokens = torch.randint(32768, (3, 72), generator=torch.Generator().manual_seed(5))
+    tokens[:, 8::9] = 32768
+    mine = guided_logits(opened(public / EMU3), PROMPTS, tokens, 3.0)
+    for prompt, row, logits in zip(PROMPTS, tokens, mine, strict=True):
+        image = torch.where(row == 32768, 151846, row + 151854).tolist()
+        given, bare = (emu3_ids(tokenizer, t)[0].tolist() for t in (prompt + PRAISE, NEGATIVE))
+        rows = given, bare
+        want = guided_rows(model.model.text_model, model.lm_head, rows, image, 3.0)
+        allowed = torch.cat([want[:, 151854:], want[:, 151846:151847]], 1)
+        torch.testing.assert_close(logits, allowed, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_emu3_decodes_codes_as_transformers_does(public: Path) -> None:
+    """The first of four frames; the others are never computed here."""
+    model, _ = emu3(public / EMU3)
+    codes = torch.randint(32768, (2, 12, 5), generator=torch.Generator().manual_seed(2))
+    vq = opened(public / EMU3).vq
+    assert vq is not None
+    mine, want = vq.decode_codes(codes.flatten(1), (12, 5)), model.model.vqmodel.decode(codes)
+    assert mine.shape == (2, 3, 96, 40) and want.std() > 0.1
+    torch.testing.assert_close(mine, want.clamp(-1, 1), rtol=1e-4, atol=1e-4)
+
+
+def test_both_layouts_of_emu3_hold_the_same_model(tmp_path: Path) -> None:
+    from torch import Generator
+
+    from scripts import synthetic_language_models as small
+
+    for writer in (small.write_emu3, small.write_authors_emu3):
+        list(writer(tmp_path, Generator().manual_seed(3)))
+    one, other = (opened(tmp_path / name) for name in (EMU3, AUTHORS_EMU3))
+    assert one.fingerprint == other.fingerprint and one.config == other.config
+    for part in ("target", "vq"):
+        mine, theirs = getattr(one, part).state_dict(), getattr(other, part).state_dict()
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+# ------------------------------------------------------------------------------------ all of them
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cpu", "hpu"])
+@pytest.mark.parametrize("name", MODELS)
+def test_they_draw(public: Path, tmp_path: Path, name: str, device: str) -> None:
+    options = ["--method", "ar", "--device", device, "--output", str(tmp_path / "x.png")]
+    options += ["--emulate"] if device == "hpu" else []
+    assert generate.main(["--model", str(public / name), "--prompt", "red", *options]) == 0
+
+
+@pytest.mark.parametrize("name", [JANUS, LUMINA, EMU3])
+def test_converted_they_draw_the_same(public: Path, tmp_path: Path, name: str) -> None:
+    assert convert.main([str(public / name), str(tmp_path / "ours")]) == 0
+    before, after = opened(public / name), opened(tmp_path / "ours")
+    assert after.fingerprint == before.fingerprint and after.config == before.config
+    assert after.sampling == before.sampling
+    mine, theirs = before.condition.rows(PROMPTS, True), after.condition.rows(PROMPTS, True)
+    assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+    for part in ("target", "vq"):
+        old, new = getattr(before, part).state_dict(), getattr(after, part).state_dict()
+        assert all(torch.equal(old[key], new[key]) for key in old)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
+    """What `generate` says when it refuses."""
+    assert generate.main([*map(str, args), "--prompt", "red", "--method", "ar"]) == 2
+    return capsys.readouterr().err
+
+
+def test_a_negative_prompt_of_ones_own(
+    public: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It changes the picture, is kept in it, and is refused where guidance reads none."""
+    monkeypatch.chdir(tmp_path)
+    own = ["--negative-prompt", "a dog", "--output", "own.png"]
+    usual = ["--prompt", "red", "--method", "ar", "--model", str(public / EMU3)]
+    assert generate.main([*usual, *own]) == generate.main([*usual, "--output", "usual.png"]) == 0
+    assert generate.main(["--from-png", "own.png", "--output", "again.png"]) == 0
+    pixels = {n: Image.open(f"{n}.png").tobytes() for n in ("own", "usual", "again")}
+    assert pixels["own"] == pixels["again"] != pixels["usual"]
+    said = refused(
+        capsys, "--model", public / JANUS, "--negative-prompt", "dog", "--output", "x.png"
+    )
+    assert "--negative-prompt cannot be used" in said
+
+
+def renamed_copy(public: Path, name: str, goal: Path) -> Path:
+    shutil.copytree(public / name, goal)
+    return goal
+
+
+def test_relatives_are_refused_by_name(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flow = tmp_path / "flow"
+    flow.mkdir()
+    save_file({"vision_gen_dec_model.x.weight": torch.zeros(2)}, flow / "model.safetensors")
+    other = tmp_path / "other"
+    other.mkdir()
+    wide = {"model.embed_tokens.weight": torch.zeros(70, 2)}
+    norm = {"model.layers.0.self_attn.q_norm.weight": torch.zeros(1, 2)}
+    save_file(wide | norm, other / "model.safetensors")
+    folders = {
+        "JanusFlow": flow,
+        "Janus 1.3B": renamed_copy(public, HUB_JANUS, tmp_path / "Janus-1.3B"),
+        "Emu3-Chat": renamed_copy(public, AUTHORS_EMU3, tmp_path / "Emu3-Chat"),
+        "Lumina-mGPT 2.0": other,
+    }
+    for name, folder in folders.items():
+        said = refused(capsys, "--model", folder, "--output", tmp_path / "x.png")
+        assert f"is {name}" in said and "try: --model" in said
+
+
+def test_sizes_that_no_model_draws_are_refused(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = ("--output", tmp_path / "x.png")
+    assert "contradictory" in refused(
+        capsys, "--model", public / LUMINA, "--image-size", "768", *out
+    )
+    bare = renamed_copy(public, LUMINA, tmp_path / "bare")
+    about = json.loads((bare / "config.json").read_text())
+    (bare / "config.json").write_text(json.dumps(about | {"_name_or_path": ""}))
+    assert "is unknown" in refused(capsys, "--model", bare, *out)
+    assert "no Lumina-mGPT draws 640" in refused(
+        capsys, "--model", bare, "--image-size", "640", *out
+    )
+    assert open_model(resolve(str(bare), Given(image_size=1024))).config.target.tokens == 64 * 65
+    for name in (JANUS, EMU3):
+        assert "draws" in refused(capsys, "--model", public / name, "--image-size", "768", *out)
+
+
+def test_a_tokenizer_of_another_family_is_refused(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, other, family in (
+        (JANUS, EMU3, "Janus"),
+        (EMU3, JANUS, "Emu3"),
+        (LUMINA, EMU3, "Chameleon"),
+    ):
+        options = ("--text-encoder", public / other, "--output", tmp_path / "x.png")
+        assert f"is not {family}'s" in refused(capsys, "--model", public / name, *options)
+
+
+@pytest.mark.parametrize("name", [JANUS, EMU3])
+def test_a_drafter_learns_and_drafts(public: Path, name: str) -> None:
+    """One step of training has a gradient, and drafts of what came out of it leave greedy pictures as they are."""
+    model = opened(public / name)
+    config = model.target.config
+    drafter = like_the_target(model.target, DrafterConfig())
+    tokens = torch.randint(config.codes, (1, config.tokens))
+    if config.row_ends:
+        tokens[:, config.columns - 1 :: config.columns] = config.codes
+    loss, overlap = Unrolled(drafter.train(), model.target, 2)(Lesson(model, ["red"], tokens))
+    loss.backward()
+    gradient = drafter.fc.weight.grad
+    assert bool(loss.isfinite()) and gradient is not None and bool(gradient.abs().sum() > 0)
+    assert bool((overlap >= 0).all() and (overlap <= 1).all())
+    model.drafter = drafter.requires_grad_(False).eval()
+    pipeline = LanternPipeline(model, get_backend("cpu"), "eager")
+    requests = [Request(p, 0, Sampling(3.0, 0.0)) for p in PROMPTS[:2]]
+    drawn = [
+        pipeline.draw(requests, pipeline.choose(method, tree).tree, method).tokens
+        for method, tree in (("ar", None), ("eagle", "chain"), ("eagle2", "dynamic:2x1x4"))
+    ]
+    assert (drawn[0] == drawn[1]).all() and (drawn[0] == drawn[2]).all()
