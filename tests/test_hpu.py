@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -136,10 +136,8 @@ FAULTS: dict[str, tuple[str, Callable[[Step, Any], object]]] = {
         "H060",
         lambda step, state: state.entry.prefix_tokens[:, :1].copy_(state.root[:, None]),
     ),
-    "int64 gather": (
-        "H032",
-        lambda step, state: state.tokens.long().gather(0, state.count.long()),
-    ),
+    "float to long": ("H031", lambda step, state: (state.uniforms * 0 + 3e9).long()),
+    "inverse": ("H040", lambda step, state: torch.linalg.inv(state.uniforms[0, :1, :1])),
     "host random": ("H070", lambda step, state: state.uniforms * float(torch.rand(1))),
 }
 
@@ -149,7 +147,8 @@ def test_planted_fault_is_named(model: Path, name: str, monkeypatch: pytest.Monk
     rule, fault = FAULTS[name]
     monkeypatch.setattr(Step, "begin", planted(fault))
     with emulated(model, "hpu_graph") as pipeline:
-        pipeline("a red apple", method="ar")
+        with suppress(CaptureError):  # a fallback in a capture ends it, as on a card
+            pipeline("a red apple", method="ar")
         assert rule in error_rules(pipeline)
 
 

@@ -30,7 +30,7 @@ CREDIT = 16  # host reads for setting up and for results; each launch earns one 
 UPLOADS = 16  # uploads between two launches that nobody minds
 VARIANTS = 4  # recipes that differ by a constant alone before somebody is to blame
 GATHERED = 10_000  # operators without an end
-STAGE = 10  # operators in a graph after a host read, until one of ENDS
+STAGE = 10  # operators in the first graph after a shape was read back; the limit doubles until one of ENDS
 ENDS = ("mark_step", "capture begin", "replay")
 # Operators whose constants or shapes are worth a look at who called them
 SITED = frozenset(
@@ -72,7 +72,9 @@ class Device:
         self.recipes: set[tuple[Any, ...]] = set()
         self.variants: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
         self.generator = torch.Generator().manual_seed(0)
-        self.warm = self.staging = self.inside = False
+        self.warm = self.inside = False
+        self.most = int(self.flags.get("PT_HPU_MAX_COMPOUND_OP_SIZE", 0)) or 2**63
+        self.staged = self.most  # operators that a graph may gather now
         self.dynamic_shapes = flag(self.flags, "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES")
         self.credit, self.uploaded = CREDIT, 0
         self.modes: tuple[AbstractContextManager[Any], ...] = ()
@@ -101,15 +103,23 @@ class Device:
             for target in ops.written(op, raw_args, raw_kwargs):
                 self.recording.keep(target)
         seed = self.next_seed() if op.random else None
-        result = execute(func, raw_args, raw_kwargs, seed)
+        result = self.compute(op, func, raw_args, raw_kwargs, seed)
         if self.lazy:
             self.book(op, args, kwargs)
-            checks.int32_range(self, op, result)
         else:
             self.counts.launches += 1
         if self.recording is not None:
             self.recording.add(op, func, raw_args, raw_kwargs, result)
         return self.wrap(op, args, result, held)
+
+    def compute(
+        self, op: ops.Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None
+    ) -> Any:
+        """An operator on CPU tensors, with its results stored as the device stores them."""
+        result = execute(func, args, kwargs, seed)
+        if op.view_of is None:
+            checks.narrow(self, op, (result, *ops.written(op, args, kwargs)))
+        return result
 
     def unwrap(self, op: ops.Op, value: Any, held: dict[int, HPUTensor]) -> Any:
         if isinstance(value, HPUTensor):
@@ -134,6 +144,8 @@ class Device:
             return held[id(result)]
         if op.view_of is not None:
             source = args[op.view_of]
+            if op.packet in ("detach", "alias") and source.base is None:
+                return HPUTensor(result)  # another name, as `.data` makes it; not a view
             return HPUTensor(result, source.base if source.base is not None else source)
         return self.new(result)
 
@@ -163,16 +175,14 @@ class Device:
         for target in ops.written(op, args, kwargs):
             if isinstance(target, HPUTensor):
                 self.written.add(target.raw.untyped_storage().data_ptr())
-        most = int(self.flags.get("PT_HPU_MAX_COMPOUND_OP_SIZE", 0)) or 2**63
         if len(self.pending) == GATHERED:
             self.findings.hit("H083", f"{GATHERED} operators")
-        if len(self.pending) >= min(most, STAGE if self.staging else most):
+        if len(self.pending) >= self.staged:
             self.flush("size")
 
     def flush(self, reason: str) -> None:
         """End the gathered graph: look its recipe up, compile it if it is new, launch it."""
-        if reason in ENDS:
-            self.staging = False
+        self.staged = self.most if reason in ENDS else min(2 * self.staged, self.most)
         if reason == "mark_step":
             self.earn()
         if not self.lazy or not self.pending:
@@ -232,10 +242,14 @@ class Device:
         self.wait(reason)
 
     def wait(self, reason: str) -> None:
-        """The host waits for the device; after that lazy mode submits in small pieces for a while."""
+        """The host waits for the device. After a shape was read back, lazy mode submits in small pieces for a while
+        (habana_lazy/hpu_stage_submission.h, mode 2); after other reads it does not."""
         self.flush(reason)
         self.counts.host_syncs[reason] += 1
-        self.staging = self.lazy
+        if reason == "dynamic shape" and flag(self.flags, "PT_HPU_ENABLE_STAGE_SUBMISSION", True):
+            self.staged = min(
+                int(self.flags.get("PT_HPU_MAX_COMPOUND_OP_SIZE_SS", STAGE)), self.most
+            )
 
     def read(self, tensor: HPUTensor, reason: str, rule: str = "H002") -> Tensor:
         """The numbers of a tensor, on the host."""
@@ -247,7 +261,9 @@ class Device:
 
     def upload(self, values: Tensor) -> HPUTensor:
         """A CPU tensor as a new device tensor."""
-        return self.new(self.accept(values).clone())
+        raw = self.accept(values).detach().clone()
+        checks.stored(self, raw)
+        return self.new(raw)
 
     def accept(self, values: Tensor) -> Tensor:
         """Book an upload.

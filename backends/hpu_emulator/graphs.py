@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.backends.hpu_emulator import checks, ops
-from lantern_hpu.backends.hpu_emulator.device import Device, current, execute, flag
+from lantern_hpu.backends.hpu_emulator.device import Device, current, flag
 from lantern_hpu.backends.hpu_emulator.tensor import HPUTensor
 
 GARBAGE = -(2**31)
@@ -124,7 +124,7 @@ class Recording:
                 if step.op.packet in checks.INDEXED:
                     self.check(step, args)
                 seed = self.device.draw_seed() if step.op.random else None
-                result = execute(step.func, args, kwargs, seed)
+                result = self.device.compute(step.op, step.func, args, kwargs, seed)
                 made = result if isinstance(result, (list, tuple)) else [result]
                 for slot, value in zip(step.results, made, strict=True):
                     if slot >= 0:

@@ -172,7 +172,7 @@ RULES = table(
         "int64-payload",
         "warn",
         "warn",
-        "int64 data (not indices) in gather, scatter, argmax, topk or roll fails to compile or falls back",
+        "int64 data (not indices) in gather, scatter, argmax or topk has failed to compile on some releases",
         "int32 data; int64 for indices alone",
     ),
     (
@@ -311,15 +311,15 @@ RULES = table(
         "cpu-tensor",
         "error",
         "error",
-        "a CPU tensor meets device tensors, or a constant is made inside a capture and baked",
+        "a CPU tensor meets device tensors: lazy mode uploads it each time; inside a capture it is baked",
         "buffers made before, on the device",
     ),
     (
         "H062",
         "view-input",
-        "warn",
-        "error",
-        "a wrapped function got a view or a non-contiguous tensor: another key, mismatched results",
+        "info",
+        "info",
+        "a wrapped function got a view or a non-contiguous tensor: each chain of views is a key of its own",
         "contiguous base tensors",
     ),
     (
@@ -335,7 +335,7 @@ RULES = table(
         "input-clobber",
         "warn",
         "warn",
-        "the tensors of the first call are the static inputs: a later call overwrote them",
+        "the tensors of the first call are the static inputs: a later call overwrote one that still lives",
         "pass tensors made for it",
     ),
     (
