@@ -557,8 +557,7 @@ def test_metrics_are_read_by_position(card: Device) -> None:
         ones(4) + 1
         hpu().synchronize()
         assert local.stats()[0][1] == 1
-    with pytest.raises(metrics.MetricNotFound):
-        metrics.metric_global("speed")
+    assert metrics.metric_global("speed") is None  # hpu/metrics/metrics.py
     assert list(hpu().memory_stats())[:3] == ["Limit", "InUse", "MaxInUse"]
 
 

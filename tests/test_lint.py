@@ -76,7 +76,7 @@ GALLERY = {
     ),
     "H070": "capture(lambda: x * float(torch.rand(1)))  # BAD",
     "H084": "capture(lambda: x.copy_(torch.ones(4, 4)))  # BAD",
-    "H080 compile": "torch.compile(lambda x: x, backend='hpu_backend')  # BAD",
+    "H080 compile": "f = torch.compile(lambda x: x, backend='hpu_backend')\nf(x)  # BAD",
     "H080 reserved": ("def forward(x):\n    return x\nforward(x, bypass_hpu_graphs=True)  # BAD"),
     "H081": "import os\nos.environ['PT_HPU_LAZY_MODE'] = '1'  # BAD",
     "H082": "import os\nif os.fork() == 0:  # BAD\n    os._exit(0)",

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.random import fork_rng, manual_seed
 
 from lantern_hpu.backends.hpu_emulator import checks, ops
 from lantern_hpu.backends.hpu_emulator.rules import Findings, Severity, call_site
@@ -102,7 +103,7 @@ class Device:
         if self.recording is not None:
             for target in ops.written(op, raw_args, raw_kwargs):
                 self.recording.keep(target)
-        seed = self.next_seed() if op.random else None
+        seed = self.next_seed(kwargs.get("generator")) if op.random else None
         result = self.compute(op, func, raw_args, raw_kwargs, seed)
         if self.lazy:
             self.book(op, args, kwargs)
@@ -141,7 +142,7 @@ class Device:
         if not isinstance(result, Tensor):
             return result
         if id(result) in held:
-            return held[id(result)]
+            return held[id(result)].synced()
         if op.view_of is not None:
             source = args[op.view_of]
             if op.packet in ("detach", "alias") and source.base is None:
@@ -301,13 +302,13 @@ class Device:
 
     # Random numbers
 
-    def next_seed(self) -> int:
-        """The seed of one random operator: one draw of the host's generator."""
+    def next_seed(self, generator: torch.Generator | None = None) -> int:
+        """The seed of one random operator: one draw of the host's generator, or of one that was passed."""
         self.findings.hit("H071")
-        return self.draw_seed()
+        return self.draw_seed(generator)
 
-    def draw_seed(self) -> int:
-        return int(torch.randint(2**31, (), generator=self.generator))
+    def draw_seed(self, generator: torch.Generator | None = None) -> int:
+        return int(torch.randint(2**31, (), generator=generator or self.generator))
 
     # Modes of torch that lead here
 
@@ -358,9 +359,9 @@ def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int 
     """Run an operator on CPU tensors; a random one from its own seed."""
     if seed is None:
         return func(*args, **kwargs)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return func(*args, **{n: v for n, v in kwargs.items() if n != "generator"})
+    with fork_rng(devices=[]):
+        manual_seed(seed)
+        return func(*args, **{n: None if n == "generator" else v for n, v in kwargs.items()})
 
 
 # Operators that move data or read it
