@@ -534,7 +534,7 @@ def test_float64_is_stored_as_float32(card: Device) -> None:
     third = torch.tensor([1 / 3], dtype=torch.float64)
     assert third.to("hpu").cpu().tolist() == third.float().tolist()
     assert (third.to("hpu") * 3e-9).cpu().tolist() == [
-        float(torch.tensor(third.float().double() * 3e-9).float())
+        (third.float().double() * 3e-9).float().item()
     ]
 
 

@@ -183,11 +183,13 @@ class Device:
 
     def flush(self, reason: str) -> None:
         """End the gathered graph: look its recipe up, compile it if it is new, launch it."""
-        self.staged = self.most if reason in ENDS else min(2 * self.staged, self.most)
+        if reason in ENDS:
+            self.staged = self.most
         if reason == "mark_step":
             self.earn()
         if not self.lazy or not self.pending:
             return
+        self.staged = min(2 * self.staged, self.most)
         self.counts.flushes[reason] += 1
         self.counts.launches += 1
         recipe = tuple(self.pending)

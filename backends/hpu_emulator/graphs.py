@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.backends.hpu_emulator import checks, ops
-from lantern_hpu.backends.hpu_emulator.device import Device, current, flag
 from lantern_hpu.backends.hpu_emulator.checks import raw
+from lantern_hpu.backends.hpu_emulator.device import Device, current, flag
 from lantern_hpu.backends.hpu_emulator.tensor import DEVICE, HPUTensor
 from lantern_hpu.backends.hpu_emulator.trees import mapped, tensors_in
 
