@@ -79,6 +79,7 @@ class Device:
         self.dynamic_shapes = flag(self.flags, "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES")
         self.credit, self.uploaded = CREDIT, 0
         self.modes: tuple[AbstractContextManager[Any], ...] = ()
+        self.warned: set[str] = set()  # functions that said once that they do nothing
         self.in_use = self.peak = self.largest = 0
 
     # Operators

@@ -40,15 +40,14 @@ def is_lazy() -> bool:
 
 def lazy_only(function: Callable[..., object]) -> Callable[..., None]:
     """Runs in lazy mode and returns None; outside it warns once and does nothing."""
-    warned = False
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> None:
-        nonlocal warned
-        if current().lazy:
+        card = current()
+        if card.lazy:
             function(*args, **kwargs)
-        elif not warned:
-            warned = True
+        elif function.__name__ not in card.warned:
+            card.warned.add(function.__name__)
             warnings.warn(f"{function.__name__} does nothing outside lazy mode", stacklevel=2)
 
     return call
