@@ -274,6 +274,21 @@ def index_tensors(op: Op, args: tuple[Any, ...]) -> list[tuple[int, Tensor]]:
     return [(first.shape[args[1]] if first.dim() else 1, raw(args[2]))]
 
 
+def clamped(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments on the CPU with every index inside its dimension."""
+    bounded = {
+        id(i): i.clamp(-size if i.dtype.is_signed else 0, size - 1)
+        for size, i in index_tensors(op, args)
+    }
+
+    def change(value: Any) -> Any:
+        if isinstance(value, list):
+            return [change(item) for item in value]
+        return bounded.get(id(value), value)
+
+    return tuple(map(change, args))
+
+
 def broken_indices(
     packet: str, target: Tensor, indices: list[tuple[int, Tensor]], args: Any, accumulates: bool
 ) -> list[tuple[str, str]]:

@@ -25,6 +25,7 @@ from lantern_hpu.backends.hpu_emulator.tensor import HPUTensor
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu_emulator.graphs import Recording
+    from lantern_hpu.backends.hpu_emulator.rehearsal import Run
 
 LIMIT = int(94.62 * 2**30)  # bytes that software sees of a Gaudi 2
 CREDIT = 16  # host reads for setting up and for results; each launch earns one more
@@ -79,6 +80,8 @@ class Device:
         self.dynamic_shapes = flag(self.flags, "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES")
         self.credit, self.uploaded = CREDIT, 0
         self.modes: tuple[AbstractContextManager[Any], ...] = ()
+        self.differential = False  # whether functions are rehearsed before they are captured
+        self.rehearsed: Run | None = None
         self.warned: set[str] = set()  # functions that said once that they do nothing
         self.in_use = self.peak = self.largest = 0
 
@@ -104,12 +107,17 @@ class Device:
         if self.recording is not None:
             for target in ops.written(op, raw_args, raw_kwargs):
                 self.recording.keep(target)
+        if self.rehearsed is not None:
+            for target in ops.written(op, raw_args, raw_kwargs):
+                self.rehearsed.keep(target)
         seed = self.next_seed(kwargs.get("generator")) if op.random else None
         result = self.compute(op, func, raw_args, raw_kwargs, seed)
         if self.lazy:
             self.book(op, args, kwargs)
         else:
             self.counts.launches += 1
+        if self.rehearsed is not None:
+            self.rehearsed.note(op, raw_args, raw_kwargs, result)
         if self.recording is not None:
             self.recording.add(op, func, raw_args, raw_kwargs, result)
         return self.wrap(op, args, result, held)
@@ -118,7 +126,13 @@ class Device:
         self, op: ops.Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None
     ) -> Any:
         """An operator on CPU tensors, with its results stored as the device stores them."""
-        result = execute(func, args, kwargs, seed)
+        try:
+            result = execute(func, args, kwargs, seed)
+        except (IndexError, RuntimeError):
+            if op.packet not in checks.INDEXED:
+                raise
+            # The device does not check bounds. It was reported; here the nearest element is taken.
+            result = execute(func, checks.clamped(op, args), kwargs, seed)
         if op.view_of is None:
             checks.narrow(self, op, (result, *ops.written(op, args, kwargs)))
         return result
@@ -411,6 +425,8 @@ def copy(
     if goal.raw.untyped_storage().data_ptr() in device.written:
         device.flush("upload into a pending tensor")
     checks.view_write(device, op, goal)
+    if device.rehearsed is not None:
+        device.rehearsed.keep(goal.raw)
     goal.raw.copy_(device.accept(source))
     return goal
 

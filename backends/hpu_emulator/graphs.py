@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from lantern_hpu.backends.hpu_emulator import checks, ops
 from lantern_hpu.backends.hpu_emulator.checks import raw
 from lantern_hpu.backends.hpu_emulator.device import Device, current, flag
+from lantern_hpu.backends.hpu_emulator.rehearsal import rehearse, tensors_of
 from lantern_hpu.backends.hpu_emulator.tensor import DEVICE, HPUTensor
 from lantern_hpu.backends.hpu_emulator.trees import mapped, tensors_in
 
@@ -401,6 +402,7 @@ class Wrapped:
         for tensor in tensors_in(inputs):
             if tensor.base is not None or not tensor.is_contiguous():
                 device.findings.hit("H062", "view or not contiguous")
+        rehearse(device, lambda: self.func(*inputs[0], **inputs[1]), lambda: tensors_of(self.func))
         made = HPUGraph()
         made.capture_begin(self.dry_run or self.live)
         outputs = self.func(*inputs[0], **inputs[1])  # no try: an exception leaves the capture open

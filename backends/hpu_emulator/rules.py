@@ -362,6 +362,22 @@ RULES = table(
         "a dry-run capture computes nothing: this result is garbage until a replay",
         "replay first",
     ),
+    (
+        "H068",
+        "baked-value",
+        "error",
+        "error",
+        "a second run from equal state does something else: the capture keeps the first run's Python values",
+        "keep what varies in tensors of the state, and nothing in attributes from call to call",
+    ),
+    (
+        "H069",
+        "state-bound-anew",
+        "error",
+        "error",
+        "a tensor of the state was replaced by another one, which replays do not see",
+        "write into it: copy_, index_copy_",
+    ),
     # Random numbers
     (
         "H070",
@@ -471,6 +487,7 @@ class Findings:
 
     captured: Callable[[], bool]
     found: dict[tuple[str, str, int, str], Finding] = field(default_factory=dict)
+    muted: bool = False
 
     def hit(
         self,
@@ -480,6 +497,8 @@ class Findings:
         site: tuple[str, int] | None = None,
     ) -> None:
         """Note that a rule was hit here, with its own severity unless one is given."""
+        if self.muted:
+            return
         rule, captured = RULES[rule_id], self.captured()
         severity = severity or (rule.captured if captured else rule.severity)
         file, line = site or call_site()
@@ -492,9 +511,18 @@ class Findings:
         )
 
     def sorted(self) -> list[Finding]:
-        """Errors first, then by rule and place."""
+        """Errors first, then by rule and place; a baked value that another error explains is left out."""
+        explained = {
+            (f.file, f.line)
+            for f in self.found.values()
+            if f.severity == "error" and f.rule.id not in ("H068", "H020")
+        }
         return sorted(
-            self.found.values(),
+            (
+                f
+                for f in self.found.values()
+                if f.rule.id != "H068" or (f.file, f.line) not in explained
+            ),
             key=lambda f: (ORDER.index(f.severity), f.rule.id, f.file, f.line),
         )
 
