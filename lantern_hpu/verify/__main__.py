@@ -12,7 +12,6 @@ by construction and tells nothing of a card.
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import sys
 from collections.abc import Sequence
@@ -72,10 +71,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             wanted.output.unlink(missing_ok=True)
         report = resumed(wanted)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left behind
-        verify(wanted, report, lambda line: print(line, file=sys.stderr, flush=True))
-        found = json.loads(wanted.output.read_text(encoding="utf-8"))
-        shown = wanted.output.with_suffix(".html")
-        write_file(shown, page(found).encode(), force=True)
+        found, shown = report.as_json(), wanted.output.with_suffix(".html")
+        try:
+            verify(wanted, report, lambda line: print(line, file=sys.stderr, flush=True))
+        finally:  # also of a run that was interrupted
+            found = report.as_json()
+            write_file(shown, page(found).encode(), force=True)
         print(f"{sentence(found)}\n{wanted.output} and {shown} are written")
         numbers = counts(found)
         fine = numbers["confirmed"] > 0 and not numbers["refuted"]
