@@ -469,7 +469,7 @@ def shapes_change_in_place(card: Card) -> None:
     x, other = card.ones(2, 3), card.ones(5) * 4
     expect(tuple(x.t_().shape), (3, 2))
     expect(tuple(x.unsqueeze_(0).shape), (1, 3, 2))
-    expect(x.set_(other).cpu().tolist(), [4] * 5)
+    expect(x.set_(other).cpu().tolist(), [4] * 5)  # type: ignore[call-overload]
 
 
 @fact("torch: autograd over devices")

@@ -48,7 +48,10 @@ def make_parser() -> argparse.ArgumentParser:
         "--eager", action="store_true", help="run the program with PT_HPU_LAZY_MODE=0"
     )
     parser.add_argument(
-        "--timeout", type=float, default=600.0, help="seconds that the program may take (600)"
+        "--timeout",
+        type=float,
+        default=600.0,
+        help="seconds that the program, or each method, may take (600)",
     )
     strict = "exit code 1 on any error, and on any warning that means a compilation for each input"
     parser.add_argument("--strict", action="store_true", help=strict)
@@ -93,8 +96,9 @@ def lint_model(args: argparse.Namespace) -> tuple[list[Device], Ended]:
                 requests = [
                     Request(p, i, settings, chosen.relaxation) for i, p in enumerate(PROMPTS)
                 ]
-                pipeline.draw(requests, chosen.tree, method, batch_size=1)
-            except Exception as error:  # what was found before it counts all the same
+                with limited(args.timeout):  # a broken step may never finish an image
+                    pipeline.draw(requests, chosen.tree, method, batch_size=1)
+            except (Exception, TimeOver) as error:  # what was found before it counts all the same
                 ended = error
     return cards, ended
 

@@ -145,7 +145,7 @@ FAULTS: dict[str, tuple[str, Callable[[Step, Any], object]]] = {
 
 
 def rebound(step: Step, state: Any) -> None:
-    state.count = state.count + 0
+    state.root = state.root + 0
 
 
 def listed(step: Step, state: Any) -> None:

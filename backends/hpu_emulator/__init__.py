@@ -68,12 +68,13 @@ def device_module(module: ModuleType) -> Iterator[None]:
     """`torch.hpu`, as the bridge registers it."""
     name = f"torch.{DEVICE}"
     torch.hpu = sys.modules[name] = module  # type: ignore[attr-defined]
-    torch.ops.hpu = CustomOperators()
+    operators: Any = torch.ops
+    operators.hpu = CustomOperators()
     try:
         yield
     finally:
         del torch.hpu, sys.modules[name]  # type: ignore[attr-defined]
-        del torch.ops.hpu
+        del operators.hpu
 
 
 @contextmanager

@@ -275,7 +275,7 @@ class graph:
         from lantern_hpu.backends.hpu_emulator import habana
 
         self.graph, self.dry_run = hpu_graph, dry_run
-        self.stream = stream or habana.Stream()
+        self.stream: Any = stream or habana.Stream()
         self.context = habana.stream(self.stream)
 
     def __enter__(self) -> None:

@@ -71,7 +71,7 @@ class Fused(torch.autograd.Function):
         return kernel(*inputs)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         with torch.enable_grad():
             own = [
                 x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x

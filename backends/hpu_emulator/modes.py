@@ -134,7 +134,7 @@ class Across(torch.autograd.Function):
         return crossed(card, source.detach(), reason, rule)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> Any:
         reason = "copy to the host" if isinstance(grad, HPUTensor) else "upload"
         return crossed(ctx.card, grad, reason, "H002"), None, None, None
 
@@ -237,7 +237,7 @@ def pickled(
     source = args[0]
     if not isinstance(source, HPUTensor):
         return func(*args, **kwargs)
-    values = card.read(source.detach(), "pickle").clone()
+    values = card.read(source, "pickle").detach().clone()
     return restored, (values, source.requires_grad, isinstance(source, torch.nn.Parameter))
 
 
@@ -248,7 +248,7 @@ HANDLERS: dict[Callable[..., Any], Handler] = {
     Tensor.tolist: to_host,
     Tensor.new_tensor: make_like,
     Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
-    Tensor.__deepcopy__: deep_copy,  # type: ignore[attr-defined]
+    Tensor.__deepcopy__: deep_copy,
     Tensor.__reduce_ex__: pickled,
     torch.tensor: make,
     torch.as_tensor: make,

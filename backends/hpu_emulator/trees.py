@@ -28,10 +28,10 @@ def mapped(value: Any, change: Callable[[Tensor], Any]) -> Any:
             made[name] = mapped(item, change)
         return made
     if is_dataclass(value) and not isinstance(value, type):
-        made = copy.copy(value)
+        twin = copy.copy(value)
         for field in fields(value):
-            object.__setattr__(made, field.name, mapped(getattr(value, field.name), change))
-        return made
+            object.__setattr__(twin, field.name, mapped(getattr(value, field.name), change))
+        return twin
     return value
 
 
