@@ -24,6 +24,7 @@ BACKENDS = {
 
 # What a cluster calls one card of a device; a processor is counted in cores
 CARDS = {"hpu": "HPU", "cuda": "GPU"}
+HOST = "cpu"  # the processor itself
 EMULATED = "hpu"  # the device that an emulator can stand in for
 
 

@@ -145,6 +145,13 @@ class HPUBackend(Backend):
             return
         self.part("core").mark_step()
 
+    def rehearse(self, body: Callable[[], object], state: Callable[[], dict[str, Tensor]]) -> None:
+        """Before a capture: on an emulated card that is to tell, what of the function would be baked in."""
+        if self.card is not None:
+            from lantern_hpu.backends.hpu_emulator.rehearsal import rehearse
+
+            rehearse(self.card, body, state)
+
     def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
         from lantern_hpu.backends.hpu_kernels import fused
 

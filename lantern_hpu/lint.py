@@ -14,20 +14,22 @@ import argparse
 import json
 import os
 import runpy
+import signal
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import EMULATED
 from lantern_hpu.config import METHODS, Request
-from lantern_hpu.errors import OptionError, choices, exit_code
+from lantern_hpu.errors import LanternError, OptionError, choices, exit_code, require
 from lantern_hpu.graphs import RUNNERS
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu_emulator import Device, Finding
 
+RECOMPILING = ("H013", "H014", "H021")
 PROMPTS = ("a red apple", "a blue fish")
 
 
@@ -45,7 +47,14 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--eager", action="store_true", help="run the program with PT_HPU_LAZY_MODE=0"
     )
-    parser.add_argument("--strict", action="store_true", help="exit code 1 on any error")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        help="seconds that the program, or each method, may take (600)",
+    )
+    strict = "exit code 1 on any error, and on any warning that means a compilation for each input"
+    parser.add_argument("--strict", action="store_true", help=strict)
     parser.add_argument("--all", action="store_true", help="show what is merely worth knowing too")
     parser.add_argument("--json", action="store_true", help="findings and counts, for programs")
     return parser
@@ -62,47 +71,87 @@ def warmed_up() -> None:
     card.warmed_up()
 
 
-def lint_model(args: argparse.Namespace) -> list[Device]:
-    """Warm-up and two images by each method; the cards that they ran on."""
+Ended = BaseException | None
+
+
+def lint_model(args: argparse.Namespace) -> tuple[list[Device], Ended]:
+    """Warm-up and two images by each method; the cards that they ran on, and what ended a method if something did."""
     if args.method not in ("all", *METHODS):
         raise OptionError(f"unknown method {args.method!r}", hint=choices(["all", *METHODS]))
     from lantern_hpu.pipeline import LanternPipeline
 
-    cards = []
+    cards: list[Device] = []
+    ended: Ended = None
     for method in METHODS if args.method == "all" else [args.method]:
         print(f"{method}: warm-up and {len(PROMPTS)} images", file=sys.stderr)
         pipeline = LanternPipeline.from_pretrained(
             args.model, device=EMULATED, dtype=args.dtype, graphs=args.graphs, emulate=True
         )
         with closing(pipeline):
-            chosen, settings = pipeline.choose(method), pipeline.model.sampling
-            requests = [Request(p, i, settings, chosen.relaxation) for i, p in enumerate(PROMPTS)]
-            pipeline.draw(requests, chosen.tree, method, batch_size=1)
-            cards.append(pipeline.backend.card)  # type: ignore[attr-defined]
-    return cards
+            card: Device = pipeline.backend.card  # type: ignore[attr-defined]
+            card.differential = True
+            cards.append(card)
+            try:
+                chosen, settings = pipeline.choose(method), pipeline.model.sampling
+                requests = [
+                    Request(p, i, settings, chosen.relaxation) for i, p in enumerate(PROMPTS)
+                ]
+                with limited(args.timeout):  # a broken step may never finish an image
+                    pipeline.draw(requests, chosen.tree, method, batch_size=1)
+            except (Exception, TimeOver) as error:  # what was found before it counts all the same
+                ended = error
+    return cards, ended
 
 
-def lint_script(file: Path, args: Sequence[str], lazy: bool) -> tuple[Device, BaseException | None]:
-    """Run a program on an emulated card; also gives the exception that ended it, if one did."""
+class TimeOver(BaseException):
+    """The program ran longer than it may; no handler of its own is to catch that."""
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raises TimeOver in a program that goes on for too long."""
+
+    def stop(*_: object) -> None:
+        raise TimeOver(f"it was stopped after {seconds:g} seconds (--timeout)")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def lint_script(
+    file: Path, args: Sequence[str], lazy: bool, timeout: float = 600.0
+) -> tuple[Device, Ended]:
+    """Run a program on an emulated card; also gives the exception that ended it, if one did.
+
+    What the program prints goes to the error stream: the other one has the findings.
+    """
     from lantern_hpu.backends.hpu_emulator import emulate
 
     if not file.is_file():
         raise OptionError(f"there is no {file}", hint="the path of a Python program")
-    ended: BaseException | None = None
+    ended: Ended = None
     argv, sys.argv = sys.argv, [str(file), *args]
+    path, sys.path = sys.path, [str(file.parent), *sys.path]
     flags = {n: v for n, v in os.environ.items() if n.startswith(("PT_", "WORLD_SIZE"))}
     try:
         with emulate(lazy, flags, importable=True) as card:
+            card.differential = True
             try:
-                runpy.run_path(str(file), run_name="__main__")
+                with redirect_stdout(sys.stderr), limited(timeout):
+                    runpy.run_path(str(file), run_name="__main__")
             except SystemExit as stop:
                 ended = stop if stop.code else None
-            except Exception as error:
+            except (Exception, TimeOver) as error:
                 ended = error
                 card.note_failure(error)
             card.flush("exit")
     finally:
-        sys.argv = argv
+        sys.argv, sys.path = argv, path
     return card, ended
 
 
@@ -148,12 +197,11 @@ def summary(cards: Sequence[Device]) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> bool:
     """Print what was found; whether it is clean."""
-    ended: BaseException | None = None
     if args.script:
-        card, ended = lint_script(args.script, args.args, not args.eager)
+        card, ended = lint_script(args.script, args.args, not args.eager, args.timeout)
         cards = [card]
     else:
-        cards = lint_model(args)
+        cards, ended = lint_model(args)
     findings = merged(cards)
     errors = sum(f.severity == "error" for f in findings)
     shown = [f for f in findings if args.all or f.severity != "info"]
@@ -167,8 +215,11 @@ def run(args: argparse.Namespace) -> bool:
         print(f"{errors} errors, {warnings} warnings, {len(findings) - errors - warnings} notes")
         print(", ".join(f"{value} {name.replace('_', ' ')}" for name, value in counts.items()))
     if ended is not None:
-        print(f"the program ended with {type(ended).__name__}: {ended}", file=sys.stderr)
-    return not errors and ended is None
+        # Without the hint of an error of ours: it may advise to run the lint.
+        said = f"{ended.what}: {ended.why}" if isinstance(ended, LanternError) else str(ended)
+        print(f"the program ended with {type(ended).__name__}: {said}", file=sys.stderr)
+    recompiling = any(f.rule.id in RECOMPILING and f.severity == "warn" for f in findings)
+    return not errors and not recompiling and ended is None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -178,6 +229,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         nonlocal clean
+        require(args.timeout > 0, "--timeout", args.timeout, "more than 0")
         clean = run(args)
 
     code = exit_code(work)

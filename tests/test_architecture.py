@@ -30,7 +30,7 @@ LAYERS = (
     {"pipeline"},
     {"evaluate", "measurements", "workers"},
     {"bench", "plan", "serve", "train", "tune"},
-    {"compare"},
+    {"compare", "verify"},
     {"commands"},
     {"cli"},
 )

@@ -56,7 +56,6 @@ GALLERY = {
     "H022": "f = wrapped(lambda x: x * 2)\nf(x)\nf(x.bfloat16())  # BAD",
     "H030": "y = torch.tensor([2**40], device='hpu')  # BAD",
     "H031": "y = (big + 2**30) * 4  # BAD",
-    "H032": "y = big.gather(0, big)  # BAD",
     "H034": "y = torch.view_as_complex(x.view(4, 2, 2))  # BAD",
     "H040": "capture(lambda: torch.histc(x))  # BAD",
     "H041": "long = torch.ones(64, device='hpu')\ncapture(lambda: long.sort(stable=True))  # BAD",
@@ -68,17 +67,34 @@ GALLERY = {
     "H052": "x.index_copy_(0, big * 0, x * 2)  # BAD",
     "H053": "x.scatter_(0, big.view(1, 4), x)  # BAD",
     "H060": "def body():\n    x[:2] = 3.0  # BAD\ncapture(body)",
-    "H061": "y = x + torch.ones(4, 4)  # BAD",
+    "H061": "y = torch.ones(4, 4)\ncapture(lambda: x + y)  # BAD",
     "H061 captured": "capture(lambda: x + torch.tensor([1.0] * 4, device='hpu'))  # BAD",
-    "H062": "wrapped(lambda x: x * 2)(x[1:])  # BAD",
     "H063": "f = wrapped(lambda x: x * 2)\na = f(x)\nb = f(x + 1)\nc = a + b  # BAD",
     "H066": "a, b = hpu.HPUGraph(), hpu.HPUGraph()\na.capture_begin()\nb.capture_begin()  # BAD",
     "H067": (
         "g = hpu.HPUGraph()\ng.capture_begin(dry_run=True)\ny = x * 2\ng.capture_end()\nz = y + 1  # BAD"
     ),
+    "H068 counter": (
+        "class Turn(torch.nn.Module):\n    n = 0\n    def forward(self, x):\n        self.n += 1\n"
+        "        return x * self.n  # BAD\nhpu.wrap_in_hpu_graph(Turn())(x)"
+    ),
+    "H068 random": "import random\nwrapped(lambda x: x * random.random())(x)  # BAD",
+    "H068 carried": (
+        "class Last(torch.nn.Module):\n    last = None\n    def forward(self, x):\n"
+        "        y = x * 2 if self.last is None else x * 2\n        z = y if self.last is None else y + self.last"
+        "  # BAD\n        self.last = y\n        return z\nhpu.wrap_in_hpu_graph(Last())(x)"
+    ),
+    "H068 grows": (
+        "seen = []\ndef body(x):\n    seen.append(x)\n    return torch.cat(seen)  # BAD\nwrapped(body)(x)"
+    ),
+    "H069": (
+        "class State(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.register_buffer('n', torch.zeros(1, device='hpu'))\n    def forward(self, x):\n"
+        "        self.n = self.n + 1  # BAD\n        return x * self.n\nhpu.wrap_in_hpu_graph(State())(x)"
+    ),
     "H070": "capture(lambda: x * float(torch.rand(1)))  # BAD",
     "H084": "capture(lambda: x.copy_(torch.ones(4, 4)))  # BAD",
-    "H080 compile": "torch.compile(lambda x: x, backend='hpu_backend')  # BAD",
+    "H080 compile": "f = torch.compile(lambda x: x, backend='hpu_backend')\nf(x)  # BAD",
     "H080 reserved": ("def forward(x):\n    return x\nforward(x, bypass_hpu_graphs=True)  # BAD"),
     "H081": "import os\nos.environ['PT_HPU_LAZY_MODE'] = '1'  # BAD",
     "H082": "import os\nif os.fork() == 0:  # BAD\n    os._exit(0)",
@@ -132,6 +148,52 @@ def test_good_program_is_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["--script", str(file), "--strict"]) == 0
     said = capsys.readouterr().out
     assert "0 errors, 0 warnings" in said
+
+
+def test_index_beyond_its_dimension_is_reported_and_the_program_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "far.py"
+    file.write_text(START + "y = x[:, 0].index_select(0, ids + 2)\nassert y.tolist() == [1] * 4\n")
+    card, ended = lint_script(file, [], lazy=True)
+    assert ended is None and "H051" in {f.rule.id for f in card.findings.errors}
+
+
+def test_lengths_that_recompile_fail_a_strict_run(tmp_path: Path) -> None:
+    file = tmp_path / "lengths.py"
+    file.write_text(
+        START + "for n in range(1, 9):\n    y = big.repeat(4)[:n] * 2\n    htcore.mark_step()\n"
+    )
+    assert main(["--script", str(file)]) == 0
+    assert main(["--script", str(file), "--strict"]) == 1
+
+
+def test_program_that_waits_for_ever_is_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "waits.py"
+    file.write_text(START + "y = x[x > 0]\nprint('noise')\nwhile True: pass\n")
+    assert main(["--script", str(file), "--strict", "--timeout", "1.5"]) == 1
+    said = capsys.readouterr()
+    assert (
+        "stopped after 1.5 seconds" in said.err and "H010" in said.out and "noise" not in said.out
+    )
+
+
+def test_program_that_dies_keeps_its_findings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "dies.py"
+    file.write_text(START + "y = x[x > 0]\nimport no_such_module\n")
+    assert main(["--script", str(file), "--strict"]) == 1
+    said = capsys.readouterr()
+    assert "H010" in said.out and "ended with ModuleNotFoundError" in said.err
+
+
+def test_what_is_not_emulated_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "fp8.py"
+    file.write_text(START + "torch.ops.hpu.cast_to_fp8_v2(x)\n")
+    assert main(["--script", str(file), "--strict"]) == 1
+    said = capsys.readouterr().err
+    assert "OutOfScope" in said and "Meanwhile: bfloat16" in said
 
 
 def test_finding_names_place_reason_and_remedy(

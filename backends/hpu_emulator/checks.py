@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from lantern_hpu.backends.hpu_emulator.ops import Op
 
 INT32 = torch.iinfo(torch.int32)
+NUMBERS = (bool, int, float)
 MEGABYTE = 2**20
 DYNAMIC = {
     **dict.fromkeys(("nonzero", "nonzero_numpy", "masked_select", "argwhere"), "H010"),
@@ -24,11 +26,15 @@ DYNAMIC = {
 }
 COMPLEX = ("view_as_complex", "view_as_real", "polar", "complex", "fft", "_fft")
 PAYLOADS = frozenset(
-    "gather take_along_dim scatter scatter_ argmax argmin max min topk roll index_put index_put_".split()
+    "gather take_along_dim scatter scatter_ argmax argmin max min topk index_put index_put_".split()
 )
-PRODUCTS = frozenset("mm bmm addmm baddbmm addbmm addmv mv dot".split())
-ARITHMETIC = frozenset(
-    "add add_ sub sub_ rsub mul mul_ pow cumsum cumprod sum prod neg bitwise_left_shift __lshift__ square".split()
+PRODUCTS = frozenset("mm bmm addmm baddbmm addbmm addmv mv".split())
+# Operators that only move numbers: what was in range stays so
+MOVES = frozenset(
+    "clone cat stack index_select gather index embedding copy_ where masked_fill masked_fill_ flip roll repeat "
+    "index_copy index_copy_ scatter scatter_ index_put index_put_ zeros ones zeros_like ones_like empty "
+    "empty_like empty_strided new_empty new_zeros new_ones zero_ constant_pad_nd one_hot argmax argmin topk sort "
+    "max min amax amin slice_backward select_backward _unsafe_view".split()
 )
 INDEXED = frozenset(
     "gather index_select embedding index index_put index_put_ index_copy index_copy_ index_add index_add_ "
@@ -56,7 +62,7 @@ def before(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
     if first.dtype == torch.float64:
         hit("H033", op.name)
     if op.packet in PAYLOADS and first.dtype == torch.int64 and first.dim() and device.lazy:
-        hit("H032", op.name, "error" if op.packet in ("gather", "take_along_dim") else None)
+        hit("H032", op.name)
     if (
         op.packet in ("sort", "argsort", "msort")
         and first.dim()
@@ -77,12 +83,13 @@ def sort_dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def falls_back(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Native operators that fall back for some arguments."""
+    """Native operators that fall back for some arguments: the bridge's named checks, then its lists of formats."""
     hit = device.findings.hit
-    first = args[0] if args and isinstance(args[0], Tensor) else None
+    first = next((a for a in args if isinstance(a, Tensor)), None)
     if first is None:
         return False
-    if op.name == "sort.stable" and (kwargs.get("stable") or (len(args) > 1 and args[1] is True)):
+    given = {a.name: v for a, v in zip(op.arguments, args, strict=False)} | kwargs
+    if op.name in ("sort.stable", "sort.values_stable") and given.get("stable"):
         dim = sort_dim(args, kwargs) % max(first.dim(), 1)
         if dim == 0 or first.shape[dim] > 37:
             hit("H041", op.name)
@@ -96,14 +103,35 @@ def falls_back(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, 
     if op.packet in PRODUCTS and not first.is_floating_point() and not first.is_complex():
         hit("H043", op.name)
         return True
-    if op.packet == "index_select" and first.dim() > 5:
+    check = FALLBACK_CHECKS.get(op.packet)
+    if check is not None and check(given):
         return True
-    if op.packet == "where" and first.dtype != torch.bool:
-        return True
-    if op.packet == "roll" and first.dtype == torch.int64:
-        hit("H032", op.name)
-        return True
-    return False
+    promoted = kwargs.get("dtype") or computed_in(op, given, first)
+    return not ops.takes(op, promoted, device.lazy)
+
+
+def computed_in(op: Op, given: dict[str, Any], first: Tensor) -> torch.dtype:
+    """The number format that an operator is checked for: two tensors meet in their common one."""
+    other = given.get("other")
+    if not isinstance(other, (Tensor, *NUMBERS)):
+        return first.dtype
+    return torch.result_type(raw(first), raw(other))
+
+
+# hpu_ops: embedding_gen.cpp, binary_cross_entropy_gen.cpp, unique_gen.cpp, where_gen.cpp, index_select_gen.cpp
+FALLBACK_CHECKS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "embedding": lambda given: bool(given.get("scale_grad_by_freq") or given.get("sparse")),
+    "binary_cross_entropy_with_logits": lambda given: given["self"].dim() >= 5,
+    "unique_dim": lambda given: bool(given.get("sorted", True)),
+    "where": lambda given: given["condition"].dtype != torch.bool,
+    "index_select": lambda given: given["self"].dim() > 5,
+    "index_reduce": lambda given: (
+        given.get("reduce") == "prod" and not given.get("include_self", True)
+    ),
+    "div": lambda given: (
+        given.get("rounding_mode") is not None and given["self"].dtype == torch.bool
+    ),
+}
 
 
 def dynamic(device: Device, op: Op, rule: str) -> None:
@@ -119,15 +147,16 @@ def view_write(device: Device, op: Op, target: HPUTensor) -> None:
 
 
 def foreign(device: Device, op: Op, value: Tensor) -> None:
-    """A CPU tensor among device tensors.
+    """A CPU tensor among device tensors: lazy mode uploads it without a word (habana_lazy/lazy_kernels.h).
 
     Raises:
-        RuntimeError: it is not a scalar; torch refuses it too.
+        RuntimeError: outside lazy mode, unless it is a scalar (habana_eager/eager_op.cpp).
     """
     if value.dim() == 0:
         return
-    if op.packet in ("index", "index_put", "index_put_"):
-        device.findings.hit("H061", f"{op.name} with a CPU index", "warn")
+    if device.lazy or op.packet in ("index", "index_put", "index_put_"):
+        if device.recording is None:  # an upload in a capture is a finding of its own
+            device.findings.hit("H061", f"{op.name} uploads a CPU tensor", "warn")
         device.accept(value)
         return
     device.findings.hit("H061", op.name)
@@ -165,14 +194,30 @@ def upload(device: Device, values: Tensor) -> None:
             )
 
 
-def int32_range(device: Device, op: Op, result: Any) -> None:
-    """Whether integer arithmetic left the range that lazy mode stores."""
-    if op.packet not in ARITHMETIC or not isinstance(result, Tensor):
-        return
-    if result.dtype == torch.int64 and result.numel():
-        low, high = torch.aminmax(result)
-        if int(low) < INT32.min or int(high) > INT32.max:
-            device.findings.hit("H031", f"{op.name}: [{int(low)}, {int(high)}]")
+def stored(device: Device, raw: Tensor) -> None:
+    """An upload as the device stores it; what is out of range wraps where the check of it is off."""
+    if raw.dtype == torch.float64:
+        raw.copy_(raw.float())
+    elif raw.dtype == torch.int64 and device.lazy:
+        raw.copy_(raw.int())
+
+
+def narrow(device: Device, op: Op, values: Iterable[Any]) -> None:
+    """Store results as the device does: float64 as float32, and int64 as int32 in lazy mode."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            narrow(device, op, value)
+        elif not isinstance(value, Tensor) or value.is_sparse or not value.numel():
+            continue
+        elif value.dtype == torch.float64:
+            value.copy_(value.float())
+        elif value.dtype == torch.int64 and device.lazy and op.packet not in MOVES:
+            low, high = (int(x) for x in torch.aminmax(value))
+            if low >= INT32.min and high <= INT32.max:
+                continue
+            if not op.random:
+                device.findings.hit("H031", f"{op.name}: [{low}, {high}]")
+            value.copy_(value.int())
 
 
 # Indices
@@ -227,6 +272,21 @@ def index_tensors(op: Op, args: tuple[Any, ...]) -> list[tuple[int, Tensor]]:
     if op.packet in ("index", "index_put", "index_put_"):
         return [(first.shape[d], raw(i)) for d, i in enumerate(args[1]) if i is not None]
     return [(first.shape[args[1]] if first.dim() else 1, raw(args[2]))]
+
+
+def clamped(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments on the CPU with every index inside its dimension."""
+    bounded = {
+        id(i): i.clamp(-size if i.dtype.is_signed else 0, size - 1)
+        for size, i in index_tensors(op, args)
+    }
+
+    def change(value: Any) -> Any:
+        if isinstance(value, list):
+            return [change(item) for item in value]
+        return bounded.get(id(value), value)
+
+    return tuple(map(change, args))
 
 
 def broken_indices(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.random import fork_rng, manual_seed
 
 from lantern_hpu.backends.hpu_emulator import checks, ops
 from lantern_hpu.backends.hpu_emulator.rules import Findings, Severity, call_site
@@ -24,13 +25,14 @@ from lantern_hpu.backends.hpu_emulator.tensor import HPUTensor
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu_emulator.graphs import Recording
+    from lantern_hpu.backends.hpu_emulator.rehearsal import Run
 
 LIMIT = int(94.62 * 2**30)  # bytes that software sees of a Gaudi 2
 CREDIT = 16  # host reads for setting up and for results; each launch earns one more
 UPLOADS = 16  # uploads between two launches that nobody minds
 VARIANTS = 4  # recipes that differ by a constant alone before somebody is to blame
 GATHERED = 10_000  # operators without an end
-STAGE = 10  # operators in a graph after a host read, until one of ENDS
+STAGE = 10  # operators in the first graph after a shape was read back; the limit doubles until one of ENDS
 ENDS = ("mark_step", "capture begin", "replay")
 # Operators whose constants or shapes are worth a look at who called them
 SITED = frozenset(
@@ -72,10 +74,15 @@ class Device:
         self.recipes: set[tuple[Any, ...]] = set()
         self.variants: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
         self.generator = torch.Generator().manual_seed(0)
-        self.warm = self.staging = self.inside = False
+        self.warm = self.inside = False
+        self.most = int(self.flags.get("PT_HPU_MAX_COMPOUND_OP_SIZE", 0)) or 2**63
+        self.staged = self.most  # operators that a graph may gather now
         self.dynamic_shapes = flag(self.flags, "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES")
         self.credit, self.uploaded = CREDIT, 0
         self.modes: tuple[AbstractContextManager[Any], ...] = ()
+        self.differential = False  # whether functions are rehearsed before they are captured
+        self.rehearsed: Run | None = None
+        self.warned: set[str] = set()  # functions that said once that they do nothing
         self.in_use = self.peak = self.largest = 0
 
     # Operators
@@ -100,16 +107,35 @@ class Device:
         if self.recording is not None:
             for target in ops.written(op, raw_args, raw_kwargs):
                 self.recording.keep(target)
-        seed = self.next_seed() if op.random else None
-        result = execute(func, raw_args, raw_kwargs, seed)
+        if self.rehearsed is not None:
+            for target in ops.written(op, raw_args, raw_kwargs):
+                self.rehearsed.keep(target)
+        seed = self.next_seed(kwargs.get("generator")) if op.random else None
+        result = self.compute(op, func, raw_args, raw_kwargs, seed)
         if self.lazy:
             self.book(op, args, kwargs)
-            checks.int32_range(self, op, result)
         else:
             self.counts.launches += 1
+        if self.rehearsed is not None:
+            self.rehearsed.note(op, raw_args, raw_kwargs, result)
         if self.recording is not None:
             self.recording.add(op, func, raw_args, raw_kwargs, result)
         return self.wrap(op, args, result, held)
+
+    def compute(
+        self, op: ops.Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None
+    ) -> Any:
+        """An operator on CPU tensors, with its results stored as the device stores them."""
+        try:
+            result = execute(func, args, kwargs, seed)
+        except (IndexError, RuntimeError):
+            if op.packet not in checks.INDEXED:
+                raise
+            # The device does not check bounds. It was reported; here the nearest element is taken.
+            result = execute(func, checks.clamped(op, args), kwargs, seed)
+        if op.view_of is None:
+            checks.narrow(self, op, (result, *ops.written(op, args, kwargs)))
+        return result
 
     def unwrap(self, op: ops.Op, value: Any, held: dict[int, HPUTensor]) -> Any:
         if isinstance(value, HPUTensor):
@@ -131,9 +157,11 @@ class Device:
         if not isinstance(result, Tensor):
             return result
         if id(result) in held:
-            return held[id(result)]
+            return held[id(result)].synced()
         if op.view_of is not None:
             source = args[op.view_of]
+            if op.packet in ("detach", "alias") and source.base is None:
+                return HPUTensor(result)  # another name, as `.data` makes it; not a view
             return HPUTensor(result, source.base if source.base is not None else source)
         return self.new(result)
 
@@ -163,20 +191,20 @@ class Device:
         for target in ops.written(op, args, kwargs):
             if isinstance(target, HPUTensor):
                 self.written.add(target.raw.untyped_storage().data_ptr())
-        most = int(self.flags.get("PT_HPU_MAX_COMPOUND_OP_SIZE", 0)) or 2**63
         if len(self.pending) == GATHERED:
             self.findings.hit("H083", f"{GATHERED} operators")
-        if len(self.pending) >= min(most, STAGE if self.staging else most):
+        if len(self.pending) >= self.staged:
             self.flush("size")
 
     def flush(self, reason: str) -> None:
         """End the gathered graph: look its recipe up, compile it if it is new, launch it."""
         if reason in ENDS:
-            self.staging = False
+            self.staged = self.most
         if reason == "mark_step":
             self.earn()
         if not self.lazy or not self.pending:
             return
+        self.staged = min(2 * self.staged, self.most)
         self.counts.flushes[reason] += 1
         self.counts.launches += 1
         recipe = tuple(self.pending)
@@ -232,10 +260,14 @@ class Device:
         self.wait(reason)
 
     def wait(self, reason: str) -> None:
-        """The host waits for the device; after that lazy mode submits in small pieces for a while."""
+        """The host waits for the device. After a shape was read back, lazy mode submits in small pieces for a while
+        (habana_lazy/hpu_stage_submission.h, mode 2); after other reads it does not."""
         self.flush(reason)
         self.counts.host_syncs[reason] += 1
-        self.staging = self.lazy
+        if reason == "dynamic shape" and flag(self.flags, "PT_HPU_ENABLE_STAGE_SUBMISSION", True):
+            self.staged = min(
+                int(self.flags.get("PT_HPU_MAX_COMPOUND_OP_SIZE_SS", STAGE)), self.most
+            )
 
     def read(self, tensor: HPUTensor, reason: str, rule: str = "H002") -> Tensor:
         """The numbers of a tensor, on the host."""
@@ -247,7 +279,9 @@ class Device:
 
     def upload(self, values: Tensor) -> HPUTensor:
         """A CPU tensor as a new device tensor."""
-        return self.new(self.accept(values).clone())
+        raw = self.accept(values).detach().clone()
+        checks.stored(self, raw)
+        return self.new(raw)
 
     def accept(self, values: Tensor) -> Tensor:
         """Book an upload.
@@ -285,13 +319,13 @@ class Device:
 
     # Random numbers
 
-    def next_seed(self) -> int:
-        """The seed of one random operator: one draw of the host's generator."""
+    def next_seed(self, generator: torch.Generator | None = None) -> int:
+        """The seed of one random operator: one draw of the host's generator, or of one that was passed."""
         self.findings.hit("H071")
-        return self.draw_seed()
+        return self.draw_seed(generator)
 
-    def draw_seed(self) -> int:
-        return int(torch.randint(2**31, (), generator=self.generator))
+    def draw_seed(self, generator: torch.Generator | None = None) -> int:
+        return int(torch.randint(2**31, (), generator=generator or self.generator))
 
     # Modes of torch that lead here
 
@@ -342,9 +376,9 @@ def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int 
     """Run an operator on CPU tensors; a random one from its own seed."""
     if seed is None:
         return func(*args, **kwargs)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return func(*args, **{n: v for n, v in kwargs.items() if n != "generator"})
+    with fork_rng(devices=[]):
+        manual_seed(seed)
+        return func(*args, **{n: None if n == "generator" else v for n, v in kwargs.items()})
 
 
 # Operators that move data or read it
@@ -391,6 +425,8 @@ def copy(
     if goal.raw.untyped_storage().data_ptr() in device.written:
         device.flush("upload into a pending tensor")
     checks.view_write(device, op, goal)
+    if device.rehearsed is not None:
+        device.rehearsed.keep(goal.raw)
     goal.raw.copy_(device.accept(source))
     return goal
 

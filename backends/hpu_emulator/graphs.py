@@ -7,19 +7,26 @@ leaves dtypes out, its static inputs are the first caller's tensors, its outputs
 
 from __future__ import annotations
 
+import copy
 import gc
+import os
 import weakref
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lantern_hpu.backends.hpu_emulator import checks, ops
-from lantern_hpu.backends.hpu_emulator.device import Device, current, execute, flag
-from lantern_hpu.backends.hpu_emulator.tensor import HPUTensor
+from lantern_hpu.backends.hpu_emulator.checks import raw
+from lantern_hpu.backends.hpu_emulator.device import Device, current, flag
+from lantern_hpu.backends.hpu_emulator.rehearsal import rehearse, tensors_of
+from lantern_hpu.backends.hpu_emulator.tensor import DEVICE, HPUTensor
+from lantern_hpu.backends.hpu_emulator.trees import mapped, tensors_in
 
 GARBAGE = -(2**31)
 
@@ -107,13 +114,15 @@ class Recording:
                 spoil(tensor.raw)
                 tensor.stale = "H067"
 
-    def run(self) -> None:
-        """Run everything again."""
+    def run(self, live: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Run everything again; see `HPUGraph.rerun`."""
         now: list[Any] = [None] * len(self.first)
 
         def fill(value: Any) -> Any:
             if type(value) is Slot:
                 return now[value.index]
+            if live and isinstance(value, Tensor):
+                return live.get(id(value), value)
             return [fill(item) for item in value] if type(value) is list else value
 
         no_functions, no_dispatch = torch._C.DisableTorchFunction, torch._C._DisableTorchDispatch
@@ -124,12 +133,14 @@ class Recording:
                 if step.op.packet in checks.INDEXED:
                     self.check(step, args)
                 seed = self.device.draw_seed() if step.op.random else None
-                result = execute(step.func, args, kwargs, seed)
+                result = self.device.compute(step.op, step.func, args, kwargs, seed)
                 made = result if isinstance(result, (list, tuple)) else [result]
                 for slot, value in zip(step.results, made, strict=True):
                     if slot >= 0:
                         now[slot] = value
-            self.refresh(now)
+            if not live:
+                self.refresh(now)
+        return {id(old): new for old, new in zip(self.first, now, strict=True)}
 
     def check(self, step: Recorded, args: tuple[Any, ...]) -> None:
         """Indices are data: they are looked at in each replay."""
@@ -207,12 +218,30 @@ class HPUGraph:
             raise fatal(device, "replay while a graph is captured")
         if self.recording is None:
             raise fatal(device, "replay of a graph that was never captured")
+        self.rerun({})
+
+    def rerun(self, live: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Run the recording, with live tensors in the place of those of its capture.
+
+        Args:
+            live: by the id of the CPU tensor that the capture saw.
+
+        Returns:
+            The new results, by the id of the CPU tensor that the capture made.
+        """
+        device = self.device
+        assert self.recording is not None
         device.flush("replay")
-        self.recording.run()
+        now = self.recording.run(live)
         device.counts.launches += self.recording.segments
         device.counts.graphs["replayed"] += 1
         device.counts.graphs["launches"] += self.recording.segments
         device.earn()
+        return now
+
+    def made(self, tensor: HPUTensor) -> bool:
+        """Whether a tensor lies in a storage that the capture made."""
+        return self.recording is not None and id(tensor.raw) in self.recording.slots
 
     def replayV2(
         self, static_tlist: list[Tensor], tlist: list[Tensor], asynchronous: bool = False
@@ -221,8 +250,8 @@ class HPUGraph:
         self.replay(asynchronous)
 
     def replayV3(self, tlistI: list[Tensor], asynchronous: bool = False) -> None:
-        copy_to(self.inputs, tlistI)
-        self.replay(asynchronous)
+        matched = zip(self.inputs, tlistI, strict=False)
+        self.rerun({id(raw(old)): raw(new) for old, new in matched})
 
     def mark_user_inputs(self, static_tlist: list[Tensor]) -> None:
         self.inputs = list(static_tlist)
@@ -246,18 +275,21 @@ class graph:
         from lantern_hpu.backends.hpu_emulator import habana
 
         self.graph, self.dry_run = hpu_graph, dry_run
-        self.context = habana.stream(stream or habana.Stream())
+        self.stream: Any = stream or habana.Stream()
+        self.context = habana.stream(self.stream)
 
     def __enter__(self) -> None:
         current().flush("synchronize")
         gc.collect()
         self.context.__enter__()
+        self.stream.is_capture = True
         self.graph.capture_begin(self.dry_run)
 
     def __exit__(self, *error: Any) -> None:
         try:
             self.graph.capture_end()
         finally:
+            self.stream.is_capture = False
             self.context.__exit__(*error)
 
 
@@ -265,21 +297,31 @@ class graph:
 
 
 def input_hash(obj: Any) -> int:
-    """The key of arguments: shapes of tensors, values of everything else; no dtypes, no equality."""
+    """The key of arguments (graphs.py:488): shapes, chains of views and the autocast switch of tensors, values of
+    everything else; no dtypes, no equality. A `UserDict` takes its tensors apart, so it never meets its key again."""
+    autocast = torch.is_autocast_enabled(DEVICE)
     if isinstance(obj, dict):
         return input_hash(tuple(obj.items()))
+    if isinstance(obj, UserDict):
+        return hash(tuple((name, tuple(value)) for name, value in obj.items()))
     if isinstance(obj, (list, tuple)):
-        return hash(tuple(input_hash(item) for item in obj))
+        return hash((*(input_hash(item) for item in obj), autocast))
     if isinstance(obj, Tensor):
-        return hash((tuple(obj.shape), getattr(obj, "base", None) is not None))
-    return hash(obj)
+        base = getattr(obj, "base", None)
+        chain = None if base is None else (obj.stride(), obj.storage_offset())
+        return hash((tuple(obj.shape), chain, autocast))
+    return hash((obj, autocast))
 
 
 def copy_to(dst: Any, src: Any) -> None:
     """Copy tensors into tensors, container by container; what is left over on one side is ignored."""
-    if type(dst) is not type(src) and not (isinstance(dst, Tensor) and isinstance(src, Tensor)):
+    if isinstance(dst, Tensor) and isinstance(src, Tensor):
+        if dst is not src and getattr(dst, "raw", dst) is not getattr(src, "raw", src):
+            dst.copy_(src)
+        return
+    if type(dst) is not type(src):
         raise TypeError(f"cannot copy {type(src).__name__} to {type(dst).__name__}")
-    if isinstance(dst, dict):
+    if isinstance(dst, (dict, UserDict)):
         if set(dst) != set(src):
             raise KeyError(f"keys differ: {sorted(dst)} and {sorted(src)}")
         for name in dst:
@@ -287,8 +329,6 @@ def copy_to(dst: Any, src: Any) -> None:
     elif isinstance(dst, (list, tuple)):
         for one, other in zip(dst, src):  # noqa: B905 - cut to the shorter one, as the bridge does
             copy_to(one, other)
-    elif isinstance(dst, Tensor) and dst is not src:
-        dst.copy_(src)
 
 
 @dataclass
@@ -302,6 +342,7 @@ class CachedParams:
     asynchronous: bool = False
     # The emulator's own notes
     signature: Any = None
+    callers: list[weakref.ref[HPUTensor]] = field(default_factory=list)  # first inputs
     handed_out: list[weakref.ref[HPUTensor]] = field(default_factory=list)
 
 
@@ -309,26 +350,16 @@ def signature(obj: Any) -> Any:
     """What the key should have held."""
     if isinstance(obj, Tensor):
         return ("tensor", obj.dtype, tuple(obj.shape))
-    if isinstance(obj, dict):
+    if isinstance(obj, (dict, UserDict)):
         return tuple((name, signature(value)) for name, value in obj.items())
     if isinstance(obj, (list, tuple)):
         return tuple(signature(item) for item in obj)
-    return (type(obj).__name__, obj)
-
-
-def tensors_in(obj: Any) -> Iterator[HPUTensor]:
-    if isinstance(obj, HPUTensor):
-        yield obj
-    elif isinstance(obj, dict):
-        for value in obj.values():
-            yield from tensors_in(value)
-    elif isinstance(obj, (list, tuple)):
-        for value in obj:
-            yield from tensors_in(value)
+    plain = isinstance(obj, (bool, int, float, str, bytes, type(None)))
+    return (type(obj).__name__, obj if plain else id(obj))
 
 
 class Wrapped:
-    """A function whose calls are captured once for each key and replayed after."""
+    """A function whose calls are captured once for each key and replayed after (graphs.py:553-659)."""
 
     def __init__(
         self,
@@ -339,10 +370,15 @@ class Wrapped:
         max_graphs: int | None = None,
     ) -> None:
         self.func, self.dry_run, self.max_graphs = func, dry_run, max_graphs
-        flags = current().flags
-        self.live_inputs = flag(flags, "PT_HPUGRAPH_DISABLE_TENSOR_CACHE", disable_tensor_cache)
+        self.disable_tensor_cache = disable_tensor_cache
         self.cache: dict[int, CachedParams] = {}
         self.shapes: dict[Any, set[int]] = {}  # keys by the shapes of their tensors alone
+
+    @property
+    def live(self) -> bool:
+        """Whether inputs are bound anew at each call; the variable is read each time and wins (graphs.py:594)."""
+        name = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
+        return flag({**current().flags, **os.environ}, name, self.disable_tensor_cache)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         device = current()
@@ -365,17 +401,21 @@ class Wrapped:
         self.watch_keys(device, key, inputs)
         for tensor in tensors_in(inputs):
             if tensor.base is not None or not tensor.is_contiguous():
-                device.findings.hit("H062", "view or not contiguous", "error")
+                device.findings.hit("H062", "view or not contiguous")
+        rehearse(device, lambda: self.func(*inputs[0], **inputs[1]), lambda: tensors_of(self.func))
         made = HPUGraph()
-        made.capture_begin(self.dry_run or self.live_inputs)
+        made.capture_begin(self.dry_run or self.live)
         outputs = self.func(*inputs[0], **inputs[1])  # no try: an exception leaves the capture open
         made.capture_end()
-        if self.live_inputs:
+        # The storages are the first caller's; the objects are not, so that it can be told who still lives.
+        known = CachedParams(mapped(inputs, alias), outputs, made, signature=signature(inputs))
+        known.callers = [weakref.ref(t) for t in tensors_in(inputs)]
+        self.cache[key] = known
+        if self.live:
+            return self.bound(known, inputs)
+        if self.dry_run:
             made.replay()
-        handed_out = [weakref.ref(t) for t in tensors_in(outputs)]
-        self.cache[key] = CachedParams(
-            inputs, outputs, made, signature=signature(inputs), handed_out=handed_out
-        )
+        known.handed_out = [weakref.ref(t) for t in tensors_in(outputs) if made.made(t)]
         return outputs
 
     def watch_keys(self, device: Device, key: int, inputs: Any) -> None:
@@ -394,21 +434,51 @@ class Wrapped:
             device.findings.hit(
                 "H022", "dtype or type of an argument differs from the capture", "error"
             )
-        mine = list(tensors_in(known.graph_inputs))
-        if any(one is not other for one, other in zip(mine, tensors_in(inputs), strict=False)):
-            device.findings.hit("H064")
+        if self.live:
+            return self.bound(known, inputs)
+        for ref, mine, new in zip(
+            known.callers, tensors_in(known.graph_inputs), tensors_in(inputs), strict=False
+        ):
+            if ref() is not None and mine.raw is not new.raw:
+                device.findings.hit("H064")
         copy_to(known.graph_inputs, inputs)
         known.graph.replay()
         return self.hand_out(known)
 
+    def bound(self, known: CachedParams, inputs: Any) -> Any:
+        """A replay on these very inputs; its results have storages of their own."""
+        live = dict(
+            zip(
+                (id(t.raw) for t in tensors_in(known.graph_inputs)),
+                tensors_in(inputs),
+                strict=False,
+            )
+        )
+        now = known.graph.rerun({key: tensor.raw for key, tensor in live.items()})
+
+        def fresh(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, HPUTensor):
+                return tensor
+            made = now.get(id(tensor.raw))
+            return HPUTensor(made) if made is not None else live.get(id(tensor.raw), tensor)
+
+        return mapped(known.graph_outputs, fresh)
+
     def hand_out(self, known: CachedParams) -> Any:
-        """The outputs, and a mark on those of the last replay: they lie in the same storage."""
+        """The outputs, and a mark on those of the last replay: they lie in the same storage.
+
+        The bridge gives the cached object itself; here each call gets its own names for the same storages, so that
+        one kept past the next replay can be told.
+        """
         for ref in known.handed_out:
             old = ref()
             if old is not None:
                 old.stale = "H063"
-        fresh = alias(known.graph_outputs)
-        known.handed_out = [weakref.ref(t) for t in tensors_in(fresh)]
+        fresh = mapped(
+            known.graph_outputs,
+            lambda t: alias(t) if isinstance(t, HPUTensor) and known.graph.made(t) else t,
+        )
+        known.handed_out = [weakref.ref(t) for t in tensors_in(fresh) if known.graph.made(t)]
         return fresh
 
     def clear_cache(self) -> None:
@@ -420,27 +490,28 @@ class Wrapped:
             known.graph.clear_inputs()
 
 
-def alias(outputs: Any) -> Any:
-    """New names for the same storages, so that one kept past the next replay can be told."""
-    if isinstance(outputs, HPUTensor):
-        return HPUTensor(outputs.raw)
-    if isinstance(outputs, dict):
-        return {name: alias(value) for name, value in outputs.items()}
-    if isinstance(outputs, (list, tuple)):
-        return type(outputs)(alias(value) for value in outputs)
-    return outputs
+def alias(tensor: Tensor) -> Tensor:
+    """Another object for the same storage."""
+    return HPUTensor(tensor.raw) if isinstance(tensor, HPUTensor) else tensor
 
 
 def wrap_in_hpu_graph_func(func: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    return Wrapped(func, **options)
+    """A function with a graph for each key; it keeps its name and signature."""
+    wrapped = Wrapped(func, **options)
+
+    @wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapped(*args, **kwargs)
+
+    call.clear_cache, call.clear_inputs = wrapped.clear_cache, wrapped.clear_inputs  # type: ignore[attr-defined]
+    return call
 
 
 def wrap_in_hpu_graph(module: nn.Module, **options: Any) -> nn.Module:
     """The same module with its `forward` replaced."""
-    wrapped = Wrapped(module.forward, **options)
-    module.forward = wrapped
-    module.clear_cache = wrapped.clear_cache  # type: ignore[assignment]
-    module.clear_inputs = wrapped.clear_inputs  # type: ignore[assignment]
+    module.forward = call = wrap_in_hpu_graph_func(module.forward, **options)
+    module.clear_cache = call.clear_cache  # type: ignore[attr-defined]
+    module.clear_inputs = call.clear_inputs  # type: ignore[attr-defined]
     return module
 
 
@@ -453,16 +524,45 @@ def make_graphed_callables(
     disable_tensor_cache: bool = False,
     dry_run: bool = False,
 ) -> Any:
-    """Callables captured on sample arguments; for inference only."""
+    """Callables captured on sample arguments. Those that learn run plainly: their backward is not recorded here."""
     single = not isinstance(callables, tuple)
-    made = tuple(
-        Wrapped(one, asynchronous, disable_tensor_cache, dry_run)
-        for one in ((callables,) if single else callables)
-    )
-    for one, sample in zip(made, (sample_args,) if single else sample_args, strict=True):
+    made = []
+    for one, sample in zip(
+        (callables,) if single else callables,
+        (sample_args,) if single else sample_args,
+        strict=True,
+    ):
+        learns = isinstance(one, nn.Module) and any(p.requires_grad for p in one.parameters())
+        if torch.is_grad_enabled() and learns:
+            made.append(one)
+            continue
+        if isinstance(one, nn.Module):
+            wrapped: Any = wrap_in_hpu_graph(
+                one, disable_tensor_cache=disable_tensor_cache, dry_run=dry_run
+            )
+        else:
+            wrapped = wrap_in_hpu_graph_func(
+                one, disable_tensor_cache=disable_tensor_cache, dry_run=dry_run
+            )
         for _ in range(warmups + 1):
-            one(*sample)
-    return made[0] if single else made
+            wrapped(*sample)
+        made.append(wrapped)
+    return made[0] if single else tuple(made)
+
+
+class ModuleCacher:
+    """Graphs for training (graphs.py:907). Here the model runs plainly: the numbers are the same, and the lint sees
+    its operators; what a card would record of forward and backward is not counted."""
+
+    def __init__(self, max_graphs: int = 10) -> None:
+        self.max_graphs = max_graphs
+
+    def __call__(self, model: nn.Module, inplace: bool = True, **options: Any) -> nn.Module:
+        model = model if inplace else copy.deepcopy(model)
+        for name in ("set_iteration_count", "capture_start", "capture_end"):
+            setattr(model, name, lambda *args, **kwargs: None)
+        model.is_hpugraph_tracing = lambda: False  # type: ignore[assignment]
+        return model
 
 
 @contextmanager

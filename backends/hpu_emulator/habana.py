@@ -12,16 +12,24 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import IntEnum
 from functools import wraps
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lantern_hpu.backends.hpu_emulator import graphs, hpex
 from lantern_hpu.backends.hpu_emulator.device import LIMIT, Device, current
-from lantern_hpu.backends.hpu_emulator.tensor import HPUTensor
+from lantern_hpu.backends.hpu_emulator.scope import beyond
+from lantern_hpu.backends.hpu_emulator.tensor import DEVICE, HPUTensor
 from lantern_hpu.backends.hpu_env import ROOT
+from lantern_hpu.files import write_file
+
+NAME = "GAUDI2"
 
 # core
 
@@ -32,15 +40,14 @@ def is_lazy() -> bool:
 
 def lazy_only(function: Callable[..., object]) -> Callable[..., None]:
     """Runs in lazy mode and returns None; outside it warns once and does nothing."""
-    warned = False
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> None:
-        nonlocal warned
-        if current().lazy:
+        card = current()
+        if card.lazy:
             function(*args, **kwargs)
-        elif not warned:
-            warned = True
+        elif function.__name__ not in card.warned:
+            card.warned.add(function.__name__)
             warnings.warn(f"{function.__name__} does nothing outside lazy mode", stacklevel=2)
 
     return call
@@ -76,7 +83,11 @@ def accept_anything(*args: Any, **kwargs: Any) -> None:
 
 
 class Stream:
-    def __init__(self, device: object = None, priority: int = 0) -> None: ...
+    made = 0
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        self.id = self.stream_id = Stream.made
+        Stream.made += 1
 
     def wait_event(self, event: Event) -> None: ...
 
@@ -184,11 +195,19 @@ def mem_get_info(device: object = None) -> tuple[int, int]:
     return LIMIT - current().in_use, LIMIT
 
 
+def memory_summary(device: object = None, abbreviated: bool = False) -> str:
+    return "\n".join(f"{name:<24}{value}" for name, value in memory_stats().items())
+
+
 # hpu: random numbers, from a generator on the host
 
 
 def manual_seed(seed: int) -> None:
     current().generator.manual_seed(seed)
+
+
+def seed() -> int:
+    return current().generator.seed()
 
 
 def get_rng_state(device: object = "hpu") -> Tensor:
@@ -202,16 +221,10 @@ def set_rng_state(new_state: Tensor, device: object = "hpu") -> None:
 # hpu: metrics
 
 
-class MetricNotFound(Exception):
-    """Unknown metric."""
-
-
 class Metric:
     """A metric, counted from its last reset."""
 
     def __init__(self, name: str) -> None:
-        if name not in METRICS:
-            raise MetricNotFound(name)
         self._name, self.base = name, METRICS[name](current())
 
     def name(self) -> str:
@@ -265,8 +278,10 @@ METRICS: dict[str, Callable[[Device], list[tuple[str, Any]]]] = {
 }
 
 
-def metric_global(name: str) -> Metric:
-    """Counted from the start of the process."""
+def metric_global(name: str) -> Metric | None:
+    """Counted from the start of the process; None for a name that is unknown (hpu/metrics/metrics.py)."""
+    if name not in METRICS:
+        return None
     metric = Metric(name)
     metric.base = [
         (key, 0 if isinstance(value, (int, float)) else value) for key, value in metric.base
@@ -279,13 +294,31 @@ def metric_localcontext(name: str) -> Iterator[Metric]:
     yield Metric(name)
 
 
-def metrics_dump(file_name: str, format: str = "json") -> None:
+def metrics_dump(file_name: str, format: str = "json", triggered_by: str = "user") -> None:
+    """All metrics, as records or as text; the file's name gets the rank of the process."""
+    file = Path(file_name)
+    file = file.with_name(f"{file.stem}-rank{os.environ.get('RANK', 0)}{file.suffix}")
     records = [
-        {"metric_name": name, "triggered_by": "user", "statistics": dict(rows(current()))}
+        {
+            "metric_name": name,
+            "triggered_by": triggered_by,
+            "generated_on": time.strftime("%Y-%m-%dT%H:%M:%S"),
+            "statistics": dict(rows(current())),
+        }
         for name, rows in METRICS.items()
     ]
-    with open(file_name, "w") as file:
-        json.dump(records, file)
+    lines = [f"{r['metric_name']}: {r['statistics']}" for r in records]
+    write_file(
+        file, (json.dumps(records) if format == "json" else "\n".join(lines)).encode(), force=True
+    )
+
+
+def dump_asked_for(card: Device) -> None:
+    """At the end of the program, if its flags ask for a file of metrics."""
+    file = card.flags.get("PT_HPU_METRICS_FILE", card.flags.get("HABANA_PT_METRICS_FILE"))
+    if file and "process_exit" in card.flags.get("PT_HPU_METRICS_DUMP_TRIGGERS", "process_exit"):
+        form = card.flags.get("PT_HPU_METRICS_FILE_FORMAT", "json")
+        metrics_dump(file, form, "process_exit")
 
 
 # internal.bridge_config
@@ -325,13 +358,13 @@ CORE = {
 GRAPHS = {
     name: getattr(graphs, name)
     for name in "HPUGraph graph make_graphed_callables CachedParams input_hash copy_to wrap_in_hpu_graph "
-    "wrap_in_hpu_graph_func".split()
-}
+    "wrap_in_hpu_graph_func ModuleCacher".split()
+} | {"is_current_stream_capturing": lambda: bool(getattr(current_stream(), "is_capture", False))}
 SETTINGS = (
-    "setDeterministic enable_dynamic_shape disable_dynamic_shape enable_inference_mode disable_inference_mode "
+    "setDeterministic enable_inference_mode disable_inference_mode enable_optim_output_sif "
     "enable_quantization disable_quantization enable_const_section_serialization set_sync_debug_mode "
-    "disable_const_section_serialization enable_matmul3d_2d_reshape set_autocast_hpu_enabled enable_recompute_sdp "
-    "set_autocast_hpu_dtype record_stream set_device init reset_accumulated_memory_stats"
+    "disable_const_section_serialization enable_matmul3d_2d_reshape enable_recompute_sdp "
+    "disable_matmul3d_2d_reshape disable_optim_output_sif record_stream set_device init"
 ).split()
 RANDOM = {
     "manual_seed": manual_seed,
@@ -339,6 +372,10 @@ RANDOM = {
     "get_rng_state": get_rng_state,
     "set_rng_state": set_rng_state,
     "initial_seed": lambda: current().generator.initial_seed(),
+    "seed": seed,
+    "seed_all": seed,
+    "get_rng_state_all": lambda: [get_rng_state()],
+    "set_rng_state_all": lambda states: set_rng_state(states[0]),
 }
 MEMORY = {
     "memory_stats": memory_stats,
@@ -348,6 +385,10 @@ MEMORY = {
     "max_memory_reserved": memory_of("Limit"),
     "reset_peak_memory_stats": reset_peak_memory_stats,
     "mem_get_info": mem_get_info,
+    "memory_summary": memory_summary,
+    "memory_cached": memory_of("Limit"),
+    "max_memory_cached": memory_of("Limit"),
+    "reset_accumulated_memory_stats": accept_anything,
 }
 STREAMS = {
     "Stream": Stream,
@@ -361,7 +402,71 @@ METRIC_API = {
     "metric_global": metric_global,
     "metric_localcontext": metric_localcontext,
     "metrics_dump": metrics_dump,
-    "MetricNotFound": MetricNotFound,
+}
+
+
+# hpu: identity, switches
+
+
+class DeviceProperties(NamedTuple):
+    name: str
+    total_memory: int
+    major: int = 1
+    minor: int = 19
+    multi_processor_count: int = 1
+
+
+class SynDeviceType(IntEnum):
+    synDeviceGaudi = 1
+    synDeviceGaudi2 = 4
+    synDeviceGaudi3 = 5
+
+
+def set_dynamic_shapes(on: bool) -> Callable[[], None]:
+    def switch() -> None:
+        current().dynamic_shapes = on
+
+    return switch
+
+
+@contextmanager
+def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """A context that changes nothing here: one card, one device."""
+    yield
+
+
+IDENTITY = {
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "_lazy_init": accept_anything,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "get_device_name": lambda device=None: NAME,
+    "get_device_capability": lambda device=None: "1.19.0",
+    "get_device_properties": lambda device=None: DeviceProperties(NAME, LIMIT),
+    "get_arch_list": lambda: [NAME.lower()],
+    "get_gencode_flags": lambda: "",
+    "can_device_access_peer": lambda device, peer_device: False,
+    "is_bf16_supported": lambda including_emulation=True: True,
+    "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+    "synchronize": synchronize,
+    "empty_cache": accept_anything,
+    "device": nothing,
+    "device_of": nothing,
+    "sdp_kernel": nothing,
+    "recompute_sdp_enabled": lambda: True,
+    "getDeterministic": lambda: False,
+    "get_sync_debug_mode": lambda: False,
+    "enable_dynamic_shape": set_dynamic_shapes(True),
+    "disable_dynamic_shape": set_dynamic_shapes(False),
+    "get_dynamic_shape_status": lambda: current().dynamic_shapes,
+    "set_autocast_hpu_enabled": lambda on: torch.set_autocast_enabled(DEVICE, on),
+    "is_autocast_hpu_enabled": lambda: torch.is_autocast_enabled(DEVICE),
+    "set_autocast_hpu_dtype": lambda dtype: torch.set_autocast_dtype(DEVICE, dtype),
+    "get_autocast_hpu_dtype": lambda: torch.get_autocast_dtype(DEVICE),
+    "memory_usage": lambda device=None: int(100 * current().in_use / LIMIT),
+    "utilization": lambda device=None: 0,
+    "_is_in_bad_fork": lambda: False,
 }
 
 
@@ -369,7 +474,7 @@ class HPUModule(ModuleType):
     """`torch.hpu`; the graphs API is missing outside lazy mode, and asking for it is worth a word."""
 
     def __getattr__(self, name: str) -> Any:
-        if name in (*GRAPHS, "ModuleCacher"):
+        if name in GRAPHS:
             current().findings.hit("H080", name, "error")
         raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
 
@@ -378,6 +483,9 @@ def module(name: str, **members: Any) -> ModuleType:
     kind = HPUModule if name == f"{ROOT}.torch.hpu" else ModuleType
     made = kind(name)
     made.__path__ = []  # a package: its parts are imported by name
+    made.__spec__ = ModuleSpec(
+        name, None, origin="emulated", is_package=True
+    )  # `find_spec` finds it
     made.__dict__.update(members)
     return made
 
@@ -391,16 +499,8 @@ def modules(device: Device) -> dict[str, ModuleType]:
         **RANDOM,
         **dict.fromkeys(SETTINGS, accept_anything),
         **lazy_graphs,
-        "is_available": lambda: True,
-        "is_initialized": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "get_device_name": lambda device=None: "GAUDI2 (emulated)",
-        "get_device_capability": lambda device=None: "1.19.0",
-        "is_bf16_supported": lambda: True,
-        "synchronize": synchronize,
-        "get_dynamic_shape_status": lambda: current().dynamic_shapes,
-        "_is_in_bad_fork": lambda: False,
+        **IDENTITY,
+        "default_generators": (device.generator,),
     }
     parts: dict[str, dict[str, Any]] = {
         "": {},
@@ -416,7 +516,13 @@ def modules(device: Device) -> dict[str, ModuleType]:
         ".torch.utils.experimental": {
             "_data_ptr": data_ptr,
             "_is_fp16_supported": lambda: True,
-            "_get_device_type": lambda: 1,
+            "_get_device_type": lambda: SynDeviceType.synDeviceGaudi2,
+            "synDeviceType": SynDeviceType,
+            "_compute_stream": lambda: 0,
+            "data_dynamicity": beyond("data_dynamicity", "the lint counts recipes itself"),
+            "detect_recompilation_auto_model": beyond(
+                "detect_recompilation_auto_model", "the lint names what recompiles"
+            ),
         },
         ".torch.internal": {},
         ".torch.internal.bridge_config": {"env_setting": env_setting},
@@ -430,11 +536,24 @@ def modules(device: Device) -> dict[str, ModuleType]:
         },
         ".torch.hpex": {},
         ".torch.hpex.kernels": {
-            "FusedSDPA": hpex.FusedSDPA,
-            "RotaryPosEmbeddingMode": hpex.RotaryPosEmbeddingMode,
-            "apply_rotary_pos_emb": hpex.apply_rotary_pos_emb,
+            name: getattr(hpex, name)
+            for name in "FusedSDPA RotaryPosEmbeddingMode apply_rotary_pos_emb RotaryPosEmbeddingHelperV1 "
+            "RotaryPosEmbeddingHelperV2 RotaryPosEmbeddingHelperV3 CustomSoftmax".split()
+        }
+        | {
+            "fp8_fused_sdpa": beyond("fp8_fused_sdpa", "FusedSDPA in bfloat16"),
+            "CTCLoss": beyond("CTCLoss", "torch.nn.CTCLoss"),
         },
-        ".torch.hpex.normalization": {"FusedRMSNorm": hpex.FusedRMSNorm},
+        ".torch.hpex.normalization": {
+            "FusedRMSNorm": hpex.FusedRMSNorm,
+            "FusedClipNorm": hpex.FusedClipNorm,
+        },
+        ".torch.hpex.optimizers": {"FusedAdamW": hpex.FusedAdamW},
+        ".torch.core.quantization": {n: CORE[n] for n in CORE if n.startswith("hpu_")},
+        ".torch.hpu.streams": {n: STREAMS[n] for n in STREAMS if n != "Event"},
+        ".torch.hpu.events": {"Event": Event},
+        ".torch.dynamo": {},
+        ".torch.dynamo.compile_backend": {},
     }
     if device.lazy:
         parts[".torch.hpu.graphs"] = GRAPHS

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lantern_hpu.backends.hpu_emulator.device import Device
 from lantern_hpu.backends.hpu_emulator.ops import RANDOM
+from lantern_hpu.backends.hpu_emulator.patches import restored
 from lantern_hpu.backends.hpu_emulator.tensor import META, HPUTensor, is_hpu
 
 Handler = Callable[[Device, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -33,8 +35,12 @@ class Functions(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func in HANDLERS:
+            if func in (torch.tensor, torch.as_tensor) and is_hpu(_device.CURRENT_DEVICE):
+                kwargs.setdefault("device", _device.CURRENT_DEVICE)
             return HANDLERS[func](self.card, func, args, kwargs)
         here = is_hpu(kwargs.get("device"))
+        if kwargs.get("device") is None and is_hpu(_device.CURRENT_DEVICE):  # set_default_device
+            here = func in _device._device_constructors()
         if here:
             kwargs["device"] = META
         # What torch makes on `meta` on the way is ours if the call was.
@@ -97,13 +103,40 @@ def move(
     extra: dict[str, Any] = {} if layout is None else {"memory_format": layout}
     if isinstance(source, HPUTensor):
         if goal is not None and goal.type == "cpu":
-            return card.read(source, "copy to the host").to(dtype, copy=True, **extra)
+            moved = across(card, source, "copy to the host")
+            return moved.to(dtype, **extra) if extra or moved.dtype != dtype else moved
         if goal is not None and goal.type == "meta":
             return source.raw.to(META, dtype)
         return func(source, dtype, copy=copies, **extra)
     if goal is not None and is_hpu(goal):
-        return card.upload(func(source, dtype, **extra))
+        return across(card, func(source, dtype, **extra), "upload")
     return func(source, *rest, copy=copies, **kwargs)
+
+
+def across(card: Device, source: Tensor, reason: str, rule: str = "H002") -> Tensor:
+    """A copy on the other side; gradients flow back the same way."""
+    if source.requires_grad and torch.is_grad_enabled():
+        moved: Tensor = Across.apply(source, card, reason, rule)
+        return moved
+    return crossed(card, source, reason, rule)
+
+
+def crossed(card: Device, source: Tensor, reason: str, rule: str) -> Tensor:
+    if isinstance(source, HPUTensor):
+        return card.read(source, reason, rule).clone()
+    return card.upload(source)
+
+
+class Across(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, card: Device, reason: str, rule: str) -> Tensor:
+        ctx.card = card
+        return crossed(card, source.detach(), reason, rule)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        reason = "copy to the host" if isinstance(grad, HPUTensor) else "upload"
+        return crossed(ctx.card, grad, reason, "H002"), None, None, None
 
 
 def to_host(
@@ -117,9 +150,9 @@ def to_host(
         raise TypeError(
             "can't convert hpu:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor first."
         )
-    rule, reason = ("H002", "copy to the host") if func is Tensor.cpu else ("H001", "tolist")
-    values = card.read(source, reason, rule)
-    return values.clone() if func is Tensor.cpu else func(values)
+    if func is Tensor.cpu:
+        return across(card, source, "copy to the host")
+    return func(card.read(source, "tolist", "H001"))
 
 
 def make(
@@ -129,7 +162,7 @@ def make(
     if not is_hpu(kwargs.get("device")):
         return func(*args, **kwargs)
     if isinstance(args[0], HPUTensor):
-        return args[0].clone() if func is torch.tensor else args[0]
+        return args[0].detach().clone() if func is torch.tensor else args[0]
     return card.upload(func(*args, **{**kwargs, "device": torch.device("cpu")}))
 
 
@@ -144,11 +177,79 @@ def complex_on_host(
     return func(*(a.raw if isinstance(a, HPUTensor) else a for a in args), **kwargs)
 
 
+def make_like(
+    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`new_tensor`: made on the host in the tensor's format, then uploaded."""
+    like, *rest = args
+    if not isinstance(like, HPUTensor):
+        return func(*args, **kwargs)
+    kwargs = {"dtype": like.dtype, **kwargs, "device": torch.device("cpu")}
+    learns = kwargs.pop("requires_grad", False)
+    return card.upload(torch.tensor(*rest, **kwargs)).requires_grad_(learns)
+
+
+def set_data(
+    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`x.data = y`: the same object with another storage; also from a CPU tensor to a device tensor."""
+    target, source = args
+    if isinstance(target, HPUTensor):
+        source = source if isinstance(source, HPUTensor) else card.upload(source)
+        target.become(source.raw, source.base)
+    elif isinstance(source, HPUTensor):
+        made: Tensor = HPUTensor(source.raw, source.base)
+        if isinstance(target, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, target.requires_grad)
+        torch.utils.swap_tensors(target, made)
+    else:
+        func(target, source)
+
+
+def deep_copy(
+    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`copy.deepcopy` of a tensor: a storage of its own on the device."""
+    source, memo = args
+    if not isinstance(source, HPUTensor):
+        return func(*args, **kwargs)
+    if id(source) in memo:
+        return memo[id(source)]
+    if not source.is_leaf:
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
+        )
+    with torch.no_grad():
+        made: Tensor = source.detach().clone()
+        if isinstance(source, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=source.requires_grad)
+        made.requires_grad_(source.requires_grad)
+        if source.grad is not None:
+            made.grad = source.grad.clone()
+    memo[id(source)] = made
+    return made
+
+
+def pickled(
+    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A pickle holds the numbers."""
+    source = args[0]
+    if not isinstance(source, HPUTensor):
+        return func(*args, **kwargs)
+    values = card.read(source, "pickle").detach().clone()
+    return restored, (values, source.requires_grad, isinstance(source, torch.nn.Parameter))
+
+
 HANDLERS: dict[Callable[..., Any], Handler] = {
     Tensor.to: move,
     Tensor.cpu: to_host,
     Tensor.numpy: to_host,
     Tensor.tolist: to_host,
+    Tensor.new_tensor: make_like,
+    Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
+    Tensor.__deepcopy__: deep_copy,
+    Tensor.__reduce_ex__: pickled,
     torch.tensor: make,
     torch.as_tensor: make,
     torch.complex: complex_on_host,

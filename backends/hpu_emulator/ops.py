@@ -18,8 +18,24 @@ from torch import Tensor
 
 TABLE = json.loads((Path(__file__).parent / "ops_v1.19.json").read_text())
 NATIVE = frozenset(TABLE["native_overloads"])
+CPU_ONLY = frozenset(TABLE["cpu_only_not_listed"])
 COMPOSED = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
-COMPOSED_TOO = ("CompositeExplicitAutogradNonFunctional",)  # views and structured operators
+SCALAR_TYPES = {
+    "BFloat16": (torch.bfloat16,),
+    "Byte": (torch.uint8,),
+    "Char": (torch.int8, torch.bool),  # a bool is a byte on the device
+    "Float": (torch.float32, torch.float64),  # float64 is narrowed before
+    "Half": (torch.float16,),
+    "Int": (torch.int32,),
+    "Long": (torch.int64,),
+    "Short": (torch.int16,),
+}
+# Number formats of the operators that the bridge checks by a list (the others have validators of their own)
+DTYPES = {
+    name: frozenset(dtype for kind in kinds.split() for dtype in SCALAR_TYPES[kind])
+    for kinds, names in TABLE["dtypes"].items()
+    for name in names
+}
 
 # Operators whose Scalar arguments are constants of the graph all the same
 KEYED_SCALARS = ("arange", "full", "linspace", "new_full", "fill")
@@ -42,6 +58,7 @@ class Op:
     view_of: int | None  # the argument that its results are views of
     scalars: frozenset[int | str]  # arguments that are device scalars, not constants of the graph
     random: bool
+    arguments: tuple[Any, ...]  # of the schema
 
 
 def mark(index: int, argument: Any) -> int | str:
@@ -65,7 +82,8 @@ def describe(func: Any) -> Op:
         number = "number" in str(argument.type) or str(argument.type) == "Tensor"
         if number and not packet.startswith(KEYED_SCALARS):
             scalars.append(mark(index, argument))
-    native = not schema.name.startswith("aten::") or name in NATIVE or is_composed(func)
+    viewed = view_of is not None and not writes and name not in CPU_ONLY
+    native = not schema.name.startswith("aten::") or viewed or is_native(func)
     return Op(
         name,
         packet,
@@ -74,17 +92,41 @@ def describe(func: Any) -> Op:
         None if writes else view_of,
         frozenset(scalars),
         packet in RANDOM,
+        tuple(schema.arguments),
     )
 
 
-def is_composed(func: Any) -> bool:
-    """Whether torch makes the operator of others, or it is the in-place or `out` form of a native one."""
-    keys = COMPOSED if func._schema.name.endswith("_backward") else (*COMPOSED, *COMPOSED_TOO)
-    if any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in keys):
+def is_native(func: Any) -> bool:
+    """Whether the bridge lists an operator or another form of it, or torch makes it of others.
+
+    A structured operator counts by its functional, in-place or `out` form; torch generates the others from it.
+    """
+    if any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in COMPOSED):
         return True
-    plain = func._schema.name.partition("::")[2].rstrip("_")
-    overload = func._schema.overload_name.removesuffix("out").rstrip("_")
-    return (f"{plain}.{overload}" if overload else plain) in NATIVE
+    packet = func._schema.name.partition("::")[2]
+    if packet == "new_empty_strided":
+        return True  # an allocation
+    plain = packet if packet.startswith("__") else packet.rstrip("_")
+    return any(
+        f"{name}.{overload}".removesuffix(".default") in NATIVE
+        and arguments(getattr(forms, overload)) == arguments(func)
+        for name in (plain, f"{plain}_")
+        if (forms := getattr(torch.ops.aten, name, None)) is not None
+        for overload in forms.overloads()
+    )
+
+
+def arguments(func: Any) -> tuple[tuple[str, str], ...]:
+    """Names and types of what goes in; forms of one operator agree in it."""
+    return tuple((a.name, str(a.type)) for a in func._schema.arguments if not a.is_out)
+
+
+def takes(op: Op, dtype: torch.dtype, lazy: bool) -> bool:
+    """Whether the bridge's list of an operator's number formats has this one (hpu_ops/supported_dtypes.cpp)."""
+    if lazy and dtype == torch.int64:
+        dtype = torch.int32  # which lazy mode stores
+    known = DTYPES.get(op.name)
+    return known is None or dtype in known or (dtype == torch.int32 and torch.int64 in known)
 
 
 def written(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

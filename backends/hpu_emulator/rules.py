@@ -172,7 +172,7 @@ RULES = table(
         "int64-payload",
         "warn",
         "warn",
-        "int64 data (not indices) in gather, scatter, argmax, topk or roll fails to compile or falls back",
+        "int64 data (not indices) in gather, scatter, argmax or topk has failed to compile on some releases",
         "int32 data; int64 for indices alone",
     ),
     (
@@ -311,15 +311,15 @@ RULES = table(
         "cpu-tensor",
         "error",
         "error",
-        "a CPU tensor meets device tensors, or a constant is made inside a capture and baked",
+        "a CPU tensor meets device tensors: lazy mode uploads it each time; inside a capture it is baked",
         "buffers made before, on the device",
     ),
     (
         "H062",
         "view-input",
-        "warn",
-        "error",
-        "a wrapped function got a view or a non-contiguous tensor: another key, mismatched results",
+        "info",
+        "info",
+        "a wrapped function got a view or a non-contiguous tensor: each chain of views is a key of its own",
         "contiguous base tensors",
     ),
     (
@@ -335,7 +335,7 @@ RULES = table(
         "input-clobber",
         "warn",
         "warn",
-        "the tensors of the first call are the static inputs: a later call overwrote them",
+        "the tensors of the first call are the static inputs: a later call overwrote one that still lives",
         "pass tensors made for it",
     ),
     (
@@ -361,6 +361,22 @@ RULES = table(
         "error",
         "a dry-run capture computes nothing: this result is garbage until a replay",
         "replay first",
+    ),
+    (
+        "H068",
+        "baked-value",
+        "error",
+        "error",
+        "a second run from equal state does something else: the capture keeps the first run's Python values",
+        "keep what varies in tensors of the state, and nothing in attributes from call to call",
+    ),
+    (
+        "H069",
+        "state-bound-anew",
+        "error",
+        "error",
+        "a tensor of the state was replaced by another one, which replays do not see",
+        "write into it: copy_, index_copy_",
     ),
     # Random numbers
     (
@@ -471,6 +487,7 @@ class Findings:
 
     captured: Callable[[], bool]
     found: dict[tuple[str, str, int, str], Finding] = field(default_factory=dict)
+    muted: bool = False
 
     def hit(
         self,
@@ -480,6 +497,8 @@ class Findings:
         site: tuple[str, int] | None = None,
     ) -> None:
         """Note that a rule was hit here, with its own severity unless one is given."""
+        if self.muted:
+            return
         rule, captured = RULES[rule_id], self.captured()
         severity = severity or (rule.captured if captured else rule.severity)
         file, line = site or call_site()
@@ -492,9 +511,18 @@ class Findings:
         )
 
     def sorted(self) -> list[Finding]:
-        """Errors first, then by rule and place."""
+        """Errors first, then by rule and place; a baked value that another error explains is left out."""
+        explained = {
+            (f.file, f.line)
+            for f in self.found.values()
+            if f.severity == "error" and f.rule.id not in ("H068", "H020")
+        }
         return sorted(
-            self.found.values(),
+            (
+                f
+                for f in self.found.values()
+                if f.rule.id != "H068" or (f.file, f.line) not in explained
+            ),
             key=lambda f: (ORDER.index(f.severity), f.rule.id, f.file, f.line),
         )
 

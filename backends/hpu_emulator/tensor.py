@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._mode_utils import no_dispatch
 
-HPU = torch.device("hpu", 0)
+DEVICE = "hpu"
+HPU = torch.device(DEVICE, 0)
 META = torch.device("meta")
 
 
@@ -64,6 +66,23 @@ class HPUTensor(Tensor):
     def data_ptr(self) -> int:
         return self.raw.data_ptr()
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.raw.untyped_storage()
+
+    def become(self, raw: Tensor, base: HPUTensor | None) -> None:
+        """Take over another storage, with its shape."""
+        with torch._C.DisableTorchFunctionSubclass(), no_dispatch():
+            Tensor.data.__set__(self, HPUTensor(raw))  # type: ignore[attr-defined]
+        self.raw, self.base, self.stale = raw, base, None
+
+    def synced(self) -> HPUTensor:
+        """Itself, after an operator that may have changed the shape in place (`t_`, `resize_`, `set_`)."""
+        raw = self.raw
+        mine = (tuple(self.shape), self.stride(), self.storage_offset())
+        if mine != (tuple(raw.shape), raw.stride(), raw.storage_offset()):
+            self.become(raw, self.base)
+        return self
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         from lantern_hpu.backends.hpu_emulator.device import current
 
@@ -78,8 +97,11 @@ class HPUTensor(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        from lantern_hpu.backends.hpu_emulator.autocast import cast
+
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            args, kwargs = cast(func, args, kwargs or {})
+            return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -1,0 +1,42 @@
+"""Each fact of the contract holds on the emulated card, and a card that does otherwise is found out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+import torch
+
+from lantern_hpu.backends.hpu import HPUBackend
+from lantern_hpu.backends.hpu_emulator import checks
+from lantern_hpu.backends.hpu_facts import FACTS, Card, Fact, Refuted
+
+
+@pytest.fixture
+def card(request: pytest.FixtureRequest) -> Iterator[Card]:
+    """Of the mode that the fact is of."""
+    mode = "hpu_graph" if request.getfixturevalue("fact").lazy else "eager"
+    with closing(HPUBackend(mode, emulate=True)) as backend, torch.no_grad():
+        yield Card(backend)
+
+
+@pytest.mark.filterwarnings("ignore:mark_step does nothing")
+@pytest.mark.parametrize("fact", FACTS, ids=lambda fact: f"{fact.name} ({fact.source})")
+def test_fact_holds_on_the_emulated_card(fact: Fact, card: Card) -> None:
+    fact.check(card)
+
+
+@pytest.mark.parametrize("fact", [f for f in FACTS if "int32" in f.name and "stored" in f.name][:1])
+def test_planted_difference_is_refuted(
+    fact: Fact, card: Card, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "narrow", lambda *args: None)
+    with pytest.raises(Refuted, match="the contract says"):
+        fact.check(card)
+
+
+def test_facts_have_their_own_names_and_sources() -> None:
+    names = [fact.name for fact in FACTS]
+    assert len(set(names)) == len(names) >= 60
+    assert all("/" in fact.source or ":" in fact.source or "." in fact.source for fact in FACTS)

@@ -1,0 +1,99 @@
+"""Other people's models on the emulated card: wrapped in either way and trained, they give the CPU's numbers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lantern_hpu.backends.hpu_emulator import emulate
+
+transformers = pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
+
+SIZES = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+}
+WITHOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+IDS = {"input_ids": torch.arange(16).view(2, 8) * 3 % 64}
+
+
+def bert() -> nn.Module:
+    return transformers.BertModel(transformers.BertConfig(vocab_size=64, **SIZES, **WITHOUT))
+
+
+def gpt2() -> nn.Module:
+    still = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    config = transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, **still, **ends)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def llama() -> nn.Module:
+    config = transformers.LlamaConfig(
+        vocab_size=64, num_key_value_heads=1, use_cache=False, **SIZES
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def vit() -> nn.Module:
+    return transformers.ViTModel(
+        transformers.ViTConfig(image_size=16, patch_size=8, **SIZES, **WITHOUT)
+    )
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], dict[str, torch.Tensor]]] = {
+    "BERT": (bert, IDS),
+    "GPT-2": (gpt2, IDS),
+    "Llama": (llama, IDS),
+    "ViT": (vit, {"pixel_values": torch.linspace(-1, 1, 1536).view(2, 3, 16, 16)}),
+}
+
+
+def first(output: Any) -> torch.Tensor:
+    found: torch.Tensor = output.logits if hasattr(output, "logits") else output.last_hidden_state
+    return found
+
+
+@pytest.mark.parametrize("live", [False, True], ids=["static inputs", "live inputs"])
+@pytest.mark.parametrize("name", MODELS)
+def test_wrapped_model_gives_the_cpus_numbers(name: str, live: bool) -> None:
+    make, inputs = MODELS[name]
+    torch.manual_seed(0)
+    twin = make().eval()
+    with emulate() as card, torch.no_grad():
+        hpu: Any = torch.hpu  # type: ignore[attr-defined]
+        model = copy.deepcopy(twin).to("hpu")
+        model = hpu.wrap_in_hpu_graph(model, disable_tensor_cache=live)
+        for turn in range(3):
+            given = {n: x.roll(turn, -1) for n, x in inputs.items()}
+            got = model(**{n: x.to("hpu") for n, x in given.items()})
+            want = twin(**given)
+            assert type(got) is type(want)
+            assert torch.allclose(first(got).cpu(), first(want), atol=1e-5)
+        assert card.counts.graphs["captured"] == 1
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_model_learns_what_it_learns_on_the_cpu(name: str) -> None:
+    make, inputs = MODELS[name]
+    torch.manual_seed(0)
+    twin = make().train()
+    with emulate():
+        model = copy.deepcopy(twin).to("hpu")
+        for one, device in ((twin, "cpu"), (model, "hpu")):
+            learner = torch.optim.SGD(one.parameters(), 0.1)
+            for _ in range(2):
+                loss = first(one(**{n: x.to(device) for n, x in inputs.items()})).square().mean()
+                learner.zero_grad()
+                loss.backward()
+                learner.step()
+        for got, want in zip(model.parameters(), twin.parameters(), strict=True):
+            assert torch.allclose(got.detach().cpu(), want.detach(), atol=1e-4)
