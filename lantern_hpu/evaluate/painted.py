@@ -241,7 +241,7 @@ def through_tokenizer(pipeline: LanternPipeline, pixels: Pixels) -> Iterator[Pix
     """Pictures as the model's tokenizer gives them back, one at a time."""
     model = pipeline.model
     assert model.vq is not None
-    weight = model.vq.quant_conv.weight
+    weight = next(model.vq.parameters())
     for start in tqdm(range(0, len(pixels), 8), desc="tokenizer", unit="batch"):
         floats = to_network(pixels[start : start + 8]).to(weight.device, weight.dtype)
         codes = model.vq.encode(floats).flatten(1)
