@@ -71,11 +71,11 @@ def resident(pid: int) -> int:
     return 0
 
 
-def ask(url: str, prompt: str, seed: int) -> float:
+def ask(client: httpx.Client, url: str, prompt: str, seed: int) -> float:
     """Seconds until a picture is there; a full queue is asked again."""
     began = time.perf_counter()
     while True:
-        answer = httpx.post(url + PATH, json={"prompt": prompt, "seed": seed}, timeout=3600)
+        answer = client.post(url + PATH, json={"prompt": prompt, "seed": seed})
         if answer.status_code == 200:
             return time.perf_counter() - began
         assert answer.status_code == 429, answer.text
@@ -107,7 +107,9 @@ def alone(pipeline: LanternPipeline, method: str, images: int) -> list[float]:
     return seconds
 
 
-def at_random(url: str, rate: float, images: int, prompts: Sequence[str]) -> tuple[float, Any]:
+def at_random(
+    client: httpx.Client, url: str, rate: float, images: int, prompts: Sequence[str]
+) -> tuple[float, Any]:
     """Images a second where requests arrive at a rate, and their latencies.
 
     The beginning, until the slots fill, and the end, as they empty, count as well.
@@ -116,7 +118,7 @@ def at_random(url: str, rate: float, images: int, prompts: Sequence[str]) -> tup
     with ThreadPoolExecutor(min(images, 256)) as pool:
         began, asked = time.perf_counter(), []
         for seed in range(images):
-            asked.append(pool.submit(ask, url, prompts[seed % len(prompts)], seed))
+            asked.append(pool.submit(ask, client, url, prompts[seed % len(prompts)], seed))
             time.sleep(rng.expovariate(rate))
         seconds = [each.result() for each in asked]
     return images / (time.perf_counter() - began), seconds
@@ -133,10 +135,12 @@ def measure(model: str, method: str, slots: int, images: int) -> dict[str, Any]:
     prompts = usual_prompts(pipeline.model.condition.takes_classes)
     together, single = closed(pipeline, method, slots, images), alone(pipeline, method, slots)
     pipeline.close()
-    with server(model, slots, method, images + 1) as (url, pid):
-        lone = [ask(url, prompts[seed % len(prompts)], seed) for seed in range(slots)]
+    client = httpx.Client(timeout=3600, limits=httpx.Limits(max_connections=256))
+    with client, server(model, slots, method, images + 1) as (url, pid):
+        ask(client, url, prompts[0], 0)  # whatever the first request alone does
+        lone = [ask(client, url, prompts[seed % len(prompts)], seed) for seed in range(slots)]
         before = resident(pid)
-        rate, seconds = at_random(url, 4 * together, images, prompts)
+        rate, seconds = at_random(client, url, 4 * together, images, prompts)
         metrics = httpx.get(url + "/metrics").text
         grown = resident(pid) / before - 1
     again = [line for line in metrics.splitlines() if line.startswith("lantern:recompiles")]

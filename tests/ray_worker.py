@@ -27,5 +27,5 @@ def open_mortal(args: Any, notes: str) -> Callable[[list[int]], int]:
         (folder / f"{os.getpid()}-{done.request.seed}").touch()
         return found
 
-    LanternPipeline.drawn = drawn  # type: ignore[method-assign]
+    LanternPipeline.drawn = drawn  # type: ignore[method-assign, assignment]
     return open_worker(args)

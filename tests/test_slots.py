@@ -155,7 +155,7 @@ def test_a_released_slot_is_free_at_once_and_what_ran_there_does_not_show(models
     batch.release(1)
     assert batch.free == [1] and batch.active == [True, False, True]
     assert batch.admit([requests[5]]) == [1]
-    found = {}
+    found: dict[int, list[int]] = {}
     while any(batch.active):
         if batch.running:
             batch.advance()
@@ -183,7 +183,7 @@ def test_one_token_images_come_and_go_without_a_step() -> None:
     models, requests = tiny_models(tiny_config(grid=(1, 1))), images()
     spec = replace(spec_for(SMALL_TREE, requests, config=models[0].config), images=2, open=True)
     engine = make_engine(models, spec)
-    batch, found = Batch(engine, partial(prefix_for, engine)), {}
+    batch, found = Batch(engine, partial(prefix_for, engine)), dict[int, list[int]]()
     for each in requests:
         batch.admit([each])
         found |= {done.request.seed: done.tokens.tolist() for done in batch.finished()}
@@ -236,7 +236,7 @@ def test_images_are_written_as_they_come_and_resume_draws_the_rest(
 ) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert folder_run(model, whole) == 0
-    real, drawn = LanternPipeline.drawn, []
+    real, drawn = LanternPipeline.drawn, list[Any]()
 
     def interrupted(self: LanternPipeline, *args: Any) -> Any:
         if len(drawn) == 2:
