@@ -541,6 +541,14 @@ def a_deep_copy_has_a_storage_of_its_own(card: Card) -> None:
     expect(layer.weight.abs().sum().item() > 0, True)
 
 
+@fact("torch: Module.to keeps parameter objects")
+def weights_that_two_modules_share_stay_shared(card: Card) -> None:
+    table, head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+    head.weight = table.weight
+    nn.ModuleList([table, head]).to(card.device)
+    expect(head.weight is table.weight, True)
+
+
 # The vendor's interface
 
 

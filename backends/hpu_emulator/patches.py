@@ -76,6 +76,10 @@ def overwrites(card: Device) -> Iterator[None]:
             (torch, "Generator", generators),
         ):
             stack.enter_context(replaced(owner, name, make))
+        # A module that moves keeps its parameter objects, so that weights which two modules share stay shared.
+        before = torch.__future__.get_swap_module_params_on_conversion()
+        torch.__future__.set_swap_module_params_on_conversion(True)
+        stack.callback(torch.__future__.set_swap_module_params_on_conversion, before)
         yield
 
 
