@@ -39,6 +39,9 @@ COMMANDS = {
     ),
     "doctor": Command("lantern_hpu.doctor", "show what this machine offers and what is wrong"),
     "lint": Command("lantern_hpu.lint", "name the rules of Gaudi that code breaks"),
+    "evaluate": Command(
+        "lantern_hpu.evaluate.__main__", "score what methods draw: quality against speed"
+    ),
     "fidelity": Command("lantern_hpu.fidelity", "measure how far methods move what is drawn"),
     "serve": Command("lantern_hpu.serve.__main__", "serve a model over HTTP"),
     "train": Command("lantern_hpu.train.__main__", "train a drafter for a target"),

@@ -6,7 +6,24 @@ from dataclasses import dataclass
 
 from lantern_hpu.config import METHODS, choose_method
 from lantern_hpu.errors import OptionError, choices, require
-from lantern_hpu.relaxation import PRESETS, Relaxation
+from lantern_hpu.relaxation import PRESETS, Relaxation, RelaxationOptions
+
+# What may be given after a method, and the field of RelaxationOptions that it is
+VALUES = {"lambda": "lam", "preset": "preset"} | {n: n for n in "k delta omega nu mu".split()}
+
+
+def number(text: str, name: str, value: str) -> float | int | str:
+    """A value as RelaxationOptions takes it.
+
+    Raises:
+        OptionError: it is no number.
+    """
+    if name == "preset":
+        return value
+    try:
+        return int(value) if name == "k" else float(value)
+    except ValueError as error:
+        raise OptionError(f"{name} is {value!r} in {text!r}", "a number was expected") from error
 
 
 @dataclass(frozen=True)
@@ -14,27 +31,36 @@ class Setting:
     """A method with a setting of its relaxation.
 
     Attributes:
-        name: as it was asked for: `eagle`, or `lantern:delta-0.2`.
+        name: as it was asked for: `eagle`, `lantern:delta-0.2`, or `lantern++:lambda=2:k=20`.
+        own_k: whether its number of neighbours was asked for.
     """
 
     name: str
     method: str
     relaxation: Relaxation
+    own_k: bool = False
 
     @classmethod
     def parse(cls, text: str) -> Setting:
-        """A method, or a method and the name of a preset after a colon.
+        """A method; after colons the name of a preset, or values of the relaxation.
 
         Raises:
-            OptionError: unknown method or preset, or a preset for an exact method.
+            OptionError: unknown method, preset or value, one out of range, or a relaxation of an exact method.
         """
-        method, _, preset = text.partition(":")
+        method, *parts = text.split(":")
         if method not in METHODS:
             raise OptionError(f"unknown method {method!r}", hint=choices(METHODS))
-        if preset and preset not in PRESETS:
-            raise OptionError(f"unknown preset {preset!r}", hint=choices(PRESETS))
-        relaxation = PRESETS[preset] if preset else None
-        return cls(text, method, choose_method(method, None, relaxation)[1])
+        values: dict[str, str] = {}
+        for part in parts:
+            name, equals, value = part.partition("=")
+            if equals and name not in VALUES:
+                raise OptionError(f"unknown value {name!r} in {text!r}", hint=choices(VALUES))
+            if not equals and name not in PRESETS:
+                raise OptionError(f"unknown preset {name!r}", hint=choices(PRESETS))
+            values |= {name: value} if equals else {"preset": name}
+        given = RelaxationOptions(**{VALUES[n]: number(text, n, v) for n, v in values.items()})
+        relaxation = given.relaxation(METHODS[method].relaxation)
+        return cls(text, method, choose_method(method, None, relaxation)[1], "k" in values)
 
 
 @dataclass(frozen=True)
@@ -54,3 +80,32 @@ class FidelityOptions:
     def __post_init__(self) -> None:
         for name in ("images", "draws", "timed"):
             require(getattr(self, name) >= 1, f"--{name}", getattr(self, name), "1 or more")
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What `lantern_hpu.evaluate` draws and how it scores.
+
+    Attributes:
+        images: captions that are drawn once each. panels: captions drawn several times each.
+        reference: fresh pictures. rounds: of the bootstrap.
+        places: where the law of the next token is measured; 0 leaves it out.
+        floor: draw `ar` with a second set of seeds.
+        tree: of methods with a static tree; None for each method's own.
+    """
+
+    images: int = 400
+    panels: int = 25
+    reference: int = 4000
+    rounds: int = 200
+    places: int = 0
+    seed: int = 0
+    batch_size: int = 8
+    floor: bool = True
+    tree: str | None = None
+
+    def __post_init__(self) -> None:
+        least = {"images": 65, "panels": 2, "reference": 65, "rounds": 2, "places": 0}
+        for name, lowest in (least | {"batch_size": 1, "seed": 0}).items():
+            value = getattr(self, name)
+            require(value >= lowest, f"--{name.replace('_', '-')}", value, f"{lowest} or more")

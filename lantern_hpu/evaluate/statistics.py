@@ -1,0 +1,176 @@
+"""Figures of sets of pictures, and how far they can be trusted. Needs no torch.
+
+A metric is a function of rows, one a picture or a group of pictures. So its interval comes about without knowing what
+it is: rows are drawn again with replacement, and the spread of what the function makes of them is the metric's own
+(Efron's bootstrap, 1979). The interval is the figure +- 1.96 of that spread, and not quantiles: a set that holds
+pictures twice lies farther from the reference than it should, which moves the quantiles of a Frechet distance but not
+their spread.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+Rows = Mapping[str, Array]  # by the name of the metric: [n, ...]
+SIDES = 1.96  # of a normal distribution's 95 %
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure of a set of pictures.
+
+    Attributes:
+        name: in `evaluation.json`. title: in tables and plots.
+        value: of rows [n, ...]; n pictures, or groups of them.
+        better: "lower", "higher" or "" where neither is.
+        least: rows that it needs.
+        digits: behind the point, in tables.
+    """
+
+    name: str
+    title: str
+    value: Callable[[Array], float]
+    better: str = ""
+    least: int = 2
+    digits: int = 3
+
+
+@dataclass(frozen=True)
+class Figure:
+    """What a metric came to.
+
+    Attributes:
+        around: half the width of its 95 % interval. draws: [rounds], of rows drawn again.
+    """
+
+    value: float
+    around: float
+    draws: Array
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        return self.value - self.around, self.value + self.around
+
+
+def measured(metric: Metric, rows: Array, rounds: int, seed: int = 0) -> Figure:
+    """A metric of rows [n, ...]; equal numbers of rows are drawn alike, so that figures can be compared in pairs."""
+    rng = np.random.default_rng(seed)
+    draws = np.asarray(
+        [metric.value(rows[rng.integers(len(rows), size=len(rows))]) for _ in range(rounds)]
+    )
+    return Figure(metric.value(rows), spread(draws), draws)
+
+
+def spread(draws: Array) -> float:
+    """Half the width of a 95 % interval; NaN of fewer than two draws."""
+    return SIDES * float(np.std(draws, ddof=1)) if len(draws) > 1 else math.nan
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Of two figures of the same prompts.
+
+    Attributes:
+        noise: whether nothing is to be seen in it: it is smaller than the floor, or its interval holds 0.
+    """
+
+    value: float
+    around: float
+    noise: bool
+
+    @classmethod
+    def of(cls, one: Figure, other: Figure, floor: float) -> Difference:
+        """One less the other; the same rows of both were drawn again, so what they share cancels."""
+        value, around = one.value - other.value, spread(one.draws - other.draws)
+        return cls(value, around, abs(value) <= max(floor, around))
+
+
+# ------------------------------------------------------------------------------------ Frechet distance
+
+
+@dataclass(frozen=True, eq=False)
+class Gaussian:
+    """Mean [d] and covariance [d, d] of features."""
+
+    mean: Array
+    covariance: Array
+
+    @classmethod
+    def of(cls, features: Array) -> Gaussian:
+        """Of features [n, d]."""
+        rows = np.asarray(features, np.float64)
+        return cls(rows.mean(0), np.atleast_2d(np.cov(rows, rowvar=False)))
+
+    @property
+    def root(self) -> Array:
+        """The covariance's square root [d, d]."""
+        values, vectors = np.linalg.eigh(self.covariance)
+        return np.asarray((vectors * np.sqrt(values.clip(0))) @ vectors.T)
+
+
+def frechet(reference: Gaussian, root: Array | None = None) -> Callable[[Gaussian], float]:
+    """The squared Frechet distance of a Gaussian from this one (Dowson and Landau 1982):
+
+        |m - m'|^2 + tr(C + C' - 2 (C'^1/2 C C'^1/2)^1/2)
+
+    Args:
+        root: of the reference's covariance, where it is known.
+    """
+    half = reference.root if root is None else root
+
+    def distance(other: Gaussian) -> float:
+        between = np.linalg.eigvalsh(half @ other.covariance @ half)
+        traces = np.trace(reference.covariance) + np.trace(other.covariance)
+        mixed = 2 * np.sqrt(between.clip(0)).sum()
+        return float(np.square(reference.mean - other.mean).sum() + traces - mixed)
+
+    return distance
+
+
+def frechet_metric(features: Array, name: str = "frechet") -> Metric:
+    """The distance from reference features [m, d], in per cent of their variance, so that no unit is left."""
+    reference = Gaussian.of(features)
+    distance, unit = frechet(reference), float(np.trace(reference.covariance)) / 100
+
+    def value(rows: Array) -> float:
+        return distance(Gaussian.of(rows)) / unit
+
+    return Metric(name, "Frechet distance", value, "lower", features.shape[1] + 1, 2)
+
+
+def ratio_metric(name: str, title: str, better: str = "", digits: int = 3) -> Metric:
+    """Of rows [n, 2]: the sum of the first column over that of the second."""
+    return Metric(
+        name, title, lambda rows: float(rows[:, 0].sum() / rows[:, 1].sum()), better, 2, digits
+    )
+
+
+def mean_metric(name: str, title: str, better: str = "", digits: int = 3) -> Metric:
+    """Of rows [n]."""
+    return Metric(name, title, lambda rows: float(rows.mean()), better, 2, digits)
+
+
+# ------------------------------------------------------------------------------------ many settings
+
+
+def figures(metrics: Sequence[Metric], rows: Rows, rounds: int) -> dict[str, Figure]:
+    """Of each metric that there are rows of."""
+    return {m.name: measured(m, rows[m.name], rounds) for m in metrics if m.name in rows}
+
+
+def floors(ar: Mapping[str, Figure], again: Mapping[str, Figure]) -> dict[str, float]:
+    """What chance alone makes of each metric: how far two sets of seeds of one method lie apart."""
+    return {name: abs(ar[name].value - again[name].value) for name in ar.keys() & again.keys()}
+
+
+def as_json(found: Mapping[str, Figure]) -> dict[str, Any]:
+    """Each figure by name, and their intervals."""
+    intervals = {name: list(one.interval) for name, one in found.items()}
+    return {name: one.value for name, one in found.items()} | {"intervals": intervals}

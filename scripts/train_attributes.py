@@ -1,0 +1,268 @@
+"""Train the network that tells what a painted picture shows: `lantern_hpu/evaluate/attributes.py`.
+
+    python -m scripts.train_attributes --data-dir data
+
+paints pictures, each in a process of its own while the network already learns from those there are, and goes over
+them again; half of them are spoilt, by one of four means that the network has to name, as drawn pictures are. Writes
+`lantern_hpu/assets/attributes.safetensors` with its own error on fresh pictures in the header. `--resume` goes on
+after an interruption, to the same weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.random import Generator
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors.torch import save
+from tqdm import tqdm
+
+from lantern_hpu.evaluate.attributes import (
+    ATTRIBUTES,
+    SIDE,
+    SPOILT,
+    WEIGHTS,
+    AttributeNet,
+    Classifier,
+    Pixels,
+    shown,
+    to_network,
+)
+from lantern_hpu.files import write_file
+from lantern_hpu.scenes import Noise, paint
+from scripts.pictures import FRESH, Stream
+from scripts.training import native_bfloat16, parse
+
+NONE = -100  # what cross_entropy leaves out
+FIRST = 5 * 10**8  # pictures of no other training
+Labelled = tuple[
+    Pixels, NDArray[np.int64]
+]  # [B, SIDE, SIDE, 3]; [B, attributes], NONE where there is none
+
+_noise: Noise | None = None
+
+
+def labelled(first: int, count: int) -> Labelled:
+    """Pictures `first` to `first + count - 1`, and what is in them."""
+    global _noise
+    _noise = _noise or Noise(2 * SIDE)
+    pictures = [paint(first + i, _noise) for i in range(count)]
+    known = [shown(p.scene) for p in pictures]
+    labels = [
+        [values.index(one[name]) if name in one else NONE for name, values in ATTRIBUTES.items()]
+        for one in known
+    ]
+    return np.stack([p.pixels for p in pictures]), np.asarray(labels)
+
+
+# ------------------------------------------------------------------------------------ spoilt pictures
+
+
+def spoil(pixels: Pixels, how: str, rng: Generator) -> Pixels:
+    """One picture [SIDE, SIDE, 3], a little worse."""
+    if how == "blurred":
+        inner = int(rng.integers(24, 52))
+        image = Image.fromarray(pixels).resize((inner, inner), Image.Resampling.BOX)
+        return np.asarray(image.resize((SIDE, SIDE), Image.Resampling.BICUBIC))
+    if how == "noisy":
+        noise = rng.normal(0, rng.uniform(4, 20), pixels.shape)
+        return np.clip(pixels + noise, 0, 255).astype(np.uint8)
+    if how == "compressed":
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "JPEG", quality=int(rng.integers(12, 60)))
+        return np.asarray(Image.open(file))
+    if how == "misplaced":
+        return misplaced(pixels, rng)
+    return pixels
+
+
+def misplaced(pixels: Pixels, rng: Generator) -> Pixels:
+    """Some 4 x 4 patches are those of another place nearby, as tokens are that should not have been accepted."""
+    side = SIDE // 4
+    share, reach = rng.uniform(0.05, 0.3), 3
+    rows, columns = np.indices((side, side))
+    move = rng.random((side, side)) < share
+    dy, dx = rng.integers(-reach, reach + 1, (2, side, side))
+    rows = np.clip(rows + move * dy, 0, side - 1)
+    columns = np.clip(columns + move * dx, 0, side - 1)
+    patches = pixels.reshape(side, 4, side, 4, 3).swapaxes(1, 2)[rows, columns]
+    return np.ascontiguousarray(patches.swapaxes(1, 2).reshape(pixels.shape))
+
+
+def spoilt(pixels: Pixels, rng: Generator) -> Labelled:
+    """Pictures [B, ...], half of them spoilt, and how [B]."""
+    how = rng.integers(len(SPOILT), size=len(pixels)) * (rng.random(len(pixels)) < 0.625)
+    made = [spoil(one, SPOILT[kind], rng) for one, kind in zip(pixels, how, strict=True)]
+    return np.stack(made), how
+
+
+# ------------------------------------------------------------------------------------ training
+
+
+class Training:
+    """The network, its optimiser and the pictures: all that a step needs."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        torch.manual_seed(arguments.seed)
+        self.net = AttributeNet()
+        self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.optimiser = torch.optim.AdamW(self.net.parameters(), lr=0.0, weight_decay=0.02)
+        self.bfloat16, self.step = native_bfloat16(), 0
+        self.steps = arguments.epochs * arguments.pictures // arguments.batch
+        self.kept: list[Labelled] = []
+        self.stream = Stream(labelled, arguments.batch, FIRST)
+        self.file: Path = arguments.data_dir / "runs" / "attributes" / "last.pt"
+        if arguments.resume:
+            self.load()
+
+    @property
+    def fresh(self) -> int:
+        """Batches that are painted; after them old ones come again."""
+        return int(self.arguments.pictures // self.arguments.batch)
+
+    def pictures(self, rng: Generator) -> Labelled:
+        """The next ones, turned around half the time."""
+        if len(self.kept) < self.fresh:
+            self.kept.append(self.stream.batch())
+            pixels, labels = self.kept[-1]
+        else:
+            chosen = rng.integers(self.fresh * self.arguments.batch, size=self.arguments.batch)
+            pairs = [divmod(i, self.arguments.batch) for i in chosen.tolist()]
+            pixels = np.stack([self.kept[a][0][b] for a, b in pairs])
+            labels = np.stack([self.kept[a][1][b] for a, b in pairs])
+        turned = rng.random(len(pixels)) < 0.5
+        return np.where(turned[:, None, None, None], pixels[:, :, ::-1], pixels), labels
+
+    def train_step(self) -> float:
+        """One step; its random numbers depend on its number alone, so that a resumed run goes on alike."""
+        rng = np.random.default_rng((self.arguments.seed, self.step))
+        pixels, labels = self.pictures(rng)
+        pixels, how = spoilt(pixels, rng)
+        warm = min(1.0, (self.step + 1) / 200)
+        rate = 0.5 * (1 + math.cos(math.pi * self.step / self.steps))
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.arguments.lr * warm * rate
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
+            features = self.net(to_network(pixels))
+        targets = torch.from_numpy(np.concatenate([labels, how[:, None]], 1)).T  # [heads, B]
+        logits = self.net.logits(features.float()).values()
+        loss = (
+            torch.stack(
+                [
+                    F.cross_entropy(*pair, ignore_index=NONE)
+                    for pair in zip(logits, targets, strict=True)
+                ]
+            )
+            .nan_to_num()
+            .sum()
+        )
+        self.optimiser.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.net.parameters(), 5.0)
+        self.optimiser.step()
+        self.step += 1
+        return loss.item()
+
+    def save(self) -> None:
+        state = {
+            "net": self.net.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+            "step": self.step,
+        }
+        file = io.BytesIO()
+        torch.save(state, file)
+        write_file(self.file, file.getvalue(), force=True)
+
+    def load(self) -> None:
+        state = torch.load(self.file, weights_only=True)
+        self.net.load_state_dict(state["net"])
+        self.optimiser.load_state_dict(state["optimiser"])
+        self.step = state["step"]
+        for _ in tqdm(range(min(self.step, self.fresh)), desc="painting again", unit="batch"):
+            self.kept.append(self.stream.batch())
+
+    def train(self) -> None:
+        """All steps, with a checkpoint every thousand."""
+        mean = math.nan
+        bar = tqdm(total=self.steps, initial=self.step, unit="step", mininterval=5)
+        with bar:
+            while self.step < self.steps:
+                loss = self.train_step()
+                mean = loss if math.isnan(mean) else 0.98 * mean + 0.02 * loss
+                bar.set_description(f"loss {mean:.3f}", refresh=False)
+                bar.update()
+                if self.step % 1000 == 0:
+                    self.save()
+
+
+# ------------------------------------------------------------------------------------ its own error
+
+
+def accuracy(classifier: Classifier, pixels: Pixels, labels: NDArray[np.int64]) -> dict[str, float]:
+    """The share of each attribute that is told right, where there is one, and of all."""
+    seen, found, right = classifier.see(pixels).values, {}, list[bool]()
+    for column, (name, values) in enumerate(ATTRIBUTES.items()):
+        pairs = zip(seen, labels[:, column].tolist(), strict=True)
+        hits = [one[name] == values[label] for one, label in pairs if label != NONE]
+        found[name] = float(np.mean(hits))
+        right += hits
+    return found | {"all": float(np.mean(right))}
+
+
+def measured(classifier: Classifier, count: int) -> dict[str, dict[str, float]]:
+    """Accuracy on fresh pictures, clean and spoilt in each way."""
+    batches = [labelled(FRESH + n, min(64, count - n)) for n in range(0, count, 64)]
+    pixels, labels = (np.concatenate(parts) for parts in zip(*batches, strict=True))
+    found = {}
+    for how in SPOILT:
+        rng = np.random.default_rng(1)
+        made = np.stack([spoil(one, how, rng) for one in pixels])
+        found[how] = {k: round(v, 4) for k, v in accuracy(classifier, made, labels).items()}
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train the network that tells attributes.")
+    parser.add_argument("--data-dir", type=Path, default=Path("data"))
+    parser.add_argument("--output", type=Path, default=WEIGHTS)
+    parser.add_argument("--pictures", type=int, default=32_000, help="painted")
+    parser.add_argument("--epochs", type=int, default=6, help="times that each is seen")
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--measured", type=int, default=2000, help="fresh pictures at the end")
+    arguments = parse(parser)
+    training = Training(arguments)
+    training.train()
+    training.save()
+    # As they are stored, so that what is measured is what is used
+    tensors = {
+        name: t.half() if t.is_floating_point() else t
+        for name, t in training.net.state_dict().items()
+    }
+    training.net.load_state_dict(tensors)
+    about: dict[str, Any] = {
+        "pictures": arguments.pictures,
+        "epochs": arguments.epochs,
+        "measured_on": arguments.measured,
+        "accuracy": measured(Classifier(training.net, {}), arguments.measured),
+    }
+    contiguous = {name: t.contiguous() for name, t in tensors.items()}
+    data = save(contiguous, metadata={"about": json.dumps(about)})
+    write_file(arguments.output, data, force=True)
+    print(json.dumps(about["accuracy"], indent=1))
+    print(f"wrote {arguments.output}, {os.path.getsize(arguments.output) / 1e6:.2f} MB")
+
+
+if __name__ == "__main__":
+    main()
