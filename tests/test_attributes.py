@@ -1,0 +1,92 @@
+"""What captions say and pictures show: the reader against the generator, the network against fresh pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.torch import save_file
+
+from lantern_hpu.errors import WeightsError
+from lantern_hpu.evaluate.attributes import ATTRIBUTES, SIDE, WEIGHTS, Classifier, said, shown
+from lantern_hpu.evaluate.painted import CAPTIONS
+from lantern_hpu.scenes import Noise, Picture, describe, paint, sample
+from scripts.train_attributes import SPOILT, spoil
+
+
+def test_captions_say_what_the_scene_shows() -> None:
+    rng = np.random.default_rng(0)
+    named = dict.fromkeys(ATTRIBUTES, 0)
+    for _ in range(3000):
+        scene = sample(rng)
+        found = said(describe(scene, rng))
+        assert found.items() <= shown(scene).items()
+        for name in found:
+            named[name] += 1
+    assert min(named.values()) > 300
+
+
+@pytest.mark.parametrize(
+    ("caption", "want"),
+    [
+        ("a red apple", {"thing": "apple", "colour": "red"}),
+        ("an orange", {"thing": "orange"}),
+        ("an orange cup on a table", {"thing": "cup", "colour": "orange", "terrain": "table"}),
+        ("two green apples", {"thing": "apple", "colour": "green"}),
+        ("pine trees by a snowy mountain lake", {"thing": "pine trees", "terrain": "lake", "season": "winter"}),
+        ("green hills on a foggy morning", {"terrain": "hills", "season": "summer", "time": "dawn", "weather": "fog"}),
+        ("the sea under a red sky", {"terrain": "sea", "time": "sunset"}),
+        ("a palm tree in the desert in a sandstorm", {"thing": "palm tree", "terrain": "desert", "weather": "storm"}),
+    ],
+)  # fmt: skip
+def test_captions_are_read_word_by_word(caption: str, want: dict[str, str]) -> None:
+    assert said(caption) == want
+
+
+def test_a_thing_that_is_said_is_the_thing_and_not_its_colour() -> None:
+    assert said("a white house on autumn hills by night")["colour"] == "white"
+    assert "colour" not in said("a house on green hills")
+
+
+@pytest.fixture(scope="module")
+def pictures() -> list[Picture]:
+    noise = Noise(2 * SIDE)
+    return [paint(CAPTIONS + 10**6 + i, noise) for i in range(160)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", SPOILT)
+def test_the_network_knows_fresh_pictures_also_spoilt_ones(
+    pictures: list[Picture], how: str
+) -> None:
+    rng = np.random.default_rng(0)
+    pixels = np.stack([spoil(picture.pixels, how, rng) for picture in pictures])
+    seen = Classifier.load().see(pixels)
+    pairs = [pair for p, s in zip(pictures, seen.values, strict=True) for pair in hits(p, s)]
+    assert np.mean(pairs) > 0.8
+    told = [hit for _, hit in seen.agreement([picture.caption for picture in pictures])]
+    assert np.mean(told) > 0.8
+
+
+def hits(picture: Picture, seen: dict[str, str]) -> list[bool]:
+    return [seen[name] == value for name, value in shown(picture.scene).items()]
+
+
+def test_its_own_error_is_stored_with_it() -> None:
+    about = Classifier.load().about
+    assert set(about["accuracy"]) == set(SPOILT)
+    assert {*ATTRIBUTES, "all"} == set(about["accuracy"]["clean"])
+    assert WEIGHTS.stat().st_size < 2e6
+
+
+def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
+    import torch
+
+    file = tmp_path / "other.safetensors"
+    save_file({"weight": torch.zeros(3)}, file, metadata={"about": "{}"})
+    with pytest.raises(WeightsError, match=r"cannot read .*other"):
+        Classifier.load(file)
+    file.write_bytes(b"half a fi")
+    with pytest.raises(WeightsError, match=r"cannot read .*other"):
+        Classifier.load(file)

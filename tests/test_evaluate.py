@@ -1,0 +1,172 @@
+"""`evaluate`: pictures of many settings, scored; a run that is stopped goes on to the same table."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lantern_hpu.evaluate.__main__ import main
+from lantern_hpu.evaluate.folder import read_picture
+from lantern_hpu.evaluate.options import Setting
+from lantern_hpu.relaxation import Additive, Multiplicative
+from tests.folder import write_folder
+
+SIZES = "--images 65 --panels 2 --reference 70 --rounds 10".split()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def evaluated(model: Path, folder: Path, *options: str, rows: str = "ar,lantern++:lambda=3") -> int:
+    return main(["--model", str(model), "--rows", rows, *SIZES, "--output", str(folder), *options])
+
+
+def document(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / "evaluation.json").read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def finished(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run; tests work on copies of it."""
+    folder = tmp_path_factory.mktemp("finished") / "out"
+    assert evaluated(model, folder) == 0
+    return folder
+
+
+def figures(folder: Path) -> list[dict[str, Any]]:
+    """Rows without what depends on the clock."""
+    skip = ("seconds_per_image", "intervals", "against_ar")
+    return [{k: v for k, v in row.items() if k not in skip} for row in document(folder)["rows"]]
+
+
+def test_a_run_leaves_rows_a_page_and_plots(finished: Path) -> None:
+    found = document(finished)
+    rows = {row["row"]: row for row in found["rows"]}
+    assert list(rows) == ["ar", "lantern++:lambda=3", "ar, other seeds"]
+    for row in rows.values():
+        assert {"frechet", "agreement", "diversity", "seconds_per_image"} <= set(row)
+        low, high = row["intervals"]["frechet"]
+        assert low < row["frechet"] < high
+    assert rows["ar"]["tokens_per_step"] == 1
+    assert rows["lantern++:lambda=3"]["tokens_per_step"] > 1.2
+    assert rows["lantern++:lambda=3"]["relaxation"]["bound"] == 3
+    assert set(rows["lantern++:lambda=3"]["against_ar"]) >= {"frechet", "agreement"}
+    assert found["settings"]["images"] == 65
+    (generator,) = (row for row in found["baselines"] if row["row"] == "the generator")
+    assert generator["diversity"] == pytest.approx(1)
+    # Its own pictures are nearer to its own than those of a model that knows nothing
+    assert generator["frechet"] < rows["ar"]["frechet"] / 2
+    assert generator["agreement"] > 0.75 > rows["ar"]["agreement"] + 0.2
+    for name in ("evaluation.md", "quality-tokens.png", "quality-seconds.png"):
+        assert (finished / name).stat().st_size > 500
+    assert "lantern++:lambda=3" in (finished / "evaluation.md").read_text()
+
+
+def test_a_stopped_run_goes_on_to_the_same_figures(
+    model: Path, finished: Path, tmp_path: Path
+) -> None:
+    """Half a line, pictures without lines, a setting not begun, and no results yet."""
+    folder = tmp_path / "out"
+    shutil.copytree(finished, folder)
+    whole = figures(folder)
+    for file in folder.glob("evaluation.*"):
+        file.unlink()
+    shutil.rmtree(folder / "features")
+    lines = folder / "pictures" / "ar" / "drawn.jsonl"
+    lines.write_text(lines.read_text()[:-1500])
+    shutil.rmtree(folder / "pictures" / "lantern++-lambda=3")
+    assert evaluated(model, folder) == 0
+    assert figures(folder) == whole
+
+
+def test_a_finished_run_draws_nothing_again(
+    model: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lantern_hpu.pipeline import LanternPipeline
+
+    folder = tmp_path / "out"
+    shutil.copytree(finished, folder)
+    monkeypatch.delattr(LanternPipeline, "draw")
+    assert evaluated(model, folder) == 0
+    assert figures(folder) == figures(finished)
+
+
+def test_batches_do_not_change_the_pictures(model: Path, finished: Path, tmp_path: Path) -> None:
+    assert evaluated(model, tmp_path / "out", "--batch-size", "5", "--no-floor", rows="ar") == 0
+    for file in sorted((finished / "pictures" / "ar").glob("*.png"))[::16]:
+        other = tmp_path / "out" / "pictures" / "ar" / file.name
+        assert read_picture(file).tobytes() == read_picture(other).tobytes()
+
+
+def test_half_a_picture_is_named(
+    model: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(finished, folder)
+    file = folder / "pictures" / "ar" / "000007.png"
+    file.write_bytes(file.read_bytes()[:200])
+    assert evaluated(model, folder) == 2
+    assert "000007.png is no whole picture" in capsys.readouterr().err
+    file.unlink()
+    assert evaluated(model, folder) == 0
+    assert figures(folder) == figures(finished)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--seed", "5"], "other seed"),
+        (["--temperature", "0.5"], "other sampling"),
+        (["--images", "66"], "other prompts"),
+        (["--tree", "chain"], "other tree"),
+    ],
+)
+def test_pictures_of_another_run_are_not_taken_for_these(
+    model: Path, finished: Path, tmp_path: Path, capsys: Any, options: list[str], said: str
+) -> None:
+    folder = tmp_path / "out"
+    shutil.copytree(finished, folder)
+    assert evaluated(model, folder, *options) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--rows", "magic"], "unknown method 'magic'"),
+        (["--rows", "lantern++:kappa=3"], "unknown value 'kappa'"),
+        (["--rows", "lantern++:lambda=much"], "lambda is 'much'"),
+        (["--rows", "lantern++:lambda=0.5"], "--relax-lambda is 0.5"),
+        (["--images", "30"], "--images is 30"),
+        (["--panels", "1"], "--panels is 1"),
+        (["--batch-size", "0"], "--batch-size is 0"),
+    ],
+)
+def test_bad_options_are_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], said: str
+) -> None:
+    assert main([*options, "--output", str(tmp_path / "out")]) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_of_other_things_is_left_alone(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "letter.txt").write_text("mine")
+    assert evaluated(model, tmp_path) == 2
+    assert "no evaluation's folder" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["letter.txt"]
+
+
+def test_settings_by_values() -> None:
+    one = Setting.parse("lantern++:lambda=2:k=30")
+    assert one.relaxation == Multiplicative(30, lam=2.0) and one.own_k
+    assert Setting.parse("lantern:delta=0.05").relaxation == Additive(1000, bound=0.05)
