@@ -15,7 +15,7 @@ from lantern_hpu.evaluate.options import Setting
 from lantern_hpu.relaxation import Additive, Multiplicative
 from tests.folder import write_folder
 
-SIZES = "--images 65 --panels 2 --reference 70 --rounds 10".split()
+SIZES = "--images 65 --panels 2 --fresh 70 --rounds 10".split()
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def evaluated(model: Path, folder: Path, *options: str, rows: str = "ar,lantern++:lambda=3") -> int:
-    return main(["--model", str(model), "--rows", rows, *SIZES, "--output", str(folder), *options])
+    return main(
+        [
+            "--model",
+            str(model),
+            "--preset",
+            "scenes",
+            "--rows",
+            rows,
+            *SIZES,
+            "--output",
+            str(folder),
+            *options,
+        ]
+    )
 
 
 def document(folder: Path) -> dict[str, Any]:
@@ -58,7 +71,7 @@ def test_a_run_leaves_rows_a_page_and_plots(finished: Path) -> None:
     assert rows["lantern++:lambda=3"]["tokens_per_step"] > 1.2
     assert rows["lantern++:lambda=3"]["relaxation"]["bound"] == 3
     assert set(rows["lantern++:lambda=3"]["against_ar"]) >= {"frechet", "agreement"}
-    assert found["settings"]["images"] == 65
+    assert "65 captions" in found["protocol"]
     (generator,) = (row for row in found["baselines"] if row["row"] == "the generator")
     assert generator["diversity"] == pytest.approx(1)
     # Its own pictures are nearer to its own than those of a model that knows nothing

@@ -1,6 +1,8 @@
 """What a method costs in pictures: draw a set of prompts with many settings, score them, put them in one table.
 
     python -m lantern_hpu.evaluate --model builtin --output evaluation
+    python -m lantern_hpu.evaluate --model llamagen-t2i-256 --preset lantern --prompts-file captions_val2017.json \
+        --reference val2017 --output evaluation
 
 A run that was stopped goes on where it was; a further setting, or another metric, is added to what is there.
 docs/evaluation.md has the protocols.
@@ -11,19 +13,30 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lantern_hpu import options
 from lantern_hpu.backends import prepare
-from lantern_hpu.errors import exit_code
-from lantern_hpu.evaluate.options import EvaluateOptions, Setting
+from lantern_hpu.errors import OptionError, choices, exit_code
+from lantern_hpu.evaluate.options import EvaluateOptions, PaintedOptions, Setting
+from lantern_hpu.evaluate.protocols import NEEDS, PRESETS, SCENES, Library, preset_of
+from lantern_hpu.evaluate.sets import SETS, export
 from lantern_hpu.options import listed, taken
-from lantern_hpu.relaxation import PRESETS
+from lantern_hpu.relaxation import PRESETS as RELAXATIONS
 
-DEFAULT_ROWS = (
+if TYPE_CHECKING:
+    from lantern_hpu.evaluate.run import Scorer
+    from lantern_hpu.pipeline import LanternPipeline
+
+SCENES_ROWS = (
     "ar,eagle,eagle2,lantern:delta-0.1,lantern:delta-0.2,lantern:delta-0.4,"
     "lantern++:lambda=2,lantern++:lambda-5,lantern++:lambda-20"
 )
+NO_METRIC = "none"
+EXPORTED = ("geneval", "dpg")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -31,28 +44,11 @@ def make_parser() -> argparse.ArgumentParser:
         "lantern_hpu.evaluate", description="What a method costs in pictures."
     )
     what = parser.add_argument_group("what is drawn")
-    values = "lambda=, delta=, omega=, nu=, mu=, k="
-    rows = f"comma-separated METHOD, METHOD:PRESET or METHOD:VALUE:VALUE, of {', '.join(PRESETS)} and {values}"
-    what.add_argument("--model", default="builtin", help="as for `generate` (builtin)")
-    options.add_part_options(what)
-    what.add_argument("--rows", default=DEFAULT_ROWS, help=f"{rows} ({DEFAULT_ROWS})")
-    what.add_argument("--tree", help="of the methods with a static tree (each method's own)")
-    what.add_argument("--images", type=int, help="captions that are drawn once each (400)")
-    what.add_argument("--panels", type=int, help="captions that are drawn four times (25)")
-    what.add_argument("--seed", type=int, help="of the first picture (0)")
-    what.add_argument(
-        "--no-floor", action="store_true", help="draw `ar` with one set of seeds alone"
+    add_drawn(what)
+    options.add_sampling_options(
+        parser.add_argument_group("sampling (default: the preset's, else the model's own)")
     )
-    what.add_argument("--batch-size", type=int, help="images decoded together (8)")
-    options.add_sampling_options(parser.add_argument_group("sampling (default: the model's own)"))
-    score = parser.add_argument_group("how it is scored")
-    score.add_argument("--reference", type=int, help="fresh pictures of the generator (4000)")
-    score.add_argument("--rounds", type=int, help="of the bootstrap (200)")
-    score.add_argument(
-        "--places",
-        type=int,
-        help="where the law of the next token is measured; 0 leaves it out (0)",
-    )
+    add_scores(parser.add_argument_group("how it is scored"))
     how = parser.add_argument_group("how it runs")
     options.add_device_options(how)
     options.add_running_options(how)
@@ -60,26 +56,171 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_drawn(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    protocols = ", ".join([SCENES, *PRESETS])
+    form = "comma-separated METHOD, METHOD:PRESET or METHOD:NAME=VALUE:..., of lambda, delta, omega, nu, mu, k and"
+    add("--model", default="builtin", help="as for `generate` (builtin)")
+    options.add_part_options(group)
+    add("--preset", help=f"protocol: {protocols} ({SCENES} for the embedded model)")
+    add("--prompts", help=f"{', '.join(SETS)} (the preset's)")
+    add("--prompts-file", type=Path, metavar="FILE", help="what you have of the set")
+    add(
+        "--rows", help=f"{form} {', '.join(RELAXATIONS)} (the preset's; of {SCENES}: {SCENES_ROWS})"
+    )
+    add("--tree", help="of the methods with a static tree (each method's own)")
+    add("--images", type=int, help=f"of the set's first prompts (all; of {SCENES} 400)")
+    add("--panels", type=int, help=f"of {SCENES}: captions that are drawn four times (25)")
+    add("--seed", type=int, help="of the first picture (0)")
+    add("--no-floor", action="store_true", help="draw `ar` with one set of seeds alone")
+    add("--batch-size", type=int, help="images decoded together (8)")
+    again = "score pictures drawn elsewhere too, named by the prompts' ids; repeat for several"
+    add("--folder", action="append", default=[], metavar="NAME=FOLDER", help=again)
+
+
+def add_scores(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    law = (
+        "places where the law of the next token is measured, as by `fidelity`; 0 leaves it out (0)"
+    )
+    add("--metrics", help=f"comma-separated, of {', '.join(NEEDS)}; or {NO_METRIC} (the preset's)")
+    add(
+        "--reference", type=Path, metavar="PATH", help="folder of pictures, or a .npz of statistics"
+    )
+    add("--fresh", type=int, help=f"of {SCENES}: fresh pictures of the generator (4000)")
+    add("--rounds", type=int, help="of the bootstrap (200)")
+    add("--places", type=int, help=law)
+    for name in ("inception", "vgg", "clip", "hps"):
+        add(f"--{name}", type=Path, metavar="PATH", help="weights, where no cache has them")
+    add("--any-weights", action="store_true", help="take weights that are not the published ones")
+    add("--export", type=Path, metavar="FOLDER", help="copies as GenEval or DPG-Bench reads them")
+
+
+# ------------------------------------------------------------------------------------ what is asked for
+
+
+def preset_for(args: argparse.Namespace) -> str:
+    """
+    Raises:
+        OptionError: none was given for a model that has no own, or options of another one.
+    """
+    name = args.preset or (SCENES if args.model == "builtin" else None)
+    if name is None:
+        hint = choices([SCENES, *PRESETS])
+        raise OptionError(
+            "--preset is missing", "figures of two protocols cannot be compared", hint
+        )
+    if name != SCENES:
+        preset_of(name)
+    others = {
+        True: "prompts prompts_file metrics reference inception vgg clip hps export".split(),
+        False: "fresh panels".split(),
+    }[name == SCENES]
+    given = [option for option in others if getattr(args, option) is not None]
+    if given:
+        option = "--" + given[0].replace("_", "-")
+        raise OptionError(f"{option} has no meaning for --preset {name}")
+    return str(name)
+
+
+def library_of(args: argparse.Namespace, preset: str) -> Library:
+    """
+    Raises:
+        OptionError: an unknown metric.
+    """
+    found = Library(
+        **{name: value for name, value in taken(Library, args).items() if name not in CHOSEN},
+        preset=preset_of(preset),
+    )
+    if args.metrics is None:
+        return found
+    none = args.metrics == NO_METRIC
+    named = [] if none else listed(args.metrics, "--metrics", "metric", tuple(NEEDS))
+    return replace(found, metrics=tuple(named))
+
+
+CHOSEN = ("preset", "metrics")
+
+
+def folders_of(args: argparse.Namespace) -> dict[str, Path]:
+    """
+    Raises:
+        OptionError: not of the form NAME=FOLDER, twice, or no folder.
+    """
+    found: dict[str, Path] = {}
+    for text in args.folder:
+        name, equals, place = text.partition("=")
+        if not equals or not name or name in found:
+            raise OptionError(f"--folder is {text}", "a new NAME=FOLDER was expected")
+        if not Path(place).is_dir():
+            raise OptionError(f"--folder is {text}", f"{place} is no folder")
+        found[name] = Path(place)
+    return found
+
+
+# ------------------------------------------------------------------------------------ all of it
+
+
 def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Check the options, draw, score, print and write."""
-    settings = [Setting.parse(text) for text in listed(args.rows, "--rows")]
+    preset = preset_for(args)
+    library = None if preset == SCENES else library_of(args, preset)
+    rows = args.rows or (SCENES_ROWS if library is None else library.preset.rows)
+    settings = [Setting.parse(text) for text in listed(rows, "--rows")]
     chosen = EvaluateOptions(**taken(EvaluateOptions, args), floor=not args.no_floor)
+    painted = PaintedOptions(**taken(PaintedOptions, args)) if library is None else None
     options.sampling_options(args, options.Sampling())
-    device, given = options.device_options(args), options.given_parts(args)
+    folders, given = folders_of(args), options.given_parts(args)
+    device = options.device_options(args)
+    if args.export and (library is None or library.prompts not in EXPORTED):
+        raise OptionError(
+            "--export needs the prompts of a benchmark", hint="--prompts geneval, or dpg"
+        )
     prepare(device.device, device.graphs)  # before torch is imported
-    from contextlib import closing
-
-    from lantern_hpu.evaluate.run import evaluate
+    from lantern_hpu.evaluate.run import Evaluation
     from lantern_hpu.measurements import heading
     from lantern_hpu.pipeline import LanternPipeline
 
+    # Whatever a protocol lacks is said before the model is loaded.
+    scorer = None if library is None else literature(library, args)
     with closing(
         LanternPipeline.from_pretrained(args.model, given=given, **vars(device))
     ) as pipeline:
-        sampling = options.sampling_options(args, pipeline.model.sampling)
+        sampling = pipeline.model.sampling
+        if library is not None:
+            sampling = replace(sampling, **library.preset.sampling_for(pipeline.model.name))
+        sampling = pipeline.model.sampling = options.sampling_options(args, sampling)
         about = heading("lantern_hpu.evaluate", pipeline, argv)
-        print(evaluate(pipeline, settings, chosen, sampling, args.output, about))
+        evaluation = Evaluation(
+            pipeline,
+            scorer or own(painted or PaintedOptions(), pipeline, args.output),
+            settings,
+            chosen,
+            sampling,
+            args.output,
+            folders,
+            about,
+        )
+        print(evaluation.run())
+        if args.export and library is not None and library.prompts_file is not None:
+            for name, places in evaluation.places().items():
+                file = library.prompts_file
+                export(
+                    str(library.prompts), evaluation.scorer.items, places, file, args.export / name
+                )
     print(f"wrote {args.output / 'evaluation.json'}, .md and the plots beside them")
+
+
+def literature(library: Library, args: argparse.Namespace) -> Scorer:
+    from lantern_hpu.evaluate.library import LibraryScorer
+
+    return LibraryScorer(library, args.images, args.output)
+
+
+def own(chosen: PaintedOptions, pipeline: LanternPipeline, output: Path) -> Scorer:
+    from lantern_hpu.evaluate.painted import Painted, PaintedScorer
+
+    return PaintedScorer(Painted(chosen.images, chosen.panels, chosen.fresh), pipeline, output)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -163,6 +163,28 @@ def kept_rows(file: Path, key: object) -> dict[str, Array] | None:
             return {name: data[name] for name in data.files if name != "key"}
     except (OSError, ValueError, KeyError, EOFError):
         return None
+
+
+@dataclass(frozen=True)
+class Cache:
+    """Rows beside the pictures they were made of.
+
+    Attributes:
+        network: what they depend on beside the pictures.
+    """
+
+    folder: Path
+    network: object
+
+    def rows(self, name: str, key: object, make: Callable[[], Rows]) -> dict[str, Array]:
+        """Those of this name and key that were kept, or made now."""
+        full = json.loads(json.dumps([self.network, key]))
+        file = self.folder / "features" / f"{name}.npz"
+        found = kept_rows(file, full)
+        if found is None:
+            found = dict(make())
+            keep_rows(file, full, found)
+        return found
 
 
 def keep_rows(file: Path, key: object, rows: Rows) -> None:

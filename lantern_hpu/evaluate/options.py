@@ -1,4 +1,4 @@
-"""What `lantern_hpu.fidelity` measures, and how much of it. Needs no torch."""
+"""What `lantern_hpu.fidelity` and `lantern_hpu.evaluate` measure, and how much of it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -84,19 +84,15 @@ class FidelityOptions:
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """What `lantern_hpu.evaluate` draws and how it scores.
+    """What `lantern_hpu.evaluate` draws and how it scores, whatever the protocol.
 
     Attributes:
-        images: captions that are drawn once each. panels: captions drawn several times each.
-        reference: fresh pictures. rounds: of the bootstrap.
+        rounds: of the bootstrap.
         places: where the law of the next token is measured; 0 leaves it out.
         floor: draw `ar` with a second set of seeds.
         tree: of methods with a static tree; None for each method's own.
     """
 
-    images: int = 400
-    panels: int = 25
-    reference: int = 4000
     rounds: int = 200
     places: int = 0
     seed: int = 0
@@ -105,7 +101,31 @@ class EvaluateOptions:
     tree: str | None = None
 
     def __post_init__(self) -> None:
-        least = {"images": 65, "panels": 2, "reference": 65, "rounds": 2, "places": 0}
-        for name, lowest in (least | {"batch_size": 1, "seed": 0}).items():
-            value = getattr(self, name)
-            require(value >= lowest, f"--{name.replace('_', '-')}", value, f"{lowest} or more")
+        check_least(self, {"rounds": 2, "places": 0, "batch_size": 1, "seed": 0})
+
+
+@dataclass(frozen=True)
+class PaintedOptions:
+    """Pictures of the embedded model's protocol; a Frechet distance of 64 features needs more than 64.
+
+    Attributes:
+        images: captions that are drawn once each. panels: captions that are drawn several times each.
+        fresh: of the generator, with which drawn pictures are compared.
+    """
+
+    images: int = 400
+    panels: int = 25
+    fresh: int = 4000
+
+    def __post_init__(self) -> None:
+        check_least(self, {"images": 65, "panels": 2, "fresh": 65})
+
+
+def check_least(options: object, least: dict[str, int]) -> None:
+    """
+    Raises:
+        OptionError: a field is below its least value.
+    """
+    for name, lowest in least.items():
+        value = getattr(options, name)
+        require(value >= lowest, f"--{name.replace('_', '-')}", value, f"{lowest} or more")

@@ -13,17 +13,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations
+from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.random import Generator
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from lantern_hpu.evaluate.attributes import SIDE, Classifier, Pixels
-from lantern_hpu.evaluate.sets import Item
-from lantern_hpu.evaluate.statistics import Array, Metric, Rows, frechet_metric, ratio_metric
+from lantern_hpu.evaluate.attributes import SIDE, WEIGHTS, Classifier, Pixels, small, to_network
+from lantern_hpu.evaluate.folder import Cache, read_picture, stamps
+from lantern_hpu.evaluate.protocols import SCENES
+from lantern_hpu.evaluate.report import Row
+from lantern_hpu.evaluate.sets import Item, digest
+from lantern_hpu.evaluate.statistics import (
+    Array,
+    Metric,
+    Rows,
+    figures,
+    frechet_metric,
+    ratio_metric,
+)
+from lantern_hpu.files import sha256
+from lantern_hpu.pictures import to_images
+from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.scenes import Noise, Scene, describe, paint, render, sample
 
+GENERATOR, TOKENIZER = "the generator", "its tokenizer"
+SHARE = "of "  # before the name of an attribute whose agreement is kept
 # Numbers of the generator's pictures; those of trainings lie below
 CAPTIONS, REFERENCE, PANELS = 2 * 10**9, 3 * 10**9, 4 * 10**9
 REPEATS = 4  # pictures of each caption whose diversity is measured
@@ -31,8 +48,6 @@ REPEATS = 4  # pictures of each caption whose diversity is measured
 
 class Painted:
     """Captions of the generator, and what to make of pictures of them."""
-
-    name = "scenes"
 
     def __init__(self, images: int, panels: int, reference: int) -> None:
         """
@@ -42,11 +57,6 @@ class Painted:
         """
         self.images, self.panels, self.reference = images, panels, reference
         self.noise, self.classifier = Noise(2 * SIDE), Classifier.load()
-
-    @property
-    def settings(self) -> dict[str, int]:
-        """What fixes the pictures."""
-        return {"images": self.images, "panels": self.panels, "reference": self.reference}
 
     def items(self) -> list[Item]:
         """What is to be drawn: captions that leave things out, as users' do, then panels of complete ones."""
@@ -128,3 +138,111 @@ def within(pixels: NDArray[np.uint8], panels: int) -> Array:
     pairs = list(combinations(range(groups.shape[1]), 2))
     each = [np.square(groups[:, a] - groups[:, b]).mean((1, 2, 3)) ** 0.5 for a, b in pairs]
     return np.asarray(np.mean(each, 0))
+
+
+class PaintedScorer:
+    """Pictures to rows of the painted protocol's metrics."""
+
+    name = SCENES
+
+    def __init__(self, protocol: Painted, pipeline: LanternPipeline, folder: Path) -> None:
+        self.painted, self.pipeline = protocol, pipeline
+        self.items = protocol.items()
+        self.cache = Cache(folder, [sha256(WEIGHTS), digest(self.items)])
+        self._own: Pixels | None = None
+
+    def prepare(self) -> None:
+        """Paint what the drawn pictures are compared with."""
+        reference = self.cache.rows(
+            "reference", self.painted.reference, lambda: {"features": self.painted.fresh()}
+        )
+        self.metrics = self.painted.metrics(reference["features"])
+        self.generator = self.cache.rows("generator", 0, self.of_generator)
+
+    @property
+    def own(self) -> Pixels:
+        """The generator's pictures of the items, painted when first asked for."""
+        if self._own is None:
+            self._own = self.painted.own()
+        return self._own
+
+    def of_generator(self) -> Rows:
+        distances = within(self.own[self.painted.images :], self.painted.panels)
+        return self.of_pixels(self.own, distances) | {"distances": distances}
+
+    def of_pixels(self, pixels: Pixels, distances: Array) -> dict[str, Array]:
+        """Rows, and the agreement of each attribute."""
+        told = self.painted.by_attribute(self.items, pixels)
+        shares = {f"{SHARE}{name}": np.asarray(share) for name, share in told.items()}
+        return dict(self.painted.rows(self.items, pixels, distances)) | shares
+
+    def rows(self, name: str, files: Sequence[Path]) -> Rows:
+        """Of the pictures of a setting, in the order of the items."""
+
+        def made() -> Rows:
+            read = tqdm(files, desc="reading", unit="picture", leave=False)
+            pixels = np.stack([small(read_picture(file)) for file in read])
+            return self.of_pixels(pixels, self.generator["distances"])
+
+        return self.cache.rows(name, stamps(files), made)
+
+    def baselines(self, rounds: int) -> list[Row]:
+        """The generator's own pictures of the captions, and these through the tokenizer."""
+        found = {GENERATOR: self.generator}
+        if encodes(self.pipeline):
+
+            def through() -> Rows:
+                pixels = np.stack(list(through_tokenizer(self.pipeline, self.own)))
+                return self.of_pixels(pixels, self.generator["distances"])
+
+            files = self.pipeline.model.files
+            found[TOKENIZER] = self.cache.rows("tokenizer", files, through)
+        return [
+            Row(name, {}, figures(self.metrics, rows, rounds), extra_of(rows))
+            for name, rows in found.items()
+        ]
+
+    def protocol(self) -> str:
+        """In a sentence."""
+        sizes = self.painted
+        return (
+            f"Protocol `{SCENES}`: {sizes.images} captions of the generator once each and {sizes.panels} {REPEATS} "
+            f"times each; {sizes.reference} fresh pictures as reference."
+        )
+
+    def notes(self) -> list[str]:
+        """What a reader must know of the figures."""
+        right = self.painted.classifier.about["accuracy"]["clean"]["all"]
+        return [
+            "Frechet distance: per cent of the reference's variance, in the features of a small network trained on "
+            "the generator; it cannot be compared with figures of other networks.",
+            f"That network tells {100 * right:.1f} % of the attributes of fresh pictures; `{GENERATOR}` is how it "
+            "scores the generator's own pictures of the captions.",
+        ]
+
+
+def extra_of(rows: Rows) -> dict[str, dict[str, float]]:
+    """Shares that have no interval."""
+    told = {n.removeprefix(SHARE): float(v) for n, v in rows.items() if n.startswith(SHARE)}
+    return {"agreement_of": told} if told else {}
+
+
+def encodes(pipeline: LanternPipeline) -> bool:
+    """Whether its tokenizer takes pictures of the generator's size."""
+    vq = pipeline.model.vq
+    if vq is None:
+        return False
+    factor = 2 ** (len(vq.config.multipliers) - 1)
+    return pipeline.model.target.config.grid == (SIDE // factor, SIDE // factor)
+
+
+@torch.no_grad()
+def through_tokenizer(pipeline: LanternPipeline, pixels: Pixels) -> Iterator[Pixels]:
+    """Pictures as the model's tokenizer gives them back, one at a time."""
+    model = pipeline.model
+    assert model.vq is not None
+    weight = model.vq.quant_conv.weight
+    for start in tqdm(range(0, len(pixels), 8), desc="tokenizer", unit="batch"):
+        floats = to_network(pixels[start : start + 8]).to(weight.device, weight.dtype)
+        codes = model.vq.encode(floats).flatten(1)
+        yield from map(small, to_images(model.vq.decode_codes(codes, model.target.config.grid)))

@@ -3,252 +3,195 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-import numpy as np
-import torch
 from tqdm import tqdm
 
 from lantern_hpu.config import Sampling
-from lantern_hpu.evaluate.attributes import SIDE, WEIGHTS, Pixels, small, to_network
+from lantern_hpu.errors import OptionError, needing
 from lantern_hpu.evaluate.drawing import AGAIN, Column, Drawing, columns
 from lantern_hpu.evaluate.fidelity import measure, total
-from lantern_hpu.evaluate.folder import (
-    keep_rows,
-    kept_rows,
-    open_folder,
-    read_picture,
-    stamps,
-)
+from lantern_hpu.evaluate.folder import open_folder
 from lantern_hpu.evaluate.options import EvaluateOptions, FidelityOptions, Setting
-from lantern_hpu.evaluate.painted import Painted, within
+from lantern_hpu.evaluate.painted import extra_of
 from lantern_hpu.evaluate.plots import plot
 from lantern_hpu.evaluate.report import NOISE, PACE, Row, judged, pace, page, table
 from lantern_hpu.evaluate.sets import Item, digest
-from lantern_hpu.evaluate.statistics import Array, Metric, figures
-from lantern_hpu.files import sha256, write_file
-from lantern_hpu.pictures import to_images
+from lantern_hpu.evaluate.statistics import Metric, Rows, figures
+from lantern_hpu.files import write_file
 from lantern_hpu.pipeline import LanternPipeline
 
-GENERATOR, TOKENIZER = "the generator", "its tokenizer"
+
+class Scorer(Protocol):
+    """Turns pictures into rows, and knows what is made of them."""
+
+    name: str
+    items: list[Item]
+    metrics: list[Metric]  # once prepared
+
+    def prepare(self) -> None:
+        """What takes time, after the pictures are drawn."""
+
+    def rows(self, name: str, files: Sequence[Path]) -> Rows:
+        """Of the pictures of a setting, in the order of the items."""
+        ...
+
+    def baselines(self, rounds: int) -> list[Row]:
+        """Rows that no method drew."""
+        ...
+
+    def protocol(self) -> str:
+        """In a sentence."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What a reader must know of the figures."""
+        ...
 
 
 @dataclass
-class Scoring:
-    """Pictures of the painted protocol to rows of its metrics, which are kept beside the pictures."""
+class Evaluation:
+    """A model, settings and a protocol, and the folder of all that comes of them.
 
-    protocol: Painted
-    items: Sequence[Item]
-    folder: Path
-
-    def __post_init__(self) -> None:
-        self.network = sha256(WEIGHTS)
-        fresh = self.kept("reference", [self.protocol.reference], self._reference)["features"]
-        self.metrics: list[Metric] = self.protocol.metrics(fresh)
-
-    def _reference(self) -> dict[str, Array]:
-        return {"features": self.protocol.fresh()}
-
-    def kept(self, name: str, key: object, make: Any) -> dict[str, Array]:
-        """Rows of this name that were kept, or made now."""
-        file, full = (
-            self.folder / "features" / f"{name}.npz",
-            [self.network, digest(self.items), key],
-        )
-        found = kept_rows(file, json.loads(json.dumps(full)))
-        if found is None:
-            found = make()
-            keep_rows(file, full, found)
-        return found
-
-    def of_pixels(self, pixels: Pixels, distances: Array) -> dict[str, Array]:
-        rows = dict(self.protocol.rows(self.items, pixels, distances))
-        told = self.protocol.by_attribute(self.items, pixels)
-        return rows | {f"of {name}": np.asarray(share) for name, share in told.items()}
-
-
-def pixels_of(files: Sequence[Path]) -> Pixels:
-    """[n, SIDE, SIDE, 3]"""
-    return np.stack(
-        [small(read_picture(file)) for file in tqdm(files, desc="reading", leave=False)]
-    )
-
-
-@torch.no_grad()
-def through_tokenizer(pipeline: LanternPipeline, pixels: Pixels) -> Iterator[Pixels]:
-    """Pictures as the model's tokenizer gives them back, one at a time."""
-    model = pipeline.model
-    assert model.vq is not None
-    weight = model.vq.quant_conv.weight
-    for start in tqdm(range(0, len(pixels), 8), desc="tokenizer", unit="batch"):
-        floats = to_network(pixels[start : start + 8]).to(weight.device, weight.dtype)
-        codes = model.vq.encode(floats).flatten(1)
-        yield from map(small, to_images(model.vq.decode_codes(codes, model.target.config.grid)))
-
-
-def encodes(pipeline: LanternPipeline) -> bool:
-    """Whether its tokenizer takes pictures of the generator's size."""
-    vq = pipeline.model.vq
-    if vq is None:
-        return False
-    factor = 2 ** (len(vq.config.multipliers) - 1)
-    return pipeline.model.target.config.grid == (SIDE // factor, SIDE // factor)
-
-
-def evaluate(
-    pipeline: LanternPipeline,
-    settings: Sequence[Setting],
-    chosen: EvaluateOptions,
-    sampling: Sampling,
-    output: Path,
-    about: Mapping[str, Any],
-) -> str:
-    """Draw what is missing, score everything, write all files; returns the table.
-
-    Raises:
-        LanternError: the folder holds something else, a picture is broken, or the model cannot draw this.
+    Attributes:
+        folders: pictures drawn elsewhere, by the names of their rows.
+        about: how the run came about.
     """
-    protocol = Painted(chosen.images, chosen.panels, chosen.reference)
-    items = protocol.items()
-    identity = {
-        "protocol": protocol.name,
-        "model": pipeline.model.name,
-        "weights": pipeline.model.files,
-        "prompts": digest(items),
-        "sampling": asdict(sampling),
-        "seed": chosen.seed,
-    }
-    open_folder(output, identity)
-    drawing = Drawing(pipeline, items, sampling, chosen.seed, chosen.batch_size, output)
-    wanted = columns(pipeline, settings, chosen.tree, chosen.batch_size, chosen.floor)
-    drawing.draw(wanted)
-    scoring = Scoring(protocol, items, output)
-    baselines, distances = baseline_rows(pipeline, scoring, chosen.rounds)
-    laws = law(pipeline, settings, chosen, output)
-    rows = [
-        row_of(drawing, scoring, column, distances, chosen.rounds, laws.get(column.name, {}))
-        for column in tqdm(wanted, desc="scoring", unit="setting")
-    ]
-    again = next((row for row in rows if row.name == AGAIN), None)
-    rows = judged(rows, again)
-    return write(output, about, identity | asdict(chosen), rows, baselines, scoring.metrics)
 
+    pipeline: LanternPipeline
+    scorer: Scorer
+    settings: Sequence[Setting]
+    options: EvaluateOptions
+    sampling: Sampling
+    output: Path
+    folders: Mapping[str, Path]
+    about: Mapping[str, Any]
 
-def row_of(
-    drawing: Drawing,
-    scoring: Scoring,
-    column: Column,
-    distances: Array,
-    rounds: int,
-    extra: Mapping[str, Any],
-) -> Row:
-    """Figures of a setting's pictures."""
-    shelf = drawing.shelf(column)
-    drawn, files = shelf.drawn(), list(shelf.places.values())
-    rows = scoring.kept(
-        column.slug, stamps(files), lambda: scoring.of_pixels(pixels_of(files), distances)
-    )
-    told = attributes_of(rows)
-    paces = pace([drawn[item.id] for item in drawing.items])
-    found = figures([*PACE, *scoring.metrics], rows | paces, rounds)
-    return Row(column.name, column.about(), found, {"agreement_of": told, **extra})
+    def run(self) -> str:
+        """Draw what is missing, score everything, write all files; returns the table.
 
+        Raises:
+            LanternError: the folder holds something else, a picture is broken, or the model cannot draw this.
+        """
+        with needing("matplotlib", "it draws the plots", "evaluate"):
+            import matplotlib.figure  # noqa: F401
+        outside = {name: self.outside(folder) for name, folder in self.folders.items()}
+        identity = self.identity()
+        open_folder(self.output, identity)
+        options, drawing = self.options, self.drawing()
+        wanted = columns(
+            self.pipeline, self.settings, options.tree, options.batch_size, options.floor
+        )
+        drawing.draw(wanted)
+        self.scorer.prepare()
+        laws = self.laws()
+        rows = [
+            self.drawn(drawing, column, laws.get(column.name, {}))
+            for column in tqdm(wanted, desc="scoring", unit="setting")
+        ]
+        rows += [self.scored(name, files) for name, files in outside.items()]
+        rows = judged(rows, next((row for row in rows if row.name == AGAIN), None))
+        return self.write(identity | asdict(options), rows)
 
-def attributes_of(rows: Mapping[str, Array]) -> dict[str, float]:
-    return {n.removeprefix("of "): float(v) for n, v in rows.items() if n.startswith("of ")}
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
+        return {
+            "protocol": self.scorer.name,
+            "model": self.pipeline.model.name,
+            "weights": self.pipeline.model.files,
+            "prompts": digest(self.scorer.items),
+            "sampling": asdict(self.sampling),
+            "seed": self.options.seed,
+        }
 
+    def places(self) -> dict[str, dict[str, Path]]:
+        """The pictures of each setting, by its folder's name and the items' ids."""
+        options, drawing = self.options, self.drawing()
+        wanted = columns(
+            self.pipeline, self.settings, options.tree, options.batch_size, options.floor
+        )
+        return {column.slug: drawing.shelf(column).places for column in wanted}
 
-def baseline_rows(
-    pipeline: LanternPipeline, scoring: Scoring, rounds: int
-) -> tuple[list[Row], Array]:
-    """The generator's own pictures of the captions, and these through the tokenizer; the distances in its panels."""
-    protocol = scoring.protocol
-    painted: list[Pixels] = []
+    def drawing(self) -> Drawing:
+        seed, size = self.options.seed, self.options.batch_size
+        return Drawing(self.pipeline, self.scorer.items, self.sampling, seed, size, self.output)
 
-    def own() -> Pixels:
-        if not painted:
-            painted.append(protocol.own())
-        return painted[0]
+    def outside(self, folder: Path) -> list[Path]:
+        """The pictures of a folder, in the order of the items.
 
-    def generator() -> dict[str, Array]:
-        distances = within(own()[protocol.images :], protocol.panels)
-        return scoring.of_pixels(own(), distances) | {"distances": distances}
+        Raises:
+            OptionError: some are missing.
+        """
+        places = {file.stem: file for file in sorted(folder.rglob("*.png"))}
+        missing = [item.id for item in self.scorer.items if item.id not in places]
+        if missing:
+            some = ", ".join(f"{name}.png" for name in missing[:3])
+            why = f"{len(missing)} of {len(self.scorer.items)} are missing, first {some}"
+            raise OptionError(f"{folder} does not hold the pictures of these prompts", why)
+        return [places[item.id] for item in self.scorer.items]
 
-    rows = scoring.kept("generator", 0, generator)
-    distances = rows["distances"]
-    found = [(GENERATOR, rows)]
-    if encodes(pipeline):
+    def drawn(self, drawing: Drawing, column: Column, extra: Mapping[str, Any]) -> Row:
+        """Figures of a setting."""
+        shelf = drawing.shelf(column)
+        lines, files = shelf.drawn(), list(shelf.places.values())
+        rows = self.scorer.rows(column.slug, files)
+        paces = pace([lines[item.id] for item in drawing.items])
+        found = figures([*PACE, *self.scorer.metrics], {**rows, **paces}, self.options.rounds)
+        return Row(column.name, column.about(), found, {**extra_of(rows), **extra})
 
-        def tokenizer() -> dict[str, Array]:
-            through = np.stack(list(through_tokenizer(pipeline, own())))
-            return scoring.of_pixels(through, distances)
+    def scored(self, name: str, files: Sequence[Path]) -> Row:
+        """Figures of pictures that were drawn elsewhere."""
+        rows = self.scorer.rows(f"folder-{name}", files)
+        found = figures(self.scorer.metrics, rows, self.options.rounds)
+        return Row(name, {}, found, extra_of(rows))
 
-        found.append((TOKENIZER, scoring.kept("tokenizer", pipeline.model.files, tokenizer)))
-    return [
-        Row(name, {}, figures(scoring.metrics, rows, rounds), {"agreement_of": attributes_of(rows)})
-        for name, rows in found
-    ], distances
+    def laws(self) -> dict[str, dict[str, Any]]:
+        """By setting, how far it moves the law of the next token."""
+        if not self.options.places:
+            return {}
+        options = FidelityOptions(images=self.options.places, timed=1, seed=self.options.seed)
+        file = self.output / "law.json"
+        key = json.loads(json.dumps([asdict(options), asdict(self.sampling)]))
+        known: dict[str, Any] = {}
+        if file.exists():
+            data = json.loads(file.read_text(encoding="utf-8"))
+            known = data["rows"] if data["key"] == key else {}
+        missing = [setting for setting in self.settings if setting.name not in known]
+        if missing:
+            with tqdm(total=total(missing, options), desc="law", unit="image") as bar:
+                for row in measure(self.pipeline, missing, options, bar):
+                    known[row["row"]] = {name: row[name] for name in ("tv", "tv_interval")}
+            write_file(file, json.dumps({"key": key, "rows": known}).encode(), force=True)
+        return known
 
-
-def law(
-    pipeline: LanternPipeline, settings: Sequence[Setting], chosen: EvaluateOptions, output: Path
-) -> dict[str, dict[str, Any]]:
-    """By setting, how far it moves the law of the next token."""
-    if not chosen.places:
-        return {}
-    options = FidelityOptions(images=chosen.places, timed=1, seed=chosen.seed)
-    file = output / "law.json"
-    key = [asdict(options), pipeline.model.files]
-    known: dict[str, Any] = {}
-    if file.exists():
-        data = json.loads(file.read_text())
-        known = data["rows"] if data["key"] == json.loads(json.dumps(key)) else {}
-    missing = [setting for setting in settings if setting.name not in known]
-    if missing:
-        with tqdm(total=total(missing, options), desc="law", unit="image") as bar:
-            for row in measure(pipeline, missing, options, bar):
-                known[row["row"]] = {name: row[name] for name in ("tv", "tv_interval")}
-        write_file(file, json.dumps({"key": key, "rows": known}).encode(), force=True)
-    return known
-
-
-def write(
-    output: Path,
-    about: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    rows: Sequence[Row],
-    baselines: Sequence[Row],
-    metrics: Sequence[Metric],
-) -> str:
-    """All files of the result; returns the table."""
-    told = {
-        "protocol": (
-            f"Protocol `scenes`: {settings['images']} captions of the generator once each and {settings['panels']} "
-            f"four times; {settings['reference']} fresh pictures as reference; {settings['batch_size']} images "
-            "a batch."
-        ),
-        "notes": [
-            "± is half of a 95 % interval (bootstrap over images).",
-            f"{NOISE}: no farther from `ar` than `ar` with other seeds is, or the interval of the difference holds 0.",
-            "Frechet distance: per cent of the reference's variance, in the features of a small network trained on "
-            "the generator; it cannot be compared with figures of other networks.",
-        ],
-    }
-    everything = [*rows, *baselines]
-    document = {
-        **about,
-        "settings": settings,
-        **told,
-        "rows": [row.as_json() for row in rows],
-        "baselines": [row.as_json() for row in baselines],
-    }
-    named = {"quality-tokens": PACE[0], "quality-seconds": PACE[1]}
-    files = {f"{n}.png": plot(rows, baselines, metrics, axis) for n, axis in named.items()}
-    files["evaluation.json"] = json.dumps(document, indent=1).encode()
-    files["evaluation.md"] = page({**about, **told}, everything, metrics).encode()
-    for name, data in files.items():
-        write_file(output / name, data, force=True)
-    return table(everything, metrics)
+    def write(self, settings: Mapping[str, Any], rows: Sequence[Row]) -> str:
+        """All files of the result; returns the table."""
+        baselines = self.scorer.baselines(self.options.rounds)
+        everything, metrics = [*rows, *baselines], self.scorer.metrics
+        told = {
+            "protocol": f"{self.scorer.protocol()} {self.options.batch_size} images a batch.",
+            "notes": [
+                f"± is half of a 95 % interval: bootstrap over pictures, {self.options.rounds} rounds at most.",
+                f"{NOISE}: no farther from `ar` than `ar` with other seeds is, or the interval of the difference "
+                "holds 0.",
+                *self.scorer.notes(),
+            ],
+        }
+        document = {
+            **self.about,
+            "settings": settings,
+            **told,
+            "rows": [row.as_json() for row in rows],
+            "baselines": [row.as_json() for row in baselines],
+        }
+        axes = {"quality-tokens": PACE[0], "quality-seconds": PACE[1]} if metrics else {}
+        timed = [row for row in rows if row.about]
+        files = {f"{n}.png": plot(timed, baselines, metrics, axis) for n, axis in axes.items()}
+        files["evaluation.json"] = json.dumps(document, indent=1).encode()
+        files["evaluation.md"] = page({**self.about, **told}, everything, metrics).encode()
+        for name, data in files.items():
+            write_file(self.output / name, data, force=True)
+        return table(everything, metrics)

@@ -32,6 +32,7 @@ class Metric:
         better: "lower", "higher" or "" where neither is.
         least: rows that it needs.
         digits: behind the point, in tables.
+        of: name of its rows, if it is not its own. rounds: of the bootstrap at most; 0 gives no interval.
     """
 
     name: str
@@ -40,6 +41,13 @@ class Metric:
     better: str = ""
     least: int = 2
     digits: int = 3
+    of: str = ""
+    rounds: int = 10**6
+
+    @property
+    def source(self) -> str:
+        """Name of its rows."""
+        return self.of or self.name
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,10 @@ def measured(metric: Metric, rows: Array, rounds: int, seed: int = 0) -> Figure:
     """A metric of rows [n, ...]; equal numbers of rows are drawn alike, so that figures can be compared in pairs."""
     rng = np.random.default_rng(seed)
     draws = np.asarray(
-        [metric.value(rows[rng.integers(len(rows), size=len(rows))]) for _ in range(rounds)]
+        [
+            metric.value(rows[rng.integers(len(rows), size=len(rows))])
+            for _ in range(min(rounds, metric.rounds))
+        ]
     )
     return Figure(metric.value(rows), spread(draws), draws)
 
@@ -89,7 +100,7 @@ class Difference:
     def of(cls, one: Figure, other: Figure, floor: float) -> Difference:
         """One less the other; the same rows of both were drawn again, so what they share cancels."""
         value, around = one.value - other.value, spread(one.draws - other.draws)
-        return cls(value, around, abs(value) <= max(floor, around))
+        return cls(value, around, abs(value) <= max(floor, 0.0 if math.isnan(around) else around))
 
 
 # ------------------------------------------------------------------------------------ Frechet distance
@@ -162,7 +173,7 @@ def mean_metric(name: str, title: str, better: str = "", digits: int = 3) -> Met
 
 def figures(metrics: Sequence[Metric], rows: Rows, rounds: int) -> dict[str, Figure]:
     """Of each metric that there are rows of."""
-    return {m.name: measured(m, rows[m.name], rounds) for m in metrics if m.name in rows}
+    return {m.name: measured(m, rows[m.source], rounds) for m in metrics if m.source in rows}
 
 
 def floors(ar: Mapping[str, Figure], again: Mapping[str, Figure]) -> dict[str, float]:
@@ -172,5 +183,6 @@ def floors(ar: Mapping[str, Figure], again: Mapping[str, Figure]) -> dict[str, f
 
 def as_json(found: Mapping[str, Figure]) -> dict[str, Any]:
     """Each figure by name, and their intervals."""
-    intervals = {name: list(one.interval) for name, one in found.items()}
+    known = {name: one for name, one in found.items() if not math.isnan(one.around)}
+    intervals = {name: list(one.interval) for name, one in known.items()}
     return {name: one.value for name, one in found.items()} | {"intervals": intervals}
