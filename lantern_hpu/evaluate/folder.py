@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from PIL import Image
@@ -161,7 +162,7 @@ def kept_rows(file: Path, key: object) -> dict[str, Array] | None:
             if str(data["key"]) != json.dumps(key):
                 return None
             return {name: data[name] for name in data.files if name != "key"}
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
 
 

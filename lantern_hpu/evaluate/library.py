@@ -10,13 +10,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
 
-from lantern_hpu.errors import OptionError, needing
+from lantern_hpu.errors import OptionError
 from lantern_hpu.evaluate.folder import Cache, stamps
-from lantern_hpu.evaluate.networks import NETWORKS, cache_key, locate, rows_of
+from lantern_hpu.evaluate.networks import NETWORKS, cache_key, kept, locate, rows_of
 from lantern_hpu.evaluate.protocols import FEW, NEEDS, Library
 from lantern_hpu.evaluate.report import Row
 from lantern_hpu.evaluate.sets import read_set
@@ -79,9 +80,13 @@ def read_statistics(file: Path, preset: str) -> Gaussian:
     Raises:
         OptionError: of another protocol. WeightsError: unreadable.
     """
-    with reported_as(f"cannot read {file}"), np.load(file, allow_pickle=False) as data:
-        made = str(data["protocol"]) if "protocol" in data.files else "imagenet"
-        found = Gaussian(data["mu"].astype(np.float64), data["sigma"].astype(np.float64))
+    with reported_as(f"cannot read {file}"):
+        try:
+            with np.load(file, allow_pickle=False) as data:
+                made = str(data["protocol"]) if "protocol" in data.files else "imagenet"
+                found = Gaussian(data["mu"].astype(np.float64), data["sigma"].astype(np.float64))
+        except (BadZipFile, EOFError) as error:
+            raise ValueError(str(error)) from error
     if made != preset:
         why = f"it was made for {made}, and figures would not be comparable"
         raise OptionError(f"{file} is no reference of {preset}", why, f"--preset {made}")
@@ -187,7 +192,8 @@ class LibraryScorer:
 
     def kid(self, rows: Array) -> float:
         """torch-fidelity's, 100 subsets of 1,000 pictures, or of all where there are fewer."""
-        from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
+        with kept("torch-fidelity", "it has KID"):
+            from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
 
         real = self.real["inception"]
         size = min(SUBSET, len(rows), len(real))
@@ -255,7 +261,7 @@ def inside(points: Array, others: Array) -> Array:
 
 def inception_score(rows: Array) -> float:
     """torch-fidelity's, of logits [n, 1008] in ten parts."""
-    with needing("torch-fidelity", "it has the inception score", "evaluate"):
+    with kept("torch-fidelity", "it has the inception score"):
         from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, isc_features_to_metric
 
     found = isc_features_to_metric(torch.from_numpy(rows), splits=min(10, len(rows)))

@@ -6,8 +6,8 @@ Weights come from a path or a cache and are never downloaded. Each network turns
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lantern_hpu.errors import OptionError, WeightsError, needing
+from lantern_hpu.evaluate.folder import read_picture
 from lantern_hpu.evaluate.protocols import Library, Preset, Source
 from lantern_hpu.evaluate.statistics import Array
 from lantern_hpu.files import reported_as
@@ -163,9 +164,37 @@ def gathered(parts: Sequence[Tensor]) -> Array:
 # ------------------------------------------------------------------------------------ networks
 
 
+@contextmanager
+def kept(package: str, purpose: str) -> Iterator[None]:
+    """Around imports of a library: also one that is there and does not load, as a torchvision of another torch.
+
+    Raises:
+        OptionError: it cannot be used.
+    """
+    with needing(package, purpose, "evaluate"):
+        try:
+            yield
+        except (RuntimeError, OSError, AttributeError) as error:
+            raise ImportError(f"it does not load: {error}") from error
+
+
+@contextmanager
+def refused(place: Path) -> Iterator[None]:
+    """Around the making of a network.
+
+    Raises:
+        WeightsError: the files are not its weights.
+    """
+    try:
+        yield
+    except (RuntimeError, OSError, KeyError, ValueError, TypeError) as error:
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise WeightsError(f"{place} does not hold this network's weights", why) from error
+
+
 def inception(file: Path, preset: Preset) -> Network:
     """Rows `inception` [n, 2048] and `logits` [n, 1008] of torch-fidelity's InceptionV3."""
-    with needing("torch-fidelity", "it has the network of FID", "evaluate"):
+    with kept("torch-fidelity", "it has the network of FID"):
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     safe(file)
     layers = ["2048", "logits_unbiased"]
@@ -184,7 +213,7 @@ def inception(file: Path, preset: Preset) -> Network:
 
 def vgg(file: Path, preset: Preset) -> Network:
     """Rows `vgg` [n, 4096] of torch-fidelity's VGG16: fc2 before its ReLU."""
-    with needing("torch-fidelity", "it has the network of precision and recall", "evaluate"):
+    with kept("torch-fidelity", "it has the network of precision and recall"):
         from torch_fidelity.feature_extractor_vgg16 import FeatureExtractorVGG16
     safe(file)
     with refused(file):
@@ -198,7 +227,7 @@ def vgg(file: Path, preset: Preset) -> Network:
 
 def clip(folder: Path, preset: Preset) -> Network:
     """Rows `clip` [n]: cosine of picture and caption by transformers' CLIP, times the protocol's scale."""
-    with needing("transformers", "it has CLIP", "evaluate"):
+    with kept("transformers", "it has CLIP"):
         from transformers import CLIPModel, CLIPProcessor
     with refused(folder):
         model = CLIPModel.from_pretrained(folder, local_files_only=True).eval()
@@ -223,7 +252,7 @@ def clip(folder: Path, preset: Preset) -> Network:
 
 def hps(file: Path, preset: Preset) -> Network:
     """Rows `hps` [n]: HPSv2's cosine of picture and caption, by open_clip with its checkpoint."""
-    with needing("open_clip", "it has the network of HPSv2", "evaluate"):
+    with kept("open_clip", "it has the network of HPSv2"):
         import open_clip
     state = safe(file)
     with refused(file):
@@ -244,22 +273,6 @@ def hps(file: Path, preset: Preset) -> Network:
         return {"hps": gathered(found)}
 
     return rows
-
-
-class refused:
-    """Around the making of a network: what goes wrong is a WeightsError that names its weights."""
-
-    def __init__(self, place: Path) -> None:
-        self.place = place
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, (RuntimeError, OSError, KeyError, ValueError, TypeError)):
-            why = str(error).splitlines()[0] if str(error) else type(error).__name__
-            what = f"{self.place} does not hold this network's weights"
-            raise WeightsError(what, why) from error
 
 
 def chunks(images: Pictures) -> Iterator[tuple[int, list[Image.Image]]]:
@@ -299,8 +312,6 @@ def rows_of(
     Raises:
         OptionError: a file is no whole picture, or of another size than the first.
     """
-    from lantern_hpu.evaluate.folder import read_picture
-
     first: tuple[int, int] | None = None
 
     def pictures() -> Pictures:
@@ -316,6 +327,6 @@ def rows_of(
     return network(pictures(), captions)
 
 
-def cache_key(paths: dict[str, Path]) -> dict[str, str]:
-    """Digests of the weights, by network; of a file that did not change since they are taken from beside it."""
-    return {name: f"{digest_of(path)}:{os.path.basename(path)}" for name, path in paths.items()}
+def cache_key(paths: Mapping[str, Path]) -> dict[str, str]:
+    """Digests of the weights, by network."""
+    return {name: digest_of(path) for name, path in paths.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from lantern_hpu.config import METHODS, choose_method
 from lantern_hpu.errors import OptionError, choices, require
@@ -12,7 +13,7 @@ from lantern_hpu.relaxation import PRESETS, Relaxation, RelaxationOptions
 VALUES = {"lambda": "lam", "preset": "preset"} | {n: n for n in "k delta omega nu mu".split()}
 
 
-def number(text: str, name: str, value: str) -> float | int | str:
+def number(text: str, name: str, value: str) -> Any:
     """A value as RelaxationOptions takes it.
 
     Raises:
