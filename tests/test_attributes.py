@@ -9,10 +9,18 @@ import pytest
 from safetensors.torch import save_file
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.evaluate.attributes import ATTRIBUTES, SIDE, WEIGHTS, Classifier, said, shown
+from lantern_hpu.evaluate.attributes import (
+    ATTRIBUTES,
+    SIDE,
+    SPOILT,
+    WEIGHTS,
+    Classifier,
+    said,
+    shown,
+)
 from lantern_hpu.evaluate.painted import CAPTIONS
 from lantern_hpu.scenes import Noise, Picture, describe, paint, sample
-from scripts.train_attributes import SPOILT, spoil
+from scripts.train_attributes import spoil
 
 
 def test_captions_say_what_the_scene_shows() -> None:

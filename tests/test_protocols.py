@@ -219,8 +219,8 @@ def random_inception(file: Path) -> Path:
     """Random weights in torch-fidelity's format."""
     module = need("torch_fidelity.feature_extractor_inceptionv3")
 
-    class Random(module.FeatureExtractorInceptionV3):  # type: ignore[misc, name-defined]
-        def load_state_dict(self, state: Any) -> None:  # type: ignore[override]
+    class Random(module.FeatureExtractorInceptionV3):  # type: ignore[name-defined]
+        def load_state_dict(self, state: Any) -> None:
             pass
 
     torch.manual_seed(0)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from lantern_hpu import options
 from lantern_hpu.backends import prepare
+from lantern_hpu.config import Sampling
 from lantern_hpu.errors import OptionError, choices, exit_code
 from lantern_hpu.evaluate.options import EvaluateOptions, PaintedOptions, Setting
 from lantern_hpu.evaluate.protocols import NEEDS, PRESETS, SCENES, Library, preset_of
@@ -169,7 +170,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     settings = [Setting.parse(text) for text in listed(rows, "--rows")]
     chosen = EvaluateOptions(**taken(EvaluateOptions, args), floor=not args.no_floor)
     painted = PaintedOptions(**taken(PaintedOptions, args)) if library is None else None
-    options.sampling_options(args, options.Sampling())
+    options.sampling_options(args, Sampling())
     folders, given = folders_of(args), options.given_parts(args)
     device = options.device_options(args)
     if args.export and (library is None or library.prompts not in EXPORTED):

@@ -12,7 +12,7 @@ from tqdm import tqdm
 from lantern_hpu.choice import Choice, fitted
 from lantern_hpu.config import MAX_SEED, METHODS, Request, Sampling
 from lantern_hpu.errors import OptionError
-from lantern_hpu.evaluate.folder import Drawn, Shelf
+from lantern_hpu.evaluate.folder import Line, Shelf
 from lantern_hpu.evaluate.options import Setting
 from lantern_hpu.evaluate.sets import Item
 from lantern_hpu.pipeline import LanternPipeline
@@ -142,10 +142,10 @@ def in_rounds(
 
 def written(
     result: GenerationResult, items: Sequence[Item], indices: Sequence[int], seconds: float
-) -> tuple[list[bytes], list[Drawn]]:
+) -> tuple[list[bytes], list[Line]]:
     """PNG files of a batch, and their lines."""
     lines = [
-        Drawn(items[index].id, record.seed, record.tokens, record.steps, round(seconds, 6))
+        Line(items[index].id, record.seed, record.tokens, record.steps, round(seconds, 6))
         for index, record in zip(indices, result.records, strict=True)
     ]
     return [result.png(i) for i in range(len(lines))], lines

@@ -35,7 +35,7 @@ HINT = "another --output, or the options of the first run"
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Line:
     """A picture's line.
 
     Attributes:
@@ -73,20 +73,20 @@ class Shelf:
         """
         settled(self.folder / "setting.json", about, f"the pictures in {self.folder}")
 
-    def drawn(self) -> dict[str, Drawn]:
+    def drawn(self) -> dict[str, Line]:
         """Lines of the pictures that are there, by id; half a line at the end is of a picture that does not count."""
         file, places, found = self.folder / "drawn.jsonl", self.places, {}
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         for line in lines:
             try:
-                one = Drawn(**json.loads(line))
+                one = Line(**json.loads(line))
             except (ValueError, TypeError):
                 continue
             if one.id in places and places[one.id].exists():
                 found[one.id] = one
         return found
 
-    def keep(self, pictures: Iterable[bytes], lines: Sequence[Drawn]) -> None:
+    def keep(self, pictures: Iterable[bytes], lines: Sequence[Line]) -> None:
         """Write PNG files, then their lines."""
         places = self.places
         for data, line in zip(pictures, lines, strict=True):

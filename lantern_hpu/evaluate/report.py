@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lantern_hpu.evaluate.folder import Drawn
+from lantern_hpu.evaluate.folder import Line
 from lantern_hpu.evaluate.statistics import (
     Array,
     Difference,
@@ -51,7 +51,7 @@ class Row:
         return known | ({"against_ar": differences} if differences else {})
 
 
-def pace(lines: Sequence[Drawn]) -> dict[str, Array]:
+def pace(lines: Sequence[Line]) -> dict[str, Array]:
     """Rows of tokens a step and seconds an image; the token that prefill draws takes no step."""
     steps = [(line.tokens - 1, max(line.steps, 1)) for line in lines]
     seconds = [(line.seconds, 1.0) for line in lines]
