@@ -197,7 +197,7 @@ class Training:
         mean = math.nan
         bar = tqdm(total=self.steps, initial=self.step, unit="step", mininterval=5)
         with bar:
-            while self.step < self.steps:
+            while self.step < (self.arguments.stop or self.steps):
                 loss = self.train_step()
                 mean = loss if math.isnan(mean) else 0.98 * mean + 0.02 * loss
                 bar.set_description(f"loss {mean:.3f}", refresh=False)
@@ -240,6 +240,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=6, help="times that each is seen")
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--stop", type=int, help="the step to stop at; --resume goes on")
     parser.add_argument("--measured", type=int, default=2000, help="fresh pictures at the end")
     arguments = parse(parser)
     training = Training(arguments)

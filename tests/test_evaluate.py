@@ -59,6 +59,7 @@ def figures(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k not in skip} for row in document(folder)["rows"]]
 
 
+@pytest.mark.slow
 def test_a_run_leaves_rows_a_page_and_plots(finished: Path) -> None:
     found = document(finished)
     rows = {row["row"]: row for row in found["rows"]}
@@ -82,6 +83,7 @@ def test_a_run_leaves_rows_a_page_and_plots(finished: Path) -> None:
     assert "lantern++:lambda=3" in (finished / "evaluation.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_same_figures(
     model: Path, finished: Path, tmp_path: Path
 ) -> None:
@@ -111,6 +113,7 @@ def test_a_finished_run_draws_nothing_again(
     assert figures(folder) == figures(finished)
 
 
+@pytest.mark.slow
 def test_batches_do_not_change_the_pictures(model: Path, finished: Path, tmp_path: Path) -> None:
     assert evaluated(model, tmp_path / "out", "--batch-size", "5", "--no-floor", rows="ar") == 0
     for file in sorted((finished / "pictures" / "ar").glob("*.png"))[::16]:
@@ -118,6 +121,7 @@ def test_batches_do_not_change_the_pictures(model: Path, finished: Path, tmp_pat
         assert read_picture(file).tobytes() == read_picture(other).tobytes()
 
 
+@pytest.mark.slow
 def test_half_a_picture_is_named(
     model: Path, finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
+from lantern_hpu.evaluate.attributes import Classifier
 from scripts import training
 from scripts.pictures import Stream, painted
 from scripts.training import Learner, Muon, Run
@@ -44,6 +46,21 @@ def test_all_stages_run_one_after_the_other(tmp_path: Path) -> None:
     what = ["--model", "model", "--prompt", "a red apple", "--output", "apple.png"]
     run(tmp_path, "lantern_hpu.generate", *what)
     assert Image.open(tmp_path / "apple.png").size == (64, 64)
+
+
+@pytest.mark.slow
+def test_the_attribute_network_resumes_to_the_same_weights(tmp_path: Path) -> None:
+    def trained(folder: str, *options: str) -> dict[str, torch.Tensor]:
+        sizes = "--pictures 64 --batch 16 --epochs 2 --measured 70 --threads 1".split()
+        place = ["--data-dir", folder, "--output", f"{folder}.safetensors"]
+        run(tmp_path, "scripts.train_attributes", *sizes, *place, *options)
+        return load_file(tmp_path / f"{folder}.safetensors")
+
+    whole = trained("whole")
+    trained("half", "--stop", "5")
+    resumed = trained("half", "--resume")
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    Classifier.load(tmp_path / "whole.safetensors")
 
 
 @pytest.fixture(autouse=True)

@@ -189,6 +189,6 @@ class Cache:
 
 
 def keep_rows(file: Path, key: object, rows: Rows) -> None:
-    buffer = io.BytesIO()
-    np.savez_compressed(buffer, key=np.asarray(json.dumps(key)), **dict(rows))
+    buffer, arrays = io.BytesIO(), {**rows, "key": np.asarray(json.dumps(key))}
+    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
     write_file(file, buffer.getvalue(), force=True)

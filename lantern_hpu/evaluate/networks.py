@@ -108,7 +108,7 @@ def safe(file: Path) -> dict[str, Any]:
     """
     with reported_as(f"cannot read {file}"):
         try:
-            state = torch.load(file, map_location="cpu", weights_only=True)
+            state = torch.load(file, map_location=torch.get_default_device(), weights_only=True)
         except Exception as error:
             raise ValueError(str(error).splitlines()[0]) from error
         if not isinstance(state, dict):
