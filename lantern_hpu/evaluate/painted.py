@@ -35,6 +35,7 @@ from lantern_hpu.evaluate.statistics import (
     ratio_metric,
 )
 from lantern_hpu.files import sha256
+from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pictures import to_images
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.scenes import Noise, Scene, describe, paint, render, sample
@@ -230,7 +231,7 @@ def extra_of(rows: Rows) -> dict[str, dict[str, float]]:
 def encodes(pipeline: LanternPipeline) -> bool:
     """Whether its tokenizer takes pictures of the generator's size."""
     vq = pipeline.model.vq
-    if vq is None:
+    if not isinstance(vq, VQModel):
         return False
     factor = 2 ** (len(vq.config.multipliers) - 1)
     return pipeline.model.target.config.grid == (SIDE // factor, SIDE // factor)
@@ -239,10 +240,10 @@ def encodes(pipeline: LanternPipeline) -> bool:
 @torch.no_grad()
 def through_tokenizer(pipeline: LanternPipeline, pixels: Pixels) -> Iterator[Pixels]:
     """Pictures as the model's tokenizer gives them back, one at a time."""
-    model = pipeline.model
-    assert model.vq is not None
-    weight = next(model.vq.parameters())
+    vq, grid = pipeline.model.vq, pipeline.model.target.config.grid
+    assert isinstance(vq, VQModel)
+    weight = vq.quant_conv.weight
     for start in tqdm(range(0, len(pixels), 8), desc="tokenizer", unit="batch"):
         floats = to_network(pixels[start : start + 8]).to(weight.device, weight.dtype)
-        codes = model.vq.encode(floats).flatten(1)
-        yield from map(small, to_images(model.vq.decode_codes(codes, model.target.config.grid)))
+        codes = vq.encode(floats).flatten(1)
+        yield from map(small, to_images(vq.decode_codes(codes, grid)))
