@@ -6,6 +6,11 @@ The server runs in a process of its own, on the loopback address, with a model o
 after the other so that none disturbs the other: closed batches of as many images as there are slots; single images
 with `generate`'s pipeline; then the server with one client, and with requests that arrive at random (a Poisson
 process) faster than it can answer. Only ratios mean something on a machine that others use.
+
+    python -m scripts.load --soak --images 200
+
+sends mixed requests instead, 32 at a time: settings of all kinds, clients that leave, fields that cannot be honoured.
+It counts the answers, and how the server's memory grew after the first quarter.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -124,6 +130,49 @@ def at_random(
     return images / (time.perf_counter() - began), seconds
 
 
+def mixed(client: httpx.Client, url: str, number: int) -> str:
+    """One request of a soak: the status of its answer, or `left`."""
+    rng = random.Random(number)
+    fields: dict[str, Any] = {"prompt": "a red apple", "seed": number, "n": rng.randint(1, 3)}
+    fields["temperature"] = rng.choice([0.5, 1.0, 1.3])
+    fields["cfg_scale"] = rng.choice([1.5, 3.0])
+    kind = rng.random()
+    if kind < 0.2:
+        fields |= rng.choice(
+            [{"n": 0}, {"size": "3x3"}, {"prompt": "\0"}, {"method": "none"}, {"x": 1}]
+        )
+    elif kind < 0.35:
+        try:
+            client.post(url + PATH, json=fields, timeout=rng.uniform(0.01, 0.5))
+        except httpx.TimeoutException:
+            return "left"
+    while True:
+        answer = client.post(url + PATH, json=fields)
+        if answer.status_code != 429:
+            return str(answer.status_code)
+        time.sleep(float(answer.headers["Retry-After"]))
+
+
+def soak(model: str, method: str, slots: int, requests: int) -> dict[str, Any]:
+    """Mixed requests, and whether the server stays as it was."""
+    client = httpx.Client(timeout=3600, limits=httpx.Limits(max_connections=256))
+    with client, server(model, slots, method, 64) as (url, pid), ThreadPoolExecutor(32) as pool:
+        first = [pool.submit(mixed, client, url, number) for number in range(requests // 4)]
+        told = [each.result() for each in first]
+        before = resident(pid)
+        rest = [pool.submit(mixed, client, url, n) for n in range(requests // 4, requests)]
+        told += [each.result() for each in rest]
+        grown = resident(pid) / before - 1
+        metrics = client.get(url + "/metrics").text
+    again = [line for line in metrics.splitlines() if line.startswith("lantern:recompiles")]
+    return {
+        "model": model,
+        "answers": dict(sorted(Counter(told).items())),
+        "recompiles_after_readiness": float(again[0].split()[-1]),
+        "memory_grown_after_a_quarter": round(grown, 4),
+    }
+
+
 def spread(seconds: Sequence[float]) -> dict[str, float]:
     """Percentiles."""
     cuts = statistics.quantiles([*seconds, *seconds], n=100, method="inclusive")
@@ -169,10 +218,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--images", type=int, default=64, help=f"of each measurement, at most {MOST}"
     )
+    parser.add_argument("--soak", action="store_true", help="mixed requests instead, 32 at a time")
     args = parser.parse_args(argv)
     if not (1 <= args.images <= MOST and 1 <= args.slots <= 64):
         parser.error(f"--images is 1 to {MOST}, --slots 1 to 64")
-    print(json.dumps(measure(args.model, args.method, args.slots, args.images), indent=2))
+    what = soak if args.soak else measure
+    print(json.dumps(what(args.model, args.method, args.slots, args.images), indent=2))
     return 0
 
 

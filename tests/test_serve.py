@@ -42,7 +42,7 @@ from lantern_hpu.serve.options import ServeOptions
 from tests.folder import write_folder
 
 ROOT = Path(__file__).parent.parent
-METHODS = ("lantern++", "ar", "eagle2")
+METHODS = ("lantern++", "ar", "eagle2", "jacobi")
 PATH = "/v1/images/generations"
 
 
