@@ -39,6 +39,7 @@ from lantern_hpu.serve.app import make_app
 from lantern_hpu.serve.calls import ApiError
 from lantern_hpu.serve.decoder import Decoder, Done, Job, Partial
 from lantern_hpu.serve.options import ServeOptions
+from lantern_hpu.serve.process import Server
 from tests.folder import write_folder
 
 ROOT = Path(__file__).parent.parent
@@ -549,6 +550,19 @@ def test_a_signal_in_the_middle_of_ten_requests_loses_none(model: Path) -> None:
     assert sum(answer.status_code == 200 for answer in answers) >= 7
     said = process.stderr.read()
     assert "SIGTERM: no more requests" in said and "stopped" in said and "Traceback" not in said
+
+
+def test_images_that_are_not_done_in_time_are_told_so(model: Path, slow: None) -> None:
+    options = ServeOptions(str(model), methods=("ar",), slots=1)
+    decoder = Decoder(LanternPipeline.from_pretrained(str(model)), options)
+    decoder.start()
+    decoder.settled()
+    late, heard = job("ar", time.monotonic() + 99)
+    decoder.submit([late])
+    server = Server(uvicorn.Config(make_app(options, lambda: decoder)), decoder, 0.0)
+    server.drain(signal.SIGTERM)
+    assert server.lost and server.should_exit
+    assert isinstance(heard[0], ApiError) and heard[0].status == 503
 
 
 def test_options_refuse_what_makes_no_sense() -> None:

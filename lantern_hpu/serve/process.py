@@ -80,6 +80,7 @@ class Server(uvicorn.Server):
         self.lost = decoder.busy
         if self.lost:
             say(f"{decoder.open_jobs} images were not done in time")
+            decoder.stop()  # who waits for them is told so, while connections are still there
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
