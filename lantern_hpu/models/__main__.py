@@ -53,7 +53,7 @@ def builtin() -> Facts:
         "grid": list(sizes.target.grid),
         "prefix": sizes.target.prefix,
         "licence": "Apache-2.0",
-        "note": "Trained on openly licensed icons: see NOTICE.",
+        "note": "Trained on scenes painted by lantern_hpu.scenes.",
         "bytes": sum((BUILTIN / name).stat().st_size for name in files if name not in lacking),
         "here": not lacking,
         "missing": lacking,
