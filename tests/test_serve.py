@@ -557,8 +557,8 @@ def test_images_that_are_not_done_in_time_are_told_so(model: Path, slow: None) -
     decoder = Decoder(LanternPipeline.from_pretrained(str(model)), options)
     decoder.start()
     decoder.settled()
-    late, heard = job("ar", time.monotonic() + 99)
-    decoder.submit([late])
+    (first, _), (late, heard) = (job("ar", time.monotonic() + 99) for _ in range(2))
+    decoder.submit([first, late])  # one slot, so the second waits
     server = Server(uvicorn.Config(make_app(options, lambda: decoder)), decoder, 0.0)
     server.drain(signal.SIGTERM)
     assert server.lost and server.should_exit
