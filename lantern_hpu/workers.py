@@ -25,6 +25,7 @@ def connect(workers: int) -> Any:
 
     Raises:
         OptionError: it is not installed.
+        DeviceError: it does not start.
     """
     with needing("ray", "it carries work to other cards and machines", "ray"):
         import ray
@@ -34,7 +35,14 @@ def connect(workers: int) -> Any:
             ray.init(address="auto", log_to_driver=True, logging_level=logging.ERROR)
         except ConnectionError:
             cores = max(workers, os.cpu_count() or 1)
-            ray.init(num_cpus=cores, logging_level=logging.ERROR, **quiet)
+            try:
+                ray.init(num_cpus=cores, logging_level=logging.ERROR, **quiet)
+            except (
+                Exception
+            ) as error:  # what a node that does not start raises has no type of its own
+                why = (str(error).strip().splitlines() or [repr(error)])[0]
+                hint = "a machine that is less busy, or RAY_ADDRESS of a cluster that runs"
+                raise DeviceError("Ray does not start on this machine", why, hint) from error
     return ray
 
 

@@ -179,3 +179,20 @@ def test_what_workers_cannot_leave_is_refused(
     options = options_for(model, tmp_path, tmp_path / "out")
     assert main([*options, "--workers", "2", option, *value]) == 2
     assert "--workers excludes" in capsys.readouterr().err
+
+
+def test_a_ray_that_does_not_start_is_one_clear_error(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def init(address: str | None = None, **options: Any) -> None:
+        raise ConnectionError("no cluster") if address else Exception("the node timed out")
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    options = options_for(model, tmp_path, tmp_path / "out")
+    assert main([*options, "--workers", "2"]) == 2
+    shown = capsys.readouterr().err
+    assert "Ray does not start" in shown and "timed out" in shown and "Traceback" not in shown
