@@ -52,7 +52,7 @@ class MadeUp(nn.Module):
         none = torch.rand(logits.shape, generator=generator) < 0.1 * (seed % 3)
         self.table = logits.masked_fill(none, -1e30).softmax(-1)  # [B, numbers, V]
 
-    def forward(self, features: Tensor, state: Any) -> Tensor:
+    def forward(self, features: Tensor, state: Any, depth: Any) -> Tensor:
         return self.table[torch.arange(IMAGES)[:, None], features[..., 0].long()]
 
     def at(self, image: int, path: Path) -> list[float]:
