@@ -353,8 +353,8 @@ def test_a_client_that_goes_away_frees_its_slot(server: Running, slow: None) -> 
         assert next(answer.iter_lines()) == "event: image_generation.partial_image"
         assert server.decoder.running == 1
     server.until(lambda: server.decoder.running == 0)
+    soon = httpx.Timeout(60, read=0.05)  # no image is done that soon
     with pytest.raises(httpx.TimeoutException):
-        soon = httpx.Timeout(60, read=0.05)  # no image is done that soon
         httpx.post(server.url + PATH, json={"prompt": "cat", "method": "ar"}, timeout=soon)
     server.until(lambda: not server.decoder.busy)
     assert server.metric("request_cancelled_total") == before + 2
