@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -40,6 +41,7 @@ from lantern_hpu.bench.roofline import (
 from lantern_hpu.bench.text import tables
 from lantern_hpu.config import METHODS, Request
 from lantern_hpu.errors import DeviceError, OptionError
+from lantern_hpu.files import ASSETS
 from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfig, TransformerConfig
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target
@@ -546,3 +548,8 @@ def test_rates_are_in_the_runs_format() -> None:
     found = rates.measure_rates(get_backend("cpu"), torch.float32)
     assert found.copy_bytes_per_s > 0 and found.operations_per_s > 0
     assert found.bf16_operations_per_s is not None and found.bf16_operations_per_s > 0
+
+
+def test_schema_knows_every_method() -> None:
+    schema = json.loads((ASSETS / "bench.schema.json").read_text())
+    assert re.findall(r"'method': {'enum': (\[[^]]*\])", str(schema)) == [str([*METHODS])]
