@@ -64,7 +64,7 @@ def options_for(model: Path, folder: Path, out: Path) -> list[str]:
     return [str(each) for each in given]
 
 
-@pytest.mark.slow
+@pytest.mark.ray
 def test_a_worker_that_dies_loses_no_image_and_draws_none_twice(
     model: Path, tmp_path: Path, cluster: None
 ) -> None:
@@ -82,7 +82,7 @@ def test_a_worker_that_dies_loses_no_image_and_draws_none_twice(
     assert sorted(drawn) == list(range(COUNT))
 
 
-@pytest.mark.slow
+@pytest.mark.ray
 def test_any_number_of_workers_draws_what_one_process_draws_and_resumes(
     model: Path, tmp_path: Path, cluster: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -106,7 +106,7 @@ def test_any_number_of_workers_draws_what_one_process_draws_and_resumes(
     assert "another image" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.ray
 def test_replicas_answer_with_the_pictures_of_generate(
     model: Path, tmp_path: Path, cluster: None
 ) -> None:

@@ -116,7 +116,11 @@ def test_every_device_has_its_stages() -> None:
 
 
 @pytest.mark.slow
-def test_processor_draws_what_the_plain_step_draws(tmp_path: Path) -> None:
+def test_processor_draws_what_the_plain_step_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Without the stage that compiles every method, which takes minutes
+    monkeypatch.setattr(run, "stages_of", lambda device: stages_of(device)[:2])
     file, model = tmp_path / "cpu.json", write_folder(tmp_path / "tiny")
     assert main(["--device", "cpu", "--model", str(model), "--output", str(file)]) == 0
     found = states(file)
