@@ -2,7 +2,7 @@
 
 Engines of a model are built when first needed, and the last used ones kept.
 
-This file holds no tensor mathematics; `prefill.py` and `step.py` hold no loop and no host read.
+This file holds no tensor mathematics; `admit.py` and `step.py` hold no loop and no host read.
 """
 
 from __future__ import annotations
