@@ -169,7 +169,7 @@ class Trainer:
         make = partial(lessons, arguments.data_dir, tuple(words))
         self.fresh = [make(FRESH + first, 8) for first in range(0, arguments.measured, 8)]
         size = arguments.batch * arguments.accumulate
-        self.stream = Stream(make, size, self.run.step * size)
+        self.stream = Stream(make, size, arguments.first + self.run.step * size)
 
     def gradients(self) -> float:
         """One step's loss, its gradients summed over the micro-batches."""
@@ -198,6 +198,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the embedded model's target.")
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--start", type=Path, help="a model folder whose weights to start from")
+    parser.add_argument(
+        "--first", type=int, default=0, help="first picture, so that --start sees none twice"
+    )
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--dim", type=int, default=320)
     parser.add_argument("--layers", type=int, default=8)
