@@ -303,7 +303,7 @@ class Engine:
                 now = clock()
                 seconds[stage], last = now - last, now
 
-        uniform, length = step.begin(state)
+        uniform, length = step.inputs(state)
         if step.drafting is None:
             drafts = step.draft(length, uniform[:, :draws], state)
             done("draft")

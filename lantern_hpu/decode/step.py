@@ -82,16 +82,16 @@ class Step(nn.Module):
 
     def forward(self, state: DecodeState) -> Tensor:
         """Returns how many tokens of each image are known [B]."""
-        return self.finish(state, *self.start(state))
+        return self.finish(state, *self.propose(state))
 
     @property
     def parts(self) -> tuple[Callable[..., Any], ...]:
         """Two halves, for a device that cannot record the whole as one graph."""
-        return self.start, self.finish
+        return self.propose, self.finish
 
-    def start(self, state: DecodeState) -> tuple[Tensor, Tensor, Drafts]:
+    def propose(self, state: DecodeState) -> tuple[Tensor, Tensor, Drafts]:
         """This step's uniforms for acceptance [B, D * C + 1], committed positions [R], and trees."""
-        uniform, length = self.begin(state)
+        uniform, length = self.inputs(state)
         draws = self.spec.tree.draws
         return uniform[:, draws:], length, self.draft(length, uniform[:, :draws], state)
 
@@ -101,7 +101,7 @@ class Step(nn.Module):
         accepted = self.accept(hidden, drafts, uniform, state)
         return self.commit(hidden, drafts, accepted, length, state)
 
-    def begin(self, state: DecodeState) -> tuple[Tensor, Tensor]:
+    def inputs(self, state: DecodeState) -> tuple[Tensor, Tensor]:
         """This step's uniforms [B, draws], and how many positions of each row are committed [R]."""
         uniform = state.uniforms.index_select(0, state.cursor)[0]
         state.cursor.add_(1)
