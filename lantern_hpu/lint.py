@@ -4,8 +4,8 @@
     python -m lantern_hpu.lint --script my_model.py     your own code
 
 Code runs on the emulated card, `backends/hpu_emulator`; `rules.py` there has the rules. Each that is broken is printed
-with the line that broke it, why it matters, and what to write instead. A script may `import habana_frameworks.torch`, and
-may call `lantern_hpu.lint.warmed_up()` once every shape has been seen: from there on a compilation is an error.
+with the line that broke it, why it matters, and what to write instead. A script may `import habana_frameworks.torch`
+and call `lantern_hpu.lint.warmed_up()` once every shape has been seen: from there on a compilation is an error.
 """
 
 from __future__ import annotations
