@@ -47,6 +47,7 @@ from lantern_hpu.zoo.resolve import resolve
 from scripts import make_synthetic_checkpoints as synthetic
 from tests import numpy_twins as twins
 from tests.folder import write_folder
+from tests.marks import mostly_slow
 
 CODES = [3, 0, 9, 31, 60, 7, 7, 12, 1, 5]
 TEXT, HUB_TEXT, ANOLE, CLASS = "llamagen-t2i-256", "llamagen-t2i-512", "anole", "llamagen-c2i"
@@ -294,7 +295,7 @@ def draw(public: Path, model: str, prompt: str, output: Path, *more: str) -> int
     return generate.main(["--model", path, what, prompt, "--output", str(output), *options, *more])
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", mostly_slow(FORMATS, "pt with captions", "Chameleon, vqgan.ckpt"))
 def test_every_format_draws_at_its_own_size(public: Path, tmp_path: Path, name: str) -> None:
     model, prompt = FORMATS[name]
     size = next(
@@ -310,7 +311,7 @@ def synthetic_index(public: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("hpu", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("method", ["eagle", "lantern++"])
+@pytest.mark.parametrize("method", mostly_slow(["eagle", "lantern++"], "lantern++"))
 def test_drafters_draw(public: Path, tmp_path: Path, method: str, device: str) -> None:
     options = ["--method", method, "--tree", "chain", "--device", device]
     options += ["--emulate"] if device == "hpu" else []

@@ -26,6 +26,7 @@ from lantern_hpu.lint import lint_model, make_parser
 from lantern_hpu.ops import kernels
 from lantern_hpu.pipeline import LanternPipeline
 from tests.folder import write_folder
+from tests.marks import mostly_slow
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +58,9 @@ PROMPTS = ["a red apple", "blue cat"]
 
 
 @pytest.mark.parametrize(
-    "graphs", ["hpu_graph", "hpu_graph_split", pytest.param("eager", marks=pytest.mark.slow)]
+    "graphs", mostly_slow(["hpu_graph", "hpu_graph_split", "eager"], "hpu_graph")
 )
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_slow(METHODS, "ar", "lantern++", "scd"))
 def test_same_tokens_as_the_cpu(model: Path, method: str, graphs: str) -> None:
     want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
     with emulated(model, graphs) as pipeline:
@@ -86,8 +87,11 @@ def test_same_tokens_as_the_cpu_when_compiled(model: Path, method: str) -> None:
         assert got.graph["device"]["cpu_fallbacks"] == 0 and not error_rules(pipeline)
 
 
-@pytest.mark.parametrize(("graphs", "launches"), [("hpu_graph", 1), ("hpu_graph_split", 2)])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("graphs", "launches"),
+    [("hpu_graph", 1), pytest.param("hpu_graph_split", 2, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("method", mostly_slow(METHODS, "ar", "lantern", "sjd-pac"))
 def test_one_launch_a_step_and_the_zeros(
     model: Path, method: str, graphs: str, launches: int
 ) -> None:

@@ -35,6 +35,7 @@ from lantern_hpu.ops.masks import additive_mask
 from lantern_hpu.ops.sampling import SamplingParams, guided_probs, sample, sample_distinct
 from lantern_hpu.relaxation import Multiplicative
 from lantern_hpu.tree import DraftTree
+from tests.marks import mostly_slow
 from tests.tiny import (
     SMALL_TREE,
     advance,
@@ -171,7 +172,9 @@ def same_probs(logits: Tensor, chosen: SamplingParams, guidance: bool, most: int
     return got
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", mostly_slow([torch.float32, torch.bfloat16, torch.float16], torch.float32)
+)
 @pytest.mark.parametrize(
     ("vocabulary", "top_k"), [(5, [2, 5]), (1000, [37, 1000]), (130, [1, 120])], ids=str
 )

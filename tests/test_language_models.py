@@ -34,6 +34,7 @@ from lantern_hpu.train.drafter import like_the_target
 from lantern_hpu.train.unroll import Lesson, Unrolled
 from lantern_hpu.zoo.resolve import resolve
 from scripts import make_synthetic_checkpoints as synthetic
+from tests.marks import mostly_slow
 
 JANUS, HUB_JANUS, LUMINA = "janus-pro", "janus-pro-hub", "lumina-mgpt"
 EMU3, AUTHORS_EMU3 = "emu3", "emu3-authors"
@@ -495,7 +496,7 @@ def test_a_tokenizer_of_another_family_is_refused(
         assert f"is not {family}'s" in refused(capsys, "--model", public / name, *options)
 
 
-@pytest.mark.parametrize("name", [JANUS, EMU3])
+@pytest.mark.parametrize("name", mostly_slow([JANUS, EMU3], JANUS))
 def test_a_drafter_learns_and_drafts(public: Path, name: str) -> None:
     """One step of training has a gradient, and drafts of what came out of it leave greedy pictures as they are."""
     model = opened(public / name)

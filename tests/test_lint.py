@@ -213,6 +213,7 @@ def test_finding_names_place_reason_and_remedy(
     assert data["findings"][0]["line"] == line
 
 
+@pytest.mark.slow
 def test_lint_of_a_model_folder_is_clean(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,6 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("model"))
 
 
+@pytest.mark.slow
 def test_twenty_different_requests_keep_four_engines_and_free_the_others(model: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
     trees = [DraftTree.root_only(), load_static("chain")]

@@ -17,6 +17,7 @@ from lantern_hpu.graphs import RUNNERS, check_mode, make_runner
 from lantern_hpu.graphs.strict import StrictRunner
 from lantern_hpu.relaxation import Additive, Annealed, Multiplicative
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
+from tests.marks import mostly_slow
 from tests.tiny import draw, make_engine, request, sample, spec_for, tiny_config, tiny_models
 
 AR = DraftTree.root_only()
@@ -55,6 +56,9 @@ METHODS: dict[str, tuple[Tree, dict[str, Any]]] = {
 }
 
 
+QUICK = ("ar", "lantern++", "eagle2", "jacobi", "sjd-pac")
+
+
 def batch(**settings: Any) -> list[Request]:
     return [request("abcd", 1, **settings), request("xy", 2, **settings)]
 
@@ -62,7 +66,7 @@ def batch(**settings: Any) -> list[Request]:
 # The real step
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_slow(METHODS, *QUICK))
 def test_step_is_capture_legal(method: str) -> None:
     tree, settings = METHODS[method]
     models, requests = tiny_models(), batch(**settings)

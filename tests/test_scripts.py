@@ -127,6 +127,7 @@ def test_a_run_that_is_cut_off_goes_on_to_the_same_weights(tmp_path: Path) -> No
         assert torch.equal(got, want)
 
 
+@pytest.mark.slow
 def test_the_stream_goes_on_where_it_ended() -> None:
     first = Stream(painted, 2)
     batches = [first.batch() for _ in range(2)]

@@ -21,6 +21,7 @@ from lantern_hpu.relaxation import Multiplicative
 from lantern_hpu.results import read_png
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_tree
 from tests.folder import write_folder
+from tests.marks import mostly_slow
 from tests.test_step import Ahead
 from tests.tiny import (
     SMALL_TREE,
@@ -35,6 +36,7 @@ from tests.tiny import (
 )
 
 AR = DraftTree.root_only()
+WINDOWS = [load_tree(name) for name in ("jacobi:6", "scd:6:above", "sjd-pac:6:3x2")]
 GROWN = DynamicTree(top_k=3, expansions=2, drafts=8)
 LENT = Multiplicative(6, lam=4.0)
 SLOTS = 3
@@ -81,10 +83,10 @@ def told(done: Finished) -> tuple[list[int], int, list[int], int]:
     return done.tokens.tolist(), done.steps, done.accepted, done.relaxed
 
 
-@pytest.mark.parametrize("mode", ["eager", "strict"])
+@pytest.mark.parametrize("mode", mostly_slow(["eager", "strict"], "eager"))
 @pytest.mark.parametrize(
     "tree",
-    [AR, SMALL_TREE, GROWN, *map(load_tree, ("jacobi:6", "scd:6:above", "sjd-pac:6:3x2"))],
+    mostly_slow([AR, SMALL_TREE, GROWN, *WINDOWS], AR, SMALL_TREE, *WINDOWS),
     ids=lambda tree: tree.name,
 )
 def test_an_image_is_the_same_alone_in_company_and_admitted_in_the_middle(
@@ -192,7 +194,10 @@ def test_one_token_images_come_and_go_without_a_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "graphs"), [*((method, "hpu_graph") for method in METHODS), ("ar", "eager")]
+    ("method", "graphs"),
+    mostly_slow(
+        [*((m, "hpu_graph") for m in METHODS), ("ar", "eager")], ("lantern++", "hpu_graph")
+    ),
 )
 def test_more_images_than_slots_are_the_same_on_the_emulated_card(
     model: Path, method: str, graphs: str
@@ -212,7 +217,7 @@ def test_more_images_than_slots_are_the_same_on_the_emulated_card(
             assert got.graph["device"]["graph_compilations"] == 0
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", mostly_slow([1, 3], 3))
 @pytest.mark.parametrize("method", METHODS)
 def test_batch_size_changes_no_image(model: Path, method: str, size: int) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model))

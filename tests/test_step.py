@@ -20,6 +20,7 @@ from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.ops.masks import additive_mask
 from lantern_hpu.relaxation import Additive, Annealed, Multiplicative, Relaxation
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
+from tests.marks import mostly_slow
 from tests.reference import Relaxed
 from tests.tiny import (
     CONFIG,
@@ -316,7 +317,7 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("settings", DISTRIBUTIONS)
+@pytest.mark.parametrize("settings", mostly_slow(DISTRIBUTIONS, "guided top-k"))
 @pytest.mark.parametrize("tree", [AR, SMALL_TREE, GROWN], ids=lambda tree: tree.name)
 def test_exact_keeps_distribution(strangers: Models, tree: Tree, settings: str) -> None:
     counts, one = count_images(strangers, tree, **DISTRIBUTIONS[settings])

@@ -27,6 +27,7 @@ from lantern_hpu.relaxation import EXACT, Annealed, Multiplicative, Relaxation
 from lantern_hpu.tree import DraftTree, Window, load_tree, tuned_trees
 from lantern_hpu.tune import __main__ as tune
 from tests.folder import write_folder
+from tests.marks import mostly_slow
 from tests.test_step import DISTRIBUTIONS, SETTINGS, SMALL, count_images, exact_probs, surprise
 from tests.tiny import Models, request, ring, sample, tiny_models
 
@@ -104,7 +105,7 @@ def test_jacobi_differs_in_no_token_of_200_images(models: Models) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("settings", ["guided", "unguided top-p"])
+@pytest.mark.parametrize("settings", mostly_slow(["guided", "unguided top-p"], "guided"))
 def test_one_token_decoding_with_fixed_noise_keeps_the_law(settings: str) -> None:
     models = tiny_models(SMALL, seed=3)
     counts, one = count_images(models, Window.of("jacobi", 0), **DISTRIBUTIONS[settings])
@@ -127,7 +128,7 @@ RULES = [load_tree(n) for n in ("scd:2", "sjd-pac:2:3x2", "sjd-pac:2:2x1", "sjd-
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("settings", ["guided top-k", "unguided"])
+@pytest.mark.parametrize("settings", mostly_slow(["guided top-k", "unguided"], "unguided"))
 @pytest.mark.parametrize("tree", RULES, ids=lambda tree: tree.name)
 def test_windows_keep_the_law_of_whole_images(tree: Window, settings: str) -> None:
     models = tiny_models(SMALL, seed=3)
