@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only cost
 # Neighbour tables and tuned trees of tests are nobody's.
@@ -24,6 +25,14 @@ def all_cores() -> Iterator[None]:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
     yield
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny model of random weights."""
+    from tests.folder import write_folder
+
+    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

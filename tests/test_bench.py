@@ -49,7 +49,6 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree, tuned_trees
 from lantern_hpu.zoo import registry
 from scripts import floors
-from tests.folder import write_folder
 
 Report = dict[str, Any]
 ROOT = Path(__file__).parent.parent
@@ -71,11 +70,6 @@ def few_steps() -> Iterator[None]:
         for name, value in {"COPIED": 2**20, "LARGEST": 256, "TIMES": 1, "ENOUGH": 1e-4}.items():
             patch.setattr(rates, name, value)
         yield
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,8 @@ from lantern_hpu.evaluate.__main__ import main
 from lantern_hpu.evaluate.folder import read_picture
 from lantern_hpu.evaluate.options import Setting
 from lantern_hpu.relaxation import Additive, Multiplicative
-from tests.folder import write_folder
 
 SIZES = "--images 65 --panels 2 --fresh 70 --rounds 10".split()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def evaluated(model: Path, folder: Path, *options: str, rows: str = "ar,lantern++:lambda=3") -> int:

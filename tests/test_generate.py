@@ -26,11 +26,6 @@ from tests.folder import write_folder
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def pipeline(model: Path) -> LanternPipeline:
     return LanternPipeline.from_pretrained(str(model))
 

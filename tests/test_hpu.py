@@ -25,13 +25,7 @@ from lantern_hpu.graphs import make_runner
 from lantern_hpu.lint import lint_model, make_parser
 from lantern_hpu.ops import kernels
 from lantern_hpu.pipeline import LanternPipeline
-from tests.folder import write_folder
 from tests.marks import mostly_slow
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @contextmanager

@@ -20,11 +20,6 @@ from lantern_hpu.tree import DraftTree, load_static
 from tests.folder import write_folder
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model"))
-
-
 @pytest.mark.slow
 def test_twenty_different_requests_keep_four_engines_and_free_the_others(model: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")

@@ -25,7 +25,6 @@ from lantern_hpu.evaluate.library import Reference, inside, read_statistics
 from lantern_hpu.evaluate.protocols import PRESETS, Library, Source
 from lantern_hpu.evaluate.sets import classes, coco, dpg, export, geneval, read_set
 from lantern_hpu.evaluate.statistics import Gaussian, frechet
-from tests.folder import write_folder
 
 CAPTIONS = {
     "images": [{"id": 7}, {"id": 139}],
@@ -362,11 +361,6 @@ def test_pictures_of_several_sizes_are_refused(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------ the command
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def test_preset_lantern_scores_a_run_with_clip(

@@ -24,16 +24,10 @@ from lantern_hpu.results import read_png
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.replicas import deployment
 from lantern_hpu.workers import pieces, share_of, shared
-from tests.folder import write_folder
 
 ray = pytest.importorskip("ray")
 ROOT = Path(__file__).parent.parent
 COUNT = 12
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -40,16 +40,10 @@ from lantern_hpu.serve.calls import ApiError
 from lantern_hpu.serve.decoder import Decoder, Done, Job, Partial
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.process import Server
-from tests.folder import write_folder
 
 ROOT = Path(__file__).parent.parent
 METHODS = ("lantern++", "ar", "eagle2", "jacobi")
 PATH = "/v1/images/generations"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

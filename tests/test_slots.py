@@ -20,7 +20,6 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.relaxation import Multiplicative
 from lantern_hpu.results import read_png
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_tree
-from tests.folder import write_folder
 from tests.marks import mostly_slow
 from tests.test_step import Ahead
 from tests.tiny import (
@@ -46,11 +45,6 @@ PROMPTS = ["abcd", "xy", "q", "abc", "zebra", "a", "bcd"]
 @pytest.fixture(scope="module")
 def models() -> Models:
     return tiny_models()
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 def images(**settings: Any) -> list[Request]:

@@ -47,11 +47,6 @@ def _checkpoints() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
-
-
-@pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("prompts") / "prompts.txt"
     file.write_text("\n".join(PROMPTS))

@@ -26,7 +26,6 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.relaxation import EXACT, Annealed, Multiplicative, Relaxation
 from lantern_hpu.tree import DraftTree, Window, load_tree, tuned_trees
 from lantern_hpu.tune import __main__ as tune
-from tests.folder import write_folder
 from tests.marks import mostly_slow
 from tests.test_step import DISTRIBUTIONS, SETTINGS, SMALL, count_images, exact_probs, surprise
 from tests.tiny import Models, request, ring, sample, tiny_models
@@ -242,11 +241,6 @@ BAD = {
     "another rule's tree": (["--method", "scd", "--tree", "jacobi:8"], "does not fit scd"),
     "two trees": (["--method", "scd", "--tree", "scd:8", "--window", "8"], "exclude each other"),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.mark.parametrize("case", BAD)
