@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lantern_hpu import options
-from lantern_hpu.backends import prepare
+from lantern_hpu.backends import HOST, prepare
 from lantern_hpu.config import AUTO, Sampling
 from lantern_hpu.errors import OptionError, choices, exit_code, require
 from lantern_hpu.evaluate.crew import Order, Workers
@@ -196,7 +196,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         )
     check_workers(args)
     if args.workers is not None:  # what cards there are is for those who draw
-        device = replace(device, device="cpu", dtype="auto", graphs="auto", emulate=False)
+        device = replace(device, device=HOST, dtype="auto", graphs="auto", emulate=False)
     prepare(device.device, device.graphs, device.emulate)  # before torch is imported
     from lantern_hpu.evaluate.run import Evaluation
     from lantern_hpu.measurements import heading
