@@ -27,6 +27,7 @@ class Command:
 
 COMMANDS = {
     "generate": Command("lantern_hpu.generate", "draw images from prompts"),
+    "decode": Command("lantern_hpu.decode.__main__", "make pictures of saved tokens"),
     "models": Command(
         "lantern_hpu.models.__main__", "list the known models, and what of them is here"
     ),

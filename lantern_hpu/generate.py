@@ -94,7 +94,8 @@ def add_where(group: argparse._ArgumentGroup) -> None:
     add("--resume", action="store_true", help="keep the images that are there, draw the others")
     add("--grid", action="store_true", help="one sheet of all images")
     add("--report", type=Path, metavar="FILE.json", help="acceptance, timing, graph, settings")
-    add("--save-tokens", type=Path, metavar="FILE.npz", help="the image tokens")
+    tokens = "the image tokens, also of a model without its VQ tokenizer; `decode` makes pictures of them"
+    add("--save-tokens", type=Path, metavar="FILE.npz", help=tokens)
     add("--preview-every", type=int, default=0, metavar="ROWS", help=every)
 
 
@@ -270,12 +271,25 @@ class Outputs:
     report: Path | None
     tokens: Path | None
 
+    def of_tokens(self, name: str) -> Outputs:
+        """Without pictures, for a model that has nothing to decode them with.
+
+        Raises:
+            OptionError: a sheet or previews are asked for.
+        """
+        if self.sheet or self.preview:
+            what = "--grid and --preview-every need pictures"
+            raise OptionError(what, f"{name} has no VQ tokenizer", "--vq FILE")
+        return replace(self, images=[])
+
     @classmethod
     def of(cls, args: argparse.Namespace, prompts: Sequence[str]) -> Outputs:
         """
         Raises:
             OutputError, OptionError: some could not be written later.
         """
+        from lantern_hpu.results import image_files
+
         images, sheet = image_files(args.output, prompts, args.grid)
         shown = preview_file(args.output) if args.preview_every else None
         found = cls(images, sheet, shown, args.report, args.save_tokens)
@@ -284,33 +298,6 @@ class Outputs:
         new = [path for path in images if path not in kept]
         check_free([*new, *(path for path in others if path is not None)], args.force)
         return found
-
-
-def image_files(
-    output: Path, prompts: Sequence[str], as_grid: bool
-) -> tuple[list[Path], Path | None]:
-    """Where each image goes, and the sheet.
-
-    A `.png` output is the image, or with `--grid` the sheet; anything else is a folder.
-
-    Raises:
-        OptionError: one file for several images.
-    """
-    from lantern_hpu.results import slug
-
-    if output.suffix.lower() == ".png":
-        if as_grid:
-            return [], output
-        if len(prompts) > 1:
-            why = f"there are {len(prompts)} images"
-            raise OptionError(f"--output {output} names one file", why, "a folder, or --grid")
-        return [output], None
-    if output.suffix and not output.is_dir():
-        raise OptionError(
-            f"cannot write {output}", "images are PNG files", "a name ending in .png, or a folder"
-        )
-    files = [output / f"{index:03d}-{slug(text)}.png" for index, text in enumerate(prompts)]
-    return files, output / "grid.png" if as_grid else None
 
 
 def preview_file(output: Path) -> Path:
@@ -355,9 +342,13 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
     from lantern_hpu.pipeline import LanternPipeline
 
     imported = time.perf_counter() - began
-    pipeline = LanternPipeline.from_pretrained(job.model, given=job.given, **vars(job.device))
+    pipeline = LanternPipeline.from_pretrained(
+        job.model, given=job.given, pictures=not outputs.tokens, **vars(job.device)
+    )
     with closing(pipeline):
         show_geometry(pipeline)
+        if pipeline.model.vq is None:
+            outputs = outputs.of_tokens(pipeline.model.name)
         if job.labels and not pipeline.model.condition.takes_classes:
             why = f"{pipeline.model.name} draws from text"
             raise OptionError("--class-label cannot be used", why, "--prompt")
@@ -412,6 +403,7 @@ def open_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
     job = job_of(args)
     prepare(job.device.device, job.device.graphs, job.device.emulate)
     from lantern_hpu.pipeline import LanternPipeline
+    from lantern_hpu.results import image_files
 
     pipeline = LanternPipeline.from_pretrained(job.model, given=job.given, **vars(job.device))
     chosen, sampling = settle(job, pipeline, args)
@@ -444,8 +436,8 @@ def show_geometry(pipeline: LanternPipeline) -> None:
         return
     (height, width), (rows, columns) = model.config.image_size, model.target.config.grid
     drafter = "with a drafter" if model.drafter else "no drafter"
-    size = f"{width} x {height} pixels, {columns} x {rows} tokens"
-    print(f"{model.name}: {size}, {drafter}", file=sys.stderr)
+    pixels = f"{width} x {height} pixels" if model.vq else "no VQ tokenizer, so no pictures"
+    print(f"{model.name}: {pixels}, {columns} x {rows} tokens, {drafter}", file=sys.stderr)
 
 
 def requests_of(job: Job, chosen: Choice, sampling: Sampling) -> list[Request]:
@@ -552,7 +544,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{draw_with_workers(args)} image(s) drawn -> {args.output}")
             return
         result = draw(args)
-        print(f"every image is in {args.output}" if not result else summary(result, args.output))
+        where = args.output if not result or result.images else args.save_tokens
+        print(summary(result, where) if result else f"every image is in {where}")
 
     try:
         return exit_code(command)

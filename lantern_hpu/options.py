@@ -80,9 +80,10 @@ def device_options(args: argparse.Namespace) -> DeviceOptions:
 def add_part_options(group: Group) -> None:
     """Parts in place of the model's own, under the names that `Given` has for them."""
     add = group.add_argument
+    text = "T5, the features it made (.npy, .safetensors, a folder of .npy), or the tokenizer"
     add("--drafter", help="a published one, or one of lantern_hpu.train")
     add("--vq", metavar="FILE", help="the VQ tokenizer")
-    add("--text-encoder", dest="text", metavar="FOLDER", help="T5, or the tokenizer")
+    add("--text-encoder", dest="text", metavar="PATH", help=text)
     add("--neighbours", metavar="FILE.npy", help="nearest codes")
     add("--image-size", type=int, help="pixels, where a checkpoint does not say its own")
 

@@ -12,16 +12,16 @@ from torch import Tensor
 
 from lantern_hpu.backends.base import Backend
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.model import ImageModel
+from lantern_hpu.models.model import ImageModel, Tokenizer
 
 UNKNOWN = (200, 200, 200)  # colour of rows that a preview does not know yet
 
 
 def decode_pixels(
-    model: ImageModel, backend: Backend, tokens: NDArray[np.int64]
+    vq: Tokenizer | None, config: TransformerConfig, backend: Backend, tokens: NDArray[np.int64]
 ) -> list[Image.Image]:
     """Images of finished tokens [b, N], one at a time to keep memory low; none where nothing decodes them."""
-    return decode_codes(model, backend, codes_of(model.target.config, tokens))
+    return decode_codes(vq, config, backend, codes_of(config, tokens))
 
 
 def codes_of(config: TransformerConfig, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -32,17 +32,17 @@ def codes_of(config: TransformerConfig, tokens: NDArray[np.int64]) -> NDArray[np
 
 
 def decode_codes(
-    model: ImageModel, backend: Backend, tokens: NDArray[np.int64]
+    vq: Tokenizer | None, config: TransformerConfig, backend: Backend, tokens: NDArray[np.int64]
 ) -> list[Image.Image]:
     """`decode_pixels` of codes [b, rows * columns]."""
     images: list[Image.Image] = []
-    if model.vq is None:
+    if vq is None:
         return images
     for row in torch.from_numpy(tokens.astype(np.int32)).split(1):
         backend.flush()  # the same graph for each image
         with torch.no_grad():
             codes = row.to(backend.device)
-            images += to_images(model.vq.decode_codes(codes, model.target.config.grid))
+            images += to_images(vq.decode_codes(codes, config.grid))
     return images
 
 
@@ -66,7 +66,7 @@ def preview(
     for image, count in enumerate(full):
         # What comes after is not decided: repeat the last known token so that the seam stays clean.
         held[image, count * columns :] = held[image, max(count * columns - 1, 0)]
-    images = decode_codes(model, backend, held)
+    images = decode_codes(model.vq, model.target.config, backend, held)
     for picture, count in zip(images, full, strict=True):
         edge = picture.height * count // rows
         picture.paste(UNKNOWN, (0, edge, picture.width, picture.height))

@@ -103,6 +103,7 @@ class LanternPipeline:
         given: Given = Given(),
         keep_text: str = "host",
         quantize: str | None = None,
+        pictures: bool = True,
     ) -> LanternPipeline:
         """Load a model.
 
@@ -116,17 +117,18 @@ class LanternPipeline:
             given: parts in place of the model's own: drafter, VQ tokenizer, text encoder, neighbours.
             keep_text: where a text encoder stays once prompts are encoded: `device`, `host` or `free`.
             quantize: `int8` for the target's weights, where the device offers it.
+            pictures: False if tokens are enough, so that a model without its tokenizer of pictures loads too.
 
         Raises:
             LanternError: unknown or unusable model, device, dtype or graph mode.
         """
-        began = time.perf_counter()
+        began, spared = time.perf_counter(), () if pictures else ("vq",)
         backend = get_backend(device, graphs, emulate)
         try:
             check_mode(backend, graphs)
             if quantize is not None:
                 backend.check_quantized(quantize)
-            opened, number = open_model(resolve(model, given)), backend.dtype(dtype)
+            opened, number = open_model(resolve(model, given, spared)), backend.dtype(dtype)
             check_room(model, opened.config, backend, named(number), keep_text, quantize)
             with backend.errors():
                 chosen = backend.kernels(kernels, number)
@@ -281,7 +283,7 @@ class LanternPipeline:
 
     def pixels(self, tokens: NDArray[np.int64]) -> list[Image.Image]:
         """Images of finished tokens [b, N]."""
-        return decode_pixels(self.model, self.backend, tokens)
+        return decode_pixels(self.model.vq, self.model.target.config, self.backend, tokens)
 
     def notes(self, requests: Sequence[Request]) -> list[tuple[str, str]]:
         """Each prompt with what the model cannot do with it, once."""

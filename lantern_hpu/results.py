@@ -5,10 +5,11 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,11 +90,7 @@ class Drawn:
     def png(self) -> bytes:
         """A PNG file with the metadata."""
         assert self.image is not None, "nothing decodes this model's tokens"
-        info = PngInfo()
-        info.add_itxt("prompt", self.record.prompt)
-        info.add_text("seed", str(self.record.seed))
-        info.add_itxt(METADATA, json.dumps(self.metadata(), ensure_ascii=False))
-        return encode(self.image, info)
+        return with_metadata(self.image, self.metadata())
 
 
 @dataclass(kw_only=True)
@@ -133,6 +130,15 @@ class GenerationResult:
     def png(self, index: int) -> bytes:
         """One image as a PNG file with its metadata."""
         return self.drawn(index).png()
+
+
+def with_metadata(image: Image.Image, metadata: Mapping[str, Any]) -> bytes:
+    """A PNG file that carries what draws it again."""
+    info = PngInfo()
+    info.add_itxt("prompt", metadata["prompt"])
+    info.add_text("seed", str(metadata["seed"]))
+    info.add_itxt(METADATA, json.dumps(metadata, ensure_ascii=False))
+    return encode(image, info)
 
 
 def encode(image: Image.Image, info: PngInfo | None = None) -> bytes:
@@ -181,18 +187,82 @@ def slug(prompt: str, length: int = 40) -> str:
     return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:length].strip("-") or "image"
 
 
+def image_files(
+    output: Path, prompts: Sequence[str], as_grid: bool
+) -> tuple[list[Path], Path | None]:
+    """Where each image goes, and the sheet.
+
+    A `.png` output is the image, or with `--grid` the sheet; anything else is a folder.
+
+    Raises:
+        OptionError: one file for several images.
+    """
+    if output.suffix.lower() == ".png":
+        if as_grid:
+            return [], output
+        if len(prompts) > 1:
+            why = f"there are {len(prompts)} images"
+            raise OptionError(f"--output {output} names one file", why, "a folder, or --grid")
+        return [output], None
+    if output.suffix and not output.is_dir():
+        raise OptionError(
+            f"cannot write {output}", "images are PNG files", "a name ending in .png, or a folder"
+        )
+    files = [output / f"{index:03d}-{slug(text)}.png" for index, text in enumerate(prompts)]
+    return files, output / "grid.png" if as_grid else None
+
+
 def tokens_per_step(records: Sequence[ImageRecord]) -> float:
     """Mean over images: tokens after the first, which prefill draws, for each step."""
     return sum(r.tokens - 1 for r in records) / max(sum(r.steps for r in records), 1)
 
 
 def tokens_file(result: GenerationResult) -> bytes:
-    """`--save-tokens`: arrays tokens [images, N] int32, seeds [images] int64, prompts [images] str."""
-    buffer = io.BytesIO()
+    """`--save-tokens`: arrays tokens [images, N] int32, seeds [images] int64, prompts and metadata [images] str."""
+    count, buffer = len(result.records), io.BytesIO()
     np.savez_compressed(
         buffer,
         tokens=result.tokens.astype(np.int32),
         seeds=np.asarray([record.seed for record in result.records], dtype=np.int64),
         prompts=np.asarray([record.prompt for record in result.records]),
+        metadata=np.asarray([json.dumps(result.metadata(i)) for i in range(count)]),
     )
     return buffer.getvalue()
+
+
+@dataclass(frozen=True)
+class SavedTokens:
+    """What `--save-tokens` wrote, or another program: tokens [images, N], and for each image what it carries.
+
+    Attributes:
+        metadata: what draws each image again; empty where the file does not say it.
+    """
+
+    tokens: NDArray[np.int64]
+    prompts: list[str]
+    metadata: list[dict[str, Any]]
+
+
+def read_tokens(path: Path) -> SavedTokens:
+    """A .npz with `tokens` [images, N], `prompts` and `metadata` if it has them; or a .npy of tokens alone.
+
+    Raises:
+        OptionError: unreadable, or no rows of whole numbers.
+    """
+    try:
+        with open(path, "rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            held = {"tokens": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
+        tokens = np.atleast_2d(held["tokens"])
+        prompts = [str(text) for text in held.get("prompts", [""] * len(tokens))]
+        metadata = [json.loads(str(text)) for text in held.get("metadata", ["{}"] * len(tokens))]
+    except KeyError as error:
+        raise OptionError(f"cannot read tokens from {path}", "it holds no `tokens`") from error
+    except (OSError, ValueError, EOFError, BadZipFile) as error:
+        raise OptionError(f"cannot read tokens from {path}", str(error)) from error
+    if tokens.ndim != 2 or tokens.dtype.kind not in "iu" or not tokens.size:
+        why = f"they are {list(tokens.shape)} of {tokens.dtype}, expected a row of whole numbers an image"
+        raise OptionError(f"cannot use the tokens in {path}", why)
+    if not len(tokens) == len(prompts) == len(metadata):
+        raise OptionError(f"cannot use the tokens in {path}", "not each image has a prompt")
+    return SavedTokens(tokens.astype(np.int64), prompts, metadata)

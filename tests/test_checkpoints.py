@@ -369,7 +369,11 @@ def test_without_a_drafter_only_ar_draws(
 def test_an_unlisted_model_has_the_settings_of_its_family(
     public: Path, model: str, known: str
 ) -> None:
-    assert asdict(opened(public, model).sampling) == entries()[known].sampling
+    found = opened(public, model)
+    assert asdict(found.sampling) == entries()[known].sampling
+    # LANTERN's sampler takes top-p first, for Chameleon; LlamaGen's own and transformers' cut to top-k first
+    assert found.target.config.top_p_first == (model == ANOLE)
+    assert entries()[known].config.target.top_p_first == (model == ANOLE)
 
 
 # ------------------------------------------------------------------------------------ conversion

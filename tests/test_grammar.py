@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ import torch
 from lantern_hpu.config import METHODS
 from lantern_hpu.ops.grammar import RowEnds
 from lantern_hpu.relaxation import EXACT
-from lantern_hpu.tree import DraftTree, Tree
+from lantern_hpu.tree import DraftTree, Guess, Rule, Tree, Window
 from tests import tiny
 
 CODES = 32
@@ -92,3 +92,25 @@ def test_a_rows_end_is_always_accepted() -> None:
     assert (
         max(steps) <= 19 - 3
     )  # four ends, of which the first can be the one token that a step needs
+
+
+@pytest.mark.parametrize("guess", get_args(Guess))
+@pytest.mark.parametrize("rule", get_args(Rule))
+def test_a_windows_drafts_are_what_may_stand_at_their_places(rule: Any, guess: Any) -> None:
+    """The first ones too, which have no law of their own, and those that enter behind a row's end."""
+    tree = Window.of(rule, 12, guess=guess)
+    requests = [tiny.request(p, seed) for seed, p in enumerate(("ab", "cdef", "gh"))]
+    engine = tiny.make_engine(
+        tiny.tiny_models(CONFIG), tiny.spec_for(tree, requests, config=CONFIG)
+    )
+    for steps in range(5):
+        tiny.advance(engine, requests, steps)
+        own = engine.state.drafting
+        place = engine.state.count[:, None] + 1 + torch.arange(tree.depth)  # [B, W]
+        inside = place < CONFIG.tokens
+        ends = AT_ENDS[place.clamp(max=CONFIG.tokens - 1)]
+        assert torch.equal((own.drafts == CODES)[inside], ends[inside])
+        assert bool(ends[inside].any())
+        if own.q is not None:
+            torch.testing.assert_close(own.q[..., CODES][inside], ends[inside].float())
+            torch.testing.assert_close(own.q.sum(-1), torch.ones(own.q.shape[:2]))

@@ -164,7 +164,7 @@ def params(device: str, top_k: list[int], cfg_scale: float = 3.0) -> SamplingPar
 
 def same_probs(logits: Tensor, chosen: SamplingParams, guidance: bool, most: int) -> Tensor:
     """What the kernel gives, once it was found to be what its plain twin gives."""
-    got = kernels().probs(logits, chosen, guidance, most, False)
+    got = kernels().probs(logits, chosen, guidance, most, False, False)
     want = guided_probs(logits, chosen, guidance, most, False)
     assert got.dtype == torch.float32 and got.is_contiguous()
     assert torch.equal(got > 0, want > 0)
@@ -211,8 +211,8 @@ def test_probs_of_odd_logits(device: str) -> None:
 def test_probs_with_top_p_is_the_plain_one(device: str) -> None:
     logits, chosen = Random(0, device).normal(2, 1, 50), params(device, [5, 50])
     chosen.top_p[0] = 0.5
-    got = kernels().probs(logits, chosen, False, 5, True)
-    assert torch.equal(got, guided_probs(logits, chosen, False, 5, True))
+    got = kernels().probs(logits, chosen, False, 5, True, True)
+    assert torch.equal(got, guided_probs(logits, chosen, False, 5, True, True))
 
 
 # -------------------------------------------------------------------------------------------- draws

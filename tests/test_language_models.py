@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from lantern_hpu import convert, generate
 from lantern_hpu.backends import get_backend
-from lantern_hpu.config import Request, Sampling
+from lantern_hpu.config import WINDOWS, Request, Sampling
 from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.models.config import DrafterConfig
 from lantern_hpu.models.files.load import open_model
@@ -390,13 +391,40 @@ def test_both_layouts_of_emu3_hold_the_same_model(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ all of them
 
 
+def draw(folder: Path, tmp_path: Path, *options: str) -> Any:
+    """Draw by command; its tokens [1, N], of which those that close rows stand where they must."""
+    tokens = tmp_path / "tokens.npz"
+    output = ["--output", str(tmp_path / "x.png"), "--save-tokens", str(tokens)]
+    assert generate.main(["--model", str(folder), "--prompt", "red", *output, *options]) == 0
+    config, drawn = open_model(resolve(str(folder))).config.target, np.load(tokens)["tokens"]
+    if config.row_ends:
+        at_end = np.arange(1, config.tokens + 1) % config.columns == 0
+        assert np.array_equal(drawn[0] == config.codes, at_end)
+    assert Image.open(tmp_path / "x.png").size == (folder_size(folder),) * 2
+    return drawn
+
+
+def folder_size(folder: Path) -> int:
+    """Pixels of a side."""
+    entries = json.loads((folder.parent / "index.json").read_text())["checkpoints"]
+    return next(int(entry["image_size"]) for entry in entries if entry["name"] == folder.name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "hpu"])
-@pytest.mark.parametrize("name", MODELS)
-def test_they_draw(public: Path, tmp_path: Path, name: str, device: str) -> None:
-    options = ["--method", "ar", "--device", device, "--output", str(tmp_path / "x.png")]
-    options += ["--emulate"] if device == "hpu" else []
-    assert generate.main(["--model", str(public / name), "--prompt", "red", *options]) == 0
+@pytest.mark.parametrize("method", ["ar", *WINDOWS])
+@pytest.mark.parametrize("name", [JANUS, LUMINA, EMU3])
+def test_each_draws_by_every_method_that_needs_no_drafter(
+    public: Path, tmp_path: Path, name: str, method: str, device: str
+) -> None:
+    emulator = ["--emulate"] if device == "hpu" else []
+    draw(public / name, tmp_path, "--method", method, "--device", device, *emulator)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [HUB_JANUS, AUTHORS_EMU3])
+def test_other_layouts_draw(public: Path, tmp_path: Path, name: str) -> None:
+    draw(public / name, tmp_path, "--method", "ar", "--device", "cpu")
 
 
 @pytest.mark.parametrize("name", [JANUS, LUMINA, EMU3])

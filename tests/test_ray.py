@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import logging
 import socket
 import time
@@ -18,6 +19,7 @@ from PIL import Image
 
 from lantern_hpu.backends import card_of
 from lantern_hpu.errors import DeviceError
+from lantern_hpu.evaluate import __main__ as evaluate
 from lantern_hpu.generate import main, make_parser
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results import read_png
@@ -101,6 +103,34 @@ def test_any_number_of_workers_draws_what_one_process_draws_and_resumes(
 
 
 @pytest.mark.ray
+def test_an_evaluation_is_the_same_with_any_number_of_workers(
+    model: Path, tmp_path: Path, cluster: None
+) -> None:
+    """Pictures and figures; and a run goes on where another number of workers left it."""
+    sizes = "--images 65 --panels 2 --fresh 70 --rounds 10 --no-floor --rows ar,eagle".split()
+
+    def evaluated(name: str, *more: str) -> tuple[list[dict[str, Any]], dict[str, bytes]]:
+        out = tmp_path / name
+        given = ["--model", str(model), "--preset", "scenes", *sizes, "--output", str(out), *more]
+        assert evaluate.main(given) == 0
+        rows = json.loads((out / "evaluation.json").read_text())["rows"]
+        timed = ("seconds_per_image", "intervals", "against_ar")
+        figures = [{k: v for k, v in row.items() if k not in timed} for row in rows]
+        files = sorted((out / "pictures").rglob("*.png"))
+        pixels = {str(f.relative_to(out)): Image.open(f).tobytes() for f in files}
+        assert all(row["seconds_per_image"] > 0 for row in rows)
+        return figures, pixels
+
+    want = evaluated("alone")
+    assert len(want[1]) == 2 * (65 + 2 * 4)
+    assert evaluated("one", "--workers", "1") == want
+    assert evaluated("two", "--workers", "2") == want
+    for file in sorted((tmp_path / "two/pictures/eagle").glob("*.png"))[:20]:
+        file.unlink()
+    assert evaluated("two", "--workers", "2") == want
+
+
+@pytest.mark.ray
 def test_replicas_answer_with_the_pictures_of_generate(
     model: Path, tmp_path: Path, cluster: None
 ) -> None:
@@ -173,6 +203,15 @@ def test_what_workers_cannot_leave_is_refused(
     options = options_for(model, tmp_path, tmp_path / "out")
     assert main([*options, "--workers", "2", option, *value]) == 2
     assert "--workers excludes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--places", "4"], ["--tree", "auto"], ["--workers", "0"]])
+def test_what_the_one_that_scores_cannot_measure_is_refused(
+    model: Path, tmp_path: Path, option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(model), "--preset", "scenes", "--output", str(tmp_path / "out")]
+    assert evaluate.main([*given, "--workers", "2", *option]) == 2
+    assert "--workers" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
 def test_a_ray_that_does_not_start_is_one_clear_error(

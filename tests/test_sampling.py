@@ -42,24 +42,26 @@ def sampling_params(samplings: list[Sampling]) -> SamplingParams:
     )
 
 
-def probs_of(logits: Tensor, samplings: list[Sampling]) -> Tensor:
-    largest = max(s.top_k for s in samplings)
-    return to_probs(
-        logits, sampling_params(samplings), largest, any(s.top_p < 1 for s in samplings)
-    )
+def probs_of(logits: Tensor, samplings: list[Sampling], top_p_first: bool = False) -> Tensor:
+    largest, uses_top_p = max(s.top_k for s in samplings), any(s.top_p < 1 for s in samplings)
+    return to_probs(logits, sampling_params(samplings), largest, uses_top_p, top_p_first)
 
 
 def random_logits(seed: int, *shape: int) -> Tensor:
     return 3 * torch.randn(*shape, V, generator=torch.Generator().manual_seed(seed))
 
 
+@pytest.mark.parametrize("top_p_first", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_each_image_of_a_batch_gets_the_law_of_its_own_settings(seed: int) -> None:
+def test_each_image_of_a_batch_gets_the_law_of_its_own_settings(
+    seed: int, top_p_first: bool
+) -> None:
     logits = random_logits(seed, len(MIXED), 4)
-    probs = probs_of(logits, MIXED)
+    probs = probs_of(logits, MIXED, top_p_first)
     for image, sampling in enumerate(MIXED):
         for position in range(4):
-            want = torch.tensor(slow_probs(logits[image, position].tolist(), sampling))
+            row = logits[image, position].tolist()
+            want = torch.tensor(slow_probs(row, sampling, top_p_first))
             got = probs[image, position]
             torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
             assert torch.equal(got > 0, want > 0)
@@ -87,6 +89,14 @@ def test_token_that_crosses_top_p_stays() -> None:
     logits = probabilities.log()[None, None]
     for top_p, count in ((0.45, 1), (0.55, 2), (0.79, 2), (0.85, 3), (0.95, 4)):
         assert int((probs_of(logits, [Sampling(top_p=top_p)]) > 0).sum()) == count
+
+
+def test_the_order_of_the_filters_matters_where_both_cut() -> None:
+    """Of 0.5, 0.3, 0.1, 0.1 top-k 2 leaves 0.625 and 0.375: 0.6 of that is one token, of the whole mass it is two."""
+    logits = torch.tensor([0.5, 0.3, 0.1, 0.1] + [0.0] * (V - 4)).log()[None, None]
+    both = [Sampling(top_k=2, top_p=0.6)]
+    for top_p_first, count in ((False, 1), (True, 2)):
+        assert int((probs_of(logits, both, top_p_first) > 0).sum()) == count
 
 
 def test_guidance_extrapolates_from_the_unconditional_logits() -> None:

@@ -88,6 +88,17 @@ def test_images_are_those_of_the_slow_loop(models: Models, tree: DraftTree, sett
         assert 0 < counts[0] < sum(decoded.steps)  # some drafts were accepted, some refused
 
 
+def test_filters_come_in_the_order_of_the_family() -> None:
+    """Each equals its slow loop, and where both cut the images differ."""
+    requests, found = batch(top_k=3, top_p=0.6), []
+    for top_p_first in (False, True):
+        models = tiny_models(tiny_config(top_p_first=top_p_first))
+        tokens = sample(models, SMALL_TREE, requests).tokens.tolist()
+        assert tokens == slow_images(models, SMALL_TREE, requests)
+        found.append(tokens)
+    assert found[0] != found[1]
+
+
 @pytest.mark.parametrize("settings", ["guided", "top-k", "greedy"])
 def test_chain_tree_equals_chain_decoding(models: Models, settings: str) -> None:
     requests, chain = batch(**SETTINGS[settings]), load_static("chain")

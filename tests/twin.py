@@ -28,24 +28,32 @@ def softmax(logits: Sequence[float]) -> Probs:
     return [w / sum(weights) for w in weights]
 
 
-def slow_probs(logits: Sequence[float], sampling: Sampling) -> Probs:
-    """Temperature, top-p, top-k by sorting; equal tokens at a border stay together."""
+def slow_probs(logits: Sequence[float], sampling: Sampling, top_p_first: bool = False) -> Probs:
+    """Temperature, then both filters by sorting, one on what the other leaves; equals at a border stay together."""
     if sampling.greedy:
         return softmax(logits)
     logits = [x / sampling.temperature for x in logits]
-    probs = softmax(logits)
-    keep = set(range(len(logits)))
-    if sampling.top_p < 1:
-        kept, mass = [], 0.0
-        for token in sorted(keep, key=lambda t: -probs[t]):
-            if mass < sampling.top_p:
-                kept.append(token)
-            mass += probs[token]
-        keep = {t for t in keep if probs[t] >= probs[kept[-1]]}
-    if sampling.top_k:
-        border = sorted(logits, reverse=True)[min(sampling.top_k, len(logits)) - 1]
-        keep = {t for t in keep if logits[t] >= border}
-    return softmax([x if t in keep else -math.inf for t, x in enumerate(logits)])
+    filters = (slow_top_p, slow_top_k) if top_p_first else (slow_top_k, slow_top_p)
+    for cut in filters:
+        logits = cut(logits, sampling)
+    return softmax(logits)
+
+
+def slow_top_p(logits: Sequence[float], sampling: Sampling) -> list[float]:
+    if sampling.top_p == 1:
+        return list(logits)
+    probs, mass, least = softmax(logits), 0.0, 1.0
+    for p in sorted(probs, reverse=True):
+        if mass < sampling.top_p:
+            least = p
+        mass += p
+    return [x if p >= least else -math.inf for x, p in zip(logits, probs, strict=True)]
+
+
+def slow_top_k(logits: Sequence[float], sampling: Sampling) -> list[float]:
+    count = sampling.top_k or len(logits)
+    border = sorted(logits, reverse=True)[min(count, len(logits)) - 1]
+    return [x if x >= border else -math.inf for x in logits]
 
 
 def slow_sample(probs: Sequence[float], uniform: float) -> int:
@@ -125,7 +133,8 @@ class Twin:
         logits = self.target.head(feature)
         if len(logits) == 2:
             logits = logits[1] + self.request.sampling.cfg_scale * (logits[0] - logits[1])
-        return slow_probs(logits.flatten().tolist(), self.request.sampling)
+        order = self.target.config.top_p_first
+        return slow_probs(logits.flatten().tolist(), self.request.sampling, order)
 
     def token(self, probs: Probs, uniform: float) -> int:
         return (

@@ -110,7 +110,12 @@ def launch(
 
 
 def triton_probs(
-    logits: Tensor, params: SamplingParams, guidance: bool, max_top_k: int, use_top_p: bool
+    logits: Tensor,
+    params: SamplingParams,
+    guidance: bool,
+    max_top_k: int,
+    use_top_p: bool,
+    top_p_first: bool = False,
 ) -> Tensor:
     """`sampling.guided_probs`; a batch that uses top-p takes the plain form, which sorts.
 
@@ -120,5 +125,5 @@ def triton_probs(
     Returns [B, T, V] float32.
     """
     if use_top_p or logits.shape[-1] > LARGEST:
-        return guided_probs(logits, params, guidance, max_top_k, use_top_p)
+        return guided_probs(logits, params, guidance, max_top_k, use_top_p, top_p_first)
     return launch(logits, params.cfg_scale, params.temperature, params.top_k, guidance, max_top_k)

@@ -47,7 +47,7 @@ class Sampler(nn.Module):
     def __init__(self, target: Target, spec: Spec) -> None:
         super().__init__()
         self.head, self.kernels, self.spec = target.head, target.kernels, spec
-        self.grammar = make_grammar(target.config)
+        self.grammar, self.top_p_first = make_grammar(target.config), target.config.top_p_first
 
     def forward(self, hidden: Tensor, state: DecodeState | Entry, depth: Tensor | int) -> Tensor:
         """Probabilities of what comes after each feature: [R, T, H] -> [B, T, V] float32.
@@ -61,7 +61,7 @@ class Sampler(nn.Module):
             first = state.slot * 0 if isinstance(state, Entry) else state.count + 1  # [B]
             place = (first[:, None] + depth).expand(-1, hidden.shape[1])  # [B, T]
             logits = self.grammar(logits, torch.cat([place, place]) if spec.guidance else place)
-        filters = (spec.guidance, spec.max_top_k, spec.use_top_p)
+        filters = (spec.guidance, spec.max_top_k, spec.use_top_p, self.top_p_first)
         return self.kernels.probs(logits, state.sampling, *filters)
 
     def token(

@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lantern_hpu import options
-from lantern_hpu.backends import prepare
-from lantern_hpu.config import Sampling
-from lantern_hpu.errors import OptionError, choices, exit_code
+from lantern_hpu.backends import HOST, prepare
+from lantern_hpu.config import AUTO, Sampling
+from lantern_hpu.errors import OptionError, choices, exit_code, require
+from lantern_hpu.evaluate.crew import Order, Workers
 from lantern_hpu.evaluate.options import EvaluateOptions, PaintedOptions, Setting
 from lantern_hpu.evaluate.protocols import NEEDS, PRESETS, SCENES, Library, preset_of
 from lantern_hpu.evaluate.sets import SETS, export
@@ -53,6 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how it runs")
     options.add_device_options(how)
     options.add_running_options(how)
+    many = "processes that draw, one a card, through Ray; this one scores (none: this one draws)"
+    how.add_argument("--workers", type=int, metavar="N", help=many)
     how.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="also to go on")
     return parser
 
@@ -124,6 +127,20 @@ def preset_for(args: argparse.Namespace) -> str:
     return str(name)
 
 
+def check_workers(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        OptionError: too many, or an option that only the process which draws can serve.
+    """
+    if args.workers is None:
+        return
+    require(1 <= args.workers <= 4096, "--workers", args.workers, "1 to 4096")
+    if args.places or args.tree == AUTO:
+        why = "the process that scores does not draw"
+        hint = "the same command without --workers goes on with what was drawn"
+        raise OptionError(f"--workers excludes --places and --tree {AUTO}", why, hint)
+
+
 def library_of(args: argparse.Namespace, preset: str) -> Library:
     """
     Raises:
@@ -177,7 +194,10 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         raise OptionError(
             "--export needs the prompts of a benchmark", hint="--prompts geneval, or dpg"
         )
-    prepare(device.device, device.graphs)  # before torch is imported
+    check_workers(args)
+    if args.workers is not None:  # what cards there are is for those who draw
+        device = replace(device, device=HOST, dtype="auto", graphs="auto", emulate=False)
+    prepare(device.device, device.graphs, device.emulate)  # before torch is imported
     from lantern_hpu.evaluate.run import Evaluation
     from lantern_hpu.measurements import heading
     from lantern_hpu.pipeline import LanternPipeline
@@ -192,15 +212,17 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
             sampling = replace(sampling, **library.preset.sampling_for(pipeline.model.name))
         sampling = pipeline.model.sampling = options.sampling_options(args, sampling)
         about = heading("lantern_hpu.evaluate", pipeline, argv)
+        scorer = scorer or own(painted or PaintedOptions(), pipeline, args.output)
+        crew = None
+        if args.workers is not None:
+            folder, drawing = args.output.resolve(), options.device_options(args)
+            given = given.resolved()
+            order = Order(
+                args.model, given, drawing, scorer.items, settings, sampling, chosen, folder
+            )
+            crew = Workers(args.workers, order)
         evaluation = Evaluation(
-            pipeline,
-            scorer or own(painted or PaintedOptions(), pipeline, args.output),
-            settings,
-            chosen,
-            sampling,
-            args.output,
-            folders,
-            about,
+            pipeline, scorer, settings, chosen, sampling, args.output, folders, about, crew
         )
         print(evaluation.run())
         if args.export and library is not None and library.prompts_file is not None:

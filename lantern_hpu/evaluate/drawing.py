@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
@@ -66,6 +66,19 @@ def columns(
     return found + [replace(column, name=AGAIN, shift=OTHER_SEEDS) for column in first if floor]
 
 
+Batch = tuple[Column, list[int]]  # a setting, and numbers of items
+
+
+class Crew(Protocol):
+    """Others who draw; see `evaluate.crew`."""
+
+    def drawn(
+        self, wanted: Sequence[Column], batches: Iterable[Batch]
+    ) -> Iterator[tuple[Column, list[Line]]]:
+        """Batches as they are done, with their pictures written."""
+        ...
+
+
 @dataclass(frozen=True)
 class Drawing:
     """All that is drawn in a run.
@@ -89,8 +102,11 @@ class Drawing:
         seed = self.seed + column.shift + index
         return Request(self.items[index].prompt, seed, self.sampling, column.choice.relaxation)
 
-    def draw(self, wanted: Sequence[Column]) -> None:
+    def draw(self, wanted: Sequence[Column], crew: Crew | None = None) -> None:
         """Whatever is not there yet, with a bar.
+
+        Args:
+            crew: other processes that draw; None: this one does.
 
         Raises:
             OptionError: the model draws no pictures. OutputError: a folder holds those of other settings.
@@ -112,25 +128,33 @@ class Drawing:
         missing = sum(map(len, left.values()))
         if not missing:
             return
+        batches = in_rounds(wanted, left, self.size)
         with tqdm(total=total, initial=total - missing, unit="image", mininterval=1) as bar:
-            for column, indices in in_rounds(wanted, left, self.size):
+            for column, lines in (crew or self).drawn(wanted, batches):
                 bar.set_description(column.name)
-                self.draw_batch(column, indices)
-                bar.update(len(indices))
+                self.shelf(column).note(lines)
+                bar.update(len(lines))
 
-    def draw_batch(self, column: Column, indices: Sequence[int]) -> None:
-        """One batch, written."""
+    def drawn(
+        self, wanted: Sequence[Column], batches: Iterable[Batch]
+    ) -> Iterator[tuple[Column, list[Line]]]:
+        """Batches, one after the other."""
+        for column, indices in batches:
+            yield column, self.draw_batch(column, indices)
+
+    def draw_batch(self, column: Column, indices: Sequence[int]) -> list[Line]:
+        """One batch: its pictures are written, their lines are not."""
         requests = [self.request(column, index) for index in indices]
         choice = column.choice
         result = self.pipeline.draw(requests, choice.tree, choice.method, self.size)
         spent = result.timing
         seconds = (spent.text_s + spent.generate_s + spent.decode_s) / self.size
-        self.shelf(column).keep(*written(result, self.items, indices, seconds))
+        pictures, lines = written(result, self.items, indices, seconds)
+        self.shelf(column).write(pictures, lines)
+        return lines
 
 
-def in_rounds(
-    wanted: Sequence[Column], left: dict[str, list[int]], size: int
-) -> Iterator[tuple[Column, list[int]]]:
+def in_rounds(wanted: Sequence[Column], left: dict[str, list[int]], size: int) -> Iterator[Batch]:
     """Batches of indices, `ROUND` of a setting at a time."""
     step = ROUND * size
     for start in range(0, max(map(len, left.values())), step):

@@ -86,11 +86,14 @@ class Shelf:
                 found[one.id] = one
         return found
 
-    def keep(self, pictures: Iterable[bytes], lines: Sequence[Line]) -> None:
-        """Write PNG files, then their lines."""
+    def write(self, pictures: Iterable[bytes], lines: Sequence[Line]) -> None:
+        """Write PNG files, which count once `note` has their lines."""
         places = self.places
         for data, line in zip(pictures, lines, strict=True):
             write_file(places[line.id], data, force=True)
+
+    def note(self, lines: Sequence[Line]) -> None:
+        """Write the lines of pictures that are there; one process alone does."""
         file = self.folder / "drawn.jsonl"
         half = file.exists() and not file.read_bytes().endswith(b"\n")
         text = "\n" * half + "".join(json.dumps(asdict(line)) + "\n" for line in lines)

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from lantern_hpu.config import Sampling
 from lantern_hpu.errors import OptionError, needing
-from lantern_hpu.evaluate.drawing import AGAIN, Column, Drawing, columns
+from lantern_hpu.evaluate.drawing import AGAIN, Column, Crew, Drawing, columns
 from lantern_hpu.evaluate.fidelity import measure, total
 from lantern_hpu.evaluate.folder import open_folder
 from lantern_hpu.evaluate.options import EvaluateOptions, FidelityOptions, Setting
@@ -23,6 +23,11 @@ from lantern_hpu.evaluate.sets import Item, digest
 from lantern_hpu.evaluate.statistics import Metric, Rows, figures
 from lantern_hpu.files import write_file
 from lantern_hpu.pipeline import LanternPipeline
+
+SIDE_BY_SIDE = (
+    "Workers drew the pictures, side by side: seconds an image are those of one of them, and the device named here is "
+    "that of the process that scored."
+)
 
 
 class Scorer(Protocol):
@@ -58,7 +63,7 @@ class Evaluation:
 
     Attributes:
         folders: pictures drawn elsewhere, by the names of their rows.
-        about: how the run came about.
+        about: how the run came about. crew: other processes that draw; None: this one does.
     """
 
     pipeline: LanternPipeline
@@ -69,6 +74,7 @@ class Evaluation:
     output: Path
     folders: Mapping[str, Path]
     about: Mapping[str, Any]
+    crew: Crew | None = None
 
     def run(self) -> str:
         """Draw what is missing, score everything, write all files; returns the table.
@@ -85,7 +91,7 @@ class Evaluation:
         wanted = columns(
             self.pipeline, self.settings, options.tree, options.batch_size, options.floor
         )
-        drawing.draw(wanted)
+        drawing.draw(wanted, self.crew)
         self.scorer.prepare()
         laws = self.laws()
         rows = [
@@ -178,6 +184,7 @@ class Evaluation:
                 f"{NOISE}: no farther from `ar` than `ar` with other seeds is, or the interval of the difference "
                 "holds 0.",
                 *self.scorer.notes(),
+                *([] if self.crew is None else [SIDE_BY_SIDE]),
             ],
         }
         document = {

@@ -41,6 +41,8 @@ class TransformerConfig:
     head_hidden: int | None = None  # width inside a head that is an MLP; None: one matrix (Janus)
     # Whether each row of codes is closed by one more token, the last of the vocabulary (Lumina-mGPT, Emu3)
     row_ends: bool = False
+    # Whether top-p is taken before top-k, or of what top-k leaves (LANTERN's sampler for Chameleon; all others)
+    top_p_first: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid", tuple(self.grid))  # JSON has no tuples

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.config import Sampling
+from lantern_hpu.errors import WeightsError
 from lantern_hpu.models import neighbours
 from lantern_hpu.models.config import ModelConfig, VQConfig
 from lantern_hpu.models.drafter import Drafter
@@ -29,7 +30,10 @@ class Placement:
     keep_text: str = "host"  # where the text encoder stays once prompts are encoded
 
 
-def make_vq(config: VQConfig) -> VQModel | Emu3VQ:
+Tokenizer = VQModel | Emu3VQ  # of pictures
+
+
+def make_vq(config: VQConfig) -> Tokenizer:
     """A tokenizer of its kind."""
     return Emu3VQ(config) if config.kind == "video" else VQModel(config)
 
@@ -46,7 +50,7 @@ class ImageModel:
     target: Target
     drafter: Drafter | None
     condition: Conditioner
-    vq: VQModel | Emu3VQ | None  # None: its tokens become no pictures
+    vq: Tokenizer | None  # None: its tokens become no pictures
     sampling: Sampling  # default settings
     # Device name to [method, tree or None]: the fastest that was measured there
     fastest: dict[str, tuple[str, str | None]] = field(default_factory=dict)
@@ -66,8 +70,14 @@ class ImageModel:
 
     @property
     def codebook(self) -> Tensor:
-        """[V, code_dim]"""
-        assert self.vq is not None
+        """[V, code_dim]
+
+        Raises:
+            WeightsError: there is no tokenizer.
+        """
+        if self.vq is None:
+            why, hint = "there is no VQ tokenizer", "--vq, --neighbours, or an exact method"
+            raise WeightsError("which codes are neighbours is not known", why, hint)
         return self.vq.quantize.embedding.weight
 
     @property

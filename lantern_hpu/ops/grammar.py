@@ -20,7 +20,7 @@ class RowEnds(nn.Module):
 
     def __init__(self, columns: int, tokens: int, vocabulary: int) -> None:
         super().__init__()
-        self.last = tokens - 1
+        self.last, self.end = tokens - 1, vocabulary - 1
         self.closes = constant((arange32(tokens) + 1) % (columns + 1) == 0)  # [N]
         self.is_end = constant(arange32(vocabulary) == vocabulary - 1)  # [V]
 
@@ -30,6 +30,18 @@ class RowEnds(nn.Module):
         Args:
             logits: [R, T, V]. place: [R, T] int32, which token of the picture each is for.
         """
-        closes = self.closes[place.clamp(max=self.last)]  # [R, T]
-        forbidden = closes[..., None] != self.is_end
+        forbidden = self.closing(place)[..., None] != self.is_end
         return logits.masked_fill(forbidden, max(NEVER, torch.finfo(logits.dtype).min))
+
+    def closing(self, place: Tensor) -> Tensor:
+        """Which places [R, T] are rows' ends: [R, T] bool."""
+        return self.closes[place.clamp(max=self.last)]
+
+    def closed(self, probs: Tensor, place: Tensor) -> Tensor:
+        """Probabilities of codes [R, T, V], taken from elsewhere, for these places [R, T]: rows' ends are certain."""
+        return torch.where(self.closing(place)[..., None], self.is_end.to(probs.dtype), probs)
+
+    def fitted(self, tokens: Tensor, place: Tensor) -> Tensor:
+        """Guesses [R, T] as they may stand at these places [R, T]; a row's end elsewhere becomes the last code."""
+        codes = tokens.clamp(max=self.end - 1)
+        return codes.masked_fill(self.closing(place), self.end)

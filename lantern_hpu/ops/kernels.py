@@ -118,7 +118,7 @@ class Kernels:
     rotate: Callable[[Tensor, Tensor, bool], Tensor] = rotate
     swiglu: Callable[[Tensor], Tensor] = swiglu
     rotate_into: RotateInto | None = None
-    probs: Callable[[Tensor, SamplingParams, bool, int, bool], Tensor] = sampling.guided_probs
+    probs: Callable[[Tensor, SamplingParams, bool, int, bool, bool], Tensor] = sampling.guided_probs
     sample: Callable[[Tensor, Tensor], Tensor] = sampling.sample
     sample_distinct: Callable[[Tensor, Tensor], Tensor] = sampling.sample_distinct
     walk: Walk | None = None

@@ -65,32 +65,44 @@ def apply_guidance(logits: Tensor, params: SamplingParams, guidance: bool) -> Te
     return unconditional + scale * (conditional - unconditional)
 
 
-def to_probs(logits: Tensor, params: SamplingParams, max_top_k: int, use_top_p: bool) -> Tensor:
-    """Temperature, then top-p, then top-k, then softmax.
+def to_probs(
+    logits: Tensor,
+    params: SamplingParams,
+    max_top_k: int,
+    use_top_p: bool,
+    top_p_first: bool = False,
+) -> Tensor:
+    """Temperature, then top-p and top-k, then softmax.
 
     Args:
         logits: [B, T, V] float32 after guidance.
         max_top_k: largest top-k in the batch, 0 when no image uses it. Ties with the k-th stay in.
         use_top_p: whether any image uses top-p; the token that crosses the bound stays in.
+        top_p_first: whether top-p is of the whole mass, or of what top-k leaves.
 
     Returns [B, T, V] float32.
     """
     logits = logits / params.temperature[:, None, None]
-    dropped = []
-    if use_top_p:
-        dropped.append(outside_top_p(logits.softmax(-1), params.top_p))
+    kept = logits
     if max_top_k:
-        dropped.append(outside_top_k(logits, params.top_k, max_top_k))
-    for mask in dropped:
-        logits = logits.masked_fill(mask, float("-inf"))
-    return logits.softmax(-1)
+        kept = logits.masked_fill(outside_top_k(logits, params.top_k, max_top_k), float("-inf"))
+    if use_top_p:
+        mass = (logits if top_p_first else kept).softmax(-1)
+        kept = kept.masked_fill(outside_top_p(mass, params.top_p), float("-inf"))
+    return kept.softmax(-1)
 
 
 def guided_probs(
-    logits: Tensor, params: SamplingParams, guidance: bool, max_top_k: int, use_top_p: bool
+    logits: Tensor,
+    params: SamplingParams,
+    guidance: bool,
+    max_top_k: int,
+    use_top_p: bool,
+    top_p_first: bool = False,
 ) -> Tensor:
     """From a head's logits [R, T, V] to probabilities [B, T, V] float32: `apply_guidance`, then `to_probs`."""
-    return to_probs(apply_guidance(logits, params, guidance), params, max_top_k, use_top_p)
+    guided = apply_guidance(logits, params, guidance)
+    return to_probs(guided, params, max_top_k, use_top_p, top_p_first)
 
 
 def outside_top_p(probs: Tensor, top_p: Tensor) -> Tensor:

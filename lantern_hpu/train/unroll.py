@@ -68,7 +68,8 @@ class Lesson:
             guided = apply_guidance(logits, self.params, self.guidance)
             # [B, N - 1, V], of tokens 1, 2, ...
             most = sampling.top_k if sampling.top_k < config.vocab_size else 0
-            self.p = to_probs(guided, self.params, most, sampling.top_p < 1)
+            filters = (most, sampling.top_p < 1, config.top_p_first)
+            self.p = to_probs(guided, self.params, *filters)
         self.hidden = hidden.float()  # the drafter learns in float32
         self.valid = valid[:, :-1]  # [R, T]
         self.causal = causal[:-1, :-1]  # [T, T]

@@ -28,8 +28,11 @@ BESIDE = {
 }
 
 
-def resolve(model: str, given: Given = Given()) -> Parts:
+def resolve(model: str, given: Given = Given(), spared: tuple[str, ...] = ()) -> Parts:
     """The parts of a model, those in `given` in place of its own.
+
+    Args:
+        spared: parts that may be missing.
 
     Raises:
         WeightsError: nothing of that name; parts that are not here, all of them listed.
@@ -38,26 +41,27 @@ def resolve(model: str, given: Given = Given()) -> Parts:
     absent = [f"{OPTIONS[name]} {path}" for name, path in own.items() if not exists(path)]
     if absent:
         raise WeightsError("no such file or folder", ", ".join(absent), "check the path")
-    found, wanted = find(model, tuple(own)), given.image_size
+    found, wanted = find(model, tuple(own), spared), given.image_size
     size = found.image_size
     if wanted is not None and size not in (None, wanted):
         why = f"{model} draws {size} x {size} pixels"
         raise WeightsError(f"--image-size is {wanted}", why, "leave it out")
-    return replace(found, **own, image_size=wanted or size)  # type: ignore[arg-type]
+    found = replace(found, image_size=wanted or size, spared=spared)
+    return replace(found, **own)  # type: ignore[arg-type]
 
 
-def find(model: str, given: Collection[str]) -> Parts:
+def find(model: str, given: Collection[str], spared: Collection[str] = ()) -> Parts:
     """The parts of a model where they usually lie."""
     if model == "builtin":
         return Parts("builtin", "builtin", BUILTIN)
     path = Path(model)
     if exists(path) and path.is_dir():
-        return from_folder(path, given)
+        return from_folder(path, given, spared)
     if exists(path):
         return Parts(path.stem, str(path.resolve()), path, **beside(path.parent, path, given))
     if model in registry.entries() or registry.sources(model):
         entry = registry.get(model)
-        return known(entry, located.require(entry, given=given), entry.name)
+        return known(entry, located.require(entry, given=(*given, *spared)), entry.name)
     why = "neither a known name nor a file or folder"
     raise WeightsError(f"unknown model {model!r}", why, choices(["builtin", *registry.entries()]))
 
@@ -77,7 +81,7 @@ def known(entry: Entry, found: Located, where: str) -> Parts:
     return Parts(entry.name, where, **own, image_size=size, sampling=sampling)
 
 
-def from_folder(folder: Path, given: Collection[str]) -> Parts:
+def from_folder(folder: Path, given: Collection[str], spared: Collection[str] = ()) -> Parts:
     """A folder of our own, or published checkpoints side by side.
 
     Raises:
@@ -88,7 +92,7 @@ def from_folder(folder: Path, given: Collection[str]) -> Parts:
         return Parts(name, found, folder)
     entry = located.of_folder(folder)
     if entry is not None:
-        return known(entry, located.require(entry, folder), found)
+        return known(entry, located.require(entry, folder, (*given, *spared)), found)
     target = target_in(folder)
     if target is None:
         why = f"it has neither a {CONFIG} nor weights of a target"

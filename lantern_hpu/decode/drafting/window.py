@@ -54,6 +54,7 @@ class WindowDrafting(Drafting):
         assert isinstance(tree, Window)
         self.tree, self.spec, self.config = tree, spec, config
         self.sampler, self.tables = Sampler(target, spec), StaticTables(tree)
+        self.grammar = self.sampler.grammar
         self.width, self.front, self.count = tree.depth, tree.front, len(tree.siblings)
         self.keeps_noise = keeps_noise(config, tree, spec.images)
         self.place = constant(arange32(tree.depth + 1))  # [W + 1]
@@ -117,16 +118,26 @@ class WindowDrafting(Drafting):
         if not self.width:
             return
         keys = entry.keys[:, 1 : self.width + 1]  # [A, W, ROUNDS]
+        place = self.place[1:].expand(len(slot), -1)  # [A, W]
         law = self.sampler(hidden[:, -1:], entry, 0).expand(-1, self.width, -1)  # [A, W, V]
+        law = self.closed(law, place)
         if self.tree.guess == "law":
             tokens = self.fastest(law, race(keys, self.token), entry)
         else:
             near = root[:, None].expand(-1, self.width)
-            tokens = self.random(keys) if self.tree.guess == "random" else near
+            tokens = self.fitted(self.random(keys) if self.tree.guess == "random" else near, place)
             law = certain(law, tokens)
         own.drafts.index_copy_(0, slot, tokens)
         if own.q is not None:
             own.q.index_copy_(0, slot, law)
+
+    def closed(self, law: Tensor, place: Tensor) -> Tensor:
+        """Laws of codes [B, T, V], some of them another place's, for image tokens [B, T]: [B, T, V]."""
+        return law if self.grammar is None else self.grammar.closed(law, place)
+
+    def fitted(self, tokens: Tensor, place: Tensor) -> Tensor:
+        """Guesses [B, T] as the grammar allows them for image tokens [B, T]: [B, T]."""
+        return tokens if self.grammar is None else self.grammar.fitted(tokens, place)
 
     def random(self, keys: Tensor) -> Tensor:
         """A token for each place [B, T] from its keys."""
@@ -158,17 +169,26 @@ class WindowDrafting(Drafting):
         if not self.width:
             return
         before = committed.added[:, None] + self.place[:-1]  # [B, W] where each place was
-        # The last place's law serves those behind it
-        law = gather_rows(committed.probs, before.clamp(max=self.width))  # [B, W, V]
         count = state.count + committed.added
+        place = count[:, None] + self.place[1:]  # [B, W]
+        # The last place's law serves those behind it
+        law = gather_rows(committed.probs, torch.minimum(before, self.last(state)))  # [B, W, V]
+        law = self.closed(law, place)
         if self.tree.rule == "sjd-pac":
             assert committed.uniform is not None
             tokens = self.couple(law, before, committed.uniform, state)
         else:
-            tokens = self.draw(law, count[:, None] + self.place[1:], state)
+            tokens = self.draw(law, place, state)
         root = gather(committed.tokens, 1, committed.added[:, None] - 1)[:, 0]
         seen = self.width + 1 - committed.added
         self.keep(tokens, law, root, count, seen, state)
+
+    def last(self, state: DecodeState) -> Tensor:
+        """The last place whose law is one of codes [B, 1]: the one before it, where the last closes a row."""
+        width = self.place[-1:].expand(len(state.count), -1)
+        if self.grammar is None:
+            return width
+        return width - self.grammar.closing((state.count + 1)[:, None] + width).int()
 
     def couple(self, law: Tensor, before: Tensor, uniform: Tensor, state: DecodeState) -> Tensor:
         """Drafts [B, W] that follow their new laws, and change as seldom as can be.
@@ -220,17 +240,18 @@ class WindowDrafting(Drafting):
         place = count[:, None] + self.place[1:]
         if self.tree.guess == "random":
             keys = gather_rows(state.drafting.keys, place.clamp(max=self.config.tokens - 1))
-            return self.random(keys)
+            return self.fitted(self.random(keys), place)
         known = torch.cat([root[:, None], tokens], 1)  # [B, W + 1], certain or seen up to `seen`
         left = gather(known, 1, seen[:, None])  # [B, 1]
         if self.tree.guess == "left":
-            return left.expand_as(place)
-        above = place - self.config.grid[1]
+            return self.fitted(left.expand_as(place), place)
+        above = place - self.config.columns
         ahead = above - count[:, None]  # from 0 on it stands in the window itself
         inside = gather(known, 1, torch.minimum(ahead.clamp(min=0), seen[:, None]))
         index = self.image * self.columns + above.clamp(min=0)
         settled = state.tokens.index_select(0, index.flatten()).unflatten(0, place.shape)
-        return torch.where(above < 0, left, torch.where(ahead < 0, settled, inside))
+        near = torch.where(above < 0, left, torch.where(ahead < 0, settled, inside))
+        return self.fitted(near, place)
 
 
 def certain(law: Tensor, tokens: Tensor) -> Tensor:

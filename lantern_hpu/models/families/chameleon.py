@@ -56,6 +56,7 @@ def config_of(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfi
         rope_prefix="identity",
         qk_norm=True,
         embed_rows=rows,
+        top_p_first=True,
     )
 
 

@@ -68,7 +68,13 @@ def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Publish
         WeightsError: its size is unknown, or no model's.
     """
     side, plain = image_size(about, parts) // CODE_PIXELS, chameleon.config_of(checkpoint, about)
-    config = replace(plain, vocab_size=plain.vocab_size + 1, grid=(side, side), row_ends=True)
+    config = replace(
+        plain,
+        vocab_size=plain.vocab_size + 1,
+        grid=(side, side),
+        row_ends=True,
+        top_p_first=False,  # transformers' order
+    )
     condition, recipe = ConditionConfig("tokens", frame="lumina"), target_recipe(config)
     tokenizer = chameleon.tokenizer_of(checkpoint)
     return Published("lumina", config, condition, checkpoint, recipe, tokenizer)

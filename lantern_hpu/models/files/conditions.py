@@ -12,6 +12,7 @@ from lantern_hpu.models.config import ConditionConfig
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.recipe import fingerprint, shapes_only, take
 from lantern_hpu.models.model import Placement
+from lantern_hpu.models.text.features import SavedFeatures, is_saved
 from lantern_hpu.models.text.frames import FRAMES
 from lantern_hpu.models.text.prefix import (
     CaptionConditioner,
@@ -53,16 +54,20 @@ def make_condition(
     return CaptionConditioner(text_encoder(config, prefix, placement), projection)
 
 
-def text_encoder(config: ConditionConfig, prefix: int, placement: Placement) -> T5Conditioner:
-    """A T5 from where it lies.
+def text_encoder(
+    config: ConditionConfig, prefix: int, placement: Placement
+) -> T5Conditioner | SavedFeatures:
+    """A T5 from where it lies, or what one said.
 
     Raises:
         WeightsError: it is not there, or of another width.
     """
+    dtype, keep = placement.dtype or torch.float32, placement.keep_text
+    if config.text is not None and is_saved(Path(config.text)):
+        return SavedFeatures(Path(config.text), prefix, config.dim, dtype, placement.device)
     if config.text is None or not Path(config.text).is_dir():
         what = "the text encoder is missing" + (f" ({config.text})" if config.text else "")
         raise WeightsError(what, "prompts cannot be read", "--text-encoder FOLDER")
-    dtype, keep = placement.dtype or torch.float32, placement.keep_text
     text = T5Conditioner(Path(config.text), prefix, dtype, placement.device, keep)
     if text.width != config.dim:
         why = f"its features are {text.width} wide, the target reads {config.dim}"
@@ -73,6 +78,8 @@ def text_encoder(config: ConditionConfig, prefix: int, placement: Placement) -> 
 def text_digest(condition: Conditioner) -> dict[str, str]:
     """Which text encoder reads the prompts, for the record of an image; nothing where none of its own does."""
     text = getattr(condition, "text", None)
+    if isinstance(text, SavedFeatures):
+        return {"text": text.digest()}
     if not isinstance(text, T5Conditioner):
         return {}
     stored = open_checkpoint(text.folder)

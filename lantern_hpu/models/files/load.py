@@ -22,7 +22,7 @@ from lantern_hpu.models.files.names import CONFIG, DRAFTER_WEIGHTS, TARGET, VQ, 
 from lantern_hpu.models.files.parts import Parts
 from lantern_hpu.models.files.recipe import Stored, Weights, shapes_only
 from lantern_hpu.models.files.tokenizers import check_vq, open_vq
-from lantern_hpu.models.model import ImageModel, Placement, make_vq
+from lantern_hpu.models.model import ImageModel, Placement, Tokenizer, make_vq
 from lantern_hpu.models.transformer import Target
 
 VQ_MISSING = "the VQ tokenizer (--vq; FoundationVision/LlamaGen vq_ds16_*.pt; Anole: vqgan.ckpt)"
@@ -43,15 +43,22 @@ class PublishedModel:
             family = family_of(stored, about, parts)
             found = family.read(stored, about, parts)
         tokenizer = open_checkpoint(parts.vq) if parts.vq else found.tokenizer
-        missing = [] if tokenizer else [VQ_MISSING]
-        if found.condition.kind == "t5" and parts.text is None:
-            missing.append(TEXT_MISSING)
-        if missing or tokenizer is None:
+        absent = {
+            "vq": (tokenizer is None, VQ_MISSING),
+            "text": (found.condition.kind == "t5" and parts.text is None, TEXT_MISSING),
+        }
+        missing = [
+            said for part, (lacks, said) in absent.items() if lacks and part not in parts.spared
+        ]
+        if missing:
             hint = "name them, or lay them beside the target"
             raise WeightsError(f"parts are missing for {parts.target}", "; ".join(missing), hint)
-        vq, self.vq = open_vq(tokenizer, family.normalized_codes)
-        check_vq(vq, found.config, family.code_pixels, tokenizer.path)
-        self.name, self.config = parts.name, ModelConfig(found.config, found.condition, vq=vq)
+        self.name, self.code_pixels = parts.name, family.code_pixels
+        self.vq, self.config = None, ModelConfig(found.config, found.condition)
+        if tokenizer is not None:
+            vq, self.vq = open_vq(tokenizer, family.normalized_codes)
+            check_vq(vq, found.config, family.code_pixels, tokenizer.path)
+            self.config = replace(self.config, vq=vq)
         self.target = Stored(found.checkpoint, found.recipe, family.ignored)
         published = parts.sampling
         self.sampling = Sampling(**published) if published else family.sampling[found.kind]
@@ -77,9 +84,8 @@ class Opened:
         """
         parts, config, drafter = self.parts, self.config, None
         weights = self.source.weights()
-        assert config.vq is not None
         with reported_as(f"{parts.target} does not describe a model"), shapes_only():
-            target, vq = Target(config.target, placement.kernels), make_vq(config.vq)
+            target = Target(config.target, placement.kernels)
             if config.drafter is not None:
                 drafter = Drafter(config.target, config.drafter, placement.kernels)
         folder = parts.text or folder_of(parts.target)
@@ -87,7 +93,9 @@ class Opened:
         main = nn.ModuleDict({**condition.parts(), "target": target})
         dtype, device = placement.dtype, placement.device
         digest = weights.target.fill(main, dtype, device)
-        files = {TARGET: digest, VQ: weights.vq.fill(vq, torch.float32, device)}
+        vq, files = None, {TARGET: digest}
+        if config.vq is not None:
+            vq, files[VQ] = self.load_vq(weights, device)
         model = ImageModel(
             name=self.source.name,
             source=parts.source,
@@ -107,10 +115,23 @@ class Opened:
         elif drafter is not None and weights.drafter is not None:
             weights.drafter.fill(drafter, dtype, device)
         if model.neighbour_table is not None:
-            note = neighbours.check_table(model.neighbour_table, model.codebook)
-            model.notes = [note] if note else []
+            note = "neighbours were not held against a codebook: there is no tokenizer"
+            if model.vq is not None:
+                note = neighbours.check_table(model.neighbour_table, model.codebook) or ""
+            model.notes += [note] if note else []
             model.files["neighbours"] = neighbours.table_digest(model.neighbour_table)
         return model
+
+    def load_vq(self, weights: Weights, device: torch.device | None) -> tuple[Tokenizer, str]:
+        """The image tokenizer, and its digest.
+
+        Raises:
+            WeightsError: it is damaged.
+        """
+        assert self.config.vq is not None and weights.vq is not None
+        with shapes_only():
+            vq = make_vq(self.config.vq)
+        return vq, weights.vq.fill(vq, torch.float32, device)
 
 
 def open_model(parts: Parts) -> Opened:
@@ -123,7 +144,7 @@ def open_model(parts: Parts) -> Opened:
     ours = (parts.target / CONFIG).is_file()
     source = ModelFolder(parts) if ours else PublishedModel(parts)
     config, drafter = with_text(source.config, parts.text), None
-    height, width = config.image_size
+    height, width = (side * source.code_pixels for side in config.target.grid)
     if parts.image_size not in (None, height):
         why = f"{parts.name} draws {width} x {height} pixels"
         raise OptionError(f"--image-size is {parts.image_size}", why, "leave it out")

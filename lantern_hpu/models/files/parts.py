@@ -13,7 +13,11 @@ CODE_PIXELS = 16  # along a code, in every published model
 
 @dataclass(frozen=True)
 class Parts:
-    """Where the parts of a model lie; None where there is none."""
+    """Where the parts of a model lie; None where there is none.
+
+    Attributes:
+        spared: parts that may be missing: `vq` where no pictures are wanted, `text` where no prompts are read.
+    """
 
     name: str
     source: str  # what `--model` takes to find it again
@@ -24,6 +28,7 @@ class Parts:
     neighbours: Path | None = None
     image_size: int | None = None
     sampling: dict[str, Any] | None = None
+    spared: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

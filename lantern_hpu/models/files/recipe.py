@@ -178,12 +178,13 @@ class Weights(NamedTuple):
     """The weights of a whole model.
 
     Attributes:
+        vq: None where no pictures are wanted.
         files: digests that are known already. fingerprint: of the target; None where it is the digest.
         neighbours: a table of neighbours that was published.
     """
 
     target: Stored  # and the parts of its condition
-    vq: Stored
+    vq: Stored | None
     drafter: Stored | None = None
     files: Mapping[str, str] = {}
     fingerprint: str | None = None

@@ -18,7 +18,7 @@ from lantern_hpu.errors import WeightsError, choices, needing, require
 from lantern_hpu.files import reading
 from lantern_hpu.models.files.checkpoint import SINGLES
 from lantern_hpu.models.text.cleaning import clean
-from lantern_hpu.models.text.words import TextFeatures
+from lantern_hpu.models.text.words import TextFeatures, left_padded
 
 CACHED = 1024  # prompts whose features stay on the host, at most 0.5 GB for flan-t5-xl
 HINT = "download all files of google/flan-t5-xl into one folder"
@@ -71,13 +71,7 @@ class T5Conditioner:
             WeightsError: the encoder or its tokenizer cannot be loaded.
         """
         self.prepare(prompts)
-        features = torch.zeros(len(prompts), self.prefix, self.width, dtype=self.dtype)  # [B, P, C]
-        valid = torch.zeros(len(prompts), self.prefix, dtype=torch.bool)  # [B, P]
-        for row, prompt in enumerate(prompts):
-            known = self._known[prompt]  # [v, C]
-            start = self.prefix - len(known)
-            features[row, start:] = known
-            valid[row, start:] = True
+        features, valid = left_padded([self._known[prompt] for prompt in prompts], self.prefix)
         return TextFeatures(features.to(self.device), valid.to(self.device))
 
     def prepare(self, prompts: Sequence[str]) -> None:

@@ -19,6 +19,16 @@ class TextFeatures(NamedTuple):
     valid: Tensor  # [B, P] bool
 
 
+def left_padded(rows: Sequence[Tensor], prefix: int) -> TextFeatures:
+    """Features of several prompts [v, C], v <= P each, behind zeros: [B, P, C] and [B, P]."""
+    features = rows[0].new_zeros(len(rows), prefix, rows[0].shape[1])  # [B, P, C]
+    valid = torch.zeros(features.shape[:2], dtype=torch.bool, device=features.device)
+    for place, known in enumerate(rows):
+        features[place, prefix - len(known) :] = known
+        valid[place, prefix - len(known) :] = True
+    return TextFeatures(features, valid)
+
+
 class TextConditioner(Protocol):
     """Turns prompts into caption features; T5 and word tables are implementations."""
 
