@@ -26,6 +26,7 @@ from lantern_hpu.backends.hpu_emulator.tensor import HPUTensor
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu_emulator.graphs import Recording
     from lantern_hpu.backends.hpu_emulator.rehearsal import Run
+    from lantern_hpu.backends.hpu_emulator.tracing import Compiler
 
 LIMIT = int(94.62 * 2**30)  # bytes that software sees of a Gaudi 2
 CREDIT = 16  # host reads for setting up and for results; each launch earns one more
@@ -80,6 +81,9 @@ class Device:
         self.dynamic_shapes = flag(self.flags, "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES")
         self.credit, self.uploaded = CREDIT, 0
         self.modes: tuple[AbstractContextManager[Any], ...] = ()
+        self.loaded = True  # whether the bridge was imported, which is when it reads its flags
+        self.compiler: Compiler | None = None  # of a user's program
+        self.traced = False  # whether dynamo has the word
         self.differential = False  # whether functions are rehearsed before they are captured
         self.rehearsed: Run | None = None
         self.warned: set[str] = set()  # functions that said once that they do nothing
@@ -253,7 +257,8 @@ class Device:
     def sync(self, reason: str, rule: str) -> None:
         """A host read: ends the graph and waits."""
         self.credit -= 1
-        within = self.credit >= 0 or not self.lazy
+        graphs = self.lazy or self.counts.graphs["launches"]
+        within = self.credit >= 0 or not graphs
         bad = not within or self.recording is not None
         detail = reason if within else f"{reason}: more than one read for each launched step"
         self.findings.hit(rule, detail, "error" if bad else "info")
