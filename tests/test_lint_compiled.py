@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -157,6 +158,12 @@ IDIOMS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test's log handlers would have torch describe each tensor to its trace, which reads it."""
+    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])
+
+
 def program(tmp_path: Path, body: str) -> tuple[Path, int]:
     """The program's file, and the line with BAD."""
     source = START + body + "\n"
@@ -172,9 +179,8 @@ def test_what_the_tracers_say_is_named_with_its_line(name: str, tmp_path: Path) 
     file, bad = program(tmp_path, (GALLERY | ERRORS)[name])
     card, ended = lint_script(file, [], lazy=False)
     assert ended is None or name in ("H090 whole", "H080"), repr(ended)
-    severities = {(f.rule.id, f.line): f.severity for f in card.findings.sorted()}
-    wanted = "error" if name in ERRORS else "warn"
-    assert severities.get((name.split()[0], bad)) == wanted, card.findings.sorted()
+    found = {(f.rule.id, f.line, f.severity) for f in card.findings.sorted()}
+    assert (name.split()[0], bad, "error" if name in ERRORS else "warn") in found, found
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -201,4 +207,4 @@ def test_lengths_that_compile_anew_fail_a_strict_run(tmp_path: Path) -> None:
 
 def test_unknown_profile_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--profile", "magic"]) == 2
-    assert "--profile is 'magic'" in capsys.readouterr().err
+    assert "--profile is magic" in capsys.readouterr().err

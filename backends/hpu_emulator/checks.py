@@ -282,9 +282,10 @@ def index_tensors(op: Op, args: tuple[Any, ...]) -> list[tuple[int, Tensor]]:
 
 
 def clamped(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments on the CPU with every index inside its dimension."""
+    """Arguments on the CPU with every index inside its dimension; advanced ones may count from the end."""
+    from_end = op.packet.startswith("index_put") or op.packet in ("index", "take")
     bounded = {
-        id(i): i.clamp(-size if i.dtype.is_signed else 0, size - 1)
+        id(i): i.clamp(-size if from_end else 0, size - 1)
         for size, i in index_tensors(op, args)
     }
 

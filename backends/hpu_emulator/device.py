@@ -60,6 +60,10 @@ class Counts:
     allocations: int = 0
 
 
+class Lease:
+    """Lives as long as somebody holds a tensor's memory."""
+
+
 class Device:
     """One emulated card."""
 
@@ -181,7 +185,8 @@ class Device:
         self.counts.allocations += 1
         self.in_use += size
         self.peak, self.largest = max(self.peak, self.in_use), max(self.largest, size)
-        weakref.finalize(owner, self.free, size).atexit = False
+        owner.lease = Lease()  # it goes where the numbers go, also if two tensors are swapped
+        weakref.finalize(owner.lease, self.free, size).atexit = False
 
     def free(self, size: int) -> None:
         self.in_use -= size

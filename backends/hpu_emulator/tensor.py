@@ -33,6 +33,7 @@ class HPUTensor(Tensor):
     raw: Tensor
     base: HPUTensor | None
     stale: str | None
+    lease: object
 
     @staticmethod
     def __new__(cls, raw: Tensor, base: HPUTensor | None = None) -> HPUTensor:

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._dynamo import output_graph
+from functorch.compile import make_boxed_func
+from torch._dynamo import output_graph, trace_rules
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import Unsupported, UserError
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lantern_hpu.backends.hpu_emulator import checks, ops
@@ -34,6 +36,9 @@ class Compiler:
     """The backend `hpu_backend` of one card, for all functions that a program compiles."""
 
     def __init__(self, card: Device) -> None:
+        torch._dynamo.reset()  # what another program compiled
+        for module in ("checks", "device", "ops", "rules", "tensor"):  # not to be traced themselves
+            trace_rules.add(f"{__package__}.{module}")
         self.card = card
         self.failed: list[tuple[str, Site]] = []  # guards, since the last compilation
         self.again: Counter[Site] = Counter()  # compilations by function, after its first
@@ -59,8 +64,9 @@ class Compiler:
             try:
                 with tracing(self.card):
                     return function(*args, **kwargs)
-            except torch._dynamo.exc.Unsupported as error:  # of a function that is to be one graph
-                self.card.findings.hit("H090", first_line(error), "error", where(error.real_stack))
+            except (Unsupported, UserError) as error:  # of a function that is to be one graph
+                site = where(getattr(error, "real_stack", None))
+                self.card.findings.hit("H090", first_line(error), "error", site)
                 raise
             finally:
                 self.note_breaks(output_graph.graph_break_reasons[known:])
@@ -111,7 +117,8 @@ class Compiler:
             self.card.earn()
             return run.run(*values)
 
-        return launch
+        boxed: Callable[..., Any] = make_boxed_func(launch)
+        return boxed
 
 
 class Launched(fx.Interpreter):
