@@ -169,7 +169,9 @@ class Device:
         if op.view_of is not None:
             source = args[op.view_of]
             if op.packet in ("detach", "alias") and source.base is None:
-                return HPUTensor(result)  # another name, as `.data` makes it; not a view
+                made = HPUTensor(result)  # another name, as `.data` makes it; not a view
+                made.lease = source.lease
+                return made
             return HPUTensor(result, source.base if source.base is not None else source)
         return self.new(result)
 

@@ -28,6 +28,7 @@ class HPUTensor(Tensor):
         raw: the CPU tensor with its numbers.
         base: the tensor it is a view of, or None.
         stale: the rule to report when it is read next, or None.
+        lease: what holds its memory, for the count of it; None in a view.
     """
 
     raw: Tensor
@@ -45,7 +46,7 @@ class HPUTensor(Tensor):
             dtype=raw.dtype,
             device=META,
         )
-        made.raw, made.base, made.stale = raw, base, None
+        made.raw, made.base, made.stale, made.lease = raw, base, None, None
         return made
 
     def __init__(self, raw: Tensor, base: HPUTensor | None = None) -> None: ...
