@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import EMULATED
+from lantern_hpu.backends.hpu_env import LAZY_MODE
 from lantern_hpu.config import METHODS, Request
 from lantern_hpu.errors import LanternError, OptionError, choices, exit_code, require
 from lantern_hpu.graphs import RUNNERS
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from lantern_hpu.backends.hpu_emulator import Device, Finding
     from lantern_hpu.pipeline import LanternPipeline
 
-RECOMPILING = ("H013", "H014", "H021")
+RECOMPILING = ("H013", "H014", "H021", "H024")
+PROFILES = ("lazy", "compile")
 PROMPTS = ("a red apple", "a blue fish")
 
 
@@ -45,9 +47,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto", help="auto, or one the device offers (auto)")
     parser.add_argument("--script", type=Path, metavar="FILE.py", help="a program of your own")
     parser.add_argument("--args", nargs="*", default=[], help="what the program gets")
-    parser.add_argument(
-        "--eager", action="store_true", help="run the program with PT_HPU_LAZY_MODE=0"
-    )
+    profile = "`lazy` mode with HPU graphs, or `compile`: PT_HPU_LAZY_MODE=0 and torch.compile"
+    parser.add_argument("--profile", default="lazy", help=f"{profile} (lazy)")
     parser.add_argument(
         "--timeout",
         type=float,
@@ -81,11 +82,13 @@ def lint_model(args: argparse.Namespace) -> tuple[list[Device], Ended]:
         raise OptionError(f"unknown method {args.method!r}", hint=choices(["all", *METHODS]))
     from lantern_hpu.pipeline import LanternPipeline
 
+    compiles = args.graphs == "auto" and args.profile == "compile"
+    graphs = "compile" if compiles else args.graphs
     cards: list[Device] = []
     ended: Ended = None
     for method in METHODS if args.method == "all" else [args.method]:
         pipeline = LanternPipeline.from_pretrained(
-            args.model, device=EMULATED, dtype=args.dtype, graphs=args.graphs, emulate=True
+            args.model, device=EMULATED, dtype=args.dtype, graphs=graphs, emulate=True
         )
         with closing(pipeline):
             if args.method == "all" and lacks_drafter(pipeline, method):
@@ -145,6 +148,8 @@ def lint_script(
     ended: Ended = None
     argv, sys.argv = sys.argv, [str(file), *args]
     path, sys.path = sys.path, [str(file.parent), *sys.path]
+    mode = os.environ.get(LAZY_MODE)
+    os.environ[LAZY_MODE] = "1" if lazy else "0"
     flags = {n: v for n, v in os.environ.items() if n.startswith(("PT_", "WORLD_SIZE"))}
     try:
         with emulate(lazy, flags, importable=True) as card:
@@ -160,6 +165,9 @@ def lint_script(
             card.flush("exit")
     finally:
         sys.argv, sys.path = argv, path
+        os.environ.pop(LAZY_MODE, None)
+        if mode is not None:
+            os.environ[LAZY_MODE] = mode
     return card, ended
 
 
@@ -206,7 +214,7 @@ def summary(cards: Sequence[Device]) -> dict[str, Any]:
 def run(args: argparse.Namespace) -> bool:
     """Print what was found; whether it is clean."""
     if args.script:
-        card, ended = lint_script(args.script, args.args, not args.eager, args.timeout)
+        card, ended = lint_script(args.script, args.args, args.profile == "lazy", args.timeout)
         cards = [card]
     else:
         cards, ended = lint_model(args)
@@ -238,6 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def work() -> None:
         nonlocal clean
         require(args.timeout > 0, "--timeout", args.timeout, "more than 0")
+        require(args.profile in PROFILES, "--profile", args.profile, choices(PROFILES))
         clean = run(args)
 
     code = exit_code(work)

@@ -78,7 +78,9 @@ def test_same_tokens_as_the_cpu_when_compiled(model: Path, method: str) -> None:
         expected = want(PROMPTS, seed=3, method=method, tree=tree)
         assert got.tokens.tolist() == expected.tokens.tolist()
         assert (got.graph["captures"], got.graph["recompiles_after_warmup"]) == (2, 0)
-        assert got.graph["device"]["cpu_fallbacks"] == 0 and not error_rules(pipeline)
+        device = got.graph["device"]
+        assert device["graph_launches"] == got.graph["replays"]  # one a step, one for the prefix
+        assert device["cpu_fallbacks"] == 0 and not error_rules(pipeline)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,10 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,11 +28,14 @@ from lantern_hpu.backends.hpu_emulator.device import Counts, Device, current, in
 from lantern_hpu.backends.hpu_emulator.graphs import abandoned_on_error
 from lantern_hpu.backends.hpu_emulator.habana import dump_asked_for, modules
 from lantern_hpu.backends.hpu_emulator.modes import Functions, Operators
-from lantern_hpu.backends.hpu_emulator.patches import overwrites
+from lantern_hpu.backends.hpu_emulator.patches import overwrites, replaced
 from lantern_hpu.backends.hpu_emulator.rules import RULES, Finding, Rule
 from lantern_hpu.backends.hpu_emulator.scope import CustomOperators
 from lantern_hpu.backends.hpu_emulator.tensor import DEVICE
-from lantern_hpu.backends.hpu_env import ROOT
+from lantern_hpu.backends.hpu_env import LAZY_MODE, ROOT
+
+if TYPE_CHECKING:
+    from lantern_hpu.backends.hpu_emulator.tracing import Compiler
 
 __all__ = ["ROOT", "RULES", "Counts", "Device", "Finding", "Rule", "current", "emulate"]
 
@@ -77,38 +81,70 @@ def device_module(module: ModuleType) -> Iterator[None]:
         del operators.hpu
 
 
+class Importer(MetaPathFinder, Loader):
+    """Finds the modules of the bridge; their import is when flags are read."""
+
+    def __init__(self, card: Device) -> None:
+        self.card = card
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        known = name in self.card.modules
+        return ModuleSpec(name, self, origin="emulated", is_package=True) if known else None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self.card.modules[spec.name]
+
+    def exec_module(self, module: ModuleType) -> None:
+        if self.card.loaded or module.__name__ == ROOT:
+            return
+        self.card.loaded = True
+        self.card.flags |= {n: v for n, v in os.environ.items() if n.startswith("PT_")}
+        wanted = os.environ.get(LAZY_MODE)
+        if wanted is not None and (wanted != "0") != self.card.lazy:
+            self.card.findings.hit("H080", f"{LAZY_MODE}={wanted}, and this is the other mode")
+
+
 @contextmanager
 def imported(card: Device) -> Iterator[None]:
-    """The modules under their names in `sys.modules`, and `hpu_backend` for `torch.compile`."""
-    real = torch.compile
+    """`import habana_frameworks` works, and `torch.compile` knows `hpu_backend`."""
 
-    def compile(model: Any = None, *args: Any, backend: Any = "inductor", **options: Any) -> Any:
-        if backend != "hpu_backend":
-            return real(model, *args, backend=backend, **options)
-        if model is None:
-            return lambda function: compile(function, backend=backend, **options)
-        return compiled_for(card, model)
+    def compiling(real: Any) -> Any:
+        def compile(model: Any = None, **options: Any) -> Any:
+            if options.get("backend") != "hpu_backend":
+                return real(model, **options)
+            if model is None:
+                return lambda function: compile(function, **options)
+            return compiler_of(card).compile(model, **traced_as(**options))
 
-    sys.modules.update(card.modules)
-    torch.compile = compile
+        return compile
+
+    importer, card.loaded = Importer(card), False
+    sys.meta_path.insert(0, importer)
     try:
-        yield
+        with replaced(torch, "compile", compiling):
+            yield
     finally:
-        torch.compile = real
+        sys.meta_path.remove(importer)
         for name in card.modules:
             sys.modules.pop(name, None)
 
 
-def compiled_for(card: Device, model: Any) -> Any:
-    """A user's function compiled with `hpu_backend`: in lazy mode that does nothing, and says so when it is called."""
+def compiler_of(card: Device) -> Compiler:
+    """One for a card: functions that share code share what was compiled of it."""
+    if card.compiler is None:
+        with card.aside():
+            from lantern_hpu.backends.hpu_emulator.tracing import Compiler
 
-    @wraps(model)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if card.lazy:
-            card.findings.hit("H080", "torch.compile with hpu_backend in lazy mode", "error")
-        return model(*args, **kwargs)  # operator by operator
+            card.compiler = Compiler(card)
+    return card.compiler
 
-    return call
+
+def traced_as(
+    backend: str, fullgraph: bool = False, dynamic: bool | None = None, options: Any = None, **rest: Any
+) -> dict[str, Any]:
+    """What of the arguments of `torch.compile` the tracers care for."""
+    fixed = bool((options or {}).get("force_static_compile"))
+    return {"fullgraph": fullgraph, "dynamic": False if fixed else dynamic}
 
 
 READ_AT_EACH_CALL = ("PT_HPUGRAPH_DISABLE_TENSOR_CACHE",)  # hpu/graphs.py:594
@@ -122,7 +158,7 @@ def audit(event: str, arguments: tuple[Any, ...]) -> None:
         current().findings.hit("H082")
         return
     name = os.fsdecode(arguments[0])
-    if name.startswith("PT_") and name not in READ_AT_EACH_CALL:
+    if current().loaded and name.startswith("PT_") and name not in READ_AT_EACH_CALL:
         current().findings.hit("H081", name)
 
 

@@ -228,7 +228,7 @@ def indexed(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any
     hit = device.findings.hit
     first, indices = args[0], index_tensors(op, args)
     if op.packet in ("index", "index_put", "index_put_"):
-        if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
+        if masked(op, args):
             boolean_index(device, op, args)
             return
         if any(i is None for i in args[1]):
@@ -245,6 +245,13 @@ def indexed(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any
         hit("H053", op.name)
     for problem, detail in broken_indices(op.packet, raw(first), indices, args, accumulates):
         hit(problem, f"{op.name}: {detail}")
+
+
+def masked(op: Op, args: tuple[Any, ...]) -> bool:
+    """Whether an index is a mask."""
+    return op.packet in ("index", "index_put", "index_put_") and any(
+        i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+    )
 
 
 def raw(value: Any) -> Any:
@@ -275,9 +282,10 @@ def index_tensors(op: Op, args: tuple[Any, ...]) -> list[tuple[int, Tensor]]:
 
 
 def clamped(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments on the CPU with every index inside its dimension."""
+    """Arguments on the CPU with every index inside its dimension; advanced ones may count from the end."""
+    from_end = op.packet.startswith("index_put") or op.packet in ("index", "take")
     bounded = {
-        id(i): i.clamp(-size if i.dtype.is_signed else 0, size - 1)
+        id(i): i.clamp(-size if from_end else 0, size - 1)
         for size, i in index_tensors(op, args)
     }
 

@@ -54,7 +54,7 @@ def compile_on_host(card: Device, function: nn.Module) -> Callable[[Any], Tensor
     if card.lazy:
         card.findings.hit("H080", "torch.compile with hpu_backend in lazy mode", "error")
         raise RuntimeError("hpu_backend needs PT_HPU_LAZY_MODE=0")
-    backend = aot_autograd(fw_compiler=lambda graph, inputs: look_at(card, graph))
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: as_it_is(card, graph))
     compiled = torch.compile(on_host(function), backend=backend, fullgraph=True, dynamic=False)
     twins: dict[int, Any] = {}
     held: list[Any] = []  # states stay alive, so that their ids stay theirs
@@ -72,12 +72,18 @@ def compile_on_host(card: Device, function: nn.Module) -> Callable[[Any], Tensor
     return call
 
 
-def look_at(card: Device, graph: fx.GraphModule) -> Callable[..., Any]:
-    """Check a compiled graph's operators; it then runs as it is."""
+def as_it_is(card: Device, graph: fx.GraphModule) -> Callable[..., Any]:
+    """A compiled graph, looked at and counted."""
     card.counts.recipes += 1
     if card.warm:
         card.counts.recompiles += 1
         card.findings.hit("H020", "compiled after warm-up")
+    look_at(card, graph)
+    return graph.forward
+
+
+def look_at(card: Device, graph: fx.GraphModule) -> None:
+    """Check a compiled graph's operators."""
     for node in graph.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
@@ -90,7 +96,6 @@ def look_at(card: Device, graph: fx.GraphModule) -> Callable[..., Any]:
             card.findings.hit("H040", op.name, "error", site=source(node))
         if op.packet in checks.DYNAMIC:
             card.findings.hit(checks.DYNAMIC[op.packet], op.name, site=source(node))
-    return graph.forward
 
 
 def source(node: fx.Node) -> tuple[str, int]:

@@ -26,6 +26,7 @@ from lantern_hpu.backends.hpu_emulator.tensor import HPUTensor
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu_emulator.graphs import Recording
     from lantern_hpu.backends.hpu_emulator.rehearsal import Run
+    from lantern_hpu.backends.hpu_emulator.tracing import Compiler
 
 LIMIT = int(94.62 * 2**30)  # bytes that software sees of a Gaudi 2
 CREDIT = 16  # host reads for setting up and for results; each launch earns one more
@@ -59,6 +60,10 @@ class Counts:
     allocations: int = 0
 
 
+class Lease:
+    """Lives as long as somebody holds a tensor's memory."""
+
+
 class Device:
     """One emulated card."""
 
@@ -80,6 +85,9 @@ class Device:
         self.dynamic_shapes = flag(self.flags, "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES")
         self.credit, self.uploaded = CREDIT, 0
         self.modes: tuple[AbstractContextManager[Any], ...] = ()
+        self.loaded = True  # whether the bridge was imported, which is when it reads its flags
+        self.compiler: Compiler | None = None  # of a user's program
+        self.traced = False  # whether dynamo has the word
         self.differential = False  # whether functions are rehearsed before they are captured
         self.rehearsed: Run | None = None
         self.warned: set[str] = set()  # functions that said once that they do nothing
@@ -161,7 +169,9 @@ class Device:
         if op.view_of is not None:
             source = args[op.view_of]
             if op.packet in ("detach", "alias") and source.base is None:
-                return HPUTensor(result)  # another name, as `.data` makes it; not a view
+                made = HPUTensor(result)  # another name, as `.data` makes it; not a view
+                made.lease = source.lease
+                return made
             return HPUTensor(result, source.base if source.base is not None else source)
         return self.new(result)
 
@@ -177,7 +187,8 @@ class Device:
         self.counts.allocations += 1
         self.in_use += size
         self.peak, self.largest = max(self.peak, self.in_use), max(self.largest, size)
-        weakref.finalize(owner, self.free, size).atexit = False
+        owner.lease = Lease()  # it goes where the numbers go, also if two tensors are swapped
+        weakref.finalize(owner.lease, self.free, size).atexit = False
 
     def free(self, size: int) -> None:
         self.in_use -= size
@@ -253,7 +264,8 @@ class Device:
     def sync(self, reason: str, rule: str) -> None:
         """A host read: ends the graph and waits."""
         self.credit -= 1
-        within = self.credit >= 0 or not self.lazy
+        graphs = self.lazy or self.counts.graphs["launches"]
+        within = self.credit >= 0 or not graphs
         bad = not within or self.recording is not None
         detail = reason if within else f"{reason}: more than one read for each launched step"
         self.findings.hit(rule, detail, "error" if bad else "info")

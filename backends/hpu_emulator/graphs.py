@@ -144,9 +144,7 @@ class Recording:
 
     def check(self, step: Recorded, args: tuple[Any, ...]) -> None:
         """Indices are data: they are looked at in each replay."""
-        if step.op.packet in ("index", "index_put", "index_put_") and any(
-            i is not None and i.dtype == torch.bool for i in args[1]
-        ):
+        if checks.masked(step.op, args):
             return
         accumulates = len(args) > 3 and args[3] is True
         indices = checks.index_tensors(step.op, args)

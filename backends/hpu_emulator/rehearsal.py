@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.backends.hpu_emulator import ops
 from lantern_hpu.backends.hpu_emulator.rules import call_site
-from lantern_hpu.backends.hpu_emulator.tensor import HPUTensor
+from lantern_hpu.backends.hpu_emulator.tensor import HPUTensor, flat
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu_emulator.device import Device
@@ -54,13 +54,6 @@ class Run:
         for target, values in self.before.values():
             if target.shape == values.shape:
                 target.copy_(values)
-
-
-def flat(values: Any) -> list[Any]:
-    found: list[Any] = []
-    for value in values:
-        found += flat(value) if isinstance(value, (list, tuple)) else [value]
-    return found
 
 
 def rehearse(

@@ -117,6 +117,14 @@ RULES = table(
         "a Python number that reaches an operator is a constant of the graph: each value is a new recipe",
         "keep it in a tensor on the device",
     ),
+    (
+        "H015",
+        "symbolic-size",
+        "warn",
+        "warn",
+        "a size that varied became a symbol: hpu_backend then compiles ranges of shapes, or anew inside",
+        "torch.compile(..., dynamic=False), and inputs padded to a few sizes",
+    ),
     # Recipes and wrapped graphs
     (
         "H020",
@@ -149,6 +157,14 @@ RULES = table(
         "warn",
         "the graph cache is full: calls run without a graph, silently",
         "fewer shapes, or a larger max_graphs",
+    ),
+    (
+        "H024",
+        "guard-failure",
+        "warn",
+        "warn",
+        "a guard of torch.compile failed, so the function is compiled once more: seconds each time",
+        "keep sizes, number formats and Python values of what a compiled function reads fixed",
     ),
     # Number formats
     (
@@ -436,6 +452,15 @@ RULES = table(
         "error",
         "several cards with HPU graphs need PT_HPU_ENABLE_LAZY_COLLECTIVES=true",
         "set it before the import",
+    ),
+    # torch.compile
+    (
+        "H090",
+        "graph-break",
+        "warn",
+        "warn",
+        "torch.compile cuts the function here: one launch more, and Python in between",
+        "tensors instead of what cannot be traced; fullgraph=True makes it an error at once",
     ),
 )
 

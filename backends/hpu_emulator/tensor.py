@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._mode_utils import no_dispatch
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_map
 
 DEVICE = "hpu"
 HPU = torch.device(DEVICE, 0)
@@ -26,11 +28,13 @@ class HPUTensor(Tensor):
         raw: the CPU tensor with its numbers.
         base: the tensor it is a view of, or None.
         stale: the rule to report when it is read next, or None.
+        lease: what holds its memory, for the count of it; None in a view.
     """
 
     raw: Tensor
     base: HPUTensor | None
     stale: str | None
+    lease: object
 
     @staticmethod
     def __new__(cls, raw: Tensor, base: HPUTensor | None = None) -> HPUTensor:
@@ -42,7 +46,7 @@ class HPUTensor(Tensor):
             dtype=raw.dtype,
             device=META,
         )
-        made.raw, made.base, made.stale = raw, base, None
+        made.raw, made.base, made.stale, made.lease = raw, base, None, None
         return made
 
     def __init__(self, raw: Tensor, base: HPUTensor | None = None) -> None: ...
@@ -109,7 +113,45 @@ class HPUTensor(Tensor):
     ) -> Any:
         from lantern_hpu.backends.hpu_emulator.device import current
 
-        return current().run(func, args, kwargs or {})
+        card = current()
+        if card.traced and any(map(is_fake, flat((*args, *(kwargs or {}).values())))):
+            return through(func, args, kwargs or {})
+        return card.run(func, args, kwargs or {})
+
+    # What torch asks of a tensor that its tracers are to see through
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["raw"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: None, size: Any, stride: Any
+    ) -> HPUTensor:
+        return HPUTensor(inner["raw"])
+
+
+def flat(values: Any) -> list[Any]:
+    found: list[Any] = []
+    for value in values:
+        found += flat(value) if isinstance(value, (list, tuple)) else [value]
+    return found
+
+
+def is_fake(value: object) -> bool:
+    """Whether a device tensor has none but a tracer's numbers."""
+    return isinstance(value, HPUTensor) and type(value.raw) is not Tensor
+
+
+def through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """An operator that is being traced: what is inside, wrapped again."""
+    inner = {n: torch.device("cpu") if n == "device" and v is not None else v for n, v in kwargs.items()}
+    raw_args, raw_kwargs = tree_map(lambda v: v.raw if isinstance(v, HPUTensor) else v, (args, inner))
+    made = func(*raw_args, **raw_kwargs)
+    to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
+    if to_host:
+        return made
+    made = tree_map(lambda v: HPUTensor(v) if isinstance(v, Tensor) else v, made)
+    return return_and_correct_aliasing(func, args, kwargs, made)
 
 
 def is_hpu(device: object) -> bool:

@@ -119,6 +119,8 @@ def ask_stage(wanted: Wanted, report: Report, stage: Stage, ends: float, say: Sa
             for note in notes_of(wanted, stage, done, Path(folder) / "notes", ends):
                 if "begun" in note:
                     open_question = (note["begun"], note["source"])
+                    if stage.kind != "facts":  # those take no time
+                        say(f"{'asking':<10} {stage.name}, {note['begun']}")
                 elif "result" in note:
                     result = Result(**note["result"])
                     report.add(result)

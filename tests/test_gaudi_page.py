@@ -1,0 +1,81 @@
+"""`docs/gaudi.md` says what is so: its programs print what stands below them, and its figures are counted here."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lantern_hpu.backends.hpu_emulator import RULES
+from lantern_hpu.backends.hpu_facts import FACTS
+from lantern_hpu.lint import main
+from tests import test_faults, test_foreign, test_idioms, test_lint, test_lint_compiled
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "gaudi.md").read_text()
+FLAT = re.sub(r"\s+", " ", PAGE)
+EXAMPLE = r"```python\n(.*?)```\n\n`python -m lantern_hpu\.lint ([^`]*)` prints\n\n```text\n(.*?)```"
+EXAMPLES = [(*match[:2], match[2]) for match in re.findall(EXAMPLE, PAGE, re.S)]
+
+
+def test_every_program_of_the_page_is_an_example() -> None:
+    assert len(EXAMPLES) == PAGE.count("```python") >= 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example[1])
+def test_lint_prints_what_the_page_says(
+    example: tuple[str, str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    program, options, said = example
+    words = shlex.split(options)
+    (tmp_path / words[-1]).write_text(program)
+    monkeypatch.chdir(tmp_path)
+    main(words)
+    assert capsys.readouterr().out == said
+
+
+@pytest.mark.parametrize(
+    "figure",
+    [
+        f"the {len(FACTS)} facts",
+        f"the {len(RULES)} rules",
+        f"{len(test_lint.GALLERY)} bad programs",
+        f"{len(test_idioms.IDIOMS)} programs",
+        f"{len(test_faults.IN_THE_STEP | test_faults.BESIDE_IT)} of "
+        f"{len(test_faults.IN_THE_STEP | test_faults.BESIDE_IT | test_faults.UNNAMED)} faults",
+        f"{len(test_lint_compiled.GALLERY | test_lint_compiled.ERRORS)} bad ones and "
+        f"{len(test_lint_compiled.IDIOMS)} good ones",
+        f"{len(test_foreign.MODELS)} small models",
+    ],
+)
+def test_figures_of_contract_checked_are_counted(figure: str) -> None:
+    assert figure in FLAT
+
+
+@pytest.mark.slow
+def test_lint_of_a_small_model_takes_seconds(tmp_path: Path) -> None:
+    """The promise is 15 seconds on an idle laptop; the limit allows for a busy machine."""
+    pytest.importorskip("transformers")
+    program = """
+import torch
+from transformers import BertConfig, BertModel
+import habana_frameworks.torch as ht
+
+config = BertConfig(vocab_size=64, num_hidden_layers=2, num_attention_heads=2, hidden_size=16, intermediate_size=32)
+model = ht.hpu.wrap_in_hpu_graph(BertModel(config).eval().to("hpu"))
+with torch.no_grad():
+    for _ in range(3):
+        model(torch.arange(16).view(2, 8).to("hpu"))
+"""
+    (tmp_path / "bert.py").write_text(program)
+    command = [sys.executable, "-m", "lantern_hpu.lint", "--strict", "--script", "bert.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=45)
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,434 @@
+"""Ways in which programs for Gaudi are written: each runs to its end under the lint, without a finding of error level.
+
+One small program a kind, in the styles of Hugging Face's optimum-habana (h), vllm-gaudi (v) and Model-References (m);
+each asserts its own numbers. What a program may do on a card must neither die nor be called wrong here.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lantern_hpu.lint import lint_script
+
+START = """
+import copy, io, os
+import torch
+import torch.nn.functional as F
+from torch import nn
+import habana_frameworks.torch as ht
+import habana_frameworks.torch.core as htcore
+from lantern_hpu.lint import warmed_up
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 4)
+    def forward(self, x, scale=None):
+        y = self.second(F.gelu(self.first(x)))
+        return y if scale is None else y * scale
+
+twin = Net().eval()
+model = copy.deepcopy(twin).to("hpu")
+x = torch.randn(2, 4)
+near = lambda a, b: torch.allclose(a.detach().cpu(), b.detach().cpu(), atol=1e-5)
+"""
+
+TRAIN = """
+loader = [(torch.randn(8, 4), torch.randn(8, 4)) for _ in range(4)]
+for one, device in ((twin, "cpu"), (model, "hpu")):
+    learner = {learner}
+    for data, goal in loader:
+        data, goal = data.to(device, non_blocking=True), goal.to(device, non_blocking=True)
+        loss = F.mse_loss(one(data), goal)
+        learner.zero_grad(set_to_none=True)
+        loss.backward()
+        htcore.mark_step()
+        {clip}
+        learner.step()
+        htcore.mark_step()
+assert all(near(a, b) for a, b in zip(model.parameters(), twin.parameters()))
+"""
+
+CACHE = """
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+    def forward(self, x, k_cache, v_cache, place, mask):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        k_cache.index_copy_(1, place, k)
+        v_cache.index_copy_(1, place, v)
+        return F.scaled_dot_product_attention(q, k_cache, v_cache, mask)
+
+host = Attention().eval()
+device = copy.deepcopy(host).to("hpu")
+def caches(where):
+    return [torch.zeros(2, 16, 8, device=where) for _ in "kv"]
+def mask_of(n):
+    return torch.where(torch.arange(16) <= n, 0.0, -1e9).view(1, 1, 16)
+"""
+
+IDIOMS: dict[str, str] = {
+    # Training
+    "training with step marks (m)": TRAIN.format(
+        learner="torch.optim.SGD(one.parameters(), 0.1)", clip="pass"
+    ),
+    "FusedAdamW and FusedClipNorm (h, m)": """
+from habana_frameworks.torch.hpex.normalization import FusedClipNorm
+from habana_frameworks.torch.hpex.optimizers import FusedAdamW
+"""
+    + TRAIN.format(
+        learner="FusedAdamW(one.parameters(), lr=1e-2, eps=1e-8)",
+        clip="FusedClipNorm(one.parameters(), 1.0).clip_norm(one.parameters())",
+    ),
+    "training under autocast (h, m)": """
+learner = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
+for _ in range(3):
+    with torch.autocast(device_type="hpu", dtype=torch.bfloat16, enabled=True):
+        out = model(x.to("hpu"))
+        loss = out.float().square().mean()
+    assert out.dtype == torch.bfloat16
+    loss.backward()
+    learner.step()
+    learner.zero_grad()
+    htcore.mark_step()
+assert loss.item() < 1
+""",
+    "ModuleCacher (h, m)": """
+ht.hpu.ModuleCacher(max_graphs=5)(model=model, inplace=True, have_grad_accumulation=True)
+model.train()
+model(x.to("hpu")).sum().backward()
+htcore.mark_step()
+twin(x).sum().backward()
+assert near(model.first.weight.grad, twin.first.weight.grad)
+""",
+    "accumulated gradients, loss read rarely (m)": """
+learner = torch.optim.SGD(model.parameters(), 0.1)
+total = torch.zeros((), device="hpu")
+for turn in range(8):
+    loss = model(x.to("hpu")).square().mean() / 4
+    loss.backward()
+    total += loss.detach()
+    if turn % 4 == 3:
+        learner.step()
+        learner.zero_grad()
+        htcore.mark_step()
+print("loss", total.item())
+""",
+    "an average of the weights, in place (m)": """
+mean = copy.deepcopy(model)
+with torch.no_grad():
+    for old, new in zip(mean.parameters(), model.parameters()):
+        old.mul_(0.5).add_(new, alpha=0.5)
+htcore.mark_step()
+assert all(near(a, b) for a, b in zip(mean.parameters(), model.parameters()))
+""",
+    "a low-rank update merged into weights (h)": """
+with torch.no_grad():
+    down, up = torch.randn(2, 4).to("hpu"), torch.randn(8, 2).to("hpu")
+    model.first.weight.data += up @ down
+    model.second.bias.data = torch.zeros(4, device="hpu")
+htcore.mark_step()
+assert not near(model.first.weight, twin.first.weight) and model.second.bias.abs().sum().item() == 0
+""",
+    # HPU graphs
+    "a wrapped model (h, v, m)": """
+model = ht.hpu.wrap_in_hpu_graph(model)
+with torch.no_grad():
+    for turn in range(4):
+        assert near(model((x + turn).to("hpu")), twin(x + turn))
+""",
+    "a wrapped model that returns a model output (h)": """
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+Pair = namedtuple("Pair", "out hidden")
+@dataclass
+class Output:
+    out: torch.Tensor
+    hidden: tuple
+class Both(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.net, self.kind = model, kind
+    def forward(self, x):
+        return self.kind(self.net(x), (x * 2,))
+with torch.no_grad():
+    for kind in (Pair, Output):
+        both = ht.hpu.wrap_in_hpu_graph(Both(kind))
+        for turn in range(3):
+            got = both((x + turn).to("hpu"))
+            assert type(got) is kind and near(got.out, twin(x + turn)) and near(got.hidden[0], 2 * (x + turn))
+""",
+    "a wrapped model without the tensor cache (v)": CACHE
+    + """
+device = ht.hpu.wrap_in_hpu_graph(device, disable_tensor_cache=True)
+there, here = caches("hpu"), caches("cpu")
+with torch.inference_mode():
+    for n in range(5):
+        x, place = torch.randn(2, 1, 8), torch.tensor([n])
+        got = device(x.to("hpu"), *there, place.to("hpu"), mask_of(n).to("hpu"))
+        assert near(got, host(x, *here, place, mask_of(n)))
+""",
+    "calls that go around the graph, and warm-up calls (v)": """
+model = ht.hpu.wrap_in_hpu_graph(model)
+with torch.no_grad():
+    y = x.to("hpu")
+    model(y)
+    model(y, warmup_mode=True)
+    assert near(model(y, bypass_hpu_graphs=True), twin(x))
+""",
+    "graphs kept by hand, keyed by their inputs (h, diffusion)": """
+stream, cache = ht.hpu.Stream(), {}
+def call(*inputs):
+    key = ht.hpu.graphs.input_hash(inputs)
+    known = cache.get(key)
+    if known is None:
+        with ht.hpu.stream(stream):
+            graph = ht.hpu.HPUGraph()
+            graph.capture_begin()
+            outputs = model(*inputs)
+            graph.capture_end()
+            cache[key] = ht.hpu.graphs.CachedParams(inputs, outputs, graph)
+        return outputs
+    ht.hpu.graphs.copy_to(known.graph_inputs, inputs)
+    known.graph.replay()
+    ht.core.hpu.default_stream().synchronize()
+    return known.graph_outputs
+with torch.no_grad():
+    for turn in range(4):
+        assert near(call((x + turn).to("hpu")), twin(x + turn))
+assert len(cache) == 1
+""",
+    "a graph as a context (m)": """
+static, graph = x.to("hpu"), ht.hpu.HPUGraph()
+with torch.no_grad(), ht.hpu.graph(graph):
+    out = model(static)
+static.copy_(torch.ones(2, 4))
+graph.replay()
+assert near(out, twin(torch.ones(2, 4)))
+""",
+    "graphed callables (m)": """
+for p in model.parameters():
+    p.requires_grad_(False)
+called = ht.hpu.make_graphed_callables(model, (x.to("hpu"),))
+with torch.no_grad():
+    for turn in range(3):
+        assert near(called((x + turn).to("hpu")), twin(x + turn))
+""",
+    # Text generation
+    "a static cache and a token index (h)": CACHE
+    + """
+device = ht.hpu.wrap_in_hpu_graph(device)
+there, here = caches("hpu"), caches("cpu")
+place = torch.zeros(1, dtype=torch.int64, device="hpu")
+mask = mask_of(0).to("hpu")
+with torch.no_grad():
+    for n in range(5):
+        x = torch.randn(2, 1, 8)
+        mask.copy_(mask_of(n))
+        got = device(x.to("hpu"), *there, place, mask)
+        assert near(got, host(x, *here, torch.tensor([n]), mask_of(n)))
+        place.add_(1)
+        htcore.mark_step()
+""",
+    "prompts padded to buckets, warmed up (h, v)": """
+buckets = (4, 8, 16)
+table = nn.Embedding(32, 4).to("hpu")
+net = ht.hpu.wrap_in_hpu_graph(model)
+def run(ids):
+    width = next(b for b in buckets if b >= ids.shape[1])
+    ids = F.pad(ids, (0, width - ids.shape[1]))
+    return net(table(ids.to("hpu")))
+with torch.no_grad():
+    for width in buckets * 2:  # a capture and a replay of each
+        run(torch.zeros(2, width, dtype=torch.int64))
+        htcore.mark_step()
+    warmed_up()
+    for width in (3, 5, 9, 16):
+        run(torch.randint(32, (2, width)))
+        htcore.mark_step()
+""",
+    "a paged cache with a slot mapping and block tables (v)": """
+blocks, size, width = 6, 4, 8
+cache = torch.zeros(blocks * size, width, device="hpu")
+slots = torch.tensor([4, 5, 9, 20])
+values = torch.randn(4, width)
+cache.index_copy_(0, slots.to("hpu"), values.to("hpu"))
+table = torch.tensor([1, 5, 2], device="hpu")
+pages = cache.view(blocks, size, width).index_select(0, table)
+want = torch.zeros(blocks * size, width).index_copy_(0, slots, values).view(blocks, size, width)
+assert near(pages, want[[1, 5, 2]])
+""",
+    "top-k and top-p by masks (v)": """
+logits = torch.randn(2, 64).to("hpu")
+ordered, order = logits.topk(16, dim=-1)
+probs = ordered.softmax(-1)
+drop = probs.cumsum(-1) - probs > 0.9
+ordered = ordered.masked_fill(drop, float("-inf"))
+kept = torch.full_like(logits, float("-inf")).scatter_(1, order, ordered)
+token = kept.softmax(-1).argmax(-1)
+assert token.cpu().tolist() == logits.cpu().argmax(-1).tolist()
+""",
+    "exponential noise instead of multinomial (v)": """
+probs = torch.randn(2, 64).softmax(-1).to("hpu")
+noise = torch.empty_like(probs).exponential_(1.0)
+token = (probs / noise).argmax(-1)
+assert 0 <= token.min().item() and token.max().item() < 64
+""",
+    "beams reordered (h)": """
+past = torch.arange(24.).view(4, 6).to("hpu")
+best = torch.tensor([1, 1, 3, 0], device="hpu")
+past = past.index_select(0, best)
+htcore.mark_step()
+assert past.cpu()[:, 0].tolist() == [6, 6, 18, 0]
+""",
+    "one host read a turn, when everybody is done (h)": """
+done = torch.zeros(2, dtype=torch.bool, device="hpu")
+tokens = torch.zeros(2, 8, dtype=torch.int64, device="hpu")
+for n in range(8):
+    place = torch.tensor([n], device="hpu")
+    tokens.index_copy_(1, place, torch.full((2, 1), n, dtype=torch.int64, device="hpu"))
+    done = done | (tokens.index_select(1, place) == 5).view(-1)
+    htcore.mark_step()
+    if done.all().item():
+        break
+assert n == 5
+""",
+    # Fused kernels
+    "fused attention, norm and rotary embedding (h, v)": """
+from habana_frameworks.torch.hpex.kernels import FusedSDPA, RotaryPosEmbeddingHelperV2 as Rope
+from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
+q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))
+angles = torch.rand(16, 8)
+ids = torch.tensor([[3, 4, 5, 6]])
+def turned(t):
+    cos, sin = angles.cos()[ids][:, None], angles.sin()[ids][:, None]
+    first, second = t.chunk(2, -1)
+    return t * cos + torch.cat([-second, first], -1) * sin
+cos, sin, there = angles.cos().to("hpu"), angles.sin().to("hpu"), ids.to("hpu")
+with ht.hpu.sdp_kernel(enable_recompute=True):
+    got = FusedSDPA.apply(Rope.apply(q.to("hpu"), cos, sin, there), Rope.apply(k.to("hpu"), cos, sin, there),
+                          v.to("hpu"), None, 0.0, True, None)
+assert near(got, F.scaled_dot_product_attention(turned(q), turned(k), v, is_causal=True))
+norm = FusedRMSNorm.apply(q.to("hpu"), torch.ones(8, device="hpu"), 1e-6)
+assert near(norm, q * (q.square().mean(-1, keepdim=True) + 1e-6).rsqrt())
+""",
+    # Diffusion
+    "a denoising loop with guidance (h, diffusion)": """
+net = ht.hpu.wrap_in_hpu_graph(model)
+sigmas = torch.linspace(1, 0.1, 5)
+there, here = x.to("hpu"), x.clone()
+times = sigmas.to("hpu")
+with torch.no_grad():
+    for n in range(5):
+        out = net(torch.cat([there] * 2), times.index_select(0, torch.tensor([n], device="hpu")))
+        plain, led = out.chunk(2)
+        there = there - 0.1 * (plain + 2.0 * (led - plain))
+        htcore.mark_step(sync=True)
+        plain, led = twin(torch.cat([here] * 2), sigmas[n]).chunk(2)
+        here = here - 0.1 * (plain + 2.0 * (led - plain))
+assert near(there, here)
+""",
+    # Tools and surroundings
+    "flags set before the import, and questions to the software (h, v)": """
+import importlib.util
+assert importlib.util.find_spec("habana_frameworks") and importlib.util.find_spec("habana_frameworks.torch")
+from habana_frameworks.torch.utils.internal import is_lazy
+import habana_frameworks.torch.utils.experimental as htexp
+assert torch.hpu.is_available() and torch.hpu.device_count() == 1 and is_lazy()
+assert torch.hpu.get_device_name() == "GAUDI2"
+assert htexp._get_device_type() == htexp.synDeviceType.synDeviceGaudi2
+assert torch.hpu.current_device() == 0 and torch.hpu.is_bf16_supported()
+""",
+    "metrics and memory (h, v)": """
+from habana_frameworks.torch.hpu.metrics import metric_global, metric_localcontext
+with metric_localcontext("graph_compilation") as metric:
+    model(x.to("hpu"))
+    htcore.mark_step()
+torch.hpu.synchronize()
+assert metric.stats()[0][1] >= 1 and metric_global("cpu_fallback").stats()[0][1] == 0
+stats = torch.hpu.memory_stats()
+assert 0 < stats["InUse"] <= stats["MaxInUse"] <= stats["Limit"]
+torch.hpu.reset_peak_memory_stats()
+""",
+    "seeds and states of random numbers (h, m)": """
+state = torch.hpu.get_rng_state()
+first = torch.rand(4, device="hpu").cpu()
+torch.hpu.set_rng_state(state)
+assert torch.equal(first, torch.rand(4, device="hpu").cpu())
+with torch.random.fork_rng():
+    torch.manual_seed(3)
+    torch.randn(2, device="hpu")
+torch.hpu.manual_seed_all(5)
+noise = torch.randn(2, 4, generator=torch.Generator("cpu").manual_seed(1)).to("hpu")
+""",
+    "checkpoints saved and loaded (h, m)": """
+file = io.BytesIO()
+torch.save({"model": model.state_dict()}, file)
+file.seek(0)
+model.load_state_dict(torch.load(file, map_location="hpu", weights_only=True)["model"])
+file.seek(0)
+twin.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["model"])
+assert near(model(x.to("hpu")), twin(x))
+""",
+    "events, streams and closures (h, m)": """
+began, ended = (ht.hpu.Event(enable_timing=True) for _ in range(2))
+began.record()
+y = model(x.to("hpu"))
+htcore.mark_step()
+ended.record()
+ended.synchronize()
+assert began.elapsed_time(ended) >= 0
+side = ht.hpu.Stream()
+side.wait_stream(ht.hpu.current_stream())
+with ht.hpu.stream(side):
+    y = y * 2
+seen = []
+htcore.add_step_closure(lambda t: seen.append(t.sum().item()), (y,))
+htcore.mark_step()
+assert len(seen) == 1
+""",
+    "several processes, of which this is one (h, v, m)": """
+from habana_frameworks.torch.distributed.hccl import initialize_distributed_hpu
+size, rank, local = initialize_distributed_hpu()
+assert (size, rank, local) == (1, 0, 0)
+""",
+    "weights marked as constants for inference (h, v)": """
+htcore.hpu_initialize(model, mark_only_scales_as_const=True)
+htcore.hpu_inference_set_env()
+with torch.inference_mode():
+    assert near(model(x.to("hpu")), twin(x))
+htcore.hpu_teardown_inference_env()
+""",
+    "a default device, and device objects (h)": """
+device = torch.device("hpu")
+with device:
+    layer = nn.Linear(4, 2)
+    assert layer.weight.device.type == "hpu" and torch.zeros(2).device.type == "hpu"
+y = torch.empty_like(layer(x.to(device)))
+assert y.device == torch.device("hpu", 0) and y.is_hpu and y.new_zeros(3).device.type == "hpu"
+mask = torch.ones(4, 4, dtype=torch.bool, device=device).tril()
+assert mask.sum().item() == 10
+""",
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", IDIOMS)
+def test_idiom_runs_and_is_not_called_wrong(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
+    file = tmp_path / "idiom.py"
+    file.write_text(START + IDIOMS[name])
+    card, ended = lint_script(file, [], lazy=True)
+    assert ended is None, repr(ended)
+    errors = [(f.rule.id, f.line, f.detail) for f in card.findings.errors]
+    assert errors == []
+
+
+def test_there_are_as_many_kinds_as_the_page_says() -> None:
+    assert len(IDIOMS) == 31
