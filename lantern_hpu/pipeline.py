@@ -34,10 +34,11 @@ from lantern_hpu.decode.memory import check_room
 from lantern_hpu.decode.spec import Spec, together
 from lantern_hpu.errors import OptionError, require
 from lantern_hpu.graphs import check_mode
-from lantern_hpu.models.files.load import open_model
+from lantern_hpu.models.files.load import Opened, open_model
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.quantize import quantize as quantize_weights
+from lantern_hpu.models.stretch import Stretched
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.pictures import decode_pixels, preview
@@ -45,6 +46,7 @@ from lantern_hpu.relaxation import Relaxation
 from lantern_hpu.results import Drawn, GenerationResult, ImageRecord, RunTiming
 from lantern_hpu.tree import DraftTree, Tree
 from lantern_hpu.zoo.resolve import resolve
+from lantern_hpu.zoo.sizes import stretch_sizes
 
 
 @dataclass
@@ -103,6 +105,7 @@ class LanternPipeline:
         given: Given = Given(),
         keep_text: str = "host",
         quantize: str | None = None,
+        stretch: str | None = None,
     ) -> LanternPipeline:
         """Load a model.
 
@@ -116,6 +119,7 @@ class LanternPipeline:
             given: parts in place of the model's own: drafter, VQ tokenizer, text encoder, neighbours.
             keep_text: where a text encoder stays once prompts are encoded: `device`, `host` or `free`.
             quantize: `int8` for the target's weights, where the device offers it.
+            stretch: a known model to whose sizes it is widened, computing what it computed: see `models.stretch`.
 
         Raises:
             LanternError: unknown or unusable model, device, dtype or graph mode.
@@ -126,8 +130,13 @@ class LanternPipeline:
             check_mode(backend, graphs)
             if quantize is not None:
                 backend.check_quantized(quantize)
-            opened, number = open_model(resolve(model, given)), backend.dtype(dtype)
-            check_room(model, opened.config, backend, named(number), keep_text, quantize)
+            number = backend.dtype(dtype)
+            opened: Opened | Stretched = open_model(resolve(model, given))
+            if stretch is not None:
+                opened = Stretched.of(opened, stretch, stretch_sizes(stretch, given).config.target)
+            name = model if stretch is None else f"{model} stretched to {stretch}"
+            how = (named(number), keep_text, quantize)
+            check_room(name, opened.config, backend, *how, mapped=stretch is None)
             with backend.errors():
                 chosen = backend.kernels(kernels, number)
                 place = Placement(number, backend.device, chosen, keep_text=keep_text)
@@ -469,6 +478,7 @@ class LanternPipeline:
         paths = tree.paths[1:] if type(tree) is DraftTree else ()
         return {
             "model": self.model.source,
+            "stretch": self.model.stretched,
             "parts": {name: value for name, value in asdict(self.given).items() if value},
             "weights": self.model.files,
             "method": method,

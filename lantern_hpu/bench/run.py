@@ -19,7 +19,7 @@ from tqdm import tqdm
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.cpu import processor_name
 from lantern_hpu.bench.cases import Case, Wanted, cases_of, settle
-from lantern_hpu.bench.measure import WARM_UP, Meter
+from lantern_hpu.bench.measure import BRIEF_WARM_UP, WARM_UP, Meter
 from lantern_hpu.bench.random_weights import make_model
 from lantern_hpu.bench.rates import measure_rates
 from lantern_hpu.bench.report import KIND, VERSION, Row, with_speeds
@@ -76,6 +76,7 @@ def open_pipeline(wanted: Wanted) -> LanternPipeline:
             dtype=wanted.dtype,
             graphs=wanted.mode,
             kernels=wanted.kernels,
+            stretch=wanted.stretch,
         )
     began = time.perf_counter()
     backend = get_backend(wanted.device, wanted.mode)
@@ -143,6 +144,7 @@ def about(pipeline: LanternPipeline, wanted: Wanted) -> dict[str, Any]:
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         },
         "random_weights": wanted.entry.name if wanted.entry else None,
+        "stretched": model.stretched,
         "weights": {"target": model.fingerprint, "drafter": digests[0] if digests else None},
         "weights_bytes": sum(p.nbytes for module in modules for p in module.parameters()),
         "settings": {
@@ -152,7 +154,7 @@ def about(pipeline: LanternPipeline, wanted: Wanted) -> dict[str, Any]:
             "images": None if wanted.entry else wanted.images,
             "steps": wanted.steps if wanted.entry else None,
             "kernels": wanted.kernels,
-            "warm_up": WARM_UP,
+            "warm_up": WARM_UP if model.stretched is None else BRIEF_WARM_UP,
         },
         "sizes": sizes(model.config, guidance, model.target.dtype.itemsize),
     }
@@ -181,6 +183,13 @@ def silences(pipeline: LanternPipeline, wanted: Wanted) -> list[str]:
             found.append(
                 f"no drafter is published for {wanted.entry.name}: one of LlamaGen's kind was made, at its width"
             )
+    base = pipeline.model.base
+    if base is not None:
+        more = pipeline.model.config.target.layers - base.config.target.layers
+        found.append(
+            f"{pipeline.model.name}: it computes what {base.name} computes, so pictures and tokens a step are "
+            f"that model's, and times are of the large sizes; of {more} added layers the output projections are zero"
+        )
     if pipeline.backend.memory().peak is None:
         found.append("the device does not tell its peak of memory")
     return found

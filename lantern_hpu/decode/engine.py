@@ -17,12 +17,13 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lantern_hpu.backends.base import Backend
+from lantern_hpu.backends.base import Backend, named
 from lantern_hpu.config import Request
 from lantern_hpu.decode import noise
 from lantern_hpu.decode.accept import Bounds
 from lantern_hpu.decode.admit import Admit
 from lantern_hpu.decode.drafting import Drafts, make_drafting
+from lantern_hpu.decode.memory import check_batch
 from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.decode.spec import Spec, capacity
 from lantern_hpu.decode.state import DecodeState, Entry
@@ -358,8 +359,12 @@ class EngineCache:
 
         Args:
             mode: graph mode in place of the usual one. drafter: in place of the model's.
+
+        Raises:
+            DeviceError: the host has too little memory.
         """
         model = self.model
+        check_batch(model.config, spec, self.backend, named(model.target.dtype))
         near = model.nearest(spec.neighbours) if spec.neighbours else None
         drafter = drafter or model.drafter
         return Engine(model.target, drafter, spec, self.backend, mode or self.mode, near)

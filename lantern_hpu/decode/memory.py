@@ -7,13 +7,15 @@ different things; what counts is the largest.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from lantern_hpu.backends.host import available_bytes
 from lantern_hpu.config import KEPT
-from lantern_hpu.decode.spec import capacity, keeps_noise
+from lantern_hpu.decode.spec import Spec, capacity, keeps_noise
 from lantern_hpu.errors import DeviceError, OptionError, require
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
 from lantern_hpu.tables import amount
@@ -175,7 +177,7 @@ def working(model: ModelConfig, setup: Setup) -> Rows:
         ("logits and probabilities (estimate)", probs),
         ("activations (estimate)", max(step, prefill)),
         ("decoding one image (estimate)", maps),
-        ("graph pool (estimate)", step + prefill + probs),
+        ("graph pool (estimate)", 0 if setup.is_host else step + prefill + probs),
     ]
 
 
@@ -259,23 +261,54 @@ def check_room(
     dtype: str,
     keep_text: str = "host",
     quantize: str | None = None,
+    mapped: bool = True,
 ) -> None:
     """Refuse, before it is loaded, a model that cannot draw even one image on a device, one token a step.
 
-    A processor is not asked: its memory can be swapped out.
+    Args:
+        mapped: whether its weights lie in files. A processor is not asked then: they need not all be in memory.
 
     Raises:
         DeviceError: too little memory is free; it says how much is needed, and what would fit.
     """
-    free = backend.memory().free
-    if backend.is_host or free is None:
+    free = free_bytes(backend)
+    if free is None or (backend.is_host and mapped):
         return
-    setup = Setup(dtype, 1, False, DraftTree.root_only(), keep_text, quantize=quantize)
+    alone, is_host = DraftTree.root_only(), backend.is_host
+    setup = Setup(dtype, 1, False, alone, keep_text, quantize=quantize, is_host=is_host)
     need = peak(model, setup)
     if need <= free:
         return
     best = next(iter(backend.dtypes))
-    device = Device(free, f"free on {backend.name}", best, backend.quantized)
+    device = Device(free, f"free on {backend.name}", best, backend.quantized, is_host)
     why, *fitting = verdict(model, setup, device)
     hint = " ".join(line.strip() for line in fitting)
     raise DeviceError(f"{name} needs {amount(need)}", why, hint)
+
+
+def check_batch(model: ModelConfig, spec: Spec, backend: Backend, dtype: str) -> None:
+    """Refuse, before it is allocated, a batch that the host has no memory for; cards say so themselves.
+
+    Raises:
+        DeviceError: too little memory is free; it says how much is needed, and which batch would fit.
+    """
+    free = free_bytes(backend)
+    if free is None or not backend.is_host:
+        return
+
+    def need(images: int) -> int:
+        given = {"neighbours": spec.neighbours, "is_host": True}
+        setup = Setup(dtype, images, spec.guidance, spec.tree, **given)  # type: ignore[arg-type]
+        return total(state(model, setup)) + total(working(model, setup))
+
+    if need(spec.images) <= free:
+        return
+    most = bisect_right(range(1, spec.images), free, key=need)
+    what = f"{spec.images} images at a time need {amount(need(spec.images))} beside the weights"
+    hint = f"--batch-size {most}, fits" if most else "--method ar, or a smaller tree"
+    raise DeviceError(what, f"{amount(free)} are free on {backend.name}", hint)
+
+
+def free_bytes(backend: Backend) -> int | None:
+    """What a device still has; None where it does not tell."""
+    return available_bytes() if backend.is_host else backend.memory().free
