@@ -484,6 +484,10 @@ def test_the_batch_that_is_offered_fits(folder: Path, monkeypatch: pytest.Monkey
         pipeline.engines.make(spec)
     fitting = int(refused.value.hint.split()[1].rstrip(","))
     assert 1 < fitting < 1000
+    small = pipeline.engines.get(Spec.of([request()], DraftTree.root_only(), 1, CONFIG))
+    with pytest.raises(DeviceError):  # though the other one was given up for it
+        pipeline.engines.get(spec)
+    assert small not in pipeline.engines.engines.values()
     check = (pipeline.model.config, pipeline.backend, "float32")
     memory.check_batch(check[0], replace(spec, images=fitting), *check[1:])
     with pytest.raises(DeviceError):

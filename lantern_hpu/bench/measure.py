@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -125,15 +125,18 @@ class Meter:
         requests: Sequence[Request],
         rates: Rates,
         startup_s: float,
+        show: Callable[[str], object] = str,
     ) -> None:
         """
         Args:
             requests: whole batches of them.
             rates: measured, for the floor of the step.
             startup_s: what went before: importing and loading.
+            show: is told how far a batch is.
         """
         began = time.perf_counter()
         self.pipeline, self.case, self.rates, self.startup_s = pipeline, case, rates, startup_s
+        self.show = show
         size = case.batch
         self.batches = [requests[i : i + size] for i in range(0, len(requests), size)]
         self.engine = ready(pipeline, case, requests)
@@ -163,6 +166,7 @@ class Meter:
         seconds, count = 0.0, 0
         while batch.running and (most is None or count < most):
             batch.advance()
+            self.show(f"{batch.timing.count} steps")
             now = batch.timing
             if now.count > count:  # what is on its way belongs to the block that is read with it
                 self.blocks.append((now.steps - seconds, now.count - count))

@@ -7,7 +7,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from itertools import groupby
@@ -106,7 +106,7 @@ def measure_all(
             for case in group:
                 bar.set_description(str(case))
                 try:
-                    rows.append(measure(own, wanted, case, rates, startup_s))
+                    rows.append(measure(own, wanted, case, rates, startup_s, bar.set_postfix_str))
                 except DeviceError as error:  # too little memory says nothing of other rows
                     missed.append(f"not measured: {case}: {error.what}: {error.why}")
                 bar.update()
@@ -115,7 +115,12 @@ def measure_all(
 
 
 def measure(
-    pipeline: LanternPipeline, wanted: Wanted, case: Case, rates: Rates, startup_s: float
+    pipeline: LanternPipeline,
+    wanted: Wanted,
+    case: Case,
+    rates: Rates,
+    startup_s: float,
+    show: Callable[[str], object] = str,
 ) -> Row:
     """One row: images, or with random weights steps."""
     model = pipeline.model
@@ -123,7 +128,7 @@ def measure(
     prompts = usual_prompts(model.condition.takes_classes)
     requests = in_turn(prompts, range(images), wanted.seed, model.sampling, case.relaxation)
     with pipeline.backend.errors(), torch.no_grad():
-        meter = Meter(pipeline, case, requests, rates, startup_s)
+        meter = Meter(pipeline, case, requests, rates, startup_s, show)
         return meter.steps(wanted.steps) if wanted.entry else meter.images()
 
 

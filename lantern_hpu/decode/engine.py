@@ -28,7 +28,7 @@ from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.decode.spec import Spec, capacity
 from lantern_hpu.decode.state import DecodeState, Entry
 from lantern_hpu.decode.step import Accepted, Step
-from lantern_hpu.errors import CaptureError
+from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs import check_mode, make_runner
 from lantern_hpu.graphs.base import Runner
 from lantern_hpu.models.drafter import Drafter
@@ -364,7 +364,7 @@ class EngineCache:
             DeviceError: the host has too little memory.
         """
         model = self.model
-        check_batch(model.config, spec, self.backend, named(model.target.dtype))
+        self.check_room(spec)
         near = model.nearest(spec.neighbours) if spec.neighbours else None
         drafter = drafter or model.drafter
         return Engine(model.target, drafter, spec, self.backend, mode or self.mode, near)
@@ -378,6 +378,16 @@ class EngineCache:
         self.shrink(self.kept - 1)
         while self.engines and need > (self.backend.memory().free or need):
             self.shrink(len(self.engines) - 1)
+        while self.engines:
+            try:
+                return self.check_room(spec)
+            except DeviceError:
+                self.shrink(len(self.engines) - 1)
+
+    def check_room(self, spec: Spec) -> None:
+        """Raise a DeviceError where the host has too little memory for an engine."""
+        model = self.model
+        check_batch(model.config, spec, self.backend, named(model.target.dtype))
 
     def shrink(self, count: int) -> None:
         """Leave the youngest `count` engines."""

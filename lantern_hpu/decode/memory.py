@@ -32,6 +32,7 @@ FULL_MAPS = 5  # feature maps at full resolution that the image decoder holds at
 PROMPT_FEATURES = 20  # times a prompt's features that T5 holds at its peak
 QUANTIZING = 8  # bytes for each number of the matrix that is just being made int8
 TIGHT = 0.9  # of the memory: past it, fragments and the device's own software may not fit beside it
+POOL = "graph pool (estimate)"
 # What a run does, one after the other
 LOADING, ENCODING, DRAWING = "loading", "encoding prompts", "drawing"
 Rows = list[tuple[str, int]]
@@ -177,7 +178,7 @@ def working(model: ModelConfig, setup: Setup) -> Rows:
         ("logits and probabilities (estimate)", probs),
         ("activations (estimate)", max(step, prefill)),
         ("decoding one image (estimate)", maps),
-        ("graph pool (estimate)", 0 if setup.is_host else step + prefill + probs),
+        (POOL, step + prefill + probs),
     ]
 
 
@@ -286,6 +287,13 @@ def check_room(
     raise DeviceError(f"{name} needs {amount(need)}", why, hint)
 
 
+def batch_bytes(model: ModelConfig, spec: Spec, dtype: str) -> int:
+    """What the host needs for a batch beside the weights; it records nothing."""
+    setup = Setup(dtype, spec.images, spec.guidance, spec.tree, neighbours=spec.neighbours)
+    rows = state(model, setup) + working(model, setup)
+    return total([row for row in rows if row[0] != POOL])
+
+
 def check_batch(model: ModelConfig, spec: Spec, backend: Backend, dtype: str) -> None:
     """Refuse, before it is allocated, a batch that the host has no memory for; cards say so themselves.
 
@@ -293,16 +301,12 @@ def check_batch(model: ModelConfig, spec: Spec, backend: Backend, dtype: str) ->
         DeviceError: too little memory is free; it says how much is needed, and which batch would fit.
     """
     free = free_bytes(backend)
-    if free is None or not backend.is_host:
+    if free is None or not backend.is_host or batch_bytes(model, spec, dtype) <= free:
         return
 
     def need(images: int) -> int:
-        given = {"neighbours": spec.neighbours, "is_host": True}
-        setup = Setup(dtype, images, spec.guidance, spec.tree, **given)  # type: ignore[arg-type]
-        return total(state(model, setup)) + total(working(model, setup))
+        return batch_bytes(model, replace(spec, images=images), dtype)
 
-    if need(spec.images) <= free:
-        return
     most = bisect_right(range(1, spec.images), free, key=need)
     what = f"{spec.images} images at a time need {amount(need(spec.images))} beside the weights"
     hint = f"--batch-size {most}, fits" if most else "--method ar, or a smaller tree"
