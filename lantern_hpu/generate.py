@@ -38,6 +38,7 @@ from lantern_hpu.models.text.classes import class_index
 from lantern_hpu.prompts import read_prompts
 from lantern_hpu.relaxation import Relaxation
 from lantern_hpu.tree import DraftTree, load_tree
+from lantern_hpu.zoo.sizes import stretch_sizes
 
 if TYPE_CHECKING:
     from lantern_hpu.choice import Choice
@@ -46,8 +47,9 @@ if TYPE_CHECKING:
 
 # What an image to draw again already says; giving one of these beside it is a contradiction.
 SETTLED = (
-    "prompt negative_prompt class_label prompts_file num_images seed dtype quantize method tree window window_tree "
-    "relax relax_k relax_delta relax_lambda relax_omega relax_nu relax_mu residual cfg_scale temperature top_k top_p"
+    "prompt negative_prompt class_label prompts_file num_images seed dtype quantize stretch method tree window "
+    "window_tree relax relax_k relax_delta relax_lambda relax_omega relax_nu relax_mu residual cfg_scale "
+    "temperature top_k top_p"
 ).split()
 
 
@@ -61,6 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how it runs")
     models = "a name of `python -m lantern_hpu.models`, a Hub id, a folder or a weights file"
     how.add_argument("--model", help=f"`builtin`, {models} (builtin)")
+    options.add_stretch_option(how)
     options.add_part_options(how)
     options.add_device_options(how)
     options.add_running_options(how)
@@ -158,6 +161,8 @@ def new_job(args: argparse.Namespace) -> Job:
     method = args.method or AUTO
     tree = window_tree(method, args.tree, args.window, args.window_tree)
     check_drafter(method, args.drafter)
+    if args.stretch is not None:
+        stretch_sizes(args.stretch, options.given_parts(args))
     # `auto` with any of the options of a method is `lantern++`.
     drafting = "lantern++" if method == AUTO else method
     bounds = options.relaxation_options(args)
@@ -195,7 +200,7 @@ def job_again(args: argparse.Namespace) -> Job:
         )
     data = read_png(args.from_png)
     config: dict[str, Any] = data["config"]
-    settled = {"dtype": config["dtype"], "quantize": config.get("quantize")}
+    settled = {"dtype": config["dtype"]} | {n: config.get(n) for n in ("quantize", "stretch")}
     kept, own = config.get("parts", {}), options.given_parts(args)
     # By name: a picture of a stranger may hold anything.
     parts = {f.name: getattr(own, f.name) or kept.get(f.name) for f in fields(Given)}
@@ -432,7 +437,7 @@ def show_geometry(pipeline: LanternPipeline) -> None:
     model = pipeline.model
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)
-    if model.source == "builtin":
+    if model.source == "builtin" and model.stretched is None:
         return
     (height, width), (rows, columns) = model.config.image_size, model.target.config.grid
     drafter = "with a drafter" if model.drafter else "no drafter"
@@ -462,7 +467,7 @@ def check_kept(
         file, request = files[index], requests[index]
         there, mine = read_png(file), described | settings_of(request)
         told = there["config"]
-        others = [n for n in (*REPLAYED, "negative") if told.get(n) != mine.get(n)]
+        others = [n for n in (*REPLAYED, "stretch", "negative") if told.get(n) != mine.get(n)]
         others += [name for name in ("prompt", "seed") if there[name] != getattr(request, name)]
         if others:
             why = f"{', '.join(others)} differ from what is asked for"

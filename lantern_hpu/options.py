@@ -30,6 +30,7 @@ class DeviceOptions:
     emulate: bool = False
     keep_text: str = "host"
     quantize: str | None = None
+    stretch: str | None = None
 
     def __post_init__(self) -> None:
         if self.keep_text not in KEPT:
@@ -67,6 +68,12 @@ def add_running_options(group: Group) -> None:
 
 def add_quantize_option(group: Group) -> None:
     group.add_argument("--quantize", metavar="int8", help="the target's weights in 8 bits")
+
+
+def add_stretch_option(group: Group) -> None:
+    """`--stretch`; which names there are is the zoo's to say."""
+    what = "widen the model and its drafter to a known one's sizes: the same pictures at its cost (llamagen-xl)"
+    group.add_argument("--stretch", metavar="NAME", help=what)
 
 
 def device_options(args: argparse.Namespace) -> DeviceOptions:

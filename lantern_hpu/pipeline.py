@@ -34,10 +34,11 @@ from lantern_hpu.decode.memory import check_room
 from lantern_hpu.decode.spec import Spec, together
 from lantern_hpu.errors import OptionError, require
 from lantern_hpu.graphs import check_mode
-from lantern_hpu.models.files.load import open_model
+from lantern_hpu.models.files.load import Opened, open_model
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.quantize import quantize as quantize_weights
+from lantern_hpu.models.stretch import Stretched
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.pictures import decode_pixels, preview
@@ -45,6 +46,7 @@ from lantern_hpu.relaxation import Relaxation
 from lantern_hpu.results import Drawn, GenerationResult, ImageRecord, RunTiming
 from lantern_hpu.tree import DraftTree, Tree
 from lantern_hpu.zoo.resolve import resolve
+from lantern_hpu.zoo.sizes import stretch_sizes
 
 
 @dataclass
@@ -104,6 +106,7 @@ class LanternPipeline:
         keep_text: str = "host",
         quantize: str | None = None,
         pictures: bool = True,
+        stretch: str | None = None,
     ) -> LanternPipeline:
         """Load a model.
 
@@ -118,6 +121,7 @@ class LanternPipeline:
             keep_text: where a text encoder stays once prompts are encoded: `device`, `host` or `free`.
             quantize: `int8` for the target's weights, where the device offers it.
             pictures: False if tokens are enough, so that a model without its tokenizer of pictures loads too.
+            stretch: a known model to whose sizes it is widened, computing what it computed: see `models.stretch`.
 
         Raises:
             LanternError: unknown or unusable model, device, dtype or graph mode.
@@ -128,8 +132,13 @@ class LanternPipeline:
             check_mode(backend, graphs)
             if quantize is not None:
                 backend.check_quantized(quantize)
-            opened, number = open_model(resolve(model, given, spared)), backend.dtype(dtype)
-            check_room(model, opened.config, backend, named(number), keep_text, quantize)
+            number = backend.dtype(dtype)
+            opened: Opened | Stretched = open_model(resolve(model, given, spared))
+            if stretch is not None:
+                opened = Stretched.of(opened, stretch, stretch_sizes(stretch, given).config.target)
+            name = model if stretch is None else f"{model} stretched to {stretch}"
+            how = (named(number), keep_text, quantize)
+            check_room(name, opened.config, backend, *how, mapped=stretch is None)
             with backend.errors():
                 chosen = backend.kernels(kernels, number)
                 place = Placement(number, backend.device, chosen, keep_text=keep_text)
@@ -471,6 +480,7 @@ class LanternPipeline:
         paths = tree.paths[1:] if type(tree) is DraftTree else ()
         return {
             "model": self.model.source,
+            "stretch": self.model.stretched,
             "parts": {name: value for name, value in asdict(self.given).items() if value},
             "weights": self.model.files,
             "method": method,

@@ -226,9 +226,10 @@ def test_measuring_leaves_the_engine_as_it_was(pipeline: LanternPipeline) -> Non
     engine = meter.engine
     assert list(pipeline.engines.engines.values()) == [engine]  # the other one's memory is free
     prefix = meter.prefix(requests)
-    parts = measure.split_step(engine, prefix, requests)
+    parts = measure.split_step(engine, prefix, requests, 2)
     assert set(parts) == set(PARTS) and parts["tables"] == 0
-    assert min(parts["draft"], parts["verify"], measure.step_alone(engine, prefix, requests)) > 0
+    alone = measure.step_alone(engine, prefix, requests, 2)
+    assert min(parts["draft"], parts["verify"], alone) > 0
     assert (pipeline.draw(requests, case.tree, case.method, 1).tokens == before).all()
 
 
@@ -239,13 +240,10 @@ def test_steps_are_timed_even_past_the_end_of_an_image(pipeline: LanternPipeline
     assert row.startup_s == 1.0 + row.warmup_s
 
 
-def test_an_image_of_few_steps_is_split_all_the_same(
-    pipeline: LanternPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measure, "SPLIT_STEPS", 1000)
+def test_an_image_of_few_steps_is_split_all_the_same(pipeline: LanternPipeline) -> None:
     case, requests = case_of(pipeline, "eagle", "chain")
     meter = Meter(pipeline, case, requests, RATES, 0.0)
-    assert measure.split_step(meter.engine, meter.prefix(requests), requests)["verify"] > 0
+    assert measure.split_step(meter.engine, meter.prefix(requests), requests, 1000)["verify"] > 0
 
 
 def test_quantiles_lie_between_their_neighbours() -> None:

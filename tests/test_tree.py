@@ -24,6 +24,8 @@ PUBLISHED = {
     "reverse_balanced_25": (25, 5, (3, 4, 6, 5, 7), (1, 3, 3, 2, 2), 15, 4),
     "medusa_2_7b_63": (63, 4, (10, 23, 23, 7), (1, 8, 9, 4), 42, 10),
     "chain": (5, 5, (1, 1, 1, 1, 1), (1, 1, 1, 1, 1), 1, 1),
+    "flat_4": (4, 1, (4,), (1,), 4, 4),
+    "broad_7": (7, 2, (4, 3), (1, 2), 5, 4),
 }
 # Child counts of nodes that have any, in the order of their numbers.
 CHILD_COUNTS = {
@@ -33,6 +35,8 @@ CHILD_COUNTS = {
     "reverse_balanced_25": [3, 2, 1, 1, 3, 2, 1, 3, 2, 4, 3],
     "medusa_2_7b_63": [10, 10, 5, 2, 2, 1, 1, 1, 1, 9, 4, 2, 1, 1, 1, 3, 1, 1, 4, 1, 1, 1],
     "chain": [1, 1, 1, 1, 1],
+    "flat_4": [4],
+    "broad_7": [4, 2, 1],
 }
 # The one node list that counts alone would not pin down: depth 3 of the default tree.
 DEFAULT_DEPTH_3 = "000 001 002 003 010 011 012 020 021 022 030 031 100 101 110 200"

@@ -43,6 +43,8 @@ NAMES = (
     "reverse_balanced_25",
     "medusa_2_7b_63",
     "chain",
+    "flat_4",
+    "broad_7",
 )
 
 

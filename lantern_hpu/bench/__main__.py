@@ -2,6 +2,7 @@
 
     python -m lantern_hpu.bench --output bench.json
     python -m lantern_hpu.bench --random-weights anole-7b --output anole.json
+    python -m lantern_hpu.bench --stretch llamagen-xl --output xl.json
 
 Every figure is measured on this machine. Each (method, tree, graph mode, batch size) is warmed up - captured,
 replayed, and run for a few steps - before anything is timed, and the warm-up is reported, not hidden. Speed is given
@@ -14,18 +15,28 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lantern_hpu.backends import prepare
-from lantern_hpu.bench.cases import GRAPHS, RANDOM, Wanted, find_entry, pairs_for
+from lantern_hpu.bench.cases import (
+    GRAPHS,
+    LARGE,
+    RANDOM,
+    USUAL,
+    Wanted,
+    find_entry,
+    methods_for,
+    pairs_for,
+)
 from lantern_hpu.bench.text import tables
 from lantern_hpu.config import AUTO, METHODS
 from lantern_hpu.errors import OptionError, exit_code, require
 from lantern_hpu.files import check_free
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.measurements import show
-from lantern_hpu.options import listed, taken
+from lantern_hpu.options import add_stretch_option, listed, taken
+from lantern_hpu.zoo.sizes import stretch_sizes
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -38,22 +49,31 @@ def make_parser() -> argparse.ArgumentParser:
     trees = "comma-separated, each for the methods that draft its kind; auto is the tuned one (each method's own)"
     modes = f"comma-separated graph modes; `auto` is the device's best ({GRAPHS})"
     kernels = "auto: the device's own where they agree with the plain ones; or plain (auto)"
-    methods = ",".join(METHODS)
+    methods, images = USUAL["methods"], "timed images of a row, at least (8; stretched 1)"
+    small = f"comma-separated ({methods}; stretched {LARGE['methods']})"
     add("--model", help="`builtin`, a known model, a Hub id or a model folder (builtin)")
     add("--random-weights", metavar="NAME", help=sizes)
+    add_stretch_option(parser)
     add("--device", default="auto", help="(auto)")
     add("--dtype", default="auto", help="(auto)")
-    add("--methods", default=methods, help=f"comma-separated ({methods})")
+    add("--methods", help=small)
     add("--trees", "--tree", help=trees)
     add("--graphs", help=modes)
     add("--kernels", default="auto", help=kernels)
-    add("--batch-sizes", default="1,8", help="comma-separated (1,8)")
-    add("--images", type=int, default=8, help="timed images of a row, at least (8)")
+    add("--batch-sizes", help="comma-separated (1,8; stretched 1)")
+    add("--images", type=int, help=images)
     add("--steps", type=int, default=64, help="timed steps of a row with --random-weights (64)")
     add("--seed", type=int, default=0, help="of the first image (0)")
     add("--output", type=Path, metavar="FILE.json")
     add("--force", action="store_true", help="replace an existing file")
     return parser
+
+
+def fill_in(args: argparse.Namespace, usual: Mapping[str, object]) -> None:
+    """Put in what was not given."""
+    for name, value in usual.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
 
 
 def read_options(args: argparse.Namespace) -> Wanted:
@@ -63,8 +83,16 @@ def read_options(args: argparse.Namespace) -> Wanted:
     """
     if args.model is not None and args.random_weights is not None:
         raise OptionError("--model and --random-weights exclude each other")
+    if args.stretch is not None:
+        if args.random_weights is not None:
+            raise OptionError("--stretch and --random-weights exclude each other")
+        stretch_sizes(args.stretch)
+    usual = LARGE if args.stretch else USUAL
+    fill_in(args, {name: value for name, value in usual.items() if name != "trees"})
     methods = listed(args.methods, "--methods", "method", METHODS)
     trees = [] if args.trees is None else listed(args.trees, "--trees")
+    if args.stretch is not None and args.trees is None:
+        trees = [t for t in str(LARGE["trees"]).split(",") if set(methods_for(t)) & set(methods)]
     sizes = listed(args.batch_sizes, "--batch-sizes")
     whole = all(size.isdecimal() and int(size) >= 1 for size in sizes)
     require(whole, "--batch-sizes", args.batch_sizes, "numbers from 1, such as 1,8")

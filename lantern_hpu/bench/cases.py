@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from lantern_hpu.pipeline import LanternPipeline
 
 GRAPHS = "eager,auto"
+# What a run measures unless something else is asked for
+USUAL = {"methods": ",".join(METHODS), "batch_sizes": "1,8", "images": 8}
+# The same of a stretched model, whose images take minutes: where arithmetic is scarce, small trees and windows can pay
+LARGE = {
+    "methods": "ar,eagle,lantern++,jacobi,scd,sjd-pac",
+    "trees": "flat_4,broad_7,jacobi:8,scd:8,sjd-pac:8:3x1",
+    "batch_sizes": "1",
+    "images": 1,
+}
 RANDOM = {  # --random-weights: the known model whose sizes are meant
     "llamagen-xl": "llamagen-t2i-256",
     "llamagen-3b": "llamagen-c2i-3b-384",
@@ -32,12 +41,14 @@ class Wanted:
 
     Attributes:
         entry: the known model whose sizes get random weights, in place of `model`.
+        stretch: the known model to whose sizes `model` is widened.
         pairs: methods with their trees; None for the method's own.
         by_name: whether the graph modes were asked for, or are the usual ones.
     """
 
     model: str = "builtin"
     entry: registry.Entry | None = None
+    stretch: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     kernels: str = "auto"

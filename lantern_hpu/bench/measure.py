@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -25,10 +25,13 @@ from lantern_hpu.tree import DynamicTree
 
 WARM_STEPS = 16  # of the first batch, after capture and replay, before anything is timed
 UNTIMED, SPLIT_STEPS = 2, 16  # eager steps before and while their parts are timed
-WARM_UP = (
-    "text, prefill, step and pixels twice each, which records and replays what is recorded; "
-    f"then {WARM_STEPS} steps of the first batch"
+BRIEF_STEPS = (
+    4  # in place of `SPLIT_STEPS` with a stretched model, and no `WARM_STEPS`: its steps are long
 )
+BRIEF_WARM_UP = (
+    "text, prefill, step and pixels twice each, which records and replays what is recorded"
+)
+WARM_UP = f"{BRIEF_WARM_UP}; then {WARM_STEPS} steps of the first batch"
 
 
 def quantile(values: Sequence[float], share: float) -> float:
@@ -71,10 +74,14 @@ def ready(pipeline: LanternPipeline, case: Case, requests: Sequence[Request]) ->
     return engine
 
 
-def step_alone(engine: Engine, prefix: Prefix, requests: Sequence[Request]) -> float:
-    """Milliseconds of a step that follows the one before at once: nothing is fed or read between them."""
+def step_alone(engine: Engine, prefix: Prefix, requests: Sequence[Request], most: int) -> float:
+    """Milliseconds of a step that follows the one before at once: nothing is fed or read between them.
+
+    Args:
+        most: steps.
+    """
     engine.start(prefix, requests)
-    count = min(SPLIT_STEPS, engine.spec.block)
+    count = min(most, engine.spec.block)
     engine.feed([request.seed for request in requests], 1, count)
     began = clock(engine.backend)
     for _ in range(count):
@@ -82,15 +89,20 @@ def step_alone(engine: Engine, prefix: Prefix, requests: Sequence[Request]) -> f
     return 1000 * (clock(engine.backend) - began) / count
 
 
-def split_step(engine: Engine, prefix: Prefix, requests: Sequence[Request]) -> dict[str, float]:
+def split_step(
+    engine: Engine, prefix: Prefix, requests: Sequence[Request], most: int
+) -> dict[str, float]:
     """Milliseconds of each part of an eager step; `tables` are those of dynamic trees.
 
     The step is run as it stands, past the recording, so that each part can be waited for. `host` is what is left of
     the whole: random numbers, reads, and Python between the parts.
+
+    Args:
+        most: timed steps.
     """
     waiting = partial(clock, engine.backend)
     ends, seconds = [waiting()], []
-    for step in islice(engine.trace(prefix, requests, waiting), UNTIMED + SPLIT_STEPS):
+    for step in islice(engine.trace(prefix, requests, waiting), UNTIMED + most):
         seconds.append(step.seconds)
         ends.append(waiting())
     untimed = min(UNTIMED, len(seconds) - 1)
@@ -113,20 +125,25 @@ class Meter:
         requests: Sequence[Request],
         rates: Rates,
         startup_s: float,
+        show: Callable[[str], object] = str,
     ) -> None:
         """
         Args:
             requests: whole batches of them.
             rates: measured, for the floor of the step.
             startup_s: what went before: importing and loading.
+            show: is told how far a batch is.
         """
         began = time.perf_counter()
         self.pipeline, self.case, self.rates, self.startup_s = pipeline, case, rates, startup_s
+        self.show = show
         size = case.batch
         self.batches = [requests[i : i + size] for i in range(0, len(requests), size)]
         self.engine = ready(pipeline, case, requests)
         self.forget()
-        self.steps_of(WARM_STEPS)
+        is_long = pipeline.model.stretched is not None
+        self.split = min(BRIEF_STEPS, SPLIT_STEPS) if is_long else SPLIT_STEPS
+        self.steps_of(0 if is_long else WARM_STEPS)
         self.warmup_s = time.perf_counter() - began
         self.forget()
 
@@ -149,6 +166,7 @@ class Meter:
         seconds, count = 0.0, 0
         while batch.running and (most is None or count < most):
             batch.advance()
+            self.show(f"{batch.timing.count} steps")
             now = batch.timing
             if now.count > count:  # what is on its way belongs to the block that is read with it
                 self.blocks.append((now.steps - seconds, now.count - count))
@@ -189,8 +207,9 @@ class Meter:
         counted, peak = engine.report(), self.pipeline.backend.memory().peak
         prefix = self.prefix(requests)
         each = [1000 * seconds / n for seconds, n in self.blocks for _ in range(n)]
-        mean, alone = sum(each) / len(each), step_alone(engine, prefix, requests)
-        parts, passes = split_step(engine, prefix, requests), StepPasses.of(case.tree)
+        mean, alone = sum(each) / len(each), step_alone(engine, prefix, requests, self.split)
+        parts = split_step(engine, prefix, requests, self.split)
+        passes = StepPasses.of(case.tree)
         least = floor(self.pipeline.model.config, passes, engine.spec.rows, self.rates)
         stats = engine.report()
         return Row(

@@ -7,7 +7,7 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from itertools import groupby
@@ -19,7 +19,7 @@ from tqdm import tqdm
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.cpu import processor_name
 from lantern_hpu.bench.cases import Case, Wanted, cases_of, settle
-from lantern_hpu.bench.measure import WARM_UP, Meter
+from lantern_hpu.bench.measure import BRIEF_WARM_UP, WARM_UP, Meter
 from lantern_hpu.bench.random_weights import make_model
 from lantern_hpu.bench.rates import measure_rates
 from lantern_hpu.bench.report import KIND, VERSION, Row, with_speeds
@@ -76,6 +76,7 @@ def open_pipeline(wanted: Wanted) -> LanternPipeline:
             dtype=wanted.dtype,
             graphs=wanted.mode,
             kernels=wanted.kernels,
+            stretch=wanted.stretch,
         )
     began = time.perf_counter()
     backend = get_backend(wanted.device, wanted.mode)
@@ -105,7 +106,7 @@ def measure_all(
             for case in group:
                 bar.set_description(str(case))
                 try:
-                    rows.append(measure(own, wanted, case, rates, startup_s))
+                    rows.append(measure(own, wanted, case, rates, startup_s, bar.set_postfix_str))
                 except DeviceError as error:  # too little memory says nothing of other rows
                     missed.append(f"not measured: {case}: {error.what}: {error.why}")
                 bar.update()
@@ -114,7 +115,12 @@ def measure_all(
 
 
 def measure(
-    pipeline: LanternPipeline, wanted: Wanted, case: Case, rates: Rates, startup_s: float
+    pipeline: LanternPipeline,
+    wanted: Wanted,
+    case: Case,
+    rates: Rates,
+    startup_s: float,
+    show: Callable[[str], object] = str,
 ) -> Row:
     """One row: images, or with random weights steps."""
     model = pipeline.model
@@ -122,7 +128,7 @@ def measure(
     prompts = usual_prompts(model.condition.takes_classes)
     requests = in_turn(prompts, range(images), wanted.seed, model.sampling, case.relaxation)
     with pipeline.backend.errors(), torch.no_grad():
-        meter = Meter(pipeline, case, requests, rates, startup_s)
+        meter = Meter(pipeline, case, requests, rates, startup_s, show)
         return meter.steps(wanted.steps) if wanted.entry else meter.images()
 
 
@@ -143,6 +149,7 @@ def about(pipeline: LanternPipeline, wanted: Wanted) -> dict[str, Any]:
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         },
         "random_weights": wanted.entry.name if wanted.entry else None,
+        "stretched": model.stretched,
         "weights": {"target": model.fingerprint, "drafter": digests[0] if digests else None},
         "weights_bytes": sum(p.nbytes for module in modules for p in module.parameters()),
         "settings": {
@@ -152,7 +159,7 @@ def about(pipeline: LanternPipeline, wanted: Wanted) -> dict[str, Any]:
             "images": None if wanted.entry else wanted.images,
             "steps": wanted.steps if wanted.entry else None,
             "kernels": wanted.kernels,
-            "warm_up": WARM_UP,
+            "warm_up": WARM_UP if model.stretched is None else BRIEF_WARM_UP,
         },
         "sizes": sizes(model.config, guidance, model.target.dtype.itemsize),
     }
@@ -181,6 +188,13 @@ def silences(pipeline: LanternPipeline, wanted: Wanted) -> list[str]:
             found.append(
                 f"no drafter is published for {wanted.entry.name}: one of LlamaGen's kind was made, at its width"
             )
+    base = pipeline.model.base
+    if base is not None:
+        more = pipeline.model.config.target.layers - base.config.target.layers
+        found.append(
+            f"{pipeline.model.name}: it computes what {base.name} computes, so pictures and tokens a step are "
+            f"that model's, and times are of the large sizes; of {more} added layers the output projections are zero"
+        )
     if pipeline.backend.memory().peak is None:
         found.append("the device does not tell its peak of memory")
     return found

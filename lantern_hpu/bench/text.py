@@ -81,12 +81,13 @@ def split_table(rows: Sequence[Row]) -> str:
 
 
 def reference_lines(report: Mapping[str, Any]) -> str:
-    """The device's measured rates."""
+    """The device's measured rates, and the model where it is not as it comes."""
     rates, dtype = report["rates"], report["dtype"]
     said = [f"copies {rates['copy_bytes_per_s'] / 1e9:.3g} GB/s (read and written)"]
     matrices = {"bfloat16": rates["bf16_operations_per_s"], dtype: rates["operations_per_s"]}
     said += [f"{name} matrices {v / 1e12:.3g} TFLOP/s" for name, v in matrices.items() if v]
-    return f"{report['device_title']}: {'; '.join(said)}"
+    model = f"{report['model']}, {dtype}, " if report.get("stretched") else ""
+    return f"{model}{report['device_title']}: {'; '.join(said)}"
 
 
 def tables(report: Mapping[str, Any]) -> str:

@@ -17,17 +17,18 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lantern_hpu.backends.base import Backend
+from lantern_hpu.backends.base import Backend, named
 from lantern_hpu.config import Request
 from lantern_hpu.decode import noise
 from lantern_hpu.decode.accept import Bounds
 from lantern_hpu.decode.admit import Admit
 from lantern_hpu.decode.drafting import Drafts, make_drafting
+from lantern_hpu.decode.memory import check_batch
 from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.decode.spec import Spec, capacity
 from lantern_hpu.decode.state import DecodeState, Entry
 from lantern_hpu.decode.step import Accepted, Step
-from lantern_hpu.errors import CaptureError
+from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs import check_mode, make_runner
 from lantern_hpu.graphs.base import Runner
 from lantern_hpu.models.drafter import Drafter
@@ -358,8 +359,12 @@ class EngineCache:
 
         Args:
             mode: graph mode in place of the usual one. drafter: in place of the model's.
+
+        Raises:
+            DeviceError: the host has too little memory.
         """
         model = self.model
+        self.check_room(spec)
         near = model.nearest(spec.neighbours) if spec.neighbours else None
         drafter = drafter or model.drafter
         return Engine(model.target, drafter, spec, self.backend, mode or self.mode, near)
@@ -373,6 +378,16 @@ class EngineCache:
         self.shrink(self.kept - 1)
         while self.engines and need > (self.backend.memory().free or need):
             self.shrink(len(self.engines) - 1)
+        while self.engines:
+            try:
+                return self.check_room(spec)
+            except DeviceError:
+                self.shrink(len(self.engines) - 1)
+
+    def check_room(self, spec: Spec) -> None:
+        """Raise a DeviceError where the host has too little memory for an engine."""
+        model = self.model
+        check_batch(model.config, spec, self.backend, named(model.target.dtype))
 
     def shrink(self, count: int) -> None:
         """Leave the youngest `count` engines."""

@@ -7,13 +7,15 @@ different things; what counts is the largest.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from lantern_hpu.backends.host import available_bytes
 from lantern_hpu.config import KEPT
-from lantern_hpu.decode.spec import capacity, keeps_noise
+from lantern_hpu.decode.spec import Spec, capacity, keeps_noise
 from lantern_hpu.errors import DeviceError, OptionError, require
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
 from lantern_hpu.tables import amount
@@ -30,6 +32,7 @@ FULL_MAPS = 5  # feature maps at full resolution that the image decoder holds at
 PROMPT_FEATURES = 20  # times a prompt's features that T5 holds at its peak
 QUANTIZING = 8  # bytes for each number of the matrix that is just being made int8
 TIGHT = 0.9  # of the memory: past it, fragments and the device's own software may not fit beside it
+POOL = "graph pool (estimate)"
 # What a run does, one after the other
 LOADING, ENCODING, DRAWING = "loading", "encoding prompts", "drawing"
 Rows = list[tuple[str, int]]
@@ -175,7 +178,7 @@ def working(model: ModelConfig, setup: Setup) -> Rows:
         ("logits and probabilities (estimate)", probs),
         ("activations (estimate)", max(step, prefill)),
         ("decoding one image (estimate)", maps),
-        ("graph pool (estimate)", step + prefill + probs),
+        (POOL, step + prefill + probs),
     ]
 
 
@@ -259,23 +262,57 @@ def check_room(
     dtype: str,
     keep_text: str = "host",
     quantize: str | None = None,
+    mapped: bool = True,
 ) -> None:
     """Refuse, before it is loaded, a model that cannot draw even one image on a device, one token a step.
 
-    A processor is not asked: its memory can be swapped out.
+    Args:
+        mapped: whether its weights lie in files. A processor is not asked then: they need not all be in memory.
 
     Raises:
         DeviceError: too little memory is free; it says how much is needed, and what would fit.
     """
-    free = backend.memory().free
-    if backend.is_host or free is None:
+    free = free_bytes(backend)
+    if free is None or (backend.is_host and mapped):
         return
-    setup = Setup(dtype, 1, False, DraftTree.root_only(), keep_text, quantize=quantize)
+    alone, is_host = DraftTree.root_only(), backend.is_host
+    setup = Setup(dtype, 1, False, alone, keep_text, quantize=quantize, is_host=is_host)
     need = peak(model, setup)
     if need <= free:
         return
     best = next(iter(backend.dtypes))
-    device = Device(free, f"free on {backend.name}", best, backend.quantized)
+    device = Device(free, f"free on {backend.name}", best, backend.quantized, is_host)
     why, *fitting = verdict(model, setup, device)
     hint = " ".join(line.strip() for line in fitting)
     raise DeviceError(f"{name} needs {amount(need)}", why, hint)
+
+
+def batch_bytes(model: ModelConfig, spec: Spec, dtype: str) -> int:
+    """What the host needs for a batch beside the weights; it records nothing."""
+    setup = Setup(dtype, spec.images, spec.guidance, spec.tree, neighbours=spec.neighbours)
+    rows = state(model, setup) + working(model, setup)
+    return total([row for row in rows if row[0] != POOL])
+
+
+def check_batch(model: ModelConfig, spec: Spec, backend: Backend, dtype: str) -> None:
+    """Refuse, before it is allocated, a batch that the host has no memory for; cards say so themselves.
+
+    Raises:
+        DeviceError: too little memory is free; it says how much is needed, and which batch would fit.
+    """
+    free = free_bytes(backend)
+    if free is None or not backend.is_host or batch_bytes(model, spec, dtype) <= free:
+        return
+
+    def need(images: int) -> int:
+        return batch_bytes(model, replace(spec, images=images), dtype)
+
+    most = bisect_right(range(1, spec.images), free, key=need)
+    what = f"{spec.images} images at a time need {amount(need(spec.images))} beside the weights"
+    hint = f"--batch-size {most}, fits" if most else "--method ar, or a smaller tree"
+    raise DeviceError(what, f"{amount(free)} are free on {backend.name}", hint)
+
+
+def free_bytes(backend: Backend) -> int | None:
+    """What a device still has; None where it does not tell."""
+    return available_bytes() if backend.is_host else backend.memory().free

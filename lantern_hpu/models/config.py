@@ -43,6 +43,8 @@ class TransformerConfig:
     row_ends: bool = False
     # Whether top-p is taken before top-k, or of what top-k leaves (LANTERN's sampler for Chameleon; all others)
     top_p_first: bool = False
+    # The last tokens of the vocabulary that stand for nothing: the head computes them, and they are never drawn
+    spare_codes: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid", tuple(self.grid))  # JSON has no tuples
@@ -52,6 +54,10 @@ class TransformerConfig:
             raise ValueError(f"sizes that no model has: {why}")
         if self.row_ends and self.rope == "2d":
             raise ValueError("a row's end has no place on a 2-D grid of positions")
+        if not 0 <= self.spare_codes < self.vocab_size - self.row_ends or (
+            self.spare_codes and (self.row_ends or self.head_hidden is not None)
+        ):
+            raise ValueError(f"{self.spare_codes} spare codes of {self.vocab_size}")
 
     @property
     def columns(self) -> int:
@@ -66,7 +72,7 @@ class TransformerConfig:
     @property
     def codes(self) -> int:
         """Tokens of the vocabulary that are codes of the tokenizer: the first ones."""
-        return self.vocab_size - self.row_ends
+        return self.vocab_size - self.row_ends - self.spare_codes
 
     @property
     def head_dim(self) -> int:
@@ -117,7 +123,9 @@ class TransformerConfig:
     @property
     def head_parameters(self) -> int:
         if self.head_hidden is None:
-            return self.vocab_size * self.dim
+            return self.vocab_size * (
+                self.dim + (self.spare_codes > 0)
+            )  # a bias forbids spare codes
         return (self.dim + 1) * self.head_hidden + (self.head_hidden + 1) * self.vocab_size
 
     @property

@@ -56,6 +56,8 @@ class ImageModel:
     fastest: dict[str, tuple[str, str | None]] = field(default_factory=dict)
     neighbour_table: Path | None = None  # a published one; otherwise one is computed
     notes: list[str] = field(default_factory=list)  # what a user should know of its parts
+    stretched: str | None = None  # to the sizes of which known model: see `models/stretch.py`
+    base: ImageModel | None = None  # what it was before, which computes the same
     _near: dict[int, Tensor] = field(default_factory=dict, repr=False)  # by number of neighbours
 
     @property
@@ -94,7 +96,8 @@ class ImageModel:
                 table = neighbours.kept_nearest(self.codebook, k)
             else:
                 table = neighbours.read_table(self.neighbour_table, k)
-            # What closes a row stands alone in its place: whoever is said to be near has no mass there.
-            table = torch.cat([table, table[: self.vocabulary - self.codes]])
+            # What closes a row stands alone in its place, and spare codes stand nowhere: whoever is said to be near
+            # has no mass there.
+            table = table[torch.arange(self.vocabulary) % self.codes]
             self._near[k] = table.to(self.target.device)
         return self._near[k]

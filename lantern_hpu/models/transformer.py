@@ -186,7 +186,7 @@ class Target(nn.Module):
         self.layers = nn.ModuleList(Block(config, kernels) for _ in range(config.layers))
         self.norm = RMSNorm(config, kernels)
         self.head: Any = (
-            nn.Linear(config.dim, config.vocab_size, bias=False)
+            nn.Linear(config.dim, config.vocab_size, bias=config.spare_codes > 0)
             if config.head_hidden is None
             else MLPHead(config.dim, config.head_hidden, config.vocab_size)
         )

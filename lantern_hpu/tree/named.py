@@ -1,4 +1,4 @@
-"""The named static trees: those of the published LANTERN++, EAGLE and Medusa configurations, and a plain chain."""
+"""The named static trees: those of the published LANTERN++, EAGLE and Medusa configurations, a chain, small ones."""
 
 from __future__ import annotations
 
@@ -22,4 +22,6 @@ NAMED: dict[str, tuple[tuple[int, ...], ...]] = {
         (4, 1, 1, 0, 0, 0, 0, 0, 0, 1),
     ),
     "chain": ((1,), (1,), (1,), (1,), (1,)),
+    "flat_4": ((4,),),
+    "broad_7": ((4,), (2, 1)),
 }

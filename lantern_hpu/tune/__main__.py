@@ -7,7 +7,8 @@ What a step costs is measured over trees of different shapes, in the graph mode 
 accepted, on images drawn with the method's own relaxation, first with a typical tree and then with the best tree that
 follows, as a tree also decides where steps begin. `search.py` puts the two together. What it expects is then
 measured, on other seeds, beside `ar` and the named trees. The fastest tree is saved for `--tree auto`, with a note if
-`ar` is faster still. Windows (`--method scd`) are few: each width is drawn with.
+`ar` is faster still. Windows (`--method scd`) are few: each width is drawn with. Of a stretched model (`--stretch`)
+acceptance is counted on the small one, which computes the same, and times are measured on the large one.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ from lantern_hpu.options import (
     add_device_options,
     add_part_options,
     add_quantize_option,
+    add_stretch_option,
     device_options,
     given_parts,
     taken,
 )
 from lantern_hpu.prompts import read_prompts
 from lantern_hpu.tree import tuned_trees
-from lantern_hpu.tune.options import MOST_DEPTH, MOST_NODES, TUNABLE, TuneOptions
+from lantern_hpu.tune.options import LARGE, MOST_DEPTH, MOST_NODES, TUNABLE, TuneOptions
+from lantern_hpu.zoo.sizes import stretch_sizes
 
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import LanternPipeline
@@ -54,6 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     what = parser.add_argument_group("what to tune for")
     what.add_argument("--model", default="builtin", help="as for generate (builtin)")
+    add_stretch_option(what)
     add_part_options(what)
     add_device_options(what)
     add_quantize_option(what)
@@ -61,16 +65,16 @@ def make_parser() -> argparse.ArgumentParser:
     what.add_argument("--batch-size", type=int, default=1, help="images decoded together (1)")
     limits = parser.add_argument_group("which trees")
     limits.add_argument(
-        "--max-nodes", type=int, default=64, help=f"with the root, 2 to {MOST_NODES} (64)"
+        "--max-nodes", type=int, help=f"with the root, 2 to {MOST_NODES} (64; stretched 12)"
     )
     limits.add_argument(
-        "--max-depth", type=int, default=6, help=f"drafts in a row, 1 to {MOST_DEPTH} (6)"
+        "--max-depth", type=int, help=f"drafts in a row, 1 to {MOST_DEPTH} (6; stretched 4)"
     )
     how = parser.add_argument_group("how to measure")
     how.add_argument(
         "--prompts", type=Path, metavar="FILE", help=".txt, .tsv or .json (eight simple ones)"
     )
-    how.add_argument("--images", type=int, default=8, help="drawn with each tree, at least (8)")
+    how.add_argument("--images", type=int, help="drawn with each tree, at least (8; stretched 1)")
     how.add_argument("--seed", type=int, default=0, help="of the first image (0)")
     how.add_argument(
         "--profile", type=Path, metavar="FILE.json", help="acceptance from an earlier --report"
@@ -131,9 +135,10 @@ def measure_windows(
     from tqdm import tqdm
 
     from lantern_hpu.tune.tuner import Tuner
-    from lantern_hpu.tune.windows import tune_windows, windows
+    from lantern_hpu.tune.windows import SMALL_WIDTHS, WIDTHS, tune_windows, windows
 
-    trees = windows(options.method, pipeline.model.target.config.tokens)
+    widths = WIDTHS if pipeline.model.stretched is None else SMALL_WIDTHS
+    trees = windows(options.method, pipeline.model.target.config.tokens, widths)
     with tqdm(total=len(trees) + 1, unit="part", file=sys.stderr, dynamic_ncols=True) as bar:
         return tune_windows(Tuner(pipeline, options, prompts, bar), trees)
 
@@ -147,11 +152,12 @@ def measure(
     """The tuning itself, with a bar."""
     from tqdm import tqdm
 
-    from lantern_hpu.tune.tuner import Tuner, parts
+    from lantern_hpu.tune.tuner import Tuner
 
-    total = parts(options, counts is not None)
-    with tqdm(total=total, unit="part", file=sys.stderr, dynamic_ncols=True) as bar:
-        return Tuner(pipeline, options, prompts, bar).tune(counts)
+    with tqdm(unit="part", file=sys.stderr, dynamic_ncols=True) as bar:
+        tuner = Tuner(pipeline, options, prompts, bar)
+        bar.total = tuner.parts(counts is not None)
+        return tuner.tune(counts)
 
 
 def report(
@@ -173,6 +179,7 @@ def report(
         "date": datetime.date.today().isoformat(),
         "command": f"python -m {KIND} " + " ".join(argv),
         "situation": situation,
+        "stretched": pipeline.model.stretched,
         "images": options.images,
         "seed": options.seed,
         **found,
@@ -194,7 +201,9 @@ def save(tuning: Tuning | WindowTuning, situation: tuned_trees.Situation) -> Non
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Measure, search, measure again; print, write and save."""
-    options = TuneOptions(**taken(TuneOptions, args))
+    if args.stretch is not None:
+        stretch_sizes(args.stretch, given_parts(args))
+    options = TuneOptions(**({} if args.stretch is None else LARGE) | taken(TuneOptions, args))
     check_outputs([args.output, args.report], args.force)
     prompts = read_prompts(args.prompts) if args.prompts else []
     is_window = METHODS[options.method].rule is not None
@@ -222,6 +231,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         else:
             tuning = measure(pipeline, options, prompts, counts)
             print(summary(tuning))
+        if pipeline.model.stretched is not None:
+            print(f"{pipeline.model.name}: times at that size, acceptance of the small model")
         whole = report(pipeline, options, tuning, situation, argv)
     tree = tuned_trees.tree_file(tuning.best.tree)
     for file, data in ((args.output, tree), (args.report, json.dumps(whole, indent=1).encode())):

@@ -9,6 +9,8 @@ from lantern_hpu.errors import OptionError, choices, require
 
 TUNABLE = [name for name, method in METHODS.items() if method.tunable]
 MOST_NODES, MOST_DEPTH = 96, 12
+# Of a stretched model, whose images take minutes
+LARGE = {"max_nodes": 12, "max_depth": 4, "images": 1}
 HELD_OUT = 1_000_000  # added to the seeds of images that check what was expected
 
 

@@ -31,6 +31,8 @@ from lantern_hpu.tune.search import best_tree, most_reached
 
 PROFILED = 64  # nodes of the first tree that acceptance is measured with
 TIMED, STEPS = 5, 4  # timings of each tree, and steps of each timing
+FEW = 2  # of both with a stretched model, whose steps are long
+COUNTED = 8  # images that acceptance is counted with, at least
 # Typical chances by rank, of children of a first child and of others: they shape the first tree, nothing more
 TYPICAL = (
     (0.55, 0.12, 0.07, 0.05, 0.04, 0.03, 0.025, 0.02, 0.018, 0.015),
@@ -54,7 +56,11 @@ class Tuner:
             bar: counts `parts`.
         """
         self.pipeline, self.options, self.bar = pipeline, options, bar
-        condition = pipeline.model.condition
+        model, self.counting = pipeline.model, pipeline
+        self.is_long = model.base is not None  # its steps are
+        if model.base is not None:  # which accepts the same, and takes a moment
+            self.counting = LanternPipeline(model.base, pipeline.backend, pipeline.graphs)
+        condition = model.condition
         self.prompts = list(prompts or usual_prompts(condition.takes_classes))
         self.relaxation = pipeline.choose(options.method).relaxation
         with pipeline.backend.errors(), torch.no_grad():
@@ -64,6 +70,30 @@ class Tuner:
     def tokens(self) -> int:
         """Tokens of an image that steps add; prefill draws the first."""
         return self.pipeline.model.target.config.tokens - 1
+
+    @property
+    def counted(self) -> int:
+        """Images that acceptance is counted with: they are many only where they take little."""
+        return max(self.options.images, COUNTED) if self.is_long else self.options.images
+
+    @property
+    def named(self) -> list[DraftTree]:
+        """The named trees that are drawn with: all, or of a stretched model the small ones."""
+        trees = [load_static(name) for name in NAMED]
+        return [tree for tree in trees if not self.is_long or tree.size <= self.options.max_nodes]
+
+    @property
+    def probes(self) -> list[DraftTree]:
+        """The trees whose steps are timed, beside `ar`."""
+        return probes(self.options.max_nodes, self.options.max_depth, DRAWS)
+
+    def parts(self, counted: bool) -> int:
+        """How many things `tune` measures.
+
+        Args:
+            counted: whether it is given counts.
+        """
+        return 1 + len(self.probes) + (0 if counted else 2) + 2 + len(self.named)
 
     # -- what all measurements share
 
@@ -98,31 +128,32 @@ class Tuner:
     def step_ms(self, tree: DraftTree) -> float:
         """Milliseconds of a step with a tree: the median of a few timings of a few steps each."""
         requests = self.requests(self.options.batch_size, tree)
+        timed, count = (FEW, FEW) if self.is_long else (TIMED, STEPS)
         with self.part(f"step over {tree.size} nodes, depth {tree.depth}"):
             engine = self.engine(requests, tree)
             engine.start(self.pipeline.prefix(engine, requests), requests)
             seeds, seconds = [request.seed for request in requests], []
-            for number in range(TIMED + 1):  # the first is not counted
+            for number in range(timed + 1):  # the first is not counted
                 began = time.perf_counter()
-                engine.advance(seeds, 1 + number * STEPS, STEPS)
+                engine.advance(seeds, 1 + number * count, count)
                 seconds.append(time.perf_counter() - began)
-        return 1000 * statistics.median(seconds[1:]) / STEPS
+        return 1000 * statistics.median(seconds[1:]) / count
 
     def costs(self) -> Costs:
         """What steps of any shape cost, from those of some trees."""
-        trees = probes(self.options.max_nodes, self.options.max_depth, DRAWS)
+        trees = self.probes
         alone, *measured = [self.step_ms(tree) for tree in (DraftTree.root_only(), *trees)]
         return fit_costs(alone, trees, measured)
 
     def counts(self, tree: DraftTree, first: int) -> ChildCounts:
         """Acceptance in images drawn with a tree."""
-        images, columns = self.options.images, self.pipeline.model.target.config.columns
+        images, columns = self.counted, self.pipeline.model.target.config.columns
         requests = self.requests(images, tree, first)
         # Acceptance does not depend on the batch: many at once take less time.
         size = min(images, max(self.options.batch_size, BATCHES[-1]))
         with self.part(f"acceptance, {tree.name}"):
             found = profile(
-                self.pipeline,
+                self.counting,
                 requests,
                 tree,
                 size=size,
@@ -166,19 +197,9 @@ class Tuner:
             chances = np.array([TYPICAL] * self.options.max_depth)
             counts = self.counts(most_reached("typical", chances, PROFILED), 0)
             # Easy places are passed within a step and hard ones begin steps, the more so the larger the tree is.
-            counts += self.counts(self.best_tree(counts, costs), self.options.images)
-        trees = [DraftTree.root_only(), self.best_tree(counts, costs), *map(load_static, NAMED)]
+            counts += self.counts(self.best_tree(counts, costs), self.counted)
+        trees = [DraftTree.root_only(), self.best_tree(counts, costs), *self.named]
         chances = estimate(counts, max(tree.depth for tree in trees))
         shared = (chances, costs, self.tokens, self.options.batch_size)
         rows = [TreeRow(t, Figures.expected(t, *shared), self.draw(t)) for t in trees]
         return Tuning(counts, costs, rows)
-
-
-def parts(options: TuneOptions, counted: bool) -> int:
-    """How many things `Tuner.tune` measures.
-
-    Args:
-        counted: whether it is given counts.
-    """
-    steps = 1 + len(probes(options.max_nodes, options.max_depth, DRAWS))
-    return steps + (0 if counted else 2) + 2 + len(NAMED)

@@ -13,6 +13,12 @@ from lantern_hpu.tune.result import Figures
 from lantern_hpu.tune.tuner import Tuner
 
 WIDTHS = (8, 16, 32, 64)
+SMALL_WIDTHS = (
+    2,
+    4,
+    8,
+    16,
+)  # of a stretched model: with the sizes of real ones a processor has arithmetic for few nodes
 HEAD = "window, nodes, tokens a step, ms a step, ms a token, x ar".split(", ")
 
 
@@ -51,12 +57,12 @@ class WindowTuning:
         return "ar" if self.ar_wins else self.best.name
 
 
-def windows(method: str, tokens: int) -> list[Window]:
-    """Those that are measured for images of so many tokens: the usual widths that fit, or the longest that does."""
+def windows(method: str, tokens: int, widths: Sequence[int] = WIDTHS) -> list[Window]:
+    """Those that are measured for images of so many tokens: the widths that fit, or the longest that does."""
     rule, most = METHODS[method].rule, tokens - 1
     assert rule is not None
-    widths = [width for width in WIDTHS if width <= most] or [most]
-    return [Window.of(rule, width) for width in widths]
+    fitting = [width for width in widths if width <= most] or [most]
+    return [Window.of(rule, width) for width in fitting]
 
 
 def tune_windows(tuner: Tuner, trees: Sequence[Window]) -> WindowTuning:

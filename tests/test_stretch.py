@@ -1,0 +1,515 @@
+"""A stretched model computes what the small one computes, all of it at the large size, and says what it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from lantern_hpu import generate
+from lantern_hpu.backends import get_backend, host
+from lantern_hpu.bench import __main__ as bench
+from lantern_hpu.bench import measure, rates
+from lantern_hpu.bench.report import problems, read_report
+from lantern_hpu.bench.text import tables
+from lantern_hpu.compare.comparison import load
+from lantern_hpu.compare.document import document
+from lantern_hpu.config import Sampling
+from lantern_hpu.decode import memory
+from lantern_hpu.decode.spec import Spec
+from lantern_hpu.errors import DeviceError, OptionError
+from lantern_hpu.models import stretch
+from lantern_hpu.models.config import DrafterConfig, TransformerConfig
+from lantern_hpu.models.files.load import open_model
+from lantern_hpu.models.files.parts import Given
+from lantern_hpu.models.model import ImageModel, Placement
+from lantern_hpu.models.stretch import Stretched, kept_share, repeated, stretched_config
+from lantern_hpu.ops.sampling import SamplingParams, to_probs
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.plan.report import find_model
+from lantern_hpu.results import read_png
+from lantern_hpu.tree import DraftTree
+from lantern_hpu.tune import __main__ as tune
+from lantern_hpu.zoo import registry
+from lantern_hpu.zoo.resolve import resolve
+from lantern_hpu.zoo.sizes import LLAMAGEN, stretch_sizes
+from tests.folder import write_folder
+from tests.tiny import CONFIG, request, tiny_config
+
+# Of twice the features, heads and codes, and of sizes that do not divide
+TWICE = tiny_config(dim=128, heads=4, layers=4, ffn_dim=192, vocab_size=64, prefix=7)
+ODD = tiny_config(dim=160, heads=5, layers=3, ffn_dim=250, vocab_size=50, prefix=1)
+PROMPTS = ["red cat", "blue apple on cat", "apple"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("stretch") / "tiny")
+
+
+def stretched(
+    folder: Path, large: TransformerConfig, dtype: torch.dtype = torch.float32
+) -> ImageModel:
+    opened = open_model(resolve(str(folder)))
+    model = Stretched.of(opened, "large", large).load(Placement(dtype, torch.device("cpu")))
+    assert model.base is not None
+    return model
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path) -> dict[int, ImageModel]:
+    """By their width."""
+    return {large.dim: stretched(folder, large) for large in (TWICE, ODD)}
+
+
+@pytest.fixture(params=[TWICE, ODD], ids=["twice", "odd"])
+def model(request: pytest.FixtureRequest, models: dict[int, ImageModel]) -> ImageModel:
+    return models[request.param.dim]
+
+
+def pipelines(model: ImageModel, mode: str = "eager") -> tuple[LanternPipeline, LanternPipeline]:
+    """The small one and the large one."""
+    assert model.base is not None
+    backend = get_backend("cpu")
+    return LanternPipeline(model.base, backend, mode), LanternPipeline(model, backend, mode)
+
+
+def features(model: ImageModel) -> tuple[Tensor, Tensor, Tensor]:
+    """Of prefixes and some tokens after them: the target's, its logits, and the drafter's guesses, past the pads."""
+    from lantern_hpu.models.transformer import rope_table
+    from lantern_hpu.ops.masks import additive_mask, prefix_mask
+
+    prefix, config = model.condition.rows(PROMPTS, True), model.target.config
+    assert prefix.embeddings.shape[1:] == (config.prefix, config.dim) and model.drafter is not None
+    tokens = torch.arange(9).repeat(len(prefix.valid), 1) * 3 % 32  # [R, 9]
+    x = torch.cat([prefix.embeddings, model.target.embed(tokens)], 1)  # [R, T, H]
+    valid = torch.cat([prefix.valid, torch.ones_like(tokens, dtype=torch.bool)], 1)
+    causal = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+    mask = additive_mask(prefix_mask(valid, causal), x.dtype)
+    rope = rope_table(config, x.shape[1]).expand(len(x), -1, -1, -1).to(x.dtype)
+    hidden = model.target(x, rope, mask)
+    guess = model.drafter(tokens, hidden[:, config.prefix :], rope[:, -9:], mask[..., -9:, -9:])
+    image = slice(config.prefix, None)
+    return hidden[:, image], model.target.head(hidden[:, image]), guess
+
+
+# ------------------------------------------------------------------------------------ the same function
+
+
+def test_features_are_repeated_and_logits_are_the_small_models(model: ImageModel) -> None:
+    assert model.base is not None
+    small, large = features(model.base), features(model)
+    width = large[0].shape[-1]
+    for here, there in ((small[0], large[0]), (small[2], large[2])):
+        want = repeated(here.movedim(-1, 0), width).movedim(0, -1)
+        torch.testing.assert_close(there, want, rtol=0, atol=1e-4)
+    torch.testing.assert_close(large[1][..., : model.codes], small[1], rtol=0, atol=1e-4)
+    assert large[1].shape[-1] == model.vocabulary > model.codes == CONFIG.vocab_size
+
+
+METHODS = [
+    (TWICE, "ar", None, {}),
+    (ODD, "eagle", "broad_7", {"temperature": 0.0}),
+    (TWICE, "eagle", "flat_4", {"top_k": 5, "top_p": 0.8}),
+    (TWICE, "eagle2", "dynamic:3x1x6", {}),
+    (ODD, "lantern++", "broad_7", {}),
+    (ODD, "jacobi", "jacobi:4", {}),
+    (TWICE, "scd", "scd:3", {}),
+    (ODD, "sjd-pac", "sjd-pac:4:3x2", {}),
+]
+
+
+@pytest.mark.parametrize(("large", "method", "tree", "sampling"), METHODS)
+def test_promise_pictures_and_steps_are_the_small_models(
+    models: dict[int, ImageModel],
+    large: TransformerConfig,
+    method: str,
+    tree: str | None,
+    sampling: dict[str, Any],
+) -> None:
+    """So tokens a step are equal, as are the drafts that were accepted at each depth."""
+    settings = Sampling(**{"cfg_scale": 2.0, **sampling})
+    small, wide = (
+        pipeline(PROMPTS[:2], method=method, tree=tree, sampling=settings)
+        for pipeline in pipelines(models[large.dim])
+    )
+    assert (wide.tokens == small.tokens).all()
+    for here, there in zip(small.records, wide.records, strict=True):
+        assert (here.steps, here.accepted_by_depth) == (there.steps, there.accepted_by_depth)
+        assert here.relaxed_accepts == there.relaxed_accepts
+    same = zip(small.images, wide.images, strict=True)
+    assert all(one.tobytes() == other.tobytes() for one, other in same)
+
+
+def test_the_step_can_be_captured(models: dict[int, ImageModel]) -> None:
+    _, large = pipelines(models[TWICE.dim], "strict")
+    result = large(PROMPTS[:1], method="lantern++", tree="flat_4")
+    assert result.graph["recompiles_after_warmup"] == 0
+
+
+def test_padding_that_a_drafter_sees_is_not_added() -> None:
+    config = replace(find_model("builtin", Given()).config, drafter=DrafterConfig(sees_pads=True))
+    large = replace(config.target, dim=640, heads=10, prefix=120)
+    assert stretched_config(config, "x", large).target.prefix == config.target.prefix
+    other = replace(config, drafter=DrafterConfig(norm_eps=1e-6, ffn_dim=64))
+    found = stretched_config(other, "x", replace(large, dim=704, heads=11))
+    assert found.target.prefix == 120 and found.drafter is not None
+    assert found.drafter.norm_eps == pytest.approx(1e-6 * 640 / 704)
+    assert found.drafter.ffn_dim is None
+
+
+def test_repetition_is_by_group_and_ends_in_zeros() -> None:
+    x = torch.arange(1, 5)[:, None]  # two groups of two rows
+    assert repeated(x, 10, 2).flatten().tolist() == [1, 2, 1, 2, 0, 3, 4, 3, 4, 0]
+    assert kept_share(CONFIG, ODD) == 128 / 160 and kept_share(CONFIG, TWICE) == 1
+
+
+# ------------------------------------------------------------------------------------ at the large size
+
+
+def test_promise_every_layer_is_computed(folder: Path) -> None:
+    """A NaN planted in any matrix or norm of an added layer shows in the features."""
+    model = stretched(folder, TWICE)
+    last = dict(model.target.layers[-1].named_parameters())
+    assert {name: float(w.abs().sum()) > 0 for name, w in last.items()} == {
+        "attention_norm.weight": True,
+        "attention.qkv.weight": True,
+        "attention.out.weight": False,
+        "ffn_norm.weight": True,
+        "ffn.gate_up.weight": True,
+        "ffn.down.weight": False,
+    }
+    for weight in last.values():
+        kept = weight.flatten()[0].clone()
+        weight.flatten()[0] = float("nan")
+        assert features(model)[0].isnan().any()
+        weight.flatten()[0] = kept
+    assert not features(model)[0].isnan().any()
+
+
+def test_added_layers_have_features_of_the_usual_scale(folder: Path) -> None:
+    layer = stretched(folder, TWICE).target.layers[-1]
+    x = torch.randn(64, TWICE.dim, generator=torch.Generator().manual_seed(0))
+    for matrix in (layer.attention.qkv, layer.ffn.gate_up):
+        assert 0.9 < float(matrix(x).std()) < 1.1
+
+
+def test_sizes_are_the_large_ones_as_memory_counts_them(model: ImageModel) -> None:
+    config, held = model.config, sum(p.numel() for p in model.target.parameters())
+    assert held == config.target.parameters
+    assert model.drafter is not None and config.drafter is not None
+    drafted = sum(p.numel() for p in model.drafter.parameters())
+    assert drafted == config.drafter.parameters(config.target)
+    assert model.target.config.grid == CONFIG.grid
+    assert all(not p.is_meta and p.isfinite().all() for p in model.target.parameters())
+
+
+def test_promise_weights_are_the_same_each_time_in_every_format(folder: Path) -> None:
+    once, again = stretched(folder, ODD), stretched(folder, ODD)
+    rough = stretched(folder, ODD, torch.bfloat16)
+    others = dict(again.target.named_parameters()), dict(rough.target.named_parameters())
+    for name, weight in once.target.named_parameters():
+        assert torch.equal(weight, others[0][name])
+        assert others[1][name].dtype == torch.bfloat16
+        torch.testing.assert_close(others[1][name].float(), weight, rtol=0.02, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_promise_spare_codes_have_no_probability(folder: Path, dtype: torch.dtype) -> None:
+    """Whatever guidance and temperature are."""
+    model = stretched(folder, TWICE, dtype)
+    hidden = torch.randn(4, 8, TWICE.dim, generator=torch.Generator().manual_seed(1)).to(dtype)
+    logits = model.target.head(hidden)
+    spare = model.target.head.weight[model.codes :]
+    assert float((hidden @ spare.T).float().std()) > 0.5  # they are computed
+    params = SamplingParams(
+        torch.tensor([100.0, 1.5]),
+        torch.tensor([0.01, 10.0]),
+        torch.tensor([64, 40], dtype=torch.int32),
+        torch.tensor([1.0, 0.99]),
+        torch.tensor([False, False]),
+    )
+    unconditional, conditional = logits.float().chunk(2)
+    guided = unconditional + params.cfg_scale[:, None, None] * (conditional - unconditional)
+    probs = to_probs(guided, params, 64, True)
+    assert not probs.isnan().any()
+    assert (probs[..., model.codes :] == 0).all()
+    assert probs.sum(-1).allclose(torch.ones(()), atol=1e-4)
+
+
+def test_neighbours_of_all_tokens_are_codes(model: ImageModel) -> None:
+    near = model.nearest(5)
+    assert near.shape == (model.vocabulary, 5) and int(near.max()) < model.codes
+    assert model.base is not None and torch.equal(near[: model.codes], model.base.nearest(5))
+
+
+def test_trees_know_the_real_codes_alone(model: ImageModel) -> None:
+    wide = DraftTree.from_paths("wide", [[rank] for rank in range(33)], 33)
+    with pytest.raises(OptionError, match="at most 32 children"):
+        Spec.of([request()], wide, 1, model.target.config)
+
+
+def test_small_parts_of_a_config_must_make_sense() -> None:
+    for changes in ({"spare_codes": 32}, {"spare_codes": -1}, {"spare_codes": 2, "row_ends": True}):
+        with pytest.raises(ValueError):
+            tiny_config(**changes)
+
+
+# ------------------------------------------------------------------------------------ commands
+
+
+@pytest.fixture
+def known() -> Iterator[str]:
+    """A large model, which is tiny."""
+    entry = registry.entries()["llamagen-t2i-256"]
+    own = replace(entry, name="tiny-xl", config=replace(entry.config, target=TWICE))
+    found = registry.entries() | {"tiny-xl": own}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(registry, "entries", lambda: found)
+        for name, value in {"COPIED": 2**20, "LARGEST": 256, "TIMES": 1, "ENOUGH": 1e-4}.items():
+            patch.setattr(rates, name, value)
+        patch.setattr(measure, "SPLIT_STEPS", 2)
+        yield "tiny-xl"
+
+
+def test_a_picture_remembers_that_it_was_stretched(
+    folder: Path, known: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(folder), "--prompt", "red cat", "--temperature", "0"]
+    for name, more in (("small", []), ("large", ["--stretch", known])):
+        files = ["--output", str(tmp_path / f"{name}.png")]
+        files += ["--save-tokens", str(tmp_path / f"{name}.npz")]
+        files += ["--report", str(tmp_path / f"{name}.json")]
+        assert generate.main([*given, *more, "--method", "eagle", "--tree", "flat_4", *files]) == 0
+    said = capsys.readouterr()
+    assert f"stretched to {known}" in said.err
+    again = ["--from-png", str(tmp_path / "large.png"), "--output", str(tmp_path / "again.png")]
+    assert generate.main([*again, "--save-tokens", str(tmp_path / "again.npz")]) == 0
+    tokens = [np.load(tmp_path / f"{n}.npz")["tokens"] for n in ("small", "large", "again")]
+    assert (tokens[0] == tokens[1]).all() and (tokens[0] == tokens[2]).all()
+    for name in ("large", "again"):
+        assert read_png(tmp_path / f"{name}.png")["config"]["stretch"] == known
+    assert json.loads((tmp_path / "large.json").read_text())["config"]["stretch"] == known
+    assert json.loads((tmp_path / "small.json").read_text())["config"]["stretch"] is None
+    assert generate.main([*again, "--force", "--stretch", known]) == 2
+    assert "--from-png and --stretch exclude each other" in capsys.readouterr().err
+
+
+def test_bench_measures_whole_images_and_says_what_they_are(
+    folder: Path, known: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "xl.json"
+    what = ["--model", str(folder), "--stretch", known, "--methods", "ar,eagle,scd"]
+    how = ["--trees", "flat_4,scd:4", "--graphs", "eager"]
+    assert bench.main([*what, *how, "--output", str(file)]) == 0
+    report = read_report(file)
+    assert report["stretched"] == known and report["model"].endswith(f"stretched to {known}")
+    assert [row["images"] for row in report["rows"]] == [1, 1, 1]
+    assert [row["tree"] for row in report["rows"]] == ["root", "flat_4", "scd:4:law"]
+    assert report["sizes"]["layers"] == TWICE.layers and report["sizes"]["width"] == TWICE.width
+    assert any("added layers the output projections are zero" in note for note in report["notes"])
+    text = tables(report)
+    assert f"stretched to {known}, float32" in text and "| x ar |" in text
+    assert f"stretched to {known}" in document(load([file]), []).lead
+    older = {name: value for name, value in report.items() if name != "stretched"}
+    assert not problems(older) and "stretched" in document(load([file]), []).title
+    older |= {"model": "as it comes", "notes": []}
+    assert "stretched to" not in tables(older)
+
+
+def test_what_a_stretched_benchmark_measures_fits_its_methods() -> None:
+    def pairs(*options: str) -> list[tuple[str, str | None]]:
+        parsed = bench.make_parser().parse_args(["--stretch", "llamagen-xl", *options])
+        return bench.read_options(parsed).pairs
+
+    usual = pairs()
+    assert ("eagle", "flat_4") in usual and ("scd", "scd:8") in usual and len(usual) == 8
+    assert pairs("--methods", "ar,scd") == [("ar", None), ("scd", "scd:8")]
+    assert pairs("--methods", "ar,eagle2") == [("ar", None), ("eagle2", None)]
+    assert pairs("--methods", "eagle", "--trees", "chain") == [("eagle", "chain")]
+    plain = bench.read_options(bench.make_parser().parse_args([]))
+    assert (plain.images, plain.batches, len(plain.pairs)) == (8, [1, 8], 8)
+
+
+def test_tune_counts_on_the_small_model_and_times_the_large_one(
+    folder: Path, known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lantern_hpu.tune import tuner
+
+    monkeypatch.setenv("LANTERN_HPU_CACHE", str(tmp_path / "cache"))
+    widths: dict[str, set[int]] = {"counted": set(), "drawn": set()}
+    profile, draw = tuner.profile, LanternPipeline.draw_batch
+
+    def counted(pipeline: LanternPipeline, *given: Any, **how: Any) -> Any:
+        widths["counted"].add(pipeline.model.target.config.dim)
+        return profile(pipeline, *given, **how)
+
+    def drawn(pipeline: LanternPipeline, *given: Any, **how: Any) -> Any:
+        widths["drawn"].add(pipeline.model.target.config.dim)
+        return draw(pipeline, *given, **how)
+
+    monkeypatch.setattr(tuner, "COUNTED", 2)
+    monkeypatch.setattr(tuner, "PROFILED", 8)
+    monkeypatch.setattr(tuner, "profile", counted)
+    monkeypatch.setattr(LanternPipeline, "draw_batch", drawn)
+    report = tmp_path / "report.json"
+    given = ["--model", str(folder), "--stretch", known, "--method", "eagle"]
+    sizes = ["--max-nodes", "5", "--max-depth", "2"]
+    assert tune.main([*given, *sizes, "--report", str(report)]) == 0
+    assert widths == {"counted": {CONFIG.dim}, "drawn": {TWICE.dim}}
+    found = json.loads(report.read_text())
+    assert found["stretched"] == known
+    names = [row["tree"] for row in found["rows"]]
+    assert names[0] == "ar" and names[1].startswith("tuned_") and names[2:] == ["flat_4"]
+    image = ["--prompt", "red cat", "--output", str(tmp_path / "x.png")]
+    assert generate.main([*given, "--tree", "auto", *image]) == 0
+    best = min(found["rows"][1:], key=lambda row: row["measured"]["ms_per_token"])
+    assert read_png(tmp_path / "x.png")["config"]["tree"] == best["tree"]
+    # A tree of the stretched model is none of the small one.
+    assert generate.main(["--model", str(folder), "--tree", "auto", *image, "--force"]) == 2
+
+
+# ------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llamagen-xs", "no sizes are known of it"),
+        ("anole-7b", "it is of the family chameleon"),
+        ("janus-pro-1b", "it is of the family janus"),
+    ],
+)
+@pytest.mark.parametrize("command", [generate.main, bench.main, tune.main])
+def test_names_that_mean_no_sizes_are_refused(
+    name: str, said: str, command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = ["--prompt", "x"] if command is generate.main else []
+    assert command([*more, "--stretch", name]) == 2
+    error = capsys.readouterr().err
+    assert said in error and all(known in error for known in LLAMAGEN)
+    assert error.count("error: ") == 1 and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("large", "said"),
+    [
+        (tiny_config(layers=1), "it is smaller: layers 1 of 2"),
+        (tiny_config(dim=32, heads=1, ffn_dim=95), "width 32 of 64, FFN width 95 of 96"),
+        (tiny_config(vocab_size=31), "codes 31 of 32"),
+        (tiny_config(dim=128, heads=2), "head_dim 32 and 64"),
+        (tiny_config(rope="1d"), "they differ in kind: rope 2d and 1d"),
+        (tiny_config(qk_norm=True, dim=128, heads=4), "qk_norm False and True"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(
+    folder: Path, large: TransformerConfig, said: str
+) -> None:
+    with pytest.raises(OptionError) as refused:
+        Stretched.of(open_model(resolve(str(folder))), "large", large)
+    assert said in str(refused.value)
+
+
+def test_the_embedded_model_stretches_to_what_is_offered_or_says_why_not() -> None:
+    config = find_model("builtin", Given()).config
+    for name in LLAMAGEN:
+        large = stretch_sizes(name).config.target
+        if name == "llamagen-3b":
+            with pytest.raises(OptionError, match="cannot be stretched") as refused:
+                stretched_config(config, name, large)
+            assert "head_dim 64 and 100" in refused.value.why
+            continue
+        found = stretched_config(config, name, large).target
+        sizes = ("dim", "layers", "heads", "ffn_dim", "vocab_size")
+        assert all(getattr(found, size) == getattr(large, size) for size in sizes)
+        assert found.grid == (16, 16) and found.codes == 4096
+        assert found.head_parameters - large.head_parameters == large.vocab_size  # the bias
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "said"),
+    [
+        (generate.main, ["--prompt", "x", "--drafter", "mine"], "--stretch and --drafter exclude"),
+        (tune.main, ["--drafter", "mine"], "--stretch and --drafter exclude"),
+        (bench.main, ["--random-weights", "anole-7b"], "--stretch and --random-weights exclude"),
+    ],
+)
+def test_options_that_contradict_it_are_refused(
+    command: Any, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command(["--stretch", "llamagen-xl", *options]) == 2
+    assert said in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------------------------ the host's memory
+
+
+def test_what_the_host_cannot_hold_is_refused_before_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Only where weights are made: those in files need not all be in memory."""
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2 * 10**9)
+    monkeypatch.setattr(stretch, "fill", None)
+    given = ["--stretch", "llamagen-xl", "--device", "cpu", "--prompt", "x"]
+    assert generate.main([*given, "--dtype", "float32"]) == 2
+    error = capsys.readouterr().err
+    assert "builtin stretched to llamagen-xl needs 3." in error
+    assert "does not fit in 2.00 GB (free on cpu)" in error and "--dtype bfloat16" in error
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10**6)
+    assert LanternPipeline.from_pretrained("builtin", device="cpu").model.name == "builtin"
+
+
+def test_a_batch_that_the_host_cannot_hold_is_refused_with_one_that_fits(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(folder), "--prompt", "red cat", "--output", str(tmp_path / "x.png")]
+    assert generate.main([*given, "--batch-size", "100000000"]) == 2
+    error = capsys.readouterr().err
+    assert "error: 100000000 images at a time need" in error and "fits" in error
+    assert "--batch-size" in error and "Traceback" not in error
+
+
+def test_the_batch_that_is_offered_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pipeline = LanternPipeline.from_pretrained(str(folder), device="cpu")
+    spec = Spec.of([request()], DraftTree.root_only(), 1000, CONFIG)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10**7)
+    with pytest.raises(DeviceError) as refused:
+        pipeline.engines.make(spec)
+    fitting = int(refused.value.hint.split()[1].rstrip(","))
+    assert 1 < fitting < 1000
+    small = pipeline.engines.get(Spec.of([request()], DraftTree.root_only(), 1, CONFIG))
+    with pytest.raises(DeviceError):  # though the other one was given up for it
+        pipeline.engines.get(spec)
+    assert small not in pipeline.engines.engines.values()
+    check = (pipeline.model.config, pipeline.backend, "float32")
+    memory.check_batch(check[0], replace(spec, images=fitting), *check[1:])
+    with pytest.raises(DeviceError):
+        memory.check_batch(check[0], replace(spec, images=fitting + 1), *check[1:])
+    monkeypatch.setattr(memory, "available_bytes", lambda: 10)
+    with pytest.raises(DeviceError, match="1 images at a time") as refused:
+        memory.check_batch(check[0], replace(spec, images=1), *check[1:])
+    assert "smaller tree" in refused.value.hint
+
+
+def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "meminfo"
+    info.write_text("MemTotal: 9000 kB\nMemAvailable:    4000 kB\n")
+    monkeypatch.setattr(host, "MEMINFO", info)
+    names = ("memory.max", "memory.current", "inactive_file")
+    monkeypatch.setattr(host, "GROUPS", [(str(tmp_path), *names)])
+    assert host.available_bytes() == 4_096_000
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 1000\n")
+    (tmp_path / "memory.current").write_text("2000000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert host.available_bytes() == 4_096_000
+    (tmp_path / "memory.max").write_text("3000000\n")
+    assert host.available_bytes() == 1_001_000
+    monkeypatch.setattr(host, "MEMINFO", tmp_path / "none")
+    assert host.available_bytes() is None
