@@ -57,6 +57,10 @@ class Method:
         """Whether it takes a relaxation; windows are exact without one."""
         return self.relaxation is not None or self.rule in ("scd", "sjd-pac")
 
+    def takes_relaxation(self, relaxation: Relaxation) -> bool:
+        """Whether it can be relaxed in this way."""
+        return self.relaxes and not (relaxation.clusters and self.tree == "dynamic")
+
     @property
     def tunable(self) -> bool:
         """Whether `lantern_hpu.tune` finds trees or windows for it."""
@@ -209,7 +213,16 @@ def choose_method(
         why = f"{name} drafts a {method.tree if method.rule is None else 'window of its own'}"
         why += "" if method.rule else " tree"
         raise OptionError(f"--tree {tree} does not fit {name}", why, f"--method {fits[0]}")
+    check_clusters(chosen, relaxation or EXACT)
     return chosen, relaxation or method.relaxation or EXACT
+
+
+def check_clusters(tree: Tree, relaxation: Relaxation) -> None:
+    """Raise an OptionError where clusters meet a tree whose drafts were not drawn."""
+    if relaxation.clusters and isinstance(tree, DynamicTree):
+        why = "a cluster's mass is held against what its codes were drawn with, and such drafts are not drawn"
+        hint = "--method lantern++, scd or sjd-pac"
+        raise OptionError("no clusters with a dynamic tree", why, hint)
 
 
 def window_tree(method: str, tree: str | None, width: int | None, front: str | None) -> str | None:

@@ -130,6 +130,10 @@ def add_method_options(group: Group) -> None:
     add("--relax-omega", type=float, help=annealed)
     add("--relax-nu", type=float, metavar="NU", help="see omega (0)")
     add("--relax-mu", type=float, metavar="MU", help="see omega (0)")
+    clusters = "squared distance in the codebook within which codes stand in for a draft (gsd: 0.5)"
+    add("--relax-distance", type=float, metavar="D", help=clusters)
+    add("--relax-ranks", type=int, metavar="N", help="of them, ranks up and down (gsd: 7)")
+    add("--relax-gap", type=float, metavar="P", help="of them, in probability (gsd: 0.15)")
     add("--residual", help=left)
 
 
@@ -141,6 +145,9 @@ def relaxation_options(args: argparse.Namespace) -> RelaxationOptions:
         omega=args.relax_omega,
         nu=args.relax_nu,
         mu=args.relax_mu,
+        distance=args.relax_distance,
+        ranks=args.relax_ranks,
+        gap=args.relax_gap,
         residual=args.residual,
         preset=args.relax,
     )

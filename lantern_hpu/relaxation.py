@@ -1,4 +1,4 @@
-"""How far acceptance may depart from the exact rule: three types, and the published settings. Needs no torch.
+"""How far acceptance may depart from the exact rule: four types, and the published settings. Needs no torch.
 
 The algorithm is `decode/accept.py`; what each rule bounds and what it does not: docs/methods.md.
 """
@@ -6,7 +6,7 @@ The algorithm is `decode/accept.py`; what each rule bounds and what it does not:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import astuple, dataclass, replace
 from typing import Any, ClassVar, Literal, get_args
 
@@ -26,6 +26,7 @@ class Relaxation:
     """
 
     rule: ClassVar[str]
+    more: ClassVar[tuple[str, ...]] = ()  # its fields after the bound
     k: int = 0
     residual: Residual = "sound"
 
@@ -50,6 +51,11 @@ class Relaxation:
         return [1.0] * depth
 
     @property
+    def limits(self) -> tuple[int, float, float]:
+        """Ranks, probability and squared distance within which codes are of one cluster; a 0 among them is exact."""
+        return 0, 0.0, 0.0
+
+    @property
     def lends(self) -> bool:
         """Whether neighbours can lend anything; k = 0, delta = 0 and lambda = 1 are all exact."""
         return self.k > 0 and self.delta + self.factor > 0
@@ -60,16 +66,20 @@ class Relaxation:
         return any(weight != 1 for weight in self.weights(2))
 
     @property
+    def clusters(self) -> bool:
+        """Whether a draft can stand for others of its cluster."""
+        return min(self.limits) > 0
+
+    @property
     def active(self) -> bool:
         """Whether it can change what is accepted."""
-        return self.lends or self.weighs
+        return self.lends or self.weighs or self.clusters
 
     def as_json(self) -> dict[str, Any]:
         """The form of PNG files and reports: one bound, whatever it means to the rule."""
-        k, residual, bound, *slope = astuple(self)
-        nu, mu = slope or (0.0, 0.0)
+        k, residual, bound, *more = astuple(self)
         shared = {"rule": self.rule, "k": k, "bound": bound, "residual": residual}
-        return shared | {"nu": nu, "mu": mu}
+        return shared | {"nu": 0.0, "mu": 0.0} | dict(zip(self.more, more, strict=True))
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,7 @@ class Annealed(Relaxation):
     """
 
     rule = "annealed"
+    more = ("nu", "mu")
     omega: float = 1.0
     nu: float = 0.0
     mu: float = 0.0
@@ -129,9 +140,41 @@ class Annealed(Relaxation):
         return [self.omega * math.exp(-self.nu * i - self.mu) for i in range(depth)]
 
 
-# By their names; each takes k, residual and bound, and some more
-RULES: dict[str, Callable[..., Relaxation]] = {
-    kind.rule: kind for kind in (Multiplicative, Additive, Annealed)
+@dataclass(frozen=True)
+class Clustered(Relaxation):
+    """GSD: a draft is tried as its whole cluster, the codes close to it in rank, in probability and in the codebook.
+
+    No neighbour lends anything beside.
+
+    Attributes:
+        distance: squared, between the codes' vectors; that of a member is less.
+        ranks: how many places up and down in the order of probability a member may be.
+        gap: between the probabilities; that of a member is less.
+    """
+
+    rule = "clusters"
+    more = ("ranks", "gap")
+    distance: float = 0.0
+    ranks: int = 7
+    gap: float = 0.15
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        why = "0, as no neighbour lends mass to --relax-distance"
+        require(self.k == 0, "--relax-k", self.k, why)
+        allowed = "0 (exact) or more"
+        require(0 <= self.distance < math.inf, "--relax-distance", self.distance, allowed)
+        require(0 <= self.ranks <= 1000, "--relax-ranks", self.ranks, "0 (exact) to 1000")
+        require(0 <= self.gap <= 1, "--relax-gap", self.gap, "0 (exact) to 1")
+
+    @property
+    def limits(self) -> tuple[int, float, float]:
+        return self.ranks, self.gap, self.distance
+
+
+# By their names; each takes k, residual and bound, and what it has more
+RULES: dict[str, type[Any]] = {
+    kind.rule: kind for kind in (Multiplicative, Additive, Annealed, Clustered)
 }
 
 
@@ -143,8 +186,9 @@ def read(values: Mapping[str, Any]) -> Relaxation:
     """
     try:
         make = RULES[values["rule"]]
-        slope = [values[name] for name in ("nu", "mu")] if make is Annealed else []
-        return make(values["k"], values["residual"], values["bound"], *slope)
+        fields = ("k", "residual", "bound", *make.more)
+        found: Relaxation = make(*(values[name] for name in fields))
+        return found
     except (KeyError, TypeError) as error:
         raise OptionError("no relaxation of this version", str(error)) from error
 
@@ -160,6 +204,7 @@ PRESETS: dict[str, Relaxation] = {
     "lambda-10": Multiplicative(5, lam=10.0),
     "lambda-20": Multiplicative(5, lam=20.0),
     "omega-2": Annealed(omega=2.0, nu=0.2),
+    "gsd": Clustered(distance=0.5),
 }
 
 
@@ -173,6 +218,9 @@ class RelaxationOptions:
     omega: float | None = None
     nu: float | None = None
     mu: float | None = None
+    distance: float | None = None
+    ranks: int | None = None
+    gap: float | None = None
     residual: Residual | None = None
     preset: str | None = None
 
@@ -194,15 +242,18 @@ class RelaxationOptions:
             base = Multiplicative(PRESETS["lambda-5"].k, lam=self.lam)
         if self.delta is not None:
             base = Additive(PRESETS["delta-0.2"].k, bound=self.delta)
-        k = base.k if self.k is None else self.k
-        return replace(base, k=k, residual=self.residual or base.residual)
+        if self.distance is not None:
+            base = Clustered(distance=self.distance)
+        names = ("k", "residual", "ranks", "gap")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return replace(base, **given)
 
     def _check(self) -> None:
         rules = {"--relax-delta": self.delta, "--relax-lambda": self.lam}
-        rules["--relax-omega"] = self.omega
+        rules |= {"--relax-omega": self.omega, "--relax-distance": self.distance}
         given = [name for name, value in rules.items() if value is not None]
         if len(given) > 1:
-            why = "they are different rules: delta adds to the mass, lambda and omega multiply it"
+            why = "they are different rules"
             raise OptionError(f"{given[0]} and {given[1]} exclude each other", why, "give one")
         if self.preset is not None and self.preset not in PRESETS:
             raise OptionError(f"unknown preset {self.preset!r}", hint=choices(PRESETS))
@@ -210,6 +261,10 @@ class RelaxationOptions:
             raise OptionError(f"--relax and {given[0]} exclude each other", "the preset is a rule")
         if self.omega is None and (self.nu is not None or self.mu is not None):
             raise OptionError("--relax-nu and --relax-mu belong to --relax-omega")
+        clustered = self.distance is not None or self.preset == "gsd"
+        if not clustered and (self.ranks is not None or self.gap is not None):
+            what = "--relax-ranks and --relax-gap belong to --relax-distance"
+            raise OptionError(what, hint="--relax gsd, for the published distance")
         if self.omega is not None:
             why = "none, as no neighbour lends mass to --relax-omega"
             require(self.k is None, "--relax-k", self.k, why)

@@ -24,6 +24,8 @@ class Relaxed:
     lam: float = 1.0
     residual: str = "sound"
     weights: Sequence[float] = ()  # of each depth
+    codes: Sequence[Sequence[float]] = ()  # the vector of each code
+    limits: tuple[int, float, float] = (0, 0.0, 0.0)  # of a cluster: ranks, gap, squared distance
 
     def weight(self, depth: int) -> float:
         return self.weights[depth] if self.weights else 1.0
@@ -50,8 +52,26 @@ def lenders(p: Probs, token: int, rule: Relaxed) -> list[int]:
     return found
 
 
-def raised_mass(p: Probs, token: int, rule: Relaxed, depth: int = 0) -> float:
-    """What a draft is accepted with."""
+def cluster(p: Probs, token: int, rule: Relaxed) -> list[int]:
+    """The token, and those close to it in rank, in probability and in the codebook; none without probability."""
+    ranks, gap, most = rule.limits
+    order = [y for y in sorted(range(len(p)), key=lambda y: -p[y]) if p[y] > 0]
+    if token not in order:
+        return [token]
+    place = order.index(token)
+    close = [y for y in order[max(0, place - ranks) : place + ranks + 1] if y != token]
+    close = [y for y in close if abs(p[y] - p[token]) < gap]
+    return [token, *(y for y in close if math.dist(rule.codes[y], rule.codes[token]) ** 2 < most)]
+
+
+def raised_mass(
+    p: Probs, token: int, rule: Relaxed, depth: int = 0, q: Probs | None = None
+) -> float:
+    """What a draft is accepted with, against its q; of a cluster the share that is the draft's own."""
+    if min(rule.limits) > 0:
+        together = cluster(p, token, rule)
+        share = 1.0 if q is None else q[token] / sum(q[y] for y in together)
+        return sum(p[y] for y in together) * share
     return rule.weight(depth) * p[token] + sum(p[other] for other in lenders(p, token, rule))
 
 
@@ -113,7 +133,7 @@ def walk(
         chance = 1.0 if drawn is None else drawn[token]
         if chance > 0:
             bar = uniform[depth][rank] * chance
-            if bar < raised_mass(left, token, rule, depth):
+            if bar < raised_mass(left, token, rule, depth, drawn):
                 after = walk(tree, p, q, tokens, uniform, rule, child)
                 return Outcome(after.node, after.residual, [not bar < left[token], *after.relaxed])
             left = residual_probs(left, drawn, token, rule, depth) or list(p[node])

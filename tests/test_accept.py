@@ -11,15 +11,25 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.decode.accept import Acceptance, Bounds, Verdict
+from lantern_hpu.decode.clusters import Clusters
 from lantern_hpu.decode.tree_tables import StaticTables, TreeTables
 from lantern_hpu.ops.sampling import sample_distinct
 from lantern_hpu.relaxation import Residual
 from lantern_hpu.tree import DraftTree
-from tests.reference import Probs, Relaxed, greedy_walk, raised_mass, residual_probs, walk
-from tests.tiny import random_tree, ring
+from tests.reference import (
+    Probs,
+    Relaxed,
+    cluster,
+    greedy_walk,
+    raised_mass,
+    residual_probs,
+    walk,
+)
+from tests.tiny import circle, random_tree, ring
 
 V, B = 12, 80  # vocabulary, images a tree
 TREES = 24
+CODES = circle(V).tolist()
 RULES = {
     "exact": Relaxed(),
     "additive": Relaxed(k=6, delta=0.2),
@@ -27,17 +37,20 @@ RULES = {
     "additive official": Relaxed(k=6, delta=0.2, residual="official"),
     "multiplicative official": Relaxed(k=6, lam=3.0, residual="official"),
     "annealed": Relaxed(weights=(1.8, 1.2, 0.8, 0.5)),
+    "clusters": Relaxed(codes=CODES, limits=(3, 0.3, 1.2)),
 }
 KINDS = {
     "drawn": True,
     "given": False,
 }  # how the drafts came about: static trees, dynamic trees
+EMPTY = {"no ranks": (0, 0.3, 1.2), "no gap": (3, 0.0, 1.2), "no distance": (3, 0.3, 0.0)}
 EXACT_RULES = [
     Relaxed(k=6, lam=1.0),
     Relaxed(k=6, delta=0.0),
     Relaxed(k=0, delta=0.5),
     Relaxed(k=0, lam=9.0),
     Relaxed(weights=(1.0,) * 4),
+    *(Relaxed(codes=CODES, limits=limits) for limits in EMPTY.values()),
 ]
 
 
@@ -47,13 +60,15 @@ def bounds_of(rule: Relaxed, images: int, depth: int = 4) -> Bounds:
 
     weight = torch.tensor([rule.weight(d) for d in range(depth)], dtype=torch.float64)
     k = torch.full((images,), rule.k)
-    return Bounds(k, each(rule.delta), each(rule.lam - 1), weight.expand(images, -1))
+    limits = torch.tensor(rule.limits, dtype=torch.float64).expand(images, -1)
+    return Bounds(k, each(rule.delta), each(rule.lam - 1), weight.expand(images, -1), limits)
 
 
 def acceptance_of(tree: DraftTree, rule: Relaxed, vocabulary: int = V) -> Acceptance:
     residual: Residual = "official" if rule.residual == "official" else "sound"
     near = ring(vocabulary) if rule.k else None
-    return Acceptance(tree, near, residual, bool(rule.weights))
+    clusters = Clusters(circle(vocabulary), 7) if rule.codes else None
+    return Acceptance(tree, near, residual, bool(rule.weights), clusters=clusters)
 
 
 def with_neighbours(rule: Relaxed) -> Relaxed:
@@ -144,15 +159,15 @@ def test_greedy_rule_is_the_textbook_rule(name: str) -> None:
 @pytest.mark.parametrize(
     "rule",
     EXACT_RULES,
-    ids=["lambda 1", "delta 0", "k 0 additive", "k 0 multiplicative", "weight 1"],
+    ids=["lambda 1", "delta 0", "k 0 additive", "k 0 multiplicative", "weight 1", *EMPTY],
 )
 def test_relaxed_with_zero_bound_is_exact(rule: Relaxed, residual: str, kind: str) -> None:
     zero, drawn = replace(rule, residual=residual), KINDS[kind]
     for case in CASES:
-        # A table is given even for k = 0, so that the neighbours really are looked up and found too many.
-        acceptance = Acceptance(
-            case.tree, ring(V), "official" if residual == "official" else "sound", True
-        )
+        # All tables are given even for k = 0, so that the neighbours really are looked up and found too many.
+        official: Residual = "official" if residual == "official" else "sound"
+        clusters = Clusters(circle(V), 7)
+        acceptance = Acceptance(case.tree, ring(V), official, True, clusters=clusters)
         relaxed = case.sampled(zero, drawn, acceptance=acceptance)
         exact = case.sampled(Relaxed(), drawn)
         assert torch.equal(relaxed.node, exact.node)
@@ -299,6 +314,54 @@ def test_sure_draft_moves_the_law_by_exactly_the_lent_mass(seed: int) -> None:
         ):  # drawn from a law that has nothing else, or given
             moved = float((siblings_probs(p, q, 1, rule, sure) - p).abs().sum()) / 2
             assert moved == pytest.approx(lent, abs=1e-12) and moved <= 0.3
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_drawn_draft_is_accepted_with_the_chance_of_its_cluster(seed: int) -> None:
+    """The law of the next token, written out: each draft's chance, and [p - q]+ for what was refused."""
+    p, q = random_probs(seed, 6)
+    rule = Relaxed(codes=circle(6).tolist(), limits=(3, 0.5, 2.1))
+    want = torch.zeros_like(p)
+    for x in range(6):
+        together = cluster(p.tolist(), x, rule)
+        want[x] = q[x] * min(1.0, float(p[together].sum() / q[together].sum()))
+    rest = (p - q).clamp(min=0)
+    want += (1 - want.sum()) * rest / rest.sum()
+    found = siblings_probs(p, q, 1, rule)
+    torch.testing.assert_close(found, want, rtol=0, atol=1e-12)
+    assert float((found - p).abs().sum()) / 2 > 0.001
+
+
+def test_token_of_probability_zero_is_never_accepted_with_its_cluster() -> None:
+    rule, tempted = RULES["clusters"], 0
+    for case in CASES:
+        p = torch.where(torch.arange(V) % 2 == 0, case.p, 0.0)
+        p, zero = p / p.sum(-1, keepdim=True), torch.zeros_like(case.uniform)
+        node = case.sampled(rule, p=p, uniform=zero).node
+        for image in range(B):
+            path = list(dict.fromkeys(case.tree.path_table[int(node[image])]))[1:]
+            assert all(case.tokens[image, n] % 2 == 0 for n in path)
+        tempted += int((case.tokens[:, 1] % 2 == 1).sum())
+    assert tempted > B
+
+
+def test_hand_made_cluster() -> None:
+    """Five tokens on a line: near in rank, in probability and in place, or not by one of the three."""
+    p, q = [0.4, 0.3, 0.15, 0.1, 0.05], [0.1, 0.2, 0.5, 0.1, 0.1]
+    places = [[0.0], [2.0], [0.5], [0.6], [0.4]]
+    wide = Relaxed(codes=places, limits=(4, 1.0, 0.5))
+    assert cluster(p, 2, wide) == [2, 0, 3, 4]  # token 1 lies 1.5 away
+    assert cluster(p, 2, replace(wide, limits=(1, 1.0, 0.5))) == [2, 3]
+    assert cluster(p, 2, replace(wide, limits=(4, 0.2, 0.5))) == [2, 3, 4]
+    assert cluster(p, 2, replace(wide, limits=(4, 1.0, 0.02))) == [2, 3, 4]
+    acceptance = Clusters(torch.tensor(places), 7)
+    laws = torch.tensor([p]).double(), torch.tensor([q]).double()
+    for limits in ((4, 1.0, 0.5), (1, 1.0, 0.5), (4, 0.2, 0.5), (4, 1.0, 0.02)):
+        rule = replace(wide, limits=limits)
+        tokens = torch.arange(5, dtype=torch.int32)[None]
+        mass = acceptance(*laws, tokens, torch.tensor([limits], dtype=torch.float64))
+        want = [raised_mass(p, token, rule, q=q) for token in range(5)]
+        assert mass[0].tolist() == pytest.approx(want)
 
 
 def lent_mass(p: Probs, token: int, rule: Relaxed) -> float:

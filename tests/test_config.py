@@ -16,6 +16,7 @@ from lantern_hpu.relaxation import (
     EXACT,
     Additive,
     Annealed,
+    Clustered,
     Multiplicative,
     Relaxation,
     RelaxationOptions,
@@ -46,6 +47,10 @@ OUT_OF_RANGE: list[tuple[Callable[..., Any], str, float, str, str]] = [
     (Annealed, "omega", -1, "--relax-omega", "0 to 1000; a weight up to 1 is exact"),
     (Annealed, "nu", 11, "--relax-nu", "-10 to 10"),
     (Annealed, "mu", float("nan"), "--relax-mu", "-10 to 10"),
+    (Clustered, "distance", -0.1, "--relax-distance", "0 (exact) or more"),
+    (Clustered, "distance", float("nan"), "--relax-distance", "0 (exact) or more"),
+    (Clustered, "ranks", -1, "--relax-ranks", "0 (exact) to 1000"),
+    (Clustered, "gap", 1.1, "--relax-gap", "0 (exact) to 1"),
 ]
 
 
@@ -83,6 +88,11 @@ def test_temperature_zero_is_greedy() -> None:
         ({"preset": "delta-0.1", "lam": 2.0}, "--relax and --relax-lambda exclude each other"),
         ({"preset": "magic"}, "unknown preset 'magic'"),
         ({"omega": 2.0, "k": 3}, "--relax-k is 3"),
+        ({"omega": 2.0, "distance": 0.5}, "--relax-omega and --relax-distance exclude each other"),
+        ({"distance": 0.5, "k": 3}, "--relax-k is 3"),
+        ({"preset": "gsd", "k": 3}, "--relax-k is 3"),
+        ({"preset": "delta-0.1", "ranks": 3}, "belong to --relax-distance"),
+        ({"gap": 0.1}, "--relax-ranks and --relax-gap belong to --relax-distance"),
         ({"nu": 1.0}, "--relax-nu and --relax-mu belong to --relax-omega"),
     ],
     ids=str,
@@ -103,6 +113,9 @@ def test_contradicting_relaxations_are_refused(options: dict[str, Any], said: st
         ("lantern", {"preset": "lambda-20", "k": 7}, Multiplicative(7, lam=20.0)),
         ("lantern", {"residual": "official"}, Additive(1000, "official", 0.2)),
         ("lantern", {"omega": 1.5, "nu": 0.7}, Annealed(omega=1.5, nu=0.7)),
+        ("scd", {"preset": "gsd"}, Clustered(0, "sound", 0.5, 7, 0.15)),
+        ("scd", {"preset": "gsd", "ranks": 3}, Clustered(0, "sound", 0.5, 3, 0.15)),
+        ("scd", {"distance": 0.2, "gap": 0.1}, Clustered(0, "sound", 0.2, 7, 0.1)),
     ],
     ids=str,
 )
@@ -140,6 +153,10 @@ def test_unknown_residual_lists_the_known_ones() -> None:
         (Annealed(omega=1.0), False),
         (Annealed(omega=1.0, nu=0.1), True),
         (Annealed(omega=1.5), True),
+        (Clustered(distance=0.0), False),
+        (Clustered(distance=0.5, ranks=0), False),
+        (Clustered(distance=0.5, gap=0.0), False),
+        (Clustered(distance=0.5), True),
     ],
 )
 def test_relaxation_is_active_only_if_it_can_change_anything(

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from lantern_hpu.config import METHODS, Request
 from lantern_hpu.decode.accept import Acceptance, Bounds
+from lantern_hpu.decode.clusters import Clusters
 from lantern_hpu.evaluate.fidelity import Place, averaged, distance, find_places
 from lantern_hpu.evaluate.options import Setting
 from lantern_hpu.fidelity import main
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.relaxation import EXACT, Additive, Annealed, Multiplicative, Relaxation
+from lantern_hpu.relaxation import EXACT, Additive, Annealed, Clustered, Multiplicative, Relaxation
 from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.tree import DraftTree
 from tests.folder import write_folder
-from tests.tiny import ring
+from tests.tiny import circle, ring
 
 V, TRIES, CHILDREN = 12, 20_000, 3
 RULES = {
@@ -29,12 +30,15 @@ RULES = {
     "multiplicative": Multiplicative(6, lam=3.0),
     "official": Additive(6, "official", 0.2),
     "annealed": Annealed(omega=1.6),
+    "clusters": Clustered(distance=1.2),
 }
 FLAT = DraftTree.from_paths("flat", [[rank] for rank in range(CHILDREN)])
 
 
 def acceptance_of(rule: Relaxation) -> Acceptance:
-    return Acceptance(FLAT, ring(V) if rule.lends else None, rule.residual, rule.weighs)
+    near = ring(V) if rule.lends else None
+    clusters = Clusters(circle(V), 7) if rule.clusters else None
+    return Acceptance(FLAT, near, rule.residual, rule.weighs, clusters=clusters)
 
 
 def two_distributions(seed: int) -> tuple[Tensor, Tensor]:
@@ -112,7 +116,7 @@ def test_expectation_of_exact_acceptance_of_sure_drafts_is_the_targets() -> None
 def figures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, float]]:
     folder = tmp_path_factory.mktemp("fidelity")
     model, file = write_folder(folder / "tiny"), folder / "out.json"
-    rows = "ar,eagle,eagle2,lantern,lantern++,lantern++:omega-2"
+    rows = "ar,eagle,eagle2,lantern,lantern++,lantern++:omega-2,scd:gsd"
     sizes = ["--images", "8", "--draws", "400", "--timed", "1"]
     assert main(["--model", str(model), "--rows", rows, *sizes, "--output", str(file)]) == 0
     return {row["row"]: row for row in json.loads(file.read_text())["rows"]}
@@ -127,7 +131,7 @@ def test_exact_methods_have_no_distance(figures: dict[str, dict[str, float]]) ->
 def test_relaxed_methods_have_a_distance_with_an_interval(
     figures: dict[str, dict[str, float]],
 ) -> None:
-    for name in ("lantern", "lantern++", "lantern++:omega-2"):
+    for name in ("lantern", "lantern++", "lantern++:omega-2", "scd:gsd"):
         assert 0.001 < figures[name]["tv"] < 1
         assert 0 < figures[name]["tv_interval"] < figures[name]["tv"]
         assert figures[name]["tokens_per_step"] > 1
@@ -156,6 +160,8 @@ def test_places_lie_inside_their_images(tmp_path: Path, method: str) -> None:
         (["--rows", "magic"], "unknown method 'magic'"),
         (["--rows", "lantern:magic"], "unknown preset 'magic'"),
         (["--rows", "eagle:delta-0.1"], "eagle is exact"),
+        (["--rows", "lantern:gsd"], "no clusters with a dynamic tree"),
+        (["--rows", "scd:distance=0.5:ranks=x"], "a number was expected"),
         (["--images", "0"], "--images is 0"),
         (["--output", "setup.cfg/x.json"], "setup.cfg"),
     ],

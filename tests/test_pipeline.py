@@ -82,6 +82,11 @@ def test_a_relaxation_is_read_as_it_was_written(relaxation: Relaxation) -> None:
     assert read(relaxation.as_json()) == relaxation
 
 
+def test_relaxations_without_clusters_are_written_as_they_always_were() -> None:
+    for relaxation in (EXACT, PRESETS["delta-0.1"], PRESETS["omega-2"]):
+        assert list(relaxation.as_json()) == ["rule", "k", "bound", "residual", "nu", "mu"]
+
+
 def test_a_relaxation_of_an_unknown_rule_is_refused() -> None:
     for values in ({}, EXACT.as_json() | {"rule": "generous"}):
         with pytest.raises(OptionError, match="no relaxation of this version"):

@@ -15,7 +15,7 @@ from lantern_hpu.config import Request
 from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs import RUNNERS, check_mode, make_runner
 from lantern_hpu.graphs.strict import StrictRunner
-from lantern_hpu.relaxation import Additive, Annealed, Multiplicative
+from lantern_hpu.relaxation import PRESETS, Additive, Annealed, Multiplicative
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
 from tests.marks import mostly_slow
 from tests.tiny import draw, make_engine, request, sample, spec_for, tiny_config, tiny_models
@@ -40,6 +40,7 @@ METHODS: dict[str, tuple[Tree, dict[str, Any]]] = {
         load_static("mc_sim_7b_63"),
         {"relaxation": Annealed(omega=1.5, nu=0.5)},
     ),
+    "lantern++ clusters": (load_static("mc_sim_7b_63"), {"relaxation": PRESETS["gsd"]}),
     "eagle2": (DynamicTree(), {}),
     "eagle2 greedy": (GROWN, {"temperature": 0.0}),
     "lantern": (GROWN, {"relaxation": Additive(6, bound=0.3)}),
@@ -50,9 +51,11 @@ METHODS: dict[str, tuple[Tree, dict[str, Any]]] = {
     "jacobi above": (load_tree("jacobi:6:above"), {}),
     "scd": (load_tree("scd:6"), {"top_k": 8, "top_p": 0.9}),
     "scd relaxed": (load_tree("scd:6:left"), {"relaxation": RELAXED}),
+    "scd clusters": (load_tree("scd:6"), {"relaxation": PRESETS["gsd"], "top_k": 20}),
     "sjd-pac": (load_tree("sjd-pac:6:3x2"), {}),
     "sjd-pac greedy": (load_tree("sjd-pac:6:3x2:random"), {"temperature": 0.0}),
     "sjd-pac relaxed": (load_tree("sjd-pac:6"), {"relaxation": RELAXED}),
+    "sjd-pac clusters": (load_tree("sjd-pac:6"), {"relaxation": PRESETS["gsd"]}),
 }
 
 
@@ -114,6 +117,17 @@ def test_kwargs_are_not_part_of_graph_key() -> None:
         alone = make_engine(models, spec, "eager")
         assert draw(engine, requests).tokens.tolist() == draw(alone, requests).tokens.tolist()
     assert engine.report().captures == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["scd:2", "sjd-pac:2:2x1"])
+def test_compiled_step_with_clusters_draws_the_same_image(name: str) -> None:
+    models = tiny_models(tiny_config(vocab_size=16, dim=16, layers=1, ffn_dim=16, grid=(2, 4)))
+    requests, tree = batch(relaxation=PRESETS["gsd"]), load_tree(name)
+    engine = make_engine(models, spec_for(tree, requests), "compile")
+    decoded = draw(engine, requests)
+    assert decoded.tokens.tolist() == sample(models, tree, requests).tokens.tolist()
+    assert (engine.report().captures, engine.report().recompiles_after_warmup) == (2, 0)
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, OptionError
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.relaxation import PRESETS
 from lantern_hpu.results import read_png
 from lantern_hpu.serve.__main__ import main
 from lantern_hpu.serve.app import make_app
@@ -266,6 +267,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"relax_lambda": 2, "relax_delta": 0.1}, "exclude each other"),
     ({"residual": "official"}, "sound"),
     ({"relax": "odd"}, "unknown preset"),
+    ({"relax": "gsd"}, "--allow gsd"),
+    ({"relax_gap": 0.1}, "belong to relax_distance"),
+    ({"relax_ranks": 1.5}, "a whole number"),
     ({"method": "ar", "relax_lambda": 2}, "exact"),
     ({"negative_prompt": "x"}, "unknown field"),
     ({"num_inference_steps": 3}, "unknown field"),
@@ -335,6 +339,23 @@ def test_greedy_and_weaker_relaxations_share_the_graph(
     drawn = pixels(exact["data"][0]["b64_json"])
     assert np.array_equal(drawn, wanted(pipeline, "cat", 4, "eagle"))
     assert server.metric("recompiles_after_readiness") == 0
+
+
+def test_presets_that_were_allowed_relax_a_window(model: Path, pipeline: LanternPipeline) -> None:
+    allowed = ("gsd", "lambda-5")
+    options = ServeOptions(str(model), methods=("scd", "ar"), slots=2, allow=allowed)
+    with served(options) as server:
+        for name in allowed:
+            answer = server.post(prompt="cat", method="scd", seed=3, relax=name)
+            assert answer.status_code == 200, answer.text
+            drawn = pixels(answer.json()["data"][0]["b64_json"])
+            image = pipeline("cat", seed=3, method="scd", relaxation=PRESETS[name]).images[0]
+            assert np.array_equal(drawn, np.asarray(image))
+        weights = server.post(prompt="cat", method="scd", relax="omega-2")
+        assert weights.status_code == 400 and "relax_omega" in weights.json()["error"]["message"]
+        assert server.metric("recompiles_after_readiness") == 0
+    with pytest.raises(OptionError, match="gsd cannot be allowed"):
+        Decoder(pipeline, ServeOptions(str(model), methods=("eagle2", "ar"), allow=("gsd",)))
 
 
 # Those who leave, and those who wait too long

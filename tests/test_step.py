@@ -18,7 +18,7 @@ from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.ops.masks import additive_mask
-from lantern_hpu.relaxation import Additive, Annealed, Multiplicative, Relaxation
+from lantern_hpu.relaxation import Additive, Annealed, Clustered, Multiplicative, Relaxation
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
 from tests.marks import mostly_slow
 from tests.reference import Relaxed
@@ -28,6 +28,7 @@ from tests.tiny import (
     SMALL_TREE,
     Models,
     advance,
+    circle,
     condition,
     draw,
     make_engine,
@@ -125,6 +126,16 @@ def test_relaxed_images_are_those_of_the_slow_loop(
     decoded = sample(models, tree, requests)
     slow = Relaxed(ring(32).tolist(), 6, rule.delta, rule.factor + 1, residual)
     assert decoded.tokens.tolist() == slow_images(models, tree, requests, slow)
+    assert sum(decoded.relaxed) > 0
+
+
+@pytest.mark.parametrize("settings", ["guided", "top-k", "greedy"])
+def test_images_with_clusters_are_those_of_the_slow_loop(models: Models, settings: str) -> None:
+    clusters = Clustered(distance=0.5)
+    requests = batch(**SETTINGS[settings], relaxation=clusters)
+    decoded = sample(models, SMALL_TREE, requests)
+    slow = Relaxed(codes=circle(32).tolist(), limits=clusters.limits)
+    assert decoded.tokens.tolist() == slow_images(models, SMALL_TREE, requests, slow)
     assert sum(decoded.relaxed) > 0
 
 

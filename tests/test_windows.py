@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +18,19 @@ from lantern_hpu import generate
 from lantern_hpu.config import METHODS, Request
 from lantern_hpu.decode import noise, spec
 from lantern_hpu.decode.accept import Acceptance, Bounds
+from lantern_hpu.decode.clusters import Clusters
 from lantern_hpu.decode.drafting import WindowDrafting
 from lantern_hpu.decode.tree_tables import StaticTables
 from lantern_hpu.errors import OptionError
 from lantern_hpu.ops.race import FACTORS, race
 from lantern_hpu.ops.sampling import gather, gather_rows, sample_distinct
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.relaxation import EXACT, Annealed, Multiplicative, Relaxation
+from lantern_hpu.relaxation import EXACT, Annealed, Clustered, Multiplicative, Relaxation
 from lantern_hpu.tree import DraftTree, Window, load_tree, tuned_trees
 from lantern_hpu.tune import __main__ as tune
 from tests.marks import mostly_slow
 from tests.test_step import DISTRIBUTIONS, SETTINGS, SMALL, count_images, exact_probs, surprise
-from tests.tiny import Models, request, ring, sample, tiny_models
+from tests.tiny import Models, circle, request, ring, sample, tiny_models
 
 PROMPTS = ["abcd", "xy", "q", "abc"]
 GUESSES = ("law", "left", "above", "random")
@@ -175,7 +177,9 @@ def test_distribution_test_notices_a_stale_law(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(
-    "rule", [EXACT, Multiplicative(6, lam=4.0), Annealed(omega=2.0, nu=0.2)], ids=str
+    "rule",
+    [EXACT, Multiplicative(6, lam=4.0), Annealed(omega=2.0, nu=0.2), Clustered(distance=1.2)],
+    ids=str,
 )
 @pytest.mark.parametrize("name", ["scd:6", "sjd-pac:6:4x3", "sjd-pac:3:2x3"])
 def test_the_walk_along_a_spine_is_the_walk_by_levels(name: str, rule: Relaxation) -> None:
@@ -192,7 +196,8 @@ def test_the_walk_along_a_spine_is_the_walk_by_levels(name: str, rule: Relaxatio
         tokens[:, children] = sample_distinct(q[:, row], uniform)
     tries = torch.rand(images, tree.depth, tree.max_children, generator=generator)
     near = ring(vocabulary) if rule.lends else None
-    acceptance = Acceptance(tree, near, annealed=rule.weighs)
+    clusters = Clusters(circle(vocabulary), 7) if rule.clusters else None
+    acceptance = Acceptance(tree, near, annealed=rule.weighs, clusters=clusters)
     given = (p, q, tokens, tables, tries, Bounds.of([rule] * images, tree.depth))
     fast, slow = acceptance.sampled(*given), acceptance.by_level(*given)
     assert acceptance.spine is not None and fast.node.tolist() == slow.node.tolist()
@@ -237,6 +242,8 @@ BAD = {
         "at most 32 children",
     ),
     "jacobi with a bound": (["--method", "jacobi", "--relax", "lambda-5"], "nothing to relax"),
+    "jacobi with clusters": (["--method", "jacobi", "--relax", "gsd"], "nothing to relax"),
+    "grown trees with clusters": (["--method", "lantern", "--relax", "gsd"], "no clusters with"),
     "a drafter": (["--method", "scd", "--drafter", "mine"], "--drafter has no use for scd"),
     "another rule's tree": (["--method", "scd", "--tree", "jacobi:8"], "does not fit scd"),
     "two trees": (["--method", "scd", "--tree", "scd:8", "--window", "8"], "exclude each other"),
@@ -279,6 +286,20 @@ def test_image_of_a_window_depends_on_no_other_in_its_batch(
     drawn = sample(models, tree, together).tokens.tolist()
     for image, one in enumerate(together):
         assert sample(models, tree, [one]).tokens[0].tolist() == drawn[image]
+
+
+@pytest.mark.parametrize("name", ["scd:6", "sjd-pac:6:3x2", "chain"])
+def test_clusters_change_no_other_image_of_the_batch(models: Models, name: str) -> None:
+    near, far = Clustered(distance=0.5), Clustered(distance=0.0)
+    plain = batch()
+    mixed = [replace(one, relaxation=(near, far)[i % 2]) for i, one in enumerate(plain)]
+    exact, drawn = (sample(models, load_tree(name), some) for some in (plain, mixed))
+    for i, one in enumerate(mixed):
+        alone = sample(models, load_tree(name), [one])
+        assert drawn.tokens[i].tolist() == alone.tokens[0].tolist()
+        assert i % 2 == 0 or drawn.tokens[i].tolist() == exact.tokens[i].tolist()
+    assert drawn.tokens.tolist() != exact.tokens.tolist()
+    assert drawn.relaxed[1::2] == [0, 0] and sum(drawn.relaxed) > 0
 
 
 def test_greedy_windows_draw_what_one_token_decoding_draws(models: Models) -> None:

@@ -124,10 +124,18 @@ def ring(vocabulary: int) -> Tensor:
     return (torch.arange(vocabulary)[:, None] + torch.tensor(steps)) % vocabulary
 
 
+def circle(vocabulary: int) -> Tensor:
+    """Vectors [V, 2] of codes on a circle; those that are close have numbers far apart."""
+    angle = torch.arange(vocabulary) * 2.1
+    return torch.stack([angle.cos(), angle.sin()], -1)
+
+
 def make_engine(models: Models, spec: Spec, mode: str = "eager") -> Engine:
     target, drafter = models
-    near = ring(target.config.vocab_size) if spec.neighbours else None
-    return Engine(target, drafter, spec, get_backend("cpu"), mode, near)
+    size = target.config.vocab_size
+    near = ring(size) if spec.neighbours else None
+    codes = circle(size) if spec.ranks else None
+    return Engine(target, drafter, spec, get_backend("cpu"), mode, near, codes)
 
 
 def draw(engine: Engine, requests: Sequence[Request]) -> Decoded:

@@ -13,6 +13,9 @@ within a bound: delta (additive) or (lambda - 1) p(x) (multiplicative).
 Relaxed by depth (annealed; Cool-SD, arXiv 2601.09212): x is accepted with probability min(1, w p(x) / q(x)), where
 w falls with depth; the residual is [p - min(q, w p)]+. It is exact as long as w is at most 1.
 
+Relaxed by clusters (GSD, arXiv 2508.07747): x is accepted with the chance of its cluster, min(1, p(G) / q(G)); see
+`decode/clusters.py`.
+
 `tests/reference.py` is the same in plain Python.
 """
 
@@ -25,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lantern_hpu.decode.clusters import Clusters
 from lantern_hpu.decode.tree_tables import TreeTables, rows_at
 from lantern_hpu.ops.buffers import arange32, constant
 from lantern_hpu.ops.kernels import Walk
@@ -35,12 +39,14 @@ from lantern_hpu.tree import Tree, Window
 
 @dataclass
 class Bounds:
-    """How far acceptance is relaxed, one value per image; k = 0 and weight = 1 are exact."""
+    """How far acceptance is relaxed, one value per image; k = 0, weight = 1 and no clusters are exact."""
 
     k: Tensor  # [B] int32, neighbours that may lend their mass
     delta: Tensor  # [B] float32, additive bound (0 under other rules)
     factor: Tensor  # [B] float32, lambda - 1 (0 under other rules)
     weight: Tensor  # [B, D] float32, w at each depth (1 under other rules)
+    # [B, 3] float32, what keeps clusters small (0 under other rules); None where no image has any
+    limits: Tensor | None = None
 
     @classmethod
     def of(
@@ -56,6 +62,7 @@ class Bounds:
             each(r.delta for r in relaxations),
             each(r.factor for r in relaxations),
             each(r.weights(depth) for r in relaxations),
+            each(r.limits for r in relaxations),
         )
 
     def weight_at(self, depth: int | Tensor) -> Tensor:
@@ -113,6 +120,7 @@ class Acceptance(nn.Module):
         residual: Residual = "sound",
         annealed: bool = False,
         walk: Walk | None = None,
+        clusters: Clusters | None = None,
     ) -> None:
         """
         Args:
@@ -123,10 +131,12 @@ class Acceptance(nn.Module):
                 published, the first k + 1 neighbours are zeroed in q, or p for a dynamic tree.
             annealed: whether weights other than 1 are ever given.
             walk: the device's own form of `sampled`, for what it serves.
+            clusters: None leaves them out.
         """
         super().__init__()
-        self.residual, self.annealed = residual, annealed
-        self.walk = walk if residual == "sound" or neighbours is None else None
+        self.residual, self.annealed, self.clusters = residual, annealed, clusters
+        served = clusters is None and (residual == "sound" or neighbours is None)
+        self.walk = walk if served else None
         # Most children of a node at each depth: no walk tries more there
         self.widest = tree.widest
         # Of a window: [W + 1] nodes, the root and the first children
@@ -136,6 +146,12 @@ class Acceptance(nn.Module):
         self.neighbours = None if neighbours is None else constant(neighbours)
         kept = 0 if neighbours is None else neighbours.shape[1]
         self.nearness = constant(arange32(kept))  # [K]
+
+    @property
+    def width(self) -> int:
+        """Numbers that are gathered for each draft that is tried."""
+        near = 0 if self.neighbours is None else self.neighbours.shape[1]
+        return max(1, near, self.clusters.width if self.clusters is not None else 0)
 
     # -- one draft
 
@@ -156,9 +172,27 @@ class Acceptance(nn.Module):
         inside = (sums <= bound[..., None]) & (self.nearness < bounds.k[:, None, None])
         return Lenders(near, sums, inside)
 
-    def raised(self, own: Tensor, weight: Tensor, lenders: Lenders | None) -> Tensor:
-        """Mass that tokens are accepted with; own: [B, n] p(token), weight: [B, n] of their depth."""
-        mass = own * weight if self.annealed else own
+    def raised(
+        self,
+        p: Tensor,
+        q: Tensor | None,
+        token: Tensor,
+        own: Tensor,
+        weight: Tensor,
+        lenders: Lenders | None,
+        bounds: Bounds,
+    ) -> Tensor:
+        """Mass that tokens are accepted with.
+
+        Args:
+            p, q: [B, V] probabilities, or [B, n, V] with one distribution per token; no q: nothing was drawn.
+            token: [B, n]. own: [B, n], p(token). weight: [B, n] of their depth.
+        """
+        mass = own
+        if self.clusters is not None:
+            assert bounds.limits is not None
+            mass = self.clusters(p, q, token, bounds.limits)
+        mass = mass * weight if self.annealed else mass
         return mass if lenders is None else mass + lenders.lent
 
     def kept(self, p: Tensor, lenders: Lenders, bounds: Bounds) -> Tensor:
@@ -224,7 +258,7 @@ class Acceptance(nn.Module):
             # A token without drafter mass was not really drawn (the draws ran out) and is skipped.
             exists = exists & (drawn[:, 0] > 0)
         lenders = self.lenders(p, token, own, bounds)
-        mass = self.raised(own, weight, lenders)
+        mass = self.raised(p, q, token, own, weight, lenders, bounds)
         rest = self.rest(p, q, token, own, weight, lenders, bounds, whole)
         return Trial(exists, own, drawn, mass, rest, None if q is None else without(q, token))
 
@@ -318,7 +352,8 @@ class Acceptance(nn.Module):
         """
         drafts = tokens[:, spine[1:]]  # [B, W]
         own, drawn = (gather(x, 2, drafts[..., None])[..., 0] for x in (p, q))
-        mass = self.raised(own, bounds.weight, self.lenders(p, drafts, own, bounds))
+        lenders = self.lenders(p, drafts, own, bounds)
+        mass = self.raised(p, q, drafts, own, bounds.weight, lenders, bounds)
         bar = uniform[..., 0] * drawn
         passed = (drawn > 0) & (bar < mass)
         taken = ((~passed).cumsum(1) == 0).sum(1, dtype=torch.int32)  # [B]
@@ -383,10 +418,10 @@ class Acceptance(nn.Module):
         top, best = gather(p.amax(-1), 1, row), gather(topk_tokens(p, 1)[..., 0], 1, row)
         wins = drafts == best
         raised = own
-        if self.neighbours is not None or self.annealed:
-            weight = gather(bounds.weight, 1, tables.depth[:, 1:] - 1)
-            lenders = self.lenders(gather_rows(p, row), drafts, own, bounds)
-            raised = self.raised(own, weight, lenders)
+        if self.neighbours is not None or self.annealed or self.clusters is not None:
+            weight, laws = gather(bounds.weight, 1, tables.depth[:, 1:] - 1), gather_rows(p, row)
+            lenders = self.lenders(laws, drafts, own, bounds)
+            raised = self.raised(laws, None, drafts, own, weight, lenders, bounds)
         helped = (raised > top) | ((raised == top) & (drafts < best))
         node = self.deepest(~(wins | helped), tables)
         on_path = rows_at(tables.path, node)[:, 1:]  # [B, D]

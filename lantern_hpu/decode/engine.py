@@ -84,12 +84,14 @@ class Engine:
         backend: Backend,
         mode: str = "auto",
         neighbours: Tensor | None = None,
+        codes: Tensor | None = None,
     ) -> None:
         """
         Args:
             drafter: for specs whose tree has drafts.
             mode: how the device records: one of the backend's `graph_modes`, or `auto`.
             neighbours: [V, K or more] int32, for specs with neighbours.
+            codes: [V, dim] float32, for specs with clusters.
         """
         self.target, self.spec, self.backend = target, spec, backend
         self.mode, device = check_mode(backend, mode), target.device
@@ -98,7 +100,7 @@ class Engine:
         self.state = DecodeState.allocate(target.config, spec, target.dtype, device, own)
         near = None if neighbours is None else neighbours[:, : spec.neighbours]
         self.prefill_function = Admit(target, drafting, spec).to(device).eval()
-        self.step_function = Step(target, drafting, spec, near).to(device).eval()
+        self.step_function = Step(target, drafting, spec, near, codes).to(device).eval()
         self.prefill = make_runner(self.prefill_function, self.state, backend, self.mode)
         self.step = make_runner(self.step_function, self.state, backend, self.mode)
         self.one: DecodeState | None = None  # the state, with an entry for one image
@@ -211,7 +213,9 @@ class Engine:
         bounds = Bounds.of([request.relaxation for request in requests], self.longest - 1)
         for goal, values in ((entry.sampling, sampling), (entry.bounds, bounds)):
             for item in fields(values):
-                getattr(goal, item.name).copy_(getattr(values, item.name))
+                room = getattr(goal, item.name)
+                if room is not None:  # limits of clusters, where the spec has none
+                    room.copy_(getattr(values, item.name))
         first = [noise.uniforms(request.seed, 0, 1)[0] for request in requests]
         entry.first_uniform.copy_(torch.tensor(first, dtype=torch.float32))
         if entry.keys is not None:
@@ -365,9 +369,9 @@ class EngineCache:
         """
         model = self.model
         self.check_room(spec)
-        near = model.nearest(spec.neighbours) if spec.neighbours else None
+        near, codes = model.code_tables(spec.neighbours, spec.ranks)
         drafter = drafter or model.drafter
-        return Engine(model.target, drafter, spec, self.backend, mode or self.mode, near)
+        return Engine(model.target, drafter, spec, self.backend, mode or self.mode, near, codes)
 
     def make_room(self, spec: Spec) -> None:
         """Evict the oldest until there are few enough, and until the device has memory for the caches of a new one."""

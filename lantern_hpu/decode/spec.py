@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lantern_hpu.config import NO_BOUND, Request
+from lantern_hpu.config import NO_BOUND, Request, check_clusters
 from lantern_hpu.errors import OptionError, require
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.relaxation import Residual
@@ -19,6 +19,7 @@ from lantern_hpu.tree import Tree, Window
 BLOCK = 16  # most steps between two host reads
 BATCHES = (1, 2, 3, 4, 6, 8)  # sizes of a batch where none is asked for
 LEAST_CLASS = 16  # of top-k and neighbours
+LEAST_RANKS = 7  # of a cluster, as published
 NOISE_BYTES = 2**28  # of a batch's fixed noise, at most; more is made anew in each step
 
 
@@ -36,6 +37,7 @@ class Spec:
     use_sampled: bool = True  # some image is sampled
     neighbours: int = 0  # K, neighbours kept; 0: no image lends their mass
     annealed: bool = False  # some image weighs its drafts by depth
+    ranks: int = 0  # most ranks that a cluster reaches up and down; 0: no image has clusters
     residual: Residual = "sound"
     open: bool = False  # images are also admitted one by one, while others go on
 
@@ -70,6 +72,9 @@ class Spec:
         allowed = f"at most {codes} children of a node"
         option = "--window-tree" if isinstance(tree, Window) else "--tree"
         require(tree.max_children <= codes, option, tree.name, allowed)
+        for request in requests:
+            check_clusters(tree, request.relaxation)
+        reach = max((r.relaxation.limits[0] for r in requests if r.relaxation.clusters), default=0)
         if isinstance(tree, Window):
             check_window(tree, requests, config)
         limited = [s.top_k for s in samplings if 0 < s.top_k < config.vocab_size and not s.greedy]
@@ -83,6 +88,7 @@ class Spec:
             use_sampled=not all(s.greedy for s in samplings),
             neighbours=min(class_of(need), listed),
             annealed=any(r.relaxation.weighs for r in requests),
+            ranks=(1 << max(reach, LEAST_RANKS).bit_length()) - 1 if reach else 0,
             residual=residuals.pop(),
         )
 

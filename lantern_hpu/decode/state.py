@@ -57,7 +57,7 @@ class Entry:
             valid=torch.ones(r, s, dtype=torch.bool, device=device),
             pads=whole(device, r),
             sampling=no_sampling(a, config.vocab_size, device),
-            bounds=no_bounds(a, spec.tree.depth, device),
+            bounds=no_bounds(a, spec, device),
             first_uniform=real(device, a),
             keys=whole(device, a, config.tokens, ROUNDS) if isinstance(spec.tree, Window) else None,
         )
@@ -84,7 +84,11 @@ class Entry:
             (held.delta, bounds.delta),
             (held.factor, bounds.factor),
         ]
-        return pairs if not held.weight.shape[1] else [*pairs, (held.weight, bounds.weight)]
+        if held.weight.shape[1]:
+            pairs.append((held.weight, bounds.weight))
+        if held.limits is not None and bounds.limits is not None:
+            pairs.append((held.limits, bounds.limits))
+        return pairs
 
 
 def whole(device: torch.device, *shape: int) -> Tensor:
@@ -101,9 +105,10 @@ def no_sampling(images: int, vocabulary: int, device: torch.device) -> SamplingP
     return SamplingParams(ones, ones.clone(), every, ones.clone(), whole(device, images).bool())
 
 
-def no_bounds(images: int, depth: int, device: torch.device) -> Bounds:
-    zero = real(device, images)
-    return Bounds(whole(device, images), zero, zero.clone(), real(device, images, depth))
+def no_bounds(images: int, spec: Spec, device: torch.device) -> Bounds:
+    zero, weight = real(device, images), real(device, images, spec.tree.depth)
+    limits = real(device, images, 3) if spec.ranks else None
+    return Bounds(whole(device, images), zero, zero.clone(), weight, limits)
 
 
 @dataclass
@@ -156,7 +161,7 @@ class DecodeState:
             valid=torch.ones(r, s, dtype=torch.bool, device=device),
             pads=whole(device, r),
             sampling=no_sampling(b, config.vocab_size, device),
-            bounds=no_bounds(b, depth, device),
+            bounds=no_bounds(b, spec, device),
             cursor=whole(device, 1),
             count=whole(device, b),
             tokens=whole(device, b * token_columns(config, spec.tree)),

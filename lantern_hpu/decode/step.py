@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.decode.accept import Acceptance, Verdict
+from lantern_hpu.decode.clusters import Clusters
 from lantern_hpu.decode.drafting import Committed, Drafting, Drafts, WindowDrafting
 from lantern_hpu.decode.positions import Positions
 from lantern_hpu.decode.sampler import Sampler
@@ -50,11 +51,12 @@ class Step(nn.Module):
         drafting: Drafting | None,
         spec: Spec,
         neighbours: Tensor | None = None,
+        codes: Tensor | None = None,
     ) -> None:
         """
         Args:
             drafting: None where the root is the whole tree.
-            neighbours: [V, K] int32 for relaxed acceptance.
+            neighbours: [V, K] int32 for relaxed acceptance. codes: [V, dim] float32 for clusters.
         """
         super().__init__()
         self.target, self.drafting, self.spec = target, drafting, spec
@@ -63,8 +65,9 @@ class Step(nn.Module):
         self.prefix, self.tokens, self.depth = config.prefix, config.tokens, tree.depth
         self.acceptance = None
         if drafting is not None:
-            kernel = target.kernels.walk
-            self.acceptance = Acceptance(tree, neighbours, spec.residual, spec.annealed, kernel)
+            rule = neighbours, spec.residual, spec.annealed, target.kernels.walk
+            clusters = Clusters(codes, spec.ranks) if codes is not None else None
+            self.acceptance = Acceptance(tree, *rule, clusters)
         self.alone = StaticTables(DraftTree.root_only())
         # [I] nodes whose children may be tried; which they are is not known of a dynamic tree
         judged = tree.judged if isinstance(tree, DraftTree) else None

@@ -30,6 +30,7 @@ from tqdm import tqdm
 from lantern_hpu.choice import fitted
 from lantern_hpu.config import METHODS, Request, in_turn
 from lantern_hpu.decode.accept import Acceptance, Bounds
+from lantern_hpu.decode.clusters import Clusters
 from lantern_hpu.decode.engine import StepTrace
 from lantern_hpu.errors import OptionError
 from lantern_hpu.evaluate.options import FidelityOptions, Setting
@@ -122,8 +123,10 @@ def distances(
     """The TV at each of the places."""
     request = Request("any", sampling=pipeline.model.sampling, relaxation=relaxation)
     spec, device = pipeline.spec([request], tree, 1), pipeline.backend.device
-    near = pipeline.model.nearest(spec.neighbours) if spec.neighbours else None
-    acceptance = Acceptance(tree, near, spec.residual, spec.annealed).to(device)
+    near, codes = pipeline.model.code_tables(spec.neighbours, spec.ranks)
+    clusters = Clusters(codes, spec.ranks) if codes is not None else None
+    rule = Acceptance(tree, near, spec.residual, spec.annealed, clusters=clusters)
+    acceptance = rule.to(device)
     bounds = Bounds.of([relaxation], 1, device)
     generator, found = torch.Generator().manual_seed(options.seed), []
     for place in places:
@@ -142,8 +145,7 @@ def distance(place: Place, acceptance: Acceptance, bounds: Bounds, uniform: Tens
     if place.q is None:
         expected = acceptance.expectation(place.p, None, place.tokens, place.exists, bounds, 0)
     else:
-        width = 1 if acceptance.neighbours is None else acceptance.neighbours.shape[1]
-        together = max(1, MOST_NUMBERS // (place.p.shape[1] * width))
+        together = max(1, MOST_NUMBERS // (place.p.shape[1] * acceptance.width))
         parts = uniform[:, : int(place.exists.sum())].split(together)
         sums = [averaged(acceptance, place.p, place.q, part, bounds).sum(0) for part in parts]
         expected = torch.stack(sums).sum(0) / len(uniform)
@@ -166,9 +168,9 @@ def averaged(
     every = torch.arange(p.shape[1], device=p.device).expand_as(p)  # [n, V] codes a child may be
     result, left = torch.zeros_like(p), torch.ones_like(p[:, :1])
     for child in range(uniform.shape[1]):
-        mass = acceptance.raised(
-            p, bounds.weight[:, :1], acceptance.lenders(p, every, p, bounds)
-        )  # [n, V] what each code would be accepted with
+        # [n, V] what each code would be accepted with
+        lenders = acceptance.lenders(p, every, p, bounds)
+        mass = acceptance.raised(p, q, every, p, bounds.weight[:, :1], lenders, bounds)
         passed = torch.minimum(mass, q)  # [n, V] drawn and accepted
         result = result + left * passed
         refused = (q - passed).clamp(min=0)  # [n, V] drawn and refused

@@ -10,7 +10,9 @@ from lantern_hpu.errors import OptionError, choices, require
 from lantern_hpu.relaxation import PRESETS, Relaxation, RelaxationOptions
 
 # What may be given after a method, and the field of RelaxationOptions that it is
-VALUES = {"lambda": "lam", "preset": "preset"} | {n: n for n in "k delta omega nu mu".split()}
+VALUES = {"lambda": "lam", "preset": "preset"} | {
+    n: n for n in "k delta omega nu mu distance ranks gap".split()
+}
 
 
 def number(text: str, name: str, value: str) -> Any:
@@ -22,7 +24,7 @@ def number(text: str, name: str, value: str) -> Any:
     if name == "preset":
         return value
     try:
-        return int(value) if name == "k" else float(value)
+        return int(value) if name in ("k", "ranks") else float(value)
     except ValueError as error:
         raise OptionError(f"{name} is {value!r} in {text!r}", "a number was expected") from error
 

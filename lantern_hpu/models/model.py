@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lantern_hpu.config import Sampling
@@ -88,6 +89,21 @@ class ImageModel:
         if self.neighbour_table is None:
             return self.codes - 1
         return neighbours.open_table(self.neighbour_table).shape[1]
+
+    def code_tables(self, neighbours: int, ranks: int) -> tuple[Tensor | None, Tensor | None]:
+        """What a relaxed step knows of the codes: the `nearest` and the `code_vectors`, each if it needs them."""
+        near = self.nearest(neighbours) if neighbours else None
+        return near, self.code_vectors if ranks else None
+
+    @property
+    def code_vectors(self) -> Tensor:
+        """The codes as the tokenizer looks them up, on the target's device: [V, code_dim] float32."""
+        vectors = self.codebook.detach().float()
+        if isinstance(self.vq, VQModel):
+            vectors = self.vq.quantize.project(vectors)
+        # What closes a row stands alone in its place, and is of no cluster
+        rows = F.pad(vectors, (0, 0, 0, self.vocabulary - self.codes))
+        return rows.to(self.target.device)
 
     def nearest(self, k: int) -> Tensor:
         """The k nearest other codes of each code, on the target's device: [V, k] int32."""

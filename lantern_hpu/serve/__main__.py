@@ -32,7 +32,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--methods", help=f"{listed} (the fastest here, and ar)")
     add("--tree", help="of the methods that draft; see generate --tree")
     more = "each makes every step longer; what the model's own settings use is always there"
-    add("--allow", help=f"what requests may ask for beside: {', '.join(FILTERS)}; {more}")
+    add(
+        "--allow",
+        help=f"what requests may ask for beside, a preset of --relax among it: {', '.join(FILTERS)}; {more}",
+    )
     add = parser.add_argument_group("how much").add_argument
     add("--slots", type=int, default=8, help="images decoded together, of each method (8)")
     add("--queue", type=int, default=64, help="images that may wait; then it is 429 (64)")

@@ -98,12 +98,15 @@ RELAXED = {
     "relax_omega": "omega",
     "relax_nu": "nu",
     "relax_mu": "mu",
+    "relax_distance": "distance",
+    "relax_ranks": "ranks",
+    "relax_gap": "gap",
     "residual": "residual",
 }
 SAMPLED = ("cfg_scale", "temperature", "top_k", "top_p")
 OTHERS = ("prompt", "model", "n", "size", "user", "seed", "stream", "partial_images")
 FIELDS = (*OTHERS, *FIXED, "method", "tree", *SAMPLED, *RELAXED)
-WHOLE = {"n", "seed", "partial_images", "top_k", "relax_k"}
+WHOLE = {"n", "seed", "partial_images", "top_k", "relax_k", "relax_ranks"}
 WORDS = {"prompt", "model", "size", "user", "method", "tree", "relax", "residual"}
 
 
@@ -244,9 +247,13 @@ def check_graph(need: Spec, served: Served, menu: Menu) -> None:
         raise refuse("top_p", "below 1", "1 (off); less where the server has --allow top_p")
     if need.neighbours > has.neighbours:
         last = max(has.neighbours - 1, 0)
-        raise refuse("relax_k", "more", f"0 to {last} with {method} on this server")
+        more = "; more where the server has --allow PRESET" if not last else ""
+        raise refuse("relax_k", "more", f"0 to {last} with {method} on this server{more}")
     if need.annealed and not has.annealed:
         raise refuse("relax_omega", "given", f"none: {method} is served without weights of depth")
+    if need.ranks > has.ranks:
+        most = f"up to {has.ranks}" if has.ranks else "none; some where the server has --allow gsd"
+        raise refuse("relax_ranks", need.ranks, most)
     if need.neighbours and need.residual != has.residual:
         raise refuse("residual", need.residual, has.residual)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lantern_hpu.choice import Choice
+from lantern_hpu.choice import Choice, fitted
 from lantern_hpu.config import AUTO, METHODS, Request
 from lantern_hpu.decode.batch import Batch, Finished
 from lantern_hpu.decode.engine import Engine
@@ -25,6 +25,7 @@ from lantern_hpu.errors import CaptureError, LanternError, OptionError
 from lantern_hpu.pictures import preview
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.prompts import usual_prompts
+from lantern_hpu.relaxation import PRESETS
 from lantern_hpu.results import Drawn
 from lantern_hpu.serve.calls import ApiError, Menu, Served, translated
 from lantern_hpu.serve.metrics import Metrics
@@ -404,6 +405,10 @@ def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
         chosen: Choice = pipeline.choose(name, tree)
         spec = pipeline.spec(examples(pipeline, chosen, options), chosen.tree, options.slots)
         served[chosen.method] = Served(chosen.method, chosen.tree, chosen.relaxation, spec)
+    for name in PRESETS.keys() & set(options.allow):
+        if not any(METHODS[method].takes_relaxation(PRESETS[name]) for method in served):
+            why = f"none of {', '.join(served)} takes it"
+            raise OptionError(f"{name} cannot be allowed", why, "--methods scd,ar")
 
     def spec_of(request: Request, tree: Any) -> Spec:
         return pipeline.spec([request], tree, 1)
@@ -423,7 +428,11 @@ def examples(pipeline: LanternPipeline, chosen: Choice, options: ServeOptions) -
         kinds.append(replace(usual, top_k=pipeline.model.target.config.vocab_size - 1))
     if "top_p" in options.allow:
         kinds.append(replace(usual, top_p=0.9))
-    return [Request("any", 0, kind, chosen.relaxation) for kind in kinds]
+    method = METHODS[chosen.method]
+    presets = [PRESETS[name] for name in options.allow if name in PRESETS]
+    lent = [fitted(rule, pipeline.model) for rule in presets if method.takes_relaxation(rule)]
+    found = [Request("any", 0, kind, chosen.relaxation) for kind in kinds]
+    return found + [Request("any", 0, usual, relaxation) for relaxation in lent]
 
 
 def check_replay(pipeline: LanternPipeline, engine: Engine, request: Request) -> None:

@@ -8,8 +8,10 @@ from lantern_hpu.config import METHODS
 from lantern_hpu.errors import OptionError, choices, require
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.options import DeviceOptions, listed
+from lantern_hpu.relaxation import PRESETS
 
-FILTERS = ("greedy", "top_k", "top_p")  # each makes the step's graph larger, and so is asked for
+# Each makes the step's graph larger, and so is asked for
+FILTERS = ("greedy", "top_k", "top_p", *PRESETS)
 MAX_N = 10  # images of a request, as OpenAI has it
 MAX_PROMPT = 4000  # characters
 MAX_BODY = 1 << 20  # bytes
@@ -22,7 +24,7 @@ class ServeOptions:
     Attributes:
         methods: those that requests may name, the first is the default; empty leaves them to the model.
         tree: for methods that draft it; None is each method's own.
-        allow: of `FILTERS`, beside those that the model's own sampling uses.
+        allow: of `FILTERS`, beside what the model's own sampling and a method's own relaxation use.
         slots: images decoded together, for each method.
         queue: images that may wait. timeout: seconds an image may take, waiting included.
         shutdown: seconds that images have to finish once the server is told to stop.
@@ -46,7 +48,7 @@ class ServeOptions:
                 raise OptionError(f"unknown method {method!r}", "--methods", choices(METHODS))
         for name in self.allow:
             if name not in FILTERS:
-                raise OptionError(f"unknown filter {name!r}", "--allow", choices(FILTERS))
+                raise OptionError(f"{name!r} cannot be allowed", "--allow", choices(FILTERS))
         require(1 <= self.slots <= 256, "--slots", self.slots, "1 to 256")
         require(self.queue >= 1, "--queue", self.queue, "1 or more")
         require(self.timeout > 0, "--timeout", self.timeout, "above 0 seconds")

@@ -1,0 +1,75 @@
+"""Clusters of codes that stand for one another when a draft is tried (GSD, arXiv 2508.07747).
+
+A draft's cluster G are the codes that are close to it three times over: in the order of probability, in probability,
+and in the codebook. It is accepted with probability min(1, p(G) / q(G)), and what is kept is the draft itself. The
+residual stays [p - q]+, so the law of the token moves, and nothing bounds by how much.
+
+Codes without probability are of no cluster: sorting leaves their order open, and a filter that struck them out keeps
+its word. `tests/reference.py` is the same in plain Python.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from lantern_hpu.ops.buffers import arange32, constant
+from lantern_hpu.ops.sampling import gather
+
+TINY = torch.finfo(torch.float32).tiny
+
+
+class Clusters(nn.Module):
+    """The mass that drafts are accepted with when their clusters are tried."""
+
+    def __init__(self, codes: Tensor, ranks: int) -> None:
+        """
+        Args:
+            codes: [V, dim] float32, the codes' vectors.
+            ranks: most places up and down that a cluster may reach.
+        """
+        super().__init__()
+        self.codes = constant(codes)
+        self.token = constant(arange32(len(codes)))  # [V]
+        self.offset = constant(arange32(2 * ranks + 1) - ranks)  # [2 ranks + 1]
+
+    @property
+    def width(self) -> int:
+        """Numbers that are gathered for each draft."""
+        return len(self.offset) * self.codes.shape[1]
+
+    def forward(self, p: Tensor, q: Tensor | None, token: Tensor, limits: Tensor) -> Tensor:
+        """q(x) p(G) / q(G) of each token x [B, n], which over q(x) is the chance that it is accepted.
+
+        Where limits leave x alone in its cluster this is p(x), to the last bit. Without a q it is p(G).
+
+        Args:
+            p, q: [B, V] probabilities, or [B, n, V] with one distribution per token.
+            token: [B, n]. limits: [B, 3], see `Relaxation.limits`.
+        """
+        if p.dim() == 2:
+            p = p[:, None].expand(-1, token.shape[1], -1)
+            q = None if q is None else q[:, None].expand_as(p)
+        code, inside = self.members(p, token, limits)
+        mass = (gather(p, 2, code) * inside).sum(-1)
+        if q is None:
+            return mass
+        drawn = gather(q, 2, token[..., None])[..., 0]
+        return mass * (drawn / (gather(q, 2, code) * inside).sum(-1).clamp(min=TINY))
+
+    def members(self, p: Tensor, token: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes [B, n, 2 ranks + 1] around each token in the order of probability, and which are of its cluster.
+
+        Args:
+            p: [B, n, V]. token: [B, n]. limits: [B, 3].
+        """
+        order = p.sort(-1, descending=True).indices.int()  # [B, n, V]
+        places = torch.zeros_like(order).scatter(-1, order.long(), self.token.expand_as(order))
+        place = gather(places, 2, token[..., None]) + self.offset  # [B, n, 2 ranks + 1]
+        code = gather(order, 2, place.clamp(min=0, max=p.shape[-1] - 1))
+        ranks, gap, distance = limits[:, :, None, None].unbind(1)  # [B, 1, 1] each
+        own, mass = gather(p, 2, token[..., None]), gather(p, 2, code)
+        apart = (self.codes[code] - self.codes[token][:, :, None]).square().sum(-1)
+        near = (self.offset.abs() <= ranks) & ((mass - own).abs() < gap) & (apart < distance)
+        there = (place >= 0) & (place < p.shape[-1]) & (torch.minimum(own, mass) > 0)
+        return code, (near & there) | (self.offset == 0)
