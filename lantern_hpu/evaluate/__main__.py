@@ -72,7 +72,7 @@ def add_drawn(group: argparse._ArgumentGroup) -> None:
     add(
         "--rows", help=f"{form} {', '.join(RELAXATIONS)} (the preset's; of {SCENES}: {SCENES_ROWS})"
     )
-    add("--tree", help="of the methods with a static tree (each method's own)")
+    add("--tree", help="comma-separated, each for the methods that draft such a tree (their own)")
     add("--images", type=int, help=f"of the set's first prompts (all; of {SCENES} 400)")
     add("--panels", type=int, help=f"of {SCENES}: captions that are drawn four times (25)")
     add("--seed", type=int, help="of the first picture (0)")

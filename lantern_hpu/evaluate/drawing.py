@@ -17,6 +17,7 @@ from lantern_hpu.evaluate.options import Setting
 from lantern_hpu.evaluate.sets import Item
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results import GenerationResult
+from lantern_hpu.tree import load_tree
 
 ROUND = 8  # batches of a setting before the next one's turn
 OTHER_SEEDS = 10**9  # added to those of the second set of `ar`
@@ -52,11 +53,14 @@ def columns(
     """What the settings come to with this model; and `ar` once more, for the floor.
 
     Args:
-        tree: of methods with a static tree; None for each method's own. size: of a batch.
+        tree: comma-separated, each for the methods that can draft it; None for each method's own.
+        size: of a batch.
     """
+    trees = {name: load_tree(name) for name in tree.split(",")} if tree else {}
     found = []
     for setting in settings:
-        own = tree if METHODS[setting.method].tree == "static" else None
+        takes = METHODS[setting.method].takes
+        own = next((name for name, tree in trees.items() if takes(tree)), None)
         choice = pipeline.choose(setting.method, own, setting.relaxation, size)
         relaxation = choice.relaxation
         if not setting.own_k:

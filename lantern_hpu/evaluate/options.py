@@ -93,7 +93,7 @@ class EvaluateOptions:
         rounds: of the bootstrap.
         places: where the law of the next token is measured; 0 leaves it out.
         floor: draw `ar` with a second set of seeds.
-        tree: of methods with a static tree; None for each method's own.
+        tree: comma-separated, each for the methods that can draft it; None for each method's own.
     """
 
     rounds: int = 200
