@@ -206,7 +206,8 @@ class Stretched:
         return cls(opened, name, stretched_config(opened.config, name, large))
 
     def load(self, placement: Placement) -> ImageModel:
-        """
+        """The large model. Its defaults are the small one's, so that the same options draw the same picture.
+
         Raises:
             WeightsError: see `Opened.load`.
         """
@@ -231,7 +232,6 @@ class Stretched:
             target=target,
             drafter=drafter,
             condition=StretchedCondition(base.condition, config.target),
-            fastest={},  # other sizes, other times
             stretched=self.name,
             base=base,
             _near={},
