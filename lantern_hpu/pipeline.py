@@ -133,10 +133,11 @@ class LanternPipeline:
             if quantize is not None:
                 backend.check_quantized(quantize)
             number = backend.dtype(dtype)
-            opened: Opened | Stretched = open_model(resolve(model, given, spared))
+            small, name = open_model(resolve(model, given, spared)), model
+            opened: Opened | Stretched = small
             if stretch is not None:
-                opened = Stretched.of(opened, stretch, stretch_sizes(stretch, given).config.target)
-            name = model if stretch is None else f"{model} stretched to {stretch}"
+                name = f"{model} stretched to {stretch}"
+                opened = Stretched.of(small, stretch, stretch_sizes(stretch, given).config.target)
             how = (named(number), keep_text, quantize)
             check_room(name, opened.config, backend, *how, mapped=stretch is None)
             with backend.errors():

@@ -25,6 +25,7 @@ from lantern_hpu.config import Sampling
 from lantern_hpu.decode import memory
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import DeviceError, OptionError
+from lantern_hpu.evaluate.acceptance import profile
 from lantern_hpu.models import stretch
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.files.load import open_model
@@ -195,7 +196,7 @@ def test_promise_every_layer_is_computed(folder: Path) -> None:
 
 
 def test_added_layers_have_features_of_the_usual_scale(folder: Path) -> None:
-    layer = stretched(folder, TWICE).target.layers[-1]
+    layer: Any = stretched(folder, TWICE).target.layers[-1]
     x = torch.randn(64, TWICE.dim, generator=torch.Generator().manual_seed(0))
     for matrix in (layer.attention.qkv, layer.ffn.gate_up):
         assert 0.9 < float(matrix(x).std()) < 1.1
@@ -345,7 +346,7 @@ def test_tune_counts_on_the_small_model_and_times_the_large_one(
 
     monkeypatch.setenv("LANTERN_HPU_CACHE", str(tmp_path / "cache"))
     widths: dict[str, set[int]] = {"counted": set(), "drawn": set()}
-    profile, draw = tuner.profile, LanternPipeline.draw_batch
+    draw = LanternPipeline.draw_batch
 
     def counted(pipeline: LanternPipeline, *given: Any, **how: Any) -> Any:
         widths["counted"].add(pipeline.model.target.config.dim)
