@@ -42,6 +42,7 @@ from lantern_hpu.zoo import registry
 from lantern_hpu.zoo.resolve import resolve
 from lantern_hpu.zoo.sizes import LLAMAGEN, stretch_sizes
 from tests.folder import write_folder
+from tests.marks import mostly_slow
 from tests.tiny import CONFIG, request, tiny_config
 
 # Of twice the features, heads and codes, and of sizes that do not divide
@@ -115,27 +116,24 @@ def test_features_are_repeated_and_logits_are_the_small_models(model: ImageModel
     assert large[1].shape[-1] == model.vocabulary > model.codes == CONFIG.vocab_size
 
 
-METHODS = [
-    (TWICE, "ar", None, {}),
-    (ODD, "eagle", "broad_7", {"temperature": 0.0}),
-    (TWICE, "eagle", "flat_4", {"top_k": 5, "top_p": 0.8}),
-    (TWICE, "eagle2", "dynamic:3x1x6", {}),
-    (ODD, "lantern++", "broad_7", {}),
-    (ODD, "jacobi", "jacobi:4", {}),
-    (TWICE, "scd", "scd:3", {}),
-    (ODD, "sjd-pac", "sjd-pac:4:3x2", {}),
-]
+METHODS: dict[str, tuple[TransformerConfig, str, str | None, dict[str, Any]]] = {
+    "ar": (TWICE, "ar", None, {}),
+    "eagle, greedy": (ODD, "eagle", "broad_7", {"temperature": 0.0}),
+    "eagle, filtered": (TWICE, "eagle", "flat_4", {"top_k": 5, "top_p": 0.8}),
+    "eagle2": (TWICE, "eagle2", "dynamic:3x1x6", {}),
+    "lantern++": (ODD, "lantern++", "broad_7", {}),
+    "jacobi": (ODD, "jacobi", "jacobi:4", {}),
+    "scd": (TWICE, "scd", "scd:3", {}),
+    "sjd-pac": (ODD, "sjd-pac", "sjd-pac:4:3x2", {}),
+}
 
 
-@pytest.mark.parametrize(("large", "method", "tree", "sampling"), METHODS)
+@pytest.mark.parametrize("case", mostly_slow(METHODS, "eagle, greedy", "lantern++", "scd"))
 def test_promise_pictures_and_steps_are_the_small_models(
-    models: dict[int, ImageModel],
-    large: TransformerConfig,
-    method: str,
-    tree: str | None,
-    sampling: dict[str, Any],
+    models: dict[int, ImageModel], case: str
 ) -> None:
     """So tokens a step are equal, as are the drafts that were accepted at each depth."""
+    large, method, tree, sampling = METHODS[case]
     settings = Sampling(**{"cfg_scale": 2.0, **sampling})
     small, wide = (
         pipeline(PROMPTS[:2], method=method, tree=tree, sampling=settings)
@@ -331,7 +329,7 @@ def test_what_a_stretched_benchmark_measures_fits_its_methods() -> None:
         return bench.read_options(parsed).pairs
 
     usual = pairs()
-    assert ("eagle", "flat_4") in usual and ("scd", "scd:8") in usual and len(usual) == 8
+    assert ("eagle", "flat_4") in usual and ("scd", "scd:8") in usual and len(usual) == 7
     assert pairs("--methods", "ar,scd") == [("ar", None), ("scd", "scd:8")]
     assert pairs("--methods", "ar,eagle2") == [("ar", None), ("eagle2", None)]
     assert pairs("--methods", "eagle", "--trees", "chain") == [("eagle", "chain")]

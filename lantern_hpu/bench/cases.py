@@ -23,8 +23,8 @@ GRAPHS = "eager,auto"
 USUAL = {"methods": ",".join(METHODS), "batch_sizes": "1,8", "images": 8}
 # The same of a stretched model, whose images take minutes: where arithmetic is scarce, small trees and windows can pay
 LARGE = {
-    "methods": "ar,eagle,lantern++,jacobi,scd,sjd-pac",
-    "trees": "flat_4,broad_7,jacobi:8,scd:8,sjd-pac:8:3x1",
+    "methods": "ar,eagle,lantern++,scd,sjd-pac",
+    "trees": "flat_4,broad_7,scd:8,sjd-pac:8:3x1",
     "batch_sizes": "1",
     "images": 1,
 }
