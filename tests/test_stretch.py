@@ -35,6 +35,7 @@ from lantern_hpu.models.stretch import Stretched, kept_share, repeated, stretche
 from lantern_hpu.ops.sampling import SamplingParams, to_probs
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.report import find_model
+from lantern_hpu.relaxation import PRESETS
 from lantern_hpu.results import read_png
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.tune import __main__ as tune
@@ -125,6 +126,7 @@ METHODS: dict[str, tuple[TransformerConfig, str, str | None, dict[str, Any]]] = 
     "jacobi": (ODD, "jacobi", "jacobi:4", {}),
     "scd": (TWICE, "scd", "scd:3", {}),
     "sjd-pac": (ODD, "sjd-pac", "sjd-pac:4:3x2", {}),
+    "clusters": (TWICE, "scd", "scd:3", {"relaxation": PRESETS["gsd"]}),
 }
 
 
@@ -133,10 +135,11 @@ def test_promise_pictures_and_steps_are_the_small_models(
     models: dict[int, ImageModel], case: str
 ) -> None:
     """So tokens a step are equal, as are the drafts that were accepted at each depth."""
-    large, method, tree, sampling = METHODS[case]
-    settings = Sampling(**{"cfg_scale": 2.0, **sampling})
+    large, method, tree, given = METHODS[case]
+    rule = given.get("relaxation")
+    settings = Sampling(2.0, **{name: x for name, x in given.items() if name != "relaxation"})
     small, wide = (
-        pipeline(PROMPTS[:2], method=method, tree=tree, sampling=settings)
+        pipeline(PROMPTS[:2], method=method, tree=tree, relaxation=rule, sampling=settings)
         for pipeline in pipelines(models[large.dim])
     )
     assert (wide.tokens == small.tokens).all()
