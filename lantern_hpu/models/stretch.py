@@ -58,7 +58,9 @@ def stretched_config(config: ModelConfig, name: str, large: TransformerConfig) -
     if others:
         told = ", ".join(f"{v} {getattr(small, v)} and {getattr(large, v)}" for v in others)
         what = f"this model cannot be stretched to {name}"
-        raise OptionError(what, f"they differ in kind: {told}", "--stretch llamagen-xl")
+        raise OptionError(
+            what, f"they differ in kind: {told}", "--model builtin --stretch llamagen-xl"
+        )
     sizes = {"layers": "layers", "dim": "width", "ffn_dim": "FFN width", "vocab_size": "codes"}
     less = [
         f"{word} {getattr(large, field)} of {getattr(small, field)}"
