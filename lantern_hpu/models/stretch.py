@@ -36,6 +36,7 @@ from lantern_hpu.ops.grammar import NEVER
 VARIANTS = (
     "rope qk_norm kv_heads embed_rows code_dim head_hidden row_ends spare_codes head_dim".split()
 )
+SIZES = {"layers": "layers", "dim": "width", "ffn_dim": "FFN width", "vocab_size": "codes"}
 GROUPS = {"qkv": 3, "gate_up": 2}  # matrices that hold several, one under another
 PARTS = {"fc": 2}  # matrices that read several inputs, one beside another
 SILENT = ("out", "down")  # what an added layer writes with
@@ -53,24 +54,11 @@ def stretched_config(config: ModelConfig, name: str, large: TransformerConfig) -
     Raises:
         OptionError: it is of another family, or smaller.
     """
-    small = config.target
-    others = [v for v in VARIANTS if getattr(small, v) != getattr(large, v)]
-    if others:
-        told = ", ".join(f"{v} {getattr(small, v)} and {getattr(large, v)}" for v in others)
-        what = f"this model cannot be stretched to {name}"
-        raise OptionError(
-            what, f"they differ in kind: {told}", "--model builtin --stretch llamagen-xl"
-        )
-    sizes = {"layers": "layers", "dim": "width", "ffn_dim": "FFN width", "vocab_size": "codes"}
-    less = [
-        f"{word} {getattr(large, field)} of {getattr(small, field)}"
-        for field, word in sizes.items()
-        if getattr(large, field) < getattr(small, field)
-    ]
-    if less:
-        what, why = f"this model cannot be stretched to {name}", "it is smaller: " + ", ".join(less)
-        raise OptionError(what, why, "--stretch with a larger one, such as llamagen-xl")
-    share, drafter = kept_share(small, large), config.drafter
+    small, drafter = config.target, config.drafter
+    check_fits(small, name, large)
+    if drafter is not None:
+        check_fits(drafter.sizes(small), name, large)
+    share = kept_share(small, large)
     if drafter is not None:
         eps = None if drafter.norm_eps is None else drafter.norm_eps * share
         drafter = replace(drafter, ffn_dim=None, norm_eps=eps)
@@ -88,6 +76,24 @@ def stretched_config(config: ModelConfig, name: str, large: TransformerConfig) -
         spare_codes=large.vocab_size - small.vocab_size,
     )
     return replace(config, target=target, drafter=drafter)
+
+
+def check_fits(small: TransformerConfig, name: str, large: TransformerConfig) -> None:
+    """Raise an OptionError unless a model, or its drafter's block, can be widened to these sizes."""
+    what = f"this model cannot be stretched to {name}"
+    others = [v for v in VARIANTS if getattr(small, v) != getattr(large, v)]
+    if others:
+        told = ", ".join(f"{v} {getattr(small, v)} and {getattr(large, v)}" for v in others)
+        hint = "--model builtin --stretch llamagen-xl"
+        raise OptionError(what, f"they differ in kind: {told}", hint)
+    less = [
+        f"{word} {getattr(large, field)} of {getattr(small, field)}"
+        for field, word in SIZES.items()
+        if getattr(large, field) < getattr(small, field)
+    ]
+    if less:
+        hint = "--stretch with a larger one, such as llamagen-xl"
+        raise OptionError(what, "it is smaller: " + ", ".join(less), hint)
 
 
 def kept_share(small: TransformerConfig, large: TransformerConfig) -> float:
