@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.errors import DeviceError, OptionError, choices
+from lantern_hpu.errors import DeviceError, OptionError, choices, require
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 
 
@@ -29,6 +31,25 @@ def named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+class Pace:
+    """Runs the steps of one engine. A device that can adapt to how long they take has a pace of its own."""
+
+    def fit(self, step: Callable[[], object], bits: Callable[[], object]) -> None:
+        """Try on a real step, whose results nobody needs, what there is to choose.
+
+        Args:
+            step: always begins at the same state. bits: tells what it left from what differs in a bit.
+        """
+
+    def __call__(self, step: Callable[[], Tensor]) -> Tensor:
+        """A step of an image, run as was chosen."""
+        return step()
+
+    def held(self) -> AbstractContextManager[None]:
+        """What was chosen holds inside."""
+        return nullcontext()
+
+
 class Backend(ABC):
     """A device. Everything above asks it for what it needs instead of asking for its name.
 
@@ -38,6 +59,7 @@ class Backend(ABC):
         dtypes: supported number formats, best first, each with the reason for its place.
         quantized: smaller formats for the target's weights that were tried here.
         graph_modes: ways to record a function, best first, each with the reason for its place; `eager` is one.
+        layouts: ways to keep the matrices of linear layers, each with the reason.
     """
 
     name: str
@@ -45,6 +67,7 @@ class Backend(ABC):
     dtypes: dict[str, str]
     graph_modes: dict[str, str]
     quantized: tuple[str, ...] = ()
+    layouts: dict[str, str] = {"plain": "as torch keeps them"}
     emulates = False  # whether it can run without its device
     compiler = "inductor"  # what `torch.compile` uses
     is_host = False  # whether it is the processor itself
@@ -73,6 +96,11 @@ class Backend(ABC):
     def synchronize(self) -> None:
         """Wait until everything asked for so far is done."""
 
+    @cached_property
+    def decided(self) -> dict[str, str]:
+        """What was left to the device and what it took, with the reason; for reports."""
+        return {}
+
     @abstractmethod
     def memory(self) -> Memory:
         """Bytes in total, free, and at the peak since `reset_peak`."""
@@ -90,6 +118,42 @@ class Backend(ABC):
         if choice not in ("auto", "plain"):
             raise OptionError(f"--kernels is {choice!r}", hint=choices(["auto", "plain"]))
         return PLAIN
+
+    def check_layout(self, choice: str) -> None:
+        """Raise a DeviceError unless the device offers a layout of matrices, or `auto`."""
+        if choice != "auto" and choice not in self.layouts:
+            what, hint = f"{self.name} does not offer layout {choice!r}", ["auto", *self.layouts]
+            raise DeviceError(what, hint=choices(hint))
+
+    def lay_out(self, modules: Sequence[nn.Module], choice: str = "auto") -> str:
+        """Bring the linear layers of loaded modules into the layout that is fastest here, in place. -> its name
+
+        Args:
+            choice: `auto`, or one of `layouts`.
+
+        Raises:
+            DeviceError: the device does not offer it.
+        """
+        self.check_layout(choice)
+        return "plain"
+
+    def use_threads(self, count: int) -> None:
+        """The threads of the processor that torch may use.
+
+        Args:
+            count: 0 leaves them to the device, which may try how many are fastest.
+
+        Raises:
+            OptionError: more than there are cores.
+        """
+        cores = os.cpu_count() or 1
+        require(0 <= count <= cores, "--threads", count, f"1 to {cores}, or 0 for the fastest")
+        if count:
+            torch.set_num_threads(count)
+
+    def pace(self) -> Pace:
+        """What runs the steps of a new engine."""
+        return Pace()
 
     def compile(self, function: nn.Module) -> Callable[[Any], Tensor]:
         """The function, compiled whole with static shapes."""
@@ -137,17 +201,26 @@ class Backend(ABC):
             hint = choices(self.quantized) if self.quantized else "--dtype bfloat16"
             raise DeviceError(f"{self.name} does not offer {kind!r} weights", hint=hint)
 
-    def dtype(self, name: str = "auto") -> torch.dtype:
+    def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
+        """The fastest number format for a model of so many parameters, and why."""
+        return next(iter(self.dtypes.items()))
+
+    def dtype(self, name: str = "auto", parameters: int = 0) -> torch.dtype:
         """The number format of that name, or the best one.
+
+        Args:
+            parameters: of the model, which may decide which is best.
 
         Raises:
             DeviceError: the device does not offer it.
         """
+        why = "asked for"
         if name == "auto":
-            name = next(iter(self.dtypes))
+            name, why = self.best_dtype(parameters)
         if name not in self.dtypes:
             raise DeviceError(
                 f"{self.name} does not offer dtype {name!r}", hint=choices(self.dtypes)
             )
+        self.decided["dtype"] = f"{name}: {why}"
         found: torch.dtype = getattr(torch, name)
         return found

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-import platform
-import sys
+from collections.abc import Sequence
 
 import torch
+from torch import nn
 
-from lantern_hpu.backends.base import Backend, Memory
+from lantern_hpu.backends import cpu_layouts
+from lantern_hpu.backends.base import Backend, Memory, Pace
+from lantern_hpu.backends.cpu_threads import ThreadPace
+from lantern_hpu.backends.processor import native_bfloat16, peak_resident_bytes, processor_name
 
 
 class CPUBackend(Backend):
@@ -18,8 +21,9 @@ class CPUBackend(Backend):
     device = torch.device("cpu")
     is_host = True
     quantized = ("int8",)
+    layouts = cpu_layouts.LAYOUTS
     dtypes = {
-        "float32": "exact comparisons hold, and single tokens are not faster in bfloat16",
+        "float32": "exact comparisons hold; the fastest one unless bfloat16 is native and a model large",
         "bfloat16": "half the memory; pays where the processor multiplies bfloat16 natively",
     }
     graph_modes = {
@@ -27,6 +31,7 @@ class CPUBackend(Backend):
         "strict": "judges whether an accelerator could record the function; as fast as eager after that",
         "compile": "inductor; warms up for a minute or more, so it pays for long runs at most",
     }
+    tries_threads = True  # whether their number is left to the clock
 
     def available(self) -> tuple[bool, str]:
         return True, "every machine has a processor"
@@ -39,6 +44,44 @@ class CPUBackend(Backend):
         total = pages * os.sysconf("SC_PAGE_SIZE") if pages else None
         return Memory(total, None, peak_resident_bytes())
 
+    def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
+        """bfloat16 where it is native and reading the model is what takes time; a small model keeps exact figures."""
+        native, size = native_bfloat16(), 4 * parameters
+        if native is None:
+            return "float32", "this processor does not multiply bfloat16 natively"
+        if size < cpu_layouts.LARGE:
+            return "float32", f"{size / 2**20:.0f} MiB of it: a small model keeps its exact figures"
+        why = f"native here ({native}), and half of {size / 2**30:.1f} GiB to read in each step"
+        return "bfloat16", why
+
+    def dtype(self, name: str = "auto", parameters: int = 0) -> torch.dtype:
+        found = super().dtype(name, parameters)
+        if found == torch.bfloat16 and native_bfloat16() is None:
+            slow = "asked for, but this processor lacks it natively: half the memory, and slower than float32"
+            self.decided["dtype"] = f"bfloat16: {slow}"
+        return found
+
+    def lay_out(self, modules: Sequence[nn.Module], choice: str = "auto") -> str:
+        self.check_layout(choice)
+        found, why = cpu_layouts.lay_out(modules, choice)
+        self.decided["layout"] = f"{found}: {why}"
+        return found
+
+    def use_threads(self, count: int) -> None:
+        super().use_threads(count)
+        if count:
+            self.tries_threads = False
+            self.decided["threads"] = f"{count}: asked for"
+
+    def pace(self) -> Pace:
+        if not self.tries_threads:
+            return Pace()
+
+        def told(count: int, why: str) -> None:
+            self.decided["threads"] = f"{count}: {why}"
+
+        return ThreadPace(told)
+
     def describe(self) -> dict[str, object]:
         return {
             "device": "cpu",
@@ -46,23 +89,3 @@ class CPUBackend(Backend):
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
         }
-
-
-def peak_resident_bytes() -> int | None:
-    """Most memory this process has held, or None where the platform does not tell."""
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def processor_name() -> str:
-    """The processor's model name."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            found = next((line for line in lines if line.startswith("model name")), "")
-        return found.partition(":")[2].strip() or platform.processor()
-    except OSError:
-        return platform.processor() or platform.machine()

@@ -201,6 +201,7 @@ def job_again(args: argparse.Namespace) -> Job:
     data = read_png(args.from_png)
     config: dict[str, Any] = data["config"]
     settled = {"dtype": config["dtype"]} | {n: config.get(n) for n in ("quantize", "stretch")}
+    settled["layout"] = args.layout or config.get("layout", "plain")
     kept, own = config.get("parts", {}), options.given_parts(args)
     # By name: a picture of a stranger may hold anything.
     parts = {f.name: getattr(own, f.name) or kept.get(f.name) for f in fields(Given)}
@@ -354,6 +355,7 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
         show_geometry(pipeline)
         if pipeline.model.vq is None:
             outputs = outputs.of_tokens(pipeline.model.name)
+        show_decided(pipeline, "dtype", "layout")
         if job.labels and not pipeline.model.condition.takes_classes:
             why = f"{pipeline.model.name} draws from text"
             raise OptionError("--class-label cannot be used", why, "--prompt")
@@ -369,6 +371,7 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
         bar = Bar(outputs.preview, args.preview_every)
         keep = Keeper(left, outputs.images, args.force)
         result = run(pipeline, [requests[i] for i in left], chosen, job.batch_size, bar, keep)
+        show_decided(pipeline, "threads")
     if line := warm_up_line(result):
         print(line, file=sys.stderr)
     result.timing.import_s = imported
@@ -443,6 +446,14 @@ def show_geometry(pipeline: LanternPipeline) -> None:
     drafter = "with a drafter" if model.drafter else "no drafter"
     pixels = f"{width} x {height} pixels" if model.vq else "no VQ tokenizer, so no pictures"
     print(f"{model.name}: {pixels}, {columns} x {rows} tokens, {drafter}", file=sys.stderr)
+
+
+def show_decided(pipeline: LanternPipeline, *what: str) -> None:
+    """Say what a processor took where that was left to it; a card has little to choose."""
+    decided = pipeline.backend.decided
+    told = [f"{name} {decided[name]}" for name in what if name in decided]
+    if told and pipeline.backend.is_host:
+        print("; ".join(told), file=sys.stderr)
 
 
 def requests_of(job: Job, chosen: Choice, sampling: Sampling) -> list[Request]:

@@ -87,10 +87,11 @@ class LanternPipeline:
         *,
         given: Given = Given(),
         quantize: str | None = None,
+        layout: str = "plain",
     ) -> None:
         self.model, self.backend, self.graphs = model, backend, check_mode(backend, graphs)
         self.engines = EngineCache(model, backend, self.graphs)
-        self.given, self.quantize, self.load_seconds = given, quantize, 0.0
+        self.given, self.quantize, self.layout, self.load_seconds = given, quantize, layout, 0.0
 
     @classmethod
     def from_pretrained(
@@ -107,6 +108,8 @@ class LanternPipeline:
         quantize: str | None = None,
         pictures: bool = True,
         stretch: str | None = None,
+        layout: str = "auto",
+        threads: int = 0,
     ) -> LanternPipeline:
         """Load a model.
 
@@ -122,6 +125,8 @@ class LanternPipeline:
             quantize: `int8` for the target's weights, where the device offers it.
             pictures: False if tokens are enough, so that a model without its tokenizer of pictures loads too.
             stretch: a known model to whose sizes it is widened, computing what it computed: see `models.stretch`.
+            layout: of the matrices: `auto`, the fastest, or one the device offers; for training `plain`.
+            threads: of the processor; 0 for the fastest number.
 
         Raises:
             LanternError: unknown or unusable model, device, dtype or graph mode.
@@ -130,14 +135,16 @@ class LanternPipeline:
         backend = get_backend(device, graphs, emulate)
         try:
             check_mode(backend, graphs)
+            backend.check_layout(layout)
+            backend.use_threads(threads)
             if quantize is not None:
                 backend.check_quantized(quantize)
-            number = backend.dtype(dtype)
             small, name = open_model(resolve(model, given, spared)), model
             opened: Opened | Stretched = small
             if stretch is not None:
                 name = f"{model} stretched to {stretch}"
                 opened = Stretched.of(small, stretch, stretch_sizes(stretch, given).config.target)
+            number = backend.dtype(dtype, opened.config.target.parameters)
             how = (named(number), keep_text, quantize)
             check_room(name, opened.config, backend, *how, mapped=stretch is None)
             with backend.errors():
@@ -146,7 +153,9 @@ class LanternPipeline:
                 loaded = opened.load(place)
                 if quantize is not None:
                     quantize_weights(loaded.target, quantize)
-            pipeline = cls(loaded, backend, graphs, given=given.resolved(), quantize=quantize)
+                layout = backend.lay_out(loaded.stepping, layout)
+            how: dict[str, Any] = {"quantize": quantize, "layout": layout}
+            pipeline = cls(loaded, backend, graphs, given=given.resolved(), **how)
             pipeline.load_seconds = time.perf_counter() - began
             return pipeline
         except BaseException:
@@ -248,6 +257,7 @@ class LanternPipeline:
             "hardware": about.get("card") or about.get("processor"),
             "dtype": named(self.model.target.dtype),
             "quantize": self.quantize,
+            "layout": self.layout,
             "graphs": self.graphs,
             "method": method,
             "batch_size": size,
@@ -489,6 +499,7 @@ class LanternPipeline:
             "tree_paths": [list(path) for path in paths],
             "dtype": named(self.model.target.dtype),
             "quantize": self.quantize,
+            "layout": self.layout,
             "device": self.backend.name,
             "graphs": self.graphs,
         }
@@ -498,5 +509,6 @@ class LanternPipeline:
             "lantern_hpu": lantern_hpu.__version__,
             "python": platform.python_version(),
             **self.backend.describe(),
+            "decided": dict(self.backend.decided),
             "peak_memory_bytes": self.backend.memory().peak,
         }

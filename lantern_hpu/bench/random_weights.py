@@ -101,7 +101,8 @@ def make_model(
     Raises:
         DeviceError: they do not fit.
     """
-    config, number, device = step_sizes(entry), backend.dtype(dtype), backend.device
+    config, device = step_sizes(entry), backend.device
+    number = backend.dtype(dtype, config.target.parameters)
     assert config.drafter is not None
     check_room(entry.name, config, backend, named(number), mapped=False)
     chosen = backend.kernels(kernels, number)
@@ -111,6 +112,7 @@ def make_model(
         drafter = Drafter(config.target, config.drafter, chosen)
     for module in (target, drafter):
         fill(module, number, device)
+    backend.lay_out([target, drafter])
     name = f"{entry.name}, random weights"
     return RandomModel(
         name=name,

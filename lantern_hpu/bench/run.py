@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from lantern_hpu.backends import get_backend
-from lantern_hpu.backends.cpu import processor_name
+from lantern_hpu.backends.processor import processor_name
 from lantern_hpu.bench.cases import Case, Wanted, cases_of, settle
 from lantern_hpu.bench.measure import BRIEF_WARM_UP, WARM_UP, Meter
 from lantern_hpu.bench.random_weights import make_model

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from lantern_hpu.decode.drafting import Drafts, make_drafting
 from lantern_hpu.decode.memory import check_batch
 from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.decode.spec import Spec, capacity
-from lantern_hpu.decode.state import DecodeState, Entry
+from lantern_hpu.decode.state import DecodeState, Entry, bits_digest
 from lantern_hpu.decode.step import Accepted, Step
 from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs import check_mode, make_runner
@@ -109,6 +110,7 @@ class Engine:
             entry = Entry.allocate(target.config, spec, 1, target.dtype, device)
             self.one = replace(self.state, entry=entry)
             self.admission = make_runner(self.prefill_function, self.one, backend, self.mode)
+        self.pace = backend.pace()  # of steps
         self.known: Tensor | None = None  # [B] what the last captured call returned
         self.host_reads, self.warm_captures = 0, -1
 
@@ -152,8 +154,27 @@ class Engine:
             self.feed([blank.seed] * self.spec.images, 1, 1)
             runner()
             runner()
+        self.pace.fit(partial(self.try_step, {}), self.bits)
         self.backend.synchronize()
         self.warm_captures = self.captures
+
+    def try_step(self, begun: dict[str, Tensor]) -> None:
+        """A step of blank images, always from the same state.
+
+        Args:
+            begun: that state; empty at the first call.
+        """
+        now = self.state.restorable()
+        if not begun:
+            self.state.cursor.zero_()
+            begun.update({name: tensor.clone() for name, tensor in now.items()})
+        for name, tensor in now.items():
+            tensor.copy_(begun[name])
+        self.step()
+
+    def bits(self) -> list[int]:
+        """What tells the state from one that differs in a bit."""
+        return [bits_digest(tensor) for tensor in self.state.tensors().values()]
 
     @torch.no_grad()
     def start(self, prefix: Prefix, requests: Sequence[Request]) -> list[int]:
@@ -161,7 +182,8 @@ class Engine:
         self.warm_up()
         self.place(prefix, self.state.entry)
         self.load(requests, self.state.entry)
-        self.known = self.prefill()
+        with self.pace.held():
+            self.known = self.prefill()
         return self.read(self.known)
 
     @torch.no_grad()
@@ -171,7 +193,8 @@ class Engine:
         self.place(prefix, self.one.entry)
         self.load([request], self.one.entry)
         self.backend.upload(torch.tensor([slot], dtype=torch.int32), self.one.entry.slot)
-        self.known = self.admission()
+        with self.pace.held():
+            self.known = self.admission()
 
     @torch.no_grad()
     def advance(
@@ -190,12 +213,12 @@ class Engine:
         """
         self.feed(seeds, first, count)
         for _ in range(count - ahead):
-            self.known = self.step()
+            self.known = self.pace(self.step)
         assert self.known is not None
         if not ahead:
             return self.read(self.known)
         asked = self.backend.ask(self.known)
-        self.known = self.step()
+        self.known = self.pace(self.step)
         self.host_reads += 1
         return asked()
 
@@ -292,7 +315,8 @@ class Engine:
         while min(known) < self.target.config.tokens:
             if number % self.spec.block == 0:
                 self.feed(seeds, number + 1, self.spec.block)
-            step = self.trace_step(known, clock)
+            with self.pace.held():
+                step = self.trace_step(known, clock)
             known, number = step.known, number + 1
             yield step
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from lantern_hpu.config import Sampling
 from lantern_hpu.errors import WeightsError
@@ -60,6 +60,11 @@ class ImageModel:
     stretched: str | None = None  # to the sizes of which known model: see `models/stretch.py`
     base: ImageModel | None = None  # what it was before, which computes the same
     _near: dict[int, Tensor] = field(default_factory=dict, repr=False)  # by number of neighbours
+
+    @property
+    def stepping(self) -> list[nn.Module]:
+        """What a step multiplies by."""
+        return [self.target, *([self.drafter] if self.drafter is not None else [])]
 
     @property
     def vocabulary(self) -> int:

@@ -79,7 +79,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     check(args)
     options = TrainOptions(**taken(TrainOptions, args))
     prompts = read_prompts(args.data)
-    device = replace(device_options(args), graphs="eager")
+    device = replace(device_options(args), graphs="eager", layout="plain")
     prepare(device.device, device.graphs)
     from accelerate import Accelerator
 
