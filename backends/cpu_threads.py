@@ -32,9 +32,7 @@ TIMES, ENOUGH = (
 )  # a trial of the warm-up is so many steps, or as many as take so many seconds
 SLOW = 2.5  # times what a step took when the threads were chosen: they are chosen anew
 LAST = 3  # steps whose median is looked at
-PATIENCE = (
-    50  # more threads are tried again after so many times what trying took, then twice as many, ...
-)
+PATIENCE = 100  # more threads are tried again after so many times what trying took
 
 Search = Generator[int, float, tuple[int, float]]
 
@@ -90,7 +88,7 @@ class ThreadPace(Pace):
         self.last = deque[float](maxlen=LAST)  # seconds of steps
         self.search: Search | None = None  # under way, by the steps of an image
         self.tried: dict[int, float] = {}  # seconds of a step, by count
-        self.again, self.patience = inf, PATIENCE  # when more threads are tried once more
+        self.again = inf  # when more threads are tried once more
 
     def fit(self, step: Callable[[], object], bits: Callable[[], object]) -> None:
         """Choose by trials of a step that nobody waits for."""
@@ -152,8 +150,7 @@ class ThreadPace(Pace):
         except StopIteration as done:
             count, _ = done.value
             self.usual = self.tried[count]
-            self.patience = PATIENCE if count == self.most else 2 * self.patience
-            self.again = self.clock() + self.patience * sum(self.tried.values())
+            self.again = self.clock() + PATIENCE * sum(self.tried.values())
             self.count, self.search = count, None
             self.last.clear()
             times = ", ".join(f"{1000 * s:.1f} ms with {n}" for n, s in self.tried.items())

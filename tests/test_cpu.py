@@ -19,15 +19,9 @@ from lantern_hpu.generate import main
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results import read_png
 from lantern_hpu.tree import load_static
-from tests.folder import write_folder
 from tests.tiny import Models, advance, make_engine, request, spec_for, tiny_models
 
 PROMPT = "a red cat"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture
@@ -68,8 +62,7 @@ def features(models: Models, mode: str) -> torch.Tensor:
     advance(engine, requests, 3)
     step, state = engine.step_function, engine.state
     with torch.no_grad():
-        uniform, length = step.begin(state)
-        drafts = step.draft(length, uniform[:, : step.spec.tree.draws], state)
+        _, length, drafts = step.propose(state)
         return step.verify(drafts, length, state)
 
 
