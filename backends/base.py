@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -125,14 +125,17 @@ class Backend(ABC):
             what, hint = f"{self.name} does not offer layout {choice!r}", ["auto", *self.layouts]
             raise DeviceError(what, hint=choices(hint))
 
-    def lay_out(self, modules: Sequence[nn.Module], choice: str = "auto") -> str:
+    def lay_out(
+        self, modules: Sequence[nn.Module], choice: str = "auto", modes: Collection[str] = ()
+    ) -> str:
         """Bring the linear layers of loaded modules into the layout that is fastest here, in place. -> its name
 
         Args:
             choice: `auto`, or one of `layouts`.
+            modes: graph modes that are to run them.
 
         Raises:
-            DeviceError: the device does not offer it.
+            DeviceError: the device does not offer it, or not in these modes.
         """
         self.check_layout(choice)
         return "plain"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from lantern_hpu.backends import cpu_layouts
 from lantern_hpu.backends.base import Backend, Memory, Pace
 from lantern_hpu.backends.cpu_threads import ThreadPace
 from lantern_hpu.backends.processor import native_bfloat16, peak_resident_bytes, processor_name
+from lantern_hpu.errors import DeviceError
 
 
 class CPUBackend(Backend):
@@ -61,9 +62,17 @@ class CPUBackend(Backend):
             self.decided["dtype"] = f"bfloat16: {slow}"
         return found
 
-    def lay_out(self, modules: Sequence[nn.Module], choice: str = "auto") -> str:
+    def lay_out(
+        self, modules: Sequence[nn.Module], choice: str = "auto", modes: Collection[str] = ()
+    ) -> str:
         self.check_layout(choice)
-        found, why = cpu_layouts.lay_out(modules, choice)
+        if "compile" in modes and choice == "packed":
+            why, hint = "inductor takes no matrices in oneDNN's order", "--graphs eager"
+            raise DeviceError("--layout packed cannot be compiled", why, hint)
+        if "compile" in modes and choice == "auto":
+            found, why = "plain", "inductor takes no others"
+        else:
+            found, why = cpu_layouts.lay_out(modules, choice)
         self.decided["layout"] = f"{found}: {why}"
         return found
 

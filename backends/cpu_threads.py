@@ -26,10 +26,8 @@ from lantern_hpu.backends.base import Pace
 OTHER_BITS = 3.0  # times faster than all threads, to be taken although it rounds otherwise
 LESS = 0.95  # of the time with more threads: what fewer of them must save
 WORSE = 1.1  # times the best: past it, still fewer threads are not tried
-TIMES, ENOUGH = (
-    5,
-    0.25,
-)  # a trial of the warm-up is so many steps, or as many as take so many seconds
+TIMES = 5  # steps of a trial in the warm-up
+ENOUGH = 0.25  # seconds of one: it need not be longer
 SLOW = 2.5  # times what a step took when the threads were chosen: they are chosen anew
 LAST = 3  # steps whose median is looked at
 PATIENCE = 100  # more threads are tried again after so many times what trying took

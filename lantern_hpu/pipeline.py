@@ -153,9 +153,9 @@ class LanternPipeline:
                 loaded = opened.load(place)
                 if quantize is not None:
                     quantize_weights(loaded.target, quantize)
-                layout = backend.lay_out(loaded.stepping, layout)
-            how: dict[str, Any] = {"quantize": quantize, "layout": layout}
-            pipeline = cls(loaded, backend, graphs, given=given.resolved(), **how)
+                layout = backend.lay_out(loaded.stepping, layout, [graphs])
+            parts = given.resolved()
+            pipeline = cls(loaded, backend, graphs, given=parts, quantize=quantize, layout=layout)
             pipeline.load_seconds = time.perf_counter() - began
             return pipeline
         except BaseException:

@@ -157,6 +157,14 @@ def test_a_layout_that_is_not_offered_is_one_error(
     assert "torch was built without oneDNN" in shown and "try: --layout auto" in shown
 
 
+def test_what_inductor_compiles_stays_plain() -> None:
+    """It takes no opaque matrices, so a layout that was asked for is refused before a minute of warm-up."""
+    backend, models = get_backend("cpu"), tiny_models()
+    assert backend.lay_out(models, modes=["eager", "compile"]) == "plain"
+    with pytest.raises(DeviceError, match="cannot be compiled"):
+        backend.lay_out(models, "packed", ["compile"])
+
+
 def test_an_image_is_drawn_again_in_its_layout(model: Path, tmp_path: Path) -> None:
     needs_packing(torch.float32)
     first, again = tmp_path / "first.png", tmp_path / "again.png"

@@ -77,12 +77,15 @@ def open_pipeline(wanted: Wanted) -> LanternPipeline:
             graphs=wanted.mode,
             kernels=wanted.kernels,
             stretch=wanted.stretch,
+            layout="plain" if "compile" in wanted.modes else "auto",
         )
     began = time.perf_counter()
     backend = get_backend(wanted.device, wanted.mode)
     try:
         with backend.errors(), torch.no_grad():
-            model = make_model(wanted.entry, backend, wanted.dtype, wanted.kernels)
+            model = make_model(
+                wanted.entry, backend, wanted.dtype, wanted.kernels, modes=wanted.modes
+            )
         pipeline = LanternPipeline(model, backend, wanted.mode)
     except BaseException:
         backend.close()
