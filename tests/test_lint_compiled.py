@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -156,12 +155,6 @@ IDIOMS = {
     ),
     "step marks that do nothing": "y = compiled(model)(x.to('hpu'))\nhtcore.mark_step()\nassert near(y, twin(x))",
 }
-
-
-@pytest.fixture(autouse=True)
-def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test's log handlers would have torch describe each tensor to its trace, which reads it."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])
 
 
 def program(tmp_path: Path, body: str) -> tuple[Path, int]:

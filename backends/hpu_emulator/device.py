@@ -262,7 +262,9 @@ class Device:
     # Between host and device
 
     def sync(self, reason: str, rule: str) -> None:
-        """A host read: ends the graph and waits."""
+        """A host read: ends the graph and waits. What the tracers read for themselves is none of the program's."""
+        if self.traced and torch._guards.CompileContext.try_get() is not None:
+            return
         self.credit -= 1
         graphs = self.lazy or self.counts.graphs["launches"]
         within = self.credit >= 0 or not graphs
