@@ -1,4 +1,4 @@
-"""`lint --profile compile`: a program's compiled functions pass through the real tracers, and what they say is named."""
+"""`lint --profile compile`: compiled functions pass through the real tracers, and what they say is named."""
 
 from __future__ import annotations
 

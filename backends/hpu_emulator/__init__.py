@@ -140,7 +140,11 @@ def compiler_of(card: Device) -> Compiler:
 
 
 def traced_as(
-    backend: str, fullgraph: bool = False, dynamic: bool | None = None, options: Any = None, **rest: Any
+    backend: str,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    options: Any = None,
+    **rest: Any,
 ) -> dict[str, Any]:
     """What of the arguments of `torch.compile` the tracers care for."""
     fixed = bool((options or {}).get("force_static_compile"))

@@ -14,8 +14,8 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
 from functorch.compile import make_boxed_func
+from torch import fx, nn
 from torch._dynamo import output_graph, trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import Unsupported, UserError
@@ -58,7 +58,9 @@ class Compiler:
         @wraps(real)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.card.lazy:
-                self.card.findings.hit("H080", "torch.compile with hpu_backend in lazy mode", "error")
+                self.card.findings.hit(
+                    "H080", "torch.compile with hpu_backend in lazy mode", "error"
+                )
                 return real(*args, **kwargs)  # operator by operator
             known = len(output_graph.graph_break_reasons)
             try:
@@ -98,7 +100,12 @@ class Compiler:
             self.failed.clear()
             self.again[site] += 1
             if self.again[site] > VARIANTS and not self.card.warm:
-                hit("H024", f"compiled {1 + self.again[site]} times; the last time: {cause}", None, site)
+                hit(
+                    "H024",
+                    f"compiled {1 + self.again[site]} times; the last time: {cause}",
+                    None,
+                    site,
+                )
         if self.card.warm:
             self.card.counts.recompiles += 1
             hit("H020", cause)
@@ -139,7 +146,9 @@ class Launched(fx.Interpreter):
         if op.packet in checks.INDEXED and not checks.masked(op, args):
             indices = checks.index_tensors(op, args)
             accumulates = len(args) > 3 and args[3] is True
-            for rule, detail in checks.broken_indices(op.packet, args[0], indices, args, accumulates):
+            for rule, detail in checks.broken_indices(
+                op.packet, args[0], indices, args, accumulates
+            ):
                 self.card.findings.hit(rule, f"{op.name}: {detail}", "error", source(self.node))
         seed = self.card.draw_seed() if op.random else None
         return self.card.compute(op, target, args, kwargs, seed)
