@@ -166,6 +166,7 @@ def program(tmp_path: Path, body: str) -> tuple[Path, int]:
     return file, lines[0] if lines else 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*GALLERY, *ERRORS])
 def test_what_the_tracers_say_is_named_with_its_line(name: str, tmp_path: Path) -> None:
@@ -176,6 +177,7 @@ def test_what_the_tracers_say_is_named_with_its_line(name: str, tmp_path: Path) 
     assert (name.split()[0], bad, "error" if name in ERRORS else "warn") in found, found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", IDIOMS)
 def test_compiled_idiom_gives_the_cpus_numbers(name: str, tmp_path: Path) -> None:
