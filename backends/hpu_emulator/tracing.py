@@ -7,6 +7,7 @@ graph break, the guard whose failure compiled a function once more, a size that 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -81,7 +82,7 @@ class Compiler:
 
     def guard_failed(self, failure: Any) -> None:
         code = failure.orig_code
-        reason = str(failure.reason).partition(": ")[2].splitlines()[0]
+        reason = re.sub(r"^\d+/\d+: ", "", str(failure.reason)).splitlines()[0]
         self.failed.append((reason, (code.co_filename, code.co_firstlineno)))
 
     def note_breaks(self, breaks: Sequence[Any]) -> None:
