@@ -15,11 +15,12 @@ from functools import wraps
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
 from torch import fx, nn
-from torch._dynamo import output_graph, trace_rules
+from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import Unsupported, UserError
+from torch._dynamo.utils import graph_break_reasons
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lantern_hpu.backends.hpu_emulator import checks, ops
@@ -47,7 +48,7 @@ class Compiler:
 
     def compile(self, model: Any, fullgraph: bool, dynamic: bool | None) -> Any:
         """A function or module that is traced when it is called."""
-        made = torch._dynamo.optimize(
+        made: Any = torch._dynamo.optimize(
             self, nopython=fullgraph, dynamic=dynamic, guard_fail_fn=self.guard_failed
         )(model)
         if not isinstance(model, nn.Module):
@@ -63,7 +64,7 @@ class Compiler:
                     "H080", "torch.compile with hpu_backend in lazy mode", "error"
                 )
                 return real(*args, **kwargs)  # operator by operator
-            known = len(output_graph.graph_break_reasons)
+            known = len(graph_break_reasons)
             try:
                 with tracing(self.card):
                     return function(*args, **kwargs)
@@ -72,7 +73,7 @@ class Compiler:
                 self.card.findings.hit("H090", first_line(error), "error", site)
                 raise
             finally:
-                self.note_breaks(output_graph.graph_break_reasons[known:])
+                self.note_breaks(graph_break_reasons[known:])
                 if self.failed:  # a guard failed and nothing was compiled
                     reason, site = self.failed.pop()
                     self.failed.clear()
