@@ -20,7 +20,7 @@ from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.utils import graph_break_reasons
-from torch._functorch.aot_autograd import make_boxed_func
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lantern_hpu.backends.hpu_emulator import checks, ops
