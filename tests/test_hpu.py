@@ -114,13 +114,13 @@ def test_bfloat16_runs(model: Path) -> None:
 
 
 def planted(fault: Callable[[Step, Any], object]) -> Callable[[Step, Any], Any]:
-    real = Step.begin
+    real = Step.propose
 
-    def begin(self: Step, state: Any) -> Any:
+    def propose(self: Step, state: Any) -> Any:
         fault(self, state)
         return real(self, state)
 
-    return begin
+    return propose
 
 
 def growing(step: Step, state: Any) -> None:
@@ -167,7 +167,7 @@ def test_what_a_capture_would_keep_is_named_with_its_line(
     model: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rule, fault = KEPT[name]
-    monkeypatch.setattr(Step, "begin", planted(fault))
+    monkeypatch.setattr(Step, "propose", planted(fault))
     args = make_parser().parse_args(["--model", str(model), "--method", "ar"])
     (card,), _ = lint_model(args)
     assert (rule, __file__) in {(f.rule.id, f.file) for f in card.findings.errors}
@@ -176,7 +176,7 @@ def test_what_a_capture_would_keep_is_named_with_its_line(
 @pytest.mark.parametrize("name", FAULTS)
 def test_planted_fault_is_named(model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, fault = FAULTS[name]
-    monkeypatch.setattr(Step, "begin", planted(fault))
+    monkeypatch.setattr(Step, "propose", planted(fault))
     with emulated(model, "hpu_graph") as pipeline:
         with suppress(CaptureError):  # a fallback in a capture ends it, as on a card
             pipeline("a red apple", method="ar")
@@ -188,7 +188,7 @@ def test_planted_change_from_step_to_step_is_named(
     model: Path, rule: str, fault: Callable[[Step, Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such code cannot vary inside a graph; run operator by operator in lazy mode it recompiles."""
-    monkeypatch.setattr(Step, "begin", planted(fault))
+    monkeypatch.setattr(Step, "propose", planted(fault))
     monkeypatch.setattr("lantern_hpu.graphs.hpu.HPUGraphRunner.__call__", run_and_mark)
     with emulated(model, "hpu_graph") as pipeline:
         pipeline("a red apple", method="ar")

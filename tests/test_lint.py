@@ -229,3 +229,31 @@ def test_bad_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["--script", str(tmp_path / "none.py")]) == 2
     said = capsys.readouterr().err
     assert "unknown method 'magic'" in said and "there is no" in said
+
+
+BEFORE = """
+import os
+os.environ["PT_HPU_MAX_COMPOUND_OP_SIZE"] = "2"
+os.environ.setdefault("PT_HPU_LAZY_MODE", "1")
+{more}
+import torch
+import habana_frameworks.torch as ht
+x = torch.ones(4, device="hpu")
+for _ in range(7):
+    x = x + 1
+"""
+
+
+def test_flag_set_before_the_import_counts(tmp_path: Path) -> None:
+    file = tmp_path / "flags.py"
+    file.write_text(BEFORE.format(more=""))
+    card, ended = lint_script(file, [], lazy=True)
+    assert ended is None and card.findings.errors == []
+    assert card.counts.launches == 4  # eight operators, two at a time
+
+
+def test_flag_that_asks_for_the_other_mode_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "flags.py"
+    file.write_text(BEFORE.format(more='os.environ["PT_HPU_LAZY_MODE"] = "0"'))
+    card, _ = lint_script(file, [], lazy=True)
+    assert {(f.rule.id, f.line) for f in card.findings.errors} == {("H080", 7)}

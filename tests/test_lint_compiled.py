@@ -1,8 +1,7 @@
-"""`lint --profile compile`: a program's compiled functions pass through the real tracers, and what they say is named."""
+"""`lint --profile compile`: compiled functions pass through the real tracers, and what they say is named."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -158,12 +157,6 @@ IDIOMS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test's log handlers would have torch describe each tensor to its trace, which reads it."""
-    monkeypatch.setattr(logging.getLogger("torch.__trace"), "handlers", [])
-
-
 def program(tmp_path: Path, body: str) -> tuple[Path, int]:
     """The program's file, and the line with BAD."""
     source = START + body + "\n"
@@ -173,6 +166,7 @@ def program(tmp_path: Path, body: str) -> tuple[Path, int]:
     return file, lines[0] if lines else 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*GALLERY, *ERRORS])
 def test_what_the_tracers_say_is_named_with_its_line(name: str, tmp_path: Path) -> None:
@@ -183,6 +177,7 @@ def test_what_the_tracers_say_is_named_with_its_line(name: str, tmp_path: Path) 
     assert (name.split()[0], bad, "error" if name in ERRORS else "warn") in found, found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", IDIOMS)
 def test_compiled_idiom_gives_the_cpus_numbers(name: str, tmp_path: Path) -> None:

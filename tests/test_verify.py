@@ -125,3 +125,15 @@ def test_processor_draws_what_the_plain_step_draws(
     assert main(["--device", "cpu", "--model", str(model), "--output", str(file)]) == 0
     found = states(file)
     assert found["lantern++"] == found["attention"] == "confirmed"
+
+
+@pytest.mark.slow
+def test_emulated_card_draws_what_the_processor_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run, "stages_of", lambda device: [Stage("methods", "hpu_graph")])
+    monkeypatch.setattr(run, "items_of", lambda stage: [("lantern++", "the CPU's tokens")])
+    file, model = tmp_path / "card.json", write_folder(tmp_path / "tiny")
+    main(["--emulate", "--model", str(model), "--output", str(file)])
+    (found,) = (r for r in json.loads(file.read_text())["results"] if r["item"] == "lantern++")
+    assert found["state"] == "confirmed" and found["numbers"]["recompiles after warm-up"] == 0

@@ -98,7 +98,7 @@ class Importer(MetaPathFinder, Loader):
         if self.card.loaded or module.__name__ == ROOT:
             return
         self.card.loaded = True
-        self.card.flags |= {n: v for n, v in os.environ.items() if n.startswith("PT_")}
+        self.card.read_flags({n: v for n, v in os.environ.items() if n.startswith("PT_")})
         wanted = os.environ.get(LAZY_MODE)
         if wanted is not None and (wanted != "0") != self.card.lazy:
             self.card.findings.hit("H080", f"{LAZY_MODE}={wanted}, and this is the other mode")
@@ -140,7 +140,11 @@ def compiler_of(card: Device) -> Compiler:
 
 
 def traced_as(
-    backend: str, fullgraph: bool = False, dynamic: bool | None = None, options: Any = None, **rest: Any
+    backend: str,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    options: Any = None,
+    **rest: Any,
 ) -> dict[str, Any]:
     """What of the arguments of `torch.compile` the tracers care for."""
     fixed = bool((options or {}).get("force_static_compile"))

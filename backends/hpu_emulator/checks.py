@@ -285,8 +285,7 @@ def clamped(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments on the CPU with every index inside its dimension; advanced ones may count from the end."""
     from_end = op.packet.startswith("index_put") or op.packet in ("index", "take")
     bounded = {
-        id(i): i.clamp(-size if from_end else 0, size - 1)
-        for size, i in index_tensors(op, args)
+        id(i): i.clamp(-size if from_end else 0, size - 1) for size, i in index_tensors(op, args)
     }
 
     def change(value: Any) -> Any:

@@ -68,7 +68,9 @@ class Device:
     """One emulated card."""
 
     def __init__(self, lazy: bool = True, flags: Mapping[str, str] | None = None) -> None:
-        self.lazy, self.flags = lazy, dict(flags or {})
+        self.lazy = lazy
+        self.flags: dict[str, str] = {}
+        self.read_flags(flags or {})
         self.modules: dict[str, ModuleType] = {}  # habana_frameworks
         self.counts = Counts()
         self.recording: Recording | None = None
@@ -80,9 +82,6 @@ class Device:
         self.variants: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
         self.generator = torch.Generator().manual_seed(0)
         self.warm = self.inside = False
-        self.most = int(self.flags.get("PT_HPU_MAX_COMPOUND_OP_SIZE", 0)) or 2**63
-        self.staged = self.most  # operators that a graph may gather now
-        self.dynamic_shapes = flag(self.flags, "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES")
         self.credit, self.uploaded = CREDIT, 0
         self.modes: tuple[AbstractContextManager[Any], ...] = ()
         self.loaded = True  # whether the bridge was imported, which is when it reads its flags
@@ -92,6 +91,13 @@ class Device:
         self.rehearsed: Run | None = None
         self.warned: set[str] = set()  # functions that said once that they do nothing
         self.in_use = self.peak = self.largest = 0
+
+    def read_flags(self, flags: Mapping[str, str]) -> None:
+        """As the bridge does while it is imported."""
+        self.flags |= flags
+        self.most = int(self.flags.get("PT_HPU_MAX_COMPOUND_OP_SIZE", 0)) or 2**63
+        self.staged = self.most  # operators that a graph may gather now
+        self.dynamic_shapes = flag(self.flags, "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES")
 
     # Operators
 
@@ -262,7 +268,9 @@ class Device:
     # Between host and device
 
     def sync(self, reason: str, rule: str) -> None:
-        """A host read: ends the graph and waits."""
+        """A host read: ends the graph and waits. What the tracers read for themselves is none of the program's."""
+        if self.traced and torch._guards.CompileContext.try_get() is not None:
+            return
         self.credit -= 1
         graphs = self.lazy or self.counts.graphs["launches"]
         within = self.credit >= 0 or not graphs

@@ -144,8 +144,12 @@ def is_fake(value: object) -> bool:
 
 def through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """An operator that is being traced: what is inside, wrapped again."""
-    inner = {n: torch.device("cpu") if n == "device" and v is not None else v for n, v in kwargs.items()}
-    raw_args, raw_kwargs = tree_map(lambda v: v.raw if isinstance(v, HPUTensor) else v, (args, inner))
+    inner = {
+        n: torch.device("cpu") if n == "device" and v is not None else v for n, v in kwargs.items()
+    }
+    raw_args, raw_kwargs = tree_map(
+        lambda v: v.raw if isinstance(v, HPUTensor) else v, (args, inner)
+    )
     made = func(*raw_args, **raw_kwargs)
     to_host = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cpu"
     if to_host:

@@ -7,6 +7,7 @@ graph break, the guard whose failure compiled a function once more, a size that 
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,11 +15,12 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
-from functorch.compile import make_boxed_func
-from torch._dynamo import output_graph, trace_rules
+from torch import fx, nn
+from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import Unsupported, UserError
+from torch._dynamo.utils import graph_break_reasons
+from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lantern_hpu.backends.hpu_emulator import checks, ops
@@ -46,7 +48,7 @@ class Compiler:
 
     def compile(self, model: Any, fullgraph: bool, dynamic: bool | None) -> Any:
         """A function or module that is traced when it is called."""
-        made = torch._dynamo.optimize(
+        made: Any = torch._dynamo.optimize(
             self, nopython=fullgraph, dynamic=dynamic, guard_fail_fn=self.guard_failed
         )(model)
         if not isinstance(model, nn.Module):
@@ -58,9 +60,11 @@ class Compiler:
         @wraps(real)
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.card.lazy:
-                self.card.findings.hit("H080", "torch.compile with hpu_backend in lazy mode", "error")
+                self.card.findings.hit(
+                    "H080", "torch.compile with hpu_backend in lazy mode", "error"
+                )
                 return real(*args, **kwargs)  # operator by operator
-            known = len(output_graph.graph_break_reasons)
+            known = len(graph_break_reasons)
             try:
                 with tracing(self.card):
                     return function(*args, **kwargs)
@@ -69,7 +73,7 @@ class Compiler:
                 self.card.findings.hit("H090", first_line(error), "error", site)
                 raise
             finally:
-                self.note_breaks(output_graph.graph_break_reasons[known:])
+                self.note_breaks(graph_break_reasons[known:])
                 if self.failed:  # a guard failed and nothing was compiled
                     reason, site = self.failed.pop()
                     self.failed.clear()
@@ -79,7 +83,7 @@ class Compiler:
 
     def guard_failed(self, failure: Any) -> None:
         code = failure.orig_code
-        reason = str(failure.reason).partition(": ")[2].splitlines()[0]
+        reason = re.sub(r"^\d+/\d+: ", "", str(failure.reason)).splitlines()[0]
         self.failed.append((reason, (code.co_filename, code.co_firstlineno)))
 
     def note_breaks(self, breaks: Sequence[Any]) -> None:
@@ -98,7 +102,12 @@ class Compiler:
             self.failed.clear()
             self.again[site] += 1
             if self.again[site] > VARIANTS and not self.card.warm:
-                hit("H024", f"compiled {1 + self.again[site]} times; the last time: {cause}", None, site)
+                hit(
+                    "H024",
+                    f"compiled {1 + self.again[site]} times; the last time: {cause}",
+                    None,
+                    site,
+                )
         if self.card.warm:
             self.card.counts.recompiles += 1
             hit("H020", cause)
@@ -139,7 +148,9 @@ class Launched(fx.Interpreter):
         if op.packet in checks.INDEXED and not checks.masked(op, args):
             indices = checks.index_tensors(op, args)
             accumulates = len(args) > 3 and args[3] is True
-            for rule, detail in checks.broken_indices(op.packet, args[0], indices, args, accumulates):
+            for rule, detail in checks.broken_indices(
+                op.packet, args[0], indices, args, accumulates
+            ):
                 self.card.findings.hit(rule, f"{op.name}: {detail}", "error", source(self.node))
         seed = self.card.draw_seed() if op.random else None
         return self.card.compute(op, target, args, kwargs, seed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from html import escape
 from itertools import groupby
 from typing import Any
@@ -58,10 +59,28 @@ def page(report: dict[str, Any]) -> str:
         f"<table>{about}</table>",
         f"<h2>this machine</h2><table>{checks}</table>" if checks else "",
     ]
-    for stage, results in groupby(report["results"], lambda result: result["stage"]):
-        ordered = sorted(results, key=lambda result: STATES.index(result["state"]))
-        parts.append(f"<h2>{escape(stage)}</h2><table>{''.join(map(line, ordered))}</table>")
+    stages = [
+        (stage, sorted(results, key=lambda result: STATES.index(result["state"])))
+        for stage, results in groupby(report["results"], lambda result: result["stage"])
+    ]
+    parts.append(overview(stages))
+    for stage, results in stages:
+        table = f"<table>{''.join(map(line, results))}</table>"
+        parts.append(f"<h2 id='{escape(stage)}'>{escape(stage)}</h2>{table}")
     return "\n".join(part for part in parts if part)
+
+
+def overview(stages: Sequence[tuple[str, list[dict[str, Any]]]]) -> str:
+    """How many answers of each state a stage has, and how long it took."""
+    lines = ["<tr><th>stage</th>", *(f"<th>{state}</th>" for state in STATES), "<th></th></tr>"]
+    for stage, results in stages:
+        found = Counter(result["state"] for result in results)
+        seconds = sum(result["seconds"] for result in results)
+        cells = (f"<td class={s if found[s] else ''}>{found[s]}</td>" for s in STATES)
+        name = escape(stage)
+        lines.append(f"<tr><td><a href='#{name}'>{name}</a></td>{''.join(cells)}")
+        lines.append(f"<td>{seconds:.0f} s</td></tr>")
+    return f"<h2>answers</h2><table>{''.join(lines)}</table>" if stages else ""
 
 
 def rows(cells: Any) -> str:
