@@ -103,7 +103,7 @@ def make_model(
     """
     config, number, device = step_sizes(entry), backend.dtype(dtype), backend.device
     assert config.drafter is not None
-    check_room(entry.name, config, backend, named(number))
+    check_room(entry.name, config, backend, named(number), mapped=False)
     chosen = backend.kernels(kernels, number)
     torch.manual_seed(seed)
     with shapes_only():

@@ -259,23 +259,29 @@ def check_room(
     dtype: str,
     keep_text: str = "host",
     quantize: str | None = None,
+    mapped: bool = True,
 ) -> None:
     """Refuse, before it is loaded, a model that cannot draw even one image on a device, one token a step.
 
-    A processor is not asked: its memory can be swapped out.
+    A processor is not asked where weights lie in files: what it has no room for is read again.
+
+    Args:
+        mapped: whether they do.
 
     Raises:
         DeviceError: too little memory is free; it says how much is needed, and what would fit.
     """
-    free = backend.memory().free
-    if backend.is_host or free is None:
+    memory = backend.memory()
+    free = memory.total if backend.is_host and not mapped else memory.free
+    if free is None or (backend.is_host and mapped):
         return
     setup = Setup(dtype, 1, False, DraftTree.root_only(), keep_text, quantize=quantize)
     need = peak(model, setup)
     if need <= free:
         return
     best = next(iter(backend.dtypes))
-    device = Device(free, f"free on {backend.name}", best, backend.quantized)
+    where = f"all of the {backend.name}'s" if backend.is_host else f"free on {backend.name}"
+    device = Device(free, where, best, backend.quantized)
     why, *fitting = verdict(model, setup, device)
     hint = " ".join(line.strip() for line in fitting)
     raise DeviceError(f"{name} needs {amount(need)}", why, hint)
