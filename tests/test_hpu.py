@@ -69,7 +69,7 @@ def test_same_tokens_as_the_cpu(model: Path, method: str, graphs: str) -> None:
         assert not error_rules(pipeline)
 
 
-@pytest.mark.parametrize("method", ["lantern++", "scd", "sjd-pac"])
+@pytest.mark.parametrize("method", mostly_slow(["lantern++", "scd", "sjd-pac"], "scd"))
 def test_clusters_are_recorded_and_draw_the_tokens_of_the_cpu(model: Path, method: str) -> None:
     want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
     with emulated(model) as pipeline:

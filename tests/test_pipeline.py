@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from lantern_hpu import generate
@@ -75,6 +76,14 @@ def test_a_picture_may_be_wider_than_high(tmp_path: Path, method: str) -> None:
     assert generate.main([*words, "--prompt", "a cat", "--output", str(out)]) == 0
     width, height = Image.open(out).size
     assert width * 3 == height * 5
+
+
+def test_code_vectors_are_what_the_tokenizer_looks_up(model: Path) -> None:
+    own = LanternPipeline.from_pretrained(str(model), device="cpu").model
+    assert own.vq is not None
+    looked_up = own.vq.quantize.look_up(torch.arange(own.codes))
+    assert own.code_vectors.shape == (own.vocabulary, looked_up.shape[1])
+    torch.testing.assert_close(own.code_vectors[: own.codes], looked_up)
 
 
 @pytest.mark.parametrize("relaxation", [EXACT, *PRESETS.values()], ids=str)
