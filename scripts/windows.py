@@ -29,7 +29,7 @@ from tqdm import tqdm
 from lantern_hpu.config import Request
 from lantern_hpu.decode.drafting import WindowDrafting
 from lantern_hpu.errors import require
-from lantern_hpu.evaluate.fidelity import prompts_of
+from lantern_hpu.evaluate.fidelity import interval, prompts_of
 from lantern_hpu.ops.sampling import gather, gather_rows
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results import RunTiming
@@ -49,12 +49,17 @@ class Drawn:
 
     prompts: list[str]
     tokens: NDArray[np.int64]  # [n, N]
-    steps: int
+    steps: NDArray[np.int64]  # [n]
 
     @property
-    def tokens_per_step(self) -> float:
-        """The bonus token included, the one of admission not."""
-        return self.tokens.shape[0] * (self.tokens.shape[1] - 1) / self.steps
+    def tokens_per_step(self) -> str:
+        """The bonus token included, the one of admission not; with the 95 % interval of the images' mean."""
+        added = self.tokens.shape[1] - 1
+        mean, around = (
+            added * len(self.steps) / self.steps.sum(),
+            interval(list(added / self.steps)),
+        )
+        return f"{mean:.2f}" if around is None else f"{mean:.2f} ± {around:.2f}"
 
 
 def draw(pipeline: LanternPipeline, tree: Tree, seeds: Sequence[int], batch: int) -> Drawn:
@@ -64,10 +69,11 @@ def draw(pipeline: LanternPipeline, tree: Tree, seeds: Sequence[int], batch: int
     spec = pipeline.spec(requests, tree, min(batch, len(requests)))
     engine = pipeline.engines.get(replace(spec, open=len(requests) > batch))
     pipeline.prepare(engine, requests, RunTiming())
-    tokens, steps = np.zeros((len(seeds), pipeline.model.target.config.tokens), np.int64), 0
+    tokens = np.zeros((len(seeds), pipeline.model.target.config.tokens), np.int64)
+    steps = np.zeros(len(seeds), np.int64)
     with tqdm(total=len(seeds), desc=tree.name, unit="image", file=sys.stderr) as bar:
         for index, done in pipeline.stream(engine, requests):
-            tokens[index], steps = done.tokens, steps + done.steps
+            tokens[index], steps[index] = done.tokens, done.steps
             bar.update()
     return Drawn([request.prompt for request in requests], tokens, steps)
 
@@ -121,7 +127,10 @@ def stale_laws() -> Iterator[None]:
 
 @torch.no_grad()
 def features(pipeline: LanternPipeline, drawn: Drawn, batch: int) -> NDArray[np.float64]:
-    """What images are compared by [n, F]; the first two have mean 0 for whatever draws exactly."""
+    """What images are compared by [n, 4]; the first two have mean 0 for whatever draws exactly.
+
+    Few, since each more raises what the largest of them has to pass.
+    """
     config, codes = pipeline.model.target.config, pipeline.model.code_vectors.cpu()  # [V, dim]
     found = []
     for start in range(0, len(drawn.tokens), batch):
@@ -134,8 +143,7 @@ def features(pipeline: LanternPipeline, drawn: Drawn, batch: int) -> NDArray[np.
         vectors = codes[tokens].double().unflatten(1, config.grid)  # [b, h, w, dim]
         right = (vectors[:, :, 1:] - vectors[:, :, :-1]).square().sum(-1).mean((1, 2))
         lower = (vectors[:, 1:] - vectors[:, :-1]).square().sum(-1).mean((1, 2))
-        columns = [nats.mean(1), mass.mean(1), right, lower]
-        found.append(torch.cat([torch.stack(columns, 1), vectors.mean((1, 2))], 1))
+        found.append(torch.stack([nats.mean(1), mass.mean(1), right, lower], 1))
     return torch.cat(found).numpy()
 
 
@@ -198,7 +206,7 @@ def guesses(pipeline: LanternPipeline, images: int, widths: Sequence[int], batch
         for width in widths:
             trees = [Window.of(rule, width, guess=guess) for guess in GUESSES]
             found = [draw(pipeline, tree, range(images), batch).tokens_per_step for tree in trees]
-            lines.append((f"`{rule}`", str(width), *(f"{figure:.2f}" for figure in found)))
+            lines.append((f"`{rule}`", str(width), *found))
             print(*lines[-1], file=sys.stderr)
     return markdown(("rule", "W", *GUESSES), lines)
 
@@ -207,12 +215,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what windows promise and what they gain.")
     parser.add_argument("what", choices=("same", "law", "guesses"))
     parser.add_argument("--model", default="builtin")
-    parser.add_argument("--images", type=int, help="same: 200, law: 64, guesses: 8")
+    parser.add_argument("--images", type=int, help="same: 200, law: 128, guesses: 8")
     parser.add_argument("--widths", default="4,8,16,32,64", help="of guesses")
     parser.add_argument("--window", type=int, default=16, help="of same and law (16)")
     parser.add_argument("--batch-size", type=int, default=8)
     args = parser.parse_args()
-    images = args.images or {"same": 200, "law": 64, "guesses": 8}[args.what]
+    images = args.images or {"same": 200, "law": 128, "guesses": 8}[args.what]
     require(images % 8 == 0, "--images", images, "a multiple of 8, so that pairs share prompts")
     pipeline = LanternPipeline.from_pretrained(args.model, graphs="eager")
     if args.what == "same":
