@@ -15,6 +15,7 @@ from lantern_hpu import generate
 from lantern_hpu.config import Request, Sampling
 from lantern_hpu.decode.engine import KEPT
 from lantern_hpu.errors import OptionError
+from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.relaxation import EXACT, PRESETS, Additive, Relaxation, read
 from lantern_hpu.tree import DraftTree, load_static
@@ -80,7 +81,7 @@ def test_a_picture_may_be_wider_than_high(tmp_path: Path, method: str) -> None:
 
 def test_code_vectors_are_what_the_tokenizer_looks_up(model: Path) -> None:
     own = LanternPipeline.from_pretrained(str(model), device="cpu").model
-    assert own.vq is not None
+    assert isinstance(own.vq, VQModel)
     looked_up = own.vq.quantize.look_up(torch.arange(own.codes))
     assert own.code_vectors.shape == (own.vocabulary, looked_up.shape[1])
     torch.testing.assert_close(own.code_vectors[: own.codes], looked_up)
