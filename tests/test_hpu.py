@@ -25,6 +25,7 @@ from lantern_hpu.graphs import make_runner
 from lantern_hpu.lint import lint_model, make_parser
 from lantern_hpu.ops import kernels
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.relaxation import PRESETS
 from tests.marks import mostly_slow
 
 
@@ -66,6 +67,18 @@ def test_same_tokens_as_the_cpu(model: Path, method: str, graphs: str) -> None:
             pairs = zip(got.images, expected.images, strict=True)
             assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
         assert not error_rules(pipeline)
+
+
+@pytest.mark.parametrize("method", mostly_slow(["lantern++", "scd", "sjd-pac"], "scd"))
+def test_clusters_are_recorded_and_draw_the_tokens_of_the_cpu(model: Path, method: str) -> None:
+    want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
+    with emulated(model) as pipeline:
+        got = pipeline(PROMPTS, seed=3, method=method, relaxation=PRESETS["gsd"])
+        expected = want(PROMPTS, seed=3, method=method, relaxation=PRESETS["gsd"])
+        assert got.tokens.tolist() == expected.tokens.tolist()
+        assert (got.graph["captures"], got.graph["recompiles_after_warmup"]) == (2, 0)
+        device = got.graph["device"]
+        assert device["cpu_fallbacks"] == device["lint_errors"] == device["lint_warnings"] == 0
 
 
 @pytest.mark.slow

@@ -8,12 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 
 from lantern_hpu import generate
 from lantern_hpu.config import Request, Sampling
 from lantern_hpu.decode.engine import KEPT
 from lantern_hpu.errors import OptionError
+from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.relaxation import EXACT, PRESETS, Additive, Relaxation, read
 from lantern_hpu.tree import DraftTree, load_static
@@ -75,6 +77,14 @@ def test_a_picture_may_be_wider_than_high(tmp_path: Path, method: str) -> None:
     assert generate.main([*words, "--prompt", "a cat", "--output", str(out)]) == 0
     width, height = Image.open(out).size
     assert width * 3 == height * 5
+
+
+def test_code_vectors_are_what_the_tokenizer_looks_up(model: Path) -> None:
+    own = LanternPipeline.from_pretrained(str(model), device="cpu").model
+    assert isinstance(own.vq, VQModel)
+    looked_up = own.vq.quantize.look_up(torch.arange(own.codes))
+    assert own.code_vectors.shape == (own.vocabulary, looked_up.shape[1])
+    torch.testing.assert_close(own.code_vectors[: own.codes], looked_up)
 
 
 @pytest.mark.parametrize("relaxation", [EXACT, *PRESETS.values()], ids=str)

@@ -47,29 +47,33 @@ class Clusters(nn.Module):
             p, q: [B, V] probabilities, or [B, n, V] with one distribution per token.
             token: [B, n]. limits: [B, 3], see `Relaxation.limits`.
         """
-        if p.dim() == 2:
-            p = p[:, None].expand(-1, token.shape[1], -1)
-            q = None if q is None else q[:, None].expand_as(p)
         code, inside = self.members(p, token, limits)
-        mass = (gather(p, 2, code) * inside).sum(-1)
+        mass = (of_each(p, code) * inside).sum(-1)
         if q is None:
             return mass
-        drawn = gather(q, 2, token[..., None])[..., 0]
-        return mass * (drawn / (gather(q, 2, code) * inside).sum(-1).clamp(min=TINY))
+        drawn = of_each(q, token[..., None])[..., 0]
+        return mass * (drawn / (of_each(q, code) * inside).sum(-1).clamp(min=TINY))
 
     def members(self, p: Tensor, token: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
         """Codes [B, n, 2 ranks + 1] around each token in the order of probability, and which are of its cluster.
 
         Args:
-            p: [B, n, V]. token: [B, n]. limits: [B, 3].
+            p: [B, V] or [B, n, V]. token: [B, n]. limits: [B, 3].
         """
-        order = p.sort(-1, descending=True).indices.int()  # [B, n, V]
+        order = p.sort(-1, descending=True).indices.int()  # as p
         places = torch.zeros_like(order).scatter(-1, order.long(), self.token.expand_as(order))
-        place = gather(places, 2, token[..., None]) + self.offset  # [B, n, 2 ranks + 1]
-        code = gather(order, 2, place.clamp(min=0, max=p.shape[-1] - 1))
+        place = of_each(places, token[..., None]) + self.offset  # [B, n, 2 ranks + 1]
+        code = of_each(order, place.clamp(min=0, max=p.shape[-1] - 1))
         ranks, gap, distance = limits[:, :, None, None].unbind(1)  # [B, 1, 1] each
-        own, mass = gather(p, 2, token[..., None]), gather(p, 2, code)
+        own, mass = of_each(p, token[..., None]), of_each(p, code)
         apart = (self.codes[code] - self.codes[token][:, :, None]).square().sum(-1)
         near = (self.offset.abs() <= ranks) & ((mass - own).abs() < gap) & (apart < distance)
         there = (place >= 0) & (place < p.shape[-1]) & (torch.minimum(own, mass) > 0)
         return code, (near & there) | (self.offset == 0)
+
+
+def of_each(table: Tensor, index: Tensor) -> Tensor:
+    """What a table [B, n, V], or one [B, V] for all n, has at index [B, n, m]: [B, n, m]."""
+    if table.dim() == 2:
+        table = table[:, None].expand(-1, index.shape[1], -1)
+    return gather(table, 2, index)

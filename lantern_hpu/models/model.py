@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lantern_hpu.config import Sampling
@@ -106,9 +105,8 @@ class ImageModel:
         vectors = self.codebook.detach().float()
         if isinstance(self.vq, VQModel):
             vectors = self.vq.quantize.project(vectors)
-        # What closes a row stands alone in its place, and is of no cluster
-        rows = F.pad(vectors, (0, 0, 0, self.vocabulary - self.codes))
-        return rows.to(self.target.device)
+        # What closes a row, and spare codes, are of no cluster: nothing has mass beside them
+        return vectors[torch.arange(self.vocabulary) % self.codes].to(self.target.device)
 
     def nearest(self, k: int) -> Tensor:
         """The k nearest other codes of each code, on the target's device: [V, k] int32."""
