@@ -104,7 +104,9 @@ def tiny_entry(like: str) -> registry.Entry:
     entry = registry.entries()[like]
     sizes: dict[str, Any] = {"layers": 2, "dim": 32, "heads": 2, "ffn_dim": 48, "prefix": 4}
     tables: dict[str, Any] = {"vocab_size": 64, "embed_rows": 96, "grid": (4, 4)}
-    target = replace(entry.config.target, **sizes, **tables)
+    real = entry.config.target
+    kv_heads = 1 if real.kv < real.heads else None
+    target = replace(real, kv_heads=kv_heads, **sizes, **tables)
     config = replace(entry.config, target=target)
     return replace(entry, name="tiny", config=config, sampling={**entry.sampling, "top_k": 20})
 
@@ -326,7 +328,39 @@ def test_random_weights_have_steps_and_no_images(random_report: Report) -> None:
     assert any("mean nothing" in note for note in random_report["notes"])
 
 
-@pytest.mark.parametrize("name", RANDOM.values())
+FAMILIES = ("janus-pro-1b", "lumina-mgpt-7b-768", "emu3-gen")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_each_family_is_timed_with_random_weights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Made small in width, with the grammar, head and embedding that the family has."""
+    known = registry.entries() | {"tiny": tiny_entry(name)}
+    monkeypatch.setattr(registry, "entries", lambda: known)
+    file = tmp_path / "random.json"
+    what = ["--random-weights", "tiny", "--methods", "ar,scd", "--batch-sizes", "1"]
+    how = ["--steps", "2", "--graphs", "eager", "--output", str(file)]
+    assert bench.main([*what, *how]) == 0
+    rows = read_report(file)["rows"]
+    assert [row["method"] for row in rows] == ["ar", "scd"]
+    assert all(row["ms_per_step"] > 0 for row in rows)
+
+
+def test_random_weights_that_a_machine_cannot_hold_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before any of them is made: they lie in no file that could be read again."""
+    monkeypatch.setattr("lantern_hpu.decode.memory.free_bytes", lambda backend: 24 * 10**9)
+    how = ["--device", "cpu", "--dtype", "float32", "--output", str(tmp_path / "x.json")]
+    for name in ("emu3-gen", "lumina-mgpt-7b-768", "janus-pro-7b"):
+        assert bench.main(["--random-weights", name, *how]) == 2
+        said = capsys.readouterr().err
+        assert f"{name} needs" in said and "does not fit in 24.0 GB (free on cpu)" in said
+    assert not (tmp_path / "x.json").exists()
+
+
+@pytest.mark.parametrize("name", [*RANDOM.values(), *FAMILIES])
 def test_random_models_have_the_sizes_of_the_real_ones(name: str) -> None:
     entry = registry.entries()[name]
     config = step_sizes(entry)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lantern_hpu.evaluate import crew
 from lantern_hpu.evaluate.__main__ import main
 from lantern_hpu.evaluate.drawing import columns
 from lantern_hpu.evaluate.folder import read_picture
@@ -107,6 +110,29 @@ def test_a_finished_run_draws_nothing_again(
     monkeypatch.delattr(LanternPipeline, "draw")
     assert evaluated(model, folder) == 0
     assert figures(folder) == figures(finished)
+
+
+@pytest.mark.slow
+def test_pieces_done_by_others_in_any_order_are_the_same_evaluation(
+    model: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What two workers do, here in one process: each opens the model anew, and the last piece is done first."""
+
+    def shared(
+        opener: str, arguments: list[Any], work: list[list[int]], workers: int, *device: Any
+    ) -> Iterator[tuple[list[int], Any]]:
+        assert opener == "lantern_hpu.evaluate.crew:open_worker" and workers == 2
+        hands = [crew.open_worker(*pickle.loads(pickle.dumps(arguments))) for _ in range(workers)]
+        for i, numbers in enumerate(reversed(work)):
+            yield numbers, hands[i % workers](numbers)
+
+    monkeypatch.setattr(crew, "shared", shared)
+    assert evaluated(model, tmp_path / "out", "--workers", "2") == 0
+    assert figures(tmp_path / "out") == figures(finished)
+    for file in sorted((finished / "pictures").rglob("*.png"))[::16]:
+        other = tmp_path / "out" / file.relative_to(finished)
+        assert read_picture(file).tobytes() == read_picture(other).tobytes()
+    assert "Workers drew the pictures" in (tmp_path / "out" / "evaluation.md").read_text()
 
 
 @pytest.mark.slow

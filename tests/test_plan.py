@@ -91,6 +91,27 @@ def test_files_are_counted_as_they_are_loaded(public: Path, name: str) -> None:
     assert model == replace(loaded.config, text=model.text)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ar", "scd", "sjd-pac"])
+@pytest.mark.parametrize("name", ["janus-pro", "lumina-mgpt", "emu3"])
+def test_a_plan_covers_what_a_card_holds_at_its_peak(public: Path, name: str, method: str) -> None:
+    """Loading, prefill, a step and a picture on the emulated card, which counts what is alive."""
+    from contextlib import closing
+
+    from lantern_hpu.config import Request
+    from lantern_hpu.pipeline import LanternPipeline
+
+    where: dict[str, Any] = {"device": "hpu", "emulate": True, "dtype": "float32"}
+    with closing(LanternPipeline.from_pretrained(str(public / name), **where)) as pipeline:
+        request = Request("red", 0, pipeline.model.sampling)
+        tree = pipeline.choose(method).tree
+        pipeline.warm_up(pipeline.engines.get(pipeline.spec([request], tree, 1)), request)
+        peak = pipeline.backend.memory().peak
+        assert peak is not None
+        planned = memory.peak(pipeline.model.config, memory.Setup("float32", 1, True, tree))
+        assert 0.4 * planned < peak <= planned
+
+
 def test_a_published_model_and_its_converted_copy_count_the_same(public: Path) -> None:
     for name in FOLDERS:
         assert memory.phases(counted(public / name), setup(tree=None)) == memory.phases(

@@ -434,7 +434,9 @@ def test_preset_lantern_scores_a_synthetic_llamagen(tmp_path: Path) -> None:
     file.write_text(json.dumps({"annotations": entries}))
     model = f"--model {tmp_path / 'public/llamagen-t2i-256'} --preset lantern --metrics clip"
     rows = "--rows ar,lantern:delta-0.2,lantern++:lambda-5 --tree chain"
-    rest = f"--prompts-file {file} --clip {clip} --rounds 4 --no-floor --output {out}"
+    rest = (
+        f"--prompts-file {file} --clip {clip} --rounds 4 --no-floor --batch-size 3 --output {out}"
+    )
     assert main(f"{model} {rows} {rest}".split()) == 0
     found = json.loads((out / "evaluation.json").read_text())
     assert found["settings"]["sampling"] == {

@@ -354,3 +354,26 @@ def test_profile_counts_what_the_report_counts(model: Path) -> None:
     assert first["offered"] == [[found["tried"][0]] * 3, [first["offered"][1][0]] * 2 + [0]]
     assert later["offered"][1][1:] == [0, 0]  # the second child has one child
     assert found["tried"][1] == first["offered"][1][0] + later["offered"][1][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["janus-pro", "emu3"])
+def test_a_family_without_a_drafter_gets_one_by_command(
+    tmp_path: Path, prompts: Path, name: str
+) -> None:
+    """Two steps: what is kept drafts, and greedy pictures stay what they were."""
+    pytest.importorskip("transformers")
+    from scripts import make_synthetic_checkpoints as synthetic
+
+    synthetic.write_all(tmp_path / "public", only={name})
+    folder, model = tmp_path / "drafter", tmp_path / "public" / name
+    sizes = "--samples 8 --batch 1 --steps 2 --measured 1 --unroll 2 --device cpu".split()
+    where = ["--model", str(model), "--data", str(prompts), "--output", str(folder)]
+    assert main(["drafter", *where, *sizes]) == 0
+    assert report(folder)["steps"] == 2 and report(folder)["eagle"]["tokens_per_step"] >= 1
+    common = ["--model", str(model), "--prompt", "red", "--temperature", "0", "--device", "cpu"]
+    plain, drafted = tmp_path / "ar.png", tmp_path / "eagle.png"
+    assert generate([*common, "--method", "ar", "--output", str(plain)]) == 0
+    drafts = ["--method", "eagle", "--tree", "chain", "--drafter", str(folder)]
+    assert generate([*common, *drafts, "--output", str(drafted)]) == 0
+    assert Image.open(plain).tobytes() == Image.open(drafted).tobytes()
