@@ -34,6 +34,7 @@ from lantern_hpu.decode.memory import check_room
 from lantern_hpu.decode.spec import Spec, together
 from lantern_hpu.errors import OptionError, require
 from lantern_hpu.graphs import check_mode
+from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.files.load import Opened, open_model
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.model import ImageModel, Placement
@@ -263,13 +264,18 @@ class LanternPipeline:
             "batch_size": size,
         }
 
-    def spec(self, requests: Sequence[Request], tree: Tree, size: int) -> Spec:
+    def spec(
+        self, requests: Sequence[Request], tree: Tree, size: int, drafter: Drafter | None = None
+    ) -> Spec:
         """What fixes the graph for these requests.
+
+        Args:
+            drafter: in place of the model's.
 
         Raises:
             OptionError: they cannot share one, or the tree needs a drafter and there is none.
         """
-        if tree.needs_drafter and self.model.drafter is None:
+        if tree.needs_drafter and (drafter or self.model.drafter) is None:
             why, hint = f"{self.model.name} has no drafter", ", ".join(["ar", *WINDOWS])
             what = f"the tree {tree.name} cannot be drafted"
             raise OptionError(what, why, f"--method {hint}, or --drafter FOLDER")

@@ -15,7 +15,6 @@ from jsonschema import Draft202012Validator
 
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Backend
-from lantern_hpu.decode import memory
 from lantern_hpu.bench import __main__ as bench
 from lantern_hpu.bench import measure, rates, run
 from lantern_hpu.bench.cases import RANDOM, Case, Wanted, cases_of, pairs_for, settle
@@ -352,7 +351,7 @@ def test_random_weights_that_a_machine_cannot_hold_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before any of them is made: they lie in no file that could be read again."""
-    monkeypatch.setattr(memory, "available_bytes", lambda: 24 * 10**9)
+    monkeypatch.setattr("lantern_hpu.decode.memory.free_bytes", lambda backend: 24 * 10**9)
     how = ["--device", "cpu", "--dtype", "float32", "--output", str(tmp_path / "x.json")]
     for name in ("emu3-gen", "lumina-mgpt-7b-768", "janus-pro-7b"):
         assert bench.main(["--random-weights", name, *how]) == 2

@@ -57,7 +57,7 @@ def profile(
         callback: called after each step with the tokens known in the slowest image.
     """
     size = size or len(requests)
-    engine = pipeline.engines.make(pipeline.spec(requests, tree, size), "eager", drafter)
+    engine = pipeline.engines.make(pipeline.spec(requests, tree, size, drafter), "eager", drafter)
     counts, steps, total = ChildCounts.none(tree), 0, pipeline.model.target.config.tokens
     for start in range(0, len(requests), size):
         batch = list(requests[start : start + size])

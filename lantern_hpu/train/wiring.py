@@ -66,7 +66,7 @@ def wasted(pipeline: LanternPipeline, prompt: str, seed: int = 0) -> int:
     chain = DraftTree.from_paths("chain", [[0] * length for length in range(1, DEPTH + 1)])
     requests = [Request(prompt, seed, pipeline.model.sampling)]
     echo = Echo(pipeline.model.target)
-    engine = pipeline.engines.make(pipeline.spec(requests, chain, 1), "eager", echo)
+    engine = pipeline.engines.make(pipeline.spec(requests, chain, 1, echo), "eager", echo)
     echo.state = engine.state
     pipeline.warm_up(engine, requests[0])
     steps = pipeline.draw_batch(engine, requests)[0].steps

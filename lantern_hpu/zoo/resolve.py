@@ -77,7 +77,7 @@ def exists(path: Path) -> bool:
 def known(entry: Entry, found: Located, where: str) -> Parts:
     """The parts of a known model, wherever they are."""
     size, sampling, paths = entry.image_size, dict(entry.sampling), found.items()
-    own = {role: path for role, path in paths if path is not None}
+    own: dict[str, Any] = {role: path for role, path in paths if path is not None}
     return Parts(entry.name, where, **own, image_size=size, sampling=sampling)
 
 
