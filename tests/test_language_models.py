@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lantern_hpu import convert, generate
 from lantern_hpu.backends import get_backend
-from lantern_hpu.config import WINDOWS, Request, Sampling
+from lantern_hpu.config import Request, Sampling
 from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.models.config import DrafterConfig
 from lantern_hpu.models.files.load import open_model

@@ -213,8 +213,8 @@ def test_saved_features_draw_what_their_encoder_draws(
     padded = torch.zeros(1, 120, tensor.shape[1])
     padded[0, : len(tensor)] = tensor
     np.save(tmp_path / f"{prompt}.npy", padded.numpy())
-    for name, given in (("one", one), ("many", many)):
-        assert drawn(public / TEXT, tmp_path / name, "--text-encoder", given) == 0
+    for name, place in (("one", one), ("many", many)):
+        assert drawn(public / TEXT, tmp_path / name, "--text-encoder", place) == 0
         assert same_pictures(tmp_path / "t5", tmp_path / name)
     file, shown = tmp_path / f"{prompt}.npy", tmp_path / "alone.png"
     given = ("--text-encoder", file, "--seed", "1")

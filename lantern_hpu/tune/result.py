@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from lantern_hpu.evaluate.counts import ChildCounts
 from lantern_hpu.tree import DraftTree
@@ -31,17 +31,47 @@ class Figures:
         return cls(tokens / each, step, step * slowest / (images * tokens))
 
 
-@dataclass(frozen=True)
-class TreeRow:
-    """A tree; the one-node tree is `ar`."""
+class Measured:
+    """A tree that was drawn with; the one-node tree is `ar`."""
 
     tree: DraftTree
-    expected: Figures
     measured: Figures
 
     @property
     def name(self) -> str:
         return self.tree.name if self.tree.depth else "ar"
+
+
+Row = TypeVar("Row", bound=Measured)
+
+
+class Ranking(Generic[Row]):
+    """`ar`, then what was measured beside it."""
+
+    rows: Sequence[Row]
+
+    @property
+    def best(self) -> Row:
+        """The fastest but `ar`."""
+        return min(self.rows[1:], key=lambda row: row.measured.ms_per_token)
+
+    @property
+    def ar_wins(self) -> bool:
+        """Whether one token a step was measured to be faster still."""
+        return self.rows[0].measured.ms_per_token <= self.best.measured.ms_per_token
+
+    @property
+    def fastest(self) -> str:
+        return "ar" if self.ar_wins else self.best.name
+
+
+@dataclass(frozen=True)
+class TreeRow(Measured):
+    """A tree, with what was expected of it."""
+
+    tree: DraftTree
+    expected: Figures
+    measured: Figures
 
     @property
     def pairs(self) -> list[tuple[float, float]]:
@@ -63,7 +93,7 @@ class TreeRow:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class Tuning(Ranking[TreeRow]):
     """All that was found.
 
     Attributes:
@@ -73,17 +103,3 @@ class Tuning:
     counts: ChildCounts
     costs: Costs
     rows: Sequence[TreeRow]
-
-    @property
-    def best(self) -> TreeRow:
-        """The fastest tree as measured."""
-        return min(self.rows[1:], key=lambda row: row.measured.ms_per_token)
-
-    @property
-    def ar_wins(self) -> bool:
-        """Whether one token a step was measured to be faster still."""
-        return self.rows[0].measured.ms_per_token <= self.best.measured.ms_per_token
-
-    @property
-    def fastest(self) -> str:
-        return "ar" if self.ar_wins else self.best.name

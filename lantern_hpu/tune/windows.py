@@ -9,7 +9,7 @@ from typing import Any
 from lantern_hpu.config import METHODS
 from lantern_hpu.tables import markdown
 from lantern_hpu.tree import DraftTree, Window
-from lantern_hpu.tune.result import Figures
+from lantern_hpu.tune.result import Figures, Measured, Ranking
 from lantern_hpu.tune.tuner import Tuner
 
 WIDTHS = (8, 16, 32, 64)
@@ -23,38 +23,21 @@ HEAD = "window, nodes, tokens a step, ms a step, ms a token, x ar".split(", ")
 
 
 @dataclass(frozen=True)
-class WindowRow:
-    """A window; the one-node tree is `ar`."""
+class WindowRow(Measured):
+    """A window."""
 
     tree: DraftTree
     measured: Figures
-
-    @property
-    def name(self) -> str:
-        return self.tree.name if self.tree.depth else "ar"
 
     def as_json(self) -> dict[str, Any]:
         return {"tree": self.name, "nodes": self.tree.size, "measured": asdict(self.measured)}
 
 
 @dataclass(frozen=True)
-class WindowTuning:
+class WindowTuning(Ranking[WindowRow]):
     """`ar`, then the windows by width."""
 
     rows: Sequence[WindowRow]
-
-    @property
-    def best(self) -> WindowRow:
-        """The fastest window."""
-        return min(self.rows[1:], key=lambda row: row.measured.ms_per_token)
-
-    @property
-    def ar_wins(self) -> bool:
-        return self.rows[0].measured.ms_per_token <= self.best.measured.ms_per_token
-
-    @property
-    def fastest(self) -> str:
-        return "ar" if self.ar_wins else self.best.name
 
 
 def windows(method: str, tokens: int, widths: Sequence[int] = WIDTHS) -> list[Window]:
