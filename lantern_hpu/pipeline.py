@@ -240,7 +240,8 @@ class LanternPipeline:
 
     def fastest(self, size: int) -> tuple[str, str | Tree | None]:
         """What `auto` is: as measured with this model, or with none that needs a drafter where there is none."""
-        measured = self.model.fastest.get(self.backend.measured_as)
+        device, known = self.backend.measured_as, self.model.fastest
+        measured = known.get(f"{device}:{size}") or known.get(device)
         if self.model.drafter is not None:
             return measured or ("lantern++", None)
         if measured is not None and not method_of(measured[0]).needs_drafter:

@@ -42,6 +42,13 @@ def untrained(target: dict[str, Any]) -> dict[str, Tensor]:
     return Drafter(TransformerConfig(**target), DrafterConfig()).state_dict()
 
 
+def fastest(text: str) -> tuple[str, list[str | None]]:
+    """DEVICE=METHOD+TREE as `model.json` has it."""
+    device, _, what = text.partition("=")
+    method, _, tree = what.partition("+")
+    return device, [method, tree or None]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Put the trained parts into a model folder.")
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
@@ -53,9 +60,9 @@ def main() -> None:
     parser.add_argument("--top-k", type=int, default=0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument(
-        "--fastest-cpu",
-        default="ar",
-        help="METHOD or METHOD,TREE, as measured by lantern_hpu.bench",
+        "--fastest",
+        default="cpu:1=jacobi,cpu=ar",
+        help="DEVICE=METHOD or DEVICE=METHOD+TREE, as measured by lantern_hpu.bench; DEVICE:1 is of one image at a time",
     )
     arguments = parser.parse_args()
     data: Path = arguments.data_dir
@@ -91,7 +98,7 @@ def main() -> None:
             "top_k": arguments.top_k,
             "top_p": arguments.top_p,
         },
-        "fastest": {"cpu": [*arguments.fastest_cpu.split(","), None][:2]},
+        "fastest": dict(map(fastest, arguments.fastest.split(","))),
     }
     write_file(arguments.output / "model.json", json.dumps(config, indent=1).encode(), force=True)
 

@@ -22,6 +22,13 @@ from lantern_hpu.tree import DraftTree, load_static
 from tests.folder import write_folder
 
 
+def test_auto_is_what_was_fastest_for_so_many_images(model: Path) -> None:
+    pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
+    pipeline.model.fastest = {"cpu:1": ("jacobi", "jacobi:3"), "cpu": ("ar", None)}
+    one, several = pipeline.choose("auto", size=1), pipeline.choose("auto", size=2)
+    assert (one.method, one.tree.name, several.method) == ("jacobi", "jacobi:3:law", "ar")
+
+
 @pytest.mark.slow
 def test_twenty_different_requests_keep_four_engines_and_free_the_others(model: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")

@@ -52,7 +52,7 @@ class ImageModel:
     condition: Conditioner
     vq: Tokenizer | None  # None: its tokens become no pictures
     sampling: Sampling  # default settings
-    # Device name to [method, tree or None]: the fastest that was measured there
+    # Device name, or `cpu:1` for one image at a time, to [method, tree or None]: the fastest that was measured there
     fastest: dict[str, tuple[str, str | None]] = field(default_factory=dict)
     neighbour_table: Path | None = None  # a published one; otherwise one is computed
     notes: list[str] = field(default_factory=list)  # what a user should know of its parts

@@ -397,7 +397,7 @@ def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
     model, config = pipeline.model, pipeline.model.target.config
     if model.vq is None:
         raise OptionError(f"{model.name} cannot be served", "nothing decodes its tokens", "--vq")
-    usual = pipeline.choose(AUTO).method
+    usual = pipeline.choose(AUTO, size=options.slots).method
     names = options.methods or tuple(dict.fromkeys((usual, "ar")))
     served = {}
     for name in names:
