@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument(
         "--fastest",
         default="cpu:1=jacobi,cpu=ar",
-        help="DEVICE=METHOD or DEVICE=METHOD+TREE, as measured by lantern_hpu.bench; DEVICE:1 is of one image at a time",
+        help="DEVICE=METHOD or DEVICE=METHOD+TREE, as lantern_hpu.bench measured; DEVICE:1 is of one image at a time",
     )
     arguments = parser.parse_args()
     data: Path = arguments.data_dir
