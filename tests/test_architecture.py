@@ -38,7 +38,7 @@ RANK = {room: i for i, layer in enumerate(LAYERS) for room in layer}
 # Whatever runs inside a recording
 CAPTURED = (
     *("ops/*.py", "models/transformer.py", "models/drafter.py", "decode/drafting/*.py"),
-    *(f"decode/{n}.py" for n in "accept admit positions sampler step tree_tables".split()),
+    *(f"decode/{n}.py" for n in "accept admit clusters positions sampler step tree_tables".split()),
 )
 DEVICES = {"cpu", "cuda", "hpu", "mps", "xpu"}
 HOST_READS = {"item", "tolist", "cpu", "numpy", "nonzero", "unique", "masked_select"}

@@ -106,6 +106,7 @@ RELAXED = {
 SAMPLED = ("cfg_scale", "temperature", "top_k", "top_p")
 OTHERS = ("prompt", "model", "n", "size", "user", "seed", "stream", "partial_images")
 FIELDS = (*OTHERS, *FIXED, "method", "tree", *SAMPLED, *RELAXED)
+CLUSTERS = ("relax_ranks", "relax_distance", "relax_gap")
 WHOLE = {"n", "seed", "partial_images", "top_k", "relax_k", "relax_ranks"}
 WORDS = {"prompt", "model", "size", "user", "method", "tree", "relax", "residual"}
 
@@ -198,9 +199,9 @@ def read_call(body: bytes, menu: Menu) -> Call:
         if not 0 <= seed <= MAX_SEED - count:
             raise refuse("seed", seed, f"0 to {MAX_SEED - count}")
         requests = [Request(prompt, seed + i, sampling, relaxation) for i in range(count)]
-        check_graph(menu.spec_of(requests[0], served.tree), served, menu)
+        check_graph(menu.spec_of(requests[0], served.tree), served, menu, given)
     except LanternError as error:
-        raise translated(error) from error
+        raise translated(error, given) from error
     return Call(served, requests, stream, shows)
 
 
@@ -233,7 +234,7 @@ def read_relaxation(given: Mapping[str, Any], served: Served) -> Relaxation:
     return served.relaxation if asked is None else relaxation or EXACT
 
 
-def check_graph(need: Spec, served: Served, menu: Menu) -> None:
+def check_graph(need: Spec, served: Served, menu: Menu, given: Mapping[str, Any]) -> None:
     """Raise an ApiError where a request needs what the recorded step does not do."""
     has, method = served.spec, served.method
     if need.guidance and not has.guidance:
@@ -253,15 +254,17 @@ def check_graph(need: Spec, served: Served, menu: Menu) -> None:
         raise refuse("relax_omega", "given", f"none: {method} is served without weights of depth")
     if need.ranks > has.ranks:
         most = f"up to {has.ranks}" if has.ranks else "none; some where the server has --allow gsd"
-        raise refuse("relax_ranks", need.ranks, most)
+        asked = next((name for name in CLUSTERS if name in given), "relax")
+        raise refuse(asked, given.get(asked), most)
     if need.neighbours and need.residual != has.residual:
         raise refuse("residual", need.residual, has.residual)
 
 
-def translated(error: LanternError) -> ApiError:
-    """An error of options, whose names are those of a command line, as one of fields."""
+def translated(error: LanternError, given: Mapping[str, Any]) -> ApiError:
+    """An error of options, whose names are those of a command line, as one of the fields that were given."""
     text = re.sub(
         r"--([a-z][a-z-]*)", lambda m: m[1].replace("-", "_"), " ".join(str(error).split())
     )
     named = [name for name in FIELDS if re.search(rf"\b{name}\b", text)]
-    return ApiError(400, text, max(named, key=len) if named else None, "invalid_value")
+    best = max(named, key=lambda name: (name in given, len(name)), default=None)
+    return ApiError(400, text, best, "invalid_value")

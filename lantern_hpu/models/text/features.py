@@ -85,7 +85,9 @@ class SavedFeatures:
             OptionError: there are none of a prompt. WeightsError: they are unreadable, or for another target.
         """
         self.prepare(prompts)
-        features, valid = left_padded([self.real(prompt) for prompt in prompts], self.prefix)
+        features, valid = left_padded(
+            [self.real(prompt) for prompt in prompts], self.prefix, self.width, self.dtype
+        )
         return TextFeatures(features.to(self.device), valid.to(self.device))
 
     def notes(self, prompt: str) -> list[str]:

@@ -71,7 +71,9 @@ class T5Conditioner:
             WeightsError: the encoder or its tokenizer cannot be loaded.
         """
         self.prepare(prompts)
-        features, valid = left_padded([self._known[prompt] for prompt in prompts], self.prefix)
+        features, valid = left_padded(
+            [self._known[prompt] for prompt in prompts], self.prefix, self.width, self.dtype
+        )
         return TextFeatures(features.to(self.device), valid.to(self.device))
 
     def prepare(self, prompts: Sequence[str]) -> None:

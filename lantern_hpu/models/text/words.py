@@ -19,9 +19,11 @@ class TextFeatures(NamedTuple):
     valid: Tensor  # [B, P] bool
 
 
-def left_padded(rows: Sequence[Tensor], prefix: int) -> TextFeatures:
+def left_padded(
+    rows: Sequence[Tensor], prefix: int, width: int, dtype: torch.dtype
+) -> TextFeatures:
     """Features of several prompts [v, C], v <= P each, behind zeros: [B, P, C] and [B, P]."""
-    features = rows[0].new_zeros(len(rows), prefix, rows[0].shape[1])  # [B, P, C]
+    features = torch.zeros(len(rows), prefix, width, dtype=dtype)  # [B, P, C]
     valid = torch.zeros(features.shape[:2], dtype=torch.bool, device=features.device)
     for place, known in enumerate(rows):
         features[place, prefix - len(known) :] = known
