@@ -21,6 +21,8 @@ import habana_frameworks.torch as ht
 import habana_frameworks.torch.core as htcore
 from lantern_hpu.lint import warmed_up
 
+pytestmark = pytest.mark.slow
+
 class Step(nn.Module):
     def __init__(self):
         super().__init__()

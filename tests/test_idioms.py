@@ -393,6 +393,8 @@ assert len(seen) == 1
 """,
     "several processes, of which this is one (h, v, m)": """
 from habana_frameworks.torch.distributed.hccl import initialize_distributed_hpu
+
+pytestmark = pytest.mark.slow
 size, rank, local = initialize_distributed_hpu()
 assert (size, rank, local) == (1, 0, 0)
 """,

@@ -16,6 +16,8 @@ from torch import nn
 import habana_frameworks.torch as ht
 import habana_frameworks.torch.core as htcore
 from lantern_hpu.lint import warmed_up
+
+pytestmark = pytest.mark.slow
 torch.manual_seed(0)
 
 class Layer(nn.Module):

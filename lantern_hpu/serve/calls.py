@@ -11,7 +11,7 @@ import math
 import re
 import secrets
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -260,7 +260,7 @@ def check_graph(need: Spec, served: Served, menu: Menu, given: Mapping[str, Any]
         raise refuse("residual", need.residual, has.residual)
 
 
-def translated(error: LanternError, given: Mapping[str, Any]) -> ApiError:
+def translated(error: LanternError, given: Collection[str] = ()) -> ApiError:
     """An error of options, whose names are those of a command line, as one of the fields that were given."""
     text = re.sub(
         r"--([a-z][a-z-]*)", lambda m: m[1].replace("-", "_"), " ".join(str(error).split())
