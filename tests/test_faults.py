@@ -13,6 +13,8 @@ import pytest
 
 from lantern_hpu.lint import main
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import random
 import torch
@@ -20,8 +22,6 @@ from torch import nn
 import habana_frameworks.torch as ht
 import habana_frameworks.torch.core as htcore
 from lantern_hpu.lint import warmed_up
-
-pytestmark = pytest.mark.slow
 
 class Step(nn.Module):
     def __init__(self):

@@ -12,6 +12,8 @@ import pytest
 
 from lantern_hpu.lint import lint_script
 
+pytestmark = pytest.mark.slow
+
 START = """
 import copy, io, os
 import torch
@@ -393,8 +395,6 @@ assert len(seen) == 1
 """,
     "several processes, of which this is one (h, v, m)": """
 from habana_frameworks.torch.distributed.hccl import initialize_distributed_hpu
-
-pytestmark = pytest.mark.slow
 size, rank, local = initialize_distributed_hpu()
 assert (size, rank, local) == (1, 0, 0)
 """,

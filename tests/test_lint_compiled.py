@@ -8,6 +8,8 @@ import pytest
 
 from lantern_hpu.lint import lint_script, main
 
+pytestmark = pytest.mark.slow
+
 START = """
 import copy
 import torch
@@ -16,8 +18,6 @@ from torch import nn
 import habana_frameworks.torch as ht
 import habana_frameworks.torch.core as htcore
 from lantern_hpu.lint import warmed_up
-
-pytestmark = pytest.mark.slow
 torch.manual_seed(0)
 
 class Layer(nn.Module):
