@@ -357,7 +357,7 @@ def test_profile_counts_what_the_report_counts(model: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["janus-pro", "emu3"])
+@pytest.mark.parametrize("name", ["janus-pro"])
 def test_a_family_without_a_drafter_gets_one_by_command(
     tmp_path: Path, prompts: Path, name: str
 ) -> None:
