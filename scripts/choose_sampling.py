@@ -24,7 +24,7 @@ from lantern_hpu.evaluate.attributes import small
 from lantern_hpu.evaluate.painted import Painted, within
 from lantern_hpu.evaluate.statistics import figures
 from lantern_hpu.files import write_file
-from lantern_hpu.results import encode
+from lantern_hpu.results import Drawn, encode
 from lantern_hpu.tables import markdown
 from scripts.readme_pictures import PROMPTS, sheet
 
@@ -39,9 +39,13 @@ def setting(text: str) -> Sampling:
 
 def draw(pipeline: LanternPipeline, requests: Sequence[Request], title: str) -> list[Image.Image]:
     """Their pictures, by `ar`."""
-    tree = pipeline.choose("ar", None, None, 8).tree
+    tree = pipeline.choose("ar").tree
     with tqdm(total=len(requests), desc=title, unit="image") as bar:
-        return pipeline.draw(requests, tree, "ar", 8, keep=lambda *_: bar.update() and None).images
+
+        def count(index: int, drawn: Drawn) -> None:
+            bar.update()
+
+        return pipeline.draw(requests, tree, "ar", 8, keep=count).images
 
 
 def main() -> None:

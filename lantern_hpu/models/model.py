@@ -105,8 +105,7 @@ class ImageModel:
         vectors = self.codebook.detach().float()
         if isinstance(self.vq, VQModel):
             vectors = self.vq.quantize.project(vectors)
-        # What closes a row, and spare codes, are of no cluster: nothing has mass beside them
-        return vectors[torch.arange(self.vocabulary) % self.codes].to(self.target.device)
+        return self.of_vocabulary(vectors)
 
     def nearest(self, k: int) -> Tensor:
         """The k nearest other codes of each code, on the target's device: [V, k] int32."""
@@ -115,8 +114,13 @@ class ImageModel:
                 table = neighbours.kept_nearest(self.codebook, k)
             else:
                 table = neighbours.read_table(self.neighbour_table, k)
-            # What closes a row stands alone in its place, and spare codes stand nowhere: whoever is said to be near
-            # has no mass there.
-            table = table[torch.arange(self.vocabulary) % self.codes]
-            self._near[k] = table.to(self.target.device)
+            self._near[k] = self.of_vocabulary(table)
         return self._near[k]
+
+    def of_vocabulary(self, rows: Tensor) -> Tensor:
+        """Rows of the codes [codes, ...] as rows of all tokens, on the target's device: [V, ...].
+
+        What closes a row stands alone in its place, and spare codes stand nowhere: whoever is said to be near them
+        has no mass there, so any row serves.
+        """
+        return rows[torch.arange(self.vocabulary) % self.codes].to(self.target.device)

@@ -85,10 +85,8 @@ class SavedFeatures:
             OptionError: there are none of a prompt. WeightsError: they are unreadable, or for another target.
         """
         self.prepare(prompts)
-        features, valid = left_padded(
-            [self.real(prompt) for prompt in prompts], self.prefix, self.width, self.dtype
-        )
-        return TextFeatures(features.to(self.device), valid.to(self.device))
+        rows = [self.real(prompt) for prompt in prompts]
+        return left_padded(rows, self.prefix, self.width, self.dtype, self.device)
 
     def notes(self, prompt: str) -> list[str]:
         return []

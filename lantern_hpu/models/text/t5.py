@@ -71,10 +71,8 @@ class T5Conditioner:
             WeightsError: the encoder or its tokenizer cannot be loaded.
         """
         self.prepare(prompts)
-        features, valid = left_padded(
-            [self._known[prompt] for prompt in prompts], self.prefix, self.width, self.dtype
-        )
-        return TextFeatures(features.to(self.device), valid.to(self.device))
+        rows = [self._known[prompt] for prompt in prompts]
+        return left_padded(rows, self.prefix, self.width, self.dtype, self.device)
 
     def prepare(self, prompts: Sequence[str]) -> None:
         """Encode the prompts that are not known yet, then put the encoder where `keep` says.

@@ -20,15 +20,22 @@ class TextFeatures(NamedTuple):
 
 
 def left_padded(
-    rows: Sequence[Tensor], prefix: int, width: int, dtype: torch.dtype
+    rows: Sequence[Tensor],
+    prefix: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device | None,
 ) -> TextFeatures:
-    """Features of several prompts [v, C], v <= P each, behind zeros: [B, P, C] and [B, P]."""
+    """Features of several prompts [v, C], v <= P each, behind zeros: [B, P, C] and [B, P] on the device.
+
+    They are put together on the host, so that one copy goes up.
+    """
     features = torch.zeros(len(rows), prefix, width, dtype=dtype)  # [B, P, C]
-    valid = torch.zeros(features.shape[:2], dtype=torch.bool, device=features.device)
+    valid = torch.zeros(features.shape[:2], dtype=torch.bool)
     for place, known in enumerate(rows):
         features[place, prefix - len(known) :] = known
         valid[place, prefix - len(known) :] = True
-    return TextFeatures(features, valid)
+    return TextFeatures(features.to(device), valid.to(device))
 
 
 class TextConditioner(Protocol):
