@@ -66,9 +66,9 @@ class CPUBackend(Backend):
         self, modules: Sequence[nn.Module], choice: str = "auto", modes: Collection[str] = ()
     ) -> str:
         self.check_layout(choice)
-        if "compile" in modes and choice == "packed":
-            why, hint = "inductor takes no matrices in oneDNN's order", "--graphs eager"
-            raise DeviceError("--layout packed cannot be compiled", why, hint)
+        if "compile" in modes and choice in cpu_layouts.FORMS:
+            why, hint = "inductor takes no matrices in a library's order", "--graphs eager"
+            raise DeviceError(f"--layout {choice} cannot be compiled", why, hint)
         if "compile" in modes and choice == "auto":
             found, why = "plain", "inductor takes no others"
         else:

@@ -1,8 +1,9 @@
-"""How a processor's linear layers keep their matrices: as torch does, or packed once in the order that oneDNN reads.
+"""How a processor's linear layers keep their matrices: as torch does, or packed once for the library that multiplies.
 
-The packed form calls oneDNN as inductor's freezing does: torch has no public way to multiply a dense input by a packed
-matrix without copies. Its plain twin is `nn.Linear`; they agree within the rounding of the number format, not bit by
-bit, so which one runs is part of what an image is drawn with.
+`packed` calls oneDNN as inductor's freezing does: torch has no public way to multiply a dense input by a packed matrix
+without copies. `half` calls FBGEMM, which reads matrices of float16 and multiplies in float32: half of the bytes. The
+plain twin of both is `nn.Linear`; they agree within rounding, not bit by bit, so which one runs is part of what an
+image is drawn with.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,7 @@ from lantern_hpu.files import cache_folder, write_file
 
 LAYOUTS = {
     "packed": "each matrix in the order that oneDNN reads it: nothing is rearranged in a step",
+    "half": "float32 models: matrices in float16, packed for FBGEMM; inputs, products and sums stay float32",
     "plain": "as torch keeps it: exact float32 figures of version 0.1 hold",
 }
 LARGE = (
@@ -33,8 +35,7 @@ LARGE = (
 SAMPLED = 128 * 2**20  # bytes of the matrices that are timed: more than a core's share of a cache
 ROWS = (2, 12, 52)  # an image with guidance: one token, a chain of 6 nodes, a tree of 26
 ROUNDS = 3  # of each timing; the fastest counts
-GAIN = 0.95  # of the plain form's time: what packing must reach to be worth other rounding
-AGREE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}  # of the largest value
+HALF_MOST = torch.finfo(torch.float16).max
 
 
 class Linears(NamedTuple):
@@ -46,7 +47,13 @@ class Linears(NamedTuple):
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose matrix was packed once; for inference."""
+    """A linear layer whose matrix was packed once for oneDNN; for inference."""
+
+    agree: ClassVar = {
+        torch.float32: 1e-4,
+        torch.bfloat16: 2e-2,
+    }  # with plain; of the largest value
+    gain = 0.95  # of the best time so far: what it must reach to be worth other rounding
 
     def __init__(self, plain: nn.Linear) -> None:
         """
@@ -66,6 +73,34 @@ class PackedLinear(nn.Module):
         return found
 
 
+class HalfLinear(nn.Module):
+    """A float32 linear layer whose matrix was rounded to float16 and packed once for FBGEMM; for inference."""
+
+    agree: ClassVar = {torch.float32: 2e-3}
+    gain = 0.8
+
+    def __init__(self, plain: nn.Linear) -> None:
+        """
+        Raises:
+            RuntimeError: FBGEMM is not there, or a weight is beyond float16.
+        """
+        super().__init__()
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        weight = plain.weight.detach()
+        if not weight.abs().max() <= HALF_MOST:
+            raise RuntimeError(f"a weight is beyond float16's {HALF_MOST:.0f}")
+        self.packed = torch.ops.quantized.linear_prepack_fp16(weight, plain.bias)  # opaque
+
+    def forward(self, x: Tensor) -> Tensor:  # [.., in] -> [.., out]
+        found: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+        return found
+
+
+Form = type[PackedLinear] | type[HalfLinear]
+FORMS: dict[str, Form] = {"packed": PackedLinear, "half": HalfLinear}
+Shares = dict[str, dict[int, float]]  # time in that of plain: by form, by rows of the input
+
+
 def linears(modules: Iterable[nn.Module]) -> Iterator[Linears]:
     """The layers that can be packed; those in 8 bits have a form of their own."""
     for module in modules:
@@ -75,10 +110,10 @@ def linears(modules: Iterable[nn.Module]) -> Iterator[Linears]:
                     yield Linears(parent, name, child)
 
 
-def pack(found: Iterable[Linears]) -> None:
-    """Put the packed form in the place of each; one matrix at a time is held twice."""
+def replace(found: Iterable[Linears], form: Form) -> None:
+    """Put a form in the place of each; one matrix at a time is held twice."""
     for parent, name, layer in found:
-        setattr(parent, name, PackedLinear(layer))
+        setattr(parent, name, form(layer))
 
 
 @torch.no_grad()
@@ -87,55 +122,77 @@ def lay_out(modules: Sequence[nn.Module], choice: str = "auto") -> tuple[str, st
 
     Args:
         modules: of one number format, without gradients.
-        choice: `plain`, `packed`, or `auto`: packed where that is faster here; a float32 model that caches may hold
-            stays plain, so that its figures are the same on every processor.
+        choice: one of `LAYOUTS`, or `auto`: the fastest here; a float32 model that caches may hold stays plain, so
+            that its figures are the same on every processor.
 
     Raises:
-        DeviceError: `packed` was asked for, and oneDNN does not offer it here.
+        DeviceError: the one asked for is not offered here.
     """
     found = list(linears(modules))
     if choice == "plain" or not found:
         return "plain", "asked for" if choice == "plain" else "there is nothing to pack"
-    dtype = found[0].layer.weight.dtype
-    hindrance = obstacle(dtype)
-    if choice == "packed":
-        if hindrance:
-            raise DeviceError("--layout packed cannot be used here", hindrance, "--layout auto")
-        pack(found)
-        return "packed", "asked for"
-    if hindrance:
-        return "plain", hindrance
-    held = sum(layer.weight.nbytes for _, _, layer in found)
-    if dtype == torch.float32 and held < LARGE:
+    layers = [layer for _, _, layer in found]
+    hindrances = {name: obstacle(form, layers) for name, form in FORMS.items()}
+    if choice != "auto":
+        if why := hindrances[choice]:
+            raise DeviceError(f"--layout {choice} cannot be used here", why, "--layout auto")
+        replace(found, FORMS[choice])
+        return choice, "asked for"
+    offered = [name for name, why in hindrances.items() if not why]
+    if not offered:
+        return "plain", hindrances["packed"]
+    held = sum(layer.weight.nbytes for layer in layers)
+    if layers[0].weight.dtype == torch.float32 and held < LARGE:
         return "plain", f"{held / 2**20:.0f} MiB of float32: its exact figures are kept"
-    shares = known_shares([layer for _, _, layer in found])
-    told = ", ".join(f"{share:.2f} for {rows}" for rows, share in shares.items())
-    why = f"packed took {told} rows of plain's time on this processor"
-    if sum(shares.values()) / len(shares) > GAIN:
-        return "plain", why
-    pack(found)
-    return "packed", why
+    shares = known_shares(layers, offered)
+    best = fastest_form(shares)
+    if best != "plain":
+        replace(found, FORMS[best])
+    return best, f"{told(shares)} rows of plain's time on this processor"
 
 
-def obstacle(dtype: torch.dtype) -> str:
-    """Why layers of a number format cannot be packed here, or nothing."""
-    if not torch.backends.mkldnn.is_available():
+def fastest_form(shares: Shares) -> str:
+    """The form that needs the smallest share on average, each only if it gains enough over those before it."""
+    best, least = "plain", 1.0
+    for name, by_rows in shares.items():
+        share = sum(by_rows.values()) / len(by_rows)
+        if share <= FORMS[name].gain * least:
+            best, least = name, share
+    return best
+
+
+def told(shares: Shares) -> str:
+    return "; ".join(
+        f"{name} took " + ", ".join(f"{share:.2f} for {rows}" for rows, share in by_rows.items())
+        for name, by_rows in shares.items()
+    )
+
+
+def obstacle(form: Form, layers: Sequence[nn.Linear]) -> str:
+    """Why these layers cannot take a form here, or nothing."""
+    dtype = layers[0].weight.dtype
+    if form is PackedLinear and not torch.backends.mkldnn.is_available():
         return "torch was built without oneDNN"
-    if dtype not in AGREE:
-        return f"oneDNN packs {', '.join(str(d).removeprefix('torch.') for d in AGREE)} here"
+    if dtype not in form.agree:
+        offered = ", ".join(str(each).removeprefix("torch.") for each in form.agree)
+        return f"it is made for {offered}"
     plain = nn.Linear(64, 48, dtype=dtype)
     x = torch.linspace(-1, 1, 4 * 64).to(dtype).unflatten(0, (4, 64))
     try:
-        off = (PackedLinear(plain)(x) - plain(x)).abs().max()
+        off = (form(plain)(x) - plain(x)).abs().max()
     except (RuntimeError, AttributeError) as error:
-        return f"oneDNN packs none here ({str(error).splitlines()[0]})"
-    return "" if off <= AGREE[dtype] * plain(x).abs().max() else "oneDNN's product is off here"
+        return f"torch does not offer it here ({str(error).splitlines()[0]})"
+    if off > form.agree[dtype] * plain(x).abs().max():
+        return "its products are off here"
+    if form is HalfLinear and not all(layer.weight.abs().max() <= HALF_MOST for layer in layers):
+        return f"a weight is beyond float16's {HALF_MOST:.0f}"
+    return ""
 
 
 # ------------------------------------------------------------------------------------ by the clock
 
 
-def known_shares(layers: Sequence[nn.Linear]) -> dict[int, float]:
+def known_shares(layers: Sequence[nn.Linear], forms: Sequence[str]) -> Shares:
     """`measured_shares`, from the cache if these sizes were timed on this processor; they are put there otherwise.
 
     Where nothing can be written they are timed every time.
@@ -143,8 +200,8 @@ def known_shares(layers: Sequence[nn.Linear]) -> dict[int, float]:
     file = kept_in(layers)
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         read = json.loads(file.read_text(encoding="utf-8"))["shares"]
-        return {rows: float(read[str(rows)]) for rows in ROWS}
-    shares = measured_shares(layers)
+        return {name: {rows: float(read[name][str(rows)]) for rows in ROWS} for name in forms}
+    shares = measured_shares(layers, forms)
     content = {"about": situation(layers), "shares": shares}
     with suppress(OutputError):
         write_file(file, json.dumps(content).encode(), force=True)
@@ -157,7 +214,7 @@ def kept_in(layers: Sequence[nn.Linear]) -> Path:
 
 
 def situation(layers: Sequence[nn.Linear]) -> dict[str, Any]:
-    """What decides how fast either form is."""
+    """What decides how fast a form is."""
     sizes = [f"{layer.out_features}x{layer.in_features}" for layer in layers]
     return {
         "processor": processor_name(),
@@ -168,26 +225,27 @@ def situation(layers: Sequence[nn.Linear]) -> dict[str, Any]:
     }
 
 
-def measured_shares(layers: Sequence[nn.Linear]) -> dict[int, float]:
-    """Time of the packed form in those of the plain one, by rows of the input; a fraction of a second."""
+def measured_shares(layers: Sequence[nn.Linear], forms: Sequence[str]) -> Shares:
+    """Time of each form in that of the plain one; a second or less."""
     sample = list[nn.Linear]()
     for layer in layers:
         sample.append(layer)
         if sum(each.weight.nbytes for each in sample) >= SAMPLED:
             break
-    packed, shares = [PackedLinear(layer) for layer in sample], dict[int, float]()
+    shaped = [sample, *([FORMS[name](layer) for layer in sample] for name in forms)]
+    shares: Shares = {name: {} for name in forms}
     for rows in ROWS:
         inputs = [torch.ones(rows, each.in_features, dtype=each.weight.dtype) for each in sample]
-        forms: tuple[Sequence[Callable[[Tensor], Tensor]], ...] = (sample, packed)
-        plain_s, packed_s = fastest(forms, inputs)
-        shares[rows] = packed_s / plain_s
+        plain_s, *others_s = fastest(shaped, inputs)
+        for name, seconds in zip(forms, others_s, strict=True):
+            shares[name][rows] = seconds / plain_s
     return shares
 
 
 def fastest(
     forms: Sequence[Sequence[Callable[[Tensor], Tensor]]], inputs: Sequence[Tensor]
 ) -> list[float]:
-    """Least seconds of each form over all inputs; they take turns, so that a busy moment meets both."""
+    """Least seconds of each form over all inputs; they take turns, so that a busy moment meets all."""
     least = [inf] * len(forms)
     for _ in range(ROUNDS):
         for number, form in enumerate(forms):

@@ -65,7 +65,9 @@ def add_running_options(group: Group) -> None:
     add("--keep-text", default="host", help=kept)
     add("--emulate", action="store_true", help=emulator)
     add("--kernels", default="auto", help="auto: the device's fused ones; plain: torch's (auto)")
-    packed = "packed once for the processor, plain, or auto: packed where that is faster (auto)"
+    packed = (
+        "packed once for the processor, half (float16, packed), plain, or auto: the fastest (auto)"
+    )
     add("--layout", help=f"of the matrices: {packed}")
     add("--threads", type=int, metavar="N", help="of the processor; 0 for the fastest number (0)")
     add_quantize_option(group)

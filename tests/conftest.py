@@ -35,6 +35,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.fixture(scope="session")
+def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every published format, small; tests only read it."""
+    pytest.importorskip("transformers")
+    from scripts.make_synthetic_checkpoints import write_all
+    from tests.once import made_once
+
+    return made_once(tmp_path_factory, "public", write_all)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests first, so that no worker begins one when the others are done."""
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)

@@ -44,7 +44,6 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.zoo.registry import entries
 from lantern_hpu.zoo.resolve import resolve
-from scripts import make_synthetic_checkpoints as synthetic
 from tests import numpy_twins as twins
 from tests.folder import write_folder
 from tests.marks import mostly_slow
@@ -62,14 +61,6 @@ FORMATS = {
     "Chameleon, vqgan.ckpt": (ANOLE, "a cat"),
     "Chameleon, decoder inside": ("anole-hub", "a cat"),
 }
-
-
-@pytest.fixture(scope="module")
-def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every format, small."""
-    root = tmp_path_factory.mktemp("public")
-    synthetic.write_all(root)
-    return root
 
 
 @pytest.fixture(autouse=True)
@@ -295,7 +286,7 @@ def draw(public: Path, model: str, prompt: str, output: Path, *more: str) -> int
     return generate.main(["--model", path, what, prompt, "--output", str(output), *options, *more])
 
 
-@pytest.mark.parametrize("name", mostly_slow(FORMATS, "pt with captions", "Chameleon, vqgan.ckpt"))
+@pytest.mark.parametrize("name", mostly_slow(FORMATS, "pt with captions"))
 def test_every_format_draws_at_its_own_size(public: Path, tmp_path: Path, name: str) -> None:
     model, prompt = FORMATS[name]
     size = next(
@@ -311,7 +302,7 @@ def synthetic_index(public: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("hpu", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("method", mostly_slow(["eagle", "lantern++"], "lantern++"))
+@pytest.mark.parametrize("method", mostly_slow(["eagle", "lantern++"]))
 def test_drafters_draw(public: Path, tmp_path: Path, method: str, device: str) -> None:
     options = ["--method", method, "--tree", "chain", "--device", device]
     options += ["--emulate"] if device == "hpu" else []
@@ -650,6 +641,7 @@ def test_labels_are_for_models_of_classes(
     assert "goldfish" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_image_is_drawn_again_with_the_parts_it_was_drawn_with(
     public: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

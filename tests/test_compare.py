@@ -25,6 +25,7 @@ from lantern_hpu.compare.comparison import Comparison, load
 from lantern_hpu.compare.document import main_table
 from lantern_hpu.compare.plots import STYLE, pictures
 from lantern_hpu.relaxation import Multiplicative
+from tests.marks import mostly_slow
 
 Report = dict[str, Any]
 ROOT = Path(__file__).parent.parent
@@ -185,6 +186,7 @@ def digests(folder: Path) -> dict[str, str]:
 ALONE = """
 import sys
 from lantern_hpu.compare import __main__ as compare
+from tests.marks import mostly_slow
 code = compare.main(sys.argv[1:])
 sys.exit("torch was loaded" if "torch" in sys.modules else code)
 """
@@ -359,7 +361,7 @@ def texts_of(figure: Figure) -> Iterator[Any]:
         yield figure._supylabel  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("alone", [True, False], ids=["alone", "beside others"])
+@pytest.mark.parametrize("alone", mostly_slow([True, False], False), ids=["alone", "beside others"])
 @pytest.mark.parametrize("random", [None, "some-sizes"], ids=["images", "steps"])
 def test_plots_have_axes_units_and_legends_that_can_be_read(
     put: Callable[..., Path], random: str | None, alone: bool

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lantern_hpu.backends import cpu_layouts, get_backend, processor
-from lantern_hpu.backends.cpu_layouts import PackedLinear, lay_out, obstacle
+from lantern_hpu.backends.cpu_layouts import FORMS, PackedLinear, lay_out, obstacle
 from lantern_hpu.backends.cpu_threads import PATIENCE, Search, ThreadPace, search
 from lantern_hpu.decode.state import bits_digest
 from lantern_hpu.errors import DeviceError, OptionError
@@ -31,8 +31,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def needs_packing(dtype: torch.dtype) -> None:
-    if why := obstacle(dtype):
+def needs(form: str, dtype: torch.dtype = torch.float32) -> None:
+    if why := obstacle(FORMS[form], [nn.Linear(64, 48, dtype=dtype)]):
         pytest.skip(why)
 
 
@@ -40,19 +40,34 @@ def needs_packing(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_packed_matrices_multiply_as_plain_ones(dtype: torch.dtype, bias: bool) -> None:
-    """The twin is `nn.Linear` in float64; odd sizes, any number of rows, any strides."""
-    needs_packing(dtype)
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [("packed", torch.float32), ("packed", torch.bfloat16), ("half", torch.float32)],
+)
+def test_packed_matrices_multiply_as_plain_ones(form: str, dtype: torch.dtype, bias: bool) -> None:
+    """The twin is `nn.Linear` in float64, of the matrix as it is kept; odd sizes, any number of rows, any strides."""
+    needs(form, dtype)
     torch.manual_seed(0)
     plain = nn.Linear(83, 47, bias, dtype=dtype).requires_grad_(False)
-    packed, twin = PackedLinear(plain), nn.Linear(83, 47, bias, dtype=torch.float64)
+    packed, twin = FORMS[form](plain), nn.Linear(83, 47, bias, dtype=torch.float64)
     twin.load_state_dict(plain.state_dict())
+    if form == "half":
+        twin.weight.data.copy_(plain.weight.half())
     for rows in (1, 2, 7, 12, 52, 116):
         x = torch.randn(2, 83, rows, dtype=dtype).transpose(1, 2)  # [2, rows, 83]
         want = twin(x.double())
         off = (packed(x).double() - want).abs().max() / want.abs().max()
         assert off < {torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
+
+
+def test_weights_beyond_float16_are_not_halved() -> None:
+    needs("half")
+    wide = nn.Linear(64, 48)
+    wide.weight.data[3, 5] = 1e5
+    with pytest.raises(DeviceError, match="beyond float16's 65504"):
+        lay_out([nn.Sequential(wide)], "half")
+    assert "beyond" in obstacle(FORMS["half"], [nn.Linear(64, 48), wide])
+    assert "made for float32" in obstacle(FORMS["half"], [nn.Linear(64, 48, dtype=torch.bfloat16)])
 
 
 def features(models: Models, mode: str) -> torch.Tensor:
@@ -66,13 +81,18 @@ def features(models: Models, mode: str) -> torch.Tensor:
         return step.verify(drafts, length, state)
 
 
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("mode", ["eager", pytest.param("strict", marks=pytest.mark.slow)])
-def test_a_packed_model_computes_the_plain_ones_features(mode: str) -> None:
+def test_a_packed_model_computes_the_plain_ones_features(mode: str, form: str) -> None:
     """Target and drafter, also under the rules of a capture."""
-    needs_packing(torch.float32)
-    want = features(tiny_models(), mode)
-    models = tiny_models()
-    assert lay_out(models, "packed") == ("packed", "asked for")
+    needs(form)
+    models, twins = tiny_models(), tiny_models()
+    if form == "half":
+        for layer in (part for each in twins for part in each.modules()):
+            if isinstance(layer, nn.Linear):
+                layer.weight.data.copy_(layer.weight.half())
+    want = features(twins, mode)
+    assert lay_out(models, form) == (form, "asked for")
     assert not any(isinstance(part, nn.Linear) for each in models for part in each.modules())
     torch.testing.assert_close(features(models, mode), want, rtol=1e-4, atol=1e-5)
 
@@ -82,35 +102,45 @@ def test_a_small_float32_model_stays_plain(model: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
     assert isinstance(pipeline.model.target.head, nn.Linear) and pipeline.layout == "plain"
     assert "exact figures" in pipeline.backend.decided["layout"]
-    needs_packing(torch.float32)
+    needs("packed")
     packed = LanternPipeline.from_pretrained(str(model), device="cpu", layout="packed")
     assert isinstance(packed.model.target.head, PackedLinear)
     assert packed(PROMPT).config["layout"] == "packed"
     assert packed.backend.decided["layout"] == "packed: asked for"
 
 
-@pytest.mark.parametrize(("share", "taken"), [(0.5, "packed"), (0.99, "plain"), (1.4, "plain")])
+@pytest.mark.parametrize(
+    ("packed", "half", "taken"),
+    [(0.5, 0.3, "half"), (0.5, 0.45, "packed"), (0.99, 0.9, "plain"), (1.4, 0.7, "half")],
+)
 def test_a_large_model_takes_what_was_faster(
-    monkeypatch: pytest.MonkeyPatch, share: float, taken: str
+    monkeypatch: pytest.MonkeyPatch, packed: float, half: float, taken: str
 ) -> None:
-    needs_packing(torch.float32)
+    """The form that rounds weights must gain more than the one that only sums in another order."""
+    needs("packed")
+    needs("half")
     monkeypatch.setattr(cpu_layouts, "LARGE", 0)
+    shares = {"packed": packed, "half": half}
     monkeypatch.setattr(
-        cpu_layouts, "known_shares", lambda layers: dict.fromkeys(cpu_layouts.ROWS, share)
+        cpu_layouts,
+        "known_shares",
+        lambda layers, forms: {
+            name: dict.fromkeys(cpu_layouts.ROWS, shares[name]) for name in forms
+        },
     )
     models = tiny_models()
     found, why = lay_out(models)
-    assert found == taken and f"{share:.2f} for 2" in why
-    assert isinstance(models[0].head, PackedLinear) == (taken == "packed")
+    assert found == taken and f"half took {half:.2f} for 2" in why
+    assert type(models[0].head) is {**FORMS, "plain": nn.Linear}[taken]
 
 
 def count_measuring(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What is appended to at each measurement."""
     seen, real = list[int](), cpu_layouts.measured_shares
 
-    def counted(layers: list[nn.Linear]) -> dict[int, float]:
+    def counted(layers: list[nn.Linear], forms: list[str]) -> cpu_layouts.Shares:
         seen.append(len(layers))
-        return real(layers)
+        return real(layers, forms)
 
     monkeypatch.setattr(cpu_layouts, "measured_shares", counted)
     return seen
@@ -118,30 +148,30 @@ def count_measuring(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_measurements_are_remembered(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By processor, sizes, format, threads and torch; a damaged file is measured anew."""
-    needs_packing(torch.float32)
+    needs("packed")
     seen = count_measuring(monkeypatch)
     layers = [nn.Linear(64, 32), nn.Linear(32, 64)]
-    first = cpu_layouts.known_shares(layers)
-    assert set(first) == set(cpu_layouts.ROWS) and all(share > 0 for share in first.values())
-    assert cpu_layouts.known_shares(layers) == first and len(seen) == 1
+    first = cpu_layouts.known_shares(layers, ["packed"])
+    assert set(first["packed"]) == set(cpu_layouts.ROWS) and min(first["packed"].values()) > 0
+    assert cpu_layouts.known_shares(layers, ["packed"]) == first and len(seen) == 1
     (file,) = cache.rglob("*.json")
     assert json.loads(file.read_text())["about"]["sizes"] == {"32x64": 1, "64x32": 1}
     file.write_text("{")
-    cpu_layouts.known_shares(layers)
-    cpu_layouts.known_shares([nn.Linear(64, 16)])
+    cpu_layouts.known_shares(layers, ["packed"])
+    cpu_layouts.known_shares([nn.Linear(64, 16)], ["packed"])
     assert len(seen) == 3
 
 
 def test_a_cache_that_cannot_be_written_is_no_hindrance(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needs_packing(torch.float32)
+    needs("packed")
     file = tmp_path / "file"
     file.write_text("in the way")
     monkeypatch.setenv("LANTERN_HPU_CACHE", str(file))
     seen = count_measuring(monkeypatch)
     for _ in range(2):
-        cpu_layouts.known_shares([nn.Linear(64, 32)])
+        cpu_layouts.known_shares([nn.Linear(64, 32)], ["packed"])
     assert len(seen) == 2 and file.read_text() == "in the way"
 
 
@@ -150,7 +180,7 @@ def test_a_layout_that_is_not_offered_is_one_error(
 ) -> None:
     asked = ["--model", str(model), "--device", "cpu", "--prompt", PROMPT, "--layout"]
     assert main([*asked, "magic"]) == 2
-    assert "one of auto, packed, plain" in capsys.readouterr().err
+    assert "one of auto, packed, half, plain" in capsys.readouterr().err
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert main([*asked, "packed"]) == 2
     shown = capsys.readouterr().err
@@ -165,13 +195,14 @@ def test_what_inductor_compiles_stays_plain() -> None:
         backend.lay_out(models, "packed", ["compile"])
 
 
-def test_an_image_is_drawn_again_in_its_layout(model: Path, tmp_path: Path) -> None:
-    needs_packing(torch.float32)
+@pytest.mark.parametrize("form", FORMS)
+def test_an_image_is_drawn_again_in_its_layout(model: Path, tmp_path: Path, form: str) -> None:
+    needs(form)
     first, again = tmp_path / "first.png", tmp_path / "again.png"
     here = ["--model", str(model), "--device", "cpu"]
-    assert main([*here, "--prompt", PROMPT, "--layout", "packed", "--output", str(first)]) == 0
+    assert main([*here, "--prompt", PROMPT, "--layout", form, "--output", str(first)]) == 0
     assert main([*here, "--from-png", str(first), "--output", str(again)]) == 0
-    assert read_png(again)["config"]["layout"] == "packed"
+    assert read_png(again)["config"]["layout"] == form
 
 
 # ------------------------------------------------------------------------------------ formats

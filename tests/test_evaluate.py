@@ -100,6 +100,7 @@ def test_a_stopped_run_goes_on_to_the_same_figures(
     assert figures(folder) == whole
 
 
+@pytest.mark.slow
 def test_a_finished_run_draws_nothing_again(
     model: Path, finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +159,7 @@ def test_half_a_picture_is_named(
     assert figures(folder) == figures(finished)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -23,6 +23,7 @@ from lantern_hpu.prompts import read_prompts
 from lantern_hpu.relaxation import Multiplicative
 from lantern_hpu.results import read_png
 from tests.folder import write_folder
+from tests.marks import mostly_slow
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def pixels(file: Path) -> np.ndarray:
     return np.asarray(Image.open(file))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_slow(METHODS, "ar", "lantern++", "scd"))
 def test_each_method_draws_under_strict(model: Path, tmp_path: Path, method: str) -> None:
     options = (
         "--prompt",
@@ -118,6 +119,7 @@ def test_from_png_keeps_a_tree_of_the_users_own(model: Path, tmp_path: Path) -> 
     assert np.array_equal(pixels(first), pixels(second))
 
 
+@pytest.mark.slow
 def test_image_does_not_depend_on_batch_size(model: Path, tmp_path: Path) -> None:
     options = ("--prompt", "red cat", "--prompt", "blue apple", "--num-images", 3)
     for size in (1, 4, 6):

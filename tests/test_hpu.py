@@ -100,7 +100,7 @@ def test_same_tokens_as_the_cpu_when_compiled(model: Path, method: str) -> None:
     ("graphs", "launches"),
     [("hpu_graph", 1), pytest.param("hpu_graph_split", 2, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("method", mostly_slow(METHODS, "ar", "lantern", "sjd-pac"))
+@pytest.mark.parametrize("method", mostly_slow(METHODS, "ar", "sjd-pac"))
 def test_one_launch_a_step_and_the_zeros(
     model: Path, method: str, graphs: str, launches: int
 ) -> None:
@@ -175,7 +175,7 @@ KEPT: dict[str, tuple[str, Callable[[Step, Any], object]]] = {
 }
 
 
-@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("name", mostly_slow(KEPT, *list(KEPT)[:2]))
 def test_what_a_capture_would_keep_is_named_with_its_line(
     model: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +286,7 @@ def test_unknown_kernels_are_refused(model: Path) -> None:
 # The front door
 
 
+@pytest.mark.slow
 def test_command_draws_what_the_cpu_draws(model: Path, tmp_path: Path) -> None:
     common = ["--model", str(model), "--prompt", "a red apple", "--seed", "7"]
     for name, options in {"hpu": ["--emulate"], "cpu": ["--dtype", "float32"]}.items():

@@ -538,6 +538,7 @@ def test_gradients_flow_as_through_the_plain_ones(device: str) -> None:
 # ----------------------------------------------------------------------------------------- together
 
 
+@pytest.mark.slow
 @on_devices
 def test_step_with_kernels_draws_what_the_plain_step_draws(device: str) -> None:
     """The strict runner judges the operators as a recording would."""
@@ -645,6 +646,7 @@ def test_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert len(stand_ins) == 9 and all(min(s.sizes) > 0 for s in stand_ins)
 
 
+@pytest.mark.slow
 @on_devices
 def test_fused_kernels_that_agree_serve(device: str) -> None:
     with warnings.catch_warnings():

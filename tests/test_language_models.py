@@ -34,21 +34,12 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.train.drafter import like_the_target
 from lantern_hpu.train.unroll import Lesson, Unrolled
 from lantern_hpu.zoo.resolve import resolve
-from scripts import make_synthetic_checkpoints as synthetic
 from tests.marks import mostly_slow
 
 JANUS, HUB_JANUS, LUMINA = "janus-pro", "janus-pro-hub", "lumina-mgpt"
 EMU3, AUTHORS_EMU3 = "emu3", "emu3-authors"
 MODELS = (JANUS, HUB_JANUS, LUMINA, EMU3, AUTHORS_EMU3)
 PROMPTS = ("a red apple on the tree", "dog", "the photo of a green house and a blue sky, " * 3)
-
-
-@pytest.fixture(scope="module")
-def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("transformers")
-    root = tmp_path_factory.mktemp("public")
-    synthetic.write_all(root, only=set(MODELS))
-    return root
 
 
 def opened(folder: Path) -> ImageModel:
@@ -133,6 +124,7 @@ def test_a_long_prompt_is_cut_before_the_frame_ends(public: Path) -> None:
     assert "left out" in condition.notes("red " * 400)[0] and not condition.notes("red")
 
 
+@pytest.mark.slow
 def test_janus_draws_what_transformers_draws(public: Path) -> None:
     """Guided greedy pictures of prompts of different lengths in one batch, to the last token."""
     model, tokenizer = janus(public / HUB_JANUS)
@@ -180,6 +172,7 @@ def test_janus_decodes_codes_as_transformers_does(public: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_both_layouts_of_janus_hold_the_same_model(tmp_path: Path) -> None:
     """The authors' file and transformers' of one seed load into equal tensors."""
     from torch import Generator
@@ -326,6 +319,7 @@ def test_emu3_frames_a_prompt_token_for_token(public: Path) -> None:
     assert condition.frame.without(ids, "red") == emu3_ids(tokenizer, "red")[0].tolist()
 
 
+@pytest.mark.slow
 def test_emu3_draws_what_transformers_draws(public: Path) -> None:
     """transformers' generation with its own guidance and the authors' rule, each prompt alone; ours in one batch."""
     import transformers
@@ -373,6 +367,7 @@ def test_emu3_decodes_codes_as_transformers_does(public: Path) -> None:
     torch.testing.assert_close(mine, want.clamp(-1, 1), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_both_layouts_of_emu3_hold_the_same_model(tmp_path: Path) -> None:
     from torch import Generator
 
@@ -447,6 +442,7 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str | Path) -> str:
     return capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_negative_prompt_of_ones_own(
     public: Path,
     tmp_path: Path,

@@ -23,6 +23,7 @@ from lantern_hpu.tree import DraftTree, load_tree
 from lantern_hpu.zoo.registry import entries
 from lantern_hpu.zoo.resolve import resolve
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, whole
+from tests.once import made_once
 
 __all__ = ["empty_cache"]
 
@@ -46,17 +47,17 @@ def setup(dtype: str = "bfloat16", tree: str | None = "chain", **options: Any) -
     return memory.Setup(dtype, tree=chosen, **given)
 
 
-@pytest.fixture(scope="module")
-def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="session")
+def public(public: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Published formats, small, and each converted, in `ours`."""
     from lantern_hpu import convert
-    from scripts import make_synthetic_checkpoints as synthetic
 
-    root = tmp_path_factory.mktemp("public")
-    synthetic.write_all(root, only=set(FOLDERS))
-    for name in FOLDERS:
-        assert convert.main([str(root / name), str(root / "ours" / name)]) == 0
-    return root
+    def make(root: Path) -> None:
+        for name in FOLDERS:
+            assert convert.main([str(public / name), str(root / "ours" / name)]) == 0
+            (root / name).symlink_to(public / name)
+
+    return made_once(tmp_path_factory, "published and converted", make)
 
 
 FOLDERS = ("anole", "llamagen-t2i-256", "llamagen-c2i", "janus-pro", "lumina-mgpt", "emu3")

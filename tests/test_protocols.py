@@ -363,6 +363,7 @@ def test_pictures_of_several_sizes_are_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ the command
 
 
+@pytest.mark.slow
 def test_preset_lantern_scores_a_run_with_clip(
     model: Path, captions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -59,7 +59,8 @@ METHODS: dict[str, tuple[Tree, dict[str, Any]]] = {
 }
 
 
-QUICK = ("ar", "lantern++", "eagle2", "jacobi", "sjd-pac")
+QUICK = ("ar", "lantern++", "jacobi", "sjd-pac")
+WINDOWS = [load_tree("scd:6"), load_tree("sjd-pac:6:3x2")]
 
 
 def batch(**settings: Any) -> list[Request]:
@@ -90,7 +91,7 @@ def test_step_is_capture_legal(method: str) -> None:
 
 @pytest.mark.parametrize(
     "tree",
-    [load_static("mc_sim_7b_63"), GROWN, load_tree("scd:6"), load_tree("sjd-pac:6:3x2")],
+    mostly_slow([load_static("mc_sim_7b_63"), GROWN, *WINDOWS], WINDOWS[0]),
     ids=lambda tree: tree.name,
 )
 def test_mixed_batch_is_capture_legal(tree: Tree) -> None:
@@ -104,6 +105,7 @@ def test_mixed_batch_is_capture_legal(tree: Tree) -> None:
     assert strict.tokens.tolist() == sample(models, tree, requests).tokens.tolist()
 
 
+@pytest.mark.slow
 def test_kwargs_are_not_part_of_graph_key() -> None:
     """Prompts, seeds and settings of one spec are data: other values need no other capture."""
     models, tree = tiny_models(), load_static("mc_sim_7b_63")

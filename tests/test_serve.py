@@ -182,6 +182,7 @@ def test_partial_pictures_come_before_the_whole_one(
     assert events[-1].usage.output_tokens == 16
 
 
+@pytest.mark.slow
 def test_images_that_come_at_random_are_those_of_generate(
     server: Running, pipeline: LanternPipeline
 ) -> None:

@@ -80,7 +80,7 @@ def told(done: Finished) -> tuple[list[int], int, list[int], int]:
 @pytest.mark.parametrize("mode", mostly_slow(["eager", "strict"], "eager"))
 @pytest.mark.parametrize(
     "tree",
-    mostly_slow([AR, SMALL_TREE, GROWN, *WINDOWS], AR, SMALL_TREE, *WINDOWS),
+    mostly_slow([AR, SMALL_TREE, GROWN, *WINDOWS], SMALL_TREE, WINDOWS[0]),
     ids=lambda tree: tree.name,
 )
 def test_an_image_is_the_same_alone_in_company_and_admitted_in_the_middle(
@@ -189,9 +189,7 @@ def test_one_token_images_come_and_go_without_a_step() -> None:
 
 @pytest.mark.parametrize(
     ("method", "graphs"),
-    mostly_slow(
-        [*((m, "hpu_graph") for m in METHODS), ("ar", "eager")], ("lantern++", "hpu_graph")
-    ),
+    mostly_slow([*((m, "hpu_graph") for m in METHODS), ("ar", "eager")], ("ar", "hpu_graph")),
 )
 def test_more_images_than_slots_are_the_same_on_the_emulated_card(
     model: Path, method: str, graphs: str
@@ -212,7 +210,7 @@ def test_more_images_than_slots_are_the_same_on_the_emulated_card(
 
 
 @pytest.mark.parametrize("size", mostly_slow([1, 3], 3))
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", mostly_slow(METHODS, "lantern++", "scd"))
 def test_batch_size_changes_no_image(model: Path, method: str, size: int) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model))
     prompts = ["red cat", "apple", "blue", "on red", "cat"]

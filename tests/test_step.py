@@ -78,7 +78,7 @@ def slow_images(
     return images
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", mostly_slow(SETTINGS, "guided", "top-k"))
 @pytest.mark.parametrize("tree", [AR, SMALL_TREE], ids=lambda tree: tree.name)
 def test_images_are_those_of_the_slow_loop(models: Models, tree: DraftTree, settings: str) -> None:
     requests = batch(**SETTINGS[settings])
@@ -101,20 +101,20 @@ def test_filters_come_in_the_order_of_the_family() -> None:
     assert found[0] != found[1]
 
 
-@pytest.mark.parametrize("settings", ["guided", "top-k", "greedy"])
+@pytest.mark.parametrize("settings", mostly_slow(["guided", "top-k", "greedy"], "guided"))
 def test_chain_tree_equals_chain_decoding(models: Models, settings: str) -> None:
     requests, chain = batch(**SETTINGS[settings]), load_static("chain")
     assert sample(models, chain, requests).tokens.tolist() == slow_images(models, chain, requests)
 
 
-@pytest.mark.parametrize("settings", ["guided", "greedy"])
+@pytest.mark.parametrize("settings", mostly_slow(["guided", "greedy"], "guided"))
 def test_named_tree_equals_the_slow_loop(models: Models, settings: str) -> None:
     requests, tree = batch(**SETTINGS[settings])[:2], load_static("mc_sim_7b_63")
     assert sample(models, tree, requests).tokens.tolist() == slow_images(models, tree, requests)
 
 
 @pytest.mark.parametrize("residual", ["sound", "official"])
-@pytest.mark.parametrize("settings", ["guided", "top-k", "greedy"])
+@pytest.mark.parametrize("settings", mostly_slow(["guided", "top-k", "greedy"], "guided"))
 @pytest.mark.parametrize(
     ("tree", "rule"),
     [(SMALL_TREE, Multiplicative(6, lam=4.0)), (GROWN, Additive(6, bound=0.3))],
@@ -143,7 +143,7 @@ def test_images_with_clusters_are_those_of_the_slow_loop(models: Models, setting
 # Dynamic trees
 
 
-@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("settings", mostly_slow(SETTINGS, "guided", "greedy"))
 def test_dynamic_images_are_those_of_the_slow_loop(models: Models, settings: str) -> None:
     requests = batch(**SETTINGS[settings])
     decoded = sample(models, GROWN, requests)
@@ -152,8 +152,10 @@ def test_dynamic_images_are_those_of_the_slow_loop(models: Models, settings: str
     assert 0 < counts[0] < sum(decoded.steps)
 
 
-@pytest.mark.parametrize("tree", [SMALL_TREE, GROWN], ids=lambda tree: tree.name)
-@pytest.mark.parametrize("settings", ["guided", "greedy"])
+@pytest.mark.parametrize(
+    "tree", mostly_slow([SMALL_TREE, GROWN], SMALL_TREE), ids=lambda tree: tree.name
+)
+@pytest.mark.parametrize("settings", mostly_slow(["guided", "greedy"], "guided"))
 def test_annealed_images_are_those_of_the_slow_loop(
     models: Models, tree: Tree, settings: str
 ) -> None:
@@ -170,7 +172,7 @@ def test_annealed_images_are_those_of_the_slow_loop(
     [
         "dynamic:1x3x4",
         "dynamic:3x0x2",
-        "dynamic:4x1x20",
+        pytest.param("dynamic:4x1x20", marks=pytest.mark.slow),
         pytest.param("dynamic", marks=pytest.mark.slow),
     ],
 )
@@ -194,7 +196,9 @@ def test_drafter_variants_equal_the_slow_loop(options: dict[str, Any]) -> None:
     assert decoded.tokens.tolist() == slow_images(models, SMALL_TREE, requests)
 
 
-@pytest.mark.parametrize("tree", [SMALL_TREE, GROWN], ids=lambda tree: tree.name)
+@pytest.mark.parametrize(
+    "tree", mostly_slow([SMALL_TREE, GROWN], SMALL_TREE), ids=lambda tree: tree.name
+)
 def test_a_drafter_of_unshifted_tokens_equals_the_slow_loop(tree: Tree) -> None:
     models, requests = tiny_models(shift=0), batch()
     decoded = sample(models, tree, requests)
@@ -203,7 +207,9 @@ def test_a_drafter_of_unshifted_tokens_equals_the_slow_loop(tree: Tree) -> None:
     assert decoded.accepted != shifted.accepted
 
 
-@pytest.mark.parametrize("tree", [SMALL_TREE, GROWN], ids=lambda tree: tree.name)
+@pytest.mark.parametrize(
+    "tree", mostly_slow([SMALL_TREE, GROWN], SMALL_TREE), ids=lambda tree: tree.name
+)
 def test_positions_without_pads_equal_the_slow_loop(tree: Tree) -> None:
     models = tiny_models(tiny_config(rope="1d", rope_pairs="half", qk_norm=True))
     requests = batch()
@@ -229,8 +235,8 @@ def test_greedy_fp32_equals_plain_ar(models: Models, name: str) -> None:
     assert max(drafted.steps) < N - 1
 
 
-@pytest.mark.parametrize("residual", ["sound", "official"])
-@pytest.mark.parametrize("settings", ["guided", "top-k", "greedy"])
+@pytest.mark.parametrize("residual", mostly_slow(["sound", "official"], "sound"))
+@pytest.mark.parametrize("settings", mostly_slow(["guided", "top-k", "greedy"], "guided"))
 @pytest.mark.parametrize(
     "rule",
     [
@@ -341,7 +347,9 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("settings", mostly_slow(DISTRIBUTIONS, "guided top-k"))
-@pytest.mark.parametrize("tree", [AR, SMALL_TREE, GROWN], ids=lambda tree: tree.name)
+@pytest.mark.parametrize(
+    "tree", mostly_slow([AR, SMALL_TREE, GROWN], SMALL_TREE), ids=lambda tree: tree.name
+)
 def test_exact_keeps_distribution(strangers: Models, tree: Tree, settings: str) -> None:
     counts, one = count_images(strangers, tree, **DISTRIBUTIONS[settings])
     probs = exact_probs(strangers[0], one)
@@ -356,6 +364,7 @@ def test_distribution_test_notices_a_wrong_law(strangers: Models) -> None:
     assert surprise(counts, exact_probs(strangers[0], warmer)) > 10
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_distribution_test_notices_children_that_were_not_drawn(
     strangers: Models, monkeypatch: pytest.MonkeyPatch
@@ -369,6 +378,7 @@ def test_distribution_test_notices_children_that_were_not_drawn(
     assert surprise(counts, exact_probs(strangers[0], one)) > 10
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_distribution_test_notices_relaxation(strangers: Models) -> None:
     counts, one = count_images(
@@ -443,7 +453,9 @@ MIXED = [
 
 
 @pytest.mark.parametrize(
-    "chosen", [AR, load_static("mc_sim_7b_63"), GROWN], ids=lambda tree: tree.name
+    "chosen",
+    mostly_slow([AR, load_static("mc_sim_7b_63"), GROWN], AR, GROWN),
+    ids=lambda tree: tree.name,
 )
 def test_image_independent_of_batch_neighbours(models: Models, chosen: Tree) -> None:
     together = sample(models, chosen, MIXED)
@@ -487,7 +499,11 @@ def test_seeds_prompts_and_settings_change_the_image(models: Models) -> None:
 # Ends and counts
 
 
-@pytest.mark.parametrize("grid", [(4, 4), (3, 5), (1, 2), (1, 7)], ids=str)
+@pytest.mark.parametrize(
+    "grid",
+    [(3, 5), (1, 2), *(pytest.param(grid, marks=pytest.mark.slow) for grid in [(4, 4), (1, 7)])],
+    ids=str,
+)
 @pytest.mark.parametrize(
     "tree", [AR, SMALL_TREE, GROWN, *map(load_static, NAMES)], ids=lambda tree: tree.name
 )

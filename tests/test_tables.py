@@ -78,7 +78,7 @@ def grow(tree: DynamicTree, made_up: MadeUp) -> Drafts:
     return drafting.draft(torch.zeros(IMAGES), torch.zeros(0), cast(DecodeState, state))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("sizes", [(3, 2, 8), (2, 3, 14), (4, 1, 5), (1, 2, 2), (5, 0, 3)], ids=str)
 def test_dynamic_tables_equal_plain_python(sizes: tuple[int, int, int], seed: int) -> None:
     tree = DynamicTree(*sizes)

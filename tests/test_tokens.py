@@ -17,20 +17,11 @@ from lantern_hpu.decode import __main__ as decode
 from lantern_hpu.models.text.features import SavedFeatures
 from lantern_hpu.models.text.t5 import T5Conditioner
 from lantern_hpu.results import read_png
-from scripts import make_synthetic_checkpoints as synthetic
 from tests.folder import write_folder
 
 TEXT, EMU3 = "llamagen-t2i-256", "emu3"
 TARGET, TOKENIZER = "t2i_XL_stage1_256.pt", "vq_ds16_t2i.pt"
 PROMPTS = ("a red apple", "dog")
-
-
-@pytest.fixture(scope="module")
-def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    pytest.importorskip("transformers")
-    root = tmp_path_factory.mktemp("public")
-    synthetic.write_all(root, only={TEXT, EMU3})
-    return root
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +101,7 @@ def without_tokenizer(public: Path, folder: Path) -> Path:
     return copied
 
 
+@pytest.mark.slow
 def test_tokens_need_no_tokenizer_of_pictures(
     public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -200,6 +192,7 @@ def features(public: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str
     return {prompt: found[i][valid[i]].clone() for i, prompt in enumerate(PROMPTS)}
 
 
+@pytest.mark.slow
 def test_saved_features_draw_what_their_encoder_draws(
     public: Path, features: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:

@@ -145,6 +145,7 @@ def test_two_processes_train_together(model: Path, prompts: Path, tmp_path: Path
     assert report(tmp_path / "d")["eagle"]["tokens_per_step"] > 1
 
 
+@pytest.mark.slow
 def test_drafter_of_a_bfloat16_target_is_trained_in_float32(
     model: Path, prompts: Path, tmp_path: Path
 ) -> None:
@@ -277,6 +278,7 @@ def test_damaged_checkpoint_is_said(
     assert "cannot read" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_run_resumed_at_its_end_still_reports(
     model: Path, prompts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -250,6 +250,7 @@ def tune(model: str, *options: str) -> int:
     return command.main(["--model", model, *sizes, *options])
 
 
+@pytest.mark.slow
 def test_command_saves_a_tree_that_auto_draws_with(
     model: str,
     tmp_path: Path,

@@ -26,6 +26,7 @@ def states(file: Path) -> dict[str, str]:
     return {r["item"]: r["state"] for r in json.loads(file.read_text())["results"]}
 
 
+@pytest.mark.slow
 def test_emulated_card_confirms_and_a_second_run_asks_nothing_again(
     tmp_path: Path,
     one_stage: None,

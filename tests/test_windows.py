@@ -106,7 +106,7 @@ def test_jacobi_differs_in_no_token_of_200_images(models: Models) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("settings", mostly_slow(["guided", "unguided top-p"], "guided"))
+@pytest.mark.parametrize("settings", mostly_slow(["guided", "unguided top-p"]))
 def test_one_token_decoding_with_fixed_noise_keeps_the_law(settings: str) -> None:
     models = tiny_models(SMALL, seed=3)
     counts, one = count_images(models, Window.of("jacobi", 0), **DISTRIBUTIONS[settings])
@@ -130,7 +130,7 @@ RULES = [load_tree(n) for n in ("scd:2", "sjd-pac:2:3x2", "sjd-pac:2:2x1", "sjd-
 
 @torch.no_grad()
 @pytest.mark.parametrize("settings", mostly_slow(["guided top-k", "unguided"], "unguided"))
-@pytest.mark.parametrize("tree", RULES, ids=lambda tree: tree.name)
+@pytest.mark.parametrize("tree", mostly_slow(RULES, RULES[0]), ids=lambda tree: tree.name)
 def test_windows_keep_the_law_of_whole_images(tree: Window, settings: str) -> None:
     models = tiny_models(SMALL, seed=3)
     counts, one = count_images(models, tree, **DISTRIBUTIONS[settings])
@@ -147,6 +147,7 @@ def test_the_law_does_not_depend_on_first_guesses(rule: str, guess: str) -> None
     assert surprise(counts, exact_probs(models[0], one)) < 4
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_distribution_test_notices_a_stale_law() -> None:
     """A kept draft beside the law that it was once drawn from, as published code has it, is not exact."""
@@ -292,7 +293,7 @@ def test_an_image_of_a_window_is_drawn_again_from_its_file(model: Path, tmp_path
     assert np.array_equal(np.asarray(Image.open(first)), np.asarray(Image.open(again)))
 
 
-@pytest.mark.parametrize("guess", GUESSES)
+@pytest.mark.parametrize("guess", mostly_slow(GUESSES, GUESSES[0]))
 @pytest.mark.parametrize("rule", ["jacobi", "scd", "sjd-pac"])
 def test_image_of_a_window_depends_on_no_other_in_its_batch(
     models: Models, rule: Any, guess: Any
