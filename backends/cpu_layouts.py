@@ -110,12 +110,6 @@ def linears(modules: Iterable[nn.Module]) -> Iterator[Linears]:
                     yield Linears(parent, name, child)
 
 
-def replace(found: Iterable[Linears], form: Form) -> None:
-    """Put a form in the place of each; one matrix at a time is held twice."""
-    for parent, name, layer in found:
-        setattr(parent, name, form(layer))
-
-
 @torch.no_grad()
 def lay_out(modules: Sequence[nn.Module], choice: str = "auto") -> tuple[str, str]:
     """Bring the linear layers of modules into a layout. -> its name, and why it is that one
@@ -131,12 +125,19 @@ def lay_out(modules: Sequence[nn.Module], choice: str = "auto") -> tuple[str, st
     found = list(linears(modules))
     if choice == "plain" or not found:
         return "plain", "asked for" if choice == "plain" else "there is nothing to pack"
-    layers = [layer for _, _, layer in found]
+    name, why = chosen([layer for _, _, layer in found], choice)
+    if name != "plain":
+        for parent, attribute, layer in found:  # one matrix at a time is held twice
+            setattr(parent, attribute, FORMS[name](layer))
+    return name, why
+
+
+def chosen(layers: Sequence[nn.Linear], choice: str) -> tuple[str, str]:
+    """The layout for the layers of a model, and why."""
     hindrances = {name: obstacle(form, layers) for name, form in FORMS.items()}
     if choice != "auto":
         if why := hindrances[choice]:
             raise DeviceError(f"--layout {choice} cannot be used here", why, "--layout auto")
-        replace(found, FORMS[choice])
         return choice, "asked for"
     offered = [name for name, why in hindrances.items() if not why]
     if not offered:
@@ -145,10 +146,7 @@ def lay_out(modules: Sequence[nn.Module], choice: str = "auto") -> tuple[str, st
     if layers[0].weight.dtype == torch.float32 and held < LARGE:
         return "plain", f"{held / 2**20:.0f} MiB of float32: its exact figures are kept"
     shares = known_shares(layers, offered)
-    best = fastest_form(shares)
-    if best != "plain":
-        replace(found, FORMS[best])
-    return best, f"{told(shares)} rows of plain's time on this processor"
+    return fastest_form(shares), f"{told(shares)} rows of plain's time on this processor"
 
 
 def fastest_form(shares: Shares) -> str:

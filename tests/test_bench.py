@@ -39,6 +39,7 @@ from lantern_hpu.bench.roofline import (
     sizes,
 )
 from lantern_hpu.bench.text import tables
+from lantern_hpu.choice import fitted
 from lantern_hpu.config import METHODS, Request
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.files import ASSETS
@@ -46,6 +47,7 @@ from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfi
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.relaxation import EXACT, PRESETS
 from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree, tuned_trees
 from lantern_hpu.zoo import registry
 from scripts import floors
@@ -430,6 +432,16 @@ def test_each_method_gets_the_trees_of_its_kind() -> None:
     pairs = pairs_for(list(METHODS), ["chain", "mc_sim_7b_63"])
     assert pairs[:3] == [("ar", None), ("eagle", "chain"), ("eagle", "mc_sim_7b_63")]
     assert ("eagle2", None) in pairs and ("lantern++", "mc_sim_7b_63") in pairs
+
+
+def test_a_preset_relaxes_every_method_that_takes_one(pipeline: LanternPipeline) -> None:
+    pairs = pairs_for(["ar", "eagle", "lantern++", "jacobi", "scd"], [])
+    wanted = Wanted(pairs=pairs, modes=[], batches=[1], relax="lambda-20")
+    found = {case.method: case.relaxation for case in cases_of(pipeline, wanted, ["eager"])}
+    assert found["lantern++"] == found["scd"] == fitted(PRESETS["lambda-20"], pipeline.model)
+    assert found["ar"] == found["eagle"] == found["jacobi"] == fitted(EXACT, pipeline.model)
+    with pytest.raises(OptionError, match="--relax"):
+        Wanted(pairs=pairs, modes=[], batches=[1], relax="lambda-6")
 
 
 def test_tuned_tree_is_measured_in_every_mode(pipeline: LanternPipeline, tmp_path: Path) -> None:

@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from lantern_hpu.backends import cpu_layouts, get_backend, processor
-from lantern_hpu.backends.cpu_layouts import FORMS, PackedLinear, lay_out, obstacle
+from lantern_hpu.backends.cpu_layouts import (
+    FORMS,
+    PackedLinear,
+    lay_out,
+    obstacle,
+)
 from lantern_hpu.backends.cpu_threads import PATIENCE, Search, ThreadPace, search
 from lantern_hpu.decode.state import bits_digest
 from lantern_hpu.errors import DeviceError, OptionError

@@ -58,6 +58,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--dtype", default="auto", help="(auto)")
     add("--methods", help=small)
     add("--trees", "--tree", help=trees)
+    add(
+        "--relax",
+        help="a preset for the methods that can be relaxed, windows too (each method's own)",
+    )
     add("--graphs", help=modes)
     add("--kernels", default="auto", help=kernels)
     add("--batch-sizes", help="comma-separated (1,8; stretched 1)")

@@ -10,12 +10,13 @@ from lantern_hpu.bench.report import EAGER
 from lantern_hpu.config import AUTO, METHODS, Request
 from lantern_hpu.errors import DeviceError, OptionError, choices, require
 from lantern_hpu.graphs import check_mode
-from lantern_hpu.relaxation import Relaxation
+from lantern_hpu.relaxation import PRESETS, Relaxation
 from lantern_hpu.tree import Tree, load_tree
 from lantern_hpu.zoo import registry
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.base import Backend
+    from lantern_hpu.models.model import ImageModel
     from lantern_hpu.pipeline import LanternPipeline
 
 GRAPHS = "eager,auto"
@@ -43,6 +44,7 @@ class Wanted:
         entry: the known model whose sizes get random weights, in place of `model`.
         stretch: the known model to whose sizes `model` is widened.
         pairs: methods with their trees; None for the method's own.
+        relax: a preset for the methods that take one, in place of their own relaxation.
         by_name: whether the graph modes were asked for, or are the usual ones.
     """
 
@@ -53,6 +55,7 @@ class Wanted:
     dtype: str = "auto"
     kernels: str = "auto"
     pairs: list[tuple[str, str | None]]
+    relax: str | None = None
     modes: list[str]
     by_name: bool = True
     batches: list[int]
@@ -63,6 +66,8 @@ class Wanted:
     def __post_init__(self) -> None:
         require(self.images >= 1, "--images", self.images, "1 or more")
         require(self.steps >= 1, "--steps", self.steps, "1 or more")
+        if self.relax is not None:
+            require(self.relax in PRESETS, "--relax", self.relax, f"one of {', '.join(PRESETS)}")
         Request("any", self.seed)
 
     @property
@@ -163,10 +168,20 @@ def cases_of(pipeline: LanternPipeline, wanted: Wanted, modes: Sequence[str]) ->
     found: dict[tuple[str, str, int], Case] = {}
     for batch in wanted.batches:
         for method, tree in wanted.pairs:
-            chosen = pipeline.choose(method, tree, size=batch)
+            relaxation = relaxation_for(method, wanted.relax, pipeline.model)
+            chosen = pipeline.choose(method, tree, relaxation, batch)
             case = Case(method, chosen.tree, chosen.relaxation, EAGER, batch)
             # The tuned tree may be a named one that is asked for as well.
             if found.setdefault((method, chosen.tree.name, batch), case) != case:
                 why = f"--trees has two different ones of the name {chosen.tree.name!r}"
                 raise OptionError("rows are told apart by the names of trees", why)
     return [replace(case, mode=mode) for mode in modes for case in found.values()]
+
+
+def relaxation_for(method: str, preset: str | None, model: ImageModel) -> Relaxation | None:
+    """A preset's relaxation if the method takes it; None is the method's own."""
+    if preset is None or not METHODS[method].takes_relaxation(PRESETS[preset]):
+        return None
+    from lantern_hpu.choice import fitted
+
+    return fitted(PRESETS[preset], model)
