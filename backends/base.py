@@ -125,6 +125,10 @@ class Backend(ABC):
             what, hint = f"{self.name} does not offer layout {choice!r}", ["auto", *self.layouts]
             raise DeviceError(what, hint=choices(hint))
 
+    def weight_bytes(self, layout: str, dtype: torch.dtype) -> int:
+        """Of a number in a matrix that lies in a layout."""
+        return dtype.itemsize
+
     def lay_out(
         self, modules: Sequence[nn.Module], choice: str = "auto", modes: Collection[str] = ()
     ) -> str:

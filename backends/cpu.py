@@ -76,6 +76,9 @@ class CPUBackend(Backend):
         self.decided["layout"] = f"{found}: {why}"
         return found
 
+    def weight_bytes(self, layout: str, dtype: torch.dtype) -> int:
+        return cpu_layouts.HALF_BYTES if layout == "half" else dtype.itemsize
+
     def use_threads(self, count: int) -> None:
         super().use_threads(count)
         if count:

@@ -35,7 +35,7 @@ LARGE = (
 SAMPLED = 128 * 2**20  # bytes of the matrices that are timed: more than a core's share of a cache
 ROWS = (2, 12, 52)  # an image with guidance: one token, a chain of 6 nodes, a tree of 26
 ROUNDS = 3  # of each timing; the fastest counts
-HALF_MOST = torch.finfo(torch.float16).max
+HALF_MOST, HALF_BYTES = torch.finfo(torch.float16).max, torch.float16.itemsize
 
 
 class Linears(NamedTuple):

@@ -65,12 +65,16 @@ def add_running_options(group: Group) -> None:
     add("--keep-text", default="host", help=kept)
     add("--emulate", action="store_true", help=emulator)
     add("--kernels", default="auto", help="auto: the device's fused ones; plain: torch's (auto)")
-    packed = (
-        "packed once for the processor, half (float16, packed), plain, or auto: the fastest (auto)"
-    )
-    add("--layout", help=f"of the matrices: {packed}")
-    add("--threads", type=int, metavar="N", help="of the processor; 0 for the fastest number (0)")
+    add_processor_options(group)
     add_quantize_option(group)
+
+
+def add_processor_options(group: Group) -> None:
+    """What is left to the clock on a processor."""
+    packed = "packed once for the processor, half (float16, packed), plain, or auto: the fastest"
+    group.add_argument("--layout", help=f"of the matrices: {packed} (auto)")
+    threads = "of the processor; 0 for the fastest number (0)"
+    group.add_argument("--threads", type=int, metavar="N", help=threads)
 
 
 def add_quantize_option(group: Group) -> None:

@@ -551,6 +551,8 @@ def test_floor_of_a_pass_is_the_longer_of_reading_and_multiplying() -> None:
     slow = floor(SMALL, one, 2, Rates(1e12, multiply))
     assert slow.bound == "arithmetic" and slow.step == pytest.approx(1)
     assert floor(SMALL, one, 2, Rates(read, 1e12, number_bytes=4)).step == pytest.approx(2)
+    halved = floor(SMALL, one, 2, Rates(read, 1e12, number_bytes=4, weight_bytes=2)).step
+    assert halved == pytest.approx(2 - 2 * (BODY + HEAD) / read)
 
 
 def test_passes_of_a_step_add_up() -> None:

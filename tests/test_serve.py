@@ -224,6 +224,30 @@ def test_an_image_that_comes_alone_is_drawn_in_a_single_slot(server: Running) ->
     assert lone.replays > before[0] and many.replays == before[1]
 
 
+def test_an_image_that_began_alone_begins_again_among_others(
+    server: Running, pipeline: LanternPipeline
+) -> None:
+    """It is the same, and no partial picture comes twice."""
+    heard: list[Partial | Done | ApiError] = []
+    answers: list[Partial | Done | ApiError] = []
+    request, deadline = Request("cat", 0, server.decoder.menu.sampling), time.monotonic() + 60
+
+    def tell(event: Partial | Done | ApiError) -> None:
+        if not heard:
+            server.decoder.submit([Job(request, "ar", deadline, (), answers.append)])
+        heard.append(event)
+
+    many = server.decoder.lanes["ar"][-1].batch.engine.step.stats
+    before = many.replays
+    server.decoder.submit([Job(request, "ar", deadline, (1, 2), tell)])
+    server.until(lambda: answers and not server.decoder.busy)
+    assert many.replays > before
+    assert [event.rows for event in heard if isinstance(event, Partial)] == [1, 2]
+    for done in (heard[-1], answers[-1]):
+        assert isinstance(done, Done) and done.drawn.image is not None
+        assert np.array_equal(np.asarray(done.drawn.image), wanted(pipeline, "cat", 0, "ar"))
+
+
 # Refusals
 
 BAD: list[tuple[dict[str, Any], str]] = [

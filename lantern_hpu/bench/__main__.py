@@ -35,7 +35,7 @@ from lantern_hpu.errors import OptionError, exit_code, require
 from lantern_hpu.files import check_free
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.measurements import show
-from lantern_hpu.options import add_stretch_option, listed, taken
+from lantern_hpu.options import add_processor_options, add_stretch_option, listed, taken
 from lantern_hpu.zoo.sizes import stretch_sizes
 
 
@@ -64,6 +64,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--graphs", help=modes)
     add("--kernels", default="auto", help=kernels)
+    add_processor_options(parser)
     add("--batch-sizes", help="comma-separated (1,8; stretched 1)")
     add("--images", type=int, help=images)
     add("--steps", type=int, default=64, help="timed steps of a row with --random-weights (64)")

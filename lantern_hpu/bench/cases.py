@@ -54,6 +54,8 @@ class Wanted:
     device: str = "auto"
     dtype: str = "auto"
     kernels: str = "auto"
+    layout: str = "auto"
+    threads: int = 0
     pairs: list[tuple[str, str | None]]
     relax: str | None = None
     modes: list[str]

@@ -6,7 +6,7 @@ neither can be had from these. Weights are made on the device in its number form
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,12 +99,8 @@ def make_model(
     dtype: str = "auto",
     kernels: str = "auto",
     seed: int = 0,
-    modes: Collection[str] = (),
 ) -> ImageModel:
     """A known model's sizes with random weights on a device.
-
-    Args:
-        modes: graph modes that are to run it.
 
     Raises:
         DeviceError: they do not fit.
@@ -120,7 +116,6 @@ def make_model(
         drafter = Drafter(config.target, config.drafter, chosen)
     for module in (target, drafter):
         fill(module, number, device)
-    backend.lay_out([target, drafter], modes=modes)
     name = f"{entry.name}, random weights"
     return RandomModel(
         name=name,

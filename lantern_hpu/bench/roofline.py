@@ -17,11 +17,16 @@ from lantern_hpu.tree import DynamicTree, Tree
 
 @dataclass(frozen=True)
 class Rates:
-    """What a device can do in one number format: bytes a second, operations a second."""
+    """What a device can do in one number format: bytes a second, operations a second.
+
+    Attributes:
+        weight_bytes: of a number in a matrix, where it is not kept in that format.
+    """
 
     bandwidth: float
     rate: float
     number_bytes: int = 2  # of the format: bfloat16
+    weight_bytes: int | None = None
 
 
 class Pass(NamedTuple):
@@ -96,8 +101,9 @@ def pass_seconds(
     # A multiplication with its addition counts as two.
     matrices = 2 * (what.tokens * parameters + what.logits * head)
     attention = 4 * what.tokens * context * layers * config.width
-    numbers, operations = parameters + head + cached, rows * (matrices + attention)
-    return numbers * rates.number_bytes / rates.bandwidth, operations / rates.rate
+    weights = (parameters + head) * (rates.weight_bytes or rates.number_bytes)
+    read = weights + cached * rates.number_bytes
+    return read / rates.bandwidth, rows * (matrices + attention) / rates.rate
 
 
 def floor(model: ModelConfig, passes: StepPasses, rows: int, rates: Rates) -> Floor:

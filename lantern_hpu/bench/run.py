@@ -46,7 +46,12 @@ def run(wanted: Wanted, argv: Sequence[str], import_s: float) -> dict[str, Any]:
         cases = cases_of(pipeline, wanted, modes)
         dtype = pipeline.model.target.dtype
         measured = measure_rates(pipeline.backend, dtype)
-        rates = Rates(measured.copy_bytes_per_s, measured.operations_per_s, dtype.itemsize)
+        rates = Rates(
+            measured.copy_bytes_per_s,
+            measured.operations_per_s,
+            dtype.itemsize,
+            pipeline.backend.weight_bytes(pipeline.layout, dtype),
+        )
         startup = {"import_s": import_s, "load_s": pipeline.load_seconds}
         rows, missed = measure_all(pipeline, wanted, cases, rates, sum(startup.values()))
         if not rows:
@@ -77,21 +82,29 @@ def open_pipeline(wanted: Wanted) -> LanternPipeline:
             graphs=wanted.mode,
             kernels=wanted.kernels,
             stretch=wanted.stretch,
-            layout="plain" if "compile" in wanted.modes else "auto",
+            layout=layout_of(wanted),
+            threads=wanted.threads,
         )
     began = time.perf_counter()
     backend = get_backend(wanted.device, wanted.mode)
     try:
         with backend.errors(), torch.no_grad():
-            model = make_model(
-                wanted.entry, backend, wanted.dtype, wanted.kernels, modes=wanted.modes
-            )
-        pipeline = LanternPipeline(model, backend, wanted.mode)
+            backend.check_layout(wanted.layout)
+            backend.use_threads(wanted.threads)
+            model = make_model(wanted.entry, backend, wanted.dtype, wanted.kernels)
+            layout = backend.lay_out(model.stepping, layout_of(wanted), wanted.modes)
+        pipeline = LanternPipeline(model, backend, wanted.mode, layout=layout)
     except BaseException:
         backend.close()
         raise
     pipeline.load_seconds = time.perf_counter() - began
     return pipeline
+
+
+def layout_of(wanted: Wanted) -> str:
+    """Of the matrices; one that all graph modes can run, unless another is asked for."""
+    compiled = "compile" in wanted.modes and wanted.layout == AUTO
+    return "plain" if compiled else wanted.layout
 
 
 def measure_all(

@@ -264,11 +264,27 @@ class Decoder:
     def turn(self) -> None:
         """Admit who can be, and go on with all that run until the next host read of each."""
         self.beat = time.monotonic()
+        self.join()
         for lane, jobs in self.next_ones():
             self.admit(lane, jobs)
         for lane in self.all_lanes():
             if any(lane.batch.active):
                 self.advance(lane)
+
+    def join(self) -> None:
+        """An image that began alone begins again among others that wait for its method, if less than half is done.
+
+        Two engines in turn would be slower for all of them; its tokens are the same in either.
+        """
+        half = self.pipeline.model.target.config.tokens // 2
+        with self.changed:
+            for method, (alone, *shared) in self.lanes.items():
+                if not shared or all(job.method != method for job in self.waiting):
+                    continue
+                for slot, job in list(alone.jobs.items()):
+                    if alone.batch.known[slot] < half:
+                        alone.leave(slot)
+                        self.waiting.appendleft(job)
 
     def next_ones(self) -> list[tuple[Lane, list[Job]]]:
         """Jobs that have a slot now, by lane; the others wait on, in their order."""

@@ -10,6 +10,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import FrameType
 
 from lantern_hpu.errors import LanternError, OptionError, needing
@@ -46,8 +48,11 @@ def opener(options: ServeOptions) -> Callable[[], Decoder]:
     """What loads the model; the device's software is imported only then."""
 
     def opened() -> Decoder:
-        device = vars(options.device)
-        pipeline = LanternPipeline.from_pretrained(options.model, given=options.given, **device)
+        load = partial(LanternPipeline.from_pretrained, options.model, given=options.given)
+        # In a thread that ends, so that its OpenMP threads do too: left idle, they and those of the decode thread
+        # would be more than the cores, and the waits in a step become system calls.
+        with ThreadPoolExecutor(1) as loading:
+            pipeline = loading.submit(load, **vars(options.device)).result()
         return Decoder(pipeline, options)
 
     return opened
