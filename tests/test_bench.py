@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -432,6 +433,16 @@ def test_each_method_gets_the_trees_of_its_kind() -> None:
     pairs = pairs_for(list(METHODS), ["chain", "mc_sim_7b_63"])
     assert pairs[:3] == [("ar", None), ("eagle", "chain"), ("eagle", "mc_sim_7b_63")]
     assert ("eagle2", None) in pairs and ("lantern++", "mc_sim_7b_63") in pairs
+
+
+def test_layout_and_threads_can_be_asked_for(model: Path) -> None:
+    asked = ["--model", str(model), "--device", "cpu", "--layout", "plain", "--threads", "1"]
+    wanted = bench.read_options(bench.make_parser().parse_args(asked))
+    with closing(run.open_pipeline(wanted)) as pipeline:
+        decided = pipeline.backend.decided
+        assert decided["layout"] == "plain: asked for" and decided["threads"] == "1: asked for"
+    assert run.layout_of(replace(wanted, layout="auto", modes=["eager", "compile"])) == "plain"
+    assert run.layout_of(replace(wanted, layout="half", modes=["compile"])) == "half"
 
 
 def test_a_preset_relaxes_every_method_that_takes_one(pipeline: LanternPipeline) -> None:
