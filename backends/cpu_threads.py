@@ -24,7 +24,7 @@ from torch import Tensor
 from lantern_hpu.backends.base import Pace
 
 OTHER_BITS = 3.0  # times faster than all threads, to be taken although it rounds otherwise
-LESS = 0.85  # of the time with more threads: fewer of them must save more than a short trial is off by
+LESS = 0.85  # of the time with more threads, to take fewer: short trials are off by a tenth
 WORSE = 1.1  # times the best: past it, still fewer threads are not tried
 TIMES = 5  # steps of a trial in the warm-up
 ENOUGH = 0.25  # seconds of one: it need not be longer
