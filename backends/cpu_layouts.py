@@ -230,7 +230,8 @@ def measured_shares(layers: Sequence[nn.Linear], forms: Sequence[str]) -> Shares
         sample.append(layer)
         if sum(each.weight.nbytes for each in sample) >= SAMPLED:
             break
-    shaped = [sample, *([FORMS[name](layer) for layer in sample] for name in forms)]
+    shaped: list[Sequence[Callable[[Tensor], Tensor]]] = [sample]
+    shaped += [[FORMS[name](layer) for layer in sample] for name in forms]
     shares: Shares = {name: {} for name in forms}
     for rows in ROWS:
         inputs = [torch.ones(rows, each.in_features, dtype=each.weight.dtype) for each in sample]
