@@ -92,7 +92,7 @@ def open_pipeline(wanted: Wanted) -> LanternPipeline:
             backend.check_layout(wanted.layout)
             backend.use_threads(wanted.threads)
             model = make_model(wanted.entry, backend, wanted.dtype, wanted.kernels)
-            layout = backend.lay_out(model.stepping, layout_of(wanted), wanted.modes)
+            layout = backend.lay_out(model.stepping, wanted.layout, wanted.modes)
         pipeline = LanternPipeline(model, backend, wanted.mode, layout=layout)
     except BaseException:
         backend.close()
