@@ -19,13 +19,13 @@ from torch import Tensor
 
 from lantern_hpu import LanternPipeline
 from lantern_hpu.config import Request, Sampling
-from lantern_hpu.errors import WeightsError
+from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.evaluate.acceptance import profile
 from lantern_hpu.generate import main as generate
 from lantern_hpu.train import wiring
 from lantern_hpu.train.__main__ import main
-from lantern_hpu.train.drafter import DrafterTraining
-from lantern_hpu.train.samples import draw, split
+from lantern_hpu.train.drafter import DrafterTraining, begin
+from lantern_hpu.train.samples import draw, read_tokens, split
 from lantern_hpu.train.unroll import Lesson, Unrolled
 from lantern_hpu.tree import DraftTree
 from tests.folder import write_folder
@@ -167,6 +167,79 @@ def test_interrupted_sampling_goes_on(model: Path, tmp_path: Path) -> None:
         assert (file.stat().st_mtime_ns == times[file]) == (file != files[1])
     with pytest.raises(WeightsError, match="from other prompts"):
         draw(pipeline, PROMPTS[1:], 20, tmp_path, accelerator)
+
+
+def write_tokens(file: Path, tokens: Any, captions: list[str]) -> Path:
+    np.savez(file, tokens=tokens, captions=np.array(captions))
+    return file
+
+
+def known_tokens(folder: Path) -> Path:
+    """Two pictures of each prompt."""
+    tokens = np.random.default_rng(0).integers(0, 32, (2 * len(PROMPTS), 16))
+    return write_tokens(folder / "tokens.npz", tokens, PROMPTS * 2)
+
+
+def test_pictures_as_tokens_are_learned_from_but_for_held_out_captions(
+    model: Path, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = len(split(PROMPTS)[1])
+    given = ["--tokens", str(known_tokens(tmp_path)), "--samples", "0", "--steps", "10"]
+    assert train(model, prompts, tmp_path / "alone", *given) == 0
+    assert report(tmp_path / "alone")["samples"] == 2 * (len(PROMPTS) - held)
+    assert not (tmp_path / "alone" / "samples").exists()
+    assert (
+        train(model, prompts, tmp_path / "alone", "--resume", *given[2:], "--tokens", given[1]) == 0
+    )
+    other = write_tokens(tmp_path / "other.npz", np.zeros((12, 16), int), PROMPTS)
+    assert train(model, prompts, tmp_path / "alone", "--resume", "--tokens", str(other)) == 2
+    assert "--tokens cannot change" in capsys.readouterr().err
+
+
+def test_drawn_and_given_tokens_are_learned_from_together(model: Path, tmp_path: Path) -> None:
+    pipeline, file = LanternPipeline.from_pretrained(str(model)), known_tokens(tmp_path)
+    drawn = draw(pipeline, PROMPTS, 8, tmp_path / "samples", Accelerator(cpu=True))
+    both = drawn + read_tokens(file, pipeline.model.target.config, held_out=PROMPTS[:1])
+    assert both.tokens.shape == (8 + 2 * (len(PROMPTS) - 1), 16) and both.file
+    assert both.prompts[8:] == [p for p in PROMPTS * 2 if p != PROMPTS[0]]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        (np.zeros((12, 15), int), "does not fit the model: int64 [12, 15] for 12 captions"),
+        (np.zeros((12, 16)), "does not fit the model: float64"),
+        (np.full((12, 16), 32), "tokens from 32 to 32"),
+        (None, "cannot read tokens"),
+    ],
+)
+def test_tokens_of_something_else_are_refused(
+    model: Path,
+    prompts: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    tokens: Any,
+    said: str,
+) -> None:
+    file = tmp_path / "tokens.npz"
+    file.write_bytes(b"no archive")
+    if tokens is not None:
+        write_tokens(file, tokens, PROMPTS)
+    assert train(model, prompts, tmp_path / "d", "--tokens", str(file)) == 2
+    assert said in capsys.readouterr().err
+    assert not (tmp_path / "d").exists()
+
+
+def test_fine_tuning_begins_with_the_drafter_there_is(model: Path) -> None:
+    known = LanternPipeline.from_pretrained(str(model)).model
+    own, new = begin(known, True, seed=0), begin(known, False, seed=0)
+    assert known.drafter is not None
+    for name, weight in known.drafter.state_dict().items():
+        assert torch.equal(own.state_dict()[name], weight)
+    assert not torch.equal(own.fc.weight, new.fc.weight)
+    known.drafter = None
+    with pytest.raises(OptionError, match="nothing to fine-tune"):
+        begin(known, True, seed=0)
 
 
 def test_nan_loss_stops_and_keeps_the_last_checkpoint(

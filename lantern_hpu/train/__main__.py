@@ -3,8 +3,9 @@
     python -m lantern_hpu.train drafter --data prompts.txt --output my-drafter
     torchrun --nproc_per_node 4 -m lantern_hpu.train drafter --data prompts.txt --output my-drafter
 
-The target draws images of the prompts at its own sampling settings, the drafter learns from them, and the weights
-with the most accepted drafts on held-out prompts are kept. `generate --drafter my-drafter` uses them.
+The target draws images of the prompts at its own sampling settings, the drafter learns from them - and from pictures as
+tokens, if there are any - and the weights with the most accepted drafts on held-out prompts are kept. `generate
+--drafter my-drafter` uses them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import prepare
 from lantern_hpu.errors import OptionError, OutputError, exit_code, require
-from lantern_hpu.options import add_device_options, device_options, taken
+from lantern_hpu.options import (
+    add_device_options,
+    add_part_options,
+    device_options,
+    given_parts,
+    taken,
+)
 from lantern_hpu.prompts import read_prompts
 from lantern_hpu.train.options import TrainOptions
 
@@ -38,9 +45,18 @@ def make_parser() -> argparse.ArgumentParser:
     drafter.add_argument(
         "--data", type=Path, required=True, metavar="FILE", help="prompts: .txt, .tsv or .json"
     )
+    drafter.add_argument(
+        "--tokens", type=Path, metavar="FILE", help="learn from these pictures too: .npz of tokens"
+    )
+    drafter.add_argument(
+        "--finetune",
+        action="store_true",
+        help="begin with the drafter that the model has, or with that of --drafter",
+    )
     drafter.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     drafter.add_argument("--resume", action="store_true", help="go on with what lies in --output")
     add_device_options(drafter, graphs=False)
+    add_part_options(drafter)
     drafter.add_argument(
         "--mixed-precision", default="no", choices=["no", "bf16", "fp16"], help="(no)"
     )
@@ -61,7 +77,8 @@ def check(args: argparse.Namespace) -> None:
     if missing:
         hint = 'pip install -e ".[train]"'
         raise OptionError(f"training needs {' and '.join(missing)}", "not installed", hint)
-    require(args.samples >= 1, "--samples", args.samples, "1 or more")
+    least = int(args.tokens is None)
+    require(args.samples >= least, "--samples", args.samples, f"{least} or more")
     state = args.output / "state.pt"
     if state.exists() and not args.resume:
         why = "a training run lies there"
@@ -85,16 +102,24 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
 
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.train import samples
-    from lantern_hpu.train.drafter import DrafterTraining
+    from lantern_hpu.train.drafter import DrafterTraining, begin
 
     learned, held_out = samples.split(prompts)
-    with closing(LanternPipeline.from_pretrained(args.model, **vars(device))) as pipeline:
+    given = given_parts(args)
+    with closing(
+        LanternPipeline.from_pretrained(args.model, given=given, **vars(device))
+    ) as pipeline:
+        target = pipeline.model.target.config
+        known = args.tokens and samples.read_tokens(args.tokens, target, held_out)
         precision = args.mixed_precision
         accelerator = Accelerator(cpu=pipeline.backend.is_host, mixed_precision=precision)
         check_wiring(pipeline, prompts[0], accelerator.is_main_process)
         where = (args.output / "samples", accelerator)
-        drawn = samples.draw(pipeline, learned, args.samples, *where, seed=options.seed)
-        run = DrafterTraining(pipeline, drawn, held_out, args.output, options, accelerator)
+        lessons = samples.draw(pipeline, learned, args.samples, *where, seed=options.seed)
+        if known:
+            lessons += known
+        start = begin(pipeline.model, args.finetune, options.seed)
+        run = DrafterTraining(pipeline, start, lessons, held_out, args.output, options, accelerator)
         if args.resume:
             run.resume()
         return run.run()

@@ -33,7 +33,7 @@ from tqdm import tqdm
 
 from lantern_hpu.choice import fitted
 from lantern_hpu.config import DEFAULT_TREE, METHODS, in_turn
-from lantern_hpu.errors import TrainingError, WeightsError
+from lantern_hpu.errors import OptionError, TrainingError, WeightsError
 from lantern_hpu.evaluate.acceptance import Profile, profile
 from lantern_hpu.files import write_file
 from lantern_hpu.models.config import DrafterConfig
@@ -90,12 +90,32 @@ def config_of(model: ImageModel) -> DrafterConfig:
     return replace(model.config.drafter or DrafterConfig(), shift=1)
 
 
+def begin(model: ImageModel, finetune: bool, seed: int) -> Drafter:
+    """What a run begins with: a drafter made from the target, or the one that the model has.
+
+    Args:
+        seed: of the weights that the target has nothing for.
+
+    Raises:
+        OptionError: it has none.
+    """
+    torch.manual_seed(seed)
+    drafter = like_the_target(model.target, config_of(model))
+    if finetune:
+        if model.drafter is None:
+            hint = "--drafter FILE, or without --finetune"
+            raise OptionError("there is nothing to fine-tune", f"{model.name} has no drafter", hint)
+        drafter.load_state_dict(model.drafter.state_dict())
+    return drafter
+
+
 class DrafterTraining:
     """One run."""
 
     def __init__(
         self,
         pipeline: LanternPipeline,
+        drafter: Drafter,
         samples: Samples,
         held_out: list[str],
         folder: Path,
@@ -104,9 +124,8 @@ class DrafterTraining:
     ) -> None:
         self.pipeline, self.samples, self.held_out = pipeline, samples, held_out
         self.folder, self.options, self.accelerator = folder, options, accelerator
-        torch.manual_seed(options.seed)
         model = pipeline.model
-        self.drafter = like_the_target(model.target, config_of(model))
+        self.drafter = drafter
         self.average = [w.detach().clone() for w in self.drafter.parameters()]
         unrolled = Unrolled(self.drafter, model.target, options.unroll)
         optimiser = torch.optim.AdamW(
@@ -244,6 +263,7 @@ class DrafterTraining:
             "optimiser": self.optimiser.state_dict(),
             "progress": vars(self.progress),
             "options": asdict(self.options),
+            "tokens": self.samples.file,
         }
         content = io.BytesIO()
         torch.save(state, content)
@@ -262,6 +282,9 @@ class DrafterTraining:
                 why = "it was made with another target"
                 raise WeightsError(f"{file} cannot be used", why, "another --output")
             self.options.check_resumed(state["options"])
+            if state["tokens"] != self.samples.file:
+                why, hint = "the run was begun with another file, or none", "that one again"
+                raise OptionError("--tokens cannot change", why, hint)
             self.drafter.load_state_dict(state["drafter"])
             self.average = list(state["average"])
             self.optimiser.load_state_dict(state["optimiser"])

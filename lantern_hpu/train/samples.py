@@ -1,4 +1,4 @@
-"""What a drafter learns from: images that the target itself draws at its sampling settings."""
+"""What a drafter learns from: images that the target itself draws at its sampling settings, and pictures as tokens."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -18,7 +19,8 @@ from tqdm import tqdm
 
 from lantern_hpu.config import Request, Sampling, in_turn
 from lantern_hpu.errors import OptionError, WeightsError
-from lantern_hpu.files import write_file
+from lantern_hpu.files import sha256, write_file
+from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DraftTree
 
@@ -28,10 +30,19 @@ HELD_OUT = 0.1  # share of the prompts
 
 @dataclass
 class Samples:
-    """Images as tokens, with their prompts."""
+    """Images as tokens, with their prompts.
+
+    Attributes:
+        file: checksum of the file that some came from, if any did.
+    """
 
     tokens: Tensor  # [n, N] int64
     prompts: list[str]  # [n]
+    file: str = ""
+
+    def __add__(self, other: Samples) -> Samples:
+        tokens = torch.cat([self.tokens, other.tokens])
+        return Samples(tokens, self.prompts + other.prompts, self.file or other.file)
 
 
 def split(prompts: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -87,7 +98,8 @@ def draw(
         np.savez(content, tokens=tokens.astype(np.int32), key=np.array(stamp))
         write_file(file, content.getvalue())
     accelerator.wait_for_everyone()
-    rows = np.concatenate([read(file, stamp) for file in files])
+    none = np.zeros((0, pipeline.model.target.config.tokens), np.int64)
+    rows = np.concatenate([none, *(read(file, stamp) for file in files)])
     return Samples(torch.from_numpy(rows[:count]), [r.prompt for r in requests[:count]])
 
 
@@ -98,6 +110,33 @@ def read(file: Path, stamp: str) -> NDArray[np.int64]:
             why = "it was drawn by another target, or from other prompts or settings"
             raise WeightsError(f"{file} cannot be used", why, "another --output")
         return saved["tokens"].astype(np.int64)
+
+
+def read_tokens(file: Path, config: TransformerConfig, held_out: Sequence[str]) -> Samples:
+    """Captioned pictures as the model's tokenizer encodes them, without those of held-out captions.
+
+    Args:
+        file: .npz with `tokens` [n, N] integers and `captions` [n] strings.
+
+    Raises:
+        OptionError: it is no such file, or of another model.
+    """
+    try:
+        with np.load(file, allow_pickle=False) as saved:
+            tokens, captions = saved["tokens"], [str(caption) for caption in saved["captions"]]
+    except (OSError, ValueError, KeyError, TypeError, BadZipFile) as error:
+        hint = "an .npz with tokens [n, N] and captions [n]"
+        raise OptionError(f"cannot read tokens from {file}", repr(error), hint) from error
+    shape, codes = (len(captions), config.tokens), config.vocab_size
+    if tokens.shape != shape or tokens.dtype.kind not in "iu":
+        why = f"{tokens.dtype} {list(tokens.shape)} for {len(captions)} captions"
+        raise OptionError(f"{file} does not fit the model", why, f"integers {list(shape)}")
+    if tokens.size and not 0 <= tokens.min() <= tokens.max() < codes:
+        why = f"tokens from {tokens.min()} to {tokens.max()}"
+        raise OptionError(f"{file} does not fit the model", why, f"0 to {codes - 1}")
+    kept = [i for i, caption in enumerate(captions) if caption not in held_out]
+    rows = torch.from_numpy(tokens[kept].astype(np.int64))
+    return Samples(rows, [captions[i] for i in kept], sha256(file))
 
 
 def draw_batch(pipeline: LanternPipeline, part: list[Request]) -> NDArray[np.int64]:
