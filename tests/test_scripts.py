@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 from lantern_hpu.evaluate.attributes import Classifier
+from lantern_hpu.scenes import describe, sample
 from scripts import training
 from scripts.pictures import Stream, painted
 from scripts.training import Learner, Muon, Run
@@ -22,10 +23,14 @@ from scripts.training import Learner, Muon, Run
 ROOT = Path(__file__).parent.parent
 TARGET = "train_target --dim 64 --layers 1 --batch 4 --accumulate 1 --measured 8"
 STAGES = (
-    "train_tokenizer --steps 2 --warm-up 1 --batch 4 --measured 8 --codebook-pictures 64",
-    f"{TARGET} --minutes 0.02",
-    f"{TARGET} --minutes 0.04 --resume",
-    "export_model --output model",
+    "scripts.train_tokenizer --steps 2 --warm-up 1 --batch 4 --measured 8 --codebook-pictures 64",
+    f"scripts.{TARGET} --minutes 0.02",
+    f"scripts.{TARGET} --minutes 0.04 --resume",
+    "scripts.export_model --output model",
+    "scripts.scene_tokens --pictures 34",
+    "lantern_hpu.train drafter --model model --data prompts.txt --tokens data/scenes.npz --samples 0 "
+    "--steps 2 --batch 1 --measured 1 --output drafter",
+    "scripts.export_model --drafter drafter --output model",
 )
 
 
@@ -39,9 +44,13 @@ def run(folder: Path, *command: str) -> None:
 
 @pytest.mark.slow
 def test_all_stages_run_one_after_the_other(tmp_path: Path) -> None:
+    scenes = [sample(np.random.default_rng(i)) for i in range(12)]
+    captions = {describe(scene, np.random.default_rng(0)) for scene in scenes}
+    (tmp_path / "prompts.txt").write_text("\n".join(captions))
     for stage in STAGES:
-        script, *options = stage.split()
-        run(tmp_path, f"scripts.{script}", "--data-dir", ".", *options)
+        module, *options = stage.split()
+        data = ["--data-dir", "."] if module.startswith("scripts.") else []
+        run(tmp_path, module, *options, *data)
     assert "lighthouse" in json.loads((tmp_path / "words.json").read_text())
     what = ["--model", "model", "--prompt", "a red apple", "--output", "apple.png"]
     run(tmp_path, "lantern_hpu.generate", *what)
