@@ -1,6 +1,7 @@
-"""Draw the README's picture: the same prompts and seeds, a row for each method.
+"""Draw the sheets of README and docs/embedded-model.md.
 
-python -m scripts.readme_pictures --output docs/images/methods.png
+python -m scripts.readme_pictures                                             a row for each method, the same seeds
+python -m scripts.readme_pictures --seeds 4 --output docs/images/examples.png    a row for each seed, by ar
 """
 
 from __future__ import annotations
@@ -56,18 +57,32 @@ def sheet(rows: dict[str, list[Image.Image]], prompts: tuple[str, ...], size: in
     return page
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the README's picture.")
-    parser.add_argument("--output", type=Path, default=Path("docs/images/methods.png"))
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--size", type=int, default=106, help="pixels of a picture with its margin")
-    arguments = parser.parse_args()
-    pipeline = LanternPipeline.from_pretrained("builtin")
+def by_method(pipeline: LanternPipeline, seed: int) -> dict[str, list[Image.Image]]:
+    """The prompts under each method."""
     rows = {}
     for method in METHODS:
-        result = pipeline(PROMPTS, seed=arguments.seed, method=method)
+        result = pipeline(PROMPTS, seed=seed, method=method)
         rate = f"{tokens_per_step(result.records):.2f}"
         rows[f"{method}\n{rate} tokens\na step"] = result.images
+    return rows
+
+
+def by_seed(pipeline: LanternPipeline, seed: int, count: int) -> dict[str, list[Image.Image]]:
+    """Several pictures of each prompt."""
+    images = pipeline(PROMPTS, num_images=count, seed=seed, method="ar").images
+    return {f"picture {k + 1}": images[k::count] for k in range(count)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Draw the sheets of README and docs.")
+    parser.add_argument("--output", type=Path, default=Path("docs/images/methods.png"))
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, help="so many pictures a prompt, by ar")
+    parser.add_argument("--size", type=int, default=106, help="pixels of a picture with its margin")
+    arguments = parser.parse_args()
+    pipeline, seed = LanternPipeline.from_pretrained("builtin"), arguments.seed
+    seeds = arguments.seeds
+    rows = by_seed(pipeline, seed, seeds) if seeds else by_method(pipeline, seed)
     write_file(arguments.output, encode(sheet(rows, PROMPTS, arguments.size)), force=True)
     print(f"wrote {arguments.output}")
 
