@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument(
         "--fastest",
-        default="cpu:1=jacobi,cpu=ar",
+        default="cpu:1=scd+scd:8,cpu=ar",
         help="DEVICE=METHOD or DEVICE=METHOD+TREE, as lantern_hpu.bench measured; DEVICE:1 is of one image at a time",
     )
     arguments = parser.parse_args()

@@ -24,7 +24,7 @@ from lantern_hpu.evaluate.acceptance import profile
 from lantern_hpu.generate import main as generate
 from lantern_hpu.train import wiring
 from lantern_hpu.train.__main__ import main
-from lantern_hpu.train.drafter import DrafterTraining, begin
+from lantern_hpu.train.drafter import DrafterTraining, begin, chain
 from lantern_hpu.train.samples import draw, read_tokens, split
 from lantern_hpu.train.unroll import Lesson, Unrolled
 from lantern_hpu.tree import DraftTree
@@ -81,8 +81,9 @@ def test_training_learns_and_reports(trained: Path) -> None:
     assert len(found) == 30 and sum(found[-5:]) < 0.8 * sum(found[:5])
     figures = report(trained)
     assert figures["kept_step"] in (10, 20, 30)
-    best = max(point["tokens_per_step"] for point in figures["curve"])
-    assert figures["eagle"]["tokens_per_step"] == best
+    best = max(figures["curve"], key=lambda point: point["chain"])
+    assert best["step"] == figures["kept_step"]
+    assert chain(figures["overlaps"]) == pytest.approx(best["chain"], abs=1e-6)
     for method in ("eagle", "lantern++"):
         tried, accepted = figures[method]["tried"], figures[method]["accepted"]
         assert all(sum(a) <= t for a, t in zip(accepted, tried, strict=True))
@@ -230,6 +231,10 @@ def test_tokens_of_something_else_are_refused(
     assert not (tmp_path / "d").exists()
 
 
+def test_a_chain_ends_at_the_first_refusal() -> None:
+    assert chain([0.5, 0.5]) == 1.75 and chain([]) == 1 and chain([0.0, 1.0]) == 1
+
+
 def test_fine_tuning_begins_with_the_drafter_there_is(model: Path) -> None:
     known = LanternPipeline.from_pretrained(str(model)).model
     own, new = begin(known, True, seed=0), begin(known, False, seed=0)
@@ -252,7 +257,7 @@ def test_nan_loss_stops_and_keeps_the_last_checkpoint(
     compare, calls = Unrolled.compare, []
 
     def broken(self: Unrolled, *given: Any) -> tuple[Tensor, Tensor]:
-        calls.append(1)
+        calls.extend([1] * torch.is_grad_enabled())  # not when it measures
         loss, overlap = compare(self, *given)
         return (loss * float("nan") if len(calls) > 3 * 15 else loss), overlap
 

@@ -4,7 +4,7 @@
     torchrun --nproc_per_node 4 -m lantern_hpu.train drafter --data prompts.txt --output my-drafter
 
 The target draws images of the prompts at its own sampling settings, the drafter learns from them - and from pictures as
-tokens, if there are any - and the weights with the most accepted drafts on held-out prompts are kept. `generate
+tokens, if there are any - and the weights with the most accepted drafts on held-out images are kept. `generate
 --drafter my-drafter` uses them.
 """
 
@@ -66,7 +66,7 @@ def make_parser() -> argparse.ArgumentParser:
     drafter.add_argument("--unroll", type=int, default=3, help="drafts deep (3)")
     drafter.add_argument("--lr", type=float, default=1e-3, help="(0.001)")
     drafter.add_argument("--measure-every", type=int, default=250, help="steps (250)")
-    drafter.add_argument("--measured", type=int, default=8, help="held-out images drawn for it (8)")
+    drafter.add_argument("--measured", type=int, default=8, help="held-out images (8)")
     drafter.add_argument("--seed", type=int, default=0, help="(0)")
     return parser
 
@@ -114,12 +114,17 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         precision = args.mixed_precision
         accelerator = Accelerator(cpu=pipeline.backend.is_host, mixed_precision=precision)
         check_wiring(pipeline, prompts[0], accelerator.is_main_process)
-        where = (args.output / "samples", accelerator)
-        lessons = samples.draw(pipeline, learned, args.samples, *where, seed=options.seed)
+
+        def drawn(prompts: Sequence[str], count: int, folder: str) -> samples.Samples:
+            place = args.output / folder
+            return samples.draw(pipeline, prompts, count, place, accelerator, seed=options.seed)
+
+        lessons = drawn(learned, args.samples, "samples")
         if known:
             lessons += known
+        measured = drawn(held_out, options.measured, "held-out")
         start = begin(pipeline.model, args.finetune, options.seed)
-        run = DrafterTraining(pipeline, start, lessons, held_out, args.output, options, accelerator)
+        run = DrafterTraining(pipeline, start, lessons, measured, args.output, options, accelerator)
         if args.resume:
             run.resume()
         return run.run()

@@ -18,7 +18,7 @@ class TrainOptions:
     unroll: int = 3  # passes
     lr: float = 1e-3
     measure_every: int = 250
-    measured: int = 8  # held-out images that are drawn to measure
+    measured: int = 8  # held-out images
     seed: int = 0
 
     def __post_init__(self) -> None:
