@@ -45,6 +45,13 @@ def painted(first: int, count: int) -> Batch:
     return Batch(np.stack([p.pixels for p in pictures]), [p.caption for p in pictures])
 
 
+def encoded(tokenizer: VQModel, first: int, count: int) -> tuple[Tensor, list[str]]:
+    """Codes [count, N] and captions of pictures `first` to `first + count - 1`."""
+    pixels, captions = painted(first, count)
+    with torch.no_grad():
+        return tokenizer.encode(to_float(pixels)).flatten(1), captions
+
+
 class Stream:
     """Batches of ever new pictures, made by `make(first, count)` in another process."""
 

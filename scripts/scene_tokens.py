@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from lantern_hpu.files import write_file
-from scripts.pictures import load_tokenizer, painted, to_float
+from scripts.pictures import encoded, load_tokenizer
 
 FIRST = 10**8  # picture; trainings of targets count from 0
 BATCH = 32
@@ -34,10 +34,9 @@ def main() -> None:
     tokens, captions = [], []
     for start in tqdm(range(0, arguments.pictures, BATCH), desc="pictures", unit="batch"):
         count = min(BATCH, arguments.pictures - start)
-        batch = painted(arguments.first + start, count)
-        with torch.no_grad():
-            tokens.append(tokenizer.encode(to_float(batch.pixels)).flatten(1).short())  # [B, N]
-        captions += batch.captions
+        codes, said = encoded(tokenizer, arguments.first + start, count)
+        tokens.append(codes.short())  # [B, N]
+        captions += said
     content = io.BytesIO()
     np.savez_compressed(content, tokens=torch.cat(tokens).numpy(), captions=np.array(captions))
     write_file(arguments.output, content.getvalue(), force=True)

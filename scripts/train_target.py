@@ -32,7 +32,7 @@ from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.ops.masks import additive_mask, causal_mask, prefix_mask
 from lantern_hpu.scenes import describe, sample
-from scripts.pictures import FRESH, Stream, load_tokenizer, painted, to_float
+from scripts.pictures import FRESH, Stream, encoded, load_tokenizer
 from scripts.training import Learner, Run, parse
 
 PREFIX = 16
@@ -62,9 +62,7 @@ def tokenizer(data_dir: Path) -> VQModel:
 
 def lessons(data_dir: Path, words: tuple[str, ...], first: int, count: int) -> Lesson:
     """Pictures `first` to `first + count - 1`, encoded."""
-    pixels, captions = painted(first, count)
-    with torch.no_grad():
-        codes = tokenizer(data_dir).encode(to_float(pixels)).flatten(1)  # [B, N]
+    codes, captions = encoded(tokenizer(data_dir), first, count)
     index = {word: i + 2 for i, word in enumerate(words)}
     rows = [[index[word] for word in WordConditioner.split(caption)] for caption in captions]
     return Lesson(torch.tensor([[0] * (PREFIX - len(r)) + r for r in rows]), codes)

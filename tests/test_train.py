@@ -189,9 +189,7 @@ def test_pictures_as_tokens_are_learned_from_but_for_held_out_captions(
     assert train(model, prompts, tmp_path / "alone", *given) == 0
     assert report(tmp_path / "alone")["samples"] == 2 * (len(PROMPTS) - held)
     assert not (tmp_path / "alone" / "samples").exists()
-    assert (
-        train(model, prompts, tmp_path / "alone", "--resume", *given[2:], "--tokens", given[1]) == 0
-    )
+    assert train(model, prompts, tmp_path / "alone", "--resume", *given) == 0
     other = write_tokens(tmp_path / "other.npz", np.zeros((12, 16), int), PROMPTS)
     assert train(model, prompts, tmp_path / "alone", "--resume", "--tokens", str(other)) == 2
     assert "--tokens cannot change" in capsys.readouterr().err

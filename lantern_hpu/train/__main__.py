@@ -111,6 +111,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
     ) as pipeline:
         target = pipeline.model.target.config
         known = args.tokens and samples.read_tokens(args.tokens, target, held_out)
+        start = begin(pipeline.model, args.finetune, options.seed)
         precision = args.mixed_precision
         accelerator = Accelerator(cpu=pipeline.backend.is_host, mixed_precision=precision)
         check_wiring(pipeline, prompts[0], accelerator.is_main_process)
@@ -123,7 +124,6 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         if known:
             lessons += known
         measured = drawn(held_out, options.measured, "held-out")
-        start = begin(pipeline.model, args.finetune, options.seed)
         run = DrafterTraining(pipeline, start, lessons, measured, args.output, options, accelerator)
         if args.resume:
             run.resume()

@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file, save
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from lantern_hpu.choice import fitted
@@ -148,9 +148,12 @@ class DrafterTraining:
         generator = torch.Generator().manual_seed(self.options.seed + (number << 20))
         index = torch.randint(len(self.samples.prompts), (self.options.batch,), generator=generator)
         prompts = [self.samples.prompts[i] for i in index]
-        tokens = self.samples.tokens[index].to(self.accelerator.device)
+        return self.read(prompts, self.samples.tokens[index])
+
+    def read(self, prompts: Sequence[str], tokens: Tensor) -> Lesson:
+        """These images [b, N] as the target has them."""
         with self.accelerator.autocast(), torch.no_grad():
-            return Lesson(self.pipeline.model, prompts, tokens)
+            return Lesson(self.pipeline.model, prompts, tokens.to(self.accelerator.device))
 
     def learn(self) -> tuple[float, float]:
         """One step. -> its loss, and the overlap of its first pass.
@@ -220,14 +223,14 @@ class DrafterTraining:
 
         They are the same images each time and nothing is drawn, so there is far less noise than in tokens a step.
         """
-        model, held, size = self.pipeline.model, self.held_out, self.options.batch
-        unrolled = Unrolled(self.averaged(), model.target, self.options.unroll)
+        held, size = self.held_out, self.options.batch
+        unrolled = Unrolled(self.averaged(), self.pipeline.model.target, self.options.unroll)
         total = torch.zeros(self.options.unroll)
         for start in range(0, len(held.prompts), size):
             prompts = held.prompts[start : start + size]
-            tokens = held.tokens[start : start + size].to(self.accelerator.device)
+            lesson = self.read(prompts, held.tokens[start : start + size])
             with self.accelerator.autocast():
-                _, overlaps = unrolled(Lesson(model, prompts, tokens))
+                _, overlaps = unrolled(lesson)
             total += len(prompts) * overlaps.float().cpu()
         return (total / len(held.prompts)).tolist()
 
