@@ -137,3 +137,15 @@ def test_a_snowy_land_is_white(noise: Noise) -> None:
         pictures(Scene("hills", season=s), 8, noise)[:, 48:] for s in ("winter", "summer")
     )
     assert winter.mean() > summer.mean() + 60
+
+
+def test_a_picture_is_the_same_at_twice_the_size(noise: Noise) -> None:
+    """Averaged over 2 x 2 pixels the larger one is the smaller one, but for grain; no other picture is as close."""
+    larger = Noise(4 * SIDE)
+    small = [paint(seed, noise) for seed in range(16)]
+    large = [paint(seed, larger) for seed in range(16)]
+    assert [p.caption for p in small] == [p.caption for p in large]
+    assert large[0].pixels.shape == (2 * SIDE, 2 * SIDE, 3)
+    shrunk = [p.pixels.reshape(SIDE, 2, SIDE, 2, 3).mean((1, 3)) for p in large]
+    apart = np.array([[np.square(a - b.pixels).mean() ** 0.5 for b in small] for a in shrunk])
+    assert apart.diagonal().max() < 12 < (apart + 1000 * np.eye(16)).min()

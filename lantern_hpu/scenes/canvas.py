@@ -19,10 +19,15 @@ from lantern_hpu.scenes.scene import Scene
 Array = NDArray[np.floating[Any]]
 Points = Sequence[tuple[float, float]]
 T = TypeVar("T")
+UNIT = 128  # side of the canvas in whose pixels the finest marks are measured
 
 
 class Noise:
-    """Tiles of fractal noise that go on at their edges; a crop of one is a fresh piece of texture."""
+    """Tiles of fractal noise that go on at their edges; a crop of one is a fresh piece of texture.
+
+    On a canvas larger than `UNIT` the tiles are those of the smaller one with finer detail added, so that
+    a picture is the same picture at both sizes.
+    """
 
     KINDS = {  # falloff of the spectrum, how much wider than high
         "cloud": (1.7, 2.2),
@@ -35,18 +40,20 @@ class Noise:
 
     def __init__(self, side: int, seed: int = 0, tiles: int = 6) -> None:
         """`side`: pixels of a crop; tiles are four times as large."""
-        rng, size = np.random.default_rng(seed), 4 * side
-        self.side, self.size = side, size
-        fx, fy = np.meshgrid(np.fft.rfftfreq(size) * size, np.fft.fftfreq(size) * size)
+        self.side, self.size = side, 4 * side
+        coarse = 4 * min(side, UNIT)  # pixels of a tile before detail is added
+        rng, fine = np.random.default_rng(seed), np.random.default_rng((seed, self.size))
         self.tiles: dict[str, list[Array]] = {}
         for kind, (falloff, width) in self.KINDS.items():
-            radius = np.hypot(fx * width, fy)
-            radius[radius < 3] = np.inf  # nothing coarser than a crop
+            low, high = (spectrum(size, falloff, width) for size in (coarse, self.size))
             self.tiles[kind] = []
             for _ in range(tiles):
-                white = np.fft.rfft2(rng.standard_normal((size, size)))
-                tile = np.fft.irfft2(white * radius**-falloff)
-                self.tiles[kind].append((tile / tile.std()).astype(np.float32))
+                waves = np.fft.rfft2(rng.standard_normal((coarse, coarse))) * low
+                tile = np.fft.irfft2(waves)
+                scale = tile.std()
+                if self.size > coarse:
+                    tile = np.fft.irfft2(detailed(waves, high, fine))
+                self.tiles[kind].append((tile / scale).astype(np.float32))
 
     def crop(self, kind: str, rng: Generator) -> Array:
         """[S, S], mean about 0, deviation about 1."""
@@ -54,6 +61,28 @@ class Noise:
         y, x = rng.integers(self.size - self.side, size=2)
         part = tile[y : y + self.side, x : x + self.side]
         return part[:, ::-1] if rng.random() < 0.5 else part
+
+
+def spectrum(size: int, falloff: float, width: float) -> Array:
+    """The amplitudes [size, size / 2 + 1] of a tile's waves."""
+    fx, fy = np.meshgrid(np.fft.rfftfreq(size) * size, np.fft.fftfreq(size) * size)
+    radius = np.hypot(fx * width, fy)
+    radius[radius < 3] = np.inf  # nothing coarser than a crop
+    return np.asarray(radius**-falloff)
+
+
+def detailed(waves: NDArray[np.complexfloating[Any]], high: Array, rng: Generator) -> Array:
+    """The waves [n, n / 2 + 1] of a tile as those of a larger one, of amplitudes `high` [N, N / 2 + 1].
+
+    Waves shorter than the tile had are new, of the strength that the spectrum goes on with.
+    """
+    n, size = len(waves), len(high)
+    gain = size / n
+    larger = np.fft.rfft2(rng.standard_normal((size, size))) * high * gain  # [N, N / 2 + 1]
+    half = n // 2  # its own wave has no direction on the small grid
+    for ours, theirs in ((np.s_[:half], np.s_[:half]), (np.s_[1 - half :], np.s_[1 - half :])):
+        larger[theirs, :half] = waves[ours, :half] * gain**2
+    return larger
 
 
 def smooth(x: Array, low: float, high: float) -> Array:
@@ -75,6 +104,7 @@ class Canvas:
 
     def __init__(self, scene: Scene, rng: Generator, noise: Noise) -> None:
         self.scene, self.rng, self.tiles, self.side = scene, rng, noise, noise.side
+        self.unit = max(1, self.side // UNIT)  # pixels as wide as the finest marks
         look = STORMS[scene.storm] if scene.storm else SKIES[scene.time]
         shift = rgb(rng.normal(0, 7, 3) + rng.normal(0, 5))  # this day's weather
         self.sky = [rgb(np.clip(rgb(c) + shift + rng.normal(0, 5, 3), 0, 255)) for c in look[:3]]

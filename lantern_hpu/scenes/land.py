@@ -190,8 +190,9 @@ def stars(c: Canvas, horizon: float) -> None:
     rows = (c.rng.random(count) ** 1.3 * horizon * c.side).astype(int)
     columns = c.rng.integers(c.side - 1, size=count)
     bright = c.rng.uniform(0.3, 1, count).astype(np.float32)[:, None]
-    for shift in (0, 1):  # two pixels of the canvas, so that one of the picture is left
-        c.pixels[rows, columns + shift] += bright * (255 - c.pixels[rows, columns + shift])
+    for dy, dx in np.ndindex(c.unit, 2 * c.unit):  # so that at least a pixel of the picture is left
+        at = np.minimum(rows + dy, c.side - 1), np.minimum(columns + dx, c.side - 1)
+        c.pixels[at] += bright * (255 - c.pixels[at])
 
 
 def sun_or_moon(c: Canvas, horizon: float) -> None:
@@ -256,10 +257,9 @@ def falling(c: Canvas, kind: str) -> None:
     if kind == "snow":
         count = int(c.rng.integers(50, 130))
         rows, columns = c.rng.integers(c.side - 1, size=(2, count))
-        for dy, dx in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            c.pixels[rows + dy, columns + dx] += 0.75 * (
-                rgb((250, 251, 255)) - c.pixels[rows + dy, columns + dx]
-            )
+        for dy, dx in np.ndindex(2 * c.unit, 2 * c.unit):
+            at = np.minimum(rows + dy, c.side - 1), np.minimum(columns + dx, c.side - 1)
+            c.pixels[at] += 0.75 * (rgb((250, 251, 255)) - c.pixels[at])
         return
     if kind == "sand":
         c.fill(np.clip(0.3 + 0.2 * c.noise("wave"), 0, 0.8), mix(c.sky[1], c.sky[2], 0.5))
@@ -336,7 +336,9 @@ def water(c: Canvas, level: float, calm: float) -> None:
     """Everything above the level is mirrored below it, broken by waves; `calm` is 0 to 1."""
     side, row = c.side, int(level * c.side)
     wave, depth = c.noise("wave")[row:], np.arange(side - row)  # [S - row, S], [S - row]
-    rows = np.clip(row - 1 - depth[:, None] + (wave * (1 + 7 * (1 - calm))).astype(int), 0, row - 1)
+    rows = np.clip(
+        row - 1 - depth[:, None] + (wave * (1 + 7 * (1 - calm)) * c.unit).astype(int), 0, row - 1
+    )
     mirror = c.pixels[rows, np.arange(side)[None]]
     tint = c.dim((40, 96, 170) if c.scene.time == "night" else (28, 92, 132), 12)
     share = np.linspace(0.25, 0.62, side - row)[:, None, None] + 0.25 * (1 - calm)
