@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 # Best first
 BACKENDS = {
-    "hpu": "lantern_hpu.backends.hpu:HPUBackend",
-    "cuda": "lantern_hpu.backends.cuda:CUDABackend",
-    "cpu": "lantern_hpu.backends.cpu:CPUBackend",
+    "hpu": "lantern_hpu.backends.hpu.backend:HPUBackend",
+    "cuda": "lantern_hpu.backends.cuda.backend:CUDABackend",
+    "cpu": "lantern_hpu.backends.cpu.backend:CPUBackend",
 }
 
 
@@ -34,7 +34,7 @@ def prepare(name: str, graphs: str = "auto", emulate: bool = False) -> None:
     Raises:
         DeviceError: the environment contradicts the graph mode.
     """
-    from lantern_hpu.backends import hpu_env
+    from lantern_hpu.backends.hpu import env as hpu_env
 
     if name in ("auto", "hpu") and not emulate and hpu_env.plugin_folder() is not None:
         hpu_env.prepare(graphs if name == "hpu" or graphs in hpu_env.LAZY else "auto")
@@ -90,5 +90,5 @@ def get_backend(name: str = "auto", graphs: str = "auto", emulate: bool = False)
     hint = " or ".join(f"--device {other}" for other in others)
     if emulates:
         hint += f"; --device {name} --emulate runs the {name} code without one"
-    hint += "; python -m lantern_hpu.doctor says more"
+    hint += "; lantern-hpu doctor says more"
     raise DeviceError(f"device {name!r} cannot be used here", "; ".join(refused), hint)

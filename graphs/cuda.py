@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends.base import Backend
-from lantern_hpu.backends.cuda import CUDABackend
+from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.errors import CaptureError
 from lantern_hpu.graphs.base import Function, Runner, State
 

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
 
-from lantern_hpu.backends import hpu_errors
 from lantern_hpu.backends.base import Backend
+from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.errors import CaptureError
 from lantern_hpu.graphs.base import Function, Runner, State, parts
 
 if TYPE_CHECKING:
-    from lantern_hpu.backends.hpu import HPUBackend
+    from lantern_hpu.backends.hpu.backend import HPUBackend
 
 
 class HPUGraphRunner(Runner):

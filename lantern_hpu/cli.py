@@ -2,59 +2,48 @@
 
     lantern-hpu generate --prompt "a red apple"
 
-Each command is a module with a `main(argv)` of its own and also runs as `python -m lantern_hpu.<command>`.
-A command's module is imported only when it is asked for.
+`python -m lantern_hpu COMMAND` is the same. A command's module is imported only when it is asked for.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import import_module
 
 from lantern_hpu import __version__
 from lantern_hpu.errors import OptionError, choices
 
-
-@dataclass(frozen=True)
-class Command:
-    """Where a command lives, and its line in `--help`."""
-
-    module: str
-    help: str
-
-
+# Each is a module of `lantern_hpu.commands` with a `main(argv)`, imported only when it is asked for.
 COMMANDS = {
-    "generate": Command("lantern_hpu.generate", "draw images from prompts"),
-    "decode": Command("lantern_hpu.decode.__main__", "make pictures of saved tokens"),
-    "models": Command(
-        "lantern_hpu.models.__main__", "list the known models, and what of them is here"
-    ),
-    "download": Command("lantern_hpu.download", "fetch a known model"),
-    "convert": Command("lantern_hpu.convert", "turn published checkpoints into one model folder"),
-    "plan": Command("lantern_hpu.plan.__main__", "count the memory that a model takes"),
-    "bench": Command("lantern_hpu.bench.__main__", "compare methods and graph modes"),
-    "compare": Command(
-        "lantern_hpu.compare.__main__", "put benchmarks beside each other: table, plots, a page"
-    ),
-    "doctor": Command("lantern_hpu.doctor", "show what this machine offers and what is wrong"),
-    "lint": Command("lantern_hpu.lint", "name the rules of Gaudi that code breaks"),
-    "verify": Command("lantern_hpu.verify.__main__", "ask a device whether it is as expected"),
-    "evaluate": Command(
-        "lantern_hpu.evaluate.__main__", "score what methods draw: quality against speed"
-    ),
-    "fidelity": Command("lantern_hpu.fidelity", "measure how far methods move what is drawn"),
-    "serve": Command("lantern_hpu.serve.__main__", "serve a model over HTTP"),
-    "train": Command("lantern_hpu.train.__main__", "train a drafter for a target"),
-    "tree": Command("lantern_hpu.tree.__main__", "list and draw draft trees"),
-    "tune": Command("lantern_hpu.tune.__main__", "find the draft tree that is fastest here"),
+    "generate": "draw images from prompts",
+    "pixels": "make pictures of saved tokens",
+    "models": "list the known models, and what of them is here",
+    "download": "fetch a known model",
+    "convert": "turn published checkpoints into one model folder",
+    "plan": "count the memory that a model takes",
+    "doctor": "show what this machine offers and what is wrong",
+    "serve": "serve a model over HTTP",
+    "train": "train a drafter for a target",
+    "tree": "list and draw draft trees",
+    "tune": "find the draft tree that is fastest here",
+    "bench": "compare methods and graph modes",
+    "compare": "put benchmarks beside each other: table, plots, a page",
+    "fidelity": "measure how far methods move what is drawn",
+    "evaluate": "score what methods draw: quality against speed",
+    "lint": "name the rules of Gaudi that code breaks",
+    "verify": "ask a device whether it is as expected",
 }
+
+
+def module_of(command: str) -> str:
+    """Where a command lives."""
+    return f"lantern_hpu.commands.{command}"
 
 
 def help_text() -> str:
     """What `--help` prints."""
-    lines = [f"  {name:<12}{command.help}" for name, command in COMMANDS.items()]
+    lines = [f"  {name:<12}{text}" for name, text in COMMANDS.items()]
     return "\n".join(
         [
             "usage: lantern-hpu [--help] [--version] COMMAND ...",
@@ -86,9 +75,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         error = OptionError(f"unknown command {name!r}", hint=choices(COMMANDS))
         print(f"error: {error}", file=sys.stderr)
         return 2
-    code: int = import_module(COMMANDS[name].module).main(rest)
+    code: int = import_module(module_of(name)).main(rest)
     return code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 
 
@@ -80,3 +80,23 @@ def require(holds: bool, name: str, value: object, allowed: str) -> None:
     """Raise an OptionError that names the option, its value and the allowed ones."""
     if not holds:
         raise OptionError(f"{name} is {value}", f"allowed: {allowed}")
+
+
+def listed(text: str, option: str, what: str = "", allowed: Collection[str] = ()) -> list[str]:
+    """The parts of a comma-separated option.
+
+    Args:
+        what: each of them is. allowed: anything, if empty.
+
+    Raises:
+        OptionError: it is empty, or one part is unknown or there twice.
+    """
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    if not parts:
+        raise OptionError(f"{option} is empty")
+    for part in parts:
+        if allowed and part not in allowed:
+            raise OptionError(f"unknown {what} {part!r}", option, choices(allowed))
+        if parts.count(part) > 1:
+            raise OptionError(f"{option} names {part} twice", "each row is measured once")
+    return parts

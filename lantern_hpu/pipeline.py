@@ -17,8 +17,15 @@ from PIL import Image
 import lantern_hpu
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Backend, named
-from lantern_hpu.choice import Choice, fastest_without_drafter, fitted, fitted_tree, tuned
-from lantern_hpu.config import (
+from lantern_hpu.decode.batch import Batch, Finished
+from lantern_hpu.decode.engine import Engine, EngineCache, GraphReport
+from lantern_hpu.decode.memory import check_room
+from lantern_hpu.decode.pixels import decode_pixels, preview
+from lantern_hpu.decode.spec import Spec, together
+from lantern_hpu.errors import OptionError, require
+from lantern_hpu.graphs import check_mode
+from lantern_hpu.methods.choice import Choice, fastest_without_drafter, fitted, fitted_tree, tuned
+from lantern_hpu.methods.methods import (
     AUTO,
     MAX_SEED,
     WINDOWS,
@@ -28,12 +35,7 @@ from lantern_hpu.config import (
     in_turn,
     method_of,
 )
-from lantern_hpu.decode.batch import Batch, Finished
-from lantern_hpu.decode.engine import Engine, EngineCache, GraphReport
-from lantern_hpu.decode.memory import check_room
-from lantern_hpu.decode.spec import Spec, together
-from lantern_hpu.errors import OptionError, require
-from lantern_hpu.graphs import check_mode
+from lantern_hpu.methods.relaxation import Relaxation
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.files.load import Opened, open_model
 from lantern_hpu.models.files.parts import Given
@@ -42,9 +44,7 @@ from lantern_hpu.models.quantize import quantize as quantize_weights
 from lantern_hpu.models.stretch import Stretched
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.text.tokens import TokenConditioner
-from lantern_hpu.pictures import decode_pixels, preview
-from lantern_hpu.relaxation import Relaxation
-from lantern_hpu.results import Drawn, GenerationResult, ImageRecord, RunTiming
+from lantern_hpu.results.images import Drawn, GenerationResult, ImageRecord, RunTiming
 from lantern_hpu.tree import DraftTree, Tree
 from lantern_hpu.zoo.resolve import resolve
 from lantern_hpu.zoo.sizes import stretch_sizes
@@ -235,8 +235,8 @@ class LanternPipeline:
                 method = "sjd-pac"  # the window that takes relaxations
         chosen, bounds = choose_method(method, best, relaxation)
         if best is None:
-            chosen = fitted_tree(chosen, self.model)
-        return Choice(method, chosen, relaxation or fitted(bounds, self.model))
+            chosen = fitted_tree(chosen, self.model.target.config.tokens)
+        return Choice(method, chosen, relaxation or fitted(bounds, self.model.codes))
 
     def fastest(self, size: int) -> tuple[str, str | Tree | None]:
         """What `auto` is: as measured with this model, or with none that needs a drafter where there is none."""

@@ -19,13 +19,13 @@ from PIL import Image
 from tqdm import tqdm
 
 from lantern_hpu import LanternPipeline
-from lantern_hpu.config import Request, Sampling
-from lantern_hpu.evaluate.attributes import small
-from lantern_hpu.evaluate.painted import Painted, within
-from lantern_hpu.evaluate.statistics import figures
 from lantern_hpu.files import write_file
-from lantern_hpu.results import Drawn, encode
-from lantern_hpu.tables import markdown
+from lantern_hpu.lab.pictures.attributes import small
+from lantern_hpu.lab.pictures.painted import Painted, within
+from lantern_hpu.lab.pictures.statistics import figures
+from lantern_hpu.methods.methods import Request, Sampling
+from lantern_hpu.results.images import Drawn, encode
+from lantern_hpu.results.tables import markdown
 from scripts.readme_pictures import PROMPTS, sheet
 
 SEEDS = (0, 1)

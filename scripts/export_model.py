@@ -1,7 +1,7 @@
 """Put the trained parts into a model folder: the one embedded in the package, or any other.
 
     python -m scripts.export_model --data-dir data --output data/model
-    python -m lantern_hpu.train drafter --model data/model --data data/prompts.txt --output data/drafter
+    lantern-hpu train drafter --model data/model --data data/prompts.txt --output data/drafter
     python -m scripts.export_model --data-dir data --drafter data/drafter --output lantern_hpu/assets/builtin
 
 Without `--drafter` the model gets an untrained one, so that it can be loaded and one can be trained for it. Weights
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument(
         "--fastest",
         default="cpu:1=scd+scd:8,cpu=ar",
-        help="DEVICE=METHOD or DEVICE=METHOD+TREE, as lantern_hpu.bench measured; DEVICE:1 is of one image at a time",
+        help="DEVICE=METHOD or DEVICE=METHOD+TREE, as `bench` measured; DEVICE:1 is of one image at a time",
     )
     arguments = parser.parse_args()
     data: Path = arguments.data_dir

@@ -1,6 +1,6 @@
 """Hold the embedded model to what is asked of it, and print what was measured.
 
-    python -m lantern_hpu.evaluate --model builtin --places 32 --output evaluation
+    lantern-hpu evaluate --model builtin --places 32 --output evaluation
     python -m scripts.goals --evaluation evaluation/evaluation.json
 
 Figures of drawn pictures are those of the evaluation; the others are measured here. Exit code 1 if a goal is missed.
@@ -23,14 +23,14 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from lantern_hpu.config import METHODS
-from lantern_hpu.evaluate.fidelity import Place, all_places, distances
-from lantern_hpu.evaluate.options import FidelityOptions
 from lantern_hpu.files import ASSETS
+from lantern_hpu.lab.fidelity import Place, all_places, distances
+from lantern_hpu.lab.pictures.options import FidelityOptions
+from lantern_hpu.methods.methods import METHODS
+from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.relaxation import Multiplicative
-from lantern_hpu.tables import markdown
+from lantern_hpu.results.tables import markdown
 from scripts.train_tokenizer import measure
 
 LAMBDAS = (2.0, 5.0, 10.0, 20.0)
@@ -167,7 +167,9 @@ def goals(arguments: argparse.Namespace) -> list[Goal]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Hold the embedded model to its goals.")
-    parser.add_argument("--evaluation", type=Path, required=True, help="of lantern_hpu.evaluate")
+    parser.add_argument(
+        "--evaluation", type=Path, required=True, help="of lantern_hpu.lab.pictures"
+    )
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--places", type=int, default=64, help="where distributions are looked at")
     parser.add_argument("--pictures", type=int, default=1024, help="that the tokenizer is shown")

@@ -34,7 +34,7 @@ from typing import Any
 import httpx
 
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.prompts import usual_prompts
+from lantern_hpu.results.prompts import usual_prompts
 
 MOST = 2000  # images of one run
 ROOT = Path(__file__).parent.parent
@@ -50,7 +50,7 @@ def server(model: str, slots: int, method: str, queue: int) -> Iterator[tuple[st
     options = {"--model": model, "--slots": slots, "--methods": method, "--queue": queue}
     options["--port"] = port
     flat = [str(part) for pair in options.items() for part in pair]
-    command = [sys.executable, "-m", "lantern_hpu.serve", *flat]
+    command = [sys.executable, "-m", "lantern_hpu", "serve", *flat]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
     url = f"http://127.0.0.1:{port}"

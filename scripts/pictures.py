@@ -20,9 +20,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lantern_hpu.lab.scenes import Noise, paint
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.vq import VQModel
-from lantern_hpu.scenes import Noise, paint
 
 SIDE = 64  # pixels
 FRESH = 10**9

@@ -12,9 +12,9 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from lantern_hpu import LanternPipeline
-from lantern_hpu.config import METHODS
 from lantern_hpu.files import write_file
-from lantern_hpu.results import encode, tokens_per_step
+from lantern_hpu.methods.methods import METHODS
+from lantern_hpu.results.images import encode, tokens_per_step
 
 PROMPTS = (
     "a red apple",

@@ -1,7 +1,7 @@
 """Painted scenes as the embedded model's tokenizer encodes them: what a drafter learns from without any drawing.
 
     python -m scripts.scene_tokens --data-dir data --pictures 4000 --output data/scenes.npz
-    python -m lantern_hpu.train drafter --tokens data/scenes.npz --samples 0 ...
+    lantern-hpu train drafter --tokens data/scenes.npz --samples 0 ...
 
 The target of the same training saw none of these pictures, unless it was shown a hundred million.
 """

@@ -27,7 +27,8 @@ from PIL import Image
 from safetensors.torch import save
 from tqdm import tqdm
 
-from lantern_hpu.evaluate.attributes import (
+from lantern_hpu.files import write_file
+from lantern_hpu.lab.pictures.attributes import (
     ATTRIBUTES,
     SIDE,
     SPOILT,
@@ -38,8 +39,7 @@ from lantern_hpu.evaluate.attributes import (
     shown,
     to_network,
 )
-from lantern_hpu.files import write_file
-from lantern_hpu.scenes import Noise, paint
+from lantern_hpu.lab.scenes import Noise, paint
 from scripts.pictures import FRESH, Stream
 from scripts.training import native_bfloat16, parse
 

@@ -25,13 +25,13 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from lantern_hpu.files import write_file
+from lantern_hpu.lab.scenes import describe, sample
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.text.prefix import CaptionProjection
 from lantern_hpu.models.text.words import WordConditioner
 from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.ops.masks import additive_mask, causal_mask, prefix_mask
-from lantern_hpu.scenes import describe, sample
 from scripts.pictures import FRESH, Stream, encoded, load_tokenizer
 from scripts.training import Learner, Run, parse
 

@@ -26,14 +26,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from lantern_hpu.config import Request
 from lantern_hpu.decode.drafting import WindowDrafting
 from lantern_hpu.errors import require
-from lantern_hpu.evaluate.fidelity import interval, prompts_of
+from lantern_hpu.lab.fidelity import interval, prompts_of
+from lantern_hpu.methods.methods import Request
 from lantern_hpu.ops.sampling import gather, gather_rows
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results import RunTiming
-from lantern_hpu.tables import markdown
+from lantern_hpu.results.images import RunTiming
+from lantern_hpu.results.tables import markdown
 from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.tree import DraftTree, Guess, Rule, Tree, Window
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from lantern_hpu.decode.accept import Acceptance, Bounds, Verdict
 from lantern_hpu.decode.clusters import Clusters
 from lantern_hpu.decode.tree_tables import StaticTables, TreeTables
+from lantern_hpu.methods.relaxation import Residual
 from lantern_hpu.ops.sampling import sample_distinct
-from lantern_hpu.relaxation import Residual
 from lantern_hpu.tree import DraftTree
 from tests.marks import mostly_slow
 from tests.reference import (

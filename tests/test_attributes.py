@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import save_file
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.evaluate.attributes import (
+from lantern_hpu.lab.pictures.attributes import (
     ATTRIBUTES,
     SIDE,
     SPOILT,
@@ -18,8 +18,8 @@ from lantern_hpu.evaluate.attributes import (
     said,
     shown,
 )
-from lantern_hpu.evaluate.painted import CAPTIONS
-from lantern_hpu.scenes import Noise, Picture, describe, paint, sample
+from lantern_hpu.lab.pictures.painted import CAPTIONS
+from lantern_hpu.lab.scenes import Noise, Picture, describe, paint, sample
 from scripts.train_attributes import spoil
 
 

@@ -16,12 +16,14 @@ from jsonschema import Draft202012Validator
 
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Backend
-from lantern_hpu.bench import __main__ as bench
-from lantern_hpu.bench import measure, rates, run
-from lantern_hpu.bench.cases import RANDOM, Case, Wanted, cases_of, pairs_for, settle
-from lantern_hpu.bench.measure import Meter, quantile
-from lantern_hpu.bench.random_weights import make_model, step_sizes
-from lantern_hpu.bench.report import (
+from lantern_hpu.commands import bench
+from lantern_hpu.errors import DeviceError, OptionError
+from lantern_hpu.files import ASSETS
+from lantern_hpu.lab.speed import measure, rates, run
+from lantern_hpu.lab.speed.cases import RANDOM, Case, Wanted, cases_of, pairs_for, settle
+from lantern_hpu.lab.speed.measure import Meter, quantile
+from lantern_hpu.lab.speed.random_weights import make_model, step_sizes
+from lantern_hpu.lab.speed.report import (
     PARTS,
     VERSION,
     Row,
@@ -31,7 +33,7 @@ from lantern_hpu.bench.report import (
     schema,
     with_speeds,
 )
-from lantern_hpu.bench.roofline import (
+from lantern_hpu.lab.speed.roofline import (
     Floor,
     Pass,
     Rates,
@@ -39,16 +41,14 @@ from lantern_hpu.bench.roofline import (
     floor,
     sizes,
 )
-from lantern_hpu.bench.text import tables
-from lantern_hpu.choice import fitted
-from lantern_hpu.config import METHODS, Request
-from lantern_hpu.errors import DeviceError, OptionError
-from lantern_hpu.files import ASSETS
+from lantern_hpu.lab.speed.text import tables
+from lantern_hpu.methods.choice import fitted
+from lantern_hpu.methods.methods import METHODS, Request
+from lantern_hpu.methods.relaxation import EXACT, PRESETS
 from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfig, TransformerConfig
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.relaxation import EXACT, PRESETS
 from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree, tuned_trees
 from lantern_hpu.zoo import registry
 from scripts import floors
@@ -449,8 +449,8 @@ def test_a_preset_relaxes_every_method_that_takes_one(pipeline: LanternPipeline)
     pairs = pairs_for(["ar", "eagle", "lantern++", "jacobi", "scd"], [])
     wanted = Wanted(pairs=pairs, modes=[], batches=[1], relax="lambda-20")
     found = {case.method: case.relaxation for case in cases_of(pipeline, wanted, ["eager"])}
-    assert found["lantern++"] == found["scd"] == fitted(PRESETS["lambda-20"], pipeline.model)
-    assert found["ar"] == found["eagle"] == found["jacobi"] == fitted(EXACT, pipeline.model)
+    assert found["lantern++"] == found["scd"] == fitted(PRESETS["lambda-20"], pipeline.model.codes)
+    assert found["ar"] == found["eagle"] == found["jacobi"] == fitted(EXACT, pipeline.model.codes)
     with pytest.raises(OptionError, match="--relax"):
         Wanted(pairs=pairs, modes=[], batches=[1], relax="lambda-6")
 

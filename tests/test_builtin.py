@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
-from lantern_hpu.config import METHODS
 from lantern_hpu.files import ASSETS
+from lantern_hpu.methods.methods import METHODS
 from lantern_hpu.models.files.names import read_config
 from lantern_hpu.models.neighbours import nearest
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results import GenerationResult, tokens_per_step
+from lantern_hpu.results.images import GenerationResult, tokens_per_step
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent

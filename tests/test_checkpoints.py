@@ -23,10 +23,10 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from lantern_hpu import convert, generate
-from lantern_hpu.config import Request, Sampling
+from lantern_hpu.commands import convert, generate
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import LanternError, OptionError, WeightsError
+from lantern_hpu.methods.methods import Request, Sampling
 from lantern_hpu.models import neighbours as codebook
 from lantern_hpu.models.families import llamagen
 from lantern_hpu.models.files.checkpoint import Checkpoint, open_checkpoint
@@ -812,7 +812,7 @@ def test_a_missing_shard_is_named(public: Path, tmp_path: Path) -> None:
     ("model", "says"),
     [
         ("no-such-model", "neither a known name nor a file or folder"),
-        ("llamagen-t2i-512", "python -m lantern_hpu.download llamagen-t2i-512"),
+        ("llamagen-t2i-512", "lantern-hpu download llamagen-t2i-512"),
     ],
 )
 def test_unknown_and_absent_models_say_what_to_do(model: str, says: str) -> None:

@@ -19,12 +19,12 @@ import matplotlib.style
 import pytest
 from matplotlib.figure import Figure
 
-from lantern_hpu.bench.report import PARTS, Row, check_report
-from lantern_hpu.compare import __main__ as compare
-from lantern_hpu.compare.comparison import Comparison, load
-from lantern_hpu.compare.document import main_table
-from lantern_hpu.compare.plots import STYLE, pictures
-from lantern_hpu.relaxation import Multiplicative
+from lantern_hpu.commands import compare
+from lantern_hpu.lab.compare.comparison import Comparison, load
+from lantern_hpu.lab.compare.document import main_table
+from lantern_hpu.lab.compare.plots import STYLE, pictures
+from lantern_hpu.lab.speed.report import PARTS, Row, check_report
+from lantern_hpu.methods.relaxation import Multiplicative
 from tests.marks import mostly_slow
 
 Report = dict[str, Any]
@@ -109,7 +109,7 @@ def report_of(
         "kind": "lantern_hpu.bench",
         "version": 2,
         "date": "2026-01-02",
-        "command": "python -m lantern_hpu.bench --output <x>.json",
+        "command": "lantern-hpu bench --output <x>.json",
         "model": "some-model",
         "dtype": dtype,
         "random_weights": random,
@@ -185,7 +185,7 @@ def digests(folder: Path) -> dict[str, str]:
 
 ALONE = """
 import sys
-from lantern_hpu.compare import __main__ as compare
+from lantern_hpu.commands import compare
 from tests.marks import mostly_slow
 code = compare.main(sys.argv[1:])
 sys.exit("torch was loaded" if "torch" in sys.modules else code)
@@ -292,7 +292,7 @@ BAD: dict[str, tuple[str | None, list[str], str]] = {  # file's content, options
     "no JSON": ("# figures", [], "is not JSON"),
     "NaN": (WHOLE.replace("2.0", "NaN", 1), [], "NaN is no number"),
     "another kind": ('{"kind": "lantern_hpu.fidelity"}', [], "no report of lantern_hpu.bench"),
-    "a list": ("[]", [], "no report of lantern_hpu.bench"),
+    "a list": ("[]", [], "no report of lantern_hpu.lab.speed"),
     "missing": (None, [], "cannot read"),
     "twice": (WHOLE, ["x.json"], "is given twice"),
 }

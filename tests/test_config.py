@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from lantern_hpu.config import MAX_SEED, METHODS, Request, Sampling, choose_method
 from lantern_hpu.errors import OptionError, TreeError
-from lantern_hpu.relaxation import (
+from lantern_hpu.methods.methods import MAX_SEED, METHODS, Request, Sampling, choose_method
+from lantern_hpu.methods.relaxation import (
     EXACT,
     Additive,
     Annealed,

@@ -10,19 +10,21 @@ import pytest
 import torch
 from torch import nn
 
-from lantern_hpu.backends import cpu_layouts, get_backend, processor
-from lantern_hpu.backends.cpu_layouts import (
+from lantern_hpu.backends import get_backend
+from lantern_hpu.backends.cpu import layouts as cpu_layouts
+from lantern_hpu.backends.cpu import processor
+from lantern_hpu.backends.cpu.layouts import (
     FORMS,
     PackedLinear,
     lay_out,
     obstacle,
 )
-from lantern_hpu.backends.cpu_threads import PATIENCE, Search, ThreadPace, search
+from lantern_hpu.backends.cpu.threads import PATIENCE, Search, ThreadPace, search
+from lantern_hpu.commands.generate import main
 from lantern_hpu.decode.state import bits_digest
 from lantern_hpu.errors import DeviceError, OptionError
-from lantern_hpu.generate import main
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results import read_png
+from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import load_static
 from tests.tiny import Models, advance, make_engine, request, spec_for, tiny_models
 
@@ -462,7 +464,7 @@ def test_a_step_that_is_tried_is_the_same_each_time(tree: str) -> None:
 
 
 def test_layout_is_refused_where_there_is_none_to_choose() -> None:
-    from lantern_hpu.backends.cuda import CUDABackend
+    from lantern_hpu.backends.cuda.backend import CUDABackend
 
     with pytest.raises(DeviceError, match="cuda does not offer layout 'packed'"):
         CUDABackend().check_layout("packed")

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.backends import get_backend
-from lantern_hpu.backends.cuda import CUDABackend
+from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs.cuda import CUDAGraphRunner
-from lantern_hpu.relaxation import Multiplicative
+from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.tree import load_static
 from tests.tiny import draw, make_engine, request, ring, spec_for, tiny_models
 

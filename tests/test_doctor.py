@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from lantern_hpu import doctor
-from lantern_hpu.backends import BACKENDS, hpu_env
+from lantern_hpu.backends import BACKENDS
 from lantern_hpu.backends.base import Memory
+from lantern_hpu.backends.hpu import env as hpu_env
+from lantern_hpu.commands import doctor
 from lantern_hpu.errors import DeviceError
 
 ROOT = Path(__file__).parent.parent
@@ -203,7 +204,7 @@ import sys
 from lantern_hpu.backends import BACKENDS
 BACKENDS.clear()
 BACKENDS["fake"] = "fake_device:Device"
-from lantern_hpu import doctor
+from lantern_hpu.commands import doctor
 sys.exit(doctor.main(sys.argv[1:]))
 """
 DEVICE = """

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lantern_hpu import download
+from lantern_hpu.commands import download
 from lantern_hpu.files import sha256
 from lantern_hpu.zoo import fetch as fetching
 from lantern_hpu.zoo import located, registry
@@ -282,7 +282,7 @@ def test_without_huggingface_hub(
 def test_offline_by_environment(tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
     environ = {"PATH": "", "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
-    command = [sys.executable, "-m", "lantern_hpu.download", C2I, "--to", str(tmp_path / "here")]
+    command = [sys.executable, "-m", "lantern_hpu", "download", C2I, "--to", str(tmp_path / "here")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environ)
     assert done.returncode == 2
     assert "the Hugging Face Hub cannot be reached" in done.stderr

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends.hpu_emulator import ROOT, RULES, emulate
-from lantern_hpu.backends.hpu_emulator.compiled import compile_on_host
-from lantern_hpu.backends.hpu_emulator.device import Device
-from lantern_hpu.backends.hpu_emulator.ops import TABLE, describe
+from lantern_hpu.backends.hpu.emulator import ROOT, RULES, emulate
+from lantern_hpu.backends.hpu.emulator.compiled import compile_on_host
+from lantern_hpu.backends.hpu.emulator.device import Device
+from lantern_hpu.backends.hpu.emulator.ops import TABLE, describe
 
 
 @pytest.fixture

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from lantern_hpu.evaluate import crew
-from lantern_hpu.evaluate.__main__ import main
-from lantern_hpu.evaluate.drawing import columns
-from lantern_hpu.evaluate.folder import read_picture
-from lantern_hpu.evaluate.options import Setting
+from lantern_hpu.commands.evaluate import main
+from lantern_hpu.lab.pictures import crew
+from lantern_hpu.lab.pictures.drawing import columns
+from lantern_hpu.lab.pictures.folder import read_picture
+from lantern_hpu.lab.pictures.options import Setting
+from lantern_hpu.methods.relaxation import Additive, Multiplicative
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.relaxation import Additive, Multiplicative
 
 SIZES = "--images 65 --panels 2 --fresh 70 --rounds 10".split()
 
@@ -122,7 +122,7 @@ def test_pieces_done_by_others_in_any_order_are_the_same_evaluation(
     def shared(
         opener: str, arguments: list[Any], work: list[list[int]], workers: int, *device: Any
     ) -> Iterator[tuple[list[int], Any]]:
-        assert opener == "lantern_hpu.evaluate.crew:open_worker" and workers == 2
+        assert opener == "lantern_hpu.lab.pictures.crew:open_worker" and workers == 2
         hands = [crew.open_worker(*pickle.loads(pickle.dumps(arguments))) for _ in range(workers)]
         for i, numbers in enumerate(reversed(work)):
             yield numbers, hands[i % workers](numbers)

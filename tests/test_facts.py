@@ -8,9 +8,9 @@ from contextlib import closing
 import pytest
 import torch
 
-from lantern_hpu.backends.hpu import HPUBackend
-from lantern_hpu.backends.hpu_emulator import checks
-from lantern_hpu.backends.hpu_facts import FACTS, Card, Fact, Refuted
+from lantern_hpu.backends.hpu.backend import HPUBackend
+from lantern_hpu.backends.hpu.emulator import checks
+from lantern_hpu.backends.hpu.emulator.facts import FACTS, Card, Fact, Refuted
 
 
 @pytest.fixture

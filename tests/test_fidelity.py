@@ -10,14 +10,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.config import METHODS, Request
+from lantern_hpu.commands.fidelity import main
 from lantern_hpu.decode.accept import Acceptance, Bounds
 from lantern_hpu.decode.clusters import Clusters
-from lantern_hpu.evaluate.fidelity import Place, averaged, distance, find_places
-from lantern_hpu.evaluate.options import Setting
-from lantern_hpu.fidelity import main
+from lantern_hpu.lab.fidelity import Place, averaged, distance, find_places
+from lantern_hpu.lab.pictures.options import Setting
+from lantern_hpu.methods.methods import METHODS, Request
+from lantern_hpu.methods.relaxation import (
+    EXACT,
+    Additive,
+    Annealed,
+    Clustered,
+    Multiplicative,
+    Relaxation,
+)
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.relaxation import EXACT, Additive, Annealed, Clustered, Multiplicative, Relaxation
 from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.tree import DraftTree
 from tests.folder import write_folder

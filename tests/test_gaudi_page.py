@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lantern_hpu.backends.hpu_emulator import RULES
-from lantern_hpu.backends.hpu_facts import FACTS
-from lantern_hpu.lint import main
+from lantern_hpu.backends.hpu.emulator import RULES
+from lantern_hpu.backends.hpu.emulator.facts import FACTS
+from lantern_hpu.commands.lint import main
 from tests import test_faults, test_foreign, test_idioms, test_lint, test_lint_compiled
 
 ROOT = Path(__file__).parent.parent
@@ -78,6 +78,6 @@ with torch.no_grad():
         model(torch.arange(16).view(2, 8).to("hpu"))
 """
     (tmp_path / "bert.py").write_text(program)
-    command = [sys.executable, "-m", "lantern_hpu.lint", "--strict", "--script", "bert.py"]
+    command = [sys.executable, "-m", "lantern_hpu", "lint", "--strict", "--script", "bert.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=45)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -14,14 +14,14 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from lantern_hpu.config import METHODS, Request, Sampling, choose_method
+from lantern_hpu.commands.generate import main
 from lantern_hpu.errors import OutputError
 from lantern_hpu.files import write_file
-from lantern_hpu.generate import main
+from lantern_hpu.methods.methods import METHODS, Request, Sampling, choose_method
+from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.prompts import read_prompts
-from lantern_hpu.relaxation import Multiplicative
-from lantern_hpu.results import read_png
+from lantern_hpu.results.images import read_png
+from lantern_hpu.results.prompts import read_prompts
 from tests.folder import write_folder
 from tests.marks import mostly_slow
 

@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.backends import get_backend
-from lantern_hpu.backends.hpu import HPUBackend
-from lantern_hpu.backends.hpu_kernels import matmul_attention
-from lantern_hpu.config import METHODS
+from lantern_hpu.backends.hpu.backend import HPUBackend
+from lantern_hpu.backends.hpu.kernels import matmul_attention
+from lantern_hpu.commands.generate import main
+from lantern_hpu.commands.lint import lint_model, make_parser
 from lantern_hpu.decode.step import Step
 from lantern_hpu.errors import CaptureError, DeviceError, OptionError
-from lantern_hpu.generate import main
 from lantern_hpu.graphs import make_runner
-from lantern_hpu.lint import lint_model, make_parser
+from lantern_hpu.methods.methods import METHODS
+from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.ops import kernels
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.relaxation import PRESETS
 from tests.marks import mostly_slow
 
 
@@ -311,7 +311,7 @@ def test_without_a_card_the_reasons_and_the_ways_out_are_named(
     output = str(tmp_path / "x.png")
     assert main(["--device", "hpu", "--prompt", "a sun", "--output", output]) == 2
     said = capsys.readouterr().err
-    for part in ("habana_frameworks", "--device cpu", "--emulate", "lantern_hpu.doctor"):
+    for part in ("habana_frameworks", "--device cpu", "--emulate", "lantern_hpu.commands.doctor"):
         assert part in said
     assert main(["--device", "cpu", "--emulate", "--prompt", "a sun", "--output", output]) == 2
     assert "cpu cannot be emulated" in capsys.readouterr().err

@@ -13,9 +13,10 @@ from types import ModuleType
 
 import pytest
 
-from lantern_hpu.backends import hpu_env, hpu_errors
-from lantern_hpu.backends.hpu_env import LAZY, checks, prepare
-from lantern_hpu.cli import COMMANDS
+from lantern_hpu.backends.hpu import env as hpu_env
+from lantern_hpu.backends.hpu import errors as hpu_errors
+from lantern_hpu.backends.hpu.env import LAZY, checks, prepare
+from lantern_hpu.cli import module_of
 from lantern_hpu.errors import CaptureError, DeviceError
 
 ROOT = Path(__file__).parent.parent
@@ -232,7 +233,7 @@ def test_neither_torch_nor_gaudi_is_imported(
     """The plugin that lies on the path raises when it is imported."""
     add_plugin(monkeypatch, tmp_path, FORK)
     script = (
-        "import sys; from lantern_hpu.backends import hpu_env as e, hpu_errors\n"
+        "import sys; from lantern_hpu.backends.hpu import env as e, errors\n"
         "e.prepare(environ={}); assert e.checks()[0].ok\n"
         "sys.exit(bool({'torch', 'habana_frameworks'} & set(sys.modules)))"
     )
@@ -438,8 +439,8 @@ def test_hints_name_what_exists() -> None:
 def test_commands_of_the_gaudi_page_have_options_that_exist() -> None:
     """They need a card to run, but none to be parsed."""
     text = (ROOT / "docs" / "gaudi.md").read_text().replace("\\\n", " ")
-    commands = re.findall(r"python -m (lantern_hpu\.\w+)([^`\n|>&]*)", text)
+    commands = re.findall(r"(?:lantern-hpu |python -m lantern_hpu\.)(\w+)([^`\n|>&]*)", text)
     assert len(commands) >= 8
-    for module, args in commands:
+    for name, args in commands:
         words = shlex.split(re.sub(r"\$(card|{card})", "1", args))
-        import_module(COMMANDS[module.partition(".")[2]].module).make_parser().parse_args(words)
+        import_module(module_of(name)).make_parser().parse_args(words)

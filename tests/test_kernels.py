@@ -23,17 +23,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.backends.cuda import CUDABackend
-from lantern_hpu.backends.kernels import checks, fused
+from lantern_hpu.backends.cuda.backend import CUDABackend
+from lantern_hpu.backends.cuda.kernels import checks, fused
 from lantern_hpu.decode.accept import Acceptance, Bounds, Verdict
 from lantern_hpu.decode.tree_tables import StaticTables
 from lantern_hpu.graphs.strict import check_rules
+from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.ops.kernels import PLAIN, Kernels, rotate_into
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.ops.masks import additive_mask
 from lantern_hpu.ops.sampling import SamplingParams, guided_probs, sample, sample_distinct
-from lantern_hpu.relaxation import Multiplicative
 from lantern_hpu.tree import DraftTree
 from tests.marks import mostly_slow
 from tests.tiny import (
@@ -102,7 +102,7 @@ def on_devices(test: Callable[..., None]) -> Callable[..., None]:
 
 @cache
 def kernels() -> Kernels:
-    from lantern_hpu.backends.kernels import (
+    from lantern_hpu.backends.cuda.kernels import (
         attention,
         distinct,
         norm_rope,
@@ -635,7 +635,7 @@ def test_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     kernels()
     stand_ins = []
     for name in MODULES:
-        module = importlib.import_module(f"lantern_hpu.backends.kernels.{name}")
+        module = importlib.import_module(f"lantern_hpu.backends.cuda.kernels.{name}")
         for kernel in [n for n in dir(module) if n.endswith("_kernel")]:
             stand_ins.append(Compiled(getattr(module, kernel)))
             monkeypatch.setattr(module, kernel, stand_ins[-1])
@@ -658,7 +658,7 @@ def test_fused_kernels_that_agree_serve(device: str) -> None:
 
 @on_devices
 def test_kernel_that_is_wrong_or_fails_is_replaced(device: str) -> None:
-    from lantern_hpu.backends.kernels import probs, walk
+    from lantern_hpu.backends.cuda.kernels import probs, walk
 
     def broken(*args: Any) -> None:
         raise RuntimeError("no compiler")
@@ -686,8 +686,8 @@ def test_kernel_that_writes_nothing_is_found() -> None:
 
 def test_without_triton_the_plain_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in MODULES:
-        monkeypatch.delitem(sys.modules, f"lantern_hpu.backends.kernels.{name}", raising=False)
-        monkeypatch.delattr(f"lantern_hpu.backends.kernels.{name}", raising=False)
+        monkeypatch.delitem(sys.modules, f"lantern_hpu.backends.cuda.kernels.{name}", raising=False)
+        monkeypatch.delattr(f"lantern_hpu.backends.cuda.kernels.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.warns(UserWarning, match="plain kernels serve: .*triton") as said:
         assert fused.__wrapped__(torch.device("cpu"), torch.float32) is PLAIN

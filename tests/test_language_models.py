@@ -18,10 +18,10 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-from lantern_hpu import convert, generate
 from lantern_hpu.backends import get_backend
-from lantern_hpu.config import Request, Sampling
+from lantern_hpu.commands import convert, generate
 from lantern_hpu.decode.sampler import sampling_params
+from lantern_hpu.methods.methods import Request, Sampling
 from lantern_hpu.models.config import DrafterConfig
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.parts import Given

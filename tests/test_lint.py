@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from lantern_hpu.lint import lint_script, main
+from lantern_hpu.commands.lint import lint_script, main
 from tests.folder import write_folder
 
 START = """
 import torch
 import habana_frameworks.torch as ht
 import habana_frameworks.torch.core as htcore
-from lantern_hpu.lint import warmed_up
+from lantern_hpu.commands.lint import warmed_up
 hpu = ht.hpu
 x = torch.ones(4, 4, device="hpu")
 ids = torch.tensor([1, 0, 3, 2], dtype=torch.int32, device="hpu")
@@ -125,7 +125,7 @@ def test_collectives_without_their_flag_are_caught(
 
 
 def test_the_gallery_covers_every_error_rule() -> None:
-    from lantern_hpu.backends.hpu_emulator import RULES
+    from lantern_hpu.backends.hpu.emulator import RULES
 
     errors = {r.id for r in RULES.values() if "error" in (r.severity, r.captured)}
     assert errors - {name.split()[0] for name in GALLERY} == {"H085"}  # a test of its own

@@ -11,13 +11,13 @@ import pytest
 import torch
 from PIL import Image
 
-from lantern_hpu import generate
-from lantern_hpu.config import Request, Sampling
+from lantern_hpu.commands import generate
 from lantern_hpu.decode.engine import KEPT
 from lantern_hpu.errors import OptionError
+from lantern_hpu.methods.methods import Request, Sampling
+from lantern_hpu.methods.relaxation import EXACT, PRESETS, Additive, Relaxation, read
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.relaxation import EXACT, PRESETS, Additive, Relaxation, read
 from lantern_hpu.tree import DraftTree, load_static
 from tests.folder import write_folder
 

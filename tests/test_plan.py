@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from lantern_hpu import download, generate
+from lantern_hpu.commands import download, generate, plan
 from lantern_hpu.decode import memory
 from lantern_hpu.decode.spec import Spec, capacity
 from lantern_hpu.errors import DeviceError, OptionError, WeightsError
 from lantern_hpu.models.config import DrafterConfig, ModelConfig, T5Config
 from lantern_hpu.models.files.parts import Given
-from lantern_hpu.plan import __main__ as plan
 from lantern_hpu.plan.report import find_model, parse_memory
 from lantern_hpu.tree import DraftTree, load_tree
 from lantern_hpu.zoo.registry import entries
@@ -50,7 +49,7 @@ def setup(dtype: str = "bfloat16", tree: str | None = "chain", **options: Any) -
 @pytest.fixture(scope="session")
 def public(public: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Published formats, small, and each converted, in `ours`."""
-    from lantern_hpu import convert
+    from lantern_hpu.commands import convert
 
     def make(root: Path) -> None:
         for name in FOLDERS:
@@ -99,7 +98,7 @@ def test_a_plan_covers_what_a_card_holds_at_its_peak(public: Path, name: str, me
     """Loading, prefill, a step and a picture on the emulated card, which counts what is alive."""
     from contextlib import closing
 
-    from lantern_hpu.config import Request
+    from lantern_hpu.methods.methods import Request
     from lantern_hpu.pipeline import LanternPipeline
 
     where: dict[str, Any] = {"device": "hpu", "emulate": True, "dtype": "float32"}
@@ -269,8 +268,8 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.Mo
     """On a stand-in for a card: the processor with 60 MB of its own."""
     from lantern_hpu import pipeline
     from lantern_hpu.backends.base import Memory
-    from lantern_hpu.backends.cpu import CPUBackend
-    from lantern_hpu.bench import random_weights
+    from lantern_hpu.backends.cpu.backend import CPUBackend
+    from lantern_hpu.lab.speed import random_weights
     from lantern_hpu.models.files.load import Opened
 
     class Card(CPUBackend):

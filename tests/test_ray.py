@@ -18,11 +18,11 @@ import pytest
 from PIL import Image
 
 from lantern_hpu.backends import card_of
+from lantern_hpu.commands import evaluate
+from lantern_hpu.commands.generate import main, make_parser
 from lantern_hpu.errors import DeviceError
-from lantern_hpu.evaluate import __main__ as evaluate
-from lantern_hpu.generate import main, make_parser
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results import read_png
+from lantern_hpu.results.images import read_png
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.replicas import deployment
 from lantern_hpu.workers import pieces, share_of, shared

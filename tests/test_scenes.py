@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from lantern_hpu.lab.scenes import Noise, Scene, describe, paint, render, sample
+from lantern_hpu.lab.scenes.palette import DYES
+from lantern_hpu.lab.scenes.scene import LANDS, SEASONS, STILL, THINGS, TIMES, WEATHERS
 from lantern_hpu.models.text.words import WordConditioner
-from lantern_hpu.scenes import Noise, Scene, describe, paint, render, sample
-from lantern_hpu.scenes.palette import DYES
-from lantern_hpu.scenes.scene import LANDS, SEASONS, STILL, THINGS, TIMES, WEATHERS
 
 SIDE = 64
 

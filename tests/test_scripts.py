@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from lantern_hpu.evaluate.attributes import Classifier
-from lantern_hpu.scenes import describe, sample
+from lantern_hpu.lab.pictures.attributes import Classifier
+from lantern_hpu.lab.scenes import describe, sample
 from scripts import training
 from scripts.pictures import Stream, painted
 from scripts.training import Learner, Muon, Run
@@ -53,7 +53,7 @@ def test_all_stages_run_one_after_the_other(tmp_path: Path) -> None:
         run(tmp_path, module, *options, *data)
     assert "lighthouse" in json.loads((tmp_path / "words.json").read_text())
     what = ["--model", "model", "--prompt", "a red apple", "--output", "apple.png"]
-    run(tmp_path, "lantern_hpu.generate", *what)
+    run(tmp_path, "lantern_hpu.commands.generate", *what)
     assert Image.open(tmp_path / "apple.png").size == (64, 64)
 
 

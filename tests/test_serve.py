@@ -28,14 +28,14 @@ from numpy.typing import NDArray
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
-from lantern_hpu.config import Request
+from lantern_hpu.commands.serve import main
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, OptionError
+from lantern_hpu.methods.methods import Request
+from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.relaxation import PRESETS
-from lantern_hpu.results import read_png
-from lantern_hpu.serve.__main__ import main
+from lantern_hpu.results.images import read_png
 from lantern_hpu.serve.app import make_app
 from lantern_hpu.serve.calls import ApiError
 from lantern_hpu.serve.decoder import Decoder, Done, Job, Partial
@@ -155,7 +155,7 @@ def test_the_answer_says_how_to_draw_it_again(server: Running, model: Path, tmp_
     file = tmp_path / "x.png"
     file.write_bytes(base64.b64decode(answer["data"][0]["b64_json"]))
     assert read_png(file)["seed"] == answer["seed"]
-    from lantern_hpu.generate import main as generate
+    from lantern_hpu.commands.generate import main as generate
 
     assert generate(["--from-png", str(file), "--output", str(tmp_path / "y.png")]) == 0
     assert np.array_equal(np.asarray(Image.open(tmp_path / "y.png")), first)
@@ -563,7 +563,7 @@ def test_a_port_in_use_is_an_error_before_anything_is_loaded(
 
 @pytest.mark.slow
 def test_a_signal_in_the_middle_of_ten_requests_loses_none(model: Path) -> None:
-    command = [sys.executable, "-m", "lantern_hpu.serve", "--model", str(model), "--port", "0"]
+    command = [sys.executable, "-m", "lantern_hpu", "serve", "--model", str(model), "--port", "0"]
     command += ["--slots", "2", "--methods", "ar"]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     process = subprocess.Popen(

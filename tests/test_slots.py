@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from lantern_hpu.config import METHODS, Request
+from lantern_hpu.commands.generate import main
 from lantern_hpu.decode.batch import Batch, Finished
-from lantern_hpu.generate import main
+from lantern_hpu.methods.methods import METHODS, Request
+from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.relaxation import Multiplicative
-from lantern_hpu.results import read_png
+from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_tree
 from tests.marks import mostly_slow
 from tests.test_step import Ahead

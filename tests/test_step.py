@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.backends.cpu import CPUBackend
-from lantern_hpu.config import Request
+from lantern_hpu.backends.cpu.backend import CPUBackend
 from lantern_hpu.decode.batch import Batch
+from lantern_hpu.methods.methods import Request
+from lantern_hpu.methods.relaxation import Additive, Annealed, Clustered, Multiplicative, Relaxation
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.ops.masks import additive_mask
-from lantern_hpu.relaxation import Additive, Annealed, Clustered, Multiplicative, Relaxation
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
 from tests.marks import mostly_slow
 from tests.reference import Relaxed

@@ -13,19 +13,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu import generate
 from lantern_hpu.backends import get_backend, host
-from lantern_hpu.bench import __main__ as bench
-from lantern_hpu.bench import measure, rates
-from lantern_hpu.bench.report import problems, read_report
-from lantern_hpu.bench.text import tables
-from lantern_hpu.compare.comparison import load
-from lantern_hpu.compare.document import document
-from lantern_hpu.config import Sampling
+from lantern_hpu.commands import bench, generate, tune
 from lantern_hpu.decode import memory
+from lantern_hpu.decode.acceptance import profile
+from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import DeviceError, OptionError
-from lantern_hpu.evaluate.acceptance import profile
+from lantern_hpu.lab.compare.comparison import load
+from lantern_hpu.lab.compare.document import document
+from lantern_hpu.lab.speed import measure, rates
+from lantern_hpu.lab.speed.report import problems, read_report
+from lantern_hpu.lab.speed.text import tables
+from lantern_hpu.methods.methods import Sampling
+from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.models import stretch
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.files.load import open_model
@@ -35,10 +36,8 @@ from lantern_hpu.models.stretch import Stretched, kept_share, repeated, stretche
 from lantern_hpu.ops.sampling import SamplingParams, to_probs
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.report import find_model
-from lantern_hpu.relaxation import PRESETS
-from lantern_hpu.results import read_png
+from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import DraftTree
-from lantern_hpu.tune import __main__ as tune
 from lantern_hpu.zoo import registry
 from lantern_hpu.zoo.resolve import resolve
 from lantern_hpu.zoo.sizes import LLAMAGEN, stretch_sizes
@@ -350,15 +349,15 @@ def test_what_a_stretched_benchmark_measures_fits_its_methods() -> None:
 def test_tune_counts_on_the_small_model_and_times_the_large_one(
     folder: Path, known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lantern_hpu.tune import tuner
+    from lantern_hpu.lab.tune import tuner
 
     monkeypatch.setenv("LANTERN_HPU_CACHE", str(tmp_path / "cache"))
     widths: dict[str, set[int]] = {"counted": set(), "drawn": set()}
     draw = LanternPipeline.draw_batch
 
-    def counted(pipeline: LanternPipeline, *given: Any, **how: Any) -> Any:
-        widths["counted"].add(pipeline.model.target.config.dim)
-        return profile(pipeline, *given, **how)
+    def counted(engine: Engine, *given: Any, **how: Any) -> Any:
+        widths["counted"].add(engine.target.config.dim)
+        return profile(engine, *given, **how)
 
     def drawn(pipeline: LanternPipeline, *given: Any, **how: Any) -> Any:
         widths["drawn"].add(pipeline.model.target.config.dim)

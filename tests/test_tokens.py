@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
-from lantern_hpu import generate
-from lantern_hpu.decode import __main__ as decode
+from lantern_hpu.commands import generate
+from lantern_hpu.commands import pixels as decode
 from lantern_hpu.models.text.features import SavedFeatures
 from lantern_hpu.models.text.t5 import T5Conditioner
-from lantern_hpu.results import read_png
+from lantern_hpu.results.images import read_png
 from tests.folder import write_folder
 
 TEXT, EMU3 = "llamagen-t2i-256", "emu3"

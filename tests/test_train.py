@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,12 @@ from PIL import Image
 from torch import Tensor
 
 from lantern_hpu import LanternPipeline
-from lantern_hpu.config import Request, Sampling
+from lantern_hpu.commands.generate import main as generate
+from lantern_hpu.commands.train import main
+from lantern_hpu.decode.acceptance import profile
 from lantern_hpu.errors import OptionError, WeightsError
-from lantern_hpu.evaluate.acceptance import profile
-from lantern_hpu.generate import main as generate
+from lantern_hpu.methods.methods import Request, Sampling
 from lantern_hpu.train import wiring
-from lantern_hpu.train.__main__ import main
 from lantern_hpu.train.drafter import DrafterTraining, begin, chain
 from lantern_hpu.train.samples import draw, read_tokens, split
 from lantern_hpu.train.unroll import Lesson, Unrolled
@@ -139,7 +140,7 @@ def test_interrupted_training_resumes_to_the_same_losses(
 def test_two_processes_train_together(model: Path, prompts: Path, tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2"]
     where = ["--model", str(model), "--data", str(prompts), "--output", str(tmp_path / "d")]
-    command = [*launch, "-m", "lantern_hpu.train", "drafter", *where, *SHORT, "--steps", "20"]
+    command = [*launch, "-m", "lantern_hpu", "train", "drafter", *where, *SHORT, "--steps", "20"]
     subprocess.run(command, check=True, capture_output=True, timeout=240, cwd=ROOT)
     assert len(losses(tmp_path / "d")) == 20
     assert len(list((tmp_path / "d" / "samples").glob("*.npz"))) == 3
@@ -421,7 +422,8 @@ def test_profile_counts_what_the_report_counts(model: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model))
     tree = DraftTree.from_paths("small", [[0], [1], [2], [0, 0], [0, 1], [1, 0]])
     requests = [Request("red cat", seed, pipeline.model.sampling) for seed in range(6)]
-    found = profile(pipeline, requests, tree).as_json()
+    engine = pipeline.engines.make(pipeline.spec(requests, tree, len(requests)), "eager")
+    found = profile(engine, partial(pipeline.prefix, engine), requests).as_json()
     result = pipeline.draw(requests, tree, "eagle", 6)
     by_depth = [sum(r.accepted_by_depth[d] for r in result.records) for d in range(2)]
     assert [sum(ranks) for ranks in found["accepted"]] == by_depth

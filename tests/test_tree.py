@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from lantern_hpu.commands.tree import main
 from lantern_hpu.errors import TreeError
 from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree
-from lantern_hpu.tree.__main__ import main
 from lantern_hpu.tree.drawing import as_svg, as_text
 from lantern_hpu.tree.named import NAMED
 from tests.folder import write_folder

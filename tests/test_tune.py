@@ -16,29 +16,29 @@ import numpy as np
 import pytest
 from tqdm import tqdm
 
-from lantern_hpu import generate
-from lantern_hpu.choice import Choice
-from lantern_hpu.config import METHODS
+from lantern_hpu.commands import generate
+from lantern_hpu.commands import tune as command
+from lantern_hpu.decode.counts import KINDS, ChildCounts
 from lantern_hpu.errors import LanternError, OptionError, TreeError
-from lantern_hpu.evaluate.counts import KINDS, ChildCounts
-from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.relaxation import EXACT, Multiplicative
-from lantern_hpu.results import read_png
-from lantern_hpu.tree import DraftTree, load_static, tuned_trees
-from lantern_hpu.tune import __main__ as command
-from lantern_hpu.tune import tuner
-from lantern_hpu.tune.costs import Costs, fit_costs, probes
-from lantern_hpu.tune.expectation import (
+from lantern_hpu.lab.tune import tuner
+from lantern_hpu.lab.tune.costs import Costs, fit_costs, probes
+from lantern_hpu.lab.tune.expectation import (
     ChanceTable,
     estimate,
     expected_steps,
     expected_tokens,
     gain_probs,
 )
-from lantern_hpu.tune.options import TUNABLE, TuneOptions
-from lantern_hpu.tune.result import Figures, TreeRow, Tuning
-from lantern_hpu.tune.search import Solver, best_tree, most_reached, ms_per_token
-from lantern_hpu.tune.text import table, verdict
+from lantern_hpu.lab.tune.options import TUNABLE, TuneOptions
+from lantern_hpu.lab.tune.result import Figures, TreeRow, Tuning
+from lantern_hpu.lab.tune.search import Solver, best_tree, most_reached, ms_per_token
+from lantern_hpu.lab.tune.text import table, verdict
+from lantern_hpu.methods.choice import Choice
+from lantern_hpu.methods.methods import METHODS
+from lantern_hpu.methods.relaxation import EXACT, Multiplicative
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results.images import read_png
+from lantern_hpu.tree import DraftTree, load_static, tuned_trees
 from tests.folder import write_folder
 
 NODES, DEPTH, CHILDREN = 8, 3, 3  # of the trees that are all tried
@@ -300,7 +300,7 @@ def test_auto_without_a_tuned_tree_says_how_to_tune(
     assert generate.main([*given, "--tree", "auto", "--num-images", "3"]) == 2
     said = capsys.readouterr().err
     assert "--tree auto knows no tree: none was tuned for lantern++ and batches of 3" in said
-    assert "python -m lantern_hpu.tune --method lantern++ --batch-size 3" in said
+    assert "lantern-hpu tune --method lantern++ --batch-size 3" in said
 
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - set(TUNABLE)))
@@ -378,7 +378,7 @@ def test_missing_scipy_is_said_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("costs", "result", "text"):
-        monkeypatch.delitem(sys.modules, f"lantern_hpu.tune.{name}")
+        monkeypatch.delitem(sys.modules, f"lantern_hpu.lab.tune.{name}")
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     assert command.main([]) == 2
     said = capsys.readouterr().err

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from lantern_hpu.verify import run
-from lantern_hpu.verify.__main__ import main
-from lantern_hpu.verify.items import Result, Stage, items_of, stages_of
-from lantern_hpu.verify.page import page
+from lantern_hpu.commands.verify import main
+from lantern_hpu.lab.verify import run
+from lantern_hpu.lab.verify.items import Result, Stage, items_of, stages_of
+from lantern_hpu.lab.verify.page import page
 from tests.folder import write_folder
 
 STAGE = Stage("facts", "eager")

@@ -13,19 +13,18 @@ import pytest
 import torch
 from PIL import Image
 
-from lantern_hpu import generate
-from lantern_hpu.config import METHODS, Request
+from lantern_hpu.commands import generate, tune
 from lantern_hpu.decode import noise, spec
 from lantern_hpu.decode.accept import Acceptance, Bounds
 from lantern_hpu.decode.clusters import Clusters
 from lantern_hpu.decode.tree_tables import StaticTables
 from lantern_hpu.errors import OptionError
+from lantern_hpu.methods.methods import METHODS, Request
+from lantern_hpu.methods.relaxation import EXACT, Annealed, Clustered, Multiplicative, Relaxation
 from lantern_hpu.ops.race import FACTORS, race
 from lantern_hpu.ops.sampling import sample_distinct
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.relaxation import EXACT, Annealed, Clustered, Multiplicative, Relaxation
 from lantern_hpu.tree import DraftTree, Window, load_tree, tuned_trees
-from lantern_hpu.tune import __main__ as tune
 from scripts.windows import main as windows_script
 from scripts.windows import permutation, stale_laws
 from tests.marks import mostly_slow

@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 
-from lantern_hpu import generate
-from lantern_hpu.config import Sampling
+from lantern_hpu.commands import generate, models
 from lantern_hpu.errors import OptionError, WeightsError
-from lantern_hpu.models import __main__ as models
+from lantern_hpu.methods.methods import Sampling
 from lantern_hpu.models.families import FAMILIES
 from lantern_hpu.models.text.classes import class_index
 from lantern_hpu.zoo import fetch, located, registry
@@ -223,7 +222,7 @@ def test_what_is_missing_is_listed_at_once_with_sizes(empty_cache: Path) -> None
     for words in (
         "target 3.11 GB (t2i_XL_stage1_256.pt of peizesun/llamagen_t2i)",
         "text 11.4 GB (8 files of google/flan-t5-xl)",
-        "python -m lantern_hpu.download llamagen-t2i-256",
+        "lantern-hpu download llamagen-t2i-256",
     ):
         assert words in said
     assert "vq_ds16" not in said
@@ -234,7 +233,7 @@ def test_the_whole_model_is_suggested_first(empty_cache: Path) -> None:
     with pytest.raises(WeightsError) as caught:
         resolve(ANOLE)
     first, second = caught.value.hint.split("; ")
-    assert first == "python -m lantern_hpu.download anole-7b"
+    assert first == "lantern-hpu download anole-7b"
     assert second == "--without-drafter is 2.02 GB less and enough for --method ar"
     whole(empty_cache, entries()[ANOLE], "drafter")
     with pytest.raises(WeightsError) as caught:
@@ -301,7 +300,7 @@ def test_the_list_says_what_is_here(capsys: pytest.CaptureFixture[str], empty_ca
     (anole,) = [line for line in lines if line.startswith(ANOLE)]
     assert c2i.endswith("yes") and t2i.endswith("yes, but no drafter")
     assert anole.endswith("missing: target, drafter, vq")
-    assert any("python -m lantern_hpu.download NAME" in line for line in lines)
+    assert any("lantern-hpu download NAME" in line for line in lines)
 
 
 @pytest.mark.parametrize("name", [None, "builtin", *entries()])
@@ -320,7 +319,7 @@ def test_one_model_is_shown_with_files_settings_and_commands(
         "t2i_XL_stage1_256.pt",
         "google/flan-t5-xl",
         "--cfg-scale 7.5 --temperature 1 --top-k 1000 --top-p 1",
-        "python -m lantern_hpu.download llamagen-t2i-256",
+        "lantern-hpu download llamagen-t2i-256",
         'python -m lantern_hpu.generate --model llamagen-t2i-256 --prompt "a red apple"',
         str(locate(entries()[T2I])["vq"]),
         "licence not stated",

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lantern_hpu.config import Request, Sampling
 from lantern_hpu.decode import noise
+from lantern_hpu.methods.methods import Request, Sampling
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target, rope_table

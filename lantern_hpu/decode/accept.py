@@ -30,10 +30,10 @@ from torch import Tensor, nn
 
 from lantern_hpu.decode.clusters import Clusters
 from lantern_hpu.decode.tree_tables import TreeTables, rows_at
+from lantern_hpu.methods.relaxation import Relaxation, Residual
 from lantern_hpu.ops.buffers import arange32, constant
 from lantern_hpu.ops.kernels import Walk
 from lantern_hpu.ops.sampling import gather, gather_rows, topk_tokens
-from lantern_hpu.relaxation import Relaxation, Residual
 from lantern_hpu.tree import Tree, Window
 
 

@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_hpu.backends.base import Backend, named
-from lantern_hpu.config import Request
 from lantern_hpu.decode import noise
 from lantern_hpu.decode.accept import Bounds
 from lantern_hpu.decode.admit import Admit
@@ -32,6 +31,7 @@ from lantern_hpu.decode.step import Accepted, Step
 from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs import check_mode, make_runner
 from lantern_hpu.graphs.base import Runner
+from lantern_hpu.methods.methods import Request
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.prefix import Prefix

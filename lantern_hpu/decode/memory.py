@@ -14,11 +14,11 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends.host import available_bytes
-from lantern_hpu.config import KEPT
 from lantern_hpu.decode.spec import Spec, capacity, keeps_noise
 from lantern_hpu.errors import DeviceError, OptionError, require
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
-from lantern_hpu.tables import amount
+from lantern_hpu.models.options import KEPT
+from lantern_hpu.results.tables import amount
 from lantern_hpu.tree import DraftTree, Tree, Window
 
 if TYPE_CHECKING:

@@ -10,10 +10,10 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lantern_hpu.config import NO_BOUND, Request, check_clusters
 from lantern_hpu.errors import OptionError, require
+from lantern_hpu.methods.methods import NO_BOUND, Request, check_clusters
+from lantern_hpu.methods.relaxation import Residual
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.relaxation import Residual
 from lantern_hpu.tree import Tree, Window
 
 BLOCK = 16  # most steps between two host reads

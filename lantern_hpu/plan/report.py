@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import BACKENDS, get_backend, prepare
-from lantern_hpu.config import AUTO, METHODS, choose_method
 from lantern_hpu.decode.memory import Device, Setup, largest_phase, phases, total
 from lantern_hpu.decode.spec import capacity, class_of
 from lantern_hpu.errors import DeviceError, OptionError, choices
+from lantern_hpu.methods.methods import AUTO, METHODS, choose_method
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.names import CONFIG, read_config, with_text
 from lantern_hpu.models.files.parts import Given, Parts
-from lantern_hpu.tables import amount
+from lantern_hpu.results.tables import amount
 from lantern_hpu.zoo.located import locate
 from lantern_hpu.zoo.registry import get
 from lantern_hpu.zoo.resolve import exists, resolve

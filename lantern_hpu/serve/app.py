@@ -15,7 +15,7 @@ from typing import Any
 
 from lantern_hpu import __version__
 from lantern_hpu.errors import needing
-from lantern_hpu.results import encode
+from lantern_hpu.results.images import encode
 from lantern_hpu.serve.calls import ApiError, Call, read_call
 from lantern_hpu.serve.decoder import Decoder, Done, Job, Partial
 from lantern_hpu.serve.options import MAX_BODY, ServeOptions

@@ -15,10 +15,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lantern_hpu.config import MAX_SEED, Request, Sampling, choose_method
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import LanternError
-from lantern_hpu.relaxation import EXACT, Relaxation, RelaxationOptions
+from lantern_hpu.methods.methods import MAX_SEED, Request, Sampling, choose_method
+from lantern_hpu.methods.relaxation import EXACT, Relaxation, RelaxationOptions
 from lantern_hpu.serve.options import MAX_N, MAX_PROMPT
 from lantern_hpu.tree import Tree
 

@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from lantern_hpu.choice import Choice, fitted
-from lantern_hpu.config import AUTO, METHODS, Request
 from lantern_hpu.decode.batch import Batch, Finished
 from lantern_hpu.decode.engine import Engine
+from lantern_hpu.decode.pixels import preview
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import CaptureError, LanternError, OptionError
-from lantern_hpu.pictures import preview
+from lantern_hpu.methods.choice import Choice, fitted
+from lantern_hpu.methods.methods import AUTO, METHODS, Request
+from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.prompts import usual_prompts
-from lantern_hpu.relaxation import PRESETS
-from lantern_hpu.results import Drawn
+from lantern_hpu.results.images import Drawn
+from lantern_hpu.results.prompts import usual_prompts
 from lantern_hpu.serve.calls import ApiError, Menu, Served, translated
 from lantern_hpu.serve.metrics import Metrics
 from lantern_hpu.serve.options import ServeOptions
@@ -446,7 +446,7 @@ def examples(pipeline: LanternPipeline, chosen: Choice, options: ServeOptions) -
         kinds.append(replace(usual, top_p=0.9))
     method = METHODS[chosen.method]
     presets = [PRESETS[name] for name in options.allow if name in PRESETS]
-    lent = [fitted(rule, pipeline.model) for rule in presets if method.takes_relaxation(rule)]
+    lent = [fitted(rule, pipeline.model.codes) for rule in presets if method.takes_relaxation(rule)]
     found = [Request("any", 0, kind, chosen.relaxation) for kind in kinds]
     return found + [Request("any", 0, usual, relaxation) for relaxation in lent]
 

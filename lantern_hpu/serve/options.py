@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lantern_hpu.config import METHODS
-from lantern_hpu.errors import OptionError, choices, require
+from lantern_hpu.errors import OptionError, choices, listed, require
+from lantern_hpu.methods.methods import METHODS
+from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.models.files.parts import Given
-from lantern_hpu.options import DeviceOptions, listed
-from lantern_hpu.relaxation import PRESETS
+from lantern_hpu.models.options import DeviceOptions
 
 # Each makes the step's graph larger, and so is asked for
 FILTERS = ("greedy", "top_k", "top_p", *PRESETS)

@@ -1,1 +1,1 @@
-"""Training: a drafter for any target, from prompts alone (`python -m lantern_hpu.train drafter`)."""
+"""Training: a drafter for any target, from prompts alone (`lantern-hpu train drafter`)."""

@@ -25,6 +25,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, NoReturn
@@ -35,18 +36,18 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lantern_hpu.choice import fitted
-from lantern_hpu.config import DEFAULT_TREE, METHODS, in_turn
+from lantern_hpu.decode.acceptance import Profile, profile
 from lantern_hpu.errors import OptionError, TrainingError, WeightsError
-from lantern_hpu.evaluate.acceptance import Profile, profile
 from lantern_hpu.files import write_file
+from lantern_hpu.methods.choice import fitted
+from lantern_hpu.methods.methods import DEFAULT_TREE, METHODS, in_turn
+from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.models.config import DrafterConfig
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.files.names import DRAFTER, DRAFTER_WEIGHTS
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.relaxation import EXACT
 from lantern_hpu.train.options import TrainOptions
 from lantern_hpu.train.samples import Samples
 from lantern_hpu.train.unroll import Lesson, Unrolled
@@ -237,11 +238,14 @@ class DrafterTraining:
     def drawn(self, method: str) -> Profile:
         """Held-out images drawn with the averaged weights, the default tree, and a method's own relaxation."""
         model, options, held = self.pipeline.model, self.options, self.held_out
-        relaxation = fitted(METHODS[method].relaxation or EXACT, model)
+        relaxation = fitted(METHODS[method].relaxation or EXACT, model.codes)
         index = range(options.measured)
         requests = in_turn(held.prompts, index, options.seed, model.sampling, relaxation)
         drafter = self.averaged().to(model.target.dtype)
-        return profile(self.pipeline, requests, load_static(DEFAULT_TREE), drafter)
+        pipeline, tree = self.pipeline, load_static(DEFAULT_TREE)
+        spec = pipeline.spec(requests, tree, len(requests), drafter)
+        engine = pipeline.engines.make(spec, "eager", drafter)
+        return profile(engine, partial(pipeline.prefix, engine), requests)
 
     def milestone(self, bar: tqdm[Any]) -> None:
         """Measure, keep the weights if more drafts than ever were accepted, and say so."""

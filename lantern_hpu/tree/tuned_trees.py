@@ -76,7 +76,7 @@ def find(situation: Situation) -> TunedTree:
         why = f"none was tuned for {method} and batches of {batch} on this device"
         if sizes:
             why += f"; there is one for batches of {sizes}"
-        hint = f"python -m lantern_hpu.tune --method {method} --batch-size {batch}"
+        hint = f"lantern-hpu tune --method {method} --batch-size {batch}"
         raise OptionError(
             "--tree auto knows no tree", why, f"{hint}, with the same model and device"
         )

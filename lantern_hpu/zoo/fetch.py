@@ -29,7 +29,7 @@ from lantern_hpu.errors import (
     needing,
 )
 from lantern_hpu.files import sha256
-from lantern_hpu.tables import WIDTH, amount, columns
+from lantern_hpu.results.tables import WIDTH, amount, columns
 from lantern_hpu.zoo.located import LABEL, UNCHECKED, Located, briefly, hub_cache, snapshot, store
 from lantern_hpu.zoo.registry import Entry, Part
 
@@ -196,7 +196,7 @@ def explain(error: Exception, entry: Entry, part: Part, where: Path) -> LanternE
         return OutputError(f"the disk is full at {where}", "no space left", LARGER)
     if kinds & UNREACHABLE or type(error).__module__.split(".")[0] in NETWORK:
         hint = (
-            f"with a network elsewhere: python -m lantern_hpu.download {entry.handle} --to FOLDER; "
+            f"with a network elsewhere: lantern-hpu download {entry.handle} --to FOLDER; "
             "copy FOLDER here and give it as --model"
         )
         return WeightsError("the Hugging Face Hub cannot be reached", text, hint)

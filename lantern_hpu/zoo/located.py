@@ -12,10 +12,10 @@ from pathlib import Path
 
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.files import reading
-from lantern_hpu.tables import amount
+from lantern_hpu.results.tables import amount
 from lantern_hpu.zoo.registry import Entry, Part, entries
 
-LABEL = "lantern.json"  # in a folder that `lantern_hpu.download --to` filled
+LABEL = "lantern.json"  # in a folder that `lantern_hpu.commands.download --to` filled
 UNCHECKED = ".lantern-unchecked"  # beside a repository's files in the cache: see `unchecked`
 
 
@@ -68,7 +68,7 @@ def unchecked(repo: str) -> set[str]:
 
 
 def of_folder(folder: Path) -> Entry | None:
-    """The model that `lantern_hpu.download --to` put into a folder, or None.
+    """The model that `lantern_hpu.commands.download --to` put into a folder, or None.
 
     Raises:
         WeightsError: its label is unreadable, or names a model that is not known here.
@@ -122,7 +122,7 @@ def require(entry: Entry, folder: Path | None = None, given: Collection[str] = (
         for p in lacking
     )
     where = f"in {folder}" if folder else "on this machine"
-    hint = f"python -m lantern_hpu.download {entry.handle}" + (f" --to {folder}" if folder else "")
+    hint = f"lantern-hpu download {entry.handle}" + (f" --to {folder}" if folder else "")
     if "drafter" in located.absent:
         less = amount(entry.parts["drafter"].bytes)
         hint += f"; --without-drafter is {less} less and enough for --method ar"

@@ -34,5 +34,5 @@ def family_of(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Fa
         if family.recognises(checkpoint, about, parts):
             return family
     why = f"its tensors are those of none of {', '.join(sorted(FAMILIES))}"
-    hint = "python -m lantern_hpu.models"
+    hint = "lantern-hpu models"
     raise WeightsError(f"{checkpoint.path} is of no known family", why, hint)

@@ -9,8 +9,8 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from lantern_hpu.config import Sampling
 from lantern_hpu.errors import WeightsError
+from lantern_hpu.methods.methods import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families import chameleon
 from lantern_hpu.models.families.base import Family, Published, called

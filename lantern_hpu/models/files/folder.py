@@ -7,7 +7,7 @@ vq.safetensors
 neighbours.npy      if a published table was converted with it
 tokenizer.json      if prompts are read as tokens
 
-`lantern_hpu.convert` writes it, `scripts/export_model.py` too. Files are mapped into memory and read once.
+`lantern_hpu.commands.convert` writes it, `scripts/export_model.py` too. Files are mapped into memory and read once.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ import numpy as np
 from safetensors.torch import save_file
 from torch import nn
 
-from lantern_hpu.config import Sampling
 from lantern_hpu.files import reported_as, sha256
+from lantern_hpu.methods.methods import Sampling
 from lantern_hpu.models import neighbours
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.names import (

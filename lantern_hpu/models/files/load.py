@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from lantern_hpu.config import Sampling
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.files import reported_as
+from lantern_hpu.methods.methods import Sampling
 from lantern_hpu.models import neighbours
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.drafter import Drafter

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_hpu.config import KEPT
 from lantern_hpu.errors import WeightsError, choices, needing, require
 from lantern_hpu.files import reading
 from lantern_hpu.models.files.checkpoint import SINGLES
+from lantern_hpu.models.options import KEPT
 from lantern_hpu.models.text.cleaning import clean
 from lantern_hpu.models.text.words import TextFeatures, left_padded
 

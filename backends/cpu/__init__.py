@@ -1,0 +1,1 @@
+"""The processor: the backend that keeps everything runnable anywhere."""

@@ -1,0 +1,120 @@
+"""NVIDIA GPUs, from Ampere on; older ones draw in float16 and float32."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lantern_hpu.backends.base import Backend, Memory
+from lantern_hpu.errors import DeviceError
+from lantern_hpu.ops.kernels import PLAIN, Kernels
+
+AMPERE = (8, 0)  # compute capability from which bfloat16 is native
+WHEELS = "https://pytorch.org/get-started/locally"
+
+
+class CUDABackend(Backend):
+    """The current CUDA device."""
+
+    name = "cuda"
+    device = torch.device("cuda")
+    quantized = ("int8",)
+    runs_ahead = True
+    dtypes = {
+        "bfloat16": "half the bytes to read a token, with float32's range",
+        "float16": "half the bytes; for cards before Ampere",
+        "float32": "for exact comparisons",
+    }
+    graph_modes = {
+        "cuda_graph": "the whole step is one launch, so the host costs nothing",
+        "compile": "inductor fuses small operators; warms up for minutes",
+        "eager": "every operator is a launch of its own, which takes longer than most of them run",
+    }
+
+    def available(self) -> tuple[bool, str]:
+        if torch.version.cuda is None:
+            why = f"torch {torch.__version__} was built without CUDA; a wheel with it: {WHEELS}"
+            return False, why
+        if not torch.cuda.is_available():
+            return False, unusable()
+        major, minor = torch.cuda.get_device_capability()
+        if (major, minor) < AMPERE:
+            # An instance's own table: its best dtype is another one.
+            self.dtypes = {n: why for n, why in self.dtypes.items() if n != "bfloat16"}
+        return True, torch.cuda.get_device_name()
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def memory(self) -> Memory:
+        free, total = torch.cuda.mem_get_info()
+        kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # torch's own, unused
+        return Memory(total, free + kept, torch.cuda.max_memory_allocated())
+
+    def reset_peak(self) -> None:
+        torch.cuda.reset_peak_memory_stats()
+
+    def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
+        from lantern_hpu.backends.cuda.kernels import fused
+
+        super().kernels(choice)
+        return fused(self.device, dtype or self.dtype()) if choice == "auto" else PLAIN
+
+    def upload(self, numbers: Tensor, goal: Tensor) -> None:
+        # From any other memory than pinned the host would wait until all that was launched is done.
+        goal.copy_(numbers.pin_memory(), non_blocking=True)
+
+    def ask(self, numbers: Tensor) -> Callable[[], list[int]]:
+        # Pinned memory: a copy to any other would wait for all that was launched.
+        copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        copy.copy_(numbers, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
+        def wait() -> list[int]:
+            done.synchronize()
+            found: list[int] = copy.tolist()
+            return found
+
+        return wait
+
+    @cached_property
+    def graph_pool(self) -> Any:
+        """Memory that all graphs share: they never run at the same time."""
+        return torch.cuda.graph_pool_handle()
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info()
+            why = (
+                f"{free / 1e9:.1f} of {total / 1e9:.1f} GB are free ({str(error).splitlines()[0]})"
+            )
+            hint = "a smaller --batch-size; lantern-hpu plan MODEL counts what is needed"
+            raise DeviceError("the GPU has too little memory", why, hint) from error
+
+    def describe(self) -> dict[str, object]:
+        major, minor = torch.cuda.get_device_capability()
+        return {
+            "device": self.name,
+            "card": torch.cuda.get_device_name(),
+            "capability": f"{major}.{minor}",
+            "cuda": torch.version.cuda,
+            "torch": torch.__version__,
+        }
+
+
+def unusable() -> str:
+    """Why CUDA cannot start, in the driver's own words."""
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().splitlines()[0]
+    return "no NVIDIA GPU was found"

@@ -1,0 +1,57 @@
+"""Triton forms of what a step does besides its matrices, each with a plain twin it must agree with.
+
+Importing this package does not import Triton; `fused` does.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from lantern_hpu.ops.kernels import PLAIN, Kernels
+
+
+@cache
+def fused(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """The Triton kernels that run on this device and agree there with the plain ones.
+
+    Args:
+        dtype: what the models compute in.
+
+    Warns if some do not, or if there is no Triton; the second call finds the answer of the first.
+    """
+    try:
+        from lantern_hpu.backends.cuda.kernels import (
+            attention,
+            checks,
+            distinct,
+            norm_rope,
+            probs,
+            swiglu,
+            walk,
+        )
+    except ImportError as error:
+        warnings.warn(f"plain kernels serve: {error}; pip install triton", stacklevel=2)
+        return PLAIN
+    candidates: dict[str, Any] = {
+        "attention": attention.triton_attention,
+        "rms_norm": norm_rope.triton_rms_norm,
+        "rotate": norm_rope.triton_rotate,
+        "swiglu": swiglu.triton_swiglu,
+        "rotate_into": norm_rope.triton_rotate_into,
+        "probs": probs.triton_probs,
+        "sample": distinct.triton_sample,
+        "sample_distinct": distinct.triton_distinct,
+        "walk": walk.triton_walk,
+    }
+    examples = checks.examples(device, dtype)
+    faults = {n: checks.fault(candidates[n], examples[n]) for n in candidates}
+    refused = {name: why for name, why in faults.items() if why}
+    if refused:
+        why = "; ".join(f"{name}: {why}" for name, why in refused.items())
+        warnings.warn(f"plain kernels serve in place of {why}", stacklevel=2)
+    return replace(PLAIN, **{n: f for n, f in candidates.items() if n not in refused})

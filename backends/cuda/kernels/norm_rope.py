@@ -1,0 +1,258 @@
+"""RMS norm and rotary embedding, each in one pass over its tensor; the latter also on the way into the cache.
+
+All go through plain torch where a gradient is wanted, as drafters are trained with the same modules.
+"""
+
+# Triton reads the annotations of its functions: they are not postponed, and say `constexpr` or nothing.
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lantern_hpu.backends.cuda.kernels.operators import EXACTLY, block_of, operator, warps
+from lantern_hpu.ops.kernels import rms_norm, rotate, rotate_into
+
+
+@triton.jit
+def rms_norm_kernel(
+    x,  # [n, H]
+    weight,  # [H]
+    out,  # [n, H]
+    eps,
+    H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a vector: x / sqrt(mean(x^2) + eps) * weight in float32."""
+    start = tl.program_id(0).to(tl.int64) * H
+    index = tl.arange(0, BLOCK)
+    there = index < H
+    value = tl.load(x + start + index, mask=there, other=0.0).to(tl.float32)
+    scale = tl.load(weight + index, mask=there, other=0.0).to(tl.float32)
+    size = tl.math.rsqrt(tl.sum(value * value, 0) / H + eps)
+    tl.store(out + start + index, value * size * scale, mask=there)
+
+
+def like_x(x: Tensor, *others: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@operator("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", like_x)
+def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    out = like_x(x)
+    width = x.shape[-1]
+    block = block_of(width)
+    rms_norm_kernel[(x.numel() // width,)](
+        x.contiguous(),
+        weight.contiguous(),
+        out,
+        eps,
+        H=width,
+        BLOCK=block,
+        num_warps=warps(block),
+        **EXACTLY,
+    )
+    return out
+
+
+def triton_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`kernels.rms_norm`: x [..., H] in any dtype, weight [H]."""
+    if torch.is_grad_enabled():
+        return rms_norm(x, weight, eps)
+    return launch_rms_norm(x, weight, eps)
+
+
+@triton.jit
+def turn(
+    source,  # [heads, 2 PAIRS], as far apart as the step says
+    angles,  # [2, PAIRS]
+    goal,  # [heads, 2 PAIRS]
+    head_step,
+    heads,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+):
+    """The heads of one token. Each product is rounded to their dtype, as torch does it."""
+    head = tl.arange(0, BLOCK_HEADS)[:, None]
+    pair = tl.arange(0, BLOCK_PAIRS)[None, :]
+    there = (head < heads) & (pair < PAIRS)
+    first = 2 * pair if INTERLEAVED else pair
+    apart = 1 if INTERLEAVED else PAIRS
+    source += head * head_step + first
+    goal += head * (2 * PAIRS) + first
+    cos = tl.load(angles + pair, mask=pair < PAIRS, other=0.0).to(tl.float32)
+    sin = tl.load(angles + PAIRS + pair, mask=pair < PAIRS, other=0.0).to(tl.float32)
+    a = tl.load(source, mask=there, other=0.0)
+    b = tl.load(source + apart, mask=there, other=0.0)
+    dtype = a.dtype
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    turned = (a * cos).to(dtype).to(tl.float32) - (b * sin).to(dtype).to(tl.float32)
+    tl.store(goal, turned, mask=there)
+    turned = (b * cos).to(dtype).to(tl.float32) + (a * sin).to(dtype).to(tl.float32)
+    tl.store(goal + apart, turned, mask=there)
+
+
+@triton.jit
+def rotate_kernel(
+    x,  # [R, T, heads, 2 PAIRS]
+    rope,  # [R, T, 2, PAIRS]
+    out,  # [R, T, heads, 2 PAIRS]
+    row_step,  # of x, which may be a part of a wider tensor
+    token_step,
+    head_step,
+    T,
+    heads,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+):
+    """One program a token."""
+    place = tl.program_id(0).to(tl.int64)
+    source = x + (place // T) * row_step + (place % T) * token_step
+    angles, goal = rope + place * (2 * PAIRS), out + place * heads * (2 * PAIRS)
+    turn(source, angles, goal, head_step, heads, PAIRS, INTERLEAVED, BLOCK_HEADS, BLOCK_PAIRS)
+
+
+@operator("rotate(Tensor x, Tensor rope, bool interleaved) -> Tensor", like_x)
+def launch_rotate(x: Tensor, rope: Tensor, interleaved: bool) -> Tensor:
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    out = like_x(x)
+    rows, tokens, heads, width = x.shape
+    rotate_kernel[(rows * tokens,)](
+        x,
+        rope.contiguous(),
+        out,
+        *x.stride()[:3],
+        tokens,
+        heads,
+        PAIRS=width // 2,
+        INTERLEAVED=interleaved,
+        BLOCK_HEADS=block_of(heads),
+        BLOCK_PAIRS=block_of(width // 2),
+        num_warps=warps(block_of(heads) * block_of(width // 2)),
+        **EXACTLY,
+    )
+    return out
+
+
+def triton_rotate(x: Tensor, rope: Tensor, interleaved: bool) -> Tensor:
+    """`kernels.rotate`: x [R, T, heads, hd], rope [R, T, 2, hd / 2]; mixed dtypes, as under autocast, stay plain."""
+    if torch.is_grad_enabled() or x.dtype != rope.dtype:
+        return rotate(x, rope, interleaved)
+    return launch_rotate(x, rope, interleaved)
+
+
+@triton.jit
+def rotate_into_kernel(
+    q,  # [R, T, heads, 2 PAIRS]
+    k,  # [R, T, kv, 2 PAIRS]
+    v,  # [R, T, kv, 2 PAIRS]
+    rope,  # [R, T, 2, PAIRS]
+    out,  # [R, T, heads, 2 PAIRS]
+    keys,  # [rows, kv, 2 PAIRS]
+    values,  # [rows, kv, 2 PAIRS]
+    slots,  # [R * T]
+    start,
+    q_row,  # steps of q, k and v, which may be parts of a wider tensor
+    q_token,
+    q_head,
+    k_row,
+    k_token,
+    k_head,
+    v_row,
+    v_token,
+    v_head,
+    T,
+    heads,
+    kv,
+    PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr,
+    BLOCK_KV: tl.constexpr,
+    BLOCK_PAIRS: tl.constexpr,
+):
+    """One program a token."""
+    place = tl.program_id(0).to(tl.int64)
+    row, token = place // T, place % T
+    q += row * q_row + token * q_token
+    k += row * k_row + token * k_token
+    v += row * v_row + token * v_token
+    angles, out = rope + place * (2 * PAIRS), out + place * heads * (2 * PAIRS)
+    kept = (tl.load(slots + place).to(tl.int64) + start) * kv * (2 * PAIRS)
+    turn(q, angles, out, q_head, heads, PAIRS, INTERLEAVED, BLOCK_HEADS, BLOCK_PAIRS)
+    turn(k, angles, keys + kept, k_head, kv, PAIRS, INTERLEAVED, BLOCK_KV, BLOCK_PAIRS)
+    head = tl.arange(0, BLOCK_KV)[:, None]
+    feature = tl.arange(0, 2 * BLOCK_PAIRS)[None, :]
+    there = (head < kv) & (feature < 2 * PAIRS)
+    value = tl.load(v + head * v_head + feature, mask=there)
+    tl.store(values + kept + head * (2 * PAIRS) + feature, value, mask=there)
+
+
+@operator(
+    "rotate_into(Tensor q, Tensor k, Tensor v, Tensor rope, bool interleaved, Tensor(a!) keys,"
+    " Tensor(b!) values, Tensor slots, int start) -> Tensor",
+    like_x,
+)
+def launch_rotate_into(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rope: Tensor,
+    interleaved: bool,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    start: int,
+) -> Tensor:
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    out = like_x(q)
+    rows, tokens, heads, width = q.shape
+    kv = k.shape[2]
+    rotate_into_kernel[(rows * tokens,)](
+        q,
+        k,
+        v,
+        rope.contiguous(),
+        out,
+        keys,
+        values,
+        slots.contiguous(),
+        start,
+        *(step for x in (q, k, v) for step in x.stride()[:3]),
+        tokens,
+        heads,
+        kv,
+        PAIRS=width // 2,
+        INTERLEAVED=interleaved,
+        BLOCK_HEADS=block_of(heads),
+        BLOCK_KV=block_of(kv),
+        BLOCK_PAIRS=block_of(width // 2),
+        num_warps=warps(block_of(heads) * block_of(width // 2)),
+        **EXACTLY,
+    )
+    return out
+
+
+def triton_rotate_into(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rope: Tensor,
+    interleaved: bool,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    start: int,
+) -> Tensor:
+    """`kernels.rotate_into`, into a cache that lies in one piece; mixed dtypes stay plain."""
+    assert keys.is_contiguous() and values.is_contiguous()
+    arguments = (q, k, v, rope, interleaved, keys, values, slots, start)
+    if torch.is_grad_enabled() or len({x.dtype for x in (q, k, v, rope, keys, values)}) > 1:
+        return rotate_into(*arguments)
+    return launch_rotate_into(*arguments)

@@ -1,0 +1,129 @@
+"""Logits to probabilities in one pass: guidance, temperature, exact top-k, softmax.
+
+The k-th largest of a row is found without sorting: a float's bits, read as a whole number with those of
+negative floats turned round, rise with the float, so 32 counts settle the number bit by bit.
+"""
+
+# Triton reads the annotations of its functions: they are not postponed, and say `constexpr` or nothing.
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lantern_hpu.backends.cuda.kernels.operators import EXACTLY, block_of, operator, warps
+from lantern_hpu.ops.sampling import SamplingParams, guided_probs
+
+LARGEST = 65536  # vocabulary that one program holds
+
+
+@triton.jit
+def kth_largest(x, k):
+    """The k-th largest of a float32 vector; equal entries count each."""
+    bits = x.to(tl.int32, bitcast=True)
+    key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    found = tl.full([], -(2**31), tl.int32)
+    for place in range(32):
+        # The first trial turns the sign, which is set in the lowest number; the others set a bit.
+        trial = found ^ (tl.full([], 1, tl.int32) << (31 - place))
+        found = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= k, trial, found)
+    bits = found ^ ((found >> 31) & 0x7FFFFFFF)  # what turned the bits turns them back
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def probs_kernel(
+    logits,  # [R, T, V]
+    cfg_scale,  # [B]
+    temperature,  # [B]
+    top_k,  # [B]
+    out,  # [B, T, V]
+    T,
+    most,  # the largest top-k in use; a larger one keeps everything
+    V: tl.constexpr,
+    GUIDANCE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program a distribution: B * T of them."""
+    row = tl.program_id(0).to(tl.int64)
+    image = row // T
+    token = tl.arange(0, BLOCK)
+    there = token < V
+    x = tl.load(logits + row * V + token, mask=there, other=0.0).to(tl.float32)
+    if GUIDANCE:
+        other = (row + tl.num_programs(0)) * V  # the unconditional row
+        u = tl.load(logits + other + token, mask=there, other=0.0).to(tl.float32)
+        x = u + tl.load(cfg_scale + image) * (x - u)
+    # Triton's `/` is not rounded as torch's is, and may make ties or break them.
+    x = tl.math.div_rn(x, tl.load(temperature + image))
+    x = tl.where(there, x, float("-inf"))
+    top = tl.max(x, 0)
+    mass = tl.exp(x - top)
+    if TOP_K:
+        k = tl.load(top_k + image)
+        if k <= most:
+            mass = tl.where(x >= kth_largest(x, k), mass, 0.0)
+    tl.store(out + row * V + token, mass / tl.sum(mass, 0), mask=there)
+
+
+def shape(
+    logits: Tensor, cfg: Tensor, heat: Tensor, top_k: Tensor, guidance: bool, most: int
+) -> Tensor:
+    rows, tokens, vocabulary = logits.shape
+    images = rows // 2 if guidance else rows
+    return logits.new_empty(images, tokens, vocabulary, dtype=torch.float32)
+
+
+@operator(
+    "probs(Tensor logits, Tensor cfg_scale, Tensor temperature, Tensor top_k, bool guidance, int most)"
+    " -> Tensor",
+    shape,
+)
+def launch(
+    logits: Tensor,
+    cfg_scale: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    guidance: bool,
+    most: int,
+) -> Tensor:
+    out = shape(logits, cfg_scale, temperature, top_k, guidance, most)
+    images, tokens, vocabulary = out.shape
+    block = block_of(vocabulary)
+    probs_kernel[(images * tokens,)](
+        logits.contiguous(),
+        cfg_scale,
+        temperature,
+        top_k,
+        out,
+        tokens,
+        most,
+        V=vocabulary,
+        GUIDANCE=guidance,
+        TOP_K=most > 0,
+        BLOCK=block,
+        num_warps=warps(block),
+        **EXACTLY,
+    )
+    return out
+
+
+def triton_probs(
+    logits: Tensor,
+    params: SamplingParams,
+    guidance: bool,
+    max_top_k: int,
+    use_top_p: bool,
+    top_p_first: bool = False,
+) -> Tensor:
+    """`sampling.guided_probs`; a batch that uses top-p takes the plain form, which sorts.
+
+    Args:
+        logits: [R, T, V] in any dtype.
+
+    Returns [B, T, V] float32.
+    """
+    if use_top_p or logits.shape[-1] > LARGEST:
+        return guided_probs(logits, params, guidance, max_top_k, use_top_p, top_p_first)
+    return launch(logits, params.cfg_scale, params.temperature, params.top_k, guidance, max_top_k)

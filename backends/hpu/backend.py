@@ -1,0 +1,218 @@
+"""Intel Gaudi: HPU graphs in lazy mode, `hpu_backend` outside it; or an emulator of its contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lantern_hpu.backends.base import Backend, Memory
+from lantern_hpu.backends.hpu import env as hpu_env
+from lantern_hpu.backends.hpu import errors as hpu_errors
+from lantern_hpu.backends.hpu.env import ROOT
+from lantern_hpu.ops.kernels import PLAIN, Kernels
+
+if TYPE_CHECKING:
+    from lantern_hpu.backends.hpu.emulator import Device
+
+DTYPES = {
+    "bfloat16": "what the matrix engines are made for",
+    "float32": "exact comparisons with other devices hold; slower and twice the memory",
+    "float16": "from Gaudi 2 on; bfloat16 has the wider range",
+}
+LAZY_MODES = {
+    "hpu_graph": "the whole step is one HPU graph: nothing of the host is left in it",
+    "hpu_graph_split": "two HPU graphs a step, draft and the rest, for a step too large for one",
+}
+OTHER_MODES = {
+    "compile": "torch.compile with hpu_backend; needs PT_HPU_LAZY_MODE=0",
+    "eager": "one operator at a time: for finding faults; needs PT_HPU_LAZY_MODE=0",
+}
+
+
+class HPUBackend(Backend):
+    """One Gaudi card of this process, as index 0."""
+
+    name = "hpu"
+    device = torch.device("hpu")
+    emulates = True
+    compiler = "hpu_backend"
+
+    def __init__(self, graphs: str = "auto", emulate: bool = False) -> None:
+        self.wanted, self.emulated = graphs, emulate
+        self.flags: hpu_env.Flags | None = None
+        self.stack = ExitStack()
+        self.card: Device | None = None  # the emulated one
+        self.modules: dict[str, ModuleType] = {}
+        if emulate:
+            self.open()
+
+    # Life
+
+    def open(self) -> None:
+        """Set the flags, then load the software: it reads them while it is imported.
+
+        Raises:
+            DeviceError: the flags contradict the graph mode.
+        """
+        self.flags = hpu_env.prepare(self.wanted, self.emulated)
+        if self.emulated:
+            from lantern_hpu.backends.hpu.emulator import emulate
+
+            flags = self.flags.chosen | self.flags.respected
+            self.card = self.stack.enter_context(emulate(self.flags.lazy, flags))
+            self.modules = self.card.modules
+        else:
+            for name in ("torch", "torch.core", "torch.hpu"):
+                self.modules[f"{ROOT}.{name}"] = import_module(f"{ROOT}.{name}")
+
+    def close(self) -> None:
+        self.stack.close()
+
+    def part(self, name: str) -> ModuleType:
+        """A module of habana_frameworks.torch, the real one or the emulator's."""
+        full = f"{ROOT}.torch.{name}"
+        if full not in self.modules:
+            if self.emulated:
+                raise ImportError(full)
+            self.modules[full] = import_module(full)
+        return self.modules[full]
+
+    @property
+    def dtypes(self) -> dict[str, str]:  # type: ignore[override]
+        """An emulated card is there to be compared, so float32 comes first on it."""
+        if not self.emulated:
+            return DTYPES
+        return {"float32": "an emulated card is held against other devices", **DTYPES}
+
+    @property
+    def measured_as(self) -> str:
+        """An emulated card's arithmetic is the CPU's, and so are its defaults."""
+        return "cpu" if self.emulated else self.name
+
+    @property
+    def hpu(self) -> ModuleType:
+        return self.part("hpu")
+
+    @property
+    def lazy(self) -> bool:
+        return self.flags is None or self.flags.lazy
+
+    @property
+    def graph_modes(self) -> dict[str, str]:  # type: ignore[override]
+        """Lazy mode is settled when the software is loaded, and with it which modes there are."""
+        if self.flags is None:
+            return LAZY_MODES | OTHER_MODES
+        return LAZY_MODES if self.flags.lazy else OTHER_MODES
+
+    def available(self) -> tuple[bool, str]:
+        if self.emulated:
+            return True, "emulated: contract-checked, nothing runs on a Gaudi"
+        reasons = []
+        if hpu_env.plugin_folder() is not None:
+            try:
+                self.open()
+                if self.hpu.is_available() and self.hpu.device_count():
+                    why = self.flags.why if self.flags else ""
+                    return True, f"{self.hpu.get_device_name()}, {why}"
+                reasons.append(f"{ROOT} finds no card")
+            except (ImportError, RuntimeError, AssertionError, OSError) as error:
+                known = hpu_errors.explain(error)
+                reasons.append(str(known) if known else f"{type(error).__name__}: {error}")
+        # Only now: the checks ask hl-smi, which a card that works need not wait for.
+        missing = [check for check in hpu_env.checks() if not check.ok]
+        return False, "; ".join([*reasons, *(f"{c.name}: {c.detail}" for c in missing)])
+
+    # What the device does
+
+    def synchronize(self) -> None:
+        self.hpu.synchronize()
+
+    def memory(self) -> Memory:
+        free, total = self.hpu.mem_get_info()
+        return Memory(total, free, self.hpu.max_memory_allocated())
+
+    def reset_peak(self) -> None:
+        self.hpu.reset_peak_memory_stats()
+
+    def flush(self) -> None:
+        """End the graph that is being gathered; inside a capture, cut it in two. Lazy mode alone gathers."""
+        if not self.lazy:
+            return
+        self.part("core").mark_step()
+
+    def rehearse(self, body: Callable[[], object], state: Callable[[], dict[str, Tensor]]) -> None:
+        """Before a capture: on an emulated card that is to tell, what of the function would be baked in."""
+        if self.card is not None:
+            from lantern_hpu.backends.hpu.emulator.rehearsal import rehearse
+
+            rehearse(self.card, body, state)
+
+    def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
+        from lantern_hpu.backends.hpu.kernels import fused
+
+        super().kernels(choice)
+        return fused(self) if choice == "auto" else PLAIN
+
+    def compile(self, function: nn.Module) -> Callable[[Any], Tensor]:
+        if self.card is not None:
+            from lantern_hpu.backends.hpu.emulator.compiled import compile_on_host
+
+            return compile_on_host(self.card, function)
+        return super().compile(function)
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        if self.card is not None:
+            self.card.warm = False
+        yield
+        self.synchronize()
+        if self.card is not None:
+            self.card.warmed_up()
+
+    def counters(self) -> dict[str, int]:
+        """From the bridge's metrics; the emulator counts more."""
+        self.synchronize()  # compilations may still be under way
+        metric = self.part("hpu.metrics").metric_global
+        counted = {
+            "graph_compilations": int(metric("graph_compilation").stats()[0][1]),
+            "cpu_fallbacks": int(metric("cpu_fallback").stats()[0][1]),
+        }
+        if self.card is not None:
+            counts, findings = self.card.counts, self.card.findings
+            counted |= {
+                "graph_launches": counts.graphs["launches"],
+                "device_reads": counts.host_syncs.total(),
+                "uploads": counts.uploads,
+                "lint_errors": findings.hits("error"),
+                "lint_warnings": findings.hits("warn"),
+            }
+        return counted
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, AssertionError) as error:
+            known = hpu_errors.explain(error)
+            if known is None:
+                raise
+            raise known from error
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "device": "hpu",
+            "emulated": self.emulated,
+            "card": self.hpu.get_device_name() if self.modules else None,
+            "torch": torch.__version__,
+            "plugin": "emulator of bridge 1.19"
+            if self.emulated
+            else hpu_env.installed(hpu_env.PLUGIN),
+            "lazy": self.lazy,
+            "flags": self.flags.chosen | self.flags.respected if self.flags else {},
+        }

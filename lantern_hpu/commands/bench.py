@@ -1,0 +1,130 @@
+"""Measure methods side by side, with the same weights, sampler, seeds and batch, in one run.
+
+    lantern-hpu bench --output bench.json
+    lantern-hpu bench --random-weights anole-7b --output anole.json
+    lantern-hpu bench --stretch llamagen-xl --output xl.json
+
+Every figure is measured on this machine. Each (method, tree, graph mode, batch size) is warmed up - captured,
+replayed, and run for a few steps - before anything is timed, and the warm-up is reported, not hidden. Speed is given
+against `ar` in the same graph mode and batch, and against the method's own eager run. The report follows
+`assets/bench.schema.json`; `lantern_hpu.lab.compare` puts several of them together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from lantern_hpu.backends import prepare
+from lantern_hpu.commands.options import add_processor_options, add_stretch_option, taken
+from lantern_hpu.errors import OptionError, exit_code, listed, require
+from lantern_hpu.files import check_free
+from lantern_hpu.graphs import RUNNERS
+from lantern_hpu.lab.measurements import show
+from lantern_hpu.lab.speed.cases import (
+    GRAPHS,
+    LARGE,
+    RANDOM,
+    USUAL,
+    Wanted,
+    find_entry,
+    methods_for,
+    pairs_for,
+)
+from lantern_hpu.lab.speed.text import tables
+from lantern_hpu.methods.methods import AUTO, METHODS
+from lantern_hpu.zoo.sizes import stretch_sizes
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lantern-hpu bench",
+        description="Measure methods and graph modes side by side on one device.",
+    )
+    add = parser.add_argument
+    sizes = f"a known model's sizes without its files, to time steps: {', '.join(RANDOM)}"
+    trees = "comma-separated, each for the methods that draft its kind; auto is the tuned one (each method's own)"
+    modes = f"comma-separated graph modes; `auto` is the device's best ({GRAPHS})"
+    kernels = "auto: the device's own where they agree with the plain ones; or plain (auto)"
+    methods, images = USUAL["methods"], "timed images of a row, at least (8; stretched 1)"
+    small = f"comma-separated ({methods}; stretched {LARGE['methods']})"
+    add("--model", help="`builtin`, a known model, a Hub id or a model folder (builtin)")
+    add("--random-weights", metavar="NAME", help=sizes)
+    add_stretch_option(parser)
+    add("--device", default="auto", help="(auto)")
+    add("--dtype", default="auto", help="(auto)")
+    add("--methods", help=small)
+    add("--trees", "--tree", help=trees)
+    add(
+        "--relax",
+        help="a preset for the methods that can be relaxed, windows too (each method's own)",
+    )
+    add("--graphs", help=modes)
+    add("--kernels", default="auto", help=kernels)
+    add_processor_options(parser)
+    add("--batch-sizes", help="comma-separated (1,8; stretched 1)")
+    add("--images", type=int, help=images)
+    add("--steps", type=int, default=64, help="timed steps of a row with --random-weights (64)")
+    add("--seed", type=int, default=0, help="of the first image (0)")
+    add("--output", type=Path, metavar="FILE.json")
+    add("--force", action="store_true", help="replace an existing file")
+    return parser
+
+
+def fill_in(args: argparse.Namespace, usual: Mapping[str, object]) -> None:
+    """Put in what was not given."""
+    for name, value in usual.items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+
+
+def read_options(args: argparse.Namespace) -> Wanted:
+    """
+    Raises:
+        LanternError: one is out of range, or contradicts another one.
+    """
+    if args.model is not None and args.random_weights is not None:
+        raise OptionError("--model and --random-weights exclude each other")
+    if args.stretch is not None:
+        if args.random_weights is not None:
+            raise OptionError("--stretch and --random-weights exclude each other")
+        stretch_sizes(args.stretch)
+    usual = LARGE if args.stretch else USUAL
+    fill_in(args, {name: value for name, value in usual.items() if name != "trees"})
+    methods = listed(args.methods, "--methods", "method", METHODS)
+    trees = [] if args.trees is None else listed(args.trees, "--trees")
+    if args.stretch is not None and args.trees is None:
+        trees = [t for t in str(LARGE["trees"]).split(",") if set(methods_for(t)) & set(methods)]
+    sizes = listed(args.batch_sizes, "--batch-sizes")
+    whole = all(size.isdecimal() and int(size) >= 1 for size in sizes)
+    require(whole, "--batch-sizes", args.batch_sizes, "numbers from 1, such as 1,8")
+    return Wanted(
+        entry=None if args.random_weights is None else find_entry(args.random_weights),
+        pairs=pairs_for(methods, trees),
+        modes=listed(args.graphs or GRAPHS, "--graphs", "graph mode", [AUTO, *RUNNERS]),
+        by_name=args.graphs is not None,
+        batches=[int(size) for size in sizes],
+        **taken(Wanted, args),
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `bench` command; returns the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = make_parser().parse_args(given)
+
+    def command() -> None:
+        wanted = read_options(args)
+        if args.output:
+            check_free([args.output], args.force)
+        began = time.perf_counter()
+        prepare(wanted.device, wanted.mode)  # before torch is imported
+        from lantern_hpu.lab.speed.run import run
+
+        result = run(wanted, given, time.perf_counter() - began)
+        show(result, tables(result), args.output, args.force)
+
+    return exit_code(command)

@@ -1,0 +1,108 @@
+"""Turn published checkpoints into one model folder.
+
+    lantern-hpu convert llamagen-t2i-256 models/t2i
+    python -m lantern_hpu.generate --model models/t2i --prompt "a red apple"
+
+The folder holds safetensors files with our names, sizes, default sampling, checksums and the target's fingerprint
+(`lantern_hpu/models/files/folder.py`). It loads by memory map, and is checked whole each time. A text encoder is not
+copied: the folder notes where it lies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from lantern_hpu.commands.options import add_part_options, given_parts
+from lantern_hpu.errors import OptionError, OutputError, choices, exit_code
+from lantern_hpu.models.files.parts import Given
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lantern-hpu convert", description="Turn published checkpoints into one model folder."
+    )
+    parser.add_argument("source", help="what `generate --model` takes")
+    parser.add_argument("output", type=Path, help="folder to write; must not exist")
+    add_part_options(parser.add_argument_group("parts"))
+    parser.add_argument(
+        "--dtype", default="auto", help=f"{choices(DTYPES)}; auto: as stored (auto)"
+    )
+    return parser
+
+
+@contextmanager
+def staged(output: Path) -> Iterator[Path]:
+    """A new folder beside the output, which takes its name when all is written, and is removed otherwise.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    from safetensors import SafetensorError
+
+    folder = None
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+        yield folder
+        mask = os.umask(0)
+        os.umask(mask)
+        folder.chmod(0o777 & ~mask)
+        for file in folder.iterdir():  # some libraries write for their user alone
+            file.chmod(0o666 & ~mask)
+        os.replace(folder, output)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise OutputError(f"cannot write {output}", why, "another folder or disk") from error
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def convert(source: str, output: Path, given: Given, dtype: str) -> str:
+    """Write the folder. -> what it holds
+
+    Raises:
+        LanternError: the source cannot be loaded, or the output exists or cannot be written.
+    """
+    if dtype not in DTYPES:
+        raise OptionError(f"--dtype is {dtype}", hint=choices(DTYPES))
+    if output.exists():
+        raise OutputError(f"{output} exists", hint="another name, or remove it")
+    import torch
+    from tqdm import tqdm
+
+    from lantern_hpu.models.files.folder import write_model
+    from lantern_hpu.models.files.load import open_model
+    from lantern_hpu.models.model import Placement
+    from lantern_hpu.zoo.resolve import resolve
+
+    opened = open_model(resolve(source, given))
+    number = None if dtype == "auto" else getattr(torch, dtype)
+    parts = 3 + (opened.config.drafter is not None)
+    with tqdm(total=parts, unit="part", file=sys.stderr) as progress:
+        progress.set_description_str("loading")
+        model = opened.load(Placement(number))
+        progress.update()
+        with staged(output) as folder:
+            write_model(model, folder, progress)
+    height, width = model.config.image_size
+    size = sum(file.stat().st_size for file in output.iterdir())
+    about = f"{width} x {height} pixels, {size / 1e6:.1f} MB"
+    return f"{output}: {about}, target {model.fingerprint[:12]}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `convert` command; returns the exit code."""
+    args = make_parser().parse_args(argv)
+    return exit_code(
+        lambda: print(convert(args.source, args.output, given_parts(args), args.dtype))
+    )

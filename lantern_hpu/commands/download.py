@@ -1,0 +1,80 @@
+"""Fetch the files of a known model from the Hugging Face Hub.
+
+    lantern-hpu download llamagen-t2i-256
+    lantern-hpu download llamagen-t2i-256 --to /models/llamagen   # for a machine without network
+
+The same command goes on after an interruption; see `lantern_hpu/zoo/fetch.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from lantern_hpu.errors import OptionError, OutputError, exit_code
+from lantern_hpu.zoo.fetch import announce, choose, fetch_all
+from lantern_hpu.zoo.located import Located, draw_command, locate, of_folder
+from lantern_hpu.zoo.registry import Entry, get
+
+INTERRUPTED = 130  # what a shell returns for it
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lantern-hpu download",
+        description="Fetch a known model from the Hugging Face Hub.",
+        epilog="lantern-hpu models lists the known models.",
+    )
+    parser.add_argument("name", metavar="NAME", help="a known model, or the Hub id of its target")
+    parser.add_argument(
+        "--only", metavar="PART,...", help="these parts alone: target, drafter, vq, ..."
+    )
+    parser.add_argument(
+        "--to",
+        type=Path,
+        metavar="FOLDER",
+        help="a folder with a subfolder for each part (default: the Hugging Face cache)",
+    )
+    parser.add_argument(
+        "--without-drafter", action="store_true", help="enough for --method ar: one token a step"
+    )
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    if args.name == "builtin":
+        raise OptionError("builtin is here already", "it comes with the package", "--model builtin")
+    entry, to = get(args.name), args.to
+    parts = choose(entry, args.only, not args.without_drafter)
+    other = of_folder(to) if to else None
+    if other is not None and other.name != entry.name:
+        raise OutputError(f"{to} holds {other.name}", "one folder, one model", "another --to")
+    located = locate(entry, to)
+    print(announce(entry, parts, located), flush=True)
+    lacking = [part for part in parts if located[part.role] is None]
+    if lacking:
+        fetch_all(entry, lacking, located, to)
+    print(summary(entry, locate(entry, to), to))
+
+
+def summary(entry: Entry, located: Located, to: Path | None) -> str:
+    """Where the parts are, and how to draw with them or what it still takes."""
+    lines = [f"{role}: {path}" for role, path in located.items() if path is not None]
+    lacking = [part.role for part in located.missing(drafting=False)]
+    if lacking:
+        return "\n".join([*lines, f"to draw it still lacks: {', '.join(lacking)}"])
+    method = " --method ar" if located.missing(drafting=True) else ""
+    return "\n".join([*lines, f"draw with: {draw_command(entry, to)}{method}"])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `download` command: 0; 2 after an error; 130 if interrupted."""
+    args = make_parser().parse_args(argv)
+    try:
+        return exit_code(lambda: run(args))
+    except KeyboardInterrupt:
+        said = "interrupted: files that are whole stay, the same command fetches the others"
+        print(f"\n{said}", file=sys.stderr)
+        return INTERRUPTED

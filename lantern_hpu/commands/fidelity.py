@@ -1,0 +1,118 @@
+"""Measure how far each method moves the distribution of the next token.
+
+    lantern-hpu fidelity --images 64 --output fidelity.json
+
+What is measured, and how: `evaluate/fidelity.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from lantern_hpu.backends import prepare
+from lantern_hpu.commands.options import add_device_options, device_options, taken
+from lantern_hpu.errors import exit_code, listed
+from lantern_hpu.files import check_free
+from lantern_hpu.lab.measurements import heading, show
+from lantern_hpu.lab.pictures.options import FidelityOptions, Setting
+from lantern_hpu.methods.methods import METHODS
+from lantern_hpu.methods.relaxation import EXACT, PRESETS
+from lantern_hpu.models.options import DeviceOptions
+from lantern_hpu.results.tables import markdown
+
+DEFAULT_ROWS = (
+    "ar,eagle,eagle2,lantern:delta-0.1,lantern:delta-0.2,lantern:delta-0.4,"
+    "lantern++:lambda-5,lantern++:lambda-20,lantern++:omega-2,"
+    "jacobi,scd,scd:delta-0.2,scd:lambda-5,scd:omega-2,sjd-pac,sjd-pac:delta-0.2,sjd-pac:lambda-5,sjd-pac:omega-2"
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lantern-hpu fidelity",
+        description="Measure how far each method moves the distribution of the next token.",
+    )
+    parser.add_argument("--model", default="builtin", help="`builtin`, or a model folder (builtin)")
+    add_device_options(parser, graphs=False)
+    parser.add_argument(
+        "--rows",
+        default=DEFAULT_ROWS,
+        help=f"comma-separated METHOD or METHOD:PRESET, of {', '.join(PRESETS)} ({DEFAULT_ROWS})",
+    )
+    parser.add_argument("--images", type=int, default=64, help="places that are measured (64)")
+    parser.add_argument(
+        "--draws", type=int, default=256, help="draws of a static tree's drafts at each (256)"
+    )
+    parser.add_argument(
+        "--timed", type=int, default=8, help="images drawn for tokens a step and time (8)"
+    )
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=None, metavar="FILE.json")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
+    return parser
+
+
+def report(
+    model: str,
+    device: DeviceOptions,
+    settings: Sequence[Setting],
+    options: FidelityOptions,
+    argv: Sequence[str],
+) -> dict[str, Any]:
+    """The report: every setting on one model."""
+    prepare(device.device, device.graphs)  # before torch is imported
+    from tqdm import tqdm
+
+    from lantern_hpu.lab.fidelity import measure, total
+    from lantern_hpu.pipeline import LanternPipeline
+
+    with closing(LanternPipeline.from_pretrained(model, **vars(device))) as pipeline:
+        with tqdm(total=total(settings, options), unit="image", file=sys.stderr) as bar:
+            rows = list(measure(pipeline, settings, options, bar))
+        sizes = {name: value for name, value in asdict(options).items() if name != "seed"}
+        return heading("lantern_hpu.fidelity", pipeline, argv) | sizes | {"rows": rows}
+
+
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as a Markdown table."""
+    head = ("method", "setting", "tokens a step", "ms an image", "TV of the next token")
+    lines = []
+    for row in rows:
+        method, _, preset = row["row"].partition(":")
+        setting = preset or ("default" if METHODS[method].relaxation else "exact")
+        figures = f"{row['tokens_per_step']:.2f}", f"{row['ms_per_image']:.0f}"
+        lines.append((method, setting, *figures, distance(row)))
+    return markdown(head, lines)
+
+
+def distance(row: dict[str, Any]) -> str:
+    """The figure with its interval; an exact method's is what the estimate's noise leaves."""
+    around = row["tv_interval"]
+    figure = f"{row['tv']:.3f}" + ("" if around is None else f" ± {around:.3f}")
+    if row["method"] in ("ar", "jacobi"):  # draws from the target's own law
+        return "0"
+    return f"0 (measured {figure})" if row["relaxation"] == EXACT.as_json() else figure
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Check the options, measure, print and write."""
+    settings = [Setting.parse(text) for text in listed(args.rows, "--rows")]
+    options = FidelityOptions(**taken(FidelityOptions, args))
+    if args.output:
+        check_free([args.output], args.force)
+    device = replace(device_options(args), graphs="eager")
+    result = report(args.model, device, settings, options, argv)
+    show(result, table(result["rows"]), args.output, args.force)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `fidelity` command; returns the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = make_parser().parse_args(given)
+    return exit_code(lambda: run(args, given))

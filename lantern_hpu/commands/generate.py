@@ -1,0 +1,573 @@
+"""Draw images from prompts.
+
+    python -m lantern_hpu.generate --prompt "a red apple" --output apple.png
+
+A thin command: it parses, checks where results will go, and hands over to `LanternPipeline`. torch is
+imported only once everything that can be refused without it has been refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lantern_hpu import __version__
+from lantern_hpu.backends import prepare
+from lantern_hpu.commands import options
+from lantern_hpu.decode.spec import together
+from lantern_hpu.errors import OptionError, OutputError, WeightsError, exit_code, require
+from lantern_hpu.files import check_free, write_file
+from lantern_hpu.methods import relaxation
+from lantern_hpu.methods.methods import (
+    AUTO,
+    Request,
+    Sampling,
+    check_drafter,
+    check_tunable,
+    choose_method,
+    method_of,
+    window_tree,
+)
+from lantern_hpu.methods.relaxation import Relaxation
+from lantern_hpu.models.files.parts import Given
+from lantern_hpu.models.options import DeviceOptions
+from lantern_hpu.models.text.classes import class_index
+from lantern_hpu.results.prompts import read_prompts
+from lantern_hpu.tree import DraftTree, load_tree
+from lantern_hpu.zoo.sizes import stretch_sizes
+
+if TYPE_CHECKING:
+    from lantern_hpu.methods.choice import Choice
+    from lantern_hpu.pipeline import Event, LanternPipeline
+    from lantern_hpu.results.images import Drawn, GenerationResult
+
+# What an image to draw again already says; giving one of these beside it is a contradiction.
+SETTLED = (
+    "prompt negative_prompt class_label prompts_file num_images seed dtype quantize stretch method tree window "
+    "window_tree relax relax_k relax_delta relax_lambda relax_omega relax_nu relax_mu relax_distance relax_ranks "
+    "relax_gap residual cfg_scale temperature top_k top_p"
+).split()
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lantern_hpu.generate",
+        description="Draw images from prompts.",
+    )
+    add_what(parser.add_argument_group("what to draw"))
+    add_where(parser.add_argument_group("where it goes"))
+    how = parser.add_argument_group("how it runs")
+    models = "a name of `lantern-hpu models`, a Hub id, a folder or a weights file"
+    how.add_argument("--model", help=f"`builtin`, {models} (builtin)")
+    options.add_stretch_option(how)
+    options.add_part_options(how)
+    options.add_device_options(how)
+    options.add_running_options(how)
+    many = "processes that draw, one a card, through Ray (none: this one draws)"
+    how.add_argument("--workers", type=int, metavar="N", help=many)
+    how.add_argument("--batch-size", type=int, help="images decoded together (8 at most if unset)")
+    options.add_method_options(parser.add_argument_group("method"))
+    options.add_sampling_options(parser.add_argument_group("sampling (default: the model's own)"))
+    parser.add_argument("--version", action="version", version=f"lantern_hpu {__version__}")
+    return parser
+
+
+def add_what(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    label = "ImageNet class by name or index, for models that draw classes; repeat for several"
+    add("--prompt", action="append", default=[], help="repeat for several")
+    negative = "what guidance draws away from, for models that read it (Emu3)"
+    add("--negative-prompt", metavar="TEXT", help=negative)
+    add("--class-label", action="append", default=[], metavar="LABEL", help=label)
+    add("--prompts-file", type=Path, metavar="FILE", help=".txt (one a line), .tsv or .json")
+    add("--from-png", type=Path, metavar="FILE", help="draw the same image again")
+    add("--num-images", type=int, help="images of each prompt (1)")
+    add("--seed", type=int, help="of the first image; the next take the next numbers (0)")
+
+
+def add_where(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    every = "write a preview each ROWS image rows"
+    add("--output", type=Path, default=Path("out"), help="a .png file, or a folder (out)")
+    add("--force", action="store_true", help="replace existing files")
+    add("--resume", action="store_true", help="keep the images that are there, draw the others")
+    add("--grid", action="store_true", help="one sheet of all images")
+    add("--report", type=Path, metavar="FILE.json", help="acceptance, timing, graph, settings")
+    tokens = "the image tokens, also of a model without its VQ tokenizer; `decode` makes pictures of them"
+    add("--save-tokens", type=Path, metavar="FILE.npz", help=tokens)
+    add("--preview-every", type=int, default=0, metavar="ROWS", help=every)
+
+
+# ------------------------------------------------------------------------------------ what is asked for
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to draw, with what; all of it checked as far as it can be without torch.
+
+    Attributes:
+        prompts: one an image. labels: whether some are class labels.
+        method, tree: as asked for; `auto` is settled once the model is loaded.
+        relaxation: None leaves it to the method. own_k: whether its number of neighbours is the user's.
+        known: settings of the image that is to be drawn again.
+    """
+
+    prompts: list[str]
+    seed: int
+    model: str
+    given: Given
+    device: DeviceOptions
+    batch_size: int | None = None
+    labels: bool = False
+    negative: str | None = None
+    method: str = AUTO
+    tree: str | None = None
+    relaxation: Relaxation | None = None
+    own_k: bool = False
+    known: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        together(len(self.prompts), self.batch_size)
+        for index, prompt in enumerate(self.prompts):
+            Request(prompt, self.seed + index)
+
+
+def job_of(args: argparse.Namespace) -> Job:
+    """What the options ask for.
+
+    Raises:
+        LanternError: they contradict each other, or one is out of range.
+    """
+    require(args.preview_every >= 0, "--preview-every", args.preview_every, "0 (off) or more")
+    if args.resume and (args.force or args.grid or args.save_tokens):
+        why = "it keeps the images that are there, and only their pixels"
+        raise OptionError("--resume excludes --force, --grid and --save-tokens", why)
+    return job_again(args) if args.from_png else new_job(args)
+
+
+def new_job(args: argparse.Namespace) -> Job:
+    listed = read_prompts(args.prompts_file) if args.prompts_file else []
+    prompts = [*args.prompt, *args.class_label, *listed]
+    if not prompts:
+        raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
+    count = 1 if args.num_images is None else args.num_images
+    require(count >= 1, "--num-images", count, "1 or more")
+    for label in args.class_label:
+        class_index(label)
+    method = args.method or AUTO
+    tree = window_tree(method, args.tree, args.window, args.window_tree)
+    check_drafter(method, args.drafter)
+    if args.stretch is not None:
+        stretch_sizes(args.stretch, options.given_parts(args))
+    # `auto` with any of the options of a method is `lantern++`.
+    drafting = "lantern++" if method == AUTO else method
+    bounds = options.relaxation_options(args)
+    relaxed = bounds.relaxation(method_of(drafting).relaxation)
+    job = Job(
+        prompts=[prompt for prompt in prompts for _ in range(count)],
+        seed=args.seed or 0,
+        model=args.model or "builtin",
+        given=options.given_parts(args),
+        device=options.device_options(args),
+        batch_size=args.batch_size,
+        labels=bool(args.class_label),
+        negative=args.negative_prompt,
+        method=method,
+        tree=tree,
+        relaxation=relaxed,
+        own_k=bounds.k is not None,
+    )
+    choose_method(drafting, None if tree == AUTO else tree, relaxed)
+    if args.tree == AUTO:
+        check_tunable(drafting)
+    options.sampling_options(args, Sampling())
+    return job
+
+
+def job_again(args: argparse.Namespace) -> Job:
+    """The image to draw again: it says what to draw, with which weights and settings."""
+    from lantern_hpu.results.images import read_png
+
+    given = [name for name in SETTLED if getattr(args, name) not in (None, [])]
+    if given:
+        names = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise OptionError(
+            f"--from-png and {names} exclude each other", "the image says what to draw"
+        )
+    data = read_png(args.from_png)
+    config: dict[str, Any] = data["config"]
+    settled = {"dtype": config["dtype"]} | {n: config.get(n) for n in ("quantize", "stretch")}
+    settled["layout"] = args.layout or config.get("layout", "plain")
+    kept, own = config.get("parts", {}), options.given_parts(args)
+    # By name: a picture of a stranger may hold anything.
+    parts = {f.name: getattr(own, f.name) or kept.get(f.name) for f in fields(Given)}
+    return Job(
+        prompts=[data["prompt"]],
+        seed=data["seed"],
+        model=args.model or config["model"],
+        given=Given(**parts),
+        device=replace(options.device_options(args), **settled),
+        batch_size=args.batch_size,
+        negative=config.get("negative"),
+        method=config["method"],
+        known=config,
+    )
+
+
+def settle(
+    job: Job, pipeline: LanternPipeline, args: argparse.Namespace
+) -> tuple[Choice, Sampling]:
+    """What was left to the model and the device, or is that of the image to draw again.
+
+    Raises:
+        WeightsError: the image was drawn with other weights.
+    """
+    if job.known is not None:
+        return settle_again(job.known, job.model, pipeline, args.from_png)
+    from lantern_hpu.methods.choice import fitted
+
+    size = together(len(job.prompts), job.batch_size)
+    chosen = pipeline.choose(job.method, job.tree, job.relaxation, size)
+    if not job.own_k:  # a published number of neighbours, not the user's
+        chosen = replace(chosen, relaxation=fitted(chosen.relaxation, pipeline.model.codes))
+    return chosen, options.sampling_options(args, pipeline.model.sampling)
+
+
+def settle_again(
+    known: dict[str, Any], model: str, pipeline: LanternPipeline, file: Path
+) -> tuple[Choice, Sampling]:
+    from lantern_hpu.methods.choice import Choice
+
+    mine = pipeline.model.files
+    others = [name for name in known["weights"] if known["weights"][name] != mine.get(name)]
+    if others:
+        what, hint = f"{file} cannot be drawn again", "--model"
+        if all("drafter" in name for name in others):
+            hint = "--drafter with the folder that was used"
+        raise WeightsError(what, f"it was drawn with other weights than {model} has", hint)
+    name, paths = known["tree"], known["tree_paths"]
+    named = method_of(known["method"]).tree in ("dynamic", "window")
+    tree = load_tree(name) if named else DraftTree.from_paths(name, paths)
+    try:
+        relaxed = relaxation.read(known["relaxation"])
+    except OptionError as error:
+        what = f"{file} cannot be drawn again"
+        raise OptionError(what, "another version of this package drew it") from error
+    return Choice(known["method"], tree, relaxed), Sampling(**known["sampling"])
+
+
+# ------------------------------------------------------------------------------------ where it goes
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files of a run.
+
+    Attributes:
+        images: one an image, or none if there is only a sheet.
+    """
+
+    images: list[Path]
+    sheet: Path | None
+    preview: Path | None
+    report: Path | None
+    tokens: Path | None
+
+    def of_tokens(self, name: str) -> Outputs:
+        """Without pictures, for a model that has nothing to decode them with.
+
+        Raises:
+            OptionError: a sheet or previews are asked for.
+        """
+        if self.sheet or self.preview:
+            what = "--grid and --preview-every need pictures"
+            raise OptionError(what, f"{name} has no VQ tokenizer", "--vq FILE")
+        return replace(self, images=[])
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, prompts: Sequence[str]) -> Outputs:
+        """
+        Raises:
+            OutputError, OptionError: some could not be written later.
+        """
+        from lantern_hpu.results.images import image_files
+
+        images, sheet = image_files(args.output, prompts, args.grid)
+        shown = preview_file(args.output) if args.preview_every else None
+        found = cls(images, sheet, shown, args.report, args.save_tokens)
+        others = (sheet, shown, args.report, args.save_tokens)
+        kept = {path for path in images if args.resume and path.is_file()}
+        new = [path for path in images if path not in kept]
+        check_free([*new, *(path for path in others if path is not None)], args.force)
+        return found
+
+
+def preview_file(output: Path) -> Path:
+    png = output.suffix.lower() == ".png"
+    return output.with_suffix(".preview.png") if png else output / "preview.png"
+
+
+class Bar:
+    """Progress in image rows, and previews on the way."""
+
+    def __init__(self, preview: Path | None, every: int) -> None:
+        from tqdm import tqdm
+
+        self.file, self.every, self.shown = preview, every, 0  # rows at the last preview
+        self.bar = tqdm(total=0, unit="row", file=sys.stderr, dynamic_ncols=True, leave=True)
+        self.bar.set_description_str("warming up")
+
+    def __call__(self, event: Event) -> None:
+        self.bar.set_description_str("drawing", refresh=False)
+        self.bar.total, self.bar.n = event.total_rows, event.rows
+        self.bar.set_postfix_str(f"{event.tokens_per_step:.2f} tokens a step", refresh=False)
+        self.bar.refresh()
+        if self.file and event.running and event.rows - self.shown >= self.every * event.running:
+            from lantern_hpu.results.images import encode, grid
+
+            self.shown = event.rows
+            write_file(self.file, encode(grid(event.preview())), force=True)
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+# ------------------------------------------------------------------------------------ the command
+
+
+def draw(args: argparse.Namespace) -> GenerationResult | None:
+    """The whole command after parsing; None if every image was there already."""
+    job = job_of(args)
+    outputs = Outputs.of(args, job.prompts)
+    began = time.perf_counter()
+    prepare(job.device.device, job.device.graphs, job.device.emulate)
+    from lantern_hpu.pipeline import LanternPipeline
+
+    imported = time.perf_counter() - began
+    pipeline = LanternPipeline.from_pretrained(
+        job.model, given=job.given, pictures=not outputs.tokens, **vars(job.device)
+    )
+    with closing(pipeline):
+        show_geometry(pipeline)
+        if pipeline.model.vq is None:
+            outputs = outputs.of_tokens(pipeline.model.name)
+        show_decided(pipeline, "dtype", "layout")
+        if job.labels and not pipeline.model.condition.takes_classes:
+            why = f"{pipeline.model.name} draws from text"
+            raise OptionError("--class-label cannot be used", why, "--prompt")
+        chosen, sampling = settle(job, pipeline, args)
+        requests = requests_of(job, chosen, sampling)
+        left = [
+            i for i in range(len(requests)) if not args.resume or not outputs.images[i].exists()
+        ]
+        kept = set(range(len(requests))) - set(left)
+        check_kept(pipeline, requests, chosen, outputs.images, kept)
+        if not left:
+            return None
+        bar = Bar(outputs.preview, args.preview_every)
+        keep = Keeper(left, outputs.images, args.force)
+        result = run(pipeline, [requests[i] for i in left], chosen, job.batch_size, bar, keep)
+        show_decided(pipeline, "threads")
+    if line := warm_up_line(result):
+        print(line, file=sys.stderr)
+    result.timing.import_s = imported
+    columns = args.num_images if 1 < (args.num_images or 1) < len(result.images) else None
+    save(result, outputs, columns, args.force)
+    return result
+
+
+def draw_with_workers(args: argparse.Namespace) -> int:
+    """The whole command, drawn by other processes; the images are those of one process. -> how many were drawn"""
+    from tqdm import tqdm
+
+    from lantern_hpu.workers import pieces, shared
+
+    job = job_of(args)
+    require(1 <= args.workers <= 4096, "--workers", args.workers, "1 to 4096")
+    if args.grid or args.report or args.save_tokens or args.preview_every or args.from_png:
+        what = "--workers excludes --grid, --report, --save-tokens, --preview-every and --from-png"
+        raise OptionError(what, "workers leave images, each a file of its own")
+    args.output = args.output.resolve()  # workers may run elsewhere
+    Outputs.of(args, job.prompts)
+    count = len(job.prompts)
+    work = pieces(count, args.workers, together(count, job.batch_size))
+    opener, device = "lantern_hpu.commands.generate:open_worker", job.device
+    bar, drawn = tqdm(total=count, unit="image", file=sys.stderr, dynamic_ncols=True), 0
+    with closing(bar):
+        for numbers, new in shared(
+            opener, [args], work, args.workers, device.device, device.emulate
+        ):
+            drawn += new
+            bar.update(len(numbers))
+    return drawn
+
+
+def open_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
+    """What a worker does: the images of these numbers that are not there yet. -> how many it drew"""
+    job = job_of(args)
+    prepare(job.device.device, job.device.graphs, job.device.emulate)
+    from lantern_hpu.pipeline import LanternPipeline
+    from lantern_hpu.results.images import image_files
+
+    pipeline = LanternPipeline.from_pretrained(job.model, given=job.given, **vars(job.device))
+    chosen, sampling = settle(job, pipeline, args)
+    files, _ = image_files(args.output, job.prompts, False)
+    requests, again = requests_of(job, chosen, sampling), set[int]()
+    size = together(len(requests), job.batch_size)
+
+    def draw_piece(numbers: list[int]) -> int:
+        """With `--force`, what was there before is drawn anew, but what this worker left is not."""
+        kept = [i for i in numbers if files[i].exists() and (not args.force or i in again)]
+        check_kept(pipeline, requests, chosen, files, kept)
+        left = [i for i in numbers if i not in set(kept)]
+        again.update(left)
+        if left:
+            with pipeline.backend.errors():
+                news = [requests[i] for i in left]
+                keep = Keeper(left, files, args.force)
+                pipeline.draw(news, chosen.tree, chosen.method, size, None, keep)
+        return len(left)
+
+    return draw_piece
+
+
+def show_geometry(pipeline: LanternPipeline) -> None:
+    """Say what a checkpoint draws: its size is its own, no option changes it."""
+    model = pipeline.model
+    for note in model.notes:
+        print(f"note: {note}", file=sys.stderr)
+    if model.source == "builtin" and model.stretched is None:
+        return
+    (height, width), (rows, columns) = model.config.image_size, model.target.config.grid
+    drafter = "with a drafter" if model.drafter else "no drafter"
+    pixels = f"{width} x {height} pixels" if model.vq else "no VQ tokenizer, so no pictures"
+    print(f"{model.name}: {pixels}, {columns} x {rows} tokens, {drafter}", file=sys.stderr)
+
+
+def show_decided(pipeline: LanternPipeline, *what: str) -> None:
+    """Say what a processor took where that was left to it; a card has little to choose."""
+    decided = pipeline.backend.decided
+    told = [f"{name} {decided[name]}" for name in what if name in decided]
+    if told and pipeline.backend.is_host:
+        print("; ".join(told), file=sys.stderr)
+
+
+def requests_of(job: Job, chosen: Choice, sampling: Sampling) -> list[Request]:
+    """One an image, each with the next seed."""
+    shared = (sampling, chosen.relaxation, job.negative)
+    return [Request(p, job.seed + i, *shared) for i, p in enumerate(job.prompts)]
+
+
+def check_kept(
+    pipeline: LanternPipeline,
+    requests: Sequence[Request],
+    chosen: Choice,
+    files: Sequence[Path],
+    kept: Iterable[int],
+) -> None:
+    """Raise an OutputError if an image that is there is not the one that would be drawn."""
+    from lantern_hpu.pipeline import settings_of
+    from lantern_hpu.results.images import REPLAYED, read_png
+
+    described = pipeline.describe(chosen.tree, chosen.method)
+    for index in kept:
+        file, request = files[index], requests[index]
+        there, mine = read_png(file), described | settings_of(request)
+        told = there["config"]
+        others = [n for n in (*REPLAYED, "stretch", "negative") if told.get(n) != mine.get(n)]
+        others += [name for name in ("prompt", "seed") if there[name] != getattr(request, name)]
+        if others:
+            why = f"{', '.join(others)} differ from what is asked for"
+            raise OutputError(f"{file} is another image", why, "another --output")
+
+
+class Keeper:
+    """Writes each image as soon as it is there, so that an interrupted run keeps what it drew."""
+
+    def __init__(self, numbers: Sequence[int], files: Sequence[Path], force: bool) -> None:
+        """
+        Args:
+            numbers: of the images to come, among all. files: of all, or none if they are not kept one by one.
+        """
+        self.numbers, self.files, self.force = numbers, files, force
+
+    def __call__(self, index: int, drawn: Drawn) -> None:
+        if self.files:
+            file = self.files[self.numbers[index]]
+            write_file(file, drawn.png(), self.force)
+            drawn.record.file = str(file)
+
+
+def run(
+    pipeline: LanternPipeline,
+    requests: Sequence[Request],
+    chosen: Choice,
+    batch_size: int | None,
+    bar: Bar,
+    keep: Keeper,
+) -> GenerationResult:
+    """Draw with a progress bar; warnings about prompts come first."""
+    for prompt, note in pipeline.notes(requests):
+        print(f"warning: {prompt!r}: {note}", file=sys.stderr)
+    with closing(bar), pipeline.backend.errors():
+        return pipeline.draw(requests, chosen.tree, chosen.method, batch_size, bar, keep)
+
+
+def save(result: GenerationResult, outputs: Outputs, columns: int | None, force: bool) -> None:
+    """Write sheet, tokens and report, in this order."""
+    from lantern_hpu.results.images import encode, grid, tokens_file
+
+    if outputs.sheet:
+        write_file(outputs.sheet, encode(grid(result.images, columns)), force)
+    if outputs.tokens:
+        write_file(outputs.tokens, tokens_file(result), force)
+    if outputs.report:
+        write_file(outputs.report, json.dumps(result.report(), indent=2).encode(), force)
+
+
+def warm_up_line(result: GenerationResult) -> str:
+    """What recording the graphs took, if any were recorded."""
+    graph, peak = result.graph, result.environment["peak_memory_bytes"]
+    if not graph["captures"]:
+        return ""
+    memory = f", {peak / 2**20:,.0f} MiB at most" if peak else ""
+    seconds = result.timing.warmup_s
+    return f"warm-up {seconds:.1f} s: {graph['captures']} captures by {graph['runner']}{memory}"
+
+
+def summary(result: GenerationResult, output: Path) -> str:
+    """One line for the user."""
+    from lantern_hpu.results.images import tokens_per_step
+
+    records, method = result.records, result.config["method"]
+    seeds = records[0].seed if len(records) == 1 else f"{records[0].seed} to {records[-1].seed}"
+    return (
+        f"{len(records)} image(s), seed {seeds}, {method}, {tokens_per_step(records):.2f} tokens a step, "
+        f"{result.timing.generate_s:.1f} s -> {output}"
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `generate` command; returns the exit code."""
+    args = make_parser().parse_args(argv)
+
+    def command() -> None:
+        if args.workers is not None:
+            print(f"{draw_with_workers(args)} image(s) drawn -> {args.output}")
+            return
+        result = draw(args)
+        where = args.output if not result or result.images else args.save_tokens
+        print(summary(result, where) if result else f"every image is in {where}")
+
+    try:
+        return exit_code(command)
+    except KeyboardInterrupt:
+        print("interrupted: what was drawn is kept, --resume draws the rest", file=sys.stderr)
+        return 130

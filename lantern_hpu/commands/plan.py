@@ -1,0 +1,69 @@
+"""Whether a model fits on a device, before anything is loaded.
+
+    lantern-hpu plan llamagen-t2i-512 --memory 24GB --batch-size 4
+
+See `lantern_hpu/decode/memory.py` for what is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from lantern_hpu.commands.options import add_part_options, given_parts
+from lantern_hpu.decode.memory import DTYPES, verdict
+from lantern_hpu.errors import exit_code
+from lantern_hpu.methods.methods import DEFAULT_TREE, METHODS
+from lantern_hpu.models.options import KEPT
+from lantern_hpu.plan.report import facts, find_device, find_model, report, setup_of
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lantern-hpu plan", description="How much memory drawing with a model takes."
+    )
+    parser.add_argument("name", metavar="NAME", help="what `generate --model` takes")
+    parser.add_argument("--device", default="auto", help="auto, a device, or DEVICE:24GB (auto)")
+    parser.add_argument("--memory", metavar="24GB", help="instead of asking the device")
+    parser.add_argument("--batch-size", type=int, default=1, help="images decoded together (1)")
+    parser.add_argument("--cfg-scale", type=float, help="1: without guidance, half the rows")
+    parser.add_argument("--dtype", default="auto", help=f"auto, {', '.join(DTYPES)} (auto)")
+    parser.add_argument("--quantize", metavar="int8", help="the target's weights in 8 bits")
+    parser.add_argument("--method", help=f"{', '.join(METHODS)} (lantern++; ar without a drafter)")
+    parser.add_argument("--tree", help=f"a named tree, or a .json file ({DEFAULT_TREE})")
+    parser.add_argument(
+        "--keep-text",
+        default="host",
+        help=f"where a text encoder goes once the prompts are encoded: {', '.join(KEPT)} (host)",
+    )
+    parser.add_argument("--json", action="store_true", help="for programs")
+    add_part_options(parser.add_argument_group("parts in place of the model's own"))
+    return parser
+
+
+def run(args: argparse.Namespace) -> None:
+    model = find_model(args.name, given_parts(args))
+    device = find_device(args.device, args.memory)
+    setup = setup_of(
+        model,
+        device,
+        args.dtype,
+        args.method,
+        args.tree,
+        batch_size=args.batch_size,
+        guidance=args.cfg_scale != 1,
+        quantize=args.quantize,
+        keep_text=args.keep_text,
+    )
+    if args.json:
+        print(json.dumps(facts(model.config, setup, device), indent=2))
+        return
+    print(report(args.name, model.config, setup))
+    print("\n".join(verdict(model.config, setup, device)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `plan` command; returns the exit code."""
+    args = make_parser().parse_args(argv)
+    return exit_code(lambda: run(args))

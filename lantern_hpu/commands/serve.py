@@ -1,0 +1,94 @@
+"""Serve a model over HTTP, as OpenAI's images endpoint does.
+
+lantern-hpu serve
+
+curl http://127.0.0.1:8000/v1/images/generations -d '{"prompt": "a red apple"}'
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from lantern_hpu import __version__
+from lantern_hpu.backends import prepare
+from lantern_hpu.commands import options
+from lantern_hpu.errors import exit_code, require
+from lantern_hpu.methods.methods import METHODS
+from lantern_hpu.serve.options import FILTERS, ServeOptions, names
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("lantern-hpu serve", description="Serve a model over HTTP.")
+    add = parser.add_argument_group("where").add_argument
+    add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
+    add("--port", type=int, default=8000, help="(8000)")
+    key = "callers must send it as a bearer token (LANTERN_HPU_API_KEY, else none)"
+    add("--api-key", help=key)
+    add = parser.add_argument_group("what").add_argument
+    add("--model", default="builtin", help="see generate --model (builtin)")
+    listed = f"comma-separated, the first is the default: {', '.join(METHODS)}"
+    add("--methods", help=f"{listed} (the fastest here, and ar)")
+    add("--tree", help="of the methods that draft; see generate --tree")
+    more = "each makes every step longer; what the model's own settings use is always there"
+    add(
+        "--allow",
+        help=f"what requests may ask for beside, a preset of --relax among it: {', '.join(FILTERS)}; {more}",
+    )
+    add = parser.add_argument_group("how much").add_argument
+    add("--slots", type=int, default=8, help="images decoded together, of each method (8)")
+    add("--queue", type=int, default=64, help="images that may wait; then it is 429 (64)")
+    add("--timeout", type=float, default=300.0, help="seconds of an image, its wait included (300)")
+    stop = "seconds that images have to finish after SIGTERM (60)"
+    add("--shutdown-timeout", type=float, default=60.0, help=stop)
+    add("--replicas", type=int, default=1, help="through Ray, one a card (1: without Ray)")
+    how = parser.add_argument_group("how it runs")
+    options.add_part_options(how)
+    options.add_device_options(how)
+    options.add_running_options(how)
+    parser.add_argument("--version", action="version", version=f"lantern_hpu {__version__}")
+    return parser
+
+
+def read_options(args: argparse.Namespace) -> ServeOptions:
+    """
+    Raises:
+        OptionError: one is out of range.
+    """
+    require(0 <= args.port <= 65535, "--port", args.port, "0 (any that is free) to 65535")
+    require(1 <= args.replicas <= 1024, "--replicas", args.replicas, "1 to 1024")
+    return ServeOptions(
+        model=args.model,
+        given=options.given_parts(args),
+        device=options.device_options(args),
+        methods=names(args.methods, "--methods"),
+        tree=args.tree,
+        allow=names(args.allow, "--allow"),
+        slots=args.slots,
+        queue=args.queue,
+        timeout=args.timeout,
+        shutdown=args.shutdown_timeout,
+        api_key=args.api_key or os.environ.get("LANTERN_HPU_API_KEY") or None,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `serve` command; returns the exit code."""
+    args = make_parser().parse_args(argv)
+    code = 0
+
+    def command() -> None:
+        nonlocal code
+        asked = read_options(args)
+        if args.replicas > 1:
+            from lantern_hpu.serve.replicas import serve_replicas
+
+            serve_replicas(asked, args.host, args.port, args.replicas)
+            return
+        prepare(asked.device.device, asked.device.graphs, asked.device.emulate)
+        from lantern_hpu.serve.process import serve
+
+        code = serve(asked, args.host, args.port)
+
+    return exit_code(command) or code

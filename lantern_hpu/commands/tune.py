@@ -1,0 +1,249 @@
+"""Find the static tree, or the window, that draws fastest with this model on this device.
+
+    lantern-hpu tune
+    python -m lantern_hpu.generate --tree auto --prompt "a red apple"
+
+What a step costs is measured over trees of different shapes, in the graph mode that will draw; which drafts are
+accepted, on images drawn with the method's own relaxation, first with a typical tree and then with the best tree that
+follows, as a tree also decides where steps begin. `search.py` puts the two together. What it expects is then
+measured, on other seeds, beside `ar` and the named trees. The fastest tree is saved for `--tree auto`, with a note if
+`ar` is faster still. Windows (`--method scd`) are few: each width is drawn with. Of a stretched model (`--stretch`)
+acceptance is counted on the small one, which computes the same, and times are measured on the large one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lantern_hpu.backends import prepare
+from lantern_hpu.commands.options import (
+    add_device_options,
+    add_part_options,
+    add_quantize_option,
+    add_stretch_option,
+    device_options,
+    given_parts,
+    taken,
+)
+from lantern_hpu.decode.counts import ChildCounts
+from lantern_hpu.errors import OptionError, exit_code, needing
+from lantern_hpu.files import check_free, write_file
+from lantern_hpu.lab.tune.options import LARGE, MOST_DEPTH, MOST_NODES, TUNABLE, TuneOptions
+from lantern_hpu.methods.methods import METHODS, WINDOWS
+from lantern_hpu.results.prompts import read_prompts
+from lantern_hpu.tree import tuned_trees
+from lantern_hpu.zoo.sizes import stretch_sizes
+
+if TYPE_CHECKING:
+    from lantern_hpu.lab.tune.result import Tuning
+    from lantern_hpu.lab.tune.windows import WindowTuning
+    from lantern_hpu.pipeline import LanternPipeline
+
+KIND = "lantern_hpu.tune"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        KIND,
+        description="Find the static tree or the window that draws fastest with this model on this device.",
+    )
+    what = parser.add_argument_group("what to tune for")
+    what.add_argument("--model", default="builtin", help="as for generate (builtin)")
+    add_stretch_option(what)
+    add_part_options(what)
+    add_device_options(what)
+    add_quantize_option(what)
+    what.add_argument("--method", default="lantern++", help=f"{', '.join(TUNABLE)} (lantern++)")
+    what.add_argument("--batch-size", type=int, default=1, help="images decoded together (1)")
+    limits = parser.add_argument_group("which trees")
+    limits.add_argument(
+        "--max-nodes", type=int, help=f"with the root, 2 to {MOST_NODES} (64; stretched 12)"
+    )
+    limits.add_argument(
+        "--max-depth", type=int, help=f"drafts in a row, 1 to {MOST_DEPTH} (6; stretched 4)"
+    )
+    how = parser.add_argument_group("how to measure")
+    how.add_argument(
+        "--prompts", type=Path, metavar="FILE", help=".txt, .tsv or .json (eight simple ones)"
+    )
+    how.add_argument("--images", type=int, help="drawn with each tree, at least (8; stretched 1)")
+    how.add_argument("--seed", type=int, default=0, help="of the first image (0)")
+    how.add_argument(
+        "--profile", type=Path, metavar="FILE.json", help="acceptance from an earlier --report"
+    )
+    where = parser.add_argument_group("where it goes")
+    where.add_argument("--output", type=Path, metavar="TREE.json", help="the tree, for --tree")
+    where.add_argument("--report", type=Path, metavar="FILE.json", help="all that was measured")
+    where.add_argument("--force", action="store_true", help="replace existing files")
+    return parser
+
+
+def check_outputs(files: Sequence[Path | None], force: bool) -> None:
+    """Raise an error if one of the files, where asked for, could not be written later."""
+    asked = [file for file in files if file is not None]
+    for file in asked:
+        if file.suffix != ".json":
+            raise OptionError(f"cannot write {file}", "it will be JSON", "a name ending in .json")
+    check_free(asked, force)
+
+
+def read_profile(file: Path) -> tuple[ChildCounts, tuned_trees.Situation]:
+    """The counts of an earlier run, from its report, and what they hold for.
+
+    Raises:
+        OptionError: unreadable, or without counts.
+    """
+    try:
+        profile = json.loads(file.read_text(encoding="utf-8"))["profile"]
+        return ChildCounts.from_json(profile), dict(profile["situation"])
+    except OSError as error:
+        raise OptionError(f"cannot read {file}", str(error)) from error
+    except (ValueError, KeyError, TypeError) as error:
+        why = "expected the --report of an earlier run"
+        raise OptionError(f"{file} holds no profile", why) from error
+
+
+def check_profile(
+    situation: tuned_trees.Situation, here: tuned_trees.Situation, file: Path
+) -> None:
+    """Raise an OptionError unless a profile is of this model, drafter and method."""
+    for name in ("target", "drafter", "method"):
+        if situation.get(name) != here[name]:
+            raise OptionError(f"the profile in {file} cannot be used", f"it is of another {name}")
+
+
+def check_model(pipeline: LanternPipeline, situation: tuned_trees.Situation) -> None:
+    """Raise an error if the model cannot draft this method's trees, or the tree could not be tuned_trees."""
+    if METHODS[situation["method"]].needs_drafter and pipeline.model.drafter is None:
+        why, hint = f"{situation['method']} needs one", "--method " + " or ".join(WINDOWS)
+        raise OptionError(f"{pipeline.model.name} has no drafter", why, f"--drafter, or {hint}")
+    check_free([tuned_trees.file_of(situation)], force=True)
+
+
+def measure_windows(
+    pipeline: LanternPipeline, options: TuneOptions, prompts: Sequence[str]
+) -> WindowTuning:
+    """All widths, with a bar."""
+    from tqdm import tqdm
+
+    from lantern_hpu.lab.tune.tuner import Tuner
+    from lantern_hpu.lab.tune.windows import SMALL_WIDTHS, WIDTHS, tune_windows, windows
+
+    widths = WIDTHS if pipeline.model.stretched is None else SMALL_WIDTHS
+    trees = windows(options.method, pipeline.model.target.config.tokens, widths)
+    with tqdm(total=len(trees) + 1, unit="part", file=sys.stderr, dynamic_ncols=True) as bar:
+        return tune_windows(Tuner(pipeline, options, prompts, bar), trees)
+
+
+def measure(
+    pipeline: LanternPipeline,
+    options: TuneOptions,
+    prompts: Sequence[str],
+    counts: ChildCounts | None,
+) -> Tuning:
+    """The tuning itself, with a bar."""
+    from tqdm import tqdm
+
+    from lantern_hpu.lab.tune.tuner import Tuner
+
+    with tqdm(unit="part", file=sys.stderr, dynamic_ncols=True) as bar:
+        tuner = Tuner(pipeline, options, prompts, bar)
+        bar.total = tuner.parts(counts is not None)
+        return tuner.tune(counts)
+
+
+def report(
+    pipeline: LanternPipeline,
+    options: TuneOptions,
+    tuning: Tuning | WindowTuning,
+    situation: tuned_trees.Situation,
+    argv: Sequence[str],
+) -> dict[str, Any]:
+    """The JSON contract of `--report`."""
+    from lantern_hpu.lab.tune.windows import WindowTuning
+
+    found: dict[str, Any] = {}
+    if not isinstance(tuning, WindowTuning):
+        profile = tuning.counts.as_json() | {"situation": situation}
+        found = {"costs": asdict(tuning.costs), "profile": profile}
+    return {
+        "kind": KIND,
+        "date": datetime.date.today().isoformat(),
+        "command": f"python -m {KIND} " + " ".join(argv),
+        "situation": situation,
+        "stretched": pipeline.model.stretched,
+        "images": options.images,
+        "seed": options.seed,
+        **found,
+        "rows": [row.as_json() for row in tuning.rows],
+        "fastest": tuning.fastest,
+        "environment": pipeline.environment(),
+    }
+
+
+def save(tuning: Tuning | WindowTuning, situation: tuned_trees.Situation) -> None:
+    """Keep the fastest tree for `--tree auto`."""
+    best = tuning.best
+    file = tuned_trees.save(
+        situation, tuned_trees.TunedTree(best.tree, tuning.ar_wins, best.measured.ms_per_token)
+    )
+    auto = "with --method auto draws with ar" if tuning.ar_wins else f"draws with {best.name}"
+    print(f"saved {file}: --tree auto {auto} in batches of {situation['batch_size']}")
+
+
+def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Measure, search, measure again; print, write and save."""
+    if args.stretch is not None:
+        stretch_sizes(args.stretch, given_parts(args))
+    options = TuneOptions(**({} if args.stretch is None else LARGE) | taken(TuneOptions, args))
+    check_outputs([args.output, args.report], args.force)
+    prompts = read_prompts(args.prompts) if args.prompts else []
+    is_window = METHODS[options.method].rule is not None
+    if is_window and args.profile:
+        raise OptionError(f"--profile has no use for {options.method}", "each width is drawn with")
+    counts, earlier = read_profile(args.profile) if args.profile else (None, None)
+    device = device_options(args)
+    with needing("scipy", "what steps cost is fitted with it", "tune"):
+        from lantern_hpu.lab.tune.text import summary
+    prepare(device.device, device.graphs)  # before torch is imported
+    from lantern_hpu.pipeline import LanternPipeline
+
+    loaded = LanternPipeline.from_pretrained(args.model, given=given_parts(args), **vars(device))
+    with closing(loaded) as pipeline:
+        situation = pipeline.situation(options.method, options.batch_size)
+        check_model(pipeline, situation)
+        if earlier is not None:
+            check_profile(earlier, situation, args.profile)
+        tuning: Tuning | WindowTuning
+        if is_window:
+            from lantern_hpu.lab.tune import windows
+
+            tuning = measure_windows(pipeline, options, prompts)
+            print(windows.summary(tuning))
+        else:
+            tuning = measure(pipeline, options, prompts, counts)
+            print(summary(tuning))
+        if pipeline.model.stretched is not None:
+            print(f"{pipeline.model.name}: times at that size, acceptance of the small model")
+        whole = report(pipeline, options, tuning, situation, argv)
+    tree = tuned_trees.tree_file(tuning.best.tree)
+    for file, data in ((args.output, tree), (args.report, json.dumps(whole, indent=1).encode())):
+        if file is not None:
+            write_file(file, data, args.force)
+            print(f"wrote {file}")
+    save(tuning, situation)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `tune` command; returns the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = make_parser().parse_args(given)
+    return exit_code(lambda: run(args, given))

@@ -1,0 +1,1 @@
+"""Everything that measures. Nothing outside this package and the commands imports it."""

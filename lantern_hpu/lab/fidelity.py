@@ -1,0 +1,256 @@
+"""How far a method moves the distribution of the next token: what a relaxation costs.
+
+Exact decoding draws images up to places spread over the image. There the target's distribution p of the next token is
+known, and so is, for given drafts, that of the token which acceptance lets through: `Acceptance.expectation` has the
+chances and residuals of decoding, multiplied out instead of drawn. Averaged over the drafts this is the method's own,
+and
+
+    TV = 1/2 sum |method's - p|
+
+is the share of next tokens that are not the model's own choice. A dynamic tree's drafts are not drawn, so one
+evaluation is exact. A static tree's are: `averaged` sums over all codes that a child may be, and draws only which
+code the refused siblings before it were. That leaves little noise even where thousands of codes are likely, and the
+figure of `eagle`, whose TV is 0, says how much. The interval is that of the mean over the places.
+
+The measured token is the first of a step. Tokens a step and milliseconds an image are those of real drawing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lantern_hpu.decode.accept import Acceptance, Bounds
+from lantern_hpu.decode.clusters import Clusters
+from lantern_hpu.decode.engine import StepTrace
+from lantern_hpu.errors import OptionError
+from lantern_hpu.lab.pictures.options import FidelityOptions, Setting
+from lantern_hpu.methods.choice import fitted
+from lantern_hpu.methods.methods import METHODS, Request, in_turn
+from lantern_hpu.methods.relaxation import Relaxation
+from lantern_hpu.ops.sampling import gather, sample
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results.images import tokens_per_step
+from lantern_hpu.results.prompts import usual_prompts
+from lantern_hpu.tree import Tree
+
+BATCH = 8  # images whose places are found together
+MOST_NUMBERS = 2**23  # of a table that is made for several draws together
+
+
+@dataclass
+class Place:
+    """Where an image stands before a step: what the distribution of its next token depends on."""
+
+    p: Tensor  # [1, V] the target's probabilities after the root
+    q: Tensor | None  # [1, V] the drafter's; None: the drafts are not drawn
+    tokens: Tensor  # [1, C] the root's children
+    exists: Tensor  # [1, C] bool
+
+    @classmethod
+    def of(cls, step: StepTrace, image: int) -> Place:
+        """Of one image; a copy, as the trace goes on."""
+        drafts, one = step.drafts, slice(image, image + 1)
+        child = drafts.tables.child[one, 0]  # [1, C]
+        q = None if drafts.q is None else drafts.q[one, 0].clone()
+        tokens = gather(drafts.tokens[one], 1, child)
+        return cls(step.accepted.probs[one, 0].clone(), q, tokens, child > 0)
+
+
+def prompts_of(pipeline: LanternPipeline) -> Sequence[str]:
+    return usual_prompts(pipeline.model.condition.takes_classes)
+
+
+def kind_of(setting: Setting) -> str | None:
+    """Methods of one kind draft alike, and share their places; None where no draft is tried."""
+    method = METHODS[setting.method]
+    return None if method.rule == "jacobi" else method.rule or method.tree
+
+
+# ------------------------------------------------------------------------------------ places
+
+
+def find_places(
+    pipeline: LanternPipeline, tree: Tree, requests: Sequence[Request], shares: Sequence[float]
+) -> list[Place]:
+    """Of a batch that is drawn with this tree, each image up to its share of the whole."""
+    engine = pipeline.engines.get(pipeline.spec(requests, tree, len(requests)))
+    # One step past its place an image must not be over.
+    last = pipeline.model.target.config.tokens - 1 - engine.longest
+    until = [max(1, round(share * last)) for share in shares]
+    found: dict[int, Place] = {}
+    for step in engine.trace(pipeline.prefix(engine, requests), requests):
+        for image, known in enumerate(step.before):
+            if image not in found and known >= until[image]:
+                found[image] = Place.of(step, image)
+        if len(found) == len(requests):
+            break
+    return [found[image] for image in range(len(requests))]
+
+
+def all_places(
+    pipeline: LanternPipeline, tree: Tree, options: FidelityOptions, bar: tqdm[Any]
+) -> list[Place]:
+    """As many as asked for, one an image and evenly over the images, which are drawn exactly."""
+    found: list[Place] = []
+    for start in range(0, options.images, BATCH):
+        index = range(start, min(options.images, start + BATCH))
+        requests = in_turn(prompts_of(pipeline), index, options.seed, pipeline.model.sampling)
+        # Neighbours in the list lie far apart in the image, so that a batch has both ends of it.
+        shares = [(i * 0.618 + 0.5 / options.images) % 1 for i in index]
+        found += find_places(pipeline, tree, requests, shares)
+        bar.update(len(index))
+    return found
+
+
+# ------------------------------------------------------------------------------------ distances
+
+
+def distances(
+    pipeline: LanternPipeline,
+    tree: Tree,
+    places: Sequence[Place],
+    relaxation: Relaxation,
+    options: FidelityOptions,
+) -> list[float]:
+    """The TV at each of the places."""
+    request = Request("any", sampling=pipeline.model.sampling, relaxation=relaxation)
+    spec, device = pipeline.spec([request], tree, 1), pipeline.backend.device
+    near, codes = pipeline.model.code_tables(spec.neighbours, spec.ranks)
+    clusters = Clusters(codes, spec.ranks) if codes is not None else None
+    rule = Acceptance(tree, near, spec.residual, spec.annealed, clusters=clusters)
+    acceptance = rule.to(device)
+    bounds = Bounds.of([relaxation], 1, device)
+    generator, found = torch.Generator().manual_seed(options.seed), []
+    for place in places:
+        uniform = torch.rand(options.draws, place.tokens.shape[1], generator=generator)
+        found.append(distance(place, acceptance, bounds, uniform.to(device)))
+    return found
+
+
+def distance(place: Place, acceptance: Acceptance, bounds: Bounds, uniform: Tensor) -> float:
+    """The TV at a place.
+
+    Args:
+        bounds: of one image.
+        uniform: [n, C], for n draws of the refused drafts, where drafts are drawn.
+    """
+    if place.q is None:
+        expected = acceptance.expectation(place.p, None, place.tokens, place.exists, bounds, 0)
+    else:
+        together = max(1, MOST_NUMBERS // (place.p.shape[1] * acceptance.width))
+        parts = uniform[:, : int(place.exists.sum())].split(together)
+        sums = [averaged(acceptance, place.p, place.q, part, bounds).sum(0) for part in parts]
+        expected = torch.stack(sums).sum(0) / len(uniform)
+    return float((expected - place.p).abs().sum()) / 2
+
+
+def averaged(
+    acceptance: Acceptance, p: Tensor, q: Tensor, uniform: Tensor, bounds: Bounds
+) -> Tensor:
+    """`Acceptance.expectation` averaged over drawn children, but for the codes of the refused ones, which are drawn.
+
+    Args:
+        p, q: [1, V] the target's and the drafter's probabilities at a node.
+        uniform: [n, c], one a child.
+
+    Returns n estimates [n, V] of the probabilities of the token after the node; without bias.
+    """
+    whole = p = p.expand(len(uniform), -1)  # [n, V]
+    q = q.expand_as(p)
+    every = torch.arange(p.shape[1], device=p.device).expand_as(p)  # [n, V] codes a child may be
+    result, left = torch.zeros_like(p), torch.ones_like(p[:, :1])
+    for child in range(uniform.shape[1]):
+        # [n, V] what each code would be accepted with
+        lenders = acceptance.lenders(p, every, p, bounds)
+        mass = acceptance.raised(p, q, every, p, bounds.weight[:, :1], lenders, bounds)
+        passed = torch.minimum(mass, q)  # [n, V] drawn and accepted
+        result = result + left * passed
+        refused = (q - passed).clamp(min=0)  # [n, V] drawn and refused
+        share = refused.sum(-1, keepdim=True)  # [n, 1]
+        token = sample(refused / share.clamp(min=1e-30), uniform[:, child])[:, None]
+        exists = share[:, 0] > 0
+        trial = acceptance.trial(p, q, token, exists, whole, bounds, 0)
+        others = q if trial.others is None else trial.others
+        p, q = torch.where(exists[:, None], trial.rest, p), others
+        left = left * share
+    return result + left * p
+
+
+def interval(values: Sequence[float]) -> float | None:
+    """Half the width of the 95 % interval of their mean; a single value has none."""
+    if len(values) < 2:
+        return None
+    return 1.96 * statistics.stdev(values) / math.sqrt(len(values))
+
+
+# ------------------------------------------------------------------------------------ all of it
+
+
+def speed(
+    pipeline: LanternPipeline, setting: Setting, options: FidelityOptions
+) -> dict[str, float]:
+    """Tokens a step and milliseconds an image, one image at a time, after a first one."""
+    tree = pipeline.choose(setting.method).tree
+    index, sampling = range(options.timed), pipeline.model.sampling
+    requests = in_turn(prompts_of(pipeline), index, options.seed, sampling, setting.relaxation)
+    pipeline.draw(requests[:1], tree, setting.method, 1)
+    result = pipeline.draw(requests, tree, setting.method, 1)
+    timing = result.timing
+    spent = timing.generate_s + timing.text_s + timing.decode_s
+    return {
+        "tokens_per_step": tokens_per_step(result.records),
+        "ms_per_image": 1000 * spent / options.timed,
+    }
+
+
+@torch.no_grad()
+def measure(
+    pipeline: LanternPipeline,
+    settings: Sequence[Setting],
+    options: FidelityOptions,
+    bar: tqdm[Any],
+) -> Iterator[dict[str, Any]]:
+    """A row of the report for each setting.
+
+    Raises:
+        OptionError: the model is greedy.
+    """
+    if pipeline.model.sampling.greedy:
+        why = "its tokens have no distribution to move"
+        raise OptionError(f"{pipeline.model.name} is greedy", why)
+    places: dict[str, list[Place]] = {}  # by the kind of tree
+    for setting in settings:
+        bar.set_description(setting.name)
+        setting = replace(setting, relaxation=fitted(setting.relaxation, pipeline.model.codes))
+        kind, tree = kind_of(setting), pipeline.choose(setting.method).tree
+        tv = [0.0]  # what tries nothing draws from p itself
+        if kind is not None:
+            if kind not in places:
+                places[kind] = all_places(pipeline, tree, options, bar)
+            tv = distances(pipeline, tree, places[kind], setting.relaxation, options)
+        bar.update(options.images)
+        drawn = speed(pipeline, setting, options)
+        bar.update(options.timed)
+        yield {
+            "row": setting.name,
+            "method": setting.method,
+            "relaxation": setting.relaxation.as_json(),
+            "places": len(tv),
+            "tv": statistics.fmean(tv),
+            "tv_interval": interval(tv) if kind else 0.0,
+            **drawn,
+        }
+
+
+def total(settings: Sequence[Setting], options: FidelityOptions) -> int:
+    """Images that the bar of `measure` counts."""
+    kinds = {kind_of(setting) for setting in settings} - {None}
+    return options.images * (len(kinds) + len(settings)) + options.timed * len(settings)

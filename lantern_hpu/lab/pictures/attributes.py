@@ -1,0 +1,246 @@
+"""What a painted picture shows, told from its pixels by a small network; and what a caption says it shows.
+
+`python -m scripts.train_attributes` trains the network on the generator of `lantern_hpu.lab.scenes`; its weights
+and error lie in `assets/attributes.safetensors`. The 64 numbers before its heads are the feature space in which drawn
+pictures are compared with fresh ones: beside the attributes they tell by what a picture was spoilt (blur, noise,
+compression, misplaced patches), so that they see finish as well as content.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from PIL import Image
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from lantern_hpu.files import ASSETS, reported_as
+from lantern_hpu.lab.scenes import Scene
+from lantern_hpu.lab.scenes.palette import DYES
+from lantern_hpu.lab.scenes.scene import (
+    CLOUDY,
+    FOGGY,
+    LANDS,
+    MOONLIT,
+    SEASONS,
+    STILL,
+    STORMY,
+    THINGS,
+    TIMES,
+    WEATHERS,
+    WHEN,
+)
+
+SIDE = 64  # pixels, of what the network sees
+FEATURES = 64
+WEIGHTS = ASSETS / "attributes.safetensors"
+RETRAIN = "python -m scripts.train_attributes"
+NOTHING = "nothing"
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "terrain": (*LANDS, "table"),
+    "time": TIMES,
+    "weather": WEATHERS,
+    "season": SEASONS,
+    "thing": (NOTHING, *THINGS, *STILL),
+    "colour": tuple(DYES),  # of the thing
+}
+SPOILT = ("clean", "blurred", "noisy", "compressed", "misplaced")
+
+Values = dict[str, str]  # attribute -> value
+Pixels = NDArray[np.uint8]
+
+# ------------------------------------------------------------------------------------ what there is, what is said
+
+
+def shown(scene: Scene) -> Values:
+    """The attributes that can be seen in a scene's pictures; a storm looks alike at all times."""
+    if scene.land == "table":
+        known = {"terrain": scene.land, "thing": scene.thing, "colour": scene.colour}
+    else:
+        known = {
+            "terrain": scene.land,
+            "time": None if scene.weather == "storm" else scene.time,
+            "weather": scene.weather,
+            "season": scene.season,
+            "thing": scene.thing or NOTHING,
+            "colour": scene.colour,
+        }
+    return {name: value for name, value in known.items() if value is not None}
+
+
+def phrases() -> dict[str, Values]:
+    """What the ends of captions say of time and weather."""
+    found: dict[str, Values] = {"in the fog": {"weather": "fog"}}
+    found |= {phrase: {"time": time} for time, known in WHEN.items() for phrase in known}
+    found |= {phrase: {"time": "night"} for phrase in MOONLIT}
+    found |= {phrase: {"weather": "storm"} for known in STORMY.values() for phrase in known}
+    for weather, known in {"cloudy": CLOUDY, "fog": FOGGY}.items():
+        found |= {phrase: {"time": time, "weather": weather} for time, phrase in known.items()}
+    return found
+
+
+def either(names: Sequence[str]) -> str:
+    return "|".join(sorted(names, key=len, reverse=True))
+
+
+PHRASES = phrases()
+LOOKS = {"snowy": "winter", "autumn": "autumn", "green": "summer"}
+THING = re.compile(
+    rf"(?:an? |two )?(?:(?P<colour>{either(tuple(DYES))}) )?(?P<thing>{either((*THINGS, *STILL))})s?\b"
+)
+LAND = re.compile(
+    rf"\b(?:(?P<look>{either(tuple(LOOKS))}) )?(?:mountain )?(?P<land>{either(LANDS)})\b"
+)
+END = re.compile(rf"\b({either(tuple(PHRASES))})$")
+
+
+def said(caption: str) -> Values:
+    """The attributes that a caption of the generator names; of what it leaves out nothing is known."""
+    found: Values = {}
+    if thing := THING.match(caption):
+        found |= {name: value for name, value in thing.groupdict().items() if value}
+    if land := LAND.search(caption):
+        found["terrain"] = land["land"]
+        if land["look"]:
+            found["season"] = LOOKS[land["look"]]
+    elif " on a table" in caption:
+        found["terrain"] = "table"
+    if end := END.search(caption):
+        found |= PHRASES[end[1]]
+    return found
+
+
+# ------------------------------------------------------------------------------------ the network
+
+
+class Stage(nn.Module):
+    """Half the side, then a residual block."""
+
+    def __init__(self, inside: int, outside: int) -> None:
+        super().__init__()
+        self.down = nn.Conv2d(inside, outside, 3, 2, 1, bias=False)
+        self.down_norm = nn.BatchNorm2d(outside)
+        self.conv = nn.Conv2d(outside, outside, 3, 1, 1, bias=False)
+        self.norm = nn.BatchNorm2d(outside)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[B, inside, H, W] -> [B, outside, H / 2, W / 2]"""
+        x = F.relu(self.down_norm(self.down(x)))
+        return F.relu(x + self.norm(self.conv(x)))
+
+
+class AttributeNet(nn.Module):
+    """Pixels [B, 3, SIDE, SIDE] in [-1, 1] to features [B, FEATURES] and a head for each attribute."""
+
+    def __init__(self, widths: Sequence[int] = (64, 96, 128)) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 32, 3, 2, 1)
+        inside = (32, *widths)
+        self.stages = nn.ModuleList(map(Stage, inside, widths))
+        self.features = nn.Linear(sum(widths) + widths[-1], FEATURES)
+        heads = {name: len(values) for name, values in ATTRIBUTES.items()} | {"spoilt": len(SPOILT)}
+        self.heads = nn.ModuleDict({name: nn.Linear(FEATURES, n) for name, n in heads.items()})
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        """The features: the mean of each stage, so that texture counts, and the last one's largest."""
+        x, pooled = F.relu(self.stem(pixels)), []
+        for stage in self.stages:
+            x = stage(x)
+            pooled.append(x.mean((2, 3)))
+        return self.features(torch.cat([*pooled, x.amax((2, 3))], -1))
+
+    def logits(self, features: Tensor) -> dict[str, Tensor]:
+        """[B, FEATURES] -> by head [B, values]."""
+        active = F.gelu(features)
+        return {name: head(active) for name, head in self.heads.items()}
+
+
+def to_network(pixels: Pixels) -> Tensor:
+    """[B, SIDE, SIDE, 3] uint8 -> [B, 3, SIDE, SIDE] float32 in [-1, 1]."""
+    floats = torch.from_numpy(pixels).permute(0, 3, 1, 2).float() / 127.5 - 1
+    return floats.contiguous(memory_format=torch.channels_last)
+
+
+def small(image: Image.Image) -> Pixels:
+    """A picture as the network sees it, [SIDE, SIDE, 3]; larger ones are averaged over areas."""
+    rgb = image.convert("RGB")
+    if rgb.size != (SIDE, SIDE):
+        rgb = rgb.resize((SIDE, SIDE), Image.Resampling.BOX)
+    return np.asarray(rgb)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What the network makes of some pictures."""
+
+    features: NDArray[np.float32]  # [n, FEATURES]
+    values: list[Values]
+
+    def agreement(self, captions: Sequence[str]) -> list[tuple[str, bool]]:
+        """(attribute, whether it is seen) of each that the captions name."""
+        return [pair for one in self.by_picture(captions) for pair in one]
+
+    def by_picture(self, captions: Sequence[str]) -> list[list[tuple[str, bool]]]:
+        """The same, picture by picture."""
+        return [
+            [(name, value == seen[name]) for name, value in said(caption).items()]
+            for caption, seen in zip(captions, self.values, strict=True)
+        ]
+
+
+class Classifier:
+    """The trained network."""
+
+    def __init__(self, net: AttributeNet, about: dict[str, Any]) -> None:
+        self.net, self.about = net.eval().requires_grad_(False), about
+
+    @classmethod
+    def load(cls, file: Path = WEIGHTS) -> Classifier:
+        """
+        Raises:
+            WeightsError: the file is missing, damaged, or of another network.
+        """
+        net = AttributeNet()
+        with reported_as(f"cannot read {file}", RETRAIN):
+            try:
+                with safe_open(file, "pt") as data:
+                    about = json.loads(data.metadata()["about"])
+                    tensors = {name: data.get_tensor(name) for name in data.keys()}  # noqa: SIM118
+                net.load_state_dict(tensors)
+            except (RuntimeError, SafetensorError) as error:
+                raise ValueError(str(error)) from error
+        return cls(net.to(memory_format=torch.channels_last), about)  # type: ignore[call-overload]
+
+    @torch.no_grad()
+    def see(self, pixels: Pixels, callback: Callable[[int], object] | None = None) -> Seen:
+        """
+        Args:
+            pixels: [n, SIDE, SIDE, 3].
+            callback: called with how many were done since.
+        """
+        features, values = [], list[Values]()
+        for start in range(0, len(pixels), 64):
+            part = self.net(to_network(pixels[start : start + 64]))
+            features.append(part)
+            values += self.told(part)
+            if callback is not None:
+                callback(len(part))
+        return Seen(torch.cat(features).numpy(), values)
+
+    @torch.no_grad()
+    def told(self, features: Tensor) -> list[Values]:
+        """The most probable value of each attribute, of features [n, FEATURES]."""
+        best = {name: rows.argmax(-1).tolist() for name, rows in self.net.logits(features).items()}
+        return [
+            {name: values[best[name][i]] for name, values in ATTRIBUTES.items()}
+            for i in range(len(features))
+        ]

@@ -1,0 +1,249 @@
+"""The embedded model's own protocol: captions, fresh pictures and attributes are its generator's; no download.
+
+    frechet     distance of the drawn pictures from fresh ones, in the features of `attributes.Classifier`, in per cent
+                of the fresh pictures' variance
+    agreement   share of the attributes named in the captions that the classifier sees in the pictures
+    diversity   root mean square distance of two pictures of one caption, over that of two of the generator's
+
+Beside the methods stand the generator's own pictures of the same captions, which is what the classifier's own error
+and the number of pictures leave, and the same through the model's tokenizer, which no method can better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.random import Generator
+from numpy.typing import NDArray
+from tqdm import tqdm
+
+from lantern_hpu.decode.pixels import to_images
+from lantern_hpu.files import sha256
+from lantern_hpu.lab.pictures.attributes import SIDE, WEIGHTS, Classifier, Pixels, small, to_network
+from lantern_hpu.lab.pictures.folder import Cache, read_picture, stamps
+from lantern_hpu.lab.pictures.protocols import SCENES
+from lantern_hpu.lab.pictures.report import Row
+from lantern_hpu.lab.pictures.sets import Item, digest
+from lantern_hpu.lab.pictures.statistics import (
+    Array,
+    Metric,
+    Rows,
+    figures,
+    frechet_metric,
+    ratio_metric,
+)
+from lantern_hpu.lab.scenes import Noise, Scene, describe, paint, render, sample
+from lantern_hpu.models.vq import VQModel
+from lantern_hpu.pipeline import LanternPipeline
+
+GENERATOR, TOKENIZER = "the generator", "its tokenizer"
+SHARE = "of "  # before the name of an attribute whose agreement is kept
+# Numbers of the generator's pictures; those of trainings lie below
+CAPTIONS, REFERENCE, PANELS = 2 * 10**9, 3 * 10**9, 4 * 10**9
+REPEATS = 4  # pictures of each caption whose diversity is measured
+
+
+class Painted:
+    """Captions of the generator, and what to make of pictures of them."""
+
+    def __init__(self, images: int, panels: int, reference: int) -> None:
+        """
+        Args:
+            images: captions that are drawn once each. panels: captions drawn `REPEATS` times.
+            reference: fresh pictures.
+        """
+        self.images, self.panels, self.reference = images, panels, reference
+        self.noise, self.classifier = Noise(2 * SIDE), Classifier.load()
+
+    def items(self) -> list[Item]:
+        """What is to be drawn: captions that leave things out, as users' do, then panels of complete ones."""
+        single = [Item(f"{i:06d}", describe(*scene_of(CAPTIONS + i))) for i in range(self.images)]
+        panels = [describe(*scene_of(PANELS + p), terse=0.0) for p in range(self.panels)]
+        copies = range(REPEATS)
+        return single + [
+            Item(f"panel-{p:04d}-{k}", text) for p, text in enumerate(panels) for k in copies
+        ]
+
+    def own(self) -> Pixels:
+        """The generator's own pictures of the items, [n, SIDE, SIDE, 3]."""
+        return np.stack(list(self.painted()))
+
+    def painted(self) -> Iterator[Pixels]:
+        """Of each caption's scene; in a panel several of one."""
+        singles = [(CAPTIONS + i, 0) for i in range(self.images)]
+        panels = [(PANELS + p, k) for p in range(self.panels) for k in range(REPEATS)]
+        for number, k in tqdm([*singles, *panels], desc="painting captions", unit="picture"):
+            scene, _ = scene_of(number)
+            yield render(scene, np.random.default_rng((number, k)), self.noise)
+
+    def fresh(self) -> Array:
+        """Features of the reference pictures [reference, FEATURES]."""
+        numbers, found = tqdm(range(self.reference), desc="painting reference", unit="picture"), []
+        batch: list[Pixels] = []
+        for i in numbers:
+            batch.append(paint(REFERENCE + i, self.noise).pixels)
+            if len(batch) == 64 or i == self.reference - 1:
+                found.append(self.classifier.see(np.stack(batch)).features)
+                batch = []
+        return np.concatenate(found).astype(np.float64)
+
+    def metrics(self, fresh: Array) -> list[Metric]:
+        """
+        Args:
+            fresh: features of reference pictures.
+        """
+        return [
+            frechet_metric(fresh),
+            ratio_metric("agreement", "caption agreement", "higher"),
+            ratio_metric("diversity", "diversity", "higher", 2),
+        ]
+
+    def rows(self, items: Sequence[Item], pixels: Pixels, distances: Array) -> Rows:
+        """Of pictures of the items [n, SIDE, SIDE, 3].
+
+        Args:
+            distances: [panels], within the generator's panels.
+        """
+        seen = self.classifier.see(pixels[: self.images])
+        captions = [item.prompt for item in items[: self.images]]
+        hits = [[hit for _, hit in one] for one in seen.by_picture(captions)]
+        panels = within(pixels[self.images :], self.panels)
+        return {
+            "frechet": seen.features.astype(np.float64),
+            "agreement": np.asarray([(sum(one), len(one)) for one in hits], np.float64),
+            "diversity": np.stack([panels, distances], 1),
+        }
+
+    def by_attribute(self, items: Sequence[Item], pixels: Pixels) -> dict[str, float]:
+        """The agreement of each attribute alone."""
+        seen = self.classifier.see(pixels[: self.images])
+        found: dict[str, list[bool]] = {}
+        for name, hit in seen.agreement([item.prompt for item in items[: self.images]]):
+            found.setdefault(name, []).append(hit)
+        return {name: float(np.mean(hits)) for name, hits in sorted(found.items())}
+
+
+def scene_of(number: int) -> tuple[Scene, Generator]:
+    """A scene, and the random numbers for a caption of it."""
+    rng = np.random.default_rng(number)
+    return sample(rng), rng
+
+
+def within(pixels: NDArray[np.uint8], panels: int) -> Array:
+    """[panels] root mean square distances of the pairs in each panel, of pixels [panels * REPEATS, ...]."""
+    groups = pixels.reshape(panels, -1, *pixels.shape[1:]).astype(np.float64)
+    pairs = list(combinations(range(groups.shape[1]), 2))
+    each = [np.square(groups[:, a] - groups[:, b]).mean((1, 2, 3)) ** 0.5 for a, b in pairs]
+    return np.asarray(np.mean(each, 0))
+
+
+class PaintedScorer:
+    """Pictures to rows of the painted protocol's metrics."""
+
+    name = SCENES
+
+    def __init__(self, protocol: Painted, pipeline: LanternPipeline, folder: Path) -> None:
+        self.painted, self.pipeline = protocol, pipeline
+        self.items = protocol.items()
+        self.cache = Cache(folder, [sha256(WEIGHTS), digest(self.items)])
+        self._own: Pixels | None = None
+
+    def prepare(self) -> None:
+        """Paint what the drawn pictures are compared with."""
+        reference = self.cache.rows(
+            "reference", self.painted.reference, lambda: {"features": self.painted.fresh()}
+        )
+        self.metrics = self.painted.metrics(reference["features"])
+        self.generator = self.cache.rows("generator", 0, self.of_generator)
+
+    @property
+    def own(self) -> Pixels:
+        """The generator's pictures of the items, painted when first asked for."""
+        if self._own is None:
+            self._own = self.painted.own()
+        return self._own
+
+    def of_generator(self) -> Rows:
+        distances = within(self.own[self.painted.images :], self.painted.panels)
+        return self.of_pixels(self.own, distances) | {"distances": distances}
+
+    def of_pixels(self, pixels: Pixels, distances: Array) -> dict[str, Array]:
+        """Rows, and the agreement of each attribute."""
+        told = self.painted.by_attribute(self.items, pixels)
+        shares = {f"{SHARE}{name}": np.asarray(share) for name, share in told.items()}
+        return dict(self.painted.rows(self.items, pixels, distances)) | shares
+
+    def rows(self, name: str, files: Sequence[Path]) -> Rows:
+        """Of the pictures of a setting, in the order of the items."""
+
+        def made() -> Rows:
+            read = tqdm(files, desc="reading", unit="picture", leave=False)
+            pixels = np.stack([small(read_picture(file)) for file in read])
+            return self.of_pixels(pixels, self.generator["distances"])
+
+        return self.cache.rows(name, stamps(files), made)
+
+    def baselines(self, rounds: int) -> list[Row]:
+        """The generator's own pictures of the captions, and these through the tokenizer."""
+        found = {GENERATOR: self.generator}
+        if encodes(self.pipeline):
+
+            def through() -> Rows:
+                pixels = np.stack(list(through_tokenizer(self.pipeline, self.own)))
+                return self.of_pixels(pixels, self.generator["distances"])
+
+            files = self.pipeline.model.files
+            found[TOKENIZER] = self.cache.rows("tokenizer", files, through)
+        return [
+            Row(name, {}, figures(self.metrics, rows, rounds), extra_of(rows))
+            for name, rows in found.items()
+        ]
+
+    def protocol(self) -> str:
+        """In a sentence."""
+        sizes = self.painted
+        return (
+            f"Protocol `{SCENES}`: {sizes.images} captions of the generator once each and {sizes.panels} {REPEATS} "
+            f"times each; {sizes.reference} fresh pictures as reference."
+        )
+
+    def notes(self) -> list[str]:
+        """What a reader must know of the figures."""
+        right = self.painted.classifier.about["accuracy"]["clean"]["all"]
+        return [
+            "Frechet distance: per cent of the reference's variance, in the features of a small network trained on "
+            "the generator; it cannot be compared with figures of other networks.",
+            f"That network tells {100 * right:.1f} % of the attributes of fresh pictures; `{GENERATOR}` is how it "
+            "scores the generator's own pictures of the captions.",
+        ]
+
+
+def extra_of(rows: Rows) -> dict[str, dict[str, float]]:
+    """Shares that have no interval."""
+    told = {n.removeprefix(SHARE): float(v) for n, v in rows.items() if n.startswith(SHARE)}
+    return {"agreement_of": told} if told else {}
+
+
+def encodes(pipeline: LanternPipeline) -> bool:
+    """Whether its tokenizer takes pictures of the generator's size."""
+    vq = pipeline.model.vq
+    if not isinstance(vq, VQModel):
+        return False
+    factor = 2 ** (len(vq.config.multipliers) - 1)
+    return pipeline.model.target.config.grid == (SIDE // factor, SIDE // factor)
+
+
+@torch.no_grad()
+def through_tokenizer(pipeline: LanternPipeline, pixels: Pixels) -> Iterator[Pixels]:
+    """Pictures as the model's tokenizer gives them back, one at a time."""
+    vq, grid = pipeline.model.vq, pipeline.model.target.config.grid
+    assert isinstance(vq, VQModel)
+    weight = vq.quant_conv.weight
+    for start in tqdm(range(0, len(pixels), 8), desc="tokenizer", unit="batch"):
+        floats = to_network(pixels[start : start + 8]).to(weight.device, weight.dtype)
+        codes = vq.encode(floats).flatten(1)
+        yield from map(small, to_images(vq.decode_codes(codes, grid)))

@@ -1,0 +1,204 @@
+"""One evaluation from prompts to the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from lantern_hpu.errors import OptionError, needing
+from lantern_hpu.files import write_file
+from lantern_hpu.lab.fidelity import measure, total
+from lantern_hpu.lab.pictures.drawing import AGAIN, Column, Crew, Drawing, columns
+from lantern_hpu.lab.pictures.folder import open_folder
+from lantern_hpu.lab.pictures.options import EvaluateOptions, FidelityOptions, Setting
+from lantern_hpu.lab.pictures.painted import extra_of
+from lantern_hpu.lab.pictures.plots import plot
+from lantern_hpu.lab.pictures.report import NOISE, PACE, Row, judged, pace, page, table
+from lantern_hpu.lab.pictures.sets import Item, digest
+from lantern_hpu.lab.pictures.statistics import Metric, Rows, figures
+from lantern_hpu.methods.methods import Sampling
+from lantern_hpu.pipeline import LanternPipeline
+
+SIDE_BY_SIDE = (
+    "Workers drew the pictures, side by side: seconds an image are those of one of them, and the device named here is "
+    "that of the process that scored."
+)
+
+
+class Scorer(Protocol):
+    """Turns pictures into rows, and knows what is made of them."""
+
+    name: str
+    items: list[Item]
+    metrics: list[Metric]  # once prepared
+
+    def prepare(self) -> None:
+        """What takes time, after the pictures are drawn."""
+
+    def rows(self, name: str, files: Sequence[Path]) -> Rows:
+        """Of the pictures of a setting, in the order of the items."""
+        ...
+
+    def baselines(self, rounds: int) -> list[Row]:
+        """Rows that no method drew."""
+        ...
+
+    def protocol(self) -> str:
+        """In a sentence."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What a reader must know of the figures."""
+        ...
+
+
+@dataclass
+class Evaluation:
+    """A model, settings and a protocol, and the folder of all that comes of them.
+
+    Attributes:
+        folders: pictures drawn elsewhere, by the names of their rows.
+        about: how the run came about. crew: other processes that draw; None: this one does.
+    """
+
+    pipeline: LanternPipeline
+    scorer: Scorer
+    settings: Sequence[Setting]
+    options: EvaluateOptions
+    sampling: Sampling
+    output: Path
+    folders: Mapping[str, Path]
+    about: Mapping[str, Any]
+    crew: Crew | None = None
+
+    def run(self) -> str:
+        """Draw what is missing, score everything, write all files; returns the table.
+
+        Raises:
+            LanternError: the folder holds something else, a picture is broken, or the model cannot draw this.
+        """
+        with needing("matplotlib", "it draws the plots", "evaluate"):
+            import matplotlib.figure  # noqa: F401
+        outside = {name: self.outside(folder) for name, folder in self.folders.items()}
+        identity = self.identity()
+        open_folder(self.output, identity)
+        options, drawing = self.options, self.drawing()
+        wanted = columns(
+            self.pipeline, self.settings, options.tree, options.batch_size, options.floor
+        )
+        drawing.draw(wanted, self.crew)
+        self.scorer.prepare()
+        laws = self.laws()
+        rows = [
+            self.drawn(drawing, column, laws.get(column.name, {}))
+            for column in tqdm(wanted, desc="scoring", unit="setting")
+        ]
+        rows += [self.scored(name, files) for name, files in outside.items()]
+        rows = judged(rows, next((row for row in rows if row.name == AGAIN), None))
+        return self.write(identity | asdict(options), rows)
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
+        return {
+            "protocol": self.scorer.name,
+            "model": self.pipeline.model.name,
+            "weights": self.pipeline.model.files,
+            "prompts": digest(self.scorer.items),
+            "sampling": asdict(self.sampling),
+            "seed": self.options.seed,
+        }
+
+    def places(self) -> dict[str, dict[str, Path]]:
+        """The pictures of each setting, by its folder's name and the items' ids."""
+        options, drawing = self.options, self.drawing()
+        wanted = columns(
+            self.pipeline, self.settings, options.tree, options.batch_size, options.floor
+        )
+        return {column.slug: drawing.shelf(column).places for column in wanted}
+
+    def drawing(self) -> Drawing:
+        seed, size = self.options.seed, self.options.batch_size
+        return Drawing(self.pipeline, self.scorer.items, self.sampling, seed, size, self.output)
+
+    def outside(self, folder: Path) -> list[Path]:
+        """The pictures of a folder, in the order of the items.
+
+        Raises:
+            OptionError: some are missing.
+        """
+        places = {file.stem: file for file in sorted(folder.rglob("*.png"))}
+        missing = [item.id for item in self.scorer.items if item.id not in places]
+        if missing:
+            some = ", ".join(f"{name}.png" for name in missing[:3])
+            why = f"{len(missing)} of {len(self.scorer.items)} are missing, first {some}"
+            raise OptionError(f"{folder} does not hold the pictures of these prompts", why)
+        return [places[item.id] for item in self.scorer.items]
+
+    def drawn(self, drawing: Drawing, column: Column, extra: Mapping[str, Any]) -> Row:
+        """Figures of a setting."""
+        shelf = drawing.shelf(column)
+        lines, files = shelf.drawn(), list(shelf.places.values())
+        rows = self.scorer.rows(column.slug, files)
+        paces = pace([lines[item.id] for item in drawing.items])
+        found = figures([*PACE, *self.scorer.metrics], {**rows, **paces}, self.options.rounds)
+        return Row(column.name, column.about(), found, {**extra_of(rows), **extra})
+
+    def scored(self, name: str, files: Sequence[Path]) -> Row:
+        """Figures of pictures that were drawn elsewhere."""
+        rows = self.scorer.rows(f"folder-{name}", files)
+        found = figures(self.scorer.metrics, rows, self.options.rounds)
+        return Row(name, {}, found, extra_of(rows))
+
+    def laws(self) -> dict[str, dict[str, Any]]:
+        """By setting, how far it moves the law of the next token."""
+        if not self.options.places:
+            return {}
+        options = FidelityOptions(images=self.options.places, timed=1, seed=self.options.seed)
+        file = self.output / "law.json"
+        key = json.loads(json.dumps([asdict(options), asdict(self.sampling)]))
+        known: dict[str, Any] = {}
+        if file.exists():
+            data = json.loads(file.read_text(encoding="utf-8"))
+            known = data["rows"] if data["key"] == key else {}
+        missing = [setting for setting in self.settings if setting.name not in known]
+        if missing:
+            with tqdm(total=total(missing, options), desc="law", unit="image") as bar:
+                for row in measure(self.pipeline, missing, options, bar):
+                    known[row["row"]] = {name: row[name] for name in ("tv", "tv_interval")}
+            write_file(file, json.dumps({"key": key, "rows": known}).encode(), force=True)
+        return known
+
+    def write(self, settings: Mapping[str, Any], rows: Sequence[Row]) -> str:
+        """All files of the result; returns the table."""
+        baselines = self.scorer.baselines(self.options.rounds)
+        everything, metrics = [*rows, *baselines], self.scorer.metrics
+        told = {
+            "protocol": f"{self.scorer.protocol()} {self.options.batch_size} images a batch.",
+            "notes": [
+                f"± is half of a 95 % interval: bootstrap over pictures, {self.options.rounds} rounds at most.",
+                f"{NOISE}: no farther from `ar` than `ar` with other seeds is, or the interval of the difference "
+                "holds 0.",
+                *self.scorer.notes(),
+                *([] if self.crew is None else [SIDE_BY_SIDE]),
+            ],
+        }
+        document = {
+            **self.about,
+            "settings": settings,
+            **told,
+            "rows": [row.as_json() for row in rows],
+            "baselines": [row.as_json() for row in baselines],
+        }
+        axes = {"quality-tokens": PACE[0], "quality-seconds": PACE[1]} if metrics else {}
+        timed = [row for row in rows if row.about]
+        files = {f"{n}.png": plot(timed, baselines, metrics, axis) for n, axis in axes.items()}
+        files["evaluation.json"] = json.dumps(document, indent=1).encode()
+        files["evaluation.md"] = page({**self.about, **told}, everything, metrics).encode()
+        for name, data in files.items():
+            write_file(self.output / name, data, force=True)
+        return table(everything, metrics)

@@ -1,0 +1,189 @@
+"""What a benchmark is to measure: its options, and the rows that follow on a device. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lantern_hpu.errors import DeviceError, OptionError, choices, require
+from lantern_hpu.graphs import check_mode
+from lantern_hpu.lab.speed.report import EAGER
+from lantern_hpu.methods.methods import AUTO, METHODS, Request
+from lantern_hpu.methods.relaxation import PRESETS, Relaxation
+from lantern_hpu.tree import Tree, load_tree
+from lantern_hpu.zoo import registry
+
+if TYPE_CHECKING:
+    from lantern_hpu.backends.base import Backend
+    from lantern_hpu.models.model import ImageModel
+    from lantern_hpu.pipeline import LanternPipeline
+
+GRAPHS = "eager,auto"
+# What a run measures unless something else is asked for
+USUAL = {"methods": ",".join(METHODS), "batch_sizes": "1,8", "images": 8}
+# The same of a stretched model, whose images take minutes: where arithmetic is scarce, small trees and windows can pay
+LARGE = {
+    "methods": "ar,eagle,lantern++,scd,sjd-pac",
+    "trees": "flat_4,scd:2,scd:8,sjd-pac:8:3x1",
+    "batch_sizes": "1",
+    "images": 1,
+}
+RANDOM = {  # --random-weights: the known model whose sizes are meant
+    "llamagen-xl": "llamagen-t2i-256",
+    "llamagen-3b": "llamagen-c2i-3b-384",
+    "anole-7b": "anole-7b",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """The options of a run.
+
+    Attributes:
+        entry: the known model whose sizes get random weights, in place of `model`.
+        stretch: the known model to whose sizes `model` is widened.
+        pairs: methods with their trees; None for the method's own.
+        relax: a preset for the methods that take one, in place of their own relaxation.
+        by_name: whether the graph modes were asked for, or are the usual ones.
+    """
+
+    model: str = "builtin"
+    entry: registry.Entry | None = None
+    stretch: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    kernels: str = "auto"
+    layout: str = "auto"
+    threads: int = 0
+    pairs: list[tuple[str, str | None]]
+    relax: str | None = None
+    modes: list[str]
+    by_name: bool = True
+    batches: list[int]
+    images: int = 8
+    steps: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.images >= 1, "--images", self.images, "1 or more")
+        require(self.steps >= 1, "--steps", self.steps, "1 or more")
+        if self.relax is not None:
+            require(self.relax in PRESETS, "--relax", self.relax, f"one of {', '.join(PRESETS)}")
+        Request("any", self.seed)
+
+    @property
+    def mode(self) -> str:
+        """What a device prepares for: its best graph mode, if that is asked for."""
+        return AUTO if AUTO in self.modes else self.modes[0]
+
+
+def pairs_for(methods: Sequence[str], trees: Sequence[str]) -> list[tuple[str, str | None]]:
+    """Each method with each tree of its kind; with its own tree where none of its kind was asked for.
+
+    Raises:
+        OptionError: a tree is for none of the methods.
+        TreeError: see `load_tree`.
+    """
+    drafting = {tree: methods_for(tree) for tree in trees}
+    pairs: list[tuple[str, str | None]] = []
+    for method in methods:
+        fitting = [tree for tree in trees if method in drafting[tree]]
+        pairs += [(method, tree) for tree in fitting] or [(method, None)]
+    for tree in trees:
+        if not any(tree == other for _, other in pairs):
+            raise OptionError(f"--trees {tree} fits none of {', '.join(methods)}")
+    return pairs
+
+
+def methods_for(tree: str) -> list[str]:
+    """The methods that can draft a tree."""
+    if tree == AUTO:
+        return [name for name, method in METHODS.items() if method.tunable]
+    loaded = load_tree(tree)
+    return [name for name, method in METHODS.items() if method.takes(loaded)]
+
+
+def find_entry(name: str) -> registry.Entry:
+    """The known model that `--random-weights` means.
+
+    Raises:
+        OptionError: there is none.
+    """
+    found = registry.find(RANDOM.get(name, name))
+    if found is None:
+        hint = choices([*RANDOM, *registry.entries()])
+        raise OptionError(f"no sizes are known of {name!r}", "--random-weights", hint)
+    return found
+
+
+# ------------------------------------------------------------------------------------ rows
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one row measures."""
+
+    method: str
+    tree: Tree
+    relaxation: Relaxation
+    mode: str
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.method}, {self.tree.name}, {self.mode}, batch {self.batch}"
+
+
+def settle(backend: Backend, modes: Sequence[str], by_name: bool) -> tuple[list[str], list[str]]:
+    """The graph modes to measure, and what to say about those that are not.
+
+    Raises:
+        DeviceError: the device does not offer a mode that was asked for by name.
+    """
+    best = check_mode(backend, AUTO)
+    found: list[str] = []
+    notes = []
+    for mode in modes:
+        real = best if mode == AUTO else mode
+        if real in found:
+            notes.append(f"`auto` is `{real}` on this device: measured once")
+        elif real in backend.graph_modes:
+            found.append(real)
+        elif by_name:
+            hint = choices([AUTO, *backend.graph_modes])
+            why = f"beside {best}, in one process"
+            raise DeviceError(f"{backend.name} has no graph mode {real!r}", why, hint)
+        else:
+            notes.append(
+                f"`{real}` is not offered beside `{best}` in one process: measure it with --graphs {real} "
+                "into a second file; lantern_hpu.lab.compare takes both"
+            )
+    return found, notes
+
+
+def cases_of(pipeline: LanternPipeline, wanted: Wanted, modes: Sequence[str]) -> list[Case]:
+    """What each row is of. A tuned tree is the one found for the mode that the pipeline is in, in all modes.
+
+    Raises:
+        OptionError: no tree was tuned for a method and batch, or two trees have one name.
+    """
+    found: dict[tuple[str, str, int], Case] = {}
+    for batch in wanted.batches:
+        for method, tree in wanted.pairs:
+            relaxation = relaxation_for(method, wanted.relax, pipeline.model)
+            chosen = pipeline.choose(method, tree, relaxation, batch)
+            case = Case(method, chosen.tree, chosen.relaxation, EAGER, batch)
+            # The tuned tree may be a named one that is asked for as well.
+            if found.setdefault((method, chosen.tree.name, batch), case) != case:
+                why = f"--trees has two different ones of the name {chosen.tree.name!r}"
+                raise OptionError("rows are told apart by the names of trees", why)
+    return [replace(case, mode=mode) for mode in modes for case in found.values()]
+
+
+def relaxation_for(method: str, preset: str | None, model: ImageModel) -> Relaxation | None:
+    """A preset's relaxation if the method takes it; None is the method's own."""
+    if preset is None or not METHODS[method].takes_relaxation(PRESETS[preset]):
+        return None
+    from lantern_hpu.methods.choice import fitted
+
+    return fitted(PRESETS[preset], model.codes)

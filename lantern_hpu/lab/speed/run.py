@@ -1,0 +1,216 @@
+"""A benchmark from its options to its report."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from itertools import groupby
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from lantern_hpu.backends import get_backend
+from lantern_hpu.backends.cpu.processor import processor_name
+from lantern_hpu.errors import DeviceError
+from lantern_hpu.graphs import check_mode
+from lantern_hpu.lab.measurements import heading
+from lantern_hpu.lab.speed.cases import Case, Wanted, cases_of, settle
+from lantern_hpu.lab.speed.measure import BRIEF_WARM_UP, WARM_UP, Meter
+from lantern_hpu.lab.speed.random_weights import make_model
+from lantern_hpu.lab.speed.rates import measure_rates
+from lantern_hpu.lab.speed.report import KIND, VERSION, Row, with_speeds
+from lantern_hpu.lab.speed.roofline import Rates, sizes
+from lantern_hpu.methods.methods import AUTO, in_turn
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results.prompts import usual_prompts
+
+
+def run(wanted: Wanted, argv: Sequence[str], import_s: float) -> dict[str, Any]:
+    """The report.
+
+    Args:
+        argv: what the command was given. import_s: seconds that imports took.
+
+    Raises:
+        DeviceError: not a single row could be measured.
+    """
+    with closing(open_pipeline(wanted)) as pipeline:
+        modes, notes = settle(pipeline.backend, wanted.modes, wanted.by_name)
+        cases = cases_of(pipeline, wanted, modes)
+        dtype = pipeline.model.target.dtype
+        measured = measure_rates(pipeline.backend, dtype)
+        rates = Rates(
+            measured.copy_bytes_per_s,
+            measured.operations_per_s,
+            dtype.itemsize,
+            pipeline.backend.weight_bytes(pipeline.layout, dtype),
+        )
+        startup = {"import_s": import_s, "load_s": pipeline.load_seconds}
+        rows, missed = measure_all(pipeline, wanted, cases, rates, sum(startup.values()))
+        if not rows:
+            hint = "a smaller --batch-sizes"
+            raise DeviceError("nothing could be measured", "; ".join(missed), hint)
+        report = heading(KIND, pipeline, argv) | about(pipeline, wanted)
+        best = check_mode(pipeline.backend, AUTO)
+        notes += missed + silences(pipeline, wanted)
+    peaks = [row.peak_memory_bytes for row in rows if row.peak_memory_bytes is not None]
+    report["environment"]["peak_memory_bytes"] = max(peaks, default=None)
+    return report | {
+        "version": VERSION,
+        "rates": asdict(measured),
+        "startup": startup,
+        "graphs": {"asked": wanted.modes, "measured": modes, "best": best},
+        "notes": notes,
+        "rows": [row.as_json() for row in with_speeds(rows)],
+    }
+
+
+def open_pipeline(wanted: Wanted) -> LanternPipeline:
+    """The model on its device."""
+    if wanted.entry is None:
+        return LanternPipeline.from_pretrained(
+            wanted.model,
+            device=wanted.device,
+            dtype=wanted.dtype,
+            graphs=wanted.mode,
+            kernels=wanted.kernels,
+            stretch=wanted.stretch,
+            layout=layout_of(wanted),
+            threads=wanted.threads,
+        )
+    began = time.perf_counter()
+    backend = get_backend(wanted.device, wanted.mode)
+    try:
+        with backend.errors(), torch.no_grad():
+            backend.check_layout(wanted.layout)
+            backend.use_threads(wanted.threads)
+            model = make_model(wanted.entry, backend, wanted.dtype, wanted.kernels)
+            layout = backend.lay_out(model.stepping, wanted.layout, wanted.modes)
+        pipeline = LanternPipeline(model, backend, wanted.mode, layout=layout)
+    except BaseException:
+        backend.close()
+        raise
+    pipeline.load_seconds = time.perf_counter() - began
+    return pipeline
+
+
+def layout_of(wanted: Wanted) -> str:
+    """Of the matrices; one that all graph modes can run, unless another is asked for."""
+    compiled = "compile" in wanted.modes and wanted.layout == AUTO
+    return "plain" if compiled else wanted.layout
+
+
+def measure_all(
+    pipeline: LanternPipeline,
+    wanted: Wanted,
+    cases: Sequence[Case],
+    rates: Rates,
+    startup_s: float,
+) -> tuple[list[Row], list[str]]:
+    """All rows, with a line of progress each, and what to say about those that the device refused."""
+    rows, missed = [], []
+    with tqdm(total=len(cases), unit="row", file=sys.stderr) as bar:
+        for mode, group in groupby(cases, lambda case: case.mode):
+            own = LanternPipeline(pipeline.model, pipeline.backend, mode)
+            for case in group:
+                bar.set_description(str(case))
+                try:
+                    rows.append(measure(own, wanted, case, rates, startup_s, bar.set_postfix_str))
+                except DeviceError as error:  # too little memory says nothing of other rows
+                    missed.append(f"not measured: {case}: {error.what}: {error.why}")
+                bar.update()
+            own.engines.shrink(0)
+    return rows, missed
+
+
+def measure(
+    pipeline: LanternPipeline,
+    wanted: Wanted,
+    case: Case,
+    rates: Rates,
+    startup_s: float,
+    show: Callable[[str], object] = str,
+) -> Row:
+    """One row: images, or with random weights steps."""
+    model = pipeline.model
+    images = case.batch if wanted.entry else -(-wanted.images // case.batch) * case.batch
+    prompts = usual_prompts(model.condition.takes_classes)
+    requests = in_turn(prompts, range(images), wanted.seed, model.sampling, case.relaxation)
+    with pipeline.backend.errors(), torch.no_grad():
+        meter = Meter(pipeline, case, requests, rates, startup_s, show)
+        return meter.steps(wanted.steps) if wanted.entry else meter.images()
+
+
+# ------------------------------------------------------------------------------------ what else a report says
+
+
+def about(pipeline: LanternPipeline, wanted: Wanted) -> dict[str, Any]:
+    """Which weights, which machine, which settings."""
+    model, processor = pipeline.model, processor_name()
+    digests = [digest for name, digest in model.files.items() if "drafter" in name]
+    modules = [model.target, *([model.drafter] if model.drafter else [])]
+    guidance = model.sampling.cfg_scale != 1
+    return {
+        "device_title": device_title(pipeline.environment(), processor),
+        "host": {
+            "processor": processor,
+            "cores": os.cpu_count(),
+            "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        },
+        "random_weights": wanted.entry.name if wanted.entry else None,
+        "stretched": model.stretched,
+        "weights": {"target": model.fingerprint, "drafter": digests[0] if digests else None},
+        "weights_bytes": sum(p.nbytes for module in modules for p in module.parameters()),
+        "settings": {
+            "sampling": asdict(model.sampling),
+            "seed": wanted.seed,
+            "prompts": list(usual_prompts(model.condition.takes_classes)),
+            "images": None if wanted.entry else wanted.images,
+            "steps": wanted.steps if wanted.entry else None,
+            "kernels": wanted.kernels,
+            "warm_up": WARM_UP if model.stretched is None else BRIEF_WARM_UP,
+        },
+        "sizes": sizes(model.config, guidance, model.target.dtype.itemsize),
+    }
+
+
+def device_title(environment: Mapping[str, Any], processor: str) -> str:
+    """What a reader calls the device: the card, or the processor and how many of its threads were used."""
+    card = environment.get("card")
+    if card:
+        return str(card)
+    plain = re.sub(r"\s+", " ", re.sub(r"\((R|TM)\)", "", processor)).strip()
+    threads = environment.get("threads")
+    name = plain or str(environment["device"])
+    return f"{name}, {threads} thread{'s' * (threads != 1)}" if threads else name
+
+
+def silences(pipeline: LanternPipeline, wanted: Wanted) -> list[str]:
+    """What the figures leave out."""
+    found = []
+    if wanted.entry is not None:
+        found.append(
+            "random weights: steps were timed; images and tokens a step mean nothing, so none are given, and "
+            "text encoding and pixels were left out"
+        )
+        if wanted.entry.config.drafter is None:
+            found.append(
+                f"no drafter is published for {wanted.entry.name}: one of LlamaGen's kind was made, at its width"
+            )
+    base = pipeline.model.base
+    if base is not None:
+        more = pipeline.model.config.target.layers - base.config.target.layers
+        found.append(
+            f"{pipeline.model.name}: it computes what {base.name} computes, so pictures and tokens a step are "
+            f"that model's, and times are of the large sizes; of {more} added layers the output projections are zero"
+        )
+    if pipeline.backend.memory().peak is None:
+        found.append("the device does not tell its peak of memory")
+    return found

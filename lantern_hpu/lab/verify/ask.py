@@ -1,0 +1,255 @@
+"""One stage, in a process that holds the device: answers questions one by one and notes each in a file at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from typing import Any
+
+import torch
+
+from lantern_hpu.backends import HOST, get_backend
+from lantern_hpu.backends.base import Backend
+from lantern_hpu.backends.hpu import errors as hpu_errors
+from lantern_hpu.decode.engine import GraphReport
+from lantern_hpu.decode.memory import Device, Setup, largest_phase, total
+from lantern_hpu.errors import LanternError
+from lantern_hpu.lab.speed.cases import Wanted
+from lantern_hpu.lab.speed.run import run as run_bench
+from lantern_hpu.lab.verify.items import Result, Stage, State, items_of
+from lantern_hpu.methods.methods import Request
+from lantern_hpu.ops.kernels import PLAIN
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.plan.report import Counted, setup_of
+from lantern_hpu.results.images import RunTiming
+
+PROMPT = "a red apple"
+SEED = 7
+EMULATED_TOKENS = 48  # that are compared on the emulator: it is slow, and its arithmetic the CPU's
+Answer = tuple[State, str, dict[str, Any]]
+
+
+class Asked:
+    """A device in one graph mode, opened when the first question needs it."""
+
+    def __init__(self, stage: Stage, device: str, emulate: bool, model: str) -> None:
+        self.stage, self.device, self.emulate, self.model = stage, device, emulate, model
+        self.stack = ExitStack()
+        self.opened: dict[str, Any] = {}
+
+    def backend(self) -> Backend:
+        if "backend" not in self.opened:
+            made = get_backend(self.device, self.stage.graphs, self.emulate)
+            self.opened["backend"] = self.stack.enter_context(closing(made))
+        found: Backend = self.opened["backend"]
+        return found
+
+    def pipeline(self) -> LanternPipeline:
+        """The model on the device, in float32: only so are tokens to be compared."""
+        if "pipeline" not in self.opened:
+            made = LanternPipeline.from_pretrained(
+                self.model,
+                device=self.device,
+                dtype="float32",
+                graphs=self.stage.graphs,
+                emulate=self.emulate,
+            )
+            self.opened["pipeline"] = self.stack.enter_context(closing(made))
+        found: LanternPipeline = self.opened["pipeline"]
+        return found
+
+    def wanted(self, method: str) -> list[int]:
+        """The tokens of the plain step on the CPU."""
+        with self.without_emulator():
+            if "host" not in self.opened:
+                host = LanternPipeline.from_pretrained(
+                    self.model, device=HOST, dtype="float32", graphs="eager", kernels="plain"
+                )
+                self.opened["host"] = self.stack.enter_context(closing(host))
+            return self.drawn(self.opened["host"], method)[0]
+
+    def drawn(self, pipeline: LanternPipeline, method: str) -> tuple[list[int], int, GraphReport]:
+        """The tokens of one image, or of its beginning on the emulator; steps; what the runners did."""
+        chosen = pipeline.choose(method)
+        request = Request(PROMPT, SEED, pipeline.model.sampling, chosen.relaxation)
+        engine = pipeline.engines.get(pipeline.spec([request], chosen.tree, 1))
+        pipeline.prepare(engine, [request], RunTiming())
+        batch = pipeline.batch(engine)
+        many = min(batch.total, EMULATED_TOKENS) if self.emulate else batch.total
+        with pipeline.backend.errors(), torch.no_grad():
+            batch.admit([request])
+            while batch.known[0] < many:
+                batch.advance()
+            return engine.partial()[0, :many].tolist(), batch.queued, engine.report()
+
+    def without_emulator(self) -> AbstractContextManager[None]:
+        """An open emulator looks at every operator, also at those of the CPU."""
+        opened = self.opened.get("pipeline")
+        card = getattr(opened.backend, "card", None) if opened is not None else None
+        return nullcontext() if card is None else card.aside()
+
+    def answer(self, item: str) -> Answer:
+        return {
+            "facts": self.fact,
+            "kernels": self.kernel,
+            "methods": self.method,
+            "bench": self.bench,
+        }[self.stage.kind](item)
+
+    # Facts
+
+    def fact(self, item: str) -> Answer:
+        from lantern_hpu.backends.hpu.emulator.facts import FACTS, Card, Refuted, Unanswered
+
+        (found,) = (fact for fact in FACTS if fact.name == item)
+        card: Any = Card(self.backend())  # type: ignore[arg-type]
+        try:
+            with torch.no_grad():
+                found.check(card)
+        except Refuted as error:
+            return "refuted", str(error), {}
+        except Unanswered as error:
+            return "unanswered", str(error), {}
+        return "confirmed", "", {}
+
+    # Kernels
+
+    def kernel(self, item: str) -> Answer:
+        backend = self.backend()
+        chosen = backend.kernels("auto", torch.float32)
+        kernel, plain = getattr(chosen, item), getattr(PLAIN, item)
+        name = chosen.names()[item]
+        if kernel is None or name == "plain":
+            return "confirmed", "the plain one is used", {}
+        inputs = EXAMPLES[item](torch.Generator().manual_seed(SEED))
+        with torch.no_grad():
+            want = plain(*inputs)
+            got = kernel(
+                *(x.to(backend.device) if isinstance(x, torch.Tensor) else x for x in inputs)
+            )
+            apart = float((got.cpu() - want).abs().max())
+        state: State = "confirmed" if apart < 2e-2 else "refuted"
+        return state, f"{name} is {apart:.1e} apart", {"largest difference": apart}
+
+    # Methods
+
+    def method(self, item: str) -> Answer:
+        want, pipeline = self.wanted(item), self.pipeline()
+        pipeline.backend.reset_peak()
+        got, steps, report = self.drawn(pipeline, item)
+        other = [i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b]
+        numbers: dict[str, Any] = {
+            "steps": steps,
+            "capture seconds": round(report.capture_seconds, 3),
+            "recompiles after warm-up": report.recompiles_after_warmup,
+            **self.memory(pipeline, item),
+        }
+        if numbers["recompiles after warm-up"]:
+            return "refuted", "something was compiled after the warm-up", numbers
+        if other:
+            what = f"{len(other)} of {len(want)} tokens are others, the first is number {other[0]}"
+            return "refuted", what, numbers
+        part = "first " if len(want) < pipeline.model.target.config.tokens else ""
+        return "confirmed", f"the CPU's {part}{len(want)} tokens", numbers
+
+    def memory(self, pipeline: LanternPipeline, method: str) -> dict[str, Any]:
+        """Bytes at the peak, and those that `plan` counts."""
+        peak, backend = pipeline.backend.memory().peak, pipeline.backend
+        counted = Device(None, "", "float32", (), backend.is_host)
+        how = {"batch_size": 1, "guidance": True, "quantize": None, "keep_text": "host"}
+        setup: Setup = setup_of(
+            Counted(pipeline.model.config), counted, "float32", method, None, **how
+        )
+        planned = total(largest_phase(pipeline.model.config, setup)[1])
+        return {"peak bytes": peak, "planned bytes": planned}
+
+    # Benchmark
+
+    def bench(self, item: str) -> Answer:
+        if self.emulate:
+            return "unanswered", "an emulator's speed says nothing of a card", {}
+        wanted = Wanted(
+            model=self.model,
+            device=self.device,
+            pairs=[("ar", None), ("lantern++", None)],
+            modes=["auto"],
+            batches=[1],
+            images=1,
+        )
+        report = run_bench(wanted, [], 0.0)
+        rows = [
+            {
+                n: row[n]
+                for n in ("method", "graphs", "seconds_per_image", "ms_per_step", "tokens_per_step")
+                if n in row
+            }
+            for row in report["rows"]
+        ]
+        return "confirmed", "; ".join(report["notes"]), {"rows": rows}
+
+
+def randn(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=generator)
+
+
+EXAMPLES: dict[str, Callable[[torch.Generator], tuple[Any, ...]]] = {
+    "attention": lambda g: (
+        *(
+            randn(g, 2, 4, 3, 64),
+            randn(g, 2, 4, 8, 64),
+            randn(g, 2, 4, 8, 64),
+            randn(g, 2, 1, 3, 8),
+        ),
+    ),
+    "rms_norm": lambda g: (randn(g, 2, 3, 64), randn(g, 64), 1e-5),
+    "rotate": lambda g: (randn(g, 2, 3, 4, 64), randn(g, 2, 3, 2, 32), True),
+    "swiglu": lambda g: (randn(g, 2, 3, 128),),
+}
+
+
+def explained(error: BaseException) -> str:
+    """An error in one line, in plain words where it is a known one."""
+    if isinstance(error, LanternError):
+        return f"{error.what}: {error.why}" if error.why else error.what
+    known = hpu_errors.explain(error) if isinstance(error, Exception) else None
+    if known is not None:
+        return f"{known.what} ({known.hint})"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+
+
+def main(argv: Sequence[str]) -> None:
+    """A stage: KIND, GRAPHS, DEVICE, emulate or real, MODEL, FILE, and questions that need no answer any more."""
+    kind, graphs, device, emulate, model, file, *done = argv
+    asked = Asked(Stage(kind, graphs), device, emulate == "emulate", model)
+    with open(file, "a", encoding="utf-8", buffering=1) as notes:
+
+        def note(**what: Any) -> None:
+            notes.write(json.dumps(what) + "\n")
+
+        with asked.stack:
+            for item, source in items_of(asked.stage):
+                if item in done:
+                    continue
+                note(begun=item, source=source)
+                began = time.perf_counter()
+                try:
+                    state, detail, numbers = asked.answer(item)
+                except Exception as error:  # whatever a device's software raises is the answer
+                    state, detail, numbers = "unanswered", explained(error), {}
+                seconds = round(time.perf_counter() - began, 2)
+                result = Result(asked.stage.name, item, state, detail, source, seconds, numbers)
+                note(result=result.as_json())
+            for name in ("pipeline", "backend"):
+                if name in asked.opened:
+                    opened = asked.opened[name]
+                    about = opened if isinstance(opened, Backend) else opened.backend
+                    note(hardware=about.describe())
+                    break
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

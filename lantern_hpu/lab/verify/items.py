@@ -1,0 +1,79 @@
+"""What `verify` asks, and in which processes: a device reads its flags once. Needs no torch, but for the facts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from lantern_hpu.backends import EMULATED
+from lantern_hpu.backends.hpu import env as hpu_env
+from lantern_hpu.methods.methods import METHODS
+
+State = Literal["confirmed", "refuted", "unanswered"]
+KERNELS = ("attention", "rms_norm", "rotate", "swiglu")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A process: one graph mode of one device.
+
+    Attributes:
+        kind: `facts`, `kernels`, `methods` or `bench`.
+    """
+
+    kind: str
+    graphs: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.graphs}"
+
+
+@dataclass(frozen=True)
+class Result:
+    """The answer to one question.
+
+    Attributes:
+        item: the question. detail: what was seen, or why there is no answer.
+        seconds: that it took. numbers: what was measured, by name with its unit.
+    """
+
+    stage: str
+    item: str
+    state: State
+    detail: str = ""
+    source: str = ""
+    seconds: float = 0.0
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def stages_of(device: str) -> list[Stage]:
+    """The stages of a device, the cheapest first."""
+    contract = [Stage("facts", mode) for mode in ("hpu_graph", "eager")]
+    modes = {device: ["auto", "compile"]} | {EMULATED: ["hpu_graph", "compile"]}
+    found = contract if device == EMULATED else []
+    found = [*found, Stage("kernels", modes[device][0])]
+    return [
+        *found,
+        *(Stage("methods", mode) for mode in modes[device]),
+        Stage("bench", modes[device][0]),
+    ]
+
+
+def items_of(stage: Stage) -> Iterator[tuple[str, str]]:
+    """(question, source) of a stage; facts load torch."""
+    if stage.kind == "facts":
+        from lantern_hpu.backends.hpu.emulator.facts import FACTS
+
+        lazy = hpu_env.LAZY[stage.graphs]
+        yield from ((fact.name, fact.source) for fact in FACTS if fact.lazy == lazy)
+    elif stage.kind == "kernels":
+        yield from ((name, "its plain twin") for name in KERNELS)
+    elif stage.kind == "methods":
+        yield from ((name, "the CPU's tokens") for name in METHODS)
+    else:
+        yield "short benchmark", "this machine"

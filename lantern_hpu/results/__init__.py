@@ -1,0 +1,1 @@
+"""What a run reads and leaves: prompts, images with their metadata, tables."""
