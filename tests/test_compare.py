@@ -292,7 +292,7 @@ BAD: dict[str, tuple[str | None, list[str], str]] = {  # file's content, options
     "no JSON": ("# figures", [], "is not JSON"),
     "NaN": (WHOLE.replace("2.0", "NaN", 1), [], "NaN is no number"),
     "another kind": ('{"kind": "lantern_hpu.fidelity"}', [], "no report of lantern_hpu.bench"),
-    "a list": ("[]", [], "no report of lantern_hpu.lab.speed"),
+    "a list": ("[]", [], "no report of lantern_hpu.bench"),
     "missing": (None, [], "cannot read"),
     "twice": (WHOLE, ["x.json"], "is given twice"),
 }

@@ -18,9 +18,7 @@ from tests import test_faults, test_foreign, test_idioms, test_lint, test_lint_c
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "gaudi.md").read_text()
 FLAT = re.sub(r"\s+", " ", PAGE)
-EXAMPLE = (
-    r"```python\n(.*?)```\n\n`python -m lantern_hpu\.lint ([^`]*)` prints\n\n```text\n(.*?)```"
-)
+EXAMPLE = r"```python\n(.*?)```\n\n`lantern-hpu lint ([^`]*)` prints\n\n```text\n(.*?)```"
 EXAMPLES = [(*match[:2], match[2]) for match in re.findall(EXAMPLE, PAGE, re.S)]
 
 

@@ -125,7 +125,9 @@ def kernels() -> Kernels:
 
 
 def near(got: Tensor, want: Tensor) -> None:
-    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        got, want, rtol=1e-5, atol=1e-6
+    )  # sums of a few hundred, in any order
 
 
 class Random:
