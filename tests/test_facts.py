@@ -10,26 +10,35 @@ import torch
 
 from lantern_hpu.backends.hpu.backend import HPUBackend
 from lantern_hpu.backends.hpu.emulator import checks
-from lantern_hpu.backends.hpu.emulator.facts import FACTS, Card, Fact, Refuted
+from lantern_hpu.backends.hpu.emulator.facts import FACTS, Card, Fact, Refuted, facts_of
+from lantern_hpu.backends.hpu.releases import RELEASES, VARIABLE
+
+CASES = [
+    (name, fact) for name in RELEASES for lazy in (True, False) for fact in facts_of(name, lazy)
+]
 
 
 @pytest.fixture
-def card(request: pytest.FixtureRequest) -> Iterator[Card]:
-    """Of the mode that the fact is of."""
+def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
+    """Of the release and the mode that the fact is of."""
+    monkeypatch.setenv(VARIABLE, request.getfixturevalue("release"))
     mode = "hpu_graph" if request.getfixturevalue("fact").lazy else "eager"
     with closing(HPUBackend(mode, emulate=True)) as backend, torch.no_grad():
         yield Card(backend)
 
 
 @pytest.mark.filterwarnings("ignore:mark_step does nothing")
-@pytest.mark.parametrize("fact", FACTS, ids=lambda fact: f"{fact.name} ({fact.source})")
-def test_fact_holds_on_the_emulated_card(fact: Fact, card: Card) -> None:
+@pytest.mark.parametrize(
+    ("release", "fact"), CASES, ids=[f"{name}: {fact.name} ({fact.source})" for name, fact in CASES]
+)
+def test_fact_holds_on_the_emulated_card(release: str, fact: Fact, card: Card) -> None:
     fact.check(card)
 
 
+@pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("fact", [f for f in FACTS if "int32" in f.name and "stored" in f.name][:1])
 def test_planted_difference_is_refuted(
-    fact: Fact, card: Card, monkeypatch: pytest.MonkeyPatch
+    release: str, fact: Fact, card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checks, "narrow", lambda *args: None)
     with pytest.raises(Refuted, match="the contract says"):

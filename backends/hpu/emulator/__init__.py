@@ -5,10 +5,10 @@
         ...
     print(card.findings.sorted(), card.counts)
 
-It is written from the public sources of the PyTorch bridge, release 1.19, and Habana's documentation. Tensors
-say `hpu` and keep their numbers on the CPU; lazy graphs, recipes, HPU graphs, int32 storage, fallbacks, host
-reads and the metrics follow the bridge. It knows nothing of speed, fusion, bfloat16 rounding, tie order or
-newer bridges: what passes here is contract-checked, not tested on a Gaudi.
+It is written from the public sources of the PyTorch bridge, releases 1.19 and 1.24 (`releases.py`; 1.24 unless
+asked otherwise), and Habana's documentation. Tensors say `hpu` and keep their numbers on the CPU; lazy graphs,
+recipes, HPU graphs, int32 storage, fallbacks, host reads and the metrics follow the bridge. It knows nothing of
+speed, fusion, bfloat16 rounding or tie order: what passes here is contract-checked, not tested on a Gaudi.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from lantern_hpu.backends.hpu.emulator.rules import RULES, Finding, Rule
 from lantern_hpu.backends.hpu.emulator.scope import CustomOperators
 from lantern_hpu.backends.hpu.emulator.tensor import DEVICE
 from lantern_hpu.backends.hpu.env import LAZY_MODE, ROOT
+from lantern_hpu.backends.hpu.releases import Release
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu.emulator.tracing import Compiler
@@ -42,7 +43,10 @@ __all__ = ["ROOT", "RULES", "Counts", "Device", "Finding", "Rule", "current", "e
 
 @contextmanager
 def emulate(
-    lazy: bool = True, flags: Mapping[str, str] | None = None, importable: bool = False
+    lazy: bool = True,
+    flags: Mapping[str, str] | None = None,
+    importable: bool = False,
+    release: Release | None = None,
 ) -> Iterator[Device]:
     """Install an emulated card in this thread.
 
@@ -51,8 +55,9 @@ def emulate(
         flags: the other flags of the bridge.
         importable: whether `import habana_frameworks` works meanwhile. Libraries take that for a Gaudi, so
             this is for foreign scripts alone.
+        release: of the bridge; `releases.emulated()` if not given.
     """
-    card = Device(lazy, flags)
+    card = Device(lazy, flags, release)
     with ExitStack() as stack:
         stack.enter_context(installed(card))
         card.modules = modules(card)

@@ -91,7 +91,8 @@ def falls_back(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, 
     given = {a.name: v for a, v in zip(op.arguments, args, strict=False)} | kwargs
     if op.name in ("sort.stable", "sort.values_stable") and given.get("stable"):
         dim = sort_dim(args, kwargs) % max(first.dim(), 1)
-        if dim == 0 or first.shape[dim] > 37:
+        limit = device.release.sort_limit
+        if limit is not None and (dim == 0 or first.shape[dim] > limit):
             hit("H041", op.name)
             return True
     reduces = op.packet in ("argmax", "argmin") or (
@@ -104,10 +105,10 @@ def falls_back(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, 
         hit("H043", op.name)
         return True
     check = FALLBACK_CHECKS.get(op.packet)
-    if check is not None and check(given):
+    if op.packet in device.release.fallback_checks and check is not None and check(given):
         return True
     promoted = kwargs.get("dtype") or computed_in(op, given, first)
-    return not ops.takes(op, promoted, device.lazy)
+    return not ops.takes(op, promoted, device.lazy, device.release)
 
 
 def computed_in(op: Op, given: dict[str, Any], first: Tensor) -> torch.dtype:

@@ -87,7 +87,7 @@ def look_at(card: Device, graph: fx.GraphModule) -> None:
     for node in graph.graph.nodes:
         if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
             continue
-        op = ops.describe(node.target)
+        op = ops.describe(node.target, card.release)
         args = fx.map_arg(node.args, lambda n: n.meta.get("val"))
         kwargs = fx.map_arg(node.kwargs, lambda n: n.meta.get("val"))
         native = op.native or op.packet in STANDS_IN

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 from torch.random import fork_rng, manual_seed
 
+from lantern_hpu.backends.hpu import releases
 from lantern_hpu.backends.hpu.emulator import checks, ops
 from lantern_hpu.backends.hpu.emulator.rules import Findings, Severity, call_site
 from lantern_hpu.backends.hpu.emulator.tensor import HPUTensor
+from lantern_hpu.backends.hpu.releases import Release
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu.emulator.graphs import Recording
@@ -67,8 +69,13 @@ class Lease:
 class Device:
     """One emulated card."""
 
-    def __init__(self, lazy: bool = True, flags: Mapping[str, str] | None = None) -> None:
-        self.lazy = lazy
+    def __init__(
+        self,
+        lazy: bool = True,
+        flags: Mapping[str, str] | None = None,
+        release: Release | None = None,
+    ) -> None:
+        self.lazy, self.release = lazy, release or releases.emulated()
         self.flags: dict[str, str] = {}
         self.read_flags(flags or {})
         self.modules: dict[str, ModuleType] = {}  # habana_frameworks
@@ -103,7 +110,7 @@ class Device:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator with a device tensor among its arguments, or a factory on the device."""
-        op = ops.describe(func)
+        op = ops.describe(func, self.release)
         if op.packet in SPECIAL:
             return SPECIAL[op.packet](self, op, func, args, kwargs)
         return self.operate(op, func, args, kwargs)

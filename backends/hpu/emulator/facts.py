@@ -1,7 +1,8 @@
 """Facts of Gaudi's contract, as small programs that a real card and the emulated one can both answer.
 
-Each is named, says from which file of the bridge (HabanaAI/gaudi-pytorch-bridge 1.19 unless another is given) it is
-known, and uses nothing but the vendor's own interface. On the emulator all hold; a card confirms or refutes them.
+Each is named, says from which file of the bridge (HabanaAI/gaudi-pytorch-bridge, of every release in
+`releases.RELEASES` unless the fact is of one alone) it is known, and uses nothing but the vendor's own interface. On
+the emulator all hold; a card confirms or refutes them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lantern_hpu.backends.hpu.releases import RELEASES
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu.backend import HPUBackend
@@ -51,18 +54,26 @@ class Fact:
     source: str
     lazy: bool  # whether it is one of lazy mode, or of the other
     check: Callable[[Card], None]
+    only: str | None = None  # the one release that it holds for
 
 
 FACTS: list[Fact] = []
 
 
-def fact(source: str, lazy: bool = True) -> Callable[[Callable[[Card], None]], None]:
+def fact(
+    source: str, lazy: bool = True, only: str | None = None
+) -> Callable[[Callable[[Card], None]], None]:
     """Adds a function to the facts; its name is the fact."""
 
     def add(check: Callable[[Card], None]) -> None:
-        FACTS.append(Fact(check.__name__.replace("_", " "), source, lazy, check))
+        FACTS.append(Fact(check.__name__.replace("_", " "), source, lazy, check, only))
 
     return add
+
+
+def facts_of(release: str, lazy: bool) -> list[Fact]:
+    """The facts of a release in one of its modes."""
+    return [fact for fact in FACTS if fact.lazy == lazy and fact.only in (None, release)]
 
 
 class Card:
@@ -210,7 +221,7 @@ def a_dry_run_computes_nothing_until_a_replay(card: Card) -> None:
 def a_fallback_in_a_capture_raises(card: Card) -> None:
     x = card.ones(4)
     try:
-        card.captured(lambda: torch.histc(x, 3))
+        card.captured(lambda: torch.i0(x))
     except RuntimeError as error:
         expect("cpu fallback is not supported during hpu graph capturing" in str(error), True)
         return
@@ -402,53 +413,61 @@ def complex_numbers_come_back_as_a_cpu_tensor(card: Card) -> None:
 # Operators
 
 
-def native(name: str, body: Callable[[Card], object], is_native: bool, source: str) -> None:
-    """A fact for an operator: it falls back or it does not."""
+def native(name: str, body: Callable[[Card], object], since: str | None, source: str) -> None:
+    """Facts for an operator: it falls back before the release that has it, if one has, and is native from then on."""
 
-    def check(card: Card) -> None:
-        expect(card.falls_back(lambda: body(card)), not is_native, "falls back")
+    def add(is_native: bool, only: str | None) -> None:
+        def check(card: Card) -> None:
+            expect(card.falls_back(lambda: body(card)), not is_native, "falls back")
 
-    check.__name__ = f"{name}_{'is_native' if is_native else 'falls_back'}"
-    fact(source)(check)
+        check.__name__ = f"{name}_{'is_native' if is_native else 'falls_back'}"
+        fact(source, only=only)(check)
+
+    first, last = RELEASES
+    if since == last:
+        add(False, first)
+        add(True, last)
+    else:
+        add(since is not None, None)
 
 
 YAML = "scripts/hpu_op.yaml"
-native("histc", lambda c: torch.histc(c.ones(4), 3), False, YAML)
-native("digamma", lambda c: c.ones(2).digamma(), False, YAML)
-native("the_inverse_of_a_matrix", lambda c: torch.linalg.inv(c.ones(1, 1)), False, YAML)
-native("i0", lambda c: torch.i0(c.ones(2)), False, YAML)
-native("gcd", lambda c: torch.gcd(c.tensor([4]), c.tensor([6])), False, YAML)
-native("lgamma", lambda c: c.ones(2).lgamma(), True, YAML)
-native("index_copy", lambda c: c.ones(2).index_copy_(0, c.tensor([1]), c.ones(1)), True, YAML)
-native("a_sum_of_int16", lambda c: c.ones(4, dtype=torch.int16).sum(), False, YAML)
-native("nan_to_num_of_float16", lambda c: c.ones(4, dtype=torch.float16).nan_to_num(), False, YAML)
+native("histc", lambda c: torch.histc(c.ones(4), 3), "1.24", YAML)
+native("digamma", lambda c: c.ones(2).digamma(), "1.24", YAML)
+native("the_inverse_of_a_matrix", lambda c: torch.linalg.inv(c.ones(1, 1)), None, YAML)
+native("i0", lambda c: torch.i0(c.ones(2)), None, YAML)
+native("gcd", lambda c: torch.gcd(c.tensor([4]), c.tensor([6])), None, YAML)
+native("lgamma", lambda c: c.ones(2).lgamma(), "1.19", YAML)
+native("index_copy", lambda c: c.ones(2).index_copy_(0, c.tensor([1]), c.ones(1)), "1.19", YAML)
+native("a_sum_of_int16", lambda c: c.ones(4, dtype=torch.int16).sum(), "1.24", YAML)
+native("nan_to_num_of_float16", lambda c: c.ones(4, dtype=torch.float16).nan_to_num(), "1.24", YAML)
 native(
     "roll_of_int64",
     lambda c: c.ones(4, dtype=INT64).roll(1),
-    True,
+    "1.19",
     "hpu_ops/supported_dtypes.cpp:49",
 )
 native(
     "a_stable_sort_of_37",
     lambda c: c.ones(2, 37).sort(dim=-1, stable=True),
-    True,
+    "1.19",
     "hpu_ops/backend/sort_gen.cpp",
 )
 native(
     "a_stable_sort_of_38",
     lambda c: c.ones(2, 38).sort(dim=-1, stable=True),
-    False,
+    "1.24",
     "hpu_ops/backend/sort_gen.cpp",
 )
 native(
     "an_embedding_that_counts_frequencies",
     lambda c: F.embedding(c.tensor([0, 1]), c.ones(4, 2), scale_grad_by_freq=True),
-    False,
+    None,
     "hpu_ops/embedding_gen.cpp",
 )
-native("an_embedding", lambda c: F.embedding(c.tensor([0, 1]), c.ones(4, 2)), True, YAML)
-native("a_topk", lambda c: c.ones(2, 64).topk(5), True, YAML)
-native("cumsum", lambda c: c.ones(2, 64).cumsum(-1), True, YAML)
+native("an_embedding", lambda c: F.embedding(c.tensor([0, 1]), c.ones(4, 2)), "1.19", YAML)
+native("a_topk", lambda c: c.ones(2, 64).topk(5), "1.19", YAML)
+native("cumsum", lambda c: c.ones(2, 64).cumsum(-1), "1.19", YAML)
 
 
 # Tensors, autograd, random numbers, files

@@ -1,24 +1,21 @@
 """What the device can do with each operator: native, view, write, or a fallback to the CPU.
 
-`ops_v1.19.json` holds the names of the operators that release 1.19 of the public bridge registers
-(HabanaAI/gaudi-pytorch-bridge, Apache-2.0, scripts/hpu_op.yaml; names only). An operator that is not among
+`ops_v1.19.json` and `ops_v1.24.json` hold the names of the operators that these releases of the public bridge
+register (HabanaAI/gaudi-pytorch-bridge, Apache-2.0, scripts/hpu_op.yaml; names only). An operator that is not among
 them and that torch does not compose of others runs on the CPU: inputs down, results up, and a wait.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-TABLE = json.loads((Path(__file__).parent / "ops_v1.19.json").read_text())
-NATIVE = frozenset(TABLE["native_overloads"])
-CPU_ONLY = frozenset(TABLE["cpu_only_not_listed"])
+from lantern_hpu.backends.hpu.releases import Release
+
 COMPOSED = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
 SCALAR_TYPES = {
     "BFloat16": (torch.bfloat16,),
@@ -30,12 +27,52 @@ SCALAR_TYPES = {
     "Long": (torch.int64,),
     "Short": (torch.int16,),
 }
-# Number formats of the operators that the bridge checks by a list (the others have validators of their own)
-DTYPES = {
-    name: frozenset(dtype for kind in kinds.split() for dtype in SCALAR_TYPES[kind])
-    for kinds, names in TABLE["dtypes"].items()
-    for name in names
+LETTERS = {  # of the documentation's table; uint8 has none
+    "F": (torch.float32, torch.float64),
+    "B": (torch.bfloat16,),
+    "H": (torch.float16,),
+    "8": (torch.float8_e4m3fn, torch.float8_e5m2),
+    "L": (torch.int64,),
+    "I": (torch.int32,),
+    "S": (torch.int16,),
+    "C": (torch.int8,),
+    "T": (torch.bool,),
 }
+IN_TABLE = frozenset(dtype for dtypes in LETTERS.values() for dtype in dtypes)
+
+
+@dataclass(frozen=True)
+class Lists:
+    """What a release says of operators.
+
+    Attributes:
+        native: overloads that it registers. cpu_only: those of torch that it would run on the CPU.
+        formats: number formats of the overloads that the bridge checks by a list.
+        documented: those of functions by the table of its documentation, from 1.24 on.
+    """
+
+    native: frozenset[str]
+    cpu_only: frozenset[str]
+    formats: dict[str, frozenset[torch.dtype]]
+    documented: dict[str, frozenset[torch.dtype]]
+
+
+@cache
+def lists(release: Release) -> Lists:
+    table = release.operators
+    formats = {
+        name: frozenset(dtype for kind in kinds.split() for dtype in SCALAR_TYPES[kind])
+        for kinds, names in table["dtypes"].items()
+        for name in names
+    }
+    documented = {
+        name: frozenset(dtype for letter in letters for dtype in LETTERS[letter])
+        for letters, names in table.get("dtypes_docs", {}).items()
+        for name in names
+    }
+    native, cpu_only = table["native_overloads"], table["cpu_only_not_listed"]
+    return Lists(frozenset(native), frozenset(cpu_only), formats, documented)
+
 
 # Operators whose Scalar arguments are constants of the graph all the same
 KEYED_SCALARS = ("arange", "full", "linspace", "new_full", "fill")
@@ -66,8 +103,8 @@ def mark(index: int, argument: Any) -> int | str:
 
 
 @cache
-def describe(func: Any) -> Op:
-    """What is known of an `OpOverload`."""
+def describe(func: Any, release: Release) -> Op:
+    """What a release knows of an `OpOverload`."""
     schema = func._schema
     packet = schema.name.partition("::")[2]
     name = f"{packet}.{schema.overload_name}" if schema.overload_name else packet
@@ -82,8 +119,8 @@ def describe(func: Any) -> Op:
         number = "number" in str(argument.type) or str(argument.type) == "Tensor"
         if number and not packet.startswith(KEYED_SCALARS):
             scalars.append(mark(index, argument))
-    viewed = view_of is not None and not writes and name not in CPU_ONLY
-    native = not schema.name.startswith("aten::") or viewed or is_native(func)
+    viewed = view_of is not None and not writes and name not in lists(release).cpu_only
+    native = not schema.name.startswith("aten::") or viewed or is_native(func, release)
     return Op(
         name,
         packet,
@@ -96,8 +133,8 @@ def describe(func: Any) -> Op:
     )
 
 
-def is_native(func: Any) -> bool:
-    """Whether the bridge lists an operator or another form of it, or torch makes it of others.
+def is_native(func: Any, release: Release) -> bool:
+    """Whether a release lists an operator or another form of it, or torch makes it of others.
 
     A structured operator counts by its functional, in-place or `out` form; torch generates the others from it.
     """
@@ -107,8 +144,9 @@ def is_native(func: Any) -> bool:
     if packet == "new_empty_strided":
         return True  # an allocation
     plain = packet if packet.startswith("__") else packet.rstrip("_")
+    native = lists(release).native
     return any(
-        f"{name}.{overload}".removesuffix(".default") in NATIVE
+        f"{name}.{overload}".removesuffix(".default") in native
         and arguments(getattr(forms, overload)) == arguments(func)
         for name in (plain, f"{plain}_")
         if (forms := getattr(torch.ops.aten, name, None)) is not None
@@ -121,12 +159,16 @@ def arguments(func: Any) -> tuple[tuple[str, str], ...]:
     return tuple((a.name, str(a.type)) for a in func._schema.arguments if not a.is_out)
 
 
-def takes(op: Op, dtype: torch.dtype, lazy: bool) -> bool:
-    """Whether the bridge's list of an operator's number formats has this one (hpu_ops/supported_dtypes.cpp)."""
-    if lazy and dtype == torch.int64:
-        dtype = torch.int32  # which lazy mode stores
-    known = DTYPES.get(op.name)
-    return known is None or dtype in known or (dtype == torch.int32 and torch.int64 in known)
+def takes(op: Op, dtype: torch.dtype, lazy: bool, release: Release) -> bool:
+    """Whether an operator takes a number format: by the bridge's list (hpu_ops/supported_dtypes.cpp), and by the table
+    of the documentation where a release judges at run time."""
+    known = lists(release).formats.get(op.name)
+    if known is not None:
+        if lazy and dtype == torch.int64:
+            dtype = torch.int32  # which lazy mode stores
+        return dtype in known or (dtype == torch.int32 and torch.int64 in known)
+    row = lists(release).documented.get(op.packet)
+    return row is None or dtype in row or dtype not in IN_TABLE
 
 
 def written(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:

@@ -144,7 +144,7 @@ class Launched(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(target, torch._ops.OpOverload):
             return super().call_function(target, args, kwargs)
-        op = ops.describe(target)
+        op = ops.describe(target, self.card.release)
         if op.packet in checks.INDEXED and not checks.masked(op, args):
             indices = checks.index_tensors(op, args)
             accumulates = len(args) > 3 and args[3] is True

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from lantern_hpu.backends import EMULATED
 from lantern_hpu.backends.hpu import env as hpu_env
+from lantern_hpu.backends.hpu import releases
 from lantern_hpu.methods.methods import METHODS
 
 State = Literal["confirmed", "refuted", "unanswered"]
@@ -67,10 +68,10 @@ def stages_of(device: str) -> list[Stage]:
 def items_of(stage: Stage) -> Iterator[tuple[str, str]]:
     """(question, source) of a stage; facts load torch."""
     if stage.kind == "facts":
-        from lantern_hpu.backends.hpu.emulator.facts import FACTS
+        from lantern_hpu.backends.hpu.emulator.facts import facts_of
 
-        lazy = hpu_env.LAZY[stage.graphs]
-        yield from ((fact.name, fact.source) for fact in FACTS if fact.lazy == lazy)
+        lazy, release = hpu_env.LAZY[stage.graphs], releases.emulated().name
+        yield from ((fact.name, fact.source) for fact in facts_of(release, lazy))
     elif stage.kind == "kernels":
         yield from ((name, "its plain twin") for name in KERNELS)
     elif stage.kind == "methods":
