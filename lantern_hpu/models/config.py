@@ -143,7 +143,7 @@ class DrafterConfig:
         input_norm: whether the block normalises its input (Anole).
         sees_pads: whether padded condition positions are visible (LlamaGen's published drafters).
         shift: 1 where entry i reads token i + 1, as EAGLE does; 0 where it reads token i, as a drafter
-            trained on unshifted tokens does. Such a one guesses alike below all siblings.
+            trained on unshifted tokens does. It guesses the same for the children of all siblings.
     """
 
     input_norm: bool = False
@@ -376,8 +376,8 @@ class ModelConfig:
         """
 
         def part(name: str, kind: type[Any]) -> Any:
-            found = values.get(name)
-            return None if found is None else kind(**found)
+            result = values.get(name)
+            return None if result is None else kind(**result)
 
         return cls(
             TransformerConfig(**values["target"]),

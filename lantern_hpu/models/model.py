@@ -96,8 +96,8 @@ class ImageModel:
 
     def code_tables(self, neighbours: int, ranks: int) -> tuple[Tensor | None, Tensor | None]:
         """What a relaxed step knows of the codes: the `nearest` and the `code_vectors`, each if it needs them."""
-        near = self.nearest(neighbours) if neighbours else None
-        return near, self.code_vectors if ranks else None
+        table = self.nearest(neighbours) if neighbours else None
+        return table, self.code_vectors if ranks else None
 
     @property
     def code_vectors(self) -> Tensor:
@@ -120,7 +120,7 @@ class ImageModel:
     def of_vocabulary(self, rows: Tensor) -> Tensor:
         """Rows of the codes [codes, ...] as rows of all tokens, on the target's device: [V, ...].
 
-        What closes a row stands alone in its place, and spare codes stand nowhere: whoever is said to be near them
+        What closes a row stands alone in its place, and spare codes stand nowhere: whoever is listed as their neighbour
         has no mass there, so any row serves.
         """
         return rows[torch.arange(self.vocabulary) % self.codes].to(self.target.device)

@@ -39,19 +39,19 @@ def nearest(codebook: Tensor, k: int, chunk: int = 1024) -> Tensor:
         why = f"a codebook of {size} allows 1 to {size - 1}"
         raise OptionError(f"{k} neighbours were asked for", why)
     rows = codebook.detach().cpu().double()
-    found = []
+    result = []
     for start in range(0, size, chunk):
         distance = distances(rows, torch.arange(start, min(start + chunk, size)))
-        found.append(distance.sort(dim=-1, stable=True).indices[:, :k])
-    return torch.cat(found).int()
+        result.append(distance.sort(dim=-1, stable=True).indices[:, :k])
+    return torch.cat(result).int()
 
 
 def distances(codebook: Tensor, index: Tensor) -> Tensor:
     """L2 distance of some codes [n] to all others, infinite to themselves: [n, V]."""
     exact = "donot_use_mm_for_euclid_dist"
-    found = torch.cdist(codebook[index], codebook, compute_mode=exact)  # [n, V]
-    found[torch.arange(len(index)), index] = float("inf")
-    return found
+    result = torch.cdist(codebook[index], codebook, compute_mode=exact)  # [n, V]
+    result[torch.arange(len(index)), index] = float("inf")
+    return result
 
 
 # ------------------------------------------------------------------------------------ the cache
@@ -118,13 +118,13 @@ def check_table(path: Path, codebook: Tensor) -> str | None:
         raise WeightsError(foreign, why)
     rows = codebook.detach().cpu().double()
     index = torch.linspace(0, size - 1, min(CHECKED_ROWS, size)).long()
-    near = torch.from_numpy(table[index.numpy()].astype(np.int64))  # [n, K]
-    if bool((near == index[:, None]).any()):
+    neighbours = torch.from_numpy(table[index.numpy()].astype(np.int64))  # [n, K]
+    if bool((neighbours == index[:, None]).any()):
         why = "a code is listed as its own neighbour"
         raise WeightsError(f"the neighbours in {path} cannot be used", why)
-    if bool((near < 0).any()) or bool((near >= size).any()):
+    if bool((neighbours < 0).any()) or bool((neighbours >= size).any()):
         raise WeightsError(foreign, "codes beyond it")
-    listed = distances(rows, index).gather(1, near)  # [n, K], infinite nowhere
+    listed = distances(rows, index).gather(1, neighbours)  # [n, K], infinite nowhere
     closest = distances(rows, index).amin(1, keepdim=True)
 
     def sorted_within(slack: Tensor) -> bool:  # [n, 1]

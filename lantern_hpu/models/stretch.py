@@ -70,7 +70,7 @@ def stretched_config(config: ModelConfig, name: str, large: TransformerConfig) -
         layers=large.layers,
         heads=large.heads,
         ffn_dim=large.ffn_dim,
-        # More padding would be seen by a drafter that sees pads
+        # A drafter that attends to pads would attend to more padding
         prefix=small.prefix if drafter is not None and drafter.sees_pads else longer,
         norm_eps=small.norm_eps * share,
         spare_codes=large.vocab_size - small.vocab_size,
@@ -83,9 +83,9 @@ def check_fits(small: TransformerConfig, name: str, large: TransformerConfig) ->
     what = f"this model cannot be stretched to {name}"
     others = [v for v in VARIANTS if getattr(small, v) != getattr(large, v)]
     if others:
-        told = ", ".join(f"{v} {getattr(small, v)} and {getattr(large, v)}" for v in others)
+        differing = ", ".join(f"{v} {getattr(small, v)} and {getattr(large, v)}" for v in others)
         hint = "--model builtin --stretch llamagen-xl"
-        raise OptionError(what, f"they differ in kind: {told}", hint)
+        raise OptionError(what, f"they differ in kind: {differing}", hint)
     less = [
         f"{word} {getattr(large, field)} of {getattr(small, field)}"
         for field, word in SIZES.items()
@@ -107,9 +107,9 @@ def kept_share(small: TransformerConfig, large: TransformerConfig) -> float:
 def repeated(x: Tensor, size: int, groups: int = 1) -> Tensor:
     """Rows of x [g n, ..] as often as they fit into [size, ..], each of the g groups by itself; then zeros."""
     parts, each = x.unflatten(0, (groups, -1)), size // groups  # [g, n, ..]
-    wide = torch.cat([parts] * (each // parts.shape[1]), 1)
-    zeros = wide.new_zeros(groups, each - wide.shape[1], *x.shape[1:])
-    return torch.cat([wide, zeros], 1).flatten(0, 1)
+    widened = torch.cat([parts] * (each // parts.shape[1]), 1)
+    zeros = widened.new_zeros(groups, each - widened.shape[1], *x.shape[1:])
+    return torch.cat([widened, zeros], 1).flatten(0, 1)
 
 
 def divided(weight: Tensor, inputs: int, parts: int = 1) -> Tensor:
@@ -193,8 +193,8 @@ class StretchedCondition:
     def rows(self, prompts: Sequence[str], guidance: bool) -> Prefix:
         embeddings, valid, _ = self.small.rows(prompts, guidance)  # [R, p, h], [R, p]
         pads = self.config.prefix - valid.shape[1]
-        wide = repeated(embeddings.movedim(-1, 0), self.config.dim).movedim(0, -1)  # [R, p, H]
-        return wordless(F.pad(wide, (0, 0, pads, 0)), F.pad(valid, (pads, 0), value=False))
+        widened = repeated(embeddings.movedim(-1, 0), self.config.dim).movedim(0, -1)  # [R, p, H]
+        return wordless(F.pad(widened, (0, 0, pads, 0)), F.pad(valid, (pads, 0), value=False))
 
 
 @dataclass

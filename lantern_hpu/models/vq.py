@@ -235,7 +235,7 @@ class VQModel(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A training pass: images drawn [B, 3, H, W], latents [B, h, w, code_dim], codes [B, h, w].
 
-        The straight-through estimator: the decoder sees the codes' vectors, and their gradient goes
+        The straight-through estimator: the decoder reads the codes' vectors, and their gradient goes
         to the latents.
         """
         z = self.latents(images)  # [B, h, w, code_dim]

@@ -87,8 +87,10 @@ def find_device(device: str, memory: str | None) -> Device:
         return described(unasked(name), given, "as given")
     try:
         with closing(get_backend(name)) as backend:
-            found, where = backend.memory().total, f"device {backend.name}"
-            return described(backend, found, where + " does not tell its memory" * (found is None))
+            result, where = backend.memory().total, f"device {backend.name}"
+            return described(
+                backend, result, where + " does not tell its memory" * (result is None)
+            )
     except DeviceError as error:
         if name not in BACKENDS:
             raise
@@ -151,8 +153,8 @@ def report(name: str, model: ModelConfig, setup: Setup) -> str:
     )
     sums = [(f"total while {phase}", total(rows))]
     sums += [(f"(while {p}", total(r)) for p, r in phases(model, setup).items() if p != phase]
-    wide = max(len(label) for label, _ in rows + sums)
-    lines = [f"  {label:<{wide}}  {amount(count):>9}" for label, count in rows + sums]
+    width = max(len(label) for label, _ in rows + sums)
+    lines = [f"  {label:<{width}}  {amount(count):>9}" for label, count in rows + sums]
     lines = [line + ")" * line.startswith("  (") for line in lines]
     if model.lacks_text:
         lines.append("  the text encoder is not here and not counted: --text-encoder FOLDER")
@@ -168,7 +170,7 @@ def facts(model: ModelConfig, setup: Setup, device: Device) -> dict[str, Any]:
         "phase": phase,
         "bytes": dict(rows),
         "total": need,
-        "phases": {name: total(found) for name, found in phases(model, setup).items()},
+        "phases": {name: total(result) for name, result in phases(model, setup).items()},
         "not_counted": ["text encoder weights"] if unknown else [],
         "memory": memory,
         "memory_from": device.where,

@@ -60,8 +60,8 @@ class RunTiming:
         return 1000 * self.steps_s / max(self.steps, 1)
 
     def as_json(self) -> dict[str, float]:
-        found = asdict(self) | {"ms_per_step": self.ms_per_step}
-        return {name: round(value, 4) for name, value in found.items()}
+        result = asdict(self) | {"ms_per_step": self.ms_per_step}
+        return {name: round(value, 4) for name, value in result.items()}
 
 
 @dataclass

@@ -10,9 +10,9 @@ WIDTH = 100
 
 def columns(rows: Sequence[Sequence[str]], gap: int = 2) -> str:
     """Rows of cells with each column as wide as its widest cell."""
-    wide = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = [
-        (" " * gap).join(f"{cell:<{width}}" for cell, width in zip(row, wide, strict=True))
+        (" " * gap).join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))
         for row in rows
     ]
     return "\n".join(line.rstrip() for line in lines)

@@ -128,5 +128,5 @@ class Unrolled(nn.Module):
         overlap = torch.minimum(p, log_q.exp()).sum(-1).mean()
         cross = -(p * log_q).sum(-1).mean()
         goal = lesson.hidden[:, first + 1 :]
-        near = F.smooth_l1_loss(guess[:, first:].float(), goal.float())
-        return CROSS * cross + (1 - overlap) + FEATURE * near, overlap
+        feature_loss = F.smooth_l1_loss(guess[:, first:].float(), goal.float())
+        return CROSS * cross + (1 - overlap) + FEATURE * feature_loss, overlap

@@ -112,10 +112,10 @@ class DraftTree:
     @cached_property
     def children(self) -> tuple[tuple[int, ...], ...]:
         """[M] children of each node in sibling order."""
-        found: list[list[int]] = [[] for _ in self.paths]
+        result: list[list[int]] = [[] for _ in self.paths]
         for node in range(1, self.size):
-            found[self.parent[node]].append(node)
-        return tuple(map(tuple, found))
+            result[self.parent[node]].append(node)
+        return tuple(map(tuple, result))
 
     @cached_property
     def max_children(self) -> int:

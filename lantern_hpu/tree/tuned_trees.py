@@ -97,9 +97,9 @@ def windows(situation: Situation, methods: Iterable[str]) -> Iterator[tuple[floa
     for method in methods:
         here = situation | {"method": method}
         if file_of(here).is_file():
-            found = find(here)
-            if isinstance(found.tree, Window) and found.ms_per_token and not found.ar_wins:
-                yield found.ms_per_token, method, found.tree
+            result = find(here)
+            if isinstance(result.tree, Window) and result.ms_per_token and not result.ar_wins:
+                yield result.ms_per_token, method, result.tree
 
 
 def batch_sizes(situation: Situation) -> Iterator[int]:

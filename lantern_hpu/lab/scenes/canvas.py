@@ -71,7 +71,9 @@ def spectrum(size: int, falloff: float, width: float) -> Array:
     return np.asarray(radius**-falloff)
 
 
-def detailed(waves: NDArray[np.complexfloating[Any]], high: Array, rng: Generator) -> Array:
+def detailed(
+    waves: NDArray[np.complexfloating[Any]], high: Array, rng: Generator
+) -> NDArray[np.complexfloating[Any]]:
     """The waves [n, n / 2 + 1] of a tile as those of a larger one, of amplitudes `high` [N, N / 2 + 1].
 
     Waves shorter than the tile had are new, of the strength that the spectrum goes on with.

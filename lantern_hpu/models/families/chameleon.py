@@ -98,7 +98,7 @@ def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Publish
 
 def tokenizer_of(checkpoint: Checkpoint) -> Checkpoint | None:
     """The image tokenizer in the model's own file, if it is there with its decoder."""
-    inside = checkpoint.below(INNER_VQ)
+    inside = checkpoint.under(INNER_VQ)
     return inside if "decoder.conv_in.weight" in inside else None
 
 

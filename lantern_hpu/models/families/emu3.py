@@ -43,23 +43,23 @@ def is_emu3(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool
 
 def config_of(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
     """Sizes, from the tensors and config.json."""
-    told = about.get("text_config") or about
-    rope = told.get("rope_parameters") or {}
+    language = about.get("text_config") or about
+    rope = language.get("rope_parameters") or {}
     rows, dim = checkpoint.shapes["model.embed_tokens.weight"]
     keys = checkpoint.shapes["model.layers.0.self_attn.k_proj.weight"][0]
-    heads = int(told.get("num_attention_heads", dim // HEAD))
+    heads = int(language.get("num_attention_heads", dim // HEAD))
     side = round(math.sqrt(int(about.get("image_area", AREA))) / PIXELS)
     return TransformerConfig(
         vocab_size=CODES + 1,
         dim=dim,
-        layers=int(told.get("num_hidden_layers", 0)) or checkpoint.count("model.layers."),
+        layers=int(language.get("num_hidden_layers", 0)) or checkpoint.count("model.layers."),
         heads=heads,
         kv_heads=keys * heads // dim,
         ffn_dim=checkpoint.shapes["model.layers.0.mlp.gate_proj.weight"][0],
         prefix=PROMPT_POSITIONS,
         grid=(side, side),
-        norm_eps=float(told.get("rms_norm_eps", 1e-5)),
-        rope_base=float(told.get("rope_theta", rope.get("rope_theta", 1e6))),
+        norm_eps=float(language.get("rms_norm_eps", 1e-5)),
+        rope_base=float(language.get("rope_theta", rope.get("rope_theta", 1e6))),
         rope="1d",
         rope_pairs="half",
         rope_prefix="identity",
@@ -85,7 +85,7 @@ def target_recipe(config: TransformerConfig) -> Recipe:
 def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
     named = checkpoint.renamed(authors_name)
     network = named.only(lambda name: not name.startswith(TOKENIZER))
-    config, inside = config_of(network, about), named.below(TOKENIZER)
+    config, inside = config_of(network, about), named.under(TOKENIZER)
     tokenizer = inside if inside.shapes else None
     condition = ConditionConfig("tokens", frame="emu3")
     return Published("emu3", config, condition, network, target_recipe(config), tokenizer)

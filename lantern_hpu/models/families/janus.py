@@ -60,24 +60,24 @@ def is_janus(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> boo
 
 def config_of(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
     """Sizes, from the tensors and what config.json says of the language model."""
-    told = about.get("language_config") or about.get("text_config") or {}
-    rope = told.get("rope_parameters") or {}
+    language = about.get("language_config") or about.get("text_config") or {}
+    rope = language.get("rope_parameters") or {}
     layer = f"{LANGUAGE}layers.0."
     dim = checkpoint.shapes[f"{LANGUAGE}embed_tokens.weight"][1]
     keys = checkpoint.shapes[f"{layer}self_attn.k_proj.weight"][0]
     codes, code_dim = checkpoint.shapes["gen_embed.weight"]
-    heads = int(told.get("num_attention_heads", dim // HEAD))
+    heads = int(language.get("num_attention_heads", dim // HEAD))
     return TransformerConfig(
         vocab_size=codes,
         dim=dim,
-        layers=int(told.get("num_hidden_layers", 0)) or checkpoint.count(f"{LANGUAGE}layers."),
+        layers=int(language.get("num_hidden_layers", 0)) or checkpoint.count(f"{LANGUAGE}layers."),
         heads=heads,
         kv_heads=keys * heads // dim,
         ffn_dim=checkpoint.shapes[f"{layer}mlp.gate_proj.weight"][0],
         prefix=PROMPT_POSITIONS,
         grid=grid_of(about),
-        norm_eps=float(told.get("rms_norm_eps", 1e-6)),
-        rope_base=float(told.get("rope_theta", rope.get("rope_theta", 10000.0))),
+        norm_eps=float(language.get("rms_norm_eps", 1e-6)),
+        rope_base=float(language.get("rope_theta", rope.get("rope_theta", 10000.0))),
         rope="1d",
         rope_pairs="half",
         rope_prefix="identity",
@@ -89,8 +89,8 @@ def config_of(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfi
 def grid_of(about: dict[str, Any]) -> tuple[int, int]:
     """Codes of a picture: as many as the picture that the model reads has patches."""
     vision = about.get("vision_config") or {}
-    told = vision.get("params") or vision
-    side = int(told.get("image_size", GRID[0] * 16)) // int(told.get("patch_size", 16))
+    vision = vision.get("params") or vision
+    side = int(vision.get("image_size", GRID[0] * 16)) // int(vision.get("patch_size", 16))
     return side, side
 
 
@@ -128,7 +128,7 @@ def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Publish
     words = ConditionConfig(
         "tokens", frame="janus", rows=drawing.shapes[f"{LANGUAGE}embed_tokens.weight"][0]
     )
-    inside = named.below(TOKENIZER)
+    inside = named.under(TOKENIZER)
     tokenizer = inside if inside.shapes else None
     return Published("janus", config, words, drawing, target_recipe(config), tokenizer)
 

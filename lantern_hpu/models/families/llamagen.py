@@ -19,7 +19,7 @@ from lantern_hpu.models.files.parts import CODE_PIXELS, Parts
 from lantern_hpu.models.files.recipe import Recipe, llama_block, take
 
 CAPTION_SLOTS = 120
-HEAD, WIDE_HEAD = 64, 100  # width of a head; the second is that of the 3B model, 3200 wide
+HEAD, LARGE_HEAD = 64, 100  # width of a head; the second is that of the 3B model, 3200 wide
 SIZES = (256, 384, 512)
 # Of the published models, by width and number of codes: B, L, XL, XXL, 3B
 LAYERS = {
@@ -127,8 +127,8 @@ def embedding_shape(checkpoint: Checkpoint) -> tuple[int, int]:
         if name in checkpoint:
             vocabulary, dim = checkpoint.shapes[name]
             return vocabulary, dim
-    found = listed(sorted(checkpoint.shapes))
-    raise WeightsError(f"{checkpoint.path} holds no token embedding", f"it holds {found}")
+    result = listed(sorted(checkpoint.shapes))
+    raise WeightsError(f"{checkpoint.path} holds no token embedding", f"it holds {result}")
 
 
 def prefix_of(checkpoint: Checkpoint) -> int:
@@ -143,9 +143,9 @@ def heads_of(checkpoint: Checkpoint, about: dict[str, Any], dim: int) -> int:
     """Number of heads, which no tensor's shape tells."""
     if "num_attention_heads" in about:
         return int(about["num_attention_heads"])
-    width = WIDE_HEAD if dim == 3200 or dim % HEAD else HEAD
+    width = LARGE_HEAD if dim == 3200 or dim % HEAD else HEAD
     if dim % width:
-        why = f"its width is {dim}, which neither {HEAD} nor {WIDE_HEAD} divides"
+        why = f"its width is {dim}, which neither {HEAD} nor {LARGE_HEAD} divides"
         hint = f'"num_attention_heads" in a config.json beside {checkpoint.path.name}'
         raise WeightsError(f"the number of heads of {checkpoint.path} is unknown", why, hint)
     return dim // width
@@ -180,7 +180,7 @@ def grid_side(checkpoint: Checkpoint, about: dict[str, Any], size: int | None) -
 def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
     """
     Raises:
-        WeightsError: its sizes cannot be told, or its classes are not ImageNet's.
+        WeightsError: its sizes cannot be inferred, or its classes are not ImageNet's.
     """
     # The Hugging Face copies lay the modules in `model.`, all but the head.
     bare = checkpoint.renamed(lambda name: name.removeprefix("model."))

@@ -24,8 +24,8 @@ SIZES = (512, 768, 1024)  # the published models; one draws its own
 
 
 def is_lumina(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
-    told = "z_loss_weight" in about or "lumina-mgpt" in called(about, parts)
-    return told and chameleon.is_chameleon(checkpoint, about, parts)
+    named = "z_loss_weight" in about or "lumina-mgpt" in called(about, parts)
+    return named and chameleon.is_chameleon(checkpoint, about, parts)
 
 
 def image_size(about: dict[str, Any], parts: Parts) -> int:

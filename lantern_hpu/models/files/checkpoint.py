@@ -44,7 +44,7 @@ class Checkpoint:
         shapes = {name: self.shapes[before] for name, before in old.items()}
         return Checkpoint(self.path, shapes, lambda name: self.read(old[name]))
 
-    def below(self, prefix: str) -> Checkpoint:
+    def under(self, prefix: str) -> Checkpoint:
         """Only the tensors whose names begin with a prefix, without it."""
         own = {name for name in self.shapes if name.startswith(prefix)}
         shapes = {name.removeprefix(prefix): self.shapes[name] for name in own}
@@ -99,8 +99,8 @@ def open_folder(folder: Path) -> Checkpoint:
     files = weights_files(folder)
     if len(files) == 1:
         return open_checkpoint(files[0])
-    found = ", ".join(file.name for file in files) or "nothing"
-    raise WeightsError(f"{folder} holds no weights that can be told apart", f"found {found}")
+    result = ", ".join(file.name for file in files) or "nothing"
+    raise WeightsError(f"{folder} holds no weights that can be distinguished", f"found {result}")
 
 
 def open_shards(folder: Path, index: Path) -> Checkpoint:
@@ -199,8 +199,8 @@ def settings_beside(path: Path) -> dict[str, Any]:
     file = folder_of(path) / "config.json"
     if not file.is_file():
         return {}
-    with reading(file) as found:
-        return found
+    with reading(file) as result:
+        return result
 
 
 def listed(names: Iterable[str]) -> str:

@@ -41,11 +41,11 @@ class PublishedModel:
         stored = open_checkpoint(parts.target).within("module.")
         with reported_as(f"{parts.target} does not describe a model"):
             family = family_of(stored, about, parts)
-            found = family.read(stored, about, parts)
-        tokenizer = open_checkpoint(parts.vq) if parts.vq else found.tokenizer
+            result = family.read(stored, about, parts)
+        tokenizer = open_checkpoint(parts.vq) if parts.vq else result.tokenizer
         absent = {
             "vq": (tokenizer is None, VQ_MISSING),
-            "text": (found.condition.kind == "t5" and parts.text is None, TEXT_MISSING),
+            "text": (result.condition.kind == "t5" and parts.text is None, TEXT_MISSING),
         }
         missing = [
             said for part, (lacks, said) in absent.items() if lacks and part not in parts.spared
@@ -54,14 +54,14 @@ class PublishedModel:
             hint = "name them, or lay them beside the target"
             raise WeightsError(f"parts are missing for {parts.target}", "; ".join(missing), hint)
         self.name, self.code_pixels = parts.name, family.code_pixels
-        self.vq, self.config = None, ModelConfig(found.config, found.condition)
+        self.vq, self.config = None, ModelConfig(result.config, result.condition)
         if tokenizer is not None:
             vq, self.vq = open_vq(tokenizer, family.normalized_codes)
-            check_vq(vq, found.config, family.code_pixels, tokenizer.path)
+            check_vq(vq, result.config, family.code_pixels, tokenizer.path)
             self.config = replace(self.config, vq=vq)
-        self.target = Stored(found.checkpoint, found.recipe, family.ignored)
+        self.target = Stored(result.checkpoint, result.recipe, family.ignored)
         published = parts.sampling
-        self.sampling = Sampling(**published) if published else family.sampling[found.kind]
+        self.sampling = Sampling(**published) if published else family.sampling[result.kind]
         self.fastest: dict[str, tuple[str, str | None]] = {}
 
     def weights(self) -> Weights:

@@ -72,5 +72,5 @@ def with_text(config: ModelConfig, folder: Path | None) -> ModelConfig:
     file = Path(config.condition.text or "") / "config.json"
     if not file.is_file():
         return config
-    with reading(file, "download it again") as found:
-        return replace(config, text=T5Config.from_json(found))
+    with reading(file, "download it again") as result:
+        return replace(config, text=T5Config.from_json(result))

@@ -110,9 +110,11 @@ def mistakes(
     wrong = []
     for name, source in recipe.items():
         if all(part in checkpoint for part in source.names):
-            found = shape_of(source, checkpoint)
-            if found != expected[name]:
-                wrong.append(f"{' + '.join(source.names)} {list(found)} for {list(expected[name])}")
+            result = shape_of(source, checkpoint)
+            if result != expected[name]:
+                wrong.append(
+                    f"{' + '.join(source.names)} {list(result)} for {list(expected[name])}"
+                )
     if wrong:
         yield f"{len(wrong)} of another shape ({listed(wrong)})"
 
@@ -223,5 +225,5 @@ def round_off(values: Tensor) -> list[float]:
     """Four numbers of a tensor, evenly spaced."""
     flat = values.flatten()
     step = max(1, flat.numel() // 4)
-    found: list[float] = flat[::step][:4].float().bfloat16().float().tolist()
-    return found
+    result: list[float] = flat[::step][:4].float().bfloat16().float().tolist()
+    return result

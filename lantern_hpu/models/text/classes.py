@@ -30,17 +30,17 @@ def class_index(text: str) -> int:
         return index
     name = _plain(text)
     known = [[_plain(name) for name in names] for names in _classes()]
-    found = [index for index, names in enumerate(known) if names[0] == name]
-    found = found or [index for index, names in enumerate(known) if name in names]
-    if not found:
+    result = [index for index, names in enumerate(known) if names[0] == name]
+    result = result or [index for index, names in enumerate(known) if name in names]
+    if not result:
         close = get_close_matches(name, {n for names in known for n in names}, n=5, cutoff=0.6)
         hint = ", ".join(close) or f"an index from 0 to {len(_classes()) - 1}"
         raise OptionError(f"no ImageNet class is called {text!r}", hint=hint)
-    if len(found) > 1:
-        meant = "; ".join(f"{i} ({', '.join(_classes()[i])})" for i in found)
+    if len(result) > 1:
+        meant = "; ".join(f"{i} ({', '.join(_classes()[i])})" for i in result)
         what = f"several ImageNet classes are called {text!r}"
         raise OptionError(what, meant, "the index of the one you mean")
-    return found[0]
+    return result[0]
 
 
 def class_name(index: int) -> str:

@@ -105,8 +105,8 @@ class SavedFeatures:
             if file.suffix == NUMPY:
                 return torch.from_numpy(np.load(file, allow_pickle=False))
             with safe_open(file, "pt") as stored:
-                found: Tensor = stored.get_tensor(prompt)
-                return found
+                result: Tensor = stored.get_tensor(prompt)
+                return result
         except (OSError, ValueError, TypeError, EOFError, SafetensorError) as error:
             raise WeightsError(f"cannot read the features of {prompt!r}", str(error)) from error
 
@@ -116,11 +116,14 @@ class SavedFeatures:
         Raises:
             WeightsError: they are of another shape, too many, or no numbers.
         """
-        found, what = self.read(prompt), f"the features of {prompt!r} in {self.path} cannot be used"
-        features = found[0] if found.dim() == 3 and len(found) == 1 else found
+        result, what = (
+            self.read(prompt),
+            f"the features of {prompt!r} in {self.path} cannot be used",
+        )
+        features = result[0] if result.dim() == 3 and len(result) == 1 else result
         if features.dim() != 2 or features.shape[1] != self.width:
             wanted = f"[tokens, {self.width}], as the target reads them"
-            raise WeightsError(what, f"they are {list(found.shape)}, expected {wanted}")
+            raise WeightsError(what, f"they are {list(result.shape)}, expected {wanted}")
         if not bool(features.isfinite().all()):
             raise WeightsError(what, "some are not finite")
         there = features.any(1).nonzero()[:, 0].tolist()

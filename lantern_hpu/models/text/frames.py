@@ -75,12 +75,12 @@ class Frame:
         self.words, self.config = words, config
         self.id: dict[str, int] = {}
         for name, want in self.special.items():
-            found = vocabulary.get(name)
-            if found is None or want not in (None, found):
-                why = f"{name} is {'missing' if found is None else f'token {found}'}"
+            result = vocabulary.get(name)
+            if result is None or want not in (None, result):
+                why = f"{name} is {'missing' if result is None else f'token {result}'}"
                 why += f", expected token {want}" if want is not None else ""
                 raise WeightsError(f"the tokenizer in {where} is not {self.family}'s", why)
-            self.id[name] = found
+            self.id[name] = result
         self.before: list[int] = []
         self.closing: list[int] = []  # the template's end, which is kept where a prompt is cut
         self.after: list[int] = []
@@ -242,7 +242,7 @@ def check_image_tokens(vocabulary: Mapping[str, int], codes: int, where: Path) -
         WeightsError: a name is missing or lies elsewhere.
     """
     for code in range(codes):
-        found = vocabulary.get(code_name(code))
-        if found != code + FIRST_IMAGE_TOKEN:
-            why = f"code {code} is token {found}, expected {code + FIRST_IMAGE_TOKEN}"
+        result = vocabulary.get(code_name(code))
+        if result != code + FIRST_IMAGE_TOKEN:
+            why = f"code {code} is token {result}, expected {code + FIRST_IMAGE_TOKEN}"
             raise WeightsError(f"the tokenizer in {where} is not Chameleon's", why)

@@ -90,13 +90,13 @@ class WordConditioner(nn.Module):
 
     def notes(self, prompt: str) -> list[str]:
         words = self.split(prompt)
-        found = []
+        result = []
         if not any(word in self.index for word in words[: self.prefix]):
-            found.append("no word of it is known to this model, so it may draw anything")
+            result.append("no word of it is known to this model, so it may draw anything")
         if len(words) > self.prefix:
             cut = " ".join(words[self.prefix :])
-            found.append(f"the prompt is longer than {self.prefix} words; left out: {cut!r}")
+            result.append(f"the prompt is longer than {self.prefix} words; left out: {cut!r}")
         unknown = [w for w in words[: self.prefix] if w not in self.index]
         if unknown:
-            found.append(f"words this model does not know: {', '.join(unknown)}")
-        return found
+            result.append(f"words this model does not know: {', '.join(unknown)}")
+        return result
