@@ -86,7 +86,7 @@ def check_vq(config: VQConfig, target: TransformerConfig, pixels: int, path: Pat
     if config.codebook_size != target.codes:
         why = f"it has {config.codebook_size} codes, the target draws {target.codes}"
     elif config.downsample != pixels:
-        why = f"a code of it is {config.downsample} pixels, the target's are {pixels}"
+        why = f"a code of it is {config.downsample} pixels wide, the target's are {pixels}"
     else:
         return
     raise WeightsError(f"the tokenizer {path} is for another target", why, "--vq with its own")
