@@ -23,7 +23,7 @@ from lantern_hpu.commands.options import add_processor_options, add_stretch_opti
 from lantern_hpu.errors import OptionError, exit_code, listed, require
 from lantern_hpu.files import check_free
 from lantern_hpu.graphs import RUNNERS
-from lantern_hpu.lab.measurements import show
+from lantern_hpu.lab.rows import show
 from lantern_hpu.lab.speed.cases import (
     GRAPHS,
     LARGE,

@@ -16,9 +16,9 @@ from pathlib import Path
 from lantern_hpu.errors import OutputError, exit_code, needing
 from lantern_hpu.files import write_file
 from lantern_hpu.lab.compare.comparison import load
-from lantern_hpu.lab.compare.document import csv_text, document, laid_out, main_table, notes
+from lantern_hpu.lab.compare.document import csv_text, document, main_table, notes
 from lantern_hpu.lab.compare.plots import draw
-from lantern_hpu.results.tables import markdown
+from lantern_hpu.lab.pages import render
 
 NAME = "comparison"  # of the table and the page
 
@@ -57,12 +57,12 @@ def run(args: argparse.Namespace) -> None:
     comparison = load(args.reports)
     pictures = draw(comparison)
     whole = document(comparison, pictures)
-    texts = {suffix: laid_out(whole, suffix) for suffix in ("html", "md")}
+    texts = {suffix: render(f"comparison.{suffix}", document=whole) for suffix in ("html", "md")}
     texts["csv"] = csv_text(comparison)
     files = {f"{NAME}.{suffix}": text.encode() for suffix, text in texts.items()}
     for picture in pictures:
         files |= {f"{picture.name}.png": picture.png, f"{picture.name}.svg": picture.svg}
-    print(markdown(*main_table(comparison)))
+    print(main_table(comparison).markdown())
     for entry in chain(*notes(comparison).values()):
         print(f"note: {entry}")
     for name, data in files.items():

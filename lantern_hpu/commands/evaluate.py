@@ -198,8 +198,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     if args.workers is not None:  # what cards there are is for those who draw
         device = replace(device, device=HOST, dtype="auto", graphs="auto", emulate=False)
     prepare(device.device, device.graphs, device.emulate)  # before torch is imported
-    from lantern_hpu.lab.measurements import heading
     from lantern_hpu.lab.pictures.run import Evaluation
+    from lantern_hpu.lab.rows import heading
     from lantern_hpu.pipeline import LanternPipeline
 
     # Whatever a protocol lacks is said before the model is loaded.

@@ -20,7 +20,7 @@ from pathlib import Path
 from lantern_hpu.backends import BACKENDS, EMULATED
 from lantern_hpu.errors import OptionError, choices, exit_code, require
 from lantern_hpu.files import write_file
-from lantern_hpu.lab.verify.page import counts, page, sentence
+from lantern_hpu.lab.verify.page import counts, page, summary
 from lantern_hpu.lab.verify.run import Wanted, resumed, verify
 
 
@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         finally:  # also of a run that was interrupted
             found = report.as_json()
             write_file(shown, page(found).encode(), force=True)
-        print(f"{sentence(found)}\n{wanted.output} and {shown} are written")
+        print(f"{summary(found)}\n{wanted.output} and {shown} are written")
         numbers = counts(found)
         fine = numbers["confirmed"] > 0 and not numbers["refuted"]
 

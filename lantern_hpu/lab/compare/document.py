@@ -1,28 +1,22 @@
-"""What a comparison says, in sections: the answer first, then pictures, then everything else; and its files.
+"""What a comparison shows, in sections: the answer first, then pictures, then everything else; and its files.
 
 `assets/comparison.html` and `comparison.md` lay them out.
 """
 
 from __future__ import annotations
 
-import base64
 import csv
 import io
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
-from typing import NamedTuple
 
-from lantern_hpu.files import ASSETS
 from lantern_hpu.lab.compare.comparison import BEST, Comparison, Run, setting
 from lantern_hpu.lab.compare.plots import Picture
 from lantern_hpu.lab.speed.report import EAGER, PARTS, Row
-from lantern_hpu.lab.speed.text import NAMES, OF_IMAGES, Columns
-from lantern_hpu.results.tables import amount, figure, markdown
-
-SHORT, NO_BREAK = 20, "\N{NO-BREAK SPACE}"
-INNER_GAP = re.compile(r"(?<!,) ")  # a space that does not follow a comma
+from lantern_hpu.lab.speed.text import NAMES, OF_IMAGES
+from lantern_hpu.lab.tables import Columns, Table
+from lantern_hpu.results.tables import amount, figure
 
 AGAINST_AR = " x ar: speed against ar of the same device, graph mode and batch."
 AGAINST_FIRST = " x A: speed against the first column."
@@ -37,13 +31,6 @@ DETAILS: Columns = {
     "start-up, s": lambda row: figure(row.startup_s),
     "captures after warm-up": lambda row: str(row.recompiles_after_warmup),
 }
-
-
-class Table(NamedTuple):
-    """Cells under their heads."""
-
-    head: list[str]
-    lines: list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -205,30 +192,6 @@ def details_table(comparison: Comparison) -> Table:
 
 
 # ------------------------------------------------------------------------------------ files
-
-
-def kept_together(text: str) -> str:
-    """A short text that breaks no line, and figures that break it only between them."""
-    if len(text) <= SHORT:
-        return text.replace(" ", NO_BREAK)
-    return INNER_GAP.sub(NO_BREAK, text) if text[:1].isdigit() else text
-
-
-def laid_out(document: Document, suffix: str) -> str:
-    """A page of HTML - no script, no font, no picture from elsewhere -, or Markdown, beside which the pictures lie."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
-
-    made = Environment(
-        loader=FileSystemLoader(ASSETS),
-        autoescape=select_autoescape(),
-        trim_blocks=True,
-        keep_trailing_newline=True,
-        undefined=StrictUndefined,
-    )
-    made.filters["kept_together"] = kept_together
-    made.filters["base64"] = lambda data: base64.b64encode(data).decode()
-    made.filters["markdown"] = lambda table: markdown(*table)
-    return made.get_template(f"comparison.{suffix}").render(document=document)
 
 
 def csv_text(comparison: Comparison) -> str:

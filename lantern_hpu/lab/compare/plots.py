@@ -5,7 +5,6 @@ A device has a colour and a method a marker.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -13,18 +12,26 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lantern_hpu.files import ASSETS
 from lantern_hpu.lab.compare.comparison import Comparison, Key, Run
+from lantern_hpu.lab.plots import (
+    MARKERS,
+    far_apart,
+    in_style,
+    legend_under,
+    plain_ticks,
+    saved,
+)
+from lantern_hpu.lab.plots import (
+    panels as panels_of,
+)
 from lantern_hpu.lab.speed.report import EAGER, PARTS, Row
 from lantern_hpu.methods.methods import METHODS
 from lantern_hpu.results.tables import figure as digits
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
-STYLE = ASSETS / "comparison.mplstyle"
 PALE = "#9ecae1"  # of a single run's eager figures
 PART_COLOURS = {  # of each part of a step, and of the figures on it
     "draft": ("#56b4e9", "black"),
@@ -35,9 +42,7 @@ PART_COLOURS = {  # of each part of a step, and of the figures on it
     "host": ("#bdbdbd", "black"),
 }
 LEAST = 9  # per cent of a step that are named on their bar
-MARKERS = "osD^vP*Xp<>"
 ACROSS = 5  # panels beside each other
-SPREAD = 15  # largest over smallest value from which an axis is logarithmic
 Line = tuple[str, str, str]  # method, tree, setting
 
 
@@ -54,13 +59,15 @@ class Picture:
 
 def draw(comparison: Comparison) -> list[Picture]:
     """All pictures that the runs have figures for."""
-    from matplotlib import style
-
-    with style.context(STYLE, after_reset=True):
+    with in_style("compare"):
         return [
-            Picture(name, title, caption, *saved(make(comparison)))
+            Picture(name, title, caption, *files_of(make(comparison)))
             for name, title, caption, make in pictures(comparison)
         ]
+
+
+def files_of(figure: Figure) -> tuple[bytes, bytes]:
+    return saved(figure, "png"), saved(figure, "svg")
 
 
 def pictures(
@@ -97,16 +104,6 @@ def pictures(
         f"{'Steps of an image' if comparison.of_steps else 'Images'} a second{modes}. Higher is better.",
         throughput,
     )
-
-
-def saved(figure: Figure) -> tuple[bytes, bytes]:
-    """PNG and SVG, without the date and the program that would make them differ."""
-    png, svg = io.BytesIO(), io.BytesIO()
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")  # laid out once, not at each of the draws that saving takes
-    figure.savefig(png, format="png", metadata={"Software": None})
-    figure.savefig(svg, format="svg", metadata={"Date": None, "Creator": None})
-    return png.getvalue(), svg.getvalue()
 
 
 # ------------------------------------------------------------------------------------ what is drawn
@@ -156,17 +153,6 @@ def lines_of(comparison: Comparison) -> dict[Line, str]:
 # ------------------------------------------------------------------------------------ axes
 
 
-def panels_of(
-    width: float, height: float, columns: int = 1, rows: int = 1
-) -> tuple[Figure, list[Axes]]:
-    """A figure with panels of one vertical scale, row by row; sizes in inches."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width, height), layout="constrained")
-    axes = figure.subplots(rows, columns, sharey=True, squeeze=False)
-    return figure, list(axes.flat)
-
-
 def bar_panels(
     batches: Sequence[int], height: float, names: Sequence[str], label: str
 ) -> tuple[Figure, list[Axes]]:
@@ -179,26 +165,6 @@ def bar_panels(
     panels[0].set_ylim(len(names) - 0.45, -0.55)
     panels[0].set_ylabel(label)
     return figure, panels
-
-
-def far_apart(values: Sequence[float]) -> bool:
-    """Whether values ask for a logarithmic axis."""
-    return min(values) > 0 and max(values) / min(values) > SPREAD
-
-
-def plain_ticks(axis: Axis) -> None:
-    """Numbers as one writes them, on a logarithmic axis."""
-    from matplotlib.ticker import LogLocator
-
-    axis.set_major_locator(LogLocator(base=10, subs=(1.0, 3.0)))
-    axis.set_major_formatter("{x:g}")
-    axis.set_minor_formatter("")
-
-
-def legend_under(figure: Figure, axes: Axes, columns: int) -> None:
-    """One legend for all panels."""
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
 # ------------------------------------------------------------------------------------ the pictures

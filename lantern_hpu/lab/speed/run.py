@@ -20,7 +20,7 @@ from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.cpu.processor import processor_name
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.graphs import check_mode
-from lantern_hpu.lab.measurements import heading
+from lantern_hpu.lab.rows import heading
 from lantern_hpu.lab.speed.cases import Case, Wanted, cases_of, settle
 from lantern_hpu.lab.speed.measure import BRIEF_WARM_UP, WARM_UP, Meter
 from lantern_hpu.lab.speed.random_weights import make_model

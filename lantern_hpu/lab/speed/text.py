@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from lantern_hpu.lab.speed.report import PARTS, Row
-from lantern_hpu.results.tables import figure, markdown, percent
+from lantern_hpu.lab.tables import Columns, Table, ratio
+from lantern_hpu.results.tables import figure, percent
 
-Columns = dict[str, Callable[[Row], str]]  # what a table says of a row, under its heads
 NAMES: Columns = {
     "method": lambda row: row.method,
     "tree": lambda row: row.tree,
@@ -25,10 +25,10 @@ OF_IMAGES: Columns = {
     "p50": lambda row: figure(row.p50_seconds_per_image),
     "p95": lambda row: figure(row.p95_seconds_per_image),
     "images/s": lambda row: figure(row.images_per_second),
-    "tokens a step": lambda row: times(row.tokens_per_step),
+    "tokens a step": lambda row: ratio(row.tokens_per_step),
     "ms a step": lambda row: figure(row.ms_per_step),
-    "x ar": lambda row: times(row.speed_against_ar),
-    "x eager": lambda row: times(row.speed_against_eager),
+    "x ar": lambda row: ratio(row.speed_against_ar),
+    "x eager": lambda row: ratio(row.speed_against_eager),
     **FLOOR,
     "host reads": lambda row: figure(row.host_reads_per_image),
 }
@@ -36,20 +36,15 @@ OF_STEPS: Columns = {
     "ms a step": lambda row: figure(row.ms_per_step),
     "p50": lambda row: figure(row.p50_ms_per_step),
     "p95": lambda row: figure(row.p95_ms_per_step),
-    "x eager": lambda row: times(row.speed_against_eager),
+    "x eager": lambda row: ratio(row.speed_against_eager),
     **FLOOR,
 }
 
 
-def times(value: float | None) -> str:
-    """A ratio; empty where there is none."""
-    return "" if value is None else f"{value:.2f}"
-
-
 def rows_table(rows: Sequence[Row]) -> str:
     """All rows."""
-    columns = NAMES | (OF_IMAGES if rows[0].images else OF_STEPS)
-    return markdown(list(columns), [[say(row) for say in columns.values()] for row in rows])
+    columns = {**NAMES, **(OF_IMAGES if rows[0].images else OF_STEPS)}
+    return Table.of(columns, rows).markdown()
 
 
 def square_table(rows: Sequence[Row]) -> str:
@@ -63,31 +58,35 @@ def square_table(rows: Sequence[Row]) -> str:
     lines = []
     for key in dict.fromkeys(row.draft for row in rows):
         costs = [cells.get((key, mode)) for mode in modes]
-        gains = [times(costs[0] / other if costs[0] and other else None) for other in costs[1:]]
+        gains = [ratio(costs[0] / other if costs[0] and other else None) for other in costs[1:]]
         lines.append([*map(str, key), *map(figure, costs), *gains])
-    return markdown(head, lines)
+    return Table(head, lines).markdown()
 
 
 def split_table(rows: Sequence[Row]) -> str:
     """Where the time of an eager step goes; each row once, whatever its graphs."""
-    head = ["method", "tree", "batch", "eager step, ms", *PARTS, "verify floor, ms", "reached"]
-    lines = []
-    for row in {row.draft: row for row in rows}.values():
-        total = sum(row.eager_step_ms.values())
-        shares = [percent(row.eager_step_ms[part] / total) for part in PARTS]
-        reached = [figure(row.verify_floor_ms), percent(row.verify_floor_ratio)]
-        lines.append([*map(str, row.draft), figure(total), *shares, *reached])
-    return markdown(head, lines)
+
+    def share(part: str) -> Callable[[Row], str]:
+        return lambda row: percent(row.eager_step_ms[part] / sum(row.eager_step_ms.values()))
+
+    columns: Columns = {
+        **{name: NAMES[name] for name in ("method", "tree", "batch")},
+        "eager step, ms": lambda row: figure(sum(row.eager_step_ms.values())),
+        **{part: share(part) for part in PARTS},
+        "verify floor, ms": lambda row: figure(row.verify_floor_ms),
+        "reached": lambda row: percent(row.verify_floor_ratio),
+    }
+    return Table.of(columns, {row.draft: row for row in rows}.values()).markdown()
 
 
 def reference_lines(report: Mapping[str, Any]) -> str:
     """The device's measured rates, and the model where it is not as it comes."""
     rates, dtype = report["rates"], report["dtype"]
-    said = [f"copies {rates['copy_bytes_per_s'] / 1e9:.3g} GB/s (read and written)"]
+    rates_shown = [f"copies {rates['copy_bytes_per_s'] / 1e9:.3g} GB/s (read and written)"]
     matrices = {"bfloat16": rates["bf16_operations_per_s"], dtype: rates["operations_per_s"]}
-    said += [f"{name} matrices {v / 1e12:.3g} TFLOP/s" for name, v in matrices.items() if v]
+    rates_shown += [f"{name} matrices {v / 1e12:.3g} TFLOP/s" for name, v in matrices.items() if v]
     model = f"{report['model']}, {dtype}, " if report.get("stretched") else ""
-    return f"{model}{report['device_title']}: {'; '.join(said)}"
+    return f"{model}{report['device_title']}: {'; '.join(rates_shown)}"
 
 
 def tables(report: Mapping[str, Any]) -> str:
