@@ -1,14 +1,15 @@
-"""What an evaluation says: rows for `evaluation.json`, a table, a page. Needs no torch."""
+"""What an evaluation shows: rows for `evaluation.json`, a table, plots of quality against speed. Needs no torch."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from lantern_hpu.lab import plots
 from lantern_hpu.lab.pictures.folder import Line
 from lantern_hpu.lab.pictures.statistics import (
     Array,
@@ -19,7 +20,10 @@ from lantern_hpu.lab.pictures.statistics import (
     floors,
     ratio_metric,
 )
-from lantern_hpu.results.tables import markdown
+from lantern_hpu.lab.tables import Columns, Table, plus_minus
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 STEPS = ratio_metric("tokens_per_step", "tokens a step", "higher", 2)
 SECONDS = ratio_metric("seconds_per_image", "seconds an image", "lower", 3)
@@ -83,39 +87,73 @@ def cell(metric: Metric, row: Row) -> str:
     """A figure with its interval, marked where it may be noise."""
     if metric.name not in row.figures:
         return ""
-    one, digits = row.figures[metric.name], metric.digits
-    around = "" if math.isnan(one.around) else f" ± {one.around:.{digits}f}"
-    noise = metric.name in row.against and row.against[metric.name].noise
-    mark = f" {NOISE}" if noise and metric not in PACE else ""
-    return f"{one.value:.{digits}f}{around}{mark}"
+    one = row.figures[metric.name]
+    noise = metric.name in row.against and row.against[metric.name].noise and metric not in PACE
+    return plus_minus(one.value, one.around, metric.digits) + f" {NOISE}" * noise
 
 
 def distance(row: Row) -> str:
     """The total variation of the next token."""
     tv = row.extra.get("tv")
-    return "" if tv is None else f"{tv:.3f} ± {row.extra.get('tv_interval') or 0:.3f}"
+    return "" if tv is None else plus_minus(tv, row.extra.get("tv_interval") or 0.0)
 
 
-def table(rows: Sequence[Row], metrics: Sequence[Metric]) -> str:
-    """Method by figure, as Markdown."""
-    law = any("tv" in row.extra for row in rows)
+def figures_table(rows: Sequence[Row], metrics: Sequence[Metric]) -> Table:
+    """Method by figure."""
     shown = [m for m in (*PACE, *metrics) if any(m.name in row.figures for row in rows)]
-    head = ["method", *(m.title for m in shown), *(["TV of the next token"] if law else [])]
-    lines = [
-        [row.name, *(cell(m, row) for m in shown), *([distance(row)] if law else [])]
-        for row in rows
-    ]
-    return markdown(head, lines)
+    columns: Columns = {
+        "method": lambda row: row.name,
+        **{metric.title: partial(cell, metric) for metric in shown},
+    }
+    if any("tv" in row.extra for row in rows):
+        columns = {**columns, "TV of the next token": distance}
+    return Table.of(columns, rows)
 
 
-def page(about: Mapping[str, Any], rows: Sequence[Row], metrics: Sequence[Metric]) -> str:
-    """The whole page."""
-    pictures = "\n\n".join(
-        f"![{name}]({name}.png)" for name in ("quality-tokens", "quality-seconds")
-    )
-    notes = "\n".join(f"- {note}" for note in about["notes"])
-    return (
-        f"# What a method costs in pictures: {about['model']}\n\n"
-        f"{about['protocol']}\n\n{table(rows, metrics)}\n\n{notes}\n\n{pictures}\n\n"
-        f"Made on {about['date']} with `{about['command']}`\n"
-    )
+# ------------------------------------------------------------------------------------ plots
+
+
+def plot(
+    rows: Sequence[Row], baselines: Sequence[Row], metrics: Sequence[Metric], pace: Metric
+) -> bytes:
+    """Quality against speed as a PNG file: a panel for each metric, a colour for each method.
+
+    Args:
+        baselines: drawn as level lines. pace: what stands on the horizontal axis.
+    """
+    with plots.in_style("evaluate"):
+        figure, panels = plots.panels(3.4 * len(metrics), 3.7, len(metrics), sharey=False)
+        for axes, metric in zip(panels, metrics, strict=True):
+            draw_metric(axes, rows, metric, pace)
+            for one, dashes in zip(baselines, (":", "--", "-."), strict=False):
+                if metric.name in one.figures:
+                    level = one.figures[metric.name].value
+                    look = {"color": "0.45", "linewidth": 1, "linestyle": dashes}
+                    axes.axhline(level, label=one.name, **look)
+        plots.legend_under(figure, panels[0], 6)
+        return plots.saved(figure, "png")
+
+
+def draw_metric(axes: Axes, rows: Sequence[Row], metric: Metric, pace: Metric) -> None:
+    """A line for each method through its settings."""
+    shown = [row for row in rows if metric.name in row.figures]
+    shown.sort(key=lambda row: row.figures[pace.name].value)
+    methods = dict.fromkeys(str(row.about["method"]) for row in rows)
+    for i, method in enumerate(methods):
+        mine = [row for row in shown if row.about["method"] == method]
+        x, y = ([row.figures[name] for row in mine] for name in (pace.name, metric.name))
+        axes.errorbar(
+            [one.value for one in x],
+            [one.value for one in y],
+            xerr=[one.around for one in x],
+            yerr=[one.around for one in y],
+            color=f"C{i}",
+            marker=plots.MARKERS[i % len(plots.MARKERS)],
+            elinewidth=0.8,
+            label=method,
+        )
+        for row, across, up in zip(mine, x, y, strict=True):
+            spot, about = (across.value, up.value), row.name.partition(":")[2]
+            axes.annotate(about, spot, (4, 4), textcoords="offset points", fontsize=6.5)
+    axes.set_xlabel(pace.title)
+    axes.set_title(f"{metric.title}\n{metric.better and metric.better + ' is better'}".strip())

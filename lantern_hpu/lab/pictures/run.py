@@ -10,17 +10,19 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from lantern_hpu.errors import OptionError, needing
+from lantern_hpu.errors import OptionError
 from lantern_hpu.files import write_file
 from lantern_hpu.lab.fidelity import measure, total
+from lantern_hpu.lab.pages import render
 from lantern_hpu.lab.pictures.drawing import AGAIN, Column, Crew, Drawing, columns
 from lantern_hpu.lab.pictures.folder import open_folder
 from lantern_hpu.lab.pictures.options import EvaluateOptions, FidelityOptions, Setting
 from lantern_hpu.lab.pictures.painted import extra_of
-from lantern_hpu.lab.pictures.plots import plot
-from lantern_hpu.lab.pictures.report import NOISE, PACE, Row, judged, pace, page, table
+from lantern_hpu.lab.pictures.report import NOISE, PACE, Row, figures_table, judged, pace, plot
 from lantern_hpu.lab.pictures.sets import Item, digest
 from lantern_hpu.lab.pictures.statistics import Metric, Rows, figures
+from lantern_hpu.lab.plots import in_style
+from lantern_hpu.lab.rows import write_rows
 from lantern_hpu.methods.methods import Sampling
 from lantern_hpu.pipeline import LanternPipeline
 
@@ -82,8 +84,8 @@ class Evaluation:
         Raises:
             LanternError: the folder holds something else, a picture is broken, or the model cannot draw this.
         """
-        with needing("matplotlib", "it draws the plots", "evaluate"):
-            import matplotlib.figure  # noqa: F401
+        with in_style("evaluate"):  # matplotlib is there
+            pass
         outside = {name: self.outside(folder) for name, folder in self.folders.items()}
         identity = self.identity()
         open_folder(self.output, identity)
@@ -197,8 +199,9 @@ class Evaluation:
         axes = {"quality-tokens": PACE[0], "quality-seconds": PACE[1]} if metrics else {}
         timed = [row for row in rows if row.about]
         files = {f"{n}.png": plot(timed, baselines, metrics, axis) for n, axis in axes.items()}
-        files["evaluation.json"] = json.dumps(document, indent=1).encode()
-        files["evaluation.md"] = page({**self.about, **told}, everything, metrics).encode()
-        for name, data in files.items():
+        table = figures_table(everything, metrics)
+        page = render("evaluation.md", about={**self.about, **told}, table=table)
+        write_rows(self.output / "evaluation.json", document, force=True)
+        for name, data in {**files, "evaluation.md": page.encode()}.items():
             write_file(self.output / name, data, force=True)
-        return table(everything, metrics)
+        return table.markdown()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from lantern_hpu.decode.counts import KINDS
+from lantern_hpu.lab.tables import Table
 from lantern_hpu.lab.tune.costs import Costs
 from lantern_hpu.lab.tune.expectation import ChanceTable, estimate
 from lantern_hpu.lab.tune.result import Tuning
-from lantern_hpu.results.tables import markdown
 
 HEAD = "expected -> measured, nodes, depth, tokens a step, ms a step, ms a token, x ar".split(", ")
 
@@ -25,7 +25,7 @@ def table(tuning: Tuning) -> str:
         pairs = [*row.pairs, row.times_as_fast(ar), tuned.times_as_fast(row)]
         cells = [f"{before:.2f} -> {after:.2f}" for before, after in pairs]
         lines.append([row.name, str(row.tree.size), str(row.tree.depth), *cells])
-    return markdown([*HEAD, f"{tuned.name} is x"], lines)
+    return Table([*HEAD, f"{tuned.name} is x"], lines).markdown()
 
 
 def costs_text(costs: Costs) -> str:

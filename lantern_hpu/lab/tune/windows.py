@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from lantern_hpu.lab.tables import Table
 from lantern_hpu.lab.tune.result import Figures, Measured, Ranking
 from lantern_hpu.lab.tune.tuner import Tuner
 from lantern_hpu.methods.methods import METHODS
-from lantern_hpu.results.tables import markdown
 from lantern_hpu.tree import DraftTree, Window
 
 WIDTHS = (8, 16, 32, 64)
@@ -65,4 +65,4 @@ def summary(tuning: WindowTuning) -> str:
     said = f"ar wins: {best.name}, the fastest window, draws {gain}"
     if not tuning.ar_wins:
         said = f"{best.name} draws {gain} as ar"
-    return f"{markdown(HEAD, lines)}\n\n{said}"
+    return f"{Table(HEAD, lines).markdown()}\n\n{said}"
