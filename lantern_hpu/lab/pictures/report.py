@@ -128,8 +128,7 @@ def plot(
             for one, dashes in zip(baselines, (":", "--", "-."), strict=False):
                 if metric.name in one.figures:
                     level = one.figures[metric.name].value
-                    look = {"color": "0.45", "linewidth": 1, "linestyle": dashes}
-                    axes.axhline(level, label=one.name, **look)
+                    axes.axhline(level, color="0.45", lw=1, ls=dashes, label=one.name)
         plots.legend_under(figure, panels[0], 6)
         return plots.saved(figure, "png")
 
