@@ -252,7 +252,22 @@ def test_flags_are_set_before_a_device_is_imported_and_reported(gaudi: dict[str,
 
 def test_flags_and_a_replaced_torch_are_called_out(gaudi: dict[str, str]) -> None:
     text = run({**gaudi, "PT_HPU_LAZY_MODE": "1"})
-    assert "mode   lazy: PT_HPU_LAZY_MODE=1 was set already" in text
-    assert "set    PT_HPU_WEIGHT_SHARING=0" in text
-    assert "yours  PT_HPU_LAZY_MODE=1" in text
+    assert "mode     lazy: PT_HPU_LAZY_MODE=1 was set already" in text
+    assert "set      PT_HPU_WEIGHT_SHARING=0: it wraps parameters" in text
+    assert "yours    PT_HPU_LAZY_MODE=1, as it would be set: HPU graphs need lazy mode" in text
     assert "--  REPLACED: " in text and "built for 2.4.0a0+git1234567" in text
+
+
+def test_a_setting_of_the_users_is_kept_and_what_it_does_is_said(gaudi: dict[str, str]) -> None:
+    flag = "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE"
+    text = run({**gaudi, "PT_HPU_LAZY_MODE": "0"})
+    assert f"set      {flag}=0: memory that is reused between compiled parts" in text
+    text = run({**gaudi, "PT_HPU_LAZY_MODE": "0", flag: "1"})
+    assert f"yours    {flag}=1, kept; 0 would be set: " in text
+    assert "1 saves memory, and a step that is cut in parts may read overwritten state" in text
+
+
+def test_a_fatal_flag_is_named_before_anything_is_loaded(gaudi: dict[str, str]) -> None:
+    text = run({**gaudi, "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES": "yes"})
+    assert "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES=yes would end Gaudi's software" in text
+    assert "it takes 0, 1, true, false alone" in text

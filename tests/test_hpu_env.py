@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import warnings
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +22,7 @@ from lantern_hpu.errors import CaptureError, DeviceError
 
 ROOT = Path(__file__).parent.parent
 FORK, STOCK = "2.10.0a0+git1234567", "2.10.0+cpu"
+FORKS, UPSTREAM = "_plugin 2_plugin", "2_plugin.upstream"
 
 
 @pytest.fixture(autouse=True)
@@ -47,23 +49,25 @@ def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
 def load(monkeypatch: pytest.MonkeyPatch, lazy: bool) -> None:
     """Gaudi's software is imported already."""
     hpu = ModuleType("habana_frameworks.torch.hpu")
-    if lazy:
-        hpu.wrap_in_hpu_graph = print  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, hpu.__name__, hpu)
+    hpu.wrap_in_hpu_graph = print  # type: ignore[attr-defined]  # 1.24 has the name in every mode
+    internal = ModuleType("habana_frameworks.torch.utils.internal")
+    internal.is_lazy = lambda: lazy  # type: ignore[attr-defined]
+    for module in (hpu, internal):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 def add_plugin(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, built_for: str = "", upstream: bool = False
+    monkeypatch: pytest.MonkeyPatch, folder: Path, built_for: str = "", libraries: str = ""
 ) -> None:
-    """Gaudi's package lies on the path and is not imported."""
+    """Gaudi's package lies on the path and is not imported; `libraries` are those of FORKS and UPSTREAM."""
     torch = folder / "site" / "habana_frameworks" / "torch"
     (torch / "lib").mkdir(parents=True)
     (torch.parent / "__init__.py").write_text("raise RuntimeError('imported')\n")
     (torch / "__init__.py").write_text("raise RuntimeError('imported')\n")
     if built_for:
         (torch / "required_version.txt").write_text(built_for + "\n")
-    if upstream:
-        (torch / "lib" / "libhabana_pytorch2_plugin.upstream.so").touch()
+    for name in libraries.split():
+        (torch / "lib" / f"libhabana_pytorch{name}.so").touch()
     monkeypatch.syspath_prepend(str(folder / "site"))
 
 
@@ -95,7 +99,7 @@ def test_auto_is_lazy_with_gaudis_own_torch_alone(
     assert str(torch) in flags.why
 
 
-@pytest.mark.parametrize(("value", "lazy"), [("0", False), ("1", True), ("2", True)])
+@pytest.mark.parametrize(("value", "lazy"), [("0", False), ("1", True)])
 def test_auto_follows_the_users_flag(
     monkeypatch: pytest.MonkeyPatch, value: str, lazy: bool
 ) -> None:
@@ -260,17 +264,17 @@ def test_plugin_is_found_with_its_version(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize(
-    ("torch", "built_for", "upstream", "replaced"),
+    ("torch", "built_for", "libraries", "replaced"),
     [
-        (FORK, FORK, False, False),
-        (FORK, "2.9.0a0+git7654321", False, True),
-        ("2.13.0", FORK, False, True),
-        ("2.13.0", FORK, True, True),
-        (STOCK, FORK, False, True),
-        ("2.10.0", FORK, False, True),
-        ("2.10.0+cu128", "", False, True),
-        (STOCK, FORK, True, False),
-        (STOCK, STOCK, True, False),
+        (FORK, FORK, FORKS, False),
+        (FORK, "2.9.0a0+git7654321", FORKS, True),
+        (FORK, FORK, UPSTREAM, True),
+        ("2.13.0", FORK, FORKS, True),
+        ("2.13.0", FORK, UPSTREAM, True),
+        (STOCK, FORK, FORKS, True),
+        ("2.10.0", STOCK, UPSTREAM, True),
+        ("2.10.0+cu128", STOCK, UPSTREAM, True),
+        (STOCK, STOCK, UPSTREAM, False),
     ],
 )
 def test_a_replaced_torch_is_told_from_gaudis_two_kinds(
@@ -278,15 +282,123 @@ def test_a_replaced_torch_is_told_from_gaudis_two_kinds(
     tmp_path: Path,
     torch: str,
     built_for: str,
-    upstream: bool,
+    libraries: str,
     replaced: bool,
 ) -> None:
-    add_plugin(monkeypatch, tmp_path, built_for, upstream)
+    add_plugin(monkeypatch, tmp_path, built_for, libraries)
     pretend(monkeypatch, torch=torch)
     check = found("torch")
     assert check.ok != replaced
     assert ("REPLACED" in check.detail) == replaced
     assert torch in check.detail
+
+
+@pytest.mark.parametrize(
+    ("torch", "libraries", "lazy", "said"),
+    [
+        (FORK, FORKS, True, None),
+        (FORK, "2_plugin", True, "lib/libhabana_pytorch_plugin.so"),
+        (FORK, "_plugin", False, "lib/libhabana_pytorch2_plugin.so"),
+        (STOCK, UPSTREAM, False, None),
+        (STOCK, UPSTREAM, True, "lazy mode needs Gaudi's own"),
+        ("2.10.0+cu128", UPSTREAM, False, "neither Gaudi's own build nor a +cpu build"),
+        ("2.10.0", UPSTREAM, False, "neither Gaudi's own build nor a +cpu build"),
+    ],
+)
+def test_what_lacks_for_a_mode_is_named_before_the_plugin_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    torch: str,
+    libraries: str,
+    lazy: bool,
+    said: str | None,
+) -> None:
+    add_plugin(monkeypatch, tmp_path, torch, libraries)
+    pretend(monkeypatch, torch=torch)
+    why = hpu_env.unfit(lazy)
+    assert (why is None) == (said is None)
+    assert said is None or said in str(why)
+
+
+def test_without_the_lazy_library_the_default_is_compile_mode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    add_plugin(monkeypatch, tmp_path, FORK, "2_plugin")
+    pretend(monkeypatch, torch=FORK)
+    flags = prepare(environ={})
+    assert not flags.lazy and "libhabana_pytorch_plugin.so" in flags.why
+    assert not found("torch").ok and "no HPU graphs" in found("torch").detail
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [("1.19.0.561", "1.19"), ("1.24.0.1007", "1.24"), ("1.23.1", "1.24"), ("1.20.0", "1.19")],
+)
+def test_the_plugins_version_picks_the_release(
+    monkeypatch: pytest.MonkeyPatch, version: str, release: str
+) -> None:
+    pretend(monkeypatch, torch=FORK, habana_torch_plugin=version)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert prepare(environ={}).release == release
+    known = version.startswith(release)
+    assert [str(w.message) for w in said] == (
+        [] if known else [f"bridge {version[:4]} was not read; the contract of {release} is used"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "flag"),
+    [
+        ("1.19.0", "PT_HPU_USE_INPLACE_INDEX_COPY"),
+        ("1.24.0", "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE"),
+    ],
+)
+def test_compile_mode_sets_what_keeps_state_right(
+    monkeypatch: pytest.MonkeyPatch, version: str, flag: str
+) -> None:
+    pretend(monkeypatch, torch=FORK, habana_torch_plugin=version)
+    assert prepare("compile", environ={}).chosen[flag] == "0"
+    assert flag not in prepare("hpu_graph", environ={}).chosen
+    mine = prepare("compile", environ={flag: "1"})
+    assert flag not in mine.chosen and mine.respected == {flag: "1"}
+    assert any(setting.name == flag and setting.otherwise for setting in mine.settings)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "why"),
+    [
+        ("PT_HPU_LAZY_MODE", "2", "0 or 1"),
+        ("PT_HPU_ENABLE_LAZY_COLLECTIVES", "on", "0, 1, true, false"),
+        ("PT_ENABLE_INT64_SUPPORT", "yes", "0, 1, true, false"),
+        ("PT_HPU_USE_EAGER_FALLBACK", "never", "on, off"),
+        ("PT_HPU_RECIPE_CACHE_CONFIG", "/tmp/a,yes,1024", "PATH[,true|false"),
+        ("PT_HPU_RECIPE_CACHE_CONFIG", "/tmp/a~b", "characters"),
+        ("PT_HPU_RECIPE_CACHE_CONFIG", "{link}", "symbolic link"),
+        ("PT_HPU_RECIPE_CACHE_CONFIG", "{file}", "no directory"),
+    ],
+)
+def test_a_value_that_ends_the_process_is_refused_first_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, flag: str, value: str, why: str
+) -> None:
+    """backend/synapse_helpers/env_flags_impl.cpp of 1.24; 1.19 has no such checks."""
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    value = value.format(link=tmp_path / "link", file=tmp_path / "file")
+    pretend(monkeypatch, torch=FORK, habana_torch_plugin="1.24.0")
+    with pytest.raises(DeviceError) as refused:
+        prepare(environ={flag: value})
+    assert f"{flag}={value}" in refused.value.what and why in refused.value.why
+    pretend(monkeypatch, torch=FORK, habana_torch_plugin="1.19.0")
+    prepare(environ={flag: value})
+
+
+def test_good_values_are_let_through() -> None:
+    good = {
+        "PT_HPU_ENABLE_LAZY_COLLECTIVES": "TRUE",
+        "PT_HPU_RECIPE_CACHE_CONFIG": "/tmp,false,1024,true",
+    }
+    assert prepare("hpu_graph", environ=dict(good)).respected == good
 
 
 @pytest.mark.parametrize("node", ["accel/accel0", "hl0"])
@@ -374,6 +486,8 @@ MESSAGES = [
     "Error when trying to cast Long to Int, Input values range [0, 4294967296] exceeds Int range",
     "Error: Compile-time major/minor PyTorch version 2.10.0 differs from run-time 2.13.0.",
     "Stock PyTorch version 2.10.0+cpu is not supported in Lazy mode.",
+    "Current PyTorch version 2.10.0+cu128 is detected as neither HPU fork nor CPU upstream.",
+    "/x/habana_frameworks/torch/lib/libhabana_pytorch_plugin.so not found.",
     "/x/habana_frameworks/torch/lib/libhabana_pytorch_plugin.so: undefined symbol: _ZN2at4_ops",
     "libSynapse.so: cannot open shared object file: No such file or directory",
     "No module named 'habana_frameworks'",
@@ -381,6 +495,7 @@ MESSAGES = [
     "module 'habana_frameworks.torch.hpu' has no attribute 'wrap_in_hpu_graph'",
     "Invalid backend: 'hpu_backend', see `torch._dynamo.list_backends()` for available backends.",
     "Flags name: PT_HPU_RECIPE_CACHE_CONFIG,/tmp,true,1 does not match expected format.",
+    "Flags name: PT_HPU_LAZY_MODE,Value '2' is not allowed. Allowed values: 0 | 1.",
     "synLaunch failed with synStatus 7 [Failed to submit].",
 ]
 
@@ -405,6 +520,9 @@ def test_known_errors_are_explained_with_something_to_try(index: int) -> None:
         ("capture must end on the stream it began on", 8),
         ("synNodeCreateWithId failed for node: batch_gemm with synStatus 26", 9),
         ("synStatus=4 [Out of device memory]", 4),
+        ("Upstream PyTorch version 2.10.0+cpu is not supported in Lazy mode.", 13),
+        ("HPUGraph class is available in lazy mode only.", 20),
+        ("Context-manager for HPUGraph is available in lazy mode only.", 20),
     ],
 )
 def test_other_wordings_mean_the_same(message: str, index: int) -> None:
@@ -414,7 +532,7 @@ def test_other_wordings_mean_the_same(message: str, index: int) -> None:
 
 def test_the_cause_of_an_error_is_looked_at() -> None:
     outer = ImportError("cannot load the device")
-    outer.__cause__ = OSError(MESSAGES[14])
+    outer.__cause__ = OSError(next(m for m in MESSAGES if "undefined symbol" in m))
     error = hpu_errors.explain(outer)
     assert error is not None and "torch was replaced" in error.what
 

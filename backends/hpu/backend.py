@@ -58,7 +58,8 @@ class HPUBackend(Backend):
         """Set the flags, then load the software: it reads them while it is imported.
 
         Raises:
-            DeviceError: the flags contradict the graph mode.
+            DeviceError: the flags contradict the graph mode, or would end the process.
+            ImportError: the software does not fit the torch that is installed.
         """
         self.flags = hpu_env.prepare(self.wanted, self.emulated)
         if self.emulated:
@@ -68,6 +69,8 @@ class HPUBackend(Backend):
             self.card = self.stack.enter_context(emulate(self.flags.lazy, flags))
             self.modules = self.card.modules
         else:
+            if why := hpu_env.unfit(self.flags.lazy):
+                raise ImportError(why)
             for name in ("torch", "torch.core", "torch.hpu"):
                 self.modules[f"{ROOT}.{name}"] = import_module(f"{ROOT}.{name}")
 
@@ -210,8 +213,8 @@ class HPUBackend(Backend):
             "emulated": self.emulated,
             "card": self.hpu.get_device_name() if self.modules else None,
             "torch": torch.__version__,
-            "plugin": "emulator of bridge 1.19"
-            if self.emulated
+            "plugin": f"emulator of {self.card.release}"
+            if self.card is not None
             else hpu_env.installed(hpu_env.PLUGIN),
             "lazy": self.lazy,
             "flags": self.flags.chosen | self.flags.respected if self.flags else {},

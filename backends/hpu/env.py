@@ -13,12 +13,14 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from lantern_hpu.backends.hpu import releases
+from lantern_hpu.backends.hpu.releases import DEFAULT, Release, Setting
 from lantern_hpu.errors import DeviceError, choices
 
 # Whether a graph mode needs lazy mode. HPU graphs exist in lazy mode alone, the compiler in the other alone.
@@ -50,12 +52,16 @@ class Flags:
         why: why this mode.
         chosen: what we set.
         respected: what the user had set; left as it is.
+        release: of the bridge.
+        settings: all that we would set, with the reasons, whether or not the user set some of it.
     """
 
     lazy: bool
     why: str
     chosen: dict[str, str]
     respected: dict[str, str]
+    release: str
+    settings: tuple[Setting, ...] = ()
 
     @property
     def mode(self) -> str:
@@ -80,13 +86,16 @@ def prepare(
     Call it before torch is imported. Calling it again is harmless. With `emulate` nothing is set, only reported.
 
     Raises:
-        DeviceError: an unknown graph mode; the user's own flag contradicts it; or Gaudi's software is already loaded
-            in the other mode.
+        DeviceError: an unknown graph mode; the user's own flag contradicts it, or has a value that would end the
+            process; or Gaudi's software is already loaded in the other mode.
     """
     env = os.environ if environ is None else environ
+    release = release_of(emulate)
     mine = _ours(env)
     user = {n: v for n, v in env.items() if n.startswith(PREFIXES) and n not in mine}
+    refuse_fatal(release, user)
     lazy, why = _decide(mode, user.get(LAZY_MODE), emulate)
+    settings = tuple(_wanted(lazy, env, release))
     running = None if emulate else _running_lazy()
     if running is not None:
         if mode == "auto" and LAZY_MODE not in user:
@@ -94,17 +103,38 @@ def prepare(
         if lazy != running:
             raise DeviceError(
                 f"{LAZY_MODE}={lazy:d} comes too late",
-                f"habana_frameworks is already loaded in {_name(running)}, and reads it when loaded",
+                f"habana_frameworks is already loaded in {_name(running)}, and reads it when loaded"
+                + (" (from 1.24 on `import torch` loads it)" if release.autoloads else ""),
                 f"{LAZY_MODE}={lazy:d} in the shell, or use lantern_hpu before importing torch",
             )
-        return Flags(lazy, why, mine, user)
-    chosen = {name: value for name, value in _wanted(lazy, env).items() if name not in user}
+        return Flags(lazy, why, mine, user, release.name, settings)
+    chosen = {flag.name: flag.value for flag in settings if flag.name not in user}
     if not emulate:
         for name in mine:
             del env[name]
         env.update(chosen)
         env[MARK] = json.dumps(chosen)
-    return Flags(lazy, why, chosen, user)
+    return Flags(lazy, why, chosen, user, release.name, settings)
+
+
+def release_of(emulate: bool) -> Release:
+    """The emulated release, or that of the plugin; where its version is unknown, the newest that was read."""
+    if emulate:
+        return releases.emulated()
+    loaded = getattr(sys.modules.get(f"{ROOT}.torch.version"), "__version__", None)
+    return releases.nearest(loaded or installed(PLUGIN) or DEFAULT.name)
+
+
+def refuse_fatal(release: Release, flags: Mapping[str, str]) -> None:
+    """
+    Raises:
+        DeviceError: a flag has a value that would end the process while the plugin is loaded.
+    """
+    for name, value in flags.items():
+        why = releases.fatal(release, name, value)
+        if why is not None:
+            what = f"{name}={value} would end Gaudi's software when it is loaded"
+            raise DeviceError(what, f"{release}: {why}", f"unset {name}, or give it such a value")
 
 
 def _ours(env: Mapping[str, str]) -> dict[str, str]:
@@ -132,38 +162,61 @@ def _decide(mode: str, flag: str | None, emulate: bool) -> tuple[bool, str]:
     if emulate:
         return True, "the emulator stands in for lazy mode, where HPU graphs are"
     torch = installed("torch")
-    if is_fork(torch):
-        return True, f"torch {torch} is Gaudi's own build, which lazy mode and its HPU graphs need"
-    return False, f"torch {torch} is not Gaudi's own build (+git, +hpu), and lazy mode refuses it"
+    if not is_fork(torch):
+        return (
+            False,
+            f"torch {torch} is not Gaudi's own build (+git, +hpu), and lazy mode refuses it",
+        )
+    missing = missing_library(torch, lazy=True)
+    if missing is not None:
+        return False, f"the plugin lacks {missing}, which lazy mode needs"
+    return True, f"torch {torch} is Gaudi's own build, which lazy mode and its HPU graphs need"
 
 
 def _running_lazy() -> bool | None:
-    """The mode that Gaudi's software was loaded in; None if it is not loaded.
+    """The mode that Gaudi's software was loaded in, by its own word; None if it is not loaded.
 
-    The flag may have been changed or left unset since, and its default is not the same in all releases. But these
-    names are there in lazy mode alone.
+    The flag may have been changed or left unset since, and its default is not the same in all releases.
     """
-    hpu = sys.modules.get(f"{ROOT}.torch.hpu")
-    return None if hpu is None else hasattr(hpu, "wrap_in_hpu_graph")
+    if f"{ROOT}.torch.hpu" not in sys.modules:
+        return None
+    internal = sys.modules.get(f"{ROOT}.torch.utils.internal") or import_module(
+        f"{ROOT}.torch.utils.internal"
+    )
+    return bool(internal.is_lazy())
 
 
 def _name(lazy: bool) -> str:
     return "lazy mode" if lazy else "eager and compile mode"
 
 
-def _wanted(lazy: bool, env: Mapping[str, str]) -> dict[str, str]:
+def _wanted(lazy: bool, env: Mapping[str, str], release: Release) -> Iterator[Setting]:
     """All flags that we would set."""
-    flags = {
-        LAZY_MODE: str(int(lazy)),
-        "PT_HPU_WEIGHT_SHARING": "0",  # it wraps parameters, and we tie none
-        "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES": "0",  # every shape is fixed
-    }
+    needs = "HPU graphs need lazy mode" if lazy else "eager and compile mode are outside lazy mode"
+    modes = " and ".join(name for name, lazily in LAZY.items() if lazily != lazy)
+    yield Setting(LAZY_MODE, str(int(lazy)), needs, f"{1 - lazy} gives graph modes {modes}")
+    yield Setting(
+        "PT_HPU_WEIGHT_SHARING",
+        "0",
+        "it wraps parameters, and these models share none",
+        "1 wraps them, which nothing here was checked with",
+    )
+    yield Setting(
+        "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES",
+        "0",
+        "every shape is fixed",
+        "1 may compile recipes for ranges of shapes, which no step needs",
+    )
     folder, _ = recipe_folder(env)
     if folder is not None:
-        flags[RECIPE_CACHE] = folder
+        kept = "compiled recipes are kept for the next run"
+        yield Setting(RECIPE_CACHE, folder, kept, "empty compiles at each start")
     if lazy and _world_size(env) > 1:
-        flags["PT_HPU_ENABLE_LAZY_COLLECTIVES"] = "true"  # HPU graphs on several cards need it
-    return flags
+        several = "HPU graphs on several cards need it"
+        off = "false ends a capture at the first collective"
+        yield Setting("PT_HPU_ENABLE_LAZY_COLLECTIVES", "true", several, off)
+    if not lazy:
+        yield from release.state_flags
 
 
 def _world_size(env: Mapping[str, str]) -> int:
@@ -188,7 +241,8 @@ def recipe_folder(env: Mapping[str, str]) -> tuple[str | None, str]:
     disk = _disk_type(folder)
     if disk in NETWORK_DISKS or disk.startswith("fuse"):
         return None, f"{folder} is on a network disk ({disk}), where file locks do not hold"
-    return folder, folder
+    why = releases.unfit(folder)
+    return (folder, folder) if why is None else (None, why)
 
 
 def _disk_type(folder: str) -> str:
@@ -266,12 +320,40 @@ def _check_torch() -> Check:
     if built_for and _release(built_for) != _release(torch):
         return _replaced(torch, f"the plugin was built for {built_for}")
     if is_fork(torch):
-        return Check("torch", True, f"{torch}, Gaudi's own build: every graph mode")
-    local = torch.partition("+")[2]
-    upstream = any(folder.glob("lib/libhabana_pytorch2_plugin.upstream.so"))
-    if not upstream and (is_fork(built_for) or local.startswith(("cpu", "cu"))):
+        lacking = [name for lazy in (True, False) if (name := missing_library(torch, lazy))]
+        if not lacking:
+            return Check("torch", True, f"{torch}, Gaudi's own build: every graph mode")
+        if len(lacking) == 2:
+            return _replaced(torch, "the plugin is one for a stock torch")
+        modes = "HPU graphs" if "2" not in lacking[0] else "compile and eager"
+        return Check("torch", False, f"{torch}, but the plugin lacks {lacking[0]}: no {modes}")
+    if "cpu" not in torch.partition("+")[2]:
+        return _replaced(torch, "a stock torch must be a +cpu build")
+    if is_fork(built_for) or missing_library(torch, lazy=False):
         return _replaced(torch, "the plugin has no part for a stock torch")
     return Check("torch", True, f"{torch}, a stock build: compile and eager, and no HPU graphs")
+
+
+def missing_library(torch: str | None, lazy: bool) -> str | None:
+    """The library that the plugin needs for a version of torch in a mode, if it lacks it."""
+    folder = plugin_folder()
+    kind = "" if is_fork(torch) else ".upstream"
+    name = f"lib/libhabana_pytorch{'' if lazy else '2'}_plugin{kind}.so"
+    return name if folder is not None and not (folder / name).exists() else None
+
+
+def unfit(lazy: bool) -> str | None:
+    """Why the plugin cannot be loaded with the torch that is installed; None if it can, or is not here."""
+    torch = installed("torch") or ""
+    if plugin_folder() is None:
+        return None
+    if not is_fork(torch):
+        if "cpu" not in torch.partition("+")[2]:
+            return f"torch {torch} is neither Gaudi's own build nor a +cpu build"
+        if lazy:
+            return f"torch {torch} is a stock build, and lazy mode needs Gaudi's own"
+    missing = missing_library(torch, lazy)
+    return missing and f"the plugin lacks {missing}, which torch {torch} needs in {_name(lazy)}"
 
 
 def _replaced(torch: str, why: str) -> Check:
@@ -340,7 +422,10 @@ def _check_recipes() -> Check:
     """Where compiled graphs are kept between runs."""
     given = os.environ.get(RECIPE_CACHE)
     if given is not None and RECIPE_CACHE not in _ours(os.environ):
-        return Check("recipe cache", True, f"{RECIPE_CACHE}={given}")
+        why = releases.fatal(release_of(emulate=False), RECIPE_CACHE, given)
+        return Check(
+            "recipe cache", why is None, f"{RECIPE_CACHE}={given}" + (f": {why}" if why else "")
+        )
     folder, why = recipe_folder(os.environ)
     if folder is None:
         return Check("recipe cache", False, f"off: {why} (set {RECIPE_CACHE} to a local folder)")

@@ -90,9 +90,19 @@ KNOWN = (
         "a fresh Gaudi image, and pip without constraints.txt or a torch version",
     ),
     Known(
-        r"Stock PyTorch version .* not supported in Lazy mode",
+        r"(?:Stock|Upstream) PyTorch version .* not supported in Lazy mode",
         "lazy mode, and with it HPU graphs, needs Gaudi's own build of torch",
         "--graphs compile (with PT_HPU_LAZY_MODE unset), or an image pytorch-installer-*",
+    ),
+    Known(
+        r"neither HPU fork nor CPU upstream",
+        "torch is of the wrong flavour: Gaudi's plugin takes its own build (+git, +hpu) or a stock +cpu one",
+        "a fresh Gaudi image, and pip without constraints.txt or a torch version",
+    ),
+    Known(
+        r"libhabana_pytorch\S*\.so not found",
+        "Gaudi's plugin lacks the library for this torch and mode",
+        "--graphs compile where libhabana_pytorch_plugin.so is what lacks; else another image",
     ),
     Known(
         r"(?:habana|hpu)\S*\.so\S* undefined symbol",
@@ -115,7 +125,7 @@ KNOWN = (
         "`lantern-hpu doctor` shows both; the image must be of the driver's release",
     ),
     Known(
-        r"has no attribute '(?:HPUGraph|wrap_in_hpu_graph\w*|ModuleCacher)'",
+        r"has no attribute '(?:HPUGraph|wrap_in_hpu_graph\w*|ModuleCacher)'|available in lazy mode only",
         "Gaudi's software was loaded without lazy mode, and HPU graphs exist in lazy mode alone",
         "PT_HPU_LAZY_MODE=1 before Python starts, or --graphs compile",
     ),
@@ -128,6 +138,11 @@ KNOWN = (
         r"PT_HPU_RECIPE_CACHE_CONFIG",
         "this release of Gaudi's software wants another form of PT_HPU_RECIPE_CACHE_CONFIG",
         "the path alone, which every release takes, or unset it",
+    ),
+    Known(
+        r"Flags name: \w+,|Environment flag \w+ is obsolete",
+        "Gaudi's software refuses the value of a flag, or the flag",
+        "unset it; `lantern-hpu doctor` shows every flag",
     ),
     Known(
         rf"{STATUS}\d+",

@@ -13,6 +13,7 @@ import warnings
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from lantern_hpu.errors import OptionError
@@ -20,6 +21,20 @@ from lantern_hpu.errors import OptionError
 VARIABLE = (
     "LANTERN_HPU_BRIDGE"  # the release that the emulator stands in for; subprocesses inherit it
 )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A flag of Gaudi's software.
+
+    Attributes:
+        value: that we set. why: the reason. otherwise: what another value does.
+    """
+
+    name: str
+    value: str
+    why: str
+    otherwise: str
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +51,8 @@ class Release:
         sort_limit: elements beyond which a stable sort falls back, as it does along dimension 0; None: never.
         fallback_checks: operators with a check of their arguments that can send them to the CPU.
         chains_corrupt: whether compile mode keeps only the first of several index_copy_ on one tensor.
-        state_flags: flags that compile mode needs so that state stays right, with the reason.
+        state_flags: what keeps state right outside lazy mode.
+        checks_flags: whether a value that a flag does not take ends the process while the plugin is loaded.
     """
 
     name: str
@@ -49,7 +65,8 @@ class Release:
     sort_limit: int | None
     fallback_checks: frozenset[str]
     chains_corrupt: bool
-    state_flags: dict[str, tuple[str, str]]
+    state_flags: tuple[Setting, ...]
+    checks_flags: bool
 
     @cached_property
     def operators(self) -> dict[str, Any]:
@@ -78,12 +95,15 @@ RELEASES = {
                 "embedding binary_cross_entropy_with_logits unique_dim where index_select index_reduce div".split()
             ),
             chains_corrupt=True,
-            state_flags={
-                "PT_HPU_USE_INPLACE_INDEX_COPY": (
+            state_flags=(
+                Setting(
+                    "PT_HPU_USE_INPLACE_INDEX_COPY",
                     "0",
                     "a pass of the compiler keeps only the first of several index_copy_ on one tensor",
+                    "1 writes caches in place, right only while a compiled step writes each once",
                 ),
-            },
+            ),
+            checks_flags=False,
         ),
         Release(
             name="1.24",
@@ -96,12 +116,15 @@ RELEASES = {
             sort_limit=None,
             fallback_checks=frozenset("embedding where index_select".split()),
             chains_corrupt=False,
-            state_flags={
-                "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE": (
+            state_flags=(
+                Setting(
+                    "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE",
                     "0",
-                    "memory of inputs is reused between compiled parts, and vLLM lost state to it",
+                    "memory that is reused between compiled parts has overwritten state (vllm-gaudi 1753)",
+                    "1 saves memory, and a step that is cut in parts may read overwritten state",
                 ),
-            },
+            ),
+            checks_flags=True,
         ),
     )
 }
@@ -146,6 +169,60 @@ def choose(name: str | None) -> None:
         hint = f"one of {', '.join(RELEASES)}; another version takes the nearest one's contract"
         raise OptionError(f"--bridge is {name!r}", "it is a release of Gaudi's software", hint)
     os.environ[VARIABLE] = nearest(name).name
+
+
+# Flags that take 0, 1, true and false alone (scripts/env_flags.yaml). All names with these beginnings are booleans.
+BOOLEAN = re.compile(
+    r"PT_(HPU_)?ENABLE_\w+|PT_COMPILE_ONLY_MODE|PT_USE_MARKSTEP|PT_RECIPE_CACHE_(IGNORE_VERSION|DUMP_DEBUG)|PT_HPU_("
+    r"INFERENCE_MODE|GPU_MIGRATION|USE_JIT_FORK|MATMUL3D_2D_RESHAPE|DISABLE_HPUGRAPH_REPLAY_HASHCHECK|"
+    r"FORCE_INDEX_PUT_FRONTEND_FALLBACK|PGM_ENABLE_CACHE|PRINT_DEVICE_CONFIG|DISALLOW_TORCH_COMPILE|"
+    r"USE_FUSE_SDPA_PASS|COMPILE_DEBUG_NAN_ASSERTS|HUGE_PAGES_POPULATE|USE_PHILOX_NORMAL|"
+    r"OVERRIDE_LINEAR_MATMUL_EAGER|WRAP_RANDOM_OPS_COMPILE|LAZY_COLLECTIVES_HOLD_TENSORS|EAGER_COLLECTIVE_SYNC)"
+)
+# Those of the compiler, which reads them in Python (dynamo/compile_backend/config.py) and takes more words
+COMPILER = re.compile(
+    r"PT_HPU_(USE_(EAGER_FALLBACK|INPLACE_INDEX_COPY|INPLACE_COLLECTIVE|INFERENCE_COMPILER|CPP_PARTITIONER)|"
+    r"KEEP_INPUT_MUTATIONS|COMPILE_(USE_RECIPES|VERBOSE))"
+)
+WORDS = ("0", "1", "true", "false")
+MORE_WORDS = (*WORDS, "on", "off", "yes", "no", "y", "n", "t", "f")
+CACHE_FORM = re.compile(
+    r"""\s*([^\s,<>|?*"]*)\s*(,\s*(true|false)\s*,\s*\d+(\s*,\s*(true|false))?)?\s*""",
+    re.IGNORECASE,
+)
+UNSAFE = re.compile(r"""[\s"'\\<>|&;$%*?\[\]{}^~`]""")
+
+
+def fatal(release: Release, name: str, value: str) -> str | None:
+    """Why a flag's value ends the process while the plugin is loaded; None if it does not.
+
+    From backend/synapse_helpers/env_flags_impl.cpp and scripts/env_flags.yaml of 1.24.
+    """
+    if not release.checks_flags or not value:
+        return None  # an empty value counts as none
+    if name == "PT_HPU_LAZY_MODE" and value not in ("0", "1"):
+        return "it takes 0 or 1 alone"
+    if BOOLEAN.fullmatch(name) and value.lower() not in WORDS:
+        return f"it takes {', '.join(WORDS)} alone"
+    if COMPILER.fullmatch(name) and value.lower() not in MORE_WORDS:
+        return f"it takes {', '.join(MORE_WORDS)} alone"
+    if name == "PT_HPU_RECIPE_CACHE_CONFIG":
+        form = CACHE_FORM.fullmatch(value)
+        return "its form is PATH[,true|false,MB[,true|false]]" if form is None else unfit(form[1])
+    return None
+
+
+def unfit(folder: str) -> str | None:
+    """Why a folder cannot keep recipes; None if it can. One that is not there yet is made by the bridge."""
+    if UNSAFE.search(folder):
+        return f"{folder} has characters that are refused in a path"
+    path = Path(folder)
+    if path.is_symlink():
+        return f"{folder} is a symbolic link"
+    if folder and path.exists() and not path.is_dir():
+        return f"{folder} is no directory"
+    known = next((place for place in (path, *path.parents) if place.exists()), path)
+    return None if not folder or os.access(known, os.W_OK) else f"{known} is not writable"
 
 
 def emulated() -> Release:

@@ -179,12 +179,27 @@ def problems(found: Facts) -> Iterator[tuple[str, str]]:
 
 
 def describe_flags(flags: Facts) -> list[tuple[str, str]]:
-    """Rows of the flags: the mode and why, ours, the user's."""
+    """Rows of the flags: the mode and why; each that this project sets, with its reason; the user's."""
     if "error" in flags:
         return list(problems(flags))
-    rows = [("mode", f"{'lazy' if flags['lazy'] else 'eager and compile'}: {flags['why']}")]
-    rows += [("set", f"{name}={value}") for name, value in flags["chosen"].items()]
-    return rows + [("yours", f"{name}={value}") for name, value in flags["respected"].items()]
+    rows = [
+        ("mode", f"{'lazy' if flags['lazy'] else 'eager and compile'}: {flags['why']}"),
+        ("release", f"the contract of bridge {flags['release']}"),
+    ]
+    yours = dict(flags["respected"])
+    for flag in flags["settings"]:
+        name, value, why = flag["name"], flag["value"], flag["why"]
+        given = yours.pop(name, None)
+        head = f"{name}={value if given is None else given}"
+        if given is None:
+            rows.append(("set", f"{head}: {why} ({flag['otherwise']})"))
+        elif given == value:
+            rows.append(("yours", f"{head}, as it would be set: {why}"))
+        else:
+            rows.append(
+                ("yours", f"{head}, kept; {value} would be set: {why} ({flag['otherwise']})")
+            )
+    return rows + [("yours", f"{name}={value}") for name, value in yours.items()]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
