@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import jsonschema
 import numpy as np
 import openai
 import pytest
@@ -37,10 +38,10 @@ from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.serve.app import make_app
-from lantern_hpu.serve.calls import ApiError
 from lantern_hpu.serve.decoder import Decoder, Done, Job, Partial
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.process import Server
+from lantern_hpu.serve.protocol import ApiError
 
 ROOT = Path(__file__).parent.parent
 METHODS = ("lantern++", "ar", "eagle2", "jacobi")
@@ -252,35 +253,37 @@ def test_an_image_that_began_alone_begins_again_among_others(
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({}, "prompt"),
-    ({"prompt": ""}, "prompt"),
-    ({"prompt": "  \n"}, "prompt"),
-    ({"prompt": "x" * 100_000}, "at most 4000"),
+    ({"prompt": ""}, "at least 1 character"),
+    ({"prompt": "  \n"}, "not a space"),
+    ({"prompt": "x" * 100_000}, "at most 4000 characters"),
     ({"prompt": "a\x00b"}, "control characters"),
-    ({"prompt": "a\ud800b"}, "control characters"),
-    ({"prompt": 7}, "a string"),
-    ({"prompt": ["a"]}, "a string"),
-    ({"n": 0}, "1 to 10"),
-    ({"n": 1000}, "1 to 10"),
-    ({"n": True}, "a whole number"),
-    ({"n": 1.5}, "a whole number"),
+    ({"prompt": "a\ud800b"}, "unicode"),
+    ({"prompt": 7}, "valid string"),
+    ({"prompt": ["a"]}, "valid string"),
+    ({"n": 0}, "greater than or equal to 1"),
+    ({"n": 1000}, "less than or equal to 10"),
+    ({"n": True}, "valid integer"),
+    ({"n": 1.5}, "valid integer"),
     ({"n": 2, "stream": True}, "1 while streaming"),
     ({"size": "1024x1024"}, "auto or 8x8"),
     ({"response_format": "url"}, "b64_json"),
     ({"output_format": "webp"}, "png"),
     ({"background": "transparent"}, "opaque"),
     ({"quality": ["high"]}, "auto"),
-    ({"stream": "yes"}, "true or false"),
+    ({"stream": "yes"}, "valid boolean"),
     ({"partial_images": 2}, "unless stream"),
     ({"partial_images": 99, "stream": True}, "0 to 3"),
     ({"method": "magic"}, "lantern++, ar, eagle2"),
     ({"method": "eagle"}, "lantern++, ar, eagle2"),
     ({"tree": "chain"}, "naive_extend_57"),
-    ({"seed": -1}, "0 to"),
-    ({"seed": 2**80}, "0 to"),
+    ({"seed": -1}, "greater than or equal to 0"),
+    ({"seed": 2**80}, "less than or equal to"),
+    ({"seed": 2**63 - 1}, "0 to"),
     ({"cfg_scale": 0.5}, "1 (off) to 100"),
-    ({"cfg_scale": "much"}, "a number"),
+    ({"cfg_scale": "much"}, "valid number"),
     ({"temperature": -1}, "0 (greedy)"),
-    ({"temperature": float("nan")}, "a number"),
+    ({"temperature": float("nan")}, "finite number"),
+    ({"temperature": 10**400}, "valid number"),
     ({"top_k": 5}, "--allow top_k"),
     ({"top_k": 2**40}, "0 (off) to 32"),
     ({"top_p": 0.5}, "--allow top_p"),
@@ -294,11 +297,18 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"relax": "odd"}, "unknown preset"),
     ({"relax": "gsd"}, "--allow gsd"),
     ({"relax_gap": 0.1}, "belong to relax_distance"),
-    ({"relax_ranks": 1.5}, "a whole number"),
+    ({"relax_ranks": 1.5}, "valid integer"),
     ({"method": "ar", "relax_lambda": 2}, "exact"),
     ({"negative_prompt": "x"}, "unknown field"),
     ({"num_inference_steps": 3}, "unknown field"),
+    ({"method": "\ud800"}, "lantern++, ar, eagle2"),
+    ({"\ud800": 1}, "unicode"),
 ]
+
+
+def post_body(server: Running, body: str | bytes, **headers: str) -> httpx.Response:
+    kind = {"Content-Type": "application/json"} | headers
+    return httpx.post(server.url + PATH, content=body, headers=kind, timeout=60)
 
 
 @pytest.mark.parametrize(("fields", "says"), BAD, ids=lambda value: str(value)[:40])
@@ -306,7 +316,7 @@ def test_what_cannot_be_honoured_is_refused_with_what_can(
     server: Running, fields: dict[str, Any], says: str
 ) -> None:
     body = json.dumps(fields if not fields or "prompt" in fields else {"prompt": "cat", **fields})
-    answer = httpx.post(server.url + PATH, content=body, timeout=60)
+    answer = post_body(server, body)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert error["type"] == "invalid_request_error" and set(error) == {
@@ -325,12 +335,12 @@ def test_what_cannot_be_honoured_is_refused_with_what_can(
     ids=lambda body: repr(body[:9]),
 )
 def test_what_is_not_an_object_of_json_is_refused(server: Running, body: bytes) -> None:
-    answer = httpx.post(server.url + PATH, content=body, timeout=60)
+    answer = post_body(server, body)
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
 
 
 def test_a_huge_body_is_not_read_to_its_end(server: Running) -> None:
-    answer = httpx.post(server.url + PATH, content=b" " * (3 << 20), timeout=60)
+    answer = post_body(server, b" " * (3 << 20))
     assert answer.status_code == 413
 
 
@@ -409,7 +419,7 @@ def test_an_image_past_its_deadline_is_given_up(server: Running) -> None:
     late, heard = job("ar", time.monotonic() - 1)
     server.decoder.submit([late])
     server.until(lambda: heard)
-    assert isinstance(heard[0], ApiError) and heard[0].status == 504
+    assert isinstance(heard[0], ApiError) and heard[0].status_code == 504
     server.until(lambda: not server.decoder.busy)
 
 
@@ -465,7 +475,7 @@ def test_each_request_leaves_one_line_in_the_log(
     good, bad = (json.loads(r.message) for r in caplog.records if r.name == "lantern_hpu.serve")
     assert answer.headers["X-Request-Id"] == "mine" == good["id"]
     assert (good["status"], good["method"], good["seed"], good["steps"]) == (200, "ar", 5, 15)
-    assert bad["status"] == 400 and "1 to 10" in bad["error"]
+    assert bad["status"] == 400 and "greater than" in bad["error"]
 
 
 def test_it_is_alive_before_it_is_ready_and_says_what_it_serves(server: Running) -> None:
@@ -480,6 +490,45 @@ def test_it_is_alive_before_it_is_ready_and_says_what_it_serves(server: Running)
     assert "page.js" in page and "fetch(" in httpx.get(server.url + "/page.js").text
 
 
+def test_answers_and_errors_are_those_of_the_openapi_schema(server: Running) -> None:
+    """Each answer has just the fields that `/openapi.json` names, and each status is one it lists."""
+    schema = httpx.get(server.url + "/openapi.json").json()
+    assert "swagger" in httpx.get(server.url + "/docs").text
+    operation = schema["paths"][PATH]["post"]
+
+    def check(answer: httpx.Response) -> None:
+        stated = operation["responses"][str(answer.status_code)]["content"]["application/json"]
+        jsonschema.validate(answer.json(), stated["schema"] | {"components": schema["components"]})
+
+    jsonschema.validate(
+        {"prompt": "cat", "seed": 1},
+        operation["requestBody"]["content"]["application/json"]["schema"]
+        | {"components": schema["components"]},
+    )
+    assert "422" not in operation["responses"]
+    good = server.post(prompt="cat", method="lantern++", n=2)
+    assert good.status_code == 200
+    check(good)
+    for fields in ({"n": 0}, {"model": "x"}, {"what": 1}):
+        check(server.post(**{"prompt": "cat", **fields}))
+    events = schema["components"]["schemas"]
+    with httpx.stream("POST", server.url + PATH, json={"prompt": "a", "stream": True}) as answer:
+        event = json.loads(next(x for x in answer.iter_lines() if x.startswith("data:"))[5:])
+    jsonschema.validate(event, events["CompletedImage"] | {"components": schema["components"]})
+
+
+def test_accepted_drafts_are_counted_under_the_names_of_vllm(server: Running) -> None:
+    metrics = server.post(prompt="cat", method="lantern++", seed=5).json()["data"][0]["metrics"]
+    counts = metrics["speculative_decoding"]
+    histogram, steps = counts["acceptance_histogram"], counts["num_spec_steps"]
+    assert sum(histogram) == steps == metrics["steps"]
+    accepted = sum(length * count for length, count in enumerate(histogram))
+    assert accepted == sum(metrics["accepted_by_depth"]) > 0
+    assert counts["mean_acceptance_length"] == pytest.approx(1 + accepted / steps, abs=1e-4)
+    plain = server.post(prompt="cat", method="ar").json()["data"][0]["metrics"]
+    assert plain["speculative_decoding"] is None
+
+
 def test_nothing_is_taken_before_readiness_or_while_draining(model: Path) -> None:
     decoder = Decoder(LanternPipeline.from_pretrained(str(model)), ServeOptions(str(model)))
     with pytest.raises(ApiError, match="not ready yet"):
@@ -491,7 +540,7 @@ def test_nothing_is_taken_before_readiness_or_while_draining(model: Path) -> Non
     with pytest.raises(ApiError, match="about to stop"):
         decoder.submit([job("ar", time.monotonic() + 9)[0]])
     decoder.end()  # who still waits is told
-    assert isinstance(heard[0], ApiError) and heard[0].status == 503
+    assert isinstance(heard[0], ApiError) and heard[0].status_code == 503
 
 
 def test_a_recording_that_draws_other_tokens_never_gets_ready(
@@ -603,7 +652,7 @@ def test_images_that_are_not_done_in_time_are_told_so(model: Path, slow: None) -
     server = Server(uvicorn.Config(make_app(options, lambda: decoder)), decoder, 0.0)
     server.drain(signal.SIGTERM)
     assert server.lost and server.should_exit
-    assert isinstance(heard[0], ApiError) and heard[0].status == 503
+    assert isinstance(heard[0], ApiError) and heard[0].status_code == 503
 
 
 def test_options_refuse_what_makes_no_sense() -> None:

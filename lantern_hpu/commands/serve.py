@@ -2,7 +2,7 @@
 
 lantern-hpu serve
 
-curl http://127.0.0.1:8000/v1/images/generations -d '{"prompt": "a red apple"}'
+curl http://127.0.0.1:8000/v1/images/generations --json '{"prompt": "a red apple"}'
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--port", type=int, default=8000, help="(8000)")
     key = "callers must send it as a bearer token (LANTERN_HPU_API_KEY, else none)"
     add("--api-key", help=key)
+    more = "names that requests may be addressed to beside localhost and addresses; * is any"
+    add("--allow-host", metavar="NAME,...", help=more)
     add = parser.add_argument_group("what").add_argument
     add("--model", default="builtin", help="see generate --model (builtin)")
     listed = f"comma-separated, the first is the default: {', '.join(METHODS)}"
@@ -69,6 +71,7 @@ def read_options(args: argparse.Namespace) -> ServeOptions:
         queue=args.queue,
         timeout=args.timeout,
         shutdown=args.shutdown_timeout,
+        allow_host=(args.host, *names(args.allow_host, "--allow-host")),
         api_key=args.api_key or os.environ.get("LANTERN_HPU_API_KEY") or None,
     )
 

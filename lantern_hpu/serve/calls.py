@@ -1,16 +1,9 @@
-"""From the body of a request to what is to be drawn, or to an answer that says what is allowed.
-
-The fields are those of OpenAI's `POST /v1/images/generations`, as far as they can be honoured, and the settings of
-`generate`. A field that cannot be honoured is refused, never ignored.
-"""
+"""From a request to what is to be drawn, or to an error that says what is allowed on this server."""
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import secrets
-import unicodedata
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,30 +12,8 @@ from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import LanternError
 from lantern_hpu.methods.methods import MAX_SEED, Request, Sampling, choose_method
 from lantern_hpu.methods.relaxation import EXACT, Relaxation, RelaxationOptions
-from lantern_hpu.serve.options import MAX_N, MAX_PROMPT
+from lantern_hpu.serve.protocol import ApiError, ImagesRequest, refuse
 from lantern_hpu.tree import Tree
-
-
-class ApiError(Exception):
-    """An answer that is not a picture, in OpenAI's shape."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
-        self.headers = dict(headers or {})
-
-    def body(self) -> dict[str, Any]:
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        usual = "invalid_request_error" if self.status < 500 else "server_error"
-        error = {"message": self.message, "type": kinds.get(self.status, usual)}
-        return {"error": {**error, "param": self.param, "code": self.code}}
 
 
 @dataclass(frozen=True)
@@ -82,14 +53,6 @@ class Call:
     shows: tuple[int, ...]  # image rows at which a partial picture is sent
 
 
-# Fields whose only allowed values are what happens anyway
-FIXED: dict[str, tuple[Any, ...]] = {
-    "response_format": ("b64_json",),
-    "output_format": ("png",),
-    "quality": ("auto", "standard"),
-    "background": ("auto", "opaque"),
-    "moderation": ("auto", "low"),
-}
 RELAXED = {
     "relax": "preset",
     "relax_k": "k",
@@ -104,79 +67,15 @@ RELAXED = {
     "residual": "residual",
 }
 SAMPLED = ("cfg_scale", "temperature", "top_k", "top_p")
-OTHERS = ("prompt", "model", "n", "size", "user", "seed", "stream", "partial_images")
-FIELDS = (*OTHERS, *FIXED, "method", "tree", *SAMPLED, *RELAXED)
 CLUSTERS = ("relax_ranks", "relax_distance", "relax_gap")
-WHOLE = {"n", "seed", "partial_images", "top_k", "relax_k", "relax_ranks"}
-WORDS = {"prompt", "model", "size", "user", "method", "tree", "relax", "residual"}
 
 
-def refuse(param: str, value: object, allowed: str) -> ApiError:
-    shown = repr(value)
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return ApiError(400, f"{param} is {shown}; allowed: {allowed}", param, "invalid_value")
-
-
-def read_fields(body: bytes) -> dict[str, Any]:
-    """The fields that were given, each of its type; those that are null count as not given.
-
-    Raises:
-        ApiError: no JSON, no object, an unknown field, or one of a wrong type.
-    """
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        why = str(error)[:200]
-        raise ApiError(400, f"the body is not JSON: {why}", None, "invalid_json") from error
-    if not isinstance(found, dict):
-        raise ApiError(400, "the body is not a JSON object", None, "invalid_json")
-    unknown = [name for name in found if name not in FIELDS]
-    if unknown:
-        what = f"unknown field {unknown[0][:60]!r}; allowed: {', '.join(FIELDS)}"
-        raise ApiError(400, what, unknown[0][:60], "unknown_parameter")
-    given = {name: value for name, value in found.items() if value is not None}
-    for name, value in given.items():
-        check_type(name, value)
-    return given
-
-
-def check_type(name: str, value: object) -> None:
-    """Raise an ApiError unless a field has its type."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if name in FIXED:
-        if value not in FIXED[name]:
-            raise refuse(name, value, ", ".join(FIXED[name]))
-    elif name == "stream":
-        if not isinstance(value, bool):
-            raise refuse(name, value, "true or false")
-    elif name in WORDS:
-        if not isinstance(value, str):
-            raise refuse(name, value, "a string")
-    elif name in WHOLE:
-        if not number or not isinstance(value, int):
-            raise refuse(name, value, "a whole number")
-    elif not number or not math.isfinite(value):  # type: ignore[arg-type]
-        raise refuse(name, value, "a number")
-
-
-def read_prompt(given: Mapping[str, Any]) -> str:
-    prompt: str = given.get("prompt", "")
-    if not prompt.strip():
-        raise refuse("prompt", prompt, f"a text of 1 to {MAX_PROMPT} characters")
-    if len(prompt) > MAX_PROMPT:
-        raise refuse("prompt", prompt, f"at most {MAX_PROMPT} characters, not {len(prompt)}")
-    if any(unicodedata.category(c) in ("Cc", "Cs") and c not in "\n\r\t" for c in prompt):
-        raise refuse("prompt", prompt, "text without control characters")
-    return prompt
-
-
-def read_call(body: bytes, menu: Menu) -> Call:
+def read_call(asked: ImagesRequest, menu: Menu) -> Call:
     """
     Raises:
         ApiError: it cannot be honoured; the message says what can.
     """
-    given = read_fields(body)
-    prompt = read_prompt(given)
+    given = asked.given()
     if given.get("model", menu.model) != menu.model:
         what = f"model {given['model'][:60]!r} is not served here; allowed: {menu.model}"
         raise ApiError(404, what, "model", "model_not_found")
@@ -185,9 +84,8 @@ def read_call(body: bytes, menu: Menu) -> Call:
     if given.get("size", "auto") not in sizes:
         raise refuse("size", given["size"], " or ".join(sizes))
     count, stream = given.get("n", 1), given.get("stream", False)
-    most = 1 if stream else MAX_N
-    if not 1 <= count <= most:
-        raise refuse("n", count, f"1 to {most}" if most > 1 else "1 while streaming")
+    if stream and count > 1:
+        raise refuse("n", count, "1 while streaming")
     shows = read_shows(given, menu.rows, stream)
     served = read_method(given, menu)
     try:
@@ -196,9 +94,9 @@ def read_call(body: bytes, menu: Menu) -> Call:
             raise refuse("top_k", sampling.top_k, f"0 (off) to {menu.vocabulary}")
         relaxation = read_relaxation(given, served)
         seed = given.get("seed", secrets.randbelow(1 << 53))
-        if not 0 <= seed <= MAX_SEED - count:
+        if seed > MAX_SEED - count:
             raise refuse("seed", seed, f"0 to {MAX_SEED - count}")
-        requests = [Request(prompt, seed + i, sampling, relaxation) for i in range(count)]
+        requests = [Request(asked.prompt, seed + i, sampling, relaxation) for i in range(count)]
         check_graph(menu.spec_of(requests[0], served.tree), served, menu, given)
     except LanternError as error:
         raise translated(error, given) from error
@@ -210,7 +108,7 @@ def read_shows(given: Mapping[str, Any], rows: int, stream: bool) -> tuple[int, 
     count = given.get("partial_images", 0)
     if count and not stream:
         raise refuse("partial_images", count, "0 unless stream is true")
-    if not 0 <= count < rows:
+    if count >= rows:
         raise refuse("partial_images", count, f"0 to {rows - 1}")
     return tuple(dict.fromkeys(rows * (i + 1) // (count + 1) for i in range(count)))
 
@@ -265,6 +163,6 @@ def translated(error: LanternError, given: Collection[str] = ()) -> ApiError:
     text = re.sub(
         r"--([a-z][a-z-]*)", lambda m: m[1].replace("-", "_"), " ".join(str(error).split())
     )
-    named = [name for name in FIELDS if re.search(rf"\b{name}\b", text)]
+    named = [name for name in ImagesRequest.model_fields if re.search(rf"\b{name}\b", text)]
     best = max(named, key=lambda name: (name in given, len(name)), default=None)
     return ApiError(400, text, best, "invalid_value")

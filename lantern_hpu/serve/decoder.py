@@ -27,9 +27,10 @@ from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import Drawn
 from lantern_hpu.results.prompts import usual_prompts
-from lantern_hpu.serve.calls import ApiError, Menu, Served, translated
+from lantern_hpu.serve.calls import Menu, Served, translated
 from lantern_hpu.serve.metrics import Metrics
 from lantern_hpu.serve.options import ServeOptions
+from lantern_hpu.serve.protocol import ApiError
 
 PROBED = 3  # steps that a recording is held against the step uncaptured
 IDLE = 0.5  # seconds between two heartbeats where nothing is to be drawn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from lantern_hpu.errors import OptionError, choices, listed, require
@@ -28,6 +29,7 @@ class ServeOptions:
         slots: images decoded together, for each method.
         queue: images that may wait. timeout: seconds an image may take, waiting included.
         shutdown: seconds that images have to finish once the server is told to stop.
+        allow_host: names that the Host header of a request may have beside `localhost` and addresses; `*` is any.
     """
 
     model: str = "builtin"
@@ -41,6 +43,7 @@ class ServeOptions:
     timeout: float = 300.0
     shutdown: float = 60.0
     api_key: str | None = None
+    allow_host: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for method in self.methods:
@@ -53,6 +56,9 @@ class ServeOptions:
         require(self.queue >= 1, "--queue", self.queue, "1 or more")
         require(self.timeout > 0, "--timeout", self.timeout, "above 0 seconds")
         require(self.shutdown >= 0, "--shutdown-timeout", self.shutdown, "0 or more seconds")
+        if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
+            why = "a header carries printable ASCII without spaces alone"
+            raise OptionError("--api-key cannot be sent by clients", why, "letters and digits")
         if self.device.keep_text == "free":
             why = "prompts come as long as the server runs"
             raise OptionError("--keep-text free cannot be served", why, "host or device")

@@ -1,0 +1,287 @@
+"""What goes over the wire: requests, answers, stream events and errors of OpenAI's images endpoint.
+
+The fields are those of OpenAI's `POST /v1/images/generations`, as far as they can be honoured, and the settings of
+`generate`. A field that cannot be honoured is refused, never ignored. `/openapi.json` and `/docs` are made from these.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from lantern_hpu.errors import needing
+from lantern_hpu.methods.methods import MAX_SEED
+from lantern_hpu.serve.options import MAX_N, MAX_PROMPT
+
+with needing("fastapi", "the server is built on it", "serve"):
+    from fastapi.exceptions import HTTPException
+    from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """Every error, in OpenAI's shape."""
+
+    error: ErrorDetail
+
+
+class ApiError(HTTPException):
+    """An error to send; `param` is the field that caused it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, dict(headers or {}))
+        # A lone surrogate, which JSON can spell, cannot be encoded
+        self.message, self.param = encodable(message), param and encodable(param)
+        self.code = code
+
+    def __str__(self) -> str:
+        return self.message
+
+    def body(self) -> dict[str, Any]:
+        kinds = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+        usual = "invalid_request_error" if self.status_code < 500 else "server_error"
+        kind = kinds.get(self.status_code, usual)
+        detail = ErrorDetail(message=self.message, type=kind, param=self.param, code=self.code)
+        return ErrorResponse(error=detail).model_dump()
+
+
+def encodable(text: str) -> str:
+    return text.encode(errors="backslashreplace").decode()
+
+
+def shown(value: object) -> str:
+    """A value in an error message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def refuse(param: str, value: object, allowed: str) -> ApiError:
+    what = f"{param} is {shown(value)}; allowed: {allowed}"
+    return ApiError(400, what, param, "invalid_value")
+
+
+def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first of pydantic's errors on a body."""
+    error = errors[0]
+    param = next((str(part)[:60] for part in error["loc"][1:2]), None)
+    if error["type"] == "json_invalid":
+        why = error["ctx"]["error"]
+        return ApiError(400, f"the body is not valid JSON: {why}", None, "invalid_json")
+    if error["type"] == "extra_forbidden":
+        what = f"unknown field {param!r}; allowed: {', '.join(ImagesRequest.model_fields)}"
+        return ApiError(400, what, param, "unknown_parameter")
+    if param is None:
+        return ApiError(400, f"the body is not a JSON object: {error['msg']}", None, "invalid_json")
+    what = f"{param} is {shown(error['input'])}: {error['msg']}"
+    return ApiError(400, what, param, "invalid_value")
+
+
+def printable(prompt: str) -> str:
+    if not prompt.strip():
+        raise ValueError("a prompt needs a character that is not a space")
+    if any(unicodedata.category(c) == "Cc" and c not in "\n\r\t" for c in prompt):
+        raise ValueError("a prompt is text without control characters")
+    return prompt
+
+
+Number = Annotated[float | None, Field(allow_inf_nan=False)]
+
+
+class ImagesRequest(BaseModel):
+    """Null counts as not given. Ranges that depend on the model or on how it is served are checked as well."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT), AfterValidator(printable)]
+    model: str | None = Field(None, description="the served model")
+    n: int | None = Field(None, ge=1, le=MAX_N, description="images; image i has `seed` + i")
+    size: str | None = Field(None, description='"auto", or the size that the model draws')
+    user: str | None = Field(None, description="not kept")
+    seed: int | None = Field(None, ge=0, le=MAX_SEED, description="random if omitted")
+    stream: bool | None = Field(None, description="answer with server-sent events; `n` is 1")
+    partial_images: int | None = Field(
+        None, ge=0, description="while streaming: up to one less than the image has token rows"
+    )
+    response_format: Literal["b64_json"] | None = None
+    output_format: Literal["png"] | None = None
+    quality: Literal["auto", "standard"] | None = None
+    background: Literal["auto", "opaque"] | None = None
+    moderation: Literal["auto", "low"] | None = None
+    method: str | None = Field(None, description='a decoding method of `/v1/models`, or "auto"')
+    tree: str | None = Field(None, description="the draft tree or window of the method")
+    cfg_scale: Number = Field(None, description="strength of guidance; 1 is off")
+    temperature: Number = Field(None, description="0 is greedy")
+    top_k: int | None = Field(None, ge=0, description="0 is off")
+    top_p: Number = Field(None, description="1 is off")
+    relax: str | None = Field(None, description="a preset of `generate --relax`")
+    relax_k: int | None = None
+    relax_delta: Number = None
+    relax_lambda: Number = None
+    relax_omega: Number = None
+    relax_nu: Number = None
+    relax_mu: Number = None
+    relax_distance: Number = None
+    relax_ranks: int | None = None
+    relax_gap: Number = None
+    residual: str | None = None
+
+    def given(self) -> dict[str, Any]:
+        """The fields that are not null."""
+        return self.model_dump(exclude_none=True)
+
+
+class SpeculativeDecoding(BaseModel):
+    """Acceptance of one image, under vLLM's names."""
+
+    num_spec_steps: int = Field(description="drafts verified")
+    mean_acceptance_length: float = Field(description="tokens a step, the target's own included")
+    acceptance_histogram: list[int] = Field(
+        description="steps that accepted 0, 1, 2, ... draft tokens"
+    )
+
+    @classmethod
+    def of(cls, steps: int, by_depth: Sequence[int]) -> SpeculativeDecoding:
+        """
+        Args:
+            by_depth: steps that accepted a draft at depth 1, 2, ...; it never rises.
+        """
+        reached = [steps, *by_depth, 0]
+        histogram = [here - deeper for here, deeper in zip(reached, reached[1:], strict=False)]
+        length = 1 + sum(by_depth) / max(steps, 1)
+        return cls(
+            num_spec_steps=steps,
+            mean_acceptance_length=round(length, 4),
+            acceptance_histogram=histogram,
+        )
+
+
+class ImageMetrics(BaseModel):
+    """Of one image. Steps are shared with the other images of the batch."""
+
+    queue_s: float
+    prefill_s: float
+    steps_s: float
+    decode_s: float = Field(description="from tokens to pixels")
+    steps: int
+    tokens_per_step: float
+    accepted_by_depth: list[int] = Field(description="steps that accepted a draft at depth 1, ...")
+    relaxed_accepts: int = Field(description="drafts accepted only because of the relaxation")
+    speculative_decoding: SpeculativeDecoding | None = Field(description="null without drafts")
+
+
+class ImageData(BaseModel):
+    b64_json: str = Field(description="a PNG with the metadata to draw it again")
+    url: None = None
+    revised_prompt: None = None
+    seed: int
+    metrics: ImageMetrics
+
+
+class InputTokensDetails(BaseModel):
+    text_tokens: int
+    image_tokens: int
+
+
+class Usage(BaseModel):
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    total_tokens: int
+
+
+class Picture(BaseModel):
+    """What all answers say about their picture."""
+
+    created: int
+    model: str
+    size: str
+    quality: Literal["auto"] = "auto"
+    background: Literal["opaque"] = "opaque"
+    output_format: Literal["png"] = "png"
+
+
+class Settings(BaseModel):
+    """The settings that were used: sent again, they give the same images."""
+
+    seed: int
+    method: str
+    tree: str
+    relaxation: dict[str, Any]
+    cfg_scale: float
+    temperature: float
+    top_k: int
+    top_p: float
+
+
+class ImagesResponse(Picture, Settings):
+    data: list[ImageData]
+    usage: Usage
+
+
+class PartialMetrics(BaseModel):
+    steps: int
+    tokens_per_step: float
+
+
+class PartialImage(Picture):
+    """An event of a stream: the token rows drawn so far, the rest grey."""
+
+    type: Literal["image_generation.partial_image"] = "image_generation.partial_image"
+    created_at: int
+    b64_json: str
+    partial_image_index: int
+    rows: int
+    metrics: PartialMetrics
+
+
+class CompletedImage(Picture, Settings):
+    """The last event of a stream."""
+
+    type: Literal["image_generation.completed"] = "image_generation.completed"
+    created_at: int
+    b64_json: str
+    usage: Usage
+    metrics: ImageMetrics
+
+
+class MethodCard(BaseModel):
+    tree: str
+    relaxation: dict[str, Any]
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int = 0
+    owned_by: str = "lantern_hpu"
+    methods: dict[str, MethodCard]
+    size: str
+    rows: int = Field(description="rows of image tokens")
+
+
+class ModelList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class Status(BaseModel):
+    status: str
+    heartbeat_s: float | None = None
+
+
+class Version(BaseModel):
+    version: str
