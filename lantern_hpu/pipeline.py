@@ -417,23 +417,26 @@ class LanternPipeline:
         requests: Sequence[Request],
         timing: RunTiming | None = None,
         callback: Callable[[Event], None] | None = None,
+        most: int | None = None,
     ) -> Iterator[tuple[int, Finished]]:
         """Images through the slots of an engine, each with its number as soon as it is done.
 
         Args:
             timing: what is spent is added here, but for what the callback and the caller take meanwhile.
+            most: steps after which the run ends, done or not; no limit if not given.
         """
         spent = RunTiming() if timing is None else timing
         waiting, numbers = deque(enumerate(requests)), dict[int, int]()  # image of a slot
         batch, done = self.batch(engine), list[Finished]()
-        while waiting or batch.running:
+        while (waiting or batch.running) and (most is None or batch.timing.count < most):
             began, before = time.perf_counter(), replace(batch.timing)
             if waiting and batch.free:
                 news = [waiting.popleft() for _ in batch.free[: len(waiting)]]
                 slots = batch.admit([request for _, request in news])
                 numbers.update(zip(slots, (number for number, _ in news), strict=True))
             elif batch.running:
-                batch.advance(soon=bool(waiting))
+                left = None if most is None else most - batch.timing.count
+                batch.advance(soon=bool(waiting), most=left)
             finished = batch.finished()
             now = batch.timing
             spent.text_s += now.text - before.text

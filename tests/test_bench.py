@@ -19,9 +19,10 @@ from lantern_hpu.backends.base import Backend
 from lantern_hpu.commands import bench
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.files import ASSETS
+from lantern_hpu.lab.clock import quantile
 from lantern_hpu.lab.speed import measure, rates, run
 from lantern_hpu.lab.speed.cases import RANDOM, Case, Wanted, cases_of, pairs_for, settle
-from lantern_hpu.lab.speed.measure import Meter, quantile
+from lantern_hpu.lab.speed.measure import Meter
 from lantern_hpu.lab.speed.random_weights import make_model, step_sizes
 from lantern_hpu.lab.speed.report import (
     PARTS,
@@ -49,6 +50,7 @@ from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfi
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results.images import RunTiming
 from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree, tuned_trees
 from lantern_hpu.zoo import registry
 from scripts import floors
@@ -226,11 +228,8 @@ def test_published_results_can_be_read() -> None:
 def test_measuring_leaves_the_engine_as_it_was(pipeline: LanternPipeline) -> None:
     case, requests = case_of(pipeline, "eagle", "chain")
     before = pipeline.draw(requests, case.tree, case.method, 1).tokens
-    pipeline.draw(requests, DraftTree.root_only(), "ar", 1)
     meter = Meter(pipeline, case, requests, RATES, 0.0)
-    engine = meter.engine
-    assert list(pipeline.engines.engines.values()) == [engine]  # the other one's memory is free
-    prefix = meter.prefix(requests)
+    engine, prefix = meter.engine, pipeline.prefix(meter.engine, requests)
     parts = measure.split_step(engine, prefix, requests, 2)
     assert set(parts) == set(PARTS) and parts["tables"] == 0
     alone = measure.step_alone(engine, prefix, requests, 2)
@@ -238,17 +237,31 @@ def test_measuring_leaves_the_engine_as_it_was(pipeline: LanternPipeline) -> Non
     assert (pipeline.draw(requests, case.tree, case.method, 1).tokens == before).all()
 
 
+def test_a_run_that_ends_after_some_steps_has_drawn_the_beginning_of_the_image(
+    pipeline: LanternPipeline,
+) -> None:
+    case, requests = case_of(pipeline, "eagle", "chain")
+    whole = pipeline.draw(requests, case.tree, case.method, 1).tokens[0]
+    engine, timing = pipeline.engines.get(pipeline.spec(requests, case.tree, 1)), RunTiming()
+    assert not list(pipeline.stream(engine, requests, timing, most=2))
+    assert timing.steps == 2 and engine.known is not None
+    known = engine.read(engine.known)[0]
+    assert 3 <= known < len(whole)
+    assert (engine.partial()[0, :known] == whole[:known]).all()
+
+
 def test_steps_are_timed_even_past_the_end_of_an_image(pipeline: LanternPipeline) -> None:
     case, requests = case_of(pipeline, "ar")
     row = Meter(pipeline, case, requests, RATES, 1.0).steps(20)  # an image takes 15
-    assert 20 <= row.steps <= 35
+    assert row.steps == 20
     assert row.startup_s == 1.0 + row.warmup_s
 
 
 def test_an_image_of_few_steps_is_split_all_the_same(pipeline: LanternPipeline) -> None:
     case, requests = case_of(pipeline, "eagle", "chain")
     meter = Meter(pipeline, case, requests, RATES, 0.0)
-    assert measure.split_step(meter.engine, meter.prefix(requests), requests, 1000)["verify"] > 0
+    prefix = pipeline.prefix(meter.engine, requests)
+    assert measure.split_step(meter.engine, prefix, requests, 1000)["verify"] > 0
 
 
 def test_quantiles_lie_between_their_neighbours() -> None:
@@ -295,28 +308,32 @@ def test_a_row_that_does_not_fit_is_noted_and_the_others_are_measured(
     assert "nothing could be measured" in capsys.readouterr().err
 
 
-def test_the_first_recorded_engine_stays_while_others_come(model: Path) -> None:
-    """Its graph holds the memory that recorded graphs share. The rule asks for the mode by its name alone."""
-    pipeline = LanternPipeline.from_pretrained(str(model), graphs="eager")
-    engines = [
-        measure.ready(pipeline, *case_of(pipeline, method, tree, "strict"))
-        for method, tree in (("ar", None), ("eagle", "chain"), ("lantern++", "chain"))
-    ]
-    assert list(pipeline.engines.engines.values()) == [engines[0], engines[2]]
-
-
-def test_an_engine_that_cannot_be_warmed_up_is_forgotten(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("mode", "stays"), [("eager", False), ("strict", True)])
+def test_a_recorded_mode_keeps_its_first_engine_until_its_rows_are_done(
+    pipeline: LanternPipeline, mode: str, stays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pipeline = LanternPipeline.from_pretrained(str(model), graphs="eager")
+    """Its graph holds the memory that recorded graphs share; all others give theirs back, also after a failure."""
+    opened: list[LanternPipeline] = []
+    kept: list[list[int]] = []
+    whole = run.measure
 
-    def fail(*given: Any) -> None:
-        raise DeviceError("the GPU has too little memory")
+    def measured(drawing: LanternPipeline, *given: Any) -> Row:
+        kept.append([len(other.engines.engines) for other in opened])
+        opened.append(drawing)
+        row = whole(drawing, *given)
+        if len(opened) == 1:
+            raise DeviceError("the GPU has too little memory")
+        return row
 
-    monkeypatch.setattr(pipeline, "warm_up", fail)
-    with pytest.raises(DeviceError):
-        measure.ready(pipeline, *case_of(pipeline, "ar"))
-    assert not pipeline.engines.engines
+    monkeypatch.setattr(run, "measure", measured)
+    wanted = Wanted(
+        pairs=pairs_for(["ar", "eagle", "lantern++"], ["chain"]), modes=[], batches=[1, 2], images=1
+    )
+    cases = cases_of(pipeline, wanted, [mode])[:4]
+    rows, missed = run.measure_all(pipeline, wanted, cases, RATES, 0.0)
+    assert len(rows) == 3 and len(missed) == 1
+    assert kept == [[], [0], [0, stays], [0, stays, 0]]
+    assert not any(drawing.engines.engines for drawing in opened)
 
 
 # ------------------------------------------------------------------------------------ random weights

@@ -143,11 +143,12 @@ class Batch:
 
     # -- going on
 
-    def advance(self, soon: bool = False) -> None:
+    def advance(self, soon: bool = False, most: int | None = None) -> None:
         """As many steps as are needed for sure, up to a block; then a host read.
 
         Args:
             soon: needed until the next image is done, which lets another in; otherwise until all are.
+            most: no more steps than this.
 
         Raises:
             CaptureError: something was captured again after warm-up.
@@ -160,7 +161,9 @@ class Batch:
             for seat in there
             if seat.known < self.total
         ]
-        count = min(min(needs) if soon else max(needs), engine.spec.block)
+        count = min(
+            min(needs) if soon else max(needs), engine.spec.block, most or engine.spec.block
+        )
         if count < 1:  # what is on its way may be all that is needed: wait for it
             assert engine.known is not None
             known, ahead, count = engine.read(engine.known), False, 0

@@ -31,6 +31,7 @@ from lantern_hpu.decode.accept import Acceptance, Bounds
 from lantern_hpu.decode.clusters import Clusters
 from lantern_hpu.decode.engine import StepTrace
 from lantern_hpu.errors import OptionError
+from lantern_hpu.lab.clock import image_seconds
 from lantern_hpu.lab.pictures.options import FidelityOptions, Setting
 from lantern_hpu.methods.choice import fitted
 from lantern_hpu.methods.methods import METHODS, Request, in_turn
@@ -203,11 +204,9 @@ def speed(
     requests = in_turn(prompts_of(pipeline), index, options.seed, sampling, setting.relaxation)
     pipeline.draw(requests[:1], tree, setting.method, 1)
     result = pipeline.draw(requests, tree, setting.method, 1)
-    timing = result.timing
-    spent = timing.generate_s + timing.text_s + timing.decode_s
     return {
         "tokens_per_step": tokens_per_step(result.records),
-        "ms_per_image": 1000 * spent / options.timed,
+        "ms_per_image": 1000 * image_seconds(result.timing, options.timed),
     }
 
 

@@ -10,17 +10,16 @@ from itertools import islice
 
 import numpy as np
 
-from lantern_hpu.backends.base import Backend
-from lantern_hpu.decode.batch import Batch
+from lantern_hpu.decode.batch import Finished
 from lantern_hpu.decode.engine import Engine
-from lantern_hpu.errors import LanternError
+from lantern_hpu.lab.clock import StepClock, device_time, quantile, seconds_of
 from lantern_hpu.lab.speed.cases import Case
-from lantern_hpu.lab.speed.report import EAGER, PARTS, Row
+from lantern_hpu.lab.speed.report import PARTS, Row
 from lantern_hpu.lab.speed.roofline import Rates, StepPasses, floor
 from lantern_hpu.methods.methods import Request
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import ImageRecord, tokens_per_step
+from lantern_hpu.results.images import ImageRecord, RunTiming, tokens_per_step
 from lantern_hpu.tree import DynamicTree
 
 WARM_STEPS = 16  # of the first batch, after capture and replay, before anything is timed
@@ -34,44 +33,10 @@ BRIEF_WARM_UP = (
 WARM_UP = f"{BRIEF_WARM_UP}; then {WARM_STEPS} steps of the first batch"
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """What this share of the values does not exceed, between neighbours in proportion."""
-    return float(np.quantile(values, share))
-
-
 def conditional(taken: Sequence[int], steps: int) -> list[float | None]:
     """How often a depth was accepted where the one before it was; None where that never happened."""
     before = [steps, *taken]
     return [now / last if last else None for now, last in zip(taken, before, strict=False)]
-
-
-def clock(backend: Backend) -> float:
-    """The time when everything asked for so far is done."""
-    backend.flush()
-    backend.synchronize()
-    return time.perf_counter()
-
-
-def ready(pipeline: LanternPipeline, case: Case, requests: Sequence[Request]) -> Engine:
-    """An engine for these requests, recorded and replayed; those of earlier cases are given up.
-
-    But where steps are recorded, the first engine stays, a small one as batch sizes grow: recorded graphs share
-    memory, which must not go with the last of them while another is to come.
-    """
-    engines = pipeline.engines
-    for first in list(engines.engines)[:1]:
-        engines.get(first)
-    engines.shrink(0 if case.mode == EAGER else 1)
-    pipeline.backend.reset_peak()
-    spec = pipeline.spec(requests, case.tree, case.batch)
-    engine = engines.get(spec)
-    pipeline.model.condition.prepare([request.prompt for request in requests])
-    try:
-        pipeline.warm_up(engine, requests[0])
-    except LanternError:
-        engines.discard(spec)
-        raise
-    return engine
 
 
 def step_alone(engine: Engine, prefix: Prefix, requests: Sequence[Request], most: int) -> float:
@@ -83,11 +48,8 @@ def step_alone(engine: Engine, prefix: Prefix, requests: Sequence[Request], most
     engine.start(prefix, requests)
     count = min(most, engine.spec.block)
     engine.feed([request.seed for request in requests], 1, count)
-    began = clock(engine.backend)
     with engine.pace.held():
-        for _ in range(count):
-            engine.step()
-    return 1000 * (clock(engine.backend) - began) / count
+        return 1000 * seconds_of(engine.backend, engine.step, count)
 
 
 def split_step(
@@ -101,7 +63,7 @@ def split_step(
     Args:
         most: timed steps.
     """
-    waiting = partial(clock, engine.backend)
+    waiting = partial(device_time, engine.backend)
     ends, seconds = [waiting()], []
     for step in islice(engine.trace(prefix, requests, waiting), UNTIMED + most):
         seconds.append(step.seconds)
@@ -132,59 +94,45 @@ class Meter:
         Args:
             requests: whole batches of them.
             rates: measured, for the floor of the step.
-            startup_s: what went before: importing and loading.
-            show: is told how far a batch is.
+            startup_s: importing and loading, in seconds.
+            show: is called with the progress of a batch.
         """
         began = time.perf_counter()
         self.pipeline, self.case, self.rates, self.startup_s = pipeline, case, rates, startup_s
-        self.show = show
         size = case.batch
         self.batches = [requests[i : i + size] for i in range(0, len(requests), size)]
-        self.engine = ready(pipeline, case, requests)
-        self.forget()
+        pipeline.backend.reset_peak()
+        self.engine = pipeline.engines.get(pipeline.spec(requests, case.tree, size))
+        pipeline.prepare(self.engine, requests, RunTiming())
         is_long = pipeline.model.stretched is not None
         self.split = min(BRIEF_STEPS, SPLIT_STEPS) if is_long else SPLIT_STEPS
-        self.steps_of(0 if is_long else WARM_STEPS)
+        self.begin(show)
+        self.run_steps(0 if is_long else WARM_STEPS)
+        self.begin(show)
         self.warmup_s = time.perf_counter() - began
-        self.forget()
 
-    def forget(self) -> None:
-        """Begin to count anew."""
-        self.blocks: list[tuple[float, int]] = []  # seconds and steps between two host reads
-        self.prefills: list[float] = []  # seconds of each batch's
-        self.before = self.engine.report()
+    def begin(self, show: Callable[[str], object]) -> None:
+        """Count and time from here on."""
+        self.clock, self.runs, self.before = StepClock(show), 0, self.engine.report()
 
-    # -- running
+    def run(self, requests: Sequence[Request], most: int | None = None) -> list[Finished]:
+        """The images of a batch, or so many steps of it."""
+        clock = self.clock
+        stream = self.pipeline.stream(self.engine, requests, clock.timing, clock.read, most)
+        self.runs += 1
+        return [image for _, image in sorted(stream, key=lambda numbered: numbered[0])]
 
-    def prefix(self, requests: Sequence[Request]) -> Prefix:
-        self.pipeline.backend.flush()  # what goes before is no part of it
-        return self.pipeline.prefix(self.engine, requests)
-
-    def run(self, requests: Sequence[Request], most: int | None = None) -> Batch:
-        """A batch to its end, or at least so many steps of it."""
-        batch = Batch(self.engine, self.prefix)
-        batch.admit(requests)
-        seconds, count = 0.0, 0
-        while batch.running and (most is None or count < most):
-            batch.advance()
-            self.show(f"{batch.timing.count} steps")
-            now = batch.timing
-            if now.count > count:  # what is on its way belongs to the block that is read with it
-                self.blocks.append((now.steps - seconds, now.count - count))
-                seconds, count = now.steps, now.count
-        self.prefills.append(batch.timing.prefill)
-        return batch
-
-    def steps_of(self, count: int) -> None:
+    def run_steps(self, count: int) -> None:
         """At least so many steps of the first batch; of the batch again where it is done before."""
-        while count > 0:
-            count -= self.run(self.batches[0], count).timing.count
+        until = self.clock.timing.steps + count
+        while self.clock.timing.steps < until:
+            self.run(self.batches[0], until - self.clock.timing.steps)
 
     # -- rows
 
     def steps(self, count: int) -> Row:
         """Steps of one batch alone: for weights whose images and acceptance mean nothing."""
-        self.steps_of(count)
+        self.run_steps(count)
         return self.row()
 
     def images(self) -> Row:
@@ -193,7 +141,7 @@ class Meter:
         records: list[ImageRecord] = []
         for requests in self.batches:
             began = time.perf_counter()
-            finished = self.run(requests).finished()
+            finished = self.run(requests)
             tokens_done = time.perf_counter()
             self.pipeline.pixels(np.stack([done.tokens for done in finished]))
             done = time.perf_counter()
@@ -206,8 +154,7 @@ class Meter:
         """The case with what is known of its steps, however they were run."""
         case, engine, requests = self.case, self.engine, self.batches[0]
         counted, peak = engine.report(), self.pipeline.backend.memory().peak
-        prefix = self.prefix(requests)
-        each = [1000 * seconds / n for seconds, n in self.blocks for _ in range(n)]
+        prefix, each = self.pipeline.prefix(engine, requests), self.clock.step_ms
         mean, alone = sum(each) / len(each), step_alone(engine, prefix, requests, self.split)
         parts = split_step(engine, prefix, requests, self.split)
         passes = StepPasses.of(case.tree)
@@ -219,7 +166,7 @@ class Meter:
             relaxation=case.relaxation.as_json(),
             graphs=case.mode,
             batch_size=case.batch,
-            prefill_s_per_image=sum(self.prefills) / len(self.prefills) / case.batch,
+            prefill_s_per_image=self.clock.timing.prefill_s / self.runs / case.batch,
             steps=len(each),
             ms_per_step=mean,
             p50_ms_per_step=quantile(each, 0.5),

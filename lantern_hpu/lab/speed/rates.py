@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends.base import Backend
+from lantern_hpu.lab.clock import seconds_of
 
 COPIED = 256 * 2**20  # bytes of the copied tensor: more than a cache holds
 LARGEST = 8192  # rows and columns of the largest product tried
@@ -30,21 +30,11 @@ class MeasuredRates:
     )
 
 
-def seconds(backend: Backend, function: Callable[[], object]) -> float:
-    """Least time of a call; short ones are timed several in a row, so that waiting for the device does not count."""
-
-    def timed(count: int) -> float:
-        backend.synchronize()
-        began = time.perf_counter()
-        for _ in range(count):
-            function()
-            backend.flush()  # a lazy device would drop all but the last
-        backend.synchronize()
-        return (time.perf_counter() - began) / count
-
-    timed(1)
-    count = max(1, round(ENOUGH / timed(1)))
-    return min(timed(count) for _ in range(TIMES))
+def least_seconds(backend: Backend, function: Callable[[], object]) -> float:
+    """Least time of a call; short ones are timed several in a row."""
+    seconds_of(backend, function)
+    calls = max(1, round(ENOUGH / seconds_of(backend, function)))
+    return min(seconds_of(backend, function, calls) for _ in range(TIMES))
 
 
 @torch.no_grad()
@@ -52,7 +42,7 @@ def copy_bandwidth(backend: Backend) -> float:
     """Bytes a second of one tensor copied to another: each byte is read once and written once."""
     source = torch.ones(COPIED // 4, dtype=torch.float32, device=backend.device)
     goal = torch.zeros_like(source)
-    return 2 * COPIED / seconds(backend, lambda: goal.copy_(source))
+    return 2 * COPIED / least_seconds(backend, lambda: goal.copy_(source))
 
 
 @torch.no_grad()
@@ -66,7 +56,7 @@ def matrix_rate(backend: Backend, dtype: torch.dtype) -> float:
         def multiply(a: Tensor = left, b: Tensor = right, out: Tensor = product) -> Tensor:
             return torch.mm(a, b, out=out)
 
-        taken = seconds(backend, multiply)
+        taken = least_seconds(backend, multiply)
         best = max(best, 2 * size**3 / taken)
         if taken >= ENOUGH or size >= LARGEST:
             return best

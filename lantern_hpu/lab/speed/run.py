@@ -25,7 +25,7 @@ from lantern_hpu.lab.speed.cases import Case, Wanted, cases_of, settle
 from lantern_hpu.lab.speed.measure import BRIEF_WARM_UP, WARM_UP, Meter
 from lantern_hpu.lab.speed.random_weights import make_model
 from lantern_hpu.lab.speed.rates import measure_rates
-from lantern_hpu.lab.speed.report import KIND, VERSION, Row, with_speeds
+from lantern_hpu.lab.speed.report import EAGER, KIND, VERSION, Row, with_speeds
 from lantern_hpu.lab.speed.roofline import Rates, sizes
 from lantern_hpu.methods.methods import AUTO, in_turn
 from lantern_hpu.pipeline import LanternPipeline
@@ -118,15 +118,25 @@ def measure_all(
     rows, missed = [], []
     with tqdm(total=len(cases), unit="row", file=sys.stderr) as bar:
         for mode, group in groupby(cases, lambda case: case.mode):
-            own = LanternPipeline(pipeline.model, pipeline.backend, mode)
+            # Recorded graphs share memory, which must not go with the last of them while another is to come: so
+            # the first engine stays until the mode is done, a small one as batch sizes grow.
+            first: LanternPipeline | None = None
             for case in group:
                 bar.set_description(str(case))
+                drawing = LanternPipeline(pipeline.model, pipeline.backend, mode)
+                show = bar.set_postfix_str
                 try:
-                    rows.append(measure(own, wanted, case, rates, startup_s, bar.set_postfix_str))
-                except DeviceError as error:  # too little memory says nothing of other rows
+                    rows.append(measure(drawing, wanted, case, rates, startup_s, show))
+                except DeviceError as error:  # too little memory for this row may do for others
                     missed.append(f"not measured: {case}: {error.what}: {error.why}")
+                    drawing.engines.shrink(0)
+                if first is None and mode != EAGER and drawing.engines.engines:
+                    first = drawing
+                else:
+                    drawing.engines.shrink(0)
                 bar.update()
-            own.engines.shrink(0)
+            if first is not None:
+                first.engines.shrink(0)
     return rows, missed
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -132,13 +131,11 @@ class Tuner:
         timed, count = (FEW, FEW) if self.is_long else (TIMED, STEPS)
         with self.part(f"step over {tree.size} nodes, depth {tree.depth}"):
             engine = self.engine(requests, tree)
-            engine.start(self.pipeline.prefix(engine, requests), requests)
-            seeds, seconds = [request.seed for request in requests], []
-            for number in range(timed + 1):  # the first is not counted
-                began = time.perf_counter()
-                engine.advance(seeds, 1 + number * count, count)
-                seconds.append(time.perf_counter() - began)
-        return 1000 * statistics.median(seconds[1:]) / count
+            timings = [RunTiming() for _ in range(timed + 1)]
+            for timing in timings:
+                list(self.pipeline.stream(engine, requests, timing, most=count))
+        # The first is not counted
+        return statistics.median(timing.ms_per_step for timing in timings[1:])
 
     def costs(self) -> Costs:
         """What steps of any shape cost, from those of some trees."""
