@@ -28,7 +28,9 @@ from lantern_hpu.results.images import RunTiming
 
 PROMPT = "a red apple"
 SEED = 7
-EMULATED_STEPS = 16  # whose tokens are compared on the emulator: it is slow, and its arithmetic the CPU's
+EMULATED_STEPS = (
+    16  # whose tokens are compared on the emulator: it is slow, and its arithmetic the CPU's
+)
 Answer = tuple[State, str, dict[str, Any]]
 
 
