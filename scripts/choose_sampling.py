@@ -21,7 +21,7 @@ from tqdm import tqdm
 from lantern_hpu import LanternPipeline
 from lantern_hpu.files import write_file
 from lantern_hpu.lab.pictures.attributes import small
-from lantern_hpu.lab.pictures.painted import Painted, within
+from lantern_hpu.lab.pictures.painted import Painted, averaged, drawn_side, within
 from lantern_hpu.lab.pictures.statistics import figures
 from lantern_hpu.methods.methods import Request, Sampling
 from lantern_hpu.results.images import Drawn, encode
@@ -58,9 +58,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("sampling.png"))
     arguments = parser.parse_args()
     pipeline = LanternPipeline.from_pretrained(arguments.model, device="cpu")
-    painted = Painted(arguments.images, arguments.panels, arguments.fresh)
+    painted = Painted(arguments.images, arguments.panels, arguments.fresh, drawn_side(pipeline))
     items, metrics = painted.items(), painted.metrics(painted.fresh())
-    own = within(painted.own()[arguments.images :], arguments.panels)
+    own = within(
+        np.stack([averaged(p) for p in painted.own()[arguments.images :]]), arguments.panels
+    )
     lines, rows = [], {}
     for text in arguments.settings.split(","):
         chosen = setting(text)

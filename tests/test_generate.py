@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from lantern_hpu import __version__
 from lantern_hpu.commands.generate import main
 from lantern_hpu.errors import OutputError
 from lantern_hpu.files import write_file
@@ -175,17 +176,28 @@ def test_replay_takes_no_options_from_a_strangers_image(
     assert "--force" in capsys.readouterr().err and kept.read_bytes() == b"precious"
 
 
-def test_replay_refuses_other_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("part", "hint"), [("drafter", "--drafter"), ("target", "--model"), ("vq", "the same tokens")]
+)
+def test_replay_refuses_other_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str, hint: str
+) -> None:
+    """And says what to do; of another tokenizer also which version drew at which size."""
     folder, file = write_folder(tmp_path / "model"), tmp_path / "cat.png"
     assert generate(folder, "--prompt", "cat", "--output", file) == 0
-    weights = load_file(folder / "drafter.safetensors")
-    save_file({n: t * 2 for n, t in weights.items()}, folder / "drafter.safetensors")
+    stored = folder / f"{part}.safetensors"
+    save_file({n: t * 2 for n, t in load_file(stored).items()}, stored)
     config = json.loads((folder / "model.json").read_text())
-    digest = hashlib.sha256((folder / "drafter.safetensors").read_bytes()).hexdigest()
-    config["files"]["drafter.safetensors"] = digest
+    before = config["files"][stored.name]
+    config["files"][stored.name] = hashlib.sha256(stored.read_bytes()).hexdigest()
     (folder / "model.json").write_text(json.dumps(config))
     assert main(["--from-png", str(file), "--output", str(tmp_path / "again.png")]) == 2
-    assert "other weights" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "other weights" in message and hint in message
+    if part == "vq":
+        width, height = Image.open(file).size
+        assert f"lantern_hpu {__version__} drew it at {width} x {height} pixels" in message
+        assert before[:8] in message
 
 
 def test_one_file_cannot_hold_two_results(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from lantern_hpu.decode.drafting.base import Drafts, EagleDrafting
 from lantern_hpu.decode.tree_tables import StaticTables
+from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.transformer import HeadNorm, Target, rope_table
+from lantern_hpu.models.vq import VQModel
 from lantern_hpu.ops.kernels import rotate
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.ops.masks import additive_mask, prefix_mask
@@ -235,3 +238,23 @@ def test_pads_hide_from_the_drafter_unless_it_was_trained_with_them() -> None:
         _, drafter = tiny_models(config, sees_pads=sees_pads)
         one, other = (guesses(drafter, h, valid, range(8))[:, 2:] for h in (hidden, changed))
         assert torch.equal(one, other) != sees_pads
+
+
+@pytest.mark.parametrize("decoder_only", [0, 1, 2])
+def test_a_tokenizer_may_draw_finer_than_it_reads(decoder_only: int) -> None:
+    """With levels of the decoder alone, the encoder is that of a coarser tokenizer on pictures averaged over areas."""
+    config = VQConfig(8, (1, 2, 2), 1, 8, 4, 32, groups=4, decoder_only=decoder_only)
+    model = VQModel(config).eval()
+    assert sum(p.numel() for p in model.parameters()) == config.parameters
+    widths = (8, 16, 16)[decoder_only:]
+    multipliers = tuple(width // widths[0] for width in widths)
+    coarse = VQModel(replace(config, channels=widths[0], multipliers=multipliers, decoder_only=0))
+    known = {n: t for n, t in model.state_dict().items() if not n.startswith("decoder")}
+    assert not coarse.load_state_dict(known, strict=False).unexpected_keys
+    images = torch.rand(2, 3, 16, 16, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    size = 16 >> decoder_only
+    averaged = images.unflatten(2, (size, -1)).unflatten(4, (size, -1)).mean((3, 5))
+    with torch.no_grad():
+        codes = model.encode(images)  # [2, 4, 4]
+        assert torch.equal(codes, coarse.encode(averaged)) and len(codes.unique()) > 1
+        assert model.decode_codes(codes.flatten(1), (4, 4)).shape == images.shape

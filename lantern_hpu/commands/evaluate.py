@@ -241,9 +241,10 @@ def literature(library: Library, args: argparse.Namespace) -> Scorer:
 
 
 def own(chosen: PaintedOptions, pipeline: LanternPipeline, output: Path) -> Scorer:
-    from lantern_hpu.lab.pictures.painted import Painted, PaintedScorer
+    from lantern_hpu.lab.pictures.painted import Painted, PaintedScorer, drawn_side
 
-    return PaintedScorer(Painted(chosen.images, chosen.panels, chosen.fresh), pipeline, output)
+    painted = Painted(chosen.images, chosen.panels, chosen.fresh, drawn_side(pipeline))
+    return PaintedScorer(painted, pipeline, output)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

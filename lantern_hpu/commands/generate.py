@@ -240,6 +240,24 @@ def settle(
     return chosen, options.sampling_options(args, pipeline.model.sampling)
 
 
+def other_weights(
+    file: Path, model: str, weights: dict[str, str], others: Sequence[str]
+) -> WeightsError:
+    """Why an image drawn with `weights` cannot be drawn again with a model of which `others` are different."""
+    what, why, hint = f"{file} cannot be drawn again", f"other weights than {model} has", "--model"
+    if all("drafter" in name for name in others):
+        hint = "--drafter with the folder that was used"
+    elif all(name.startswith("vq") for name in others):
+        from lantern_hpu.results.images import read_png
+
+        data = read_png(file)
+        width, height = data["size"]
+        drawn = f"lantern_hpu {data['version']} drew it at {width} x {height} pixels with another tokenizer"
+        why = f"other weights than {model} has: {drawn} ({others[0]} {weights[others[0]][:8]})"
+        hint = f"that version, or --prompt and --seed {data['seed']} anew: the same tokens, other pixels"
+    return WeightsError(what, f"it was drawn with {why}", hint)
+
+
 def settle_again(
     known: dict[str, Any], model: str, pipeline: LanternPipeline, file: Path
 ) -> tuple[Choice, Sampling]:
@@ -248,10 +266,7 @@ def settle_again(
     mine = pipeline.model.files
     others = [name for name in known["weights"] if known["weights"][name] != mine.get(name)]
     if others:
-        what, hint = f"{file} cannot be drawn again", "--model"
-        if all("drafter" in name for name in others):
-            hint = "--drafter with the folder that was used"
-        raise WeightsError(what, f"it was drawn with other weights than {model} has", hint)
+        raise other_weights(file, model, known["weights"], others)
     name, paths = known["tree"], known["tree_paths"]
     named = method_of(known["method"]).tree in ("dynamic", "window")
     tree = load_tree(name) if named else DraftTree.from_paths(name, paths)

@@ -187,6 +187,8 @@ class VQConfig:
     normalize_codebook: bool = True
     # At the coarsest level, as LlamaGen's have; Chameleon's has it in the middle alone
     attention: bool = True
+    # Finest levels that the decoder alone has: the encoder reads pictures averaged over 2 x 2 pixels for each
+    decoder_only: int = 0
     # "image": `models/vq.py`; "video": Emu3's, of which pictures need the decoder alone
     kind: Literal["image", "video"] = "image"
 
@@ -206,9 +208,10 @@ class VQConfig:
         widths = [self.channels * m for m in self.multipliers]
         deepest = widths[-1]
         middle = 2 * _res(deepest, deepest) + _attention(deepest)
-        down = self._levels([self.channels, *widths], self.res_blocks)
+        seen = widths[self.decoder_only :]
+        down = self._levels([seen[0], *seen], self.res_blocks)
         up = self._levels([deepest, *reversed(widths)], self.res_blocks + 1, deepest_first=True)
-        encoder = _conv(3, self.channels) + down + _norm(deepest) + _conv(deepest, self.z_channels)
+        encoder = _conv(3, seen[0]) + down + _norm(deepest) + _conv(deepest, self.z_channels)
         decoder = _conv(self.z_channels, deepest) + up + _norm(widths[0]) + _conv(widths[0], 3)
         codes = self.codebook_size * self.code_dim
         codes += _conv(self.z_channels, self.code_dim, 1) + _conv(self.code_dim, self.z_channels, 1)

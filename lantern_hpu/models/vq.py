@@ -121,11 +121,12 @@ class Encoder(nn.Module):
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
-        width, last = config.channels, len(config.multipliers) - 1
+        self.shrink = 1 << config.decoder_only
+        widths = [config.channels * m for m in config.multipliers[config.decoder_only :]]
+        width, last = widths[0], len(widths) - 1
         self.conv_in = _conv3(3, width)
         self.conv_blocks = nn.ModuleList()
-        for index, multiplier in enumerate(config.multipliers):
-            outputs = config.channels * multiplier
+        for index, outputs in enumerate(widths):
             attention = config.attention and index == last
             level = Level(width, outputs, config.res_blocks, config.groups, attention)
             width = outputs
@@ -137,7 +138,11 @@ class Encoder(nn.Module):
         self.conv_out = _conv3(width, config.z_channels)
 
     def forward(self, images: Tensor) -> Tensor:
-        h = self.conv_in(images)  # [B, channels, H, W]
+        if self.shrink > 1:
+            images = F.avg_pool2d(images, self.shrink)
+        h = self.conv_in(
+            images
+        )  # [B, width, H, W], without the levels that are the decoder's alone
         for block in (*self.conv_blocks, *self.mid):
             h = block(h)
         return self.conv_out(F.silu(self.norm_out(h)))  # [B, z_channels, h, w]

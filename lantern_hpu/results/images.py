@@ -162,7 +162,13 @@ def read_png(path: Path) -> dict[str, Any]:
             missing = [name for name in REPLAYED if name not in config]
             if missing:
                 raise OptionError(f"{path} cannot be drawn again", f"it lacks {', '.join(missing)}")
-            return {"prompt": data["prompt"], "seed": int(data["seed"]), "config": config}
+            return {
+                "prompt": data["prompt"],
+                "seed": int(data["seed"]),
+                "config": config,
+                "size": image.size,
+                "version": dict(data.get("environment", {})).get("lantern_hpu", "another version"),
+            }
     except KeyError as error:
         why = "it carries no settings: a sheet, drawn elsewhere, or stripped by an editor"
         raise OptionError(f"{path} cannot be drawn again", why) from error

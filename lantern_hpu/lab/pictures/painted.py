@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from numpy.random import Generator
 from numpy.typing import NDArray
+from PIL import Image
 from tqdm import tqdm
 
 from lantern_hpu.decode.pixels import to_images
@@ -44,20 +45,22 @@ GENERATOR, TOKENIZER = "the generator", "its tokenizer"
 SHARE = "of "  # before the name of an attribute whose agreement is kept
 # Numbers of the generator's pictures; those of trainings lie below
 CAPTIONS, REFERENCE, PANELS = 2 * 10**9, 3 * 10**9, 4 * 10**9
+PAINTED_SIDES = (SIDE, 2 * SIDE)
 REPEATS = 4  # pictures of each caption whose diversity is measured
 
 
 class Painted:
     """Captions of the generator, and what to make of pictures of them."""
 
-    def __init__(self, images: int, panels: int, reference: int) -> None:
+    def __init__(self, images: int, panels: int, reference: int, side: int = SIDE) -> None:
         """
         Args:
             images: captions that are drawn once each. panels: captions drawn `REPEATS` times.
             reference: fresh pictures.
+            side: pixels in which they are painted, before they are averaged to what the network reads.
         """
         self.images, self.panels, self.reference = images, panels, reference
-        self.noise, self.classifier = Noise(2 * SIDE), Classifier.load()
+        self.side, self.noise, self.classifier = side, Noise(2 * side), Classifier.load()
 
     def items(self) -> list[Item]:
         """What is to be drawn: captions that leave things out, as users' do, then panels of complete ones."""
@@ -69,7 +72,7 @@ class Painted:
         ]
 
     def own(self) -> Pixels:
-        """The generator's own pictures of the items, [n, SIDE, SIDE, 3]."""
+        """The generator's own pictures of the items, [n, side, side, 3]."""
         return np.stack(list(self.painted()))
 
     def painted(self) -> Iterator[Pixels]:
@@ -85,7 +88,7 @@ class Painted:
         numbers, found = tqdm(range(self.reference), desc="painting reference", unit="picture"), []
         batch: list[Pixels] = []
         for i in numbers:
-            batch.append(paint(REFERENCE + i, self.noise).pixels)
+            batch.append(averaged(paint(REFERENCE + i, self.noise).pixels))
             if len(batch) == 64 or i == self.reference - 1:
                 found.append(self.classifier.see(np.stack(batch)).features)
                 batch = []
@@ -141,6 +144,11 @@ def within(pixels: NDArray[np.uint8], panels: int) -> Array:
     return np.asarray(np.mean(each, 0))
 
 
+def averaged(pixels: Pixels) -> Pixels:
+    """A picture [S, S, 3] as the network reads it, [SIDE, SIDE, 3]."""
+    return small(Image.fromarray(pixels))
+
+
 class PaintedScorer:
     """Pictures to rows of the painted protocol's metrics."""
 
@@ -149,7 +157,7 @@ class PaintedScorer:
     def __init__(self, protocol: Painted, pipeline: LanternPipeline, folder: Path) -> None:
         self.painted, self.pipeline = protocol, pipeline
         self.items = protocol.items()
-        self.cache = Cache(folder, [sha256(WEIGHTS), digest(self.items)])
+        self.cache = Cache(folder, [sha256(WEIGHTS), digest(self.items), protocol.side])
         self._own: Pixels | None = None
 
     def prepare(self) -> None:
@@ -168,8 +176,9 @@ class PaintedScorer:
         return self._own
 
     def of_generator(self) -> Rows:
-        distances = within(self.own[self.painted.images :], self.painted.panels)
-        return self.of_pixels(self.own, distances) | {"distances": distances}
+        pixels = np.stack([averaged(one) for one in self.own])
+        distances = within(pixels[self.painted.images :], self.painted.panels)
+        return self.of_pixels(pixels, distances) | {"distances": distances}
 
     def of_pixels(self, pixels: Pixels, distances: Array) -> dict[str, Array]:
         """Rows, and the agreement of each attribute."""
@@ -190,7 +199,7 @@ class PaintedScorer:
     def baselines(self, rounds: int) -> list[Row]:
         """The generator's own pictures of the captions, and these through the tokenizer."""
         found = {GENERATOR: self.generator}
-        if encodes(self.pipeline):
+        if drawn_side(self.pipeline) == self.painted.side:
 
             def through() -> Rows:
                 pixels = np.stack(list(through_tokenizer(self.pipeline, self.own)))
@@ -214,9 +223,12 @@ class PaintedScorer:
     def notes(self) -> list[str]:
         """What a reader must know of the figures."""
         right = self.painted.classifier.about["accuracy"]["clean"]["all"]
+        side = self.painted.side
+        averaged = f" averaged to {SIDE} x {SIDE}" if side != SIDE else ""
         return [
             "Frechet distance: per cent of the reference's variance, in the features of a small network trained on "
-            "the generator; it cannot be compared with figures of other networks.",
+            f"the generator, of pictures of {side} x {side} pixels{averaged}; it cannot be compared with figures of "
+            "other networks.",
             f"That network tells {100 * right:.1f} % of the attributes of fresh pictures; `{GENERATOR}` is how it "
             "scores the generator's own pictures of the captions.",
         ]
@@ -228,13 +240,13 @@ def extra_of(rows: Rows) -> dict[str, dict[str, float]]:
     return {"agreement_of": told} if told else {}
 
 
-def encodes(pipeline: LanternPipeline) -> bool:
-    """Whether its tokenizer takes pictures of the generator's size."""
-    vq = pipeline.model.vq
-    if not isinstance(vq, VQModel):
-        return False
-    factor = 2 ** (len(vq.config.multipliers) - 1)
-    return pipeline.model.target.config.grid == (SIDE // factor, SIDE // factor)
+def drawn_side(pipeline: LanternPipeline) -> int:
+    """Pixels of a side of the model's pictures, where its tokenizer can encode painted ones; else SIDE."""
+    vq, (rows, columns) = pipeline.model.vq, pipeline.model.target.config.grid
+    if not isinstance(vq, VQModel) or rows != columns:
+        return SIDE
+    side = rows * vq.config.downsample
+    return side if side in PAINTED_SIDES else SIDE
 
 
 @torch.no_grad()
