@@ -1,4 +1,4 @@
-"""What each device can do: one file a device. Importing this package loads neither torch nor a driver."""
+"""What each device can do: one folder a device. Importing this package loads neither torch nor a driver."""
 
 from __future__ import annotations
 
@@ -85,10 +85,9 @@ def get_backend(name: str = "auto", graphs: str = "auto", emulate: bool = False)
             return backend
         backend.close()
         refused.append(f"{candidate}: {why}" if name == "auto" else why)
-        emulates = backend.emulates
     others = [other for other in BACKENDS if other != name]
     hint = " or ".join(f"--device {other}" for other in others)
-    if emulates:
+    if name == EMULATED:
         hint += f"; --device {name} --emulate runs the {name} code without one"
     hint += "; lantern-hpu doctor says more"
     raise DeviceError(f"device {name!r} cannot be used here", "; ".join(refused), hint)

@@ -1,10 +1,15 @@
-"""The contract of a backend: what a device can do, never which device it is."""
+"""The contract of a backend: what a device can do, never which device it is.
+
+A backend says what its device is and offers (`name`, `device`, `dtypes`, `graph_modes`), does what every device does
+(`available`, `synchronize`, `memory`, `kernels`, `compile`, `errors`, `describe`, `close`), and has two parts that most
+devices take as they are: `tuning`, what is left to the device to choose, and `queue`, how the host hands it work.
+"""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,7 +24,7 @@ from lantern_hpu.ops.kernels import PLAIN, Kernels
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes; None where the device does not tell."""
+    """Bytes; None where the device does not report them."""
 
     total: int | None
     free: int | None
@@ -31,14 +36,22 @@ def named(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def compile_whole(function: nn.Module, compiler: str = "inductor") -> Callable[[Any], Tensor]:
+    """The function, compiled in one graph with static shapes."""
+    compiled: Callable[[Any], Tensor] = torch.compile(
+        function, backend=compiler, fullgraph=True, dynamic=False
+    )
+    return compiled
+
+
 class Pace:
     """Runs the steps of one engine. A device that can adapt to how long they take has a pace of its own."""
 
     def fit(self, step: Callable[[], object], bits: Callable[[], object]) -> None:
-        """Try on a real step, whose results nobody needs, what there is to choose.
+        """Choose by trials of a real step, whose results nobody needs.
 
         Args:
-            step: always begins at the same state. bits: tells what it left from what differs in a bit.
+            step: always begins at the same state. bits: a digest of what it left, which differs if one bit does.
         """
 
     def __call__(self, step: Callable[[], Tensor]) -> Tensor:
@@ -46,167 +59,34 @@ class Pace:
         return step()
 
     def held(self) -> AbstractContextManager[None]:
-        """What was chosen holds inside."""
+        """What was chosen is in force inside."""
         return nullcontext()
 
 
-class Backend(ABC):
-    """A device. Everything above asks it for what it needs instead of asking for its name.
+class Tuning:
+    """What is left to the device: number format, layout of matrices, threads.
 
     Attributes:
-        name: the value of `--device`.
-        device: where tensors live.
-        dtypes: supported number formats, best first, each with the reason for its place.
-        quantized: smaller formats for the target's weights that were tried here.
-        graph_modes: ways to record a function, best first, each with the reason for its place; `eager` is one.
-        layouts: ways to keep the matrices of linear layers, each with the reason.
+        dtypes, quantized, layouts: what there is to choose from, see `Backend`. `quantized` are smaller formats for
+            the target's weights that were tried here; `layouts` are ways to keep the matrices of linear layers.
+        measured_as: the device whose measured defaults hold here.
+        decided: what was chosen, with the reason; for reports.
     """
 
-    name: str
-    device: torch.device
-    dtypes: dict[str, str]
-    graph_modes: dict[str, str]
     quantized: tuple[str, ...] = ()
-    layouts: dict[str, str] = {"plain": "as torch keeps them"}
-    emulates = False  # whether it can run without its device
-    compiler = "inductor"  # what `torch.compile` uses
-    is_host = False  # whether it is the processor itself
-    runs_ahead = False  # whether it works through what was launched while the host goes on
+    layouts: Mapping[str, str] = {"plain": "as torch keeps them"}
 
-    def __init__(self, graphs: str = "auto", emulate: bool = False) -> None:
-        """Nothing is loaded yet.
-
-        Args:
-            graphs: the graph mode wanted; some devices read it while their software is loaded.
-            emulate: stand in for a device that is not there.
-        """
-        if emulate and not self.emulates:
-            raise OptionError(f"{self.name} cannot be emulated", "it needs no emulator")
-
-    @property
-    def measured_as(self) -> str:
-        """The device whose measured defaults hold here."""
-        return self.name
-
-    @abstractmethod
-    def available(self) -> tuple[bool, str]:
-        """Whether the device can be used here, and why (not)."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Wait until everything asked for so far is done."""
-
-    @cached_property
-    def decided(self) -> dict[str, str]:
-        """What was left to the device and what it took, with the reason; for reports."""
-        return {}
-
-    @abstractmethod
-    def memory(self) -> Memory:
-        """Bytes in total, free, and at the peak since `reset_peak`."""
-
-    def reset_peak(self) -> None:  # noqa: B027 - a process cannot forget its own
-        """Begin the peak of memory anew, where the device can; elsewhere it is that of the whole process."""
-
-    def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
-        """What the transformer calls on this device.
-
-        Args:
-            choice: `auto`, the fastest forms that agree with the plain ones; or `plain`.
-            dtype: what the models compute in, in which they have to agree; the best one if not given.
-        """
-        if choice not in ("auto", "plain"):
-            raise OptionError(f"--kernels is {choice!r}", hint=choices(["auto", "plain"]))
-        return PLAIN
-
-    def check_layout(self, choice: str) -> None:
-        """Raise a DeviceError unless the device offers a layout of matrices, or `auto`."""
-        if choice != "auto" and choice not in self.layouts:
-            what, hint = f"{self.name} does not offer layout {choice!r}", ["auto", *self.layouts]
-            raise DeviceError(what, hint=choices(hint))
-
-    def weight_bytes(self, layout: str, dtype: torch.dtype) -> int:
-        """Of a number in a matrix that lies in a layout."""
-        return dtype.itemsize
-
-    def lay_out(
-        self, modules: Sequence[nn.Module], choice: str = "auto", modes: Collection[str] = ()
-    ) -> str:
-        """Bring the linear layers of loaded modules into the layout that is fastest here, in place. -> its name
-
-        Args:
-            choice: `auto`, or one of `layouts`.
-            modes: graph modes that are to run them.
-
-        Raises:
-            DeviceError: the device does not offer it, or not in these modes.
-        """
-        self.check_layout(choice)
-        return "plain"
-
-    def use_threads(self, count: int) -> None:
-        """The threads of the processor that torch may use.
-
-        Args:
-            count: 0 leaves them to the device, which may try how many are fastest.
-
-        Raises:
-            OptionError: more than there are cores.
-        """
-        cores = os.cpu_count() or 1
-        require(0 <= count <= cores, "--threads", count, f"1 to {cores}, or 0 for the fastest")
-        if count:
-            torch.set_num_threads(count)
-
-    def pace(self) -> Pace:
-        """What runs the steps of a new engine."""
-        return Pace()
-
-    def compile(self, function: nn.Module) -> Callable[[Any], Tensor]:
-        """The function, compiled whole with static shapes."""
-        compiled: Callable[[Any], Tensor] = torch.compile(
-            function, backend=self.compiler, fullgraph=True, dynamic=False
-        )
-        return compiled
-
-    def flush(self) -> None:  # noqa: B027 - most devices gather nothing
-        """Launch what a lazy device has gathered, so that what follows is a graph of its own."""
-
-    def upload(self, numbers: Tensor, goal: Tensor) -> None:
-        """Copy numbers of the host into a tensor of the device, after what was launched before."""
-        goal.copy_(numbers)
-
-    def ask(self, numbers: Tensor) -> Callable[[], list[int]]:
-        """Start to copy a small tensor [n] to the host as it is now; the returned function waits for it."""
-        found: list[int] = numbers.tolist()
-        return lambda: found
-
-    @contextmanager
-    def warming_up(self) -> Iterator[None]:
-        """Whatever the device compiles inside is expected; after it, nothing should be."""
-        yield
-
-    def counters(self) -> dict[str, int]:
-        """What the device counts since its start: compilations, fallbacks, launches, ... if it does."""
-        return {}
-
-    @contextmanager
-    def errors(self) -> Iterator[None]:
-        """Turns the device's known errors into ones that say what to do."""
-        yield
-
-    def close(self) -> None:  # noqa: B027 - most devices need no closing
-        """Give back what was taken for this backend alone."""
-
-    @abstractmethod
-    def describe(self) -> dict[str, object]:
-        """Hardware and versions, for reports."""
-
-    def check_quantized(self, kind: str) -> None:
-        """Raise a DeviceError unless the device offers a smaller format for weights."""
-        if kind not in self.quantized:
-            hint = choices(self.quantized) if self.quantized else "--dtype bfloat16"
-            raise DeviceError(f"{self.name} does not offer {kind!r} weights", hint=hint)
+    def __init__(
+        self,
+        name: str,
+        dtypes: Mapping[str, str],
+        quantized: tuple[str, ...] = (),
+        measured_as: str | None = None,
+    ) -> None:
+        self.name, self.dtypes = name, dtypes
+        self.quantized = quantized or self.quantized
+        self.measured_as = measured_as or name
+        self.decided: dict[str, str] = {}
 
     def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
         """The fastest number format for a model of so many parameters, and why."""
@@ -229,5 +109,163 @@ class Backend(ABC):
                 f"{self.name} does not offer dtype {name!r}", hint=choices(self.dtypes)
             )
         self.decided["dtype"] = f"{name}: {why}"
-        found: torch.dtype = getattr(torch, name)
-        return found
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+
+    def check_quantized(self, kind: str) -> None:
+        """Raise a DeviceError unless the device offers a smaller format for weights."""
+        if kind not in self.quantized:
+            hint = choices(self.quantized) if self.quantized else "--dtype bfloat16"
+            raise DeviceError(f"{self.name} does not offer {kind!r} weights", hint=hint)
+
+    def check_layout(self, choice: str) -> None:
+        """Raise a DeviceError unless the device offers a layout of matrices, or `auto`."""
+        if choice != "auto" and choice not in self.layouts:
+            what, hint = f"{self.name} does not offer layout {choice!r}", ["auto", *self.layouts]
+            raise DeviceError(what, hint=choices(hint))
+
+    def lay_out(
+        self, modules: Sequence[nn.Module], choice: str = "auto", modes: Collection[str] = ()
+    ) -> str:
+        """Bring the linear layers of loaded modules into the layout that is fastest here, in place. -> its name
+
+        Args:
+            choice: `auto`, or one of `layouts`.
+            modes: graph modes that are to run them.
+
+        Raises:
+            DeviceError: the device does not offer it, or not in these modes.
+        """
+        self.check_layout(choice)
+        return "plain"
+
+    def weight_bytes(self, layout: str, dtype: torch.dtype) -> int:
+        """Of a number in a matrix that lies in a layout."""
+        return dtype.itemsize
+
+    def use_threads(self, count: int) -> None:
+        """The threads of the processor that torch may use.
+
+        Args:
+            count: 0 leaves them to the device, which may try how many are fastest.
+
+        Raises:
+            OptionError: more than there are cores.
+        """
+        cores = os.cpu_count() or 1
+        require(0 <= count <= cores, "--threads", count, f"1 to {cores}, or 0 for the fastest")
+        if count:
+            torch.set_num_threads(count)
+
+    def pace(self) -> Pace:
+        """What runs the steps of a new engine."""
+        return Pace()
+
+
+class Queue:
+    """How the host hands work to the device, and what the device counts of it.
+
+    This one is that of a device which does each operation at once.
+    """
+
+    runs_ahead = False  # whether the device works through what was launched while the host goes on
+
+    def flush(self) -> None:
+        """Launch what a lazy device has gathered, so that what follows is a graph of its own."""
+
+    def upload(self, values: Tensor, target: Tensor) -> None:
+        """Copy a tensor of the host into one of the device, after what was launched before."""
+        target.copy_(values)
+
+    def read(self, values: Tensor) -> Callable[[], list[int]]:
+        """Start to copy a small tensor [n] to the host as it is now; the returned function waits for it."""
+        result: list[int] = values.tolist()
+        return lambda: result
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        """Whatever the device compiles inside is expected; after it, nothing should be."""
+        yield
+
+    def counters(self) -> dict[str, int]:
+        """What the device counts since its start: compilations, fallbacks, launches, ... if it does."""
+        return {}
+
+
+class Backend(ABC):
+    """A device. Everything above asks it for what it needs instead of asking for its name.
+
+    Attributes:
+        name: the value of `--device`.
+        device: where tensors live.
+        dtypes: supported number formats, best first, each with the reason for its place.
+        graph_modes: ways to record a function, best first, each with the reason for its place; `eager` is one.
+    """
+
+    name: str
+    device: torch.device
+    dtypes: dict[str, str]
+    graph_modes: dict[str, str]
+
+    def __init__(self, graphs: str = "auto", emulate: bool = False) -> None:
+        """Nothing is loaded yet.
+
+        Args:
+            graphs: the graph mode wanted; some devices read it while their software is loaded.
+            emulate: stand in for a device that is not there.
+        """
+        if emulate:
+            raise OptionError(f"{self.name} cannot be emulated", "it needs no emulator")
+
+    @cached_property
+    def tuning(self) -> Tuning:
+        """What is left to the device to choose."""
+        return Tuning(self.name, self.dtypes)
+
+    @cached_property
+    def queue(self) -> Queue:
+        """How the host hands work to the device."""
+        return Queue()
+
+    @abstractmethod
+    def available(self) -> tuple[bool, str]:
+        """Whether the device can be used here, and why (not)."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Wait until everything asked for so far is done."""
+
+    @abstractmethod
+    def memory(self, reset_peak: bool = False) -> Memory:
+        """Bytes in total, free, and at the peak.
+
+        Args:
+            reset_peak: begin the peak anew after this, where the device can; elsewhere it is that of the process.
+        """
+
+    def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
+        """What the transformer calls on this device.
+
+        Args:
+            choice: `auto`, the fastest forms that agree with the plain ones; or `plain`.
+            dtype: what the models compute in, in which they have to agree; the best one if not given.
+        """
+        if choice not in ("auto", "plain"):
+            raise OptionError(f"--kernels is {choice!r}", hint=choices(["auto", "plain"]))
+        return PLAIN
+
+    def compile(self, function: nn.Module) -> Callable[[Any], Tensor]:
+        """The function, compiled whole with static shapes."""
+        return compile_whole(function)
+
+    @contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turns the device's known errors into ones that say what to do."""
+        yield
+
+    @abstractmethod
+    def describe(self) -> dict[str, object]:
+        """Hardware and versions, for reports."""
+
+    def close(self) -> None:  # noqa: B027 - most devices need no closing
+        """Give back what was taken for this backend alone."""

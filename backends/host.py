@@ -1,9 +1,19 @@
-"""How much memory the host still has. Needs no torch."""
+"""The machine itself: what its processor is, and how much memory it has. Needs no torch."""
 
 from __future__ import annotations
 
+import os
+import platform
+import sys
+from functools import cache
 from pathlib import Path
 
+CPUINFO = "/proc/cpuinfo"
+BFLOAT16 = {  # flags of processors that multiply bfloat16 natively, by what it is called
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX512-BF16",
+    "bf16": "Arm's BF16",
+}
 MEMINFO = Path("/proc/meminfo")
 # A container's limit, what it uses, and what of that can be dropped: control groups of the second and the first version
 GROUPS = (
@@ -17,18 +27,46 @@ GROUPS = (
 )
 
 
+def processor_name() -> str:
+    """The processor's model name."""
+    return cpuinfo("model name") or platform.processor() or platform.machine()
+
+
+def native_bfloat16() -> str | None:
+    """What multiplies bfloat16 here, or None; where the system does not say, nothing does."""
+    flags = {*cpuinfo("flags").split(), *cpuinfo("Features").split()}
+    return next((name for flag, name in BFLOAT16.items() if flag in flags), None)
+
+
+@cache
+def cpuinfo(key: str) -> str:
+    """A field of the first processor; empty where the system has none."""
+    try:
+        with open(CPUINFO, encoding="utf-8") as lines:
+            line = next((line for line in lines if line.partition("\t")[0] == key), "")
+    except OSError:
+        return ""
+    return line.partition(":")[2].strip()
+
+
+def total_bytes() -> int | None:
+    """All memory of the machine, or None where the platform does not say."""
+    pages = os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
+    return pages * os.sysconf("SC_PAGE_SIZE") if pages else None
+
+
 def available_bytes() -> int | None:
-    """What a program can still have without swapping, within its container's limit; None where that is not told."""
+    """What a program can still have without swapping, within its container's limit; None where it is not known."""
     try:
         lines = MEMINFO.read_text().splitlines()
-        told = next(line for line in lines if line.startswith("MemAvailable:"))
-        found = [1024 * int(told.split()[1])]
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        limits = [1024 * int(line.split()[1])]
     except (OSError, StopIteration, ValueError):
         return None
     for folder, *files in GROUPS:
         left = group_bytes(Path(folder), *files)
-        found += [] if left is None else [left]
-    return min(found)
+        limits += [] if left is None else [left]
+    return min(limits)
 
 
 def group_bytes(folder: Path, limit: str, used: str, droppable: str) -> int | None:
@@ -39,3 +77,13 @@ def group_bytes(folder: Path, limit: str, used: str, droppable: str) -> int | No
         return max(int((folder / limit).read_text()) - taken, 0)
     except (OSError, ValueError):  # no such group, or its limit is "max"
         return None
+
+
+def peak_resident_bytes() -> int | None:
+    """Most memory this process has held, or None where the platform does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

@@ -83,7 +83,7 @@ class HPUGraphRunner(Runner):
         first, *others = parts(self.function)
         carried = first(self.state)
         for part in others:
-            self.device.flush()
+            self.device.queue.flush()
             carried = part(self.state, *carried)
         return cast(Tensor, carried)
 

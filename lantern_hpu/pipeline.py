@@ -136,16 +136,16 @@ class LanternPipeline:
         backend = get_backend(device, graphs, emulate)
         try:
             check_mode(backend, graphs)
-            backend.check_layout(layout)
-            backend.use_threads(threads)
+            backend.tuning.check_layout(layout)
+            backend.tuning.use_threads(threads)
             if quantize is not None:
-                backend.check_quantized(quantize)
+                backend.tuning.check_quantized(quantize)
             small, name = open_model(resolve(model, given, spared)), model
             opened: Opened | Stretched = small
             if stretch is not None:
                 name = f"{model} stretched to {stretch}"
                 opened = Stretched.of(small, stretch, stretch_sizes(stretch, given).config.target)
-            number = backend.dtype(dtype, opened.config.target.parameters)
+            number = backend.tuning.dtype(dtype, opened.config.target.parameters)
             how = (named(number), keep_text, quantize)
             check_room(name, opened.config, backend, *how, mapped=stretch is None)
             with backend.errors():
@@ -154,7 +154,7 @@ class LanternPipeline:
                 loaded = opened.load(place)
                 if quantize is not None:
                     quantize_weights(loaded.target, quantize)
-                layout = backend.lay_out(loaded.stepping, layout, [graphs])
+                layout = backend.tuning.lay_out(loaded.stepping, layout, [graphs])
             parts = given.resolved()
             pipeline = cls(loaded, backend, graphs, given=parts, quantize=quantize, layout=layout)
             pipeline.load_seconds = time.perf_counter() - began
@@ -240,7 +240,7 @@ class LanternPipeline:
 
     def fastest(self, size: int) -> tuple[str, str | Tree | None]:
         """What `auto` is: as measured with this model, or with none that needs a drafter where there is none."""
-        device, known = self.backend.measured_as, self.model.fastest
+        device, known = self.backend.tuning.measured_as, self.model.fastest
         measured = known.get(f"{device}:{size}") or known.get(device)
         if self.model.drafter is not None:
             return measured or ("lantern++", None)
@@ -255,7 +255,7 @@ class LanternPipeline:
         return {
             "target": self.model.fingerprint,
             "drafter": drafter[0] if drafter else None,
-            "device": self.backend.measured_as,
+            "device": self.backend.tuning.measured_as,
             "hardware": about.get("card") or about.get("processor"),
             "dtype": named(self.model.target.dtype),
             "quantize": self.quantize,
@@ -288,7 +288,7 @@ class LanternPipeline:
         if engine.warm:
             return
         tokens, images = self.model.target.config.tokens, engine.spec.images
-        with self.backend.errors(), self.backend.warming_up(), torch.no_grad():
+        with self.backend.errors(), self.backend.queue.warming_up(), torch.no_grad():
             engine.place(self.prefix(engine, [request] * images), engine.state.entry)
             if engine.one is not None:
                 engine.place(self.prefix(engine, [request]), engine.one.entry)
@@ -298,7 +298,7 @@ class LanternPipeline:
 
     def prefix(self, engine: Engine, requests: Sequence[Request]) -> Prefix:
         """The condition of a batch, as the engine takes it; a graph of its own where the device gathers operators."""
-        self.backend.flush()
+        self.backend.queue.flush()
         texts, condition = [request.prompt for request in requests], self.model.condition
         if all(request.negative is None for request in requests):
             return condition.rows(texts, engine.spec.guidance)
@@ -343,7 +343,7 @@ class LanternPipeline:
         engine, config = self.engines.get(spec), self.describe(tree, method)
         timing = RunTiming(load_s=self.load_seconds)
         self.prepare(engine, requests, timing)
-        before, counted = engine.report(), self.backend.counters()
+        before, counted = engine.report(), self.backend.queue.counters()
         environment = self.environment()
         drawn: dict[int, Drawn] = {}
         tokens: dict[int, NDArray[np.int64]] = {}
@@ -485,7 +485,7 @@ class LanternPipeline:
         self, engine: Engine, before: GraphReport, counted: dict[str, int]
     ) -> dict[str, Any]:
         """What runners, host and device did since; `counted` by the device."""
-        after, now = engine.report(), self.backend.counters()
+        after, now = engine.report(), self.backend.queue.counters()
         return asdict(after) | {
             "host_reads": after.host_reads - before.host_reads,
             "replays": after.replays - before.replays,
@@ -519,6 +519,6 @@ class LanternPipeline:
             "lantern_hpu": lantern_hpu.__version__,
             "python": platform.python_version(),
             **self.backend.describe(),
-            "decided": dict(self.backend.decided),
+            "decided": dict(self.backend.tuning.decided),
             "peak_memory_bytes": self.backend.memory().peak,
         }

@@ -371,7 +371,7 @@ def test_random_weights_that_a_machine_cannot_hold_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Before any of them is made: they lie in no file that could be read again."""
-    monkeypatch.setattr("lantern_hpu.decode.memory.free_bytes", lambda backend: 24 * 10**9)
+    monkeypatch.setattr("lantern_hpu.backends.host.available_bytes", lambda: 24 * 10**9)
     how = ["--device", "cpu", "--dtype", "float32", "--output", str(tmp_path / "x.json")]
     for name in ("emu3-gen", "lumina-mgpt-7b-768", "janus-pro-7b"):
         assert bench.main(["--random-weights", name, *how]) == 2
@@ -456,7 +456,7 @@ def test_layout_and_threads_can_be_asked_for(model: Path) -> None:
     asked = ["--model", str(model), "--device", "cpu", "--layout", "plain", "--threads", "1"]
     wanted = bench.read_options(bench.make_parser().parse_args(asked))
     with closing(run.open_pipeline(wanted)) as pipeline:
-        decided = pipeline.backend.decided
+        decided = pipeline.backend.tuning.decided
         assert decided["layout"] == "plain: asked for" and decided["threads"] == "1: asked for"
     assert run.layout_of(replace(wanted, layout="auto", modes=["eager", "compile"])) == "plain"
     assert run.layout_of(replace(wanted, layout="half", modes=["compile"])) == "half"

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from lantern_hpu.backends import get_backend
+from lantern_hpu.backends import get_backend, host
 from lantern_hpu.backends.cpu import layouts as cpu_layouts
-from lantern_hpu.backends.cpu import processor
 from lantern_hpu.backends.cpu.layouts import (
     FORMS,
     PackedLinear,
@@ -108,12 +107,12 @@ def test_a_small_float32_model_stays_plain(model: Path) -> None:
     """Its figures are those of every processor; `--layout packed` is the way to have it otherwise."""
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
     assert isinstance(pipeline.model.target.head, nn.Linear) and pipeline.layout == "plain"
-    assert "exact figures" in pipeline.backend.decided["layout"]
+    assert "exact figures" in pipeline.backend.tuning.decided["layout"]
     needs("packed")
     packed = LanternPipeline.from_pretrained(str(model), device="cpu", layout="packed")
     assert isinstance(packed.model.target.head, PackedLinear)
     assert packed(PROMPT).config["layout"] == "packed"
-    assert packed.backend.decided["layout"] == "packed: asked for"
+    assert packed.backend.tuning.decided["layout"] == "packed: asked for"
 
 
 @pytest.mark.parametrize(
@@ -197,9 +196,9 @@ def test_a_layout_that_is_not_offered_is_one_error(
 def test_what_inductor_compiles_stays_plain() -> None:
     """It takes no opaque matrices, so a layout that was asked for is refused before a minute of warm-up."""
     backend, models = get_backend("cpu"), tiny_models()
-    assert backend.lay_out(models, modes=["eager", "compile"]) == "plain"
+    assert backend.tuning.lay_out(models, modes=["eager", "compile"]) == "plain"
     with pytest.raises(DeviceError, match="cannot be compiled"):
-        backend.lay_out(models, "packed", ["compile"])
+        backend.tuning.lay_out(models, "packed", ["compile"])
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -219,14 +218,14 @@ def test_an_image_is_drawn_again_in_its_layout(model: Path, tmp_path: Path, form
 def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Makes this processor one with other flags."""
     file = tmp_path / "cpuinfo"
-    monkeypatch.setattr(processor, "CPUINFO", str(file))
+    monkeypatch.setattr(host, "CPUINFO", str(file))
 
     def write(said: str) -> None:
         file.write_text(f"processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: {said}\n")
-        processor.told.cache_clear()
+        host.cpuinfo.cache_clear()
 
     yield write
-    processor.told.cache_clear()
+    host.cpuinfo.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -243,17 +242,20 @@ def test_auto_is_the_format_for_this_processor_and_size(
 ) -> None:
     flags(said)
     backend = get_backend("cpu")
-    assert backend.dtype("auto", parameters) == getattr(torch, dtype)
-    assert backend.decided["dtype"].startswith(f"{dtype}: ") and why in backend.decided["dtype"]
+    assert backend.tuning.dtype("auto", parameters) == getattr(torch, dtype)
+    assert (
+        backend.tuning.decided["dtype"].startswith(f"{dtype}: ")
+        and why in backend.tuning.decided["dtype"]
+    )
 
 
 def test_a_processor_of_which_nothing_is_told_takes_float32(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(processor, "CPUINFO", str(tmp_path / "none"))
-    processor.told.cache_clear()
-    assert get_backend("cpu").dtype("auto", 10**9) == torch.float32
-    processor.told.cache_clear()
+    monkeypatch.setattr(host, "CPUINFO", str(tmp_path / "none"))
+    host.cpuinfo.cache_clear()
+    assert get_backend("cpu").tuning.dtype("auto", 10**9) == torch.float32
+    host.cpuinfo.cache_clear()
 
 
 def test_a_format_that_the_processor_lacks_is_said(
@@ -415,7 +417,7 @@ def test_threads_that_are_asked_for_are_taken(
     assert main(asked) == 2
     assert "--threads is 100000" in capsys.readouterr().err
     with pytest.raises(OptionError, match="--threads is -1"):
-        get_backend("cpu").use_threads(-1)
+        get_backend("cpu").tuning.use_threads(-1)
 
 
 @pytest.mark.parametrize(("alone", "taken"), [(0.006, 2), (0.0025, 1)])
@@ -467,4 +469,4 @@ def test_layout_is_refused_where_there_is_none_to_choose() -> None:
     from lantern_hpu.backends.cuda.backend import CUDABackend
 
     with pytest.raises(DeviceError, match="cuda does not offer layout 'packed'"):
-        CUDABackend().check_layout("packed")
+        CUDABackend().tuning.check_layout("packed")

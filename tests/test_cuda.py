@@ -143,7 +143,7 @@ def test_old_cards_draw_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
         backend = CUDABackend()
         assert backend.available() == (True, "old")
-        assert backend.dtype() == best
+        assert backend.tuning.dtype() == best
 
 
 def test_too_little_memory_says_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:

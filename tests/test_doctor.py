@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from lantern_hpu.backends import BACKENDS
+from lantern_hpu.backends import BACKENDS, EMULATED
 from lantern_hpu.backends.base import Memory
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.commands import doctor
@@ -24,7 +24,6 @@ class Fake:
     """A backend as the contract has it; a test breaks the method named by `broken`."""
 
     name = "fake"
-    emulates = True
     dtypes = {"bfloat16": "fast", "float32": "exact"}
     graph_modes = {"record": "fastest", "eager": "always"}
     closed = 0
@@ -135,6 +134,7 @@ def test_auto_is_the_first_that_is_available_and_says_why(
 def test_a_device_that_is_not_there_says_why_and_what_to_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(Absent, "name", EMULATED)
     devices(monkeypatch, fake=ABSENT)
     (section,) = [part for part in told(capsys).split("\n\n") if part.startswith("fake: ")]
     assert section.splitlines()[:3] == [
@@ -142,7 +142,9 @@ def test_a_device_that_is_not_there_says_why_and_what_to_do(
         "  why          no card",
         "               no driver",
     ]
-    assert section.endswith("  try          --device fake --emulate runs its code on the processor")
+    assert section.endswith(
+        f"  try          --device {EMULATED} --emulate runs its code on the processor"
+    )
 
 
 def test_what_was_taken_is_given_back(

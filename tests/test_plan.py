@@ -273,9 +273,9 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.Mo
     from lantern_hpu.models.files.load import Opened
 
     class Card(CPUBackend):
-        is_host = False
+        name = "card"
 
-        def memory(self) -> Memory:
+        def memory(self, reset_peak: bool = False) -> Memory:
             return Memory(10**8, 6 * 10**7, None)
 
     loaded: list[Any] = []
@@ -283,7 +283,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.Mo
     monkeypatch.setattr(Opened, "load", lambda *args: loaded.append(args))
     with pytest.raises(DeviceError, match=r"builtin needs 85\.8 MB") as refused:
         pipeline.LanternPipeline.from_pretrained("builtin")
-    assert "does not fit in 60.0 MB (free on cpu): 25.8 MB too much" in refused.value.why
+    assert "does not fit in 60.0 MB (free on card): 25.8 MB too much" in refused.value.why
     assert "--dtype bfloat16: 50.5 MB, fits" in refused.value.hint
     assert not loaded
     with pytest.raises(DeviceError, match=f"{ANOLE} needs .* GB"):

@@ -323,7 +323,10 @@ def test_unknown_device_lists_the_known_ones() -> None:
 
 def test_unknown_dtype_lists_the_offered_ones() -> None:
     backend = get_backend("cpu")
-    assert backend.dtype("auto") == torch.float32 and backend.dtype("bfloat16") == torch.bfloat16
+    assert (
+        backend.tuning.dtype("auto") == torch.float32
+        and backend.tuning.dtype("bfloat16") == torch.bfloat16
+    )
     with pytest.raises(DeviceError, match="cpu does not offer dtype 'int8'") as refused:
-        backend.dtype("int8")
+        backend.tuning.dtype("int8")
     assert "float32" in str(refused.value) and "bfloat16" in str(refused.value)

@@ -463,14 +463,14 @@ def test_what_the_host_cannot_hold_is_refused_before_it_is_made(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only where weights are made: those in files need not all be in memory."""
-    monkeypatch.setattr(memory, "available_bytes", lambda: 2 * 10**9)
+    monkeypatch.setattr(host, "available_bytes", lambda: 2 * 10**9)
     monkeypatch.setattr(stretch, "fill", None)
     given = ["--stretch", "llamagen-xl", "--device", "cpu", "--prompt", "x"]
     assert generate.main([*given, "--dtype", "float32"]) == 2
     error = capsys.readouterr().err
     assert "builtin stretched to llamagen-xl needs 3." in error
     assert "does not fit in 2.00 GB (free on cpu)" in error and "--dtype bfloat16" in error
-    monkeypatch.setattr(memory, "available_bytes", lambda: 10**6)
+    monkeypatch.setattr(host, "available_bytes", lambda: 10**6)
     assert LanternPipeline.from_pretrained("builtin", device="cpu").model.name == "builtin"
 
 
@@ -487,7 +487,7 @@ def test_a_batch_that_the_host_cannot_hold_is_refused_with_one_that_fits(
 def test_the_batch_that_is_offered_fits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = LanternPipeline.from_pretrained(str(folder), device="cpu")
     spec = Spec.of([request()], DraftTree.root_only(), 1000, CONFIG)
-    monkeypatch.setattr(memory, "available_bytes", lambda: 10**7)
+    monkeypatch.setattr(host, "available_bytes", lambda: 10**7)
     with pytest.raises(DeviceError) as refused:
         pipeline.engines.make(spec)
     fitting = int(refused.value.hint.split()[1].rstrip(","))
@@ -500,7 +500,7 @@ def test_the_batch_that_is_offered_fits(folder: Path, monkeypatch: pytest.Monkey
     memory.check_batch(check[0], replace(spec, images=fitting), *check[1:])
     with pytest.raises(DeviceError):
         memory.check_batch(check[0], replace(spec, images=fitting + 1), *check[1:])
-    monkeypatch.setattr(memory, "available_bytes", lambda: 10)
+    monkeypatch.setattr(host, "available_bytes", lambda: 10)
     with pytest.raises(DeviceError, match="1 images at a time") as refused:
         memory.check_batch(check[0], replace(spec, images=1), *check[1:])
     assert "smaller tree" in refused.value.hint

@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends.cpu.processor import processor_name
+from lantern_hpu.backends.host import processor_name
 from lantern_hpu.errors import DeviceError, OutputError
 from lantern_hpu.files import cache_folder, write_file
 

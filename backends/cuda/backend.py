@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_hpu.backends.base import Backend, Memory
+from lantern_hpu.backends.base import Backend, Memory, Queue, Tuning
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 
@@ -18,13 +18,33 @@ AMPERE = (8, 0)  # compute capability from which bfloat16 is native
 WHEELS = "https://pytorch.org/get-started/locally"
 
 
+class CUDAQueue(Queue):
+    """Copies through pinned memory: from and to any other the host would wait until all that was launched is done."""
+
+    runs_ahead = True
+
+    def upload(self, values: Tensor, target: Tensor) -> None:
+        target.copy_(values.pin_memory(), non_blocking=True)
+
+    def read(self, values: Tensor) -> Callable[[], list[int]]:
+        copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        copy.copy_(values, non_blocking=True)
+        done = torch.cuda.Event()
+        done.record()
+
+        def wait() -> list[int]:
+            done.synchronize()
+            result: list[int] = copy.tolist()
+            return result
+
+        return wait
+
+
 class CUDABackend(Backend):
     """The current CUDA device."""
 
     name = "cuda"
     device = torch.device("cuda")
-    quantized = ("int8",)
-    runs_ahead = True
     dtypes = {
         "bfloat16": "half the bytes to read a token, with float32's range",
         "float16": "half the bytes; for cards before Ampere",
@@ -35,6 +55,14 @@ class CUDABackend(Backend):
         "compile": "inductor fuses small operators; warms up for minutes",
         "eager": "every operator is a launch of its own, which takes longer than most of them run",
     }
+
+    @cached_property
+    def tuning(self) -> Tuning:
+        return Tuning(self.name, self.dtypes, quantized=("int8",))
+
+    @cached_property
+    def queue(self) -> CUDAQueue:
+        return CUDAQueue()
 
     def available(self) -> tuple[bool, str]:
         if torch.version.cuda is None:
@@ -51,37 +79,21 @@ class CUDABackend(Backend):
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
-    def memory(self) -> Memory:
+    def memory(self, reset_peak: bool = False) -> Memory:
         free, total = torch.cuda.mem_get_info()
-        kept = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # torch's own, unused
-        return Memory(total, free + kept, torch.cuda.max_memory_allocated())
-
-    def reset_peak(self) -> None:
-        torch.cuda.reset_peak_memory_stats()
+        kept = (
+            torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        )  # torch's allocator, unused
+        memory = Memory(total, free + kept, torch.cuda.max_memory_allocated())
+        if reset_peak:
+            torch.cuda.reset_peak_memory_stats()
+        return memory
 
     def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
         from lantern_hpu.backends.cuda.kernels import fused
 
         super().kernels(choice)
-        return fused(self.device, dtype or self.dtype()) if choice == "auto" else PLAIN
-
-    def upload(self, numbers: Tensor, goal: Tensor) -> None:
-        # From any other memory than pinned the host would wait until all that was launched is done.
-        goal.copy_(numbers.pin_memory(), non_blocking=True)
-
-    def ask(self, numbers: Tensor) -> Callable[[], list[int]]:
-        # Pinned memory: a copy to any other would wait for all that was launched.
-        copy = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        copy.copy_(numbers, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-
-        def wait() -> list[int]:
-            done.synchronize()
-            found: list[int] = copy.tolist()
-            return found
-
-        return wait
+        return fused(self.device, dtype or self.tuning.dtype()) if choice == "auto" else PLAIN
 
     @cached_property
     def graph_pool(self) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends.base import Backend, Memory
+from lantern_hpu.backends import HOST
+from lantern_hpu.backends.base import Backend, Memory, Queue, Tuning, compile_whole
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.backends.hpu.env import ROOT
@@ -35,13 +37,52 @@ OTHER_MODES = {
 }
 
 
+class HPUQueue(Queue):
+    """Lazy mode gathers operations into graphs; the bridge and the emulator count them."""
+
+    def __init__(self, backend: HPUBackend) -> None:
+        self.backend = backend
+
+    def flush(self) -> None:
+        """End the graph that is being gathered; inside a capture, cut it in two."""
+        if self.backend.lazy:
+            self.backend.part("core").mark_step()
+
+    @contextmanager
+    def warming_up(self) -> Iterator[None]:
+        card = self.backend.card
+        if card is not None:
+            card.warm = False
+        yield
+        self.backend.synchronize()
+        if card is not None:
+            card.warmed_up()
+
+    def counters(self) -> dict[str, int]:
+        """From the bridge's metrics; the emulator counts more."""
+        self.backend.synchronize()  # compilations may still be under way
+        metric = self.backend.part("hpu.metrics").metric_global
+        counted = {
+            "graph_compilations": int(metric("graph_compilation").stats()[0][1]),
+            "cpu_fallbacks": int(metric("cpu_fallback").stats()[0][1]),
+        }
+        if self.backend.card is not None:
+            counts, findings = self.backend.card.counts, self.backend.card.findings
+            counted |= {
+                "graph_launches": counts.graphs["launches"],
+                "device_reads": counts.host_syncs.total(),
+                "uploads": counts.uploads,
+                "lint_errors": findings.hits("error"),
+                "lint_warnings": findings.hits("warn"),
+            }
+        return counted
+
+
 class HPUBackend(Backend):
     """One Gaudi card of this process, as index 0."""
 
     name = "hpu"
     device = torch.device("hpu")
-    emulates = True
-    compiler = "hpu_backend"
 
     def __init__(self, graphs: str = "auto", emulate: bool = False) -> None:
         self.wanted, self.emulated = graphs, emulate
@@ -93,10 +134,14 @@ class HPUBackend(Backend):
             return DTYPES
         return {"float32": "an emulated card is held against other devices", **DTYPES}
 
-    @property
-    def measured_as(self) -> str:
-        """An emulated card's arithmetic is the CPU's, and so are its defaults."""
-        return "cpu" if self.emulated else self.name
+    @cached_property
+    def tuning(self) -> Tuning:
+        """An emulated card's arithmetic is the CPU's, and so are its measured defaults."""
+        return Tuning(self.name, self.dtypes, measured_as=HOST if self.emulated else self.name)
+
+    @cached_property
+    def queue(self) -> HPUQueue:
+        return HPUQueue(self)
 
     @property
     def hpu(self) -> ModuleType:
@@ -136,18 +181,12 @@ class HPUBackend(Backend):
     def synchronize(self) -> None:
         self.hpu.synchronize()
 
-    def memory(self) -> Memory:
+    def memory(self, reset_peak: bool = False) -> Memory:
         free, total = self.hpu.mem_get_info()
-        return Memory(total, free, self.hpu.max_memory_allocated())
-
-    def reset_peak(self) -> None:
-        self.hpu.reset_peak_memory_stats()
-
-    def flush(self) -> None:
-        """End the graph that is being gathered; inside a capture, cut it in two. Lazy mode alone gathers."""
-        if not self.lazy:
-            return
-        self.part("core").mark_step()
+        memory = Memory(total, free, self.hpu.max_memory_allocated())
+        if reset_peak:
+            self.hpu.reset_peak_memory_stats()
+        return memory
 
     def rehearse(self, body: Callable[[], object], state: Callable[[], dict[str, Tensor]]) -> None:
         """Before a capture: on an emulated card that is to tell, what of the function would be baked in."""
@@ -167,35 +206,7 @@ class HPUBackend(Backend):
             from lantern_hpu.backends.hpu.emulator.compiled import compile_on_host
 
             return compile_on_host(self.card, function)
-        return super().compile(function)
-
-    @contextmanager
-    def warming_up(self) -> Iterator[None]:
-        if self.card is not None:
-            self.card.warm = False
-        yield
-        self.synchronize()
-        if self.card is not None:
-            self.card.warmed_up()
-
-    def counters(self) -> dict[str, int]:
-        """From the bridge's metrics; the emulator counts more."""
-        self.synchronize()  # compilations may still be under way
-        metric = self.part("hpu.metrics").metric_global
-        counted = {
-            "graph_compilations": int(metric("graph_compilation").stats()[0][1]),
-            "cpu_fallbacks": int(metric("cpu_fallback").stats()[0][1]),
-        }
-        if self.card is not None:
-            counts, findings = self.card.counts, self.card.findings
-            counted |= {
-                "graph_launches": counts.graphs["launches"],
-                "device_reads": counts.host_syncs.total(),
-                "uploads": counts.uploads,
-                "lint_errors": findings.hits("error"),
-                "lint_warnings": findings.hits("warn"),
-            }
-        return counted
+        return compile_whole(function, "hpu_backend")
 
     @contextmanager
     def errors(self) -> Iterator[None]:

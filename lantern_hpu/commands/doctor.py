@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu import __version__
-from lantern_hpu.backends import BACKENDS
+from lantern_hpu.backends import BACKENDS, EMULATED
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.errors import LanternError
@@ -87,7 +87,7 @@ def ask(backend: Backend) -> Facts:
     if available:
         found["memory"] = attempt(lambda: asdict(backend.memory()))
         found["details"] = attempt(lambda: dict(backend.describe()))
-    elif backend.emulates:
+    elif backend.name == EMULATED:
         found["hint"] = f"--device {backend.name} --emulate runs its code on the processor"
     return found
 

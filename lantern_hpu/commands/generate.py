@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu import __version__
-from lantern_hpu.backends import prepare
+from lantern_hpu.backends import HOST, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.decode.spec import together
 from lantern_hpu.errors import OptionError, OutputError, WeightsError, exit_code, require
@@ -468,9 +468,9 @@ def show_geometry(pipeline: LanternPipeline) -> None:
 
 def show_decided(pipeline: LanternPipeline, *what: str) -> None:
     """Say what a processor took where that was left to it; a card has little to choose."""
-    decided = pipeline.backend.decided
+    decided = pipeline.backend.tuning.decided
     told = [f"{name} {decided[name]}" for name in what if name in decided]
-    if told and pipeline.backend.is_host:
+    if told and pipeline.backend.name == HOST:
         print("; ".join(told), file=sys.stderr)
 
 

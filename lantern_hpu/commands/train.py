@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.backends import prepare
+from lantern_hpu.backends import HOST, prepare
 from lantern_hpu.commands.options import (
     add_device_options,
     add_part_options,
@@ -113,7 +113,7 @@ def train(args: argparse.Namespace) -> dict[str, Any]:
         known = args.tokens and samples.read_tokens(args.tokens, target, held_out)
         start = begin(pipeline.model, args.finetune, options.seed)
         precision = args.mixed_precision
-        accelerator = Accelerator(cpu=pipeline.backend.is_host, mixed_precision=precision)
+        accelerator = Accelerator(cpu=pipeline.backend.name == HOST, mixed_precision=precision)
         check_wiring(pipeline, prompts[0], accelerator.is_main_process)
 
         def drawn(prompts: Sequence[str], count: int, folder: str) -> samples.Samples:

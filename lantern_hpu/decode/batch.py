@@ -168,7 +168,7 @@ class Batch:
             assert engine.known is not None
             known, ahead, count = engine.read(engine.known), False, 0
         else:
-            ahead = engine.backend.runs_ahead and count > 1
+            ahead = engine.backend.queue.runs_ahead and count > 1
             seeds = [None if seat is None else seat.request.seed for seat in self.seats]
             first = [1 if seat is None else seat.step for seat in self.seats]
             known = engine.advance(seeds, first, count, ahead)

@@ -110,7 +110,7 @@ class Engine:
             entry = Entry.allocate(target.config, spec, 1, target.dtype, device)
             self.one = replace(self.state, entry=entry)
             self.admission = make_runner(self.prefill_function, self.one, backend, self.mode)
-        self.pace = backend.pace()  # of steps
+        self.pace = backend.tuning.pace()  # of steps
         self.known: Tensor | None = None  # [B] what the last captured call returned
         self.host_reads, self.warm_captures = 0, -1
 
@@ -192,7 +192,7 @@ class Engine:
         assert self.one is not None and self.admission is not None, "the spec is not open"
         self.place(prefix, self.one.entry)
         self.load([request], self.one.entry)
-        self.backend.upload(torch.tensor([slot], dtype=torch.int32), self.one.entry.slot)
+        self.backend.queue.upload(torch.tensor([slot], dtype=torch.int32), self.one.entry.slot)
         with self.pace.held():
             self.known = self.admission()
 
@@ -217,7 +217,7 @@ class Engine:
         assert self.known is not None
         if not ahead:
             return self.read(self.known)
-        asked = self.backend.ask(self.known)
+        asked = self.backend.queue.read(self.known)
         self.known = self.pace(self.step)
         self.host_reads += 1
         return asked()
@@ -254,7 +254,7 @@ class Engine:
         # Positions past the prefix are never padding.
         width = entry.valid.shape[1] - valid.shape[1]
         entry.valid.copy_(F.pad(valid, (0, width), value=True))
-        self.backend.flush()
+        self.backend.queue.flush()
 
     def feed(self, seeds: Sequence[int | None], first: int | Sequence[int], count: int) -> None:
         """Uniforms for the next steps, in one copy of one size, whatever the count.
@@ -264,7 +264,7 @@ class Engine:
         """
         block = np.zeros(self.state.uniforms.shape, np.float32)
         block[:count] = noise.block(seeds, first, count, self.spec.draws)
-        self.backend.upload(torch.from_numpy(block), self.state.uniforms)
+        self.backend.queue.upload(torch.from_numpy(block), self.state.uniforms)
         self.state.cursor.zero_()
 
     def read(self, known: Tensor) -> list[int]:
@@ -274,14 +274,14 @@ class Engine:
 
     def partial(self) -> NDArray[np.int64]:
         """The tokens so far [B, N]; those past an image's known ones mean nothing. A host read."""
-        self.backend.flush()
+        self.backend.queue.flush()
         self.host_reads += 1
         rows = self.state.tokens.unflatten(0, (self.spec.images, -1))
         return rows[:, : self.target.config.tokens].cpu().numpy().astype(np.int64)
 
     def result(self, slots: Sequence[int] | None = None) -> Decoded:
         """Tokens and statistics of images that are done; of all slots if none are named. One host read."""
-        self.backend.flush()
+        self.backend.queue.flush()
         self.host_reads += 1
         state, total = self.state, self.target.config.tokens
         rows = state.tokens.unflatten(0, (self.spec.images, -1))[:, :total]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.backends.host import available_bytes
+from lantern_hpu.backends import HOST
 from lantern_hpu.decode.spec import Spec, capacity, keeps_noise
 from lantern_hpu.errors import DeviceError, OptionError, require
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
@@ -272,16 +272,16 @@ def check_room(
     Raises:
         DeviceError: too little memory is free; it says how much is needed, and what would fit.
     """
-    free = free_bytes(backend)
-    if free is None or (backend.is_host and mapped):
+    free = backend.memory().free
+    if free is None or (backend.name == HOST and mapped):
         return
-    alone, is_host = DraftTree.root_only(), backend.is_host
+    alone, is_host = DraftTree.root_only(), backend.name == HOST
     setup = Setup(dtype, 1, False, alone, keep_text, quantize=quantize, is_host=is_host)
     need = peak(model, setup)
     if need <= free:
         return
     best = next(iter(backend.dtypes))
-    device = Device(free, f"free on {backend.name}", best, backend.quantized, is_host)
+    device = Device(free, f"free on {backend.name}", best, backend.tuning.quantized, is_host)
     why, *fitting = verdict(model, setup, device)
     hint = " ".join(line.strip() for line in fitting)
     raise DeviceError(f"{name} needs {amount(need)}", why, hint)
@@ -300,8 +300,8 @@ def check_batch(model: ModelConfig, spec: Spec, backend: Backend, dtype: str) ->
     Raises:
         DeviceError: too little memory is free; it says how much is needed, and which batch would fit.
     """
-    free = free_bytes(backend)
-    if free is None or not backend.is_host or batch_bytes(model, spec, dtype) <= free:
+    free = backend.memory().free
+    if free is None or backend.name != HOST or batch_bytes(model, spec, dtype) <= free:
         return
 
     def need(images: int) -> int:
@@ -311,8 +311,3 @@ def check_batch(model: ModelConfig, spec: Spec, backend: Backend, dtype: str) ->
     what = f"{spec.images} images at a time need {amount(need(spec.images))} beside the weights"
     hint = f"--batch-size {most}, fits" if most else "--method ar, or a smaller tree"
     raise DeviceError(what, f"{amount(free)} are free on {backend.name}", hint)
-
-
-def free_bytes(backend: Backend) -> int | None:
-    """What a device still has; None where it does not tell."""
-    return available_bytes() if backend.is_host else backend.memory().free

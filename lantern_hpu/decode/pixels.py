@@ -39,7 +39,7 @@ def decode_codes(
     if vq is None:
         return images
     for row in torch.from_numpy(tokens.astype(np.int32)).split(1):
-        backend.flush()  # the same graph for each image
+        backend.queue.flush()  # the same graph for each image
         with torch.no_grad():
             codes = row.to(backend.device)
             images += to_images(vq.decode_codes(codes, config.grid))

@@ -15,7 +15,7 @@ from lantern_hpu.results.images import RunTiming
 
 def device_time(backend: Backend) -> float:
     """The time in seconds when everything asked for so far is done."""
-    backend.flush()  # a lazy device would drop or postpone it
+    backend.queue.flush()  # a lazy device would drop or postpone it
     backend.synchronize()
     return time.perf_counter()
 
@@ -25,7 +25,7 @@ def seconds_of(backend: Backend, function: Callable[[], object], calls: int = 1)
     began = device_time(backend)
     for _ in range(calls):
         function()
-        backend.flush()
+        backend.queue.flush()
     return (device_time(backend) - began) / calls
 
 

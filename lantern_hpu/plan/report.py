@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.backends import BACKENDS, get_backend, prepare
+from lantern_hpu.backends import BACKENDS, HOST, get_backend, prepare
 from lantern_hpu.decode.memory import Device, Setup, largest_phase, phases, total
 from lantern_hpu.decode.spec import capacity, class_of
 from lantern_hpu.errors import DeviceError, OptionError, choices
@@ -107,7 +107,7 @@ def unasked(name: str) -> Backend:
 
 def described(backend: Backend, memory: int | None, where: str) -> Device:
     best = next(iter(backend.dtypes))
-    return Device(memory, where, best, backend.quantized, backend.is_host)
+    return Device(memory, where, best, backend.tuning.quantized, backend.name == HOST)
 
 
 def setup_of(

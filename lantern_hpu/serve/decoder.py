@@ -460,7 +460,7 @@ def check_replay(pipeline: LanternPipeline, engine: Engine, request: Request) ->
     """
     requests = [replace(request, seed=seed) for seed in range(engine.spec.images)]
     seeds = [each.seed for each in requests]
-    with pipeline.backend.warming_up():
+    with pipeline.backend.queue.warming_up():
         traced = engine.trace(pipeline.prefix(engine, requests), requests)
         want = [step.known for step in islice(traced, PROBED)]
         expected = engine.partial()

@@ -101,7 +101,7 @@ class Meter:
         self.pipeline, self.case, self.rates, self.startup_s = pipeline, case, rates, startup_s
         size = case.batch
         self.batches = [requests[i : i + size] for i in range(0, len(requests), size)]
-        pipeline.backend.reset_peak()
+        pipeline.backend.memory(reset_peak=True)
         self.engine = pipeline.engines.get(pipeline.spec(requests, case.tree, size))
         pipeline.prepare(self.engine, requests, RunTiming())
         is_long = pipeline.model.stretched is not None

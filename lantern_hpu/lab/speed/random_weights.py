@@ -106,7 +106,7 @@ def make_model(
         DeviceError: they do not fit.
     """
     config, device = step_sizes(entry), backend.device
-    number = backend.dtype(dtype, config.target.parameters)
+    number = backend.tuning.dtype(dtype, config.target.parameters)
     assert config.drafter is not None
     check_room(entry.name, config, backend, named(number), mapped=False)
     chosen = backend.kernels(kernels, number)

@@ -17,7 +17,7 @@ import torch
 from tqdm import tqdm
 
 from lantern_hpu.backends import get_backend
-from lantern_hpu.backends.cpu.processor import processor_name
+from lantern_hpu.backends.host import processor_name
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.graphs import check_mode
 from lantern_hpu.lab.rows import heading
@@ -50,7 +50,7 @@ def run(wanted: Wanted, argv: Sequence[str], import_s: float) -> dict[str, Any]:
             measured.copy_bytes_per_s,
             measured.operations_per_s,
             dtype.itemsize,
-            pipeline.backend.weight_bytes(pipeline.layout, dtype),
+            pipeline.backend.tuning.weight_bytes(pipeline.layout, dtype),
         )
         startup = {"import_s": import_s, "load_s": pipeline.load_seconds}
         rows, missed = measure_all(pipeline, wanted, cases, rates, sum(startup.values()))
@@ -89,10 +89,10 @@ def open_pipeline(wanted: Wanted) -> LanternPipeline:
     backend = get_backend(wanted.device, wanted.mode)
     try:
         with backend.errors(), torch.no_grad():
-            backend.check_layout(wanted.layout)
-            backend.use_threads(wanted.threads)
+            backend.tuning.check_layout(wanted.layout)
+            backend.tuning.use_threads(wanted.threads)
             model = make_model(wanted.entry, backend, wanted.dtype, wanted.kernels)
-            layout = backend.lay_out(model.stepping, wanted.layout, wanted.modes)
+            layout = backend.tuning.lay_out(model.stepping, wanted.layout, wanted.modes)
         pipeline = LanternPipeline(model, backend, wanted.mode, layout=layout)
     except BaseException:
         backend.close()

@@ -139,7 +139,7 @@ class Asked:
 
     def method(self, item: str) -> Answer:
         want, pipeline = self.wanted(item), self.pipeline()
-        pipeline.backend.reset_peak()
+        pipeline.backend.memory(reset_peak=True)
         got, steps, report = self.drawn(pipeline, item)
         other = [i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b]
         numbers: dict[str, Any] = {
@@ -159,7 +159,7 @@ class Asked:
     def memory(self, pipeline: LanternPipeline, method: str) -> dict[str, Any]:
         """Bytes at the peak, and those that `plan` counts."""
         peak, backend = pipeline.backend.memory().peak, pipeline.backend
-        counted = Device(None, "", "float32", (), backend.is_host)
+        counted = Device(None, "", "float32", (), backend.name == HOST)
         how = {"batch_size": 1, "guidance": True, "quantize": None, "keep_text": "host"}
         setup: Setup = setup_of(
             Counted(pipeline.model.config), counted, "float32", method, None, **how

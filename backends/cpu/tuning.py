@@ -1,0 +1,71 @@
+"""What a processor chooses by measurement: number format, layout of matrices, threads."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+from torch import nn
+
+from lantern_hpu.backends.base import Pace, Tuning
+from lantern_hpu.backends.cpu import layouts
+from lantern_hpu.backends.cpu.threads import ThreadPace
+from lantern_hpu.backends.host import native_bfloat16
+from lantern_hpu.errors import DeviceError
+
+
+class CPUTuning(Tuning):
+    """bfloat16 where it is native, matrices packed where that is faster, and as many threads as the clock says."""
+
+    quantized = ("int8",)
+    layouts = layouts.LAYOUTS
+
+    def __init__(self, name: str, dtypes: Mapping[str, str]) -> None:
+        super().__init__(name, dtypes)
+        self.tries_threads = True  # whether their number is left to the clock
+
+    def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
+        """bfloat16 where it is native and reading the model is what takes time; a small model keeps exact figures."""
+        native, size = native_bfloat16(), 4 * parameters
+        if native is None:
+            return "float32", "this processor does not multiply bfloat16 natively"
+        if size < layouts.LARGE:
+            return "float32", f"{size / 2**20:.0f} MiB of it: a small model keeps its exact figures"
+        why = f"native here ({native}), and half of {size / 2**30:.1f} GiB to read in each step"
+        return "bfloat16", why
+
+    def dtype(self, name: str = "auto", parameters: int = 0) -> torch.dtype:
+        dtype = super().dtype(name, parameters)
+        if dtype == torch.bfloat16 and native_bfloat16() is None:
+            slow = "asked for, but this processor lacks it natively: half the memory, and slower than float32"
+            self.decided["dtype"] = f"bfloat16: {slow}"
+        return dtype
+
+    def lay_out(
+        self, modules: Sequence[nn.Module], choice: str = "auto", modes: Collection[str] = ()
+    ) -> str:
+        self.check_layout(choice)
+        if "compile" in modes and choice in layouts.FORMS:
+            why, hint = "inductor takes no matrices in a library's order", "--graphs eager"
+            raise DeviceError(f"--layout {choice} cannot be compiled", why, hint)
+        if "compile" in modes and choice == "auto":
+            layout, why = "plain", "inductor takes no others"
+        else:
+            layout, why = layouts.lay_out(modules, choice)
+        self.decided["layout"] = f"{layout}: {why}"
+        return layout
+
+    def weight_bytes(self, layout: str, dtype: torch.dtype) -> int:
+        return layouts.HALF_BYTES if layout == "half" else dtype.itemsize
+
+    def use_threads(self, count: int) -> None:
+        super().use_threads(count)
+        if count:
+            self.tries_threads = False
+            self.note_threads(count, "asked for")
+
+    def pace(self) -> Pace:
+        return ThreadPace(self.note_threads) if self.tries_threads else Pace()
+
+    def note_threads(self, count: int, why: str) -> None:
+        self.decided["threads"] = f"{count}: {why}"
