@@ -6,4 +6,5 @@ import sys
 
 from lantern_hpu.cli import main
 
-sys.exit(main())
+if __name__ == "__main__":  # and not in a process that this one starts
+    sys.exit(main())

@@ -10,7 +10,7 @@ import pytest
 
 from lantern_hpu.commands.verify import main
 from lantern_hpu.lab.verify import run
-from lantern_hpu.lab.verify.items import Result, Stage, items_of, stages_of
+from lantern_hpu.lab.verify.items import Question, Result, Stage, items_of, stages_of
 from lantern_hpu.lab.verify.page import page
 from tests.folder import write_folder
 
@@ -38,7 +38,7 @@ def test_emulated_card_confirms_and_a_second_run_asks_nothing_again(
     assert states(file) == {item: "confirmed" for item, _ in items_of(STAGE)}
     assert "5 confirmed, 0 refuted, 0 unanswered" in capsys.readouterr().out
     assert "(emulated)" in file.with_suffix(".html").read_text()
-    monkeypatch.setattr(run, "notes_of", None)  # nothing is asked any more
+    monkeypatch.setattr(run, "messages_of", None)  # nothing is asked any more
     assert main(["--emulate", "--output", str(file)]) == 0
 
 
@@ -54,28 +54,25 @@ def test_without_a_card_the_reason_stands_at_each_question(tmp_path: Path, one_s
 def test_question_that_ends_its_process_is_left_open_and_the_next_is_asked(
     tmp_path: Path, one_stage: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second, *others = [item for item, _ in items_of(STAGE)]
-    calls: list[list[str]] = []
+    first, second, *others = items_of(STAGE)
+    calls: list[list[Question]] = []
 
-    def notes_of(wanted: Any, stage: Stage, done: list[str], *rest: Any) -> Any:
-        calls.append(done)
-        if first not in done:
-            yield {"begun": first, "source": "a file"}
-            yield {"ended": "its process ended with -11"}
+    def messages_of(wanted: Any, stage: Stage, questions: list[Question], ends: float) -> Any:
+        calls.append(questions)
+        if first in questions:
+            yield first
+            yield "its process ended with -11"
             return
-        for item in (second, *others):
-            yield {"begun": item, "source": "a file"}
-            yield {
-                "result": Result(
-                    stage.name, item, "refuted", "got 1, the contract says 2"
-                ).as_json()
-            }
+        for question in questions:
+            yield question
+            yield Result(stage.name, question.item, "refuted", "got 1, the contract says 2")
 
-    monkeypatch.setattr(run, "notes_of", notes_of)
+    monkeypatch.setattr(run, "messages_of", messages_of)
     file = tmp_path / "card.json"
     assert main(["--emulate", "--output", str(file)]) == 1
-    assert states(file)[first] == "unanswered" and states(file)[second] == "refuted"
-    assert calls == [[], [first]]
+    assert states(file)[first.item] == "unanswered"
+    assert states(file)[second.item] == "refuted"
+    assert calls == [[first, second, *others], [second, *others]]
     shown = file.with_suffix(".html").read_text()
     assert "its process ended with -11" in shown and "the contract says 2" in shown
 
@@ -133,7 +130,7 @@ def test_emulated_card_draws_what_the_processor_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(run, "stages_of", lambda device: [Stage("methods", "hpu_graph")])
-    monkeypatch.setattr(run, "items_of", lambda stage: [("lantern++", "the CPU's tokens")])
+    monkeypatch.setattr(run, "items_of", lambda stage: [Question("lantern++", "the CPU's tokens")])
     file, model = tmp_path / "card.json", write_folder(tmp_path / "tiny")
     main(["--emulate", "--model", str(model), "--output", str(file)])
     (found,) = (r for r in json.loads(file.read_text())["results"] if r["item"] == "lantern++")

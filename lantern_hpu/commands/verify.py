@@ -69,11 +69,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         wanted = check(args)
         if args.force:
             wanted.output.unlink(missing_ok=True)
-        report = resumed(wanted)
+        report = resumed(wanted, lambda line: print(line, file=sys.stderr, flush=True))
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that no process is left behind
         found, shown = report.as_json(), wanted.output.with_suffix(".html")
         try:
-            verify(wanted, report, lambda line: print(line, file=sys.stderr, flush=True))
+            verify(report)
         finally:  # also of a run that was interrupted
             found = report.as_json()
             write_file(shown, page(found).encode(), force=True)

@@ -1,9 +1,7 @@
-"""One stage, in a process that holds the device: answers questions one by one and notes each in a file at once."""
+"""One stage, in a process that holds the device: its questions are answered one by one."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
@@ -19,7 +17,7 @@ from lantern_hpu.decode.memory import Device, Setup, largest_phase, total
 from lantern_hpu.errors import LanternError
 from lantern_hpu.lab.speed.cases import Wanted
 from lantern_hpu.lab.speed.run import run as run_bench
-from lantern_hpu.lab.verify.items import Result, Stage, State, items_of
+from lantern_hpu.lab.verify.items import Question, Result, Stage, State
 from lantern_hpu.methods.methods import Request
 from lantern_hpu.ops.kernels import PLAIN
 from lantern_hpu.pipeline import LanternPipeline
@@ -222,35 +220,33 @@ def explained(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
 
 
-def main(argv: Sequence[str]) -> None:
-    """A stage: KIND, GRAPHS, DEVICE, emulate or real, MODEL, FILE, and questions that need no answer any more."""
-    kind, graphs, device, emulate, model, file, *done = argv
-    asked = Asked(Stage(kind, graphs), device, emulate == "emulate", model)
-    with open(file, "a", encoding="utf-8", buffering=1) as notes:
+def answer_all(
+    stage: Stage,
+    device: str,
+    emulate: bool,
+    model: str,
+    questions: Sequence[Question],
+    send: Callable[[Question | Result | dict[str, Any]], None],
+) -> None:
+    """Answer the questions of a stage.
 
-        def note(**what: Any) -> None:
-            notes.write(json.dumps(what) + "\n")
-
-        with asked.stack:
-            for item, source in items_of(asked.stage):
-                if item in done:
-                    continue
-                note(begun=item, source=source)
-                began = time.perf_counter()
-                try:
-                    state, detail, numbers = asked.answer(item)
-                except Exception as error:  # whatever a device's software raises is the answer
-                    state, detail, numbers = "unanswered", explained(error), {}
-                seconds = round(time.perf_counter() - began, 2)
-                result = Result(asked.stage.name, item, state, detail, source, seconds, numbers)
-                note(result=result.as_json())
-            for name in ("pipeline", "backend"):
-                if name in asked.opened:
-                    opened = asked.opened[name]
-                    about = opened if isinstance(opened, Backend) else opened.backend
-                    note(hardware=about.describe())
-                    break
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    Args:
+        send: is called with each question, with its result, and last with what the hardware is.
+    """
+    asked = Asked(stage, device, emulate, model)
+    with asked.stack:
+        for question in questions:
+            send(question)
+            began = time.perf_counter()
+            try:
+                state, detail, numbers = asked.answer(question.item)
+            except Exception as error:  # whatever a device's software raises is the answer
+                state, detail, numbers = "unanswered", explained(error), {}
+            seconds = round(time.perf_counter() - began, 2)
+            send(
+                Result(stage.name, question.item, state, detail, question.source, seconds, numbers)
+            )
+        pipeline, backend = asked.opened.get("pipeline"), asked.opened.get("backend")
+        opened = pipeline.backend if pipeline is not None else backend
+        if opened is not None:
+            send(opened.describe())

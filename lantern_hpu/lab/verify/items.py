@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from lantern_hpu.backends import EMULATED
 from lantern_hpu.backends.hpu import env as hpu_env
@@ -29,6 +29,13 @@ class Stage:
     @property
     def name(self) -> str:
         return f"{self.kind} {self.graphs}"
+
+
+class Question(NamedTuple):
+    """What is asked, and where the expected answer comes from."""
+
+    item: str
+    source: str
 
 
 @dataclass(frozen=True)
@@ -65,16 +72,16 @@ def stages_of(device: str) -> list[Stage]:
     ]
 
 
-def items_of(stage: Stage) -> Iterator[tuple[str, str]]:
-    """(question, source) of a stage; facts load torch."""
+def items_of(stage: Stage) -> Iterator[Question]:
+    """Those of a stage; facts load torch."""
     if stage.kind == "facts":
         from lantern_hpu.backends.hpu.emulator.facts import facts_of
 
         lazy, release = hpu_env.LAZY[stage.graphs], releases.emulated().name
-        yield from ((fact.name, fact.source) for fact in facts_of(release, lazy))
+        yield from (Question(fact.name, fact.source) for fact in facts_of(release, lazy))
     elif stage.kind == "kernels":
-        yield from ((name, "its plain twin") for name in KERNELS)
+        yield from (Question(name, "its plain twin") for name in KERNELS)
     elif stage.kind == "methods":
-        yield from ((name, "the CPU's tokens") for name in METHODS)
+        yield from (Question(name, "the CPU's tokens") for name in METHODS)
     else:
-        yield "short benchmark", "this machine"
+        yield Question("short benchmark", "this machine")

@@ -1,15 +1,15 @@
-"""All stages of a device, one process after the other; what is known so far is in the file at any time."""
+"""All stages of a device, a process each, one after the other; the file has what is known so far at any time."""
 
 from __future__ import annotations
 
-import json
+import multiprocessing
 import os
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,13 @@ from lantern_hpu import __version__
 from lantern_hpu.backends import EMULATED
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.errors import OutputError
-from lantern_hpu.files import reading, write_file
-from lantern_hpu.lab.verify.items import Result, Stage, items_of, stages_of
+from lantern_hpu.files import reading
+from lantern_hpu.lab.rows import write_rows
+from lantern_hpu.lab.verify.items import Question, Result, Stage, items_of, stages_of
 
 KIND = "lantern_hpu.verify"
 SLOWEST = 300.0  # seconds that one question may take
 LEAST = 5.0  # seconds that are worth beginning a stage for
-POLL = 0.1
-Say = Callable[[str], None]
 
 
 @dataclass
@@ -40,14 +39,20 @@ class Wanted:
 
 @dataclass
 class Report:
-    """The one file."""
+    """The one file.
+
+    Attributes:
+        say: is called with a line of progress.
+    """
 
     wanted: Wanted
+    say: Callable[[str], object] = str
     results: dict[tuple[str, str], Result] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
+        checks = hpu_env.checks() if self.wanted.device == EMULATED else []
         return {
             "kind": KIND,
             "lantern_hpu": __version__,
@@ -56,145 +61,138 @@ class Report:
             "emulated": self.wanted.emulate,
             "model": self.wanted.model,
             "hardware": self.hardware,
-            "checks": [asdict(c) for c in hpu_env.checks()]
-            if self.wanted.device == EMULATED
-            else [],
+            "checks": [asdict(check) for check in checks],
             "seconds": round(self.seconds, 1),
             "results": [result.as_json() for result in self.results.values()],
         }
 
-    def add(self, result: Result) -> None:
-        self.results[result.stage, result.item] = result
-
     def save(self) -> None:
-        data = json.dumps(self.as_json(), indent=1).encode()
-        write_file(self.wanted.output, data, force=True)
+        write_rows(self.wanted.output, self.as_json(), force=True)
+
+    def add(self, result: Result) -> None:
+        """An answer, which is written at once."""
+        self.results[result.stage, result.item] = result
+        detail = f": {result.detail}" if result.detail else ""
+        self.say(f"{result.state:<10} {result.stage}, {result.item}{detail}")
+        self.save()
+
+    def leave_open(self, stage: Stage, questions: Sequence[Question], why: str) -> None:
+        """Questions that got no answer."""
+        for item, source in questions:
+            self.add(Result(stage.name, item, "unanswered", why, source))
+
+    def missing(self, stage: Stage) -> list[Question]:
+        """Questions of a stage that have no answer yet."""
+        return [one for one in items_of(stage) if (stage.name, one.item) not in self.results]
 
 
-def resumed(wanted: Wanted) -> Report:
+def resumed(wanted: Wanted, say: Callable[[str], object] = str) -> Report:
     """A new report, or the one in the file: what is answered in it is not asked again.
 
     Raises:
         OutputError: the file is another run's.
     """
-    report = Report(wanted)
+    report = Report(wanted, say)
     if not wanted.output.exists():
         return report
-    with reading(wanted.output, "another --output") as found:
+    with reading(wanted.output, "another --output") as earlier:
         now = report.as_json()
         for name in ("kind", "lantern_hpu", "torch", "device", "emulated", "model"):
-            if found.get(name) != now[name]:
-                why = f"it is of {name} {found.get(name)!r}, and this run of {now[name]!r}"
-                raise OutputError(
-                    f"{wanted.output} cannot be gone on with", why, "another --output, or --force"
-                )
-        report.hardware, report.seconds = found["hardware"], found["seconds"]
-        for entry in found["results"]:
-            if entry["state"] != "unanswered":
-                report.add(Result(**entry))
+            if earlier.get(name) != now[name]:
+                what = f"{wanted.output} cannot be gone on with"
+                why = f"it is of {name} {earlier.get(name)!r}, and this run of {now[name]!r}"
+                raise OutputError(what, why, "another --output, or --force")
+        report.hardware, report.seconds = earlier["hardware"], earlier["seconds"]
+        answers = [Result(**entry) for entry in earlier["results"]]
+        report.results = {(a.stage, a.item): a for a in answers if a.state != "unanswered"}
     return report
 
 
-def verify(wanted: Wanted, report: Report, say: Say) -> None:
+def verify(report: Report) -> None:
     """Ask everything that has no answer yet."""
     began, before = time.monotonic(), report.seconds
-    ends = began + 60 * wanted.minutes
-    for stage in stages_of(wanted.device):
+    ends = began + 60 * report.wanted.minutes
+    for stage in stages_of(report.wanted.device):
         try:
-            ask_stage(wanted, report, stage, ends, say)
+            ask_stage(report, stage, ends)
         finally:
             report.seconds = before + time.monotonic() - began
             report.save()
 
 
-def ask_stage(wanted: Wanted, report: Report, stage: Stage, ends: float, say: Say) -> None:
-    """One stage; after a question that ended its process, a new one goes on behind it."""
-    while missing := [i for i in items_of(stage) if (stage.name, i[0]) not in report.results]:
+def ask_stage(report: Report, stage: Stage, ends: float) -> None:
+    """One stage; where a question ended its process, another one goes on after that question.
+
+    Args:
+        ends: when the time of the run is over.
+    """
+    while missing := report.missing(stage):
         if ends - time.monotonic() < LEAST:
-            give_up(report, stage, missing, f"no time left of {wanted.minutes:g} minutes", say)
-            return
-        open_question: tuple[str, str] | None = None
-        why = ""
-        done = [item for name, item in report.results if name == stage.name]
-        with tempfile.TemporaryDirectory() as folder:
-            for note in notes_of(wanted, stage, done, Path(folder) / "notes", ends):
-                if "begun" in note:
-                    open_question = (note["begun"], note["source"])
-                    if stage.kind != "facts":  # those take no time
-                        say(f"{'asking':<10} {stage.name}, {note['begun']}")
-                elif "result" in note:
-                    result = Result(**note["result"])
-                    report.add(result)
-                    open_question = None
-                    report.save()
-                    tell(result, say)
-                elif "hardware" in note:
-                    report.hardware = note["hardware"]
-                elif "ended" in note:
-                    why = note["ended"]
-        if open_question is None:
-            rest = [i for i in items_of(stage) if (stage.name, i[0]) not in report.results]
-            give_up(report, stage, rest, why or "the process ended before it was asked", say)
-            return
-        give_up(report, stage, [open_question], why, say)
+            why = f"no time left of {report.wanted.minutes:g} minutes"
+            return report.leave_open(stage, missing, why)
+        asked: Question | None = None
+        why = "the process ended before it was asked"
+        for message in messages_of(report.wanted, stage, missing, ends):
+            if isinstance(message, Question):
+                asked = message
+                if stage.kind != "facts":  # those take no time
+                    report.say(f"{'asking':<10} {stage.name}, {asked.item}")
+            elif isinstance(message, Result):
+                report.add(message)
+                asked = None
+            elif isinstance(message, dict):
+                report.hardware = message
+            else:
+                why = message
+        if asked is None:
+            return report.leave_open(stage, report.missing(stage), why)
+        report.leave_open(stage, [asked], why)
 
 
-def give_up(report: Report, stage: Stage, items: list[tuple[str, str]], why: str, say: Say) -> None:
-    for item, source in items:
-        result = Result(stage.name, item, "unanswered", why, source)
-        report.add(result)
-        tell(result, say)
+Message = Question | Result | dict[str, Any] | str
 
 
-def tell(result: Result, say: Say) -> None:
-    detail = f": {result.detail}" if result.detail else ""
-    say(f"{result.state:<10} {result.stage}, {result.item}{detail}")
-
-
-def notes_of(
-    wanted: Wanted, stage: Stage, done: list[str], file: Path, ends: float
-) -> Iterator[dict[str, Any]]:
-    """What the process of a stage notes while it works, then how it ended if not by itself."""
-    file.touch()
-    program = [
-        sys.executable,
-        "-m",
-        "lantern_hpu.lab.verify.ask",
-        stage.kind,
-        stage.graphs,
-        wanted.device,
-    ]
-    program += ["emulate" if wanted.emulate else "real", wanted.model, str(file), *done]
-    noise = file.with_name("noise")
-    # What this process has set, its children would take for the user's.
-    flags = {n: v for n, v in os.environ.items() if n != hpu_env.LAZY_MODE}
-    with open(noise, "wb") as sink, open(file, encoding="utf-8") as notes:
-        child = subprocess.Popen(program, stdout=sink, stderr=sink, env=flags)
+def messages_of(
+    wanted: Wanted, stage: Stage, questions: Sequence[Question], ends: float
+) -> Iterator[Message]:
+    """From the process of a stage: each question, its result, the hardware; last why it ended if not by itself."""
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        child = context.Process(
+            target=answer_in_process, args=(wanted, stage, questions, writer, log)
+        )
+        child.start()
+        writer.close()
         try:
-            last, part = time.monotonic(), ""
             while True:
-                ended = child.poll() is not None
-                while line := notes.readline():
-                    part += line
-                    if part.endswith("\n"):
-                        last = time.monotonic()
-                        yield json.loads(part)
-                        part = ""
-                if ended:
-                    break
-                now = time.monotonic()
-                if now - last > SLOWEST or now > ends:
-                    late = now > ends
-                    why = "the time was over" if late else f"no answer in {SLOWEST:g} seconds"
-                    yield {"ended": why}
+                limit = min(time.monotonic() + SLOWEST, ends)
+                if not reader.poll(max(limit - time.monotonic(), 0.0)):
+                    late = limit == ends
+                    yield "the time was over" if late else f"no answer in {SLOWEST:g} seconds"
                     return
-                time.sleep(POLL)
+                yield reader.recv()
+        except EOFError:
+            child.join()
+            if child.exitcode:
+                lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                last = lines[-1] if lines else "it printed nothing"
+                yield f"its process ended with {child.exitcode}: {last}"
         finally:
-            if child.poll() is None:
-                child.kill()
-            child.wait()
-    if child.returncode:
-        said = noise.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-        yield {
-            "ended": f"its process ended with {child.returncode}: {said[-1] if said else 'nothing said'}"
-        }
+            child.kill()
+            child.join()
+
+
+def answer_in_process(
+    wanted: Wanted, stage: Stage, questions: Sequence[Question], writer: Connection, log: Path
+) -> None:
+    """What the process of a stage does; all it prints goes into the log."""
+    # Flags that the parent has set would count as the user's.
+    os.environ.pop(hpu_env.LAZY_MODE, None)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(descriptor, stream.fileno())
+    from lantern_hpu.lab.verify.ask import answer_all
+
+    answer_all(stage, wanted.device, wanted.emulate, wanted.model, questions, writer.send)
