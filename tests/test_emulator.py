@@ -144,12 +144,17 @@ def test_mark_step_outside_lazy_mode_does_nothing_and_warns_once() -> None:
         assert len(caught) == 1
 
 
-def test_eager_mode_lacks_the_graphs_api() -> None:
-    with emulate(lazy=False) as card:
+def test_outside_lazy_mode_the_graphs_api_is_missing_or_raises(release: Release) -> None:
+    """hpu/__init__.py of 1.19; hpu/graphs.py of 1.24"""
+    with emulate(lazy=False, release=release) as card:
         for name in ("HPUGraph", "wrap_in_hpu_graph", "ModuleCacher"):
-            assert not hasattr(hpu(), name)
-        assert rules(card, "error") == {"H080"}
-        assert f"{ROOT}.torch.hpu.graphs" not in card.modules
+            assert hasattr(hpu(), name) == (release.name == "1.24")
+        if release.name == "1.24":
+            with pytest.raises(RuntimeError, match="in lazy mode only"):
+                hpu().HPUGraph()
+            with pytest.raises(RuntimeError, match="in lazy mode only"):
+                hpu().wrap_in_hpu_graph(nn.Linear(2, 2).to("hpu"))(ones(2))
+        assert "H080" in rules(card, "error")
 
 
 def test_step_closures_run_after_the_next_mark_step(card: Device) -> None:
@@ -301,12 +306,12 @@ def test_zero_dimensional_tensor_is_one_graph_and_python_numbers_are_many(card: 
     assert "H021" in rules(card, "error")
 
 
-def test_key_leaves_the_dtype_out(card: Device) -> None:
+def test_key_has_the_dtype_from_1_24_on(card: Device) -> None:
     model = wrapped()
     model(ones(2))
     model(ones(2, dtype=torch.bfloat16))
-    assert card.counts.graphs["captured"] == 1
-    assert "H022" in rules(card, "error")
+    assert card.counts.graphs["captured"] == (1 if card.release.name == "1.19" else 2)
+    assert ("H022" in rules(card, "error")) == (card.release.name == "1.19")
 
 
 def test_minus_one_and_minus_two_share_a_key(card: Device) -> None:
@@ -565,6 +570,61 @@ def test_stable_sort_is_native_up_to_37_elements_and_at_every_size_from_1_24_on(
     assert not card.counts.fallbacks
     ones(2, 38).sort(dim=-1, stable=True)
     assert card.counts.fallbacks == ({"sort.stable": 1} if card.release.name == "1.19" else {})
+
+
+# Fused kernels
+
+
+def test_fused_attention_takes_the_positions_of_its_release(card: Device) -> None:
+    """hpex/kernels/FusedSDPA.py"""
+    fused = part(card, "hpex.kernels").FusedSDPA
+    q = torch.randn(1, 2, 6, 8)
+    rest = (None, 0.0, True, None, "none", True, None, "left", False, False, (2, 0), None)
+    if card.release.name == "1.19":
+        with pytest.raises(TypeError, match="13 positions, not 15"):
+            fused.apply(*[q.to("hpu")] * 3, *rest)
+        return
+    rows, columns = torch.arange(6)[:, None], torch.arange(6)
+    window = (columns <= rows) & (columns >= rows - 2)
+    want = nn.functional.scaled_dot_product_attention(q, q, q, window)
+    assert torch.allclose(fused.apply(*[q.to("hpu")] * 3, *rest).cpu(), want, atol=1e-6)
+    assert fused.apply(*[ones(1, 2, 0, 8)] * 3).shape == (1, 2, 0, 8)
+
+
+def test_wrapper_takes_the_arguments_of_its_release(
+    card: Device, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """hpu/graphs.py, wrap_in_hpu_graph"""
+    options = {"free_inplace": True, "verbose": True, "log_frequency": 1, "dry_run": None}
+    layer = nn.Linear(2, 2).to("hpu")
+    if card.release.name == "1.19":
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            hpu().wrap_in_hpu_graph(layer, **options)
+        return
+    model = hpu().wrap_in_hpu_graph(layer, **options)
+    model(ones(2))
+    assert "No. of HPUGraphs cached                 :- 1" in capsys.readouterr().out
+    model.log_statistics()
+    assert "Dry Run                                 :- False" in capsys.readouterr().out
+
+
+def test_replay_with_inputs_reads_the_scalars_of_the_call(card: Device) -> None:
+    """hpu/graphs.py, replay_with_inputs"""
+    graph, x, scale = hpu().HPUGraph(), ones(2), torch.tensor(3.0)
+    graph.capture_begin()
+    graph.mark_user_inputs([x, scale])
+    y = x * scale
+    graph.capture_end()
+    graph.mark_user_outputs([y], free_inplace=True)
+    if card.release.name == "1.19":
+        with pytest.raises(AttributeError):
+            graph.replay_with_inputs([x, torch.tensor(5.0)])
+        scale.fill_(5.0)
+        graph.replay()
+        assert y.cpu().tolist() == [3, 3]  # baked in
+        return
+    graph.replay_with_inputs([x, torch.tensor(5.0)], asynchronous=True)
+    assert y.cpu().tolist() == [5, 5]
 
 
 # Metrics and compilation

@@ -54,7 +54,7 @@ GALLERY = {
     ),
     "H020": "warmed_up()\ny = x @ x\nhtcore.mark_step()  # BAD",
     "H021": "f = wrapped(lambda x, n: x * n)\nfor n in range(3, 9):\n    f(x, n)  # BAD",
-    "H022": "f = wrapped(lambda x: x * 2)\nf(x)\nf(x.bfloat16())  # BAD",
+    "H022": "f = wrapped(lambda x, n: x * n)\nf(x, -1)\nf(x, -2)  # BAD",
     "H030": "y = torch.tensor([2**40], device='hpu')  # BAD",
     "H031": "y = (big + 2**30) * 4  # BAD",
     "H034": "y = torch.view_as_complex(x.view(4, 2, 2))  # BAD",

@@ -47,7 +47,7 @@ class Release:
         autoloads: whether `import torch` loads the plugin, unless PT_HPU_LAZY_MODE=1 or PT_HPU_AUTOLOAD=0.
         graphs_always_named: whether the HPU graph interface exists outside lazy mode, where its use raises.
         key_has_dtype: whether `wrap_in_hpu_graph` tells number formats apart.
-        missing_metric_raises: whether an unknown metric raises MetricNotFoundError; else it is None.
+        missing_metric: the error of a local metric of an unknown name; the global one is None.
         sort_limit: elements beyond which a stable sort falls back, as it does along dimension 0; None: never.
         fallback_checks: operators with a check of their arguments that can send them to the CPU.
         chains_corrupt: whether compile mode keeps only the first of several index_copy_ on one tensor.
@@ -61,7 +61,7 @@ class Release:
     autoloads: bool
     graphs_always_named: bool
     key_has_dtype: bool
-    missing_metric_raises: bool
+    missing_metric: str
     sort_limit: int | None
     fallback_checks: frozenset[str]
     chains_corrupt: bool
@@ -89,7 +89,7 @@ RELEASES = {
             autoloads=False,
             graphs_always_named=False,
             key_has_dtype=False,
-            missing_metric_raises=False,
+            missing_metric="MetricNotFound",
             sort_limit=37,
             fallback_checks=frozenset(
                 "embedding binary_cross_entropy_with_logits unique_dim where index_select index_reduce div".split()
@@ -112,7 +112,7 @@ RELEASES = {
             autoloads=True,
             graphs_always_named=True,
             key_has_dtype=True,
-            missing_metric_raises=True,
+            missing_metric="MetricNotFoundError",
             sort_limit=None,
             fallback_checks=frozenset("embedding where index_select".split()),
             chains_corrupt=False,

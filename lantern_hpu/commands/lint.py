@@ -24,6 +24,8 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import EMULATED
 from lantern_hpu.backends.hpu.env import LAZY_MODE
+from lantern_hpu.backends.hpu.releases import choose, emulated
+from lantern_hpu.commands.options import add_bridge_option
 from lantern_hpu.errors import LanternError, OptionError, choices, exit_code, require
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.methods import METHODS, Request
@@ -50,6 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--args", nargs="*", default=[], help="what the program gets")
     profile = "`lazy` mode with HPU graphs, or `compile`: PT_HPU_LAZY_MODE=0 and torch.compile"
     parser.add_argument("--profile", default="lazy", help=f"{profile} (lazy)")
+    add_bridge_option(parser)
     parser.add_argument(
         "--timeout",
         type=float,
@@ -224,12 +227,15 @@ def run(args: argparse.Namespace) -> bool:
     shown = [f for f in findings if args.all or f.severity != "info"]
     counts = summary(cards)
     if args.json:
-        print(json.dumps({"findings": [f.as_dict() for f in findings], "counts": counts}, indent=2))
+        release = emulated().name
+        rows = [f.as_dict() for f in findings]
+        print(json.dumps({"release": release, "findings": rows, "counts": counts}, indent=2))
     else:
         if shown:
             print(text(shown))
         warnings = sum(f.severity == "warn" for f in findings)
-        print(f"{errors} errors, {warnings} warnings, {len(findings) - errors - warnings} notes")
+        notes = len(findings) - errors - warnings
+        print(f"{errors} errors, {warnings} warnings, {notes} notes ({emulated()})")
         print(", ".join(f"{value} {name.replace('_', ' ')}" for name, value in counts.items()))
     if ended is not None:
         # Without the hint of an error of ours: it may advise to run the lint.
@@ -248,6 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         nonlocal clean
         require(args.timeout > 0, "--timeout", args.timeout, "more than 0")
         require(args.profile in PROFILES, "--profile", args.profile, choices(PROFILES))
+        choose(args.bridge)
         clean = run(args)
 
     code = exit_code(work)

@@ -7,6 +7,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from lantern_hpu.backends import BACKENDS
+from lantern_hpu.backends.hpu.releases import DEFAULT, RELEASES, choose
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.methods import AUTO, DEFAULT_TREE, DEFAULT_WINDOW, METHODS, Sampling
 from lantern_hpu.methods.relaxation import PRESETS, RelaxationOptions
@@ -43,9 +44,16 @@ def add_running_options(group: Group) -> None:
     emulator = "with --device hpu: an emulator of its contract, for machines without one"
     add("--keep-text", default="host", help=kept)
     add("--emulate", action="store_true", help=emulator)
+    add_bridge_option(group)
     add("--kernels", default="auto", help="auto: the device's fused ones; plain: torch's (auto)")
     add_processor_options(group)
     add_quantize_option(group)
+
+
+def add_bridge_option(group: Group) -> None:
+    """Which release of Gaudi's software an emulator stands in for."""
+    what = f"release of Gaudi's software to emulate: {', '.join(RELEASES)} ({DEFAULT.name})"
+    group.add_argument("--bridge", metavar="RELEASE", help=what)
 
 
 def add_processor_options(group: Group) -> None:
@@ -67,10 +75,12 @@ def add_stretch_option(group: Group) -> None:
 
 
 def device_options(args: argparse.Namespace) -> DeviceOptions:
-    """
+    """The options of a device; `--bridge` holds from here on, also in the processes that this one starts.
+
     Raises:
         OptionError: one is out of range.
     """
+    choose(getattr(args, "bridge", None))
     return DeviceOptions(**taken(DeviceOptions, args))
 
 

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lantern_hpu.backends import BACKENDS, EMULATED
+from lantern_hpu.backends.hpu.releases import choose
+from lantern_hpu.commands.options import add_bridge_option
 from lantern_hpu.errors import OptionError, choices, exit_code, require
 from lantern_hpu.files import write_file
 from lantern_hpu.lab.verify.page import counts, page, summary
@@ -32,6 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--device", default=EMULATED, help=f"{', '.join(BACKENDS)} ({EMULATED})")
     add("--emulate", action="store_true", help="ask the emulator instead of a card")
+    add_bridge_option(parser)
     add("--model", default="builtin", help="`builtin`, or a model folder (builtin)")
     add("--minutes", type=float, default=10.0, help="what is not asked by then is left open (10)")
     add(
@@ -54,6 +57,7 @@ def check(args: argparse.Namespace) -> Wanted:
         raise OptionError(f"unknown device {args.device!r}", hint=choices(BACKENDS))
     if args.emulate and args.device != EMULATED:
         raise OptionError(f"{args.device} cannot be emulated", hint=f"--device {EMULATED}")
+    choose(args.bridge)
     require(args.minutes > 0, "--minutes", args.minutes, "more than 0")
     require(args.output.suffix == ".json", "--output", args.output, "a name that ends in .json")
     return Wanted(args.device, args.emulate, args.model, args.output, args.minutes)

@@ -166,6 +166,8 @@ class Device:
             return value.raw
         if isinstance(value, Tensor):
             checks.foreign(self, op, value)
+            if self.recording is not None and id(value) not in self.recording.rebound:
+                return value.clone()  # baked in
         if isinstance(value, (list, tuple)):
             return [self.unwrap(op, item, held) for item in value]
         return value

@@ -240,11 +240,35 @@ def a_tensor_of_no_dimensions_is_no_key_and_a_number_is(card: Card) -> None:
         expect(model(x, number).cpu().tolist(), [number, number])
 
 
-@fact("hpu/graphs.py:488")
+@fact("hpu/graphs.py:488", only="1.19")
 def the_key_leaves_the_format_out(card: Card) -> None:
     model = card.wrapped()
     model(card.ones(2))
     expect(model(card.ones(2, dtype=torch.bfloat16)).dtype, torch.float32)
+
+
+@fact("hpu/graphs.py, input_hash", only="1.24")
+def the_key_has_the_format(card: Card) -> None:
+    model = card.wrapped()
+    model(card.ones(2))
+    expect(model(card.ones(2, dtype=torch.bfloat16)).dtype, torch.bfloat16)
+
+
+@fact("hpu/graphs.py, replay_with_inputs", only="1.24")
+def a_scalar_of_the_host_is_that_of_each_call(card: Card) -> None:
+    model, x = card.wrapped(), card.ones(2)
+    for value in (2.0, 3.0, 4.0):
+        expect(model(x, torch.tensor(value)).cpu().tolist(), [value, value])
+
+
+@fact("hpu/graphs.py, CachedParams", only="1.24")
+def the_wrapper_counts_its_calls(card: Card) -> None:
+    counts, model, x = card.hpu.graphs.CachedParams, card.wrapped(verbose=False), card.ones(2)
+    before = counts.iteration_cnt, sum(counts.cache_hits.values())
+    for _ in range(3):
+        model(x)
+    after = counts.iteration_cnt, sum(counts.cache_hits.values())
+    expect((after[0] - before[0], after[1] - before[1]), (3, 2), "calls and replays")
 
 
 @fact("hpu/graphs.py:488")
@@ -580,6 +604,43 @@ def metrics_are_read_by_position_and_an_unknown_one_is_none(card: Card) -> None:
     expect(metrics.metric_global("no_such_metric"), None)
 
 
+@fact("hpu/metrics/metrics.py, DevMemMetric", only="1.24")
+def the_metric_of_memory_is_a_dictionary(card: Card) -> None:
+    expect(type(card.part("hpu.metrics").metric_global("device_memory").stats()), dict)
+
+
+@fact("hpu/metrics/metrics.py, get_local_metric", only="1.24")
+def an_unknown_local_metric_raises(card: Card) -> None:
+    metrics = card.part("hpu.metrics")
+    try:
+        with metrics.metric_localcontext("no_such_metric"):
+            pass
+    except Exception as error:
+        expect(type(error).__name__, "MetricNotFoundError")
+        return
+    raise Refuted("it went through")
+
+
+@fact("utils/internal.py")
+def the_bridge_says_its_mode(card: Card) -> None:
+    expect(card.part("utils.internal").is_lazy(), True)
+
+
+@fact("hpex/kernels/FusedSDPA.py")
+def fused_attention_takes_lengths_and_modes_of_any_case(card: Card) -> None:
+    fused = card.part("hpex.kernels").FusedSDPA
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(2, 2, 4, 16) for _ in range(3))
+    lengths = torch.tensor([3, 3], dtype=torch.int32).to(card.device)
+    inputs = [t.to(card.device) for t in (q, k, v)]
+    for mode, padding, kept in (("Fast", "right", slice(0, 3)), ("none", "left", slice(1, 4))):
+        want = F.scaled_dot_product_attention(
+            q[..., kept, :], k[..., kept, :], v[..., kept, :], is_causal=True
+        )
+        got = fused.apply(*inputs, None, 0.0, True, None, mode, True, lengths, padding)
+        close(got.cpu()[..., kept, :], want)
+
+
 @fact("hpu/memory.py:32")
 def memory_has_its_keys(card: Card) -> None:
     expect(list(card.hpu.memory_stats())[:3], ["Limit", "InUse", "MaxInUse"])
@@ -631,7 +692,23 @@ def close(got: Tensor, want: Tensor) -> None:
 # Outside lazy mode
 
 
-@fact("hpu/__init__.py:45", lazy=False)
+@fact("hpu/graphs.py", lazy=False, only="1.24")
+def the_graphs_interface_is_named_and_raises_outside_lazy_mode(card: Card) -> None:
+    for name, arguments in (("HPUGraph", ()), ("graph", (None,))):
+        try:
+            getattr(card.hpu, name)(*arguments)
+        except RuntimeError as error:
+            expect("is available in lazy mode only" in str(error), True, name)
+        else:
+            raise Refuted(f"{name} went through")
+
+
+@fact("utils/internal.py", lazy=False)
+def the_bridge_says_its_mode_outside_lazy_mode(card: Card) -> None:
+    expect(card.part("utils.internal").is_lazy(), False)
+
+
+@fact("hpu/__init__.py:45", lazy=False, only="1.19")
 def the_graphs_interface_is_missing_outside_lazy_mode(card: Card) -> None:
     expect([hasattr(card.hpu, name) for name in ("HPUGraph", "wrap_in_hpu_graph")], [False, False])
 

@@ -2,7 +2,8 @@
 
 A capture executes what it records. A replay runs the recorded operators again on the recorded storages, so
 whatever Python changed without copying it into them is visibly stale. The wrapper's traps are kept: its key
-leaves dtypes out, its static inputs are the first caller's tensors, its outputs are one storage.
+compares hashes alone (in 1.19 without number formats), its static inputs are the first caller's tensors, its outputs
+are one storage.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +61,7 @@ class Recording:
         self.held: list[tuple[weakref.ref[HPUTensor], int]] = []
         self.segments = 1
         self.before: dict[int, tuple[Tensor, Tensor]] = {}  # what a dry run must undo
+        self.rebound: set[int] = set()  # scalars of the host that are read at each replay
 
     def add(
         self, op: ops.Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -86,7 +88,9 @@ class Recording:
     def point(self, value: Any) -> Any:
         """An argument, with earlier results replaced by their slots."""
         if isinstance(value, Tensor):
-            return Slot(self.slots[id(value)]) if id(value) in self.slots else value
+            if id(value) in self.slots:
+                return Slot(self.slots[id(value)])
+            return value
         if isinstance(value, list):
             return [self.point(item) for item in value]
         return value
@@ -173,11 +177,22 @@ def fatal(device: Device, message: str) -> RuntimeError:
     return RuntimeError(message)
 
 
+def need_lazy(device: Device, what: str) -> None:
+    """
+    Raises:
+        RuntimeError: outside lazy mode, where 1.24 has the names and not what they stand for.
+    """
+    if not device.lazy:
+        device.findings.hit("H080", what, "error")
+        raise RuntimeError(f"{what} is available in lazy mode only.")
+
+
 class HPUGraph:
-    """A recording and its replays (bridge 1.19, `hpu/graphs.py`)."""
+    """A recording and its replays (`hpu/graphs.py`)."""
 
     def __init__(self) -> None:
         self.device = current()
+        need_lazy(self.device, "HPUGraph class")
         self.recording: Recording | None = None
         self.stream: object = None
         self.inputs: list[Tensor] = []
@@ -251,10 +266,23 @@ class HPUGraph:
         matched = zip(self.inputs, tlistI, strict=False)
         self.rerun({id(raw(old)): raw(new) for old, new in matched})
 
+    def replay_with_inputs(
+        self, tlistI: list[Tensor] | None = None, asynchronous: bool = False
+    ) -> None:
+        """A replay whose scalars on the host are those of this call; from 1.24 on."""
+        if self.device.release.name == "1.19":
+            raise AttributeError("'HPUGraph' object has no attribute 'replay_with_inputs'")
+        for old, new in zip(self.inputs, tlistI or (), strict=False):
+            if is_host_scalar(old):
+                old.copy_(new)
+        self.replay(asynchronous)
+
     def mark_user_inputs(self, static_tlist: list[Tensor]) -> None:
         self.inputs = list(static_tlist)
+        if self.recording is not None and self.device.release.name != "1.19":
+            self.recording.rebound = {id(t) for t in self.inputs if is_host_scalar(t)}
 
-    def mark_user_outputs(self, static_tlist: list[Tensor]) -> None: ...
+    def mark_user_outputs(self, static_tlist: list[Tensor], free_inplace: bool = True) -> None: ...
 
     def get_user_input_match_indices(self) -> list[int]:
         return list(range(len(self.inputs)))
@@ -272,6 +300,7 @@ class graph:
     def __init__(self, hpu_graph: HPUGraph, stream: Any = None, dry_run: bool = False) -> None:
         from lantern_hpu.backends.hpu.emulator import habana
 
+        need_lazy(current(), "Context-manager for HPUGraph")
         self.graph, self.dry_run = hpu_graph, dry_run
         self.stream: Any = stream or habana.Stream()
         self.context = habana.stream(self.stream)
@@ -295,19 +324,27 @@ class graph:
 
 
 def input_hash(obj: Any) -> int:
-    """The key of arguments (graphs.py:488): shapes, chains of views and the autocast switch of tensors, values of
-    everything else; no dtypes, no equality. A `UserDict` takes its tensors apart, so it never meets its key again."""
+    """The key of arguments (`input_hash` of graphs.py): shapes, chains of views and the autocast switch of tensors,
+    from 1.24 on their number formats too; values of everything else; no equality.
+
+    In 1.19 a `UserDict` takes its tensors apart, so it never meets its key again, and a dataclass is hashed whole; from
+    1.24 on both go by what they hold.
+    """
     autocast = torch.is_autocast_enabled(DEVICE)
+    typed = current().release.key_has_dtype
     if isinstance(obj, dict):
         return input_hash(tuple(obj.items()))
     if isinstance(obj, UserDict):
-        return hash(tuple((name, tuple(value)) for name, value in obj.items()))
+        parts = (lambda value: (input_hash(v) for v in value)) if typed else iter
+        return hash(tuple((name, tuple(parts(value))) for name, value in obj.items()))
+    if typed and is_dataclass(obj) and not isinstance(obj, type):
+        return hash(tuple((f.name, input_hash(getattr(obj, f.name))) for f in fields(obj)))
     if isinstance(obj, (list, tuple)):
         return hash((*(input_hash(item) for item in obj), autocast))
     if isinstance(obj, Tensor):
         base = getattr(obj, "base", None)
         chain = None if base is None else (obj.stride(), obj.storage_offset())
-        return hash((tuple(obj.shape), chain, autocast))
+        return hash((obj.dtype if typed else None, tuple(obj.shape), chain, autocast))
     return hash((obj, autocast))
 
 
@@ -329,9 +366,20 @@ def copy_to(dst: Any, src: Any) -> None:
             copy_to(one, other)
 
 
+def is_host_scalar(value: object) -> bool:
+    """A CPU tensor of no dimensions: from 1.24 on its value is that of each call, not of the capture."""
+    scalar = isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() == 0
+    return scalar and value.dtype in (torch.float32, torch.bfloat16)  # type: ignore[attr-defined]
+
+
 @dataclass
 class CachedParams:
-    """A graph with its static inputs and outputs."""
+    """A graph with its static inputs and outputs; the counters are of all graphs and begin with 1.24."""
+
+    cache_hits: ClassVar[dict[int, int]] = {}  # by key
+    skip_replay_cnt: ClassVar[dict[int, int]] = {}
+    iteration_cnt: ClassVar[int] = 0
+    bypass_hpu_graphs: ClassVar[int] = 0
 
     graph_inputs: Any
     graph_outputs: Any
@@ -357,17 +405,25 @@ def signature(obj: Any) -> Any:
 
 
 class Wrapped:
-    """A function whose calls are captured once for each key and replayed after (graphs.py:553-659)."""
+    """A function whose calls are captured once for each key and replayed after (`wrapped_hpugraph_forward`)."""
 
     def __init__(
         self,
         func: Callable[..., Any],
         asynchronous: bool = False,
         disable_tensor_cache: bool = False,
-        dry_run: bool = False,
+        dry_run: bool | None = None,
         max_graphs: int | None = None,
+        **since_1_24: Any,
     ) -> None:
-        self.func, self.dry_run, self.max_graphs = func, dry_run, max_graphs
+        known = {"free_inplace": True, "verbose": False, "log_frequency": 100}
+        allowed = {} if current().release.name == "1.19" else known
+        for name in since_1_24:
+            if name not in allowed:
+                raise TypeError(f"wrap_in_hpu_graph() got an unexpected keyword argument {name!r}")
+        self.options = known | since_1_24
+        self.func, self.dry_run, self.max_graphs = func, bool(dry_run), max_graphs
+        self.asynchronous = asynchronous
         self.disable_tensor_cache = disable_tensor_cache
         self.cache: dict[int, CachedParams] = {}
         self.shapes: dict[Any, set[int]] = {}  # keys by the shapes of their tensors alone
@@ -379,15 +435,27 @@ class Wrapped:
         return flag({**current().flags, **os.environ}, name, self.disable_tensor_cache)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        CachedParams.iteration_cnt += 1
+        try:
+            return self.call(*args, **kwargs)
+        finally:
+            often = self.options["log_frequency"]
+            if self.options["verbose"] and often > 0 and CachedParams.iteration_cnt % often == 0:
+                self.log_statistics()
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         device = current()
         warmup = kwargs.pop("warmup_mode", False)
         kwargs.pop("cache_tensors_list", None)
         if kwargs.pop("bypass_hpu_graphs", False):
             device.counts.graphs["bypassed"] += 1
+            CachedParams.bypass_hpu_graphs += 1
             return self.func(*args, **kwargs)
         inputs = (args, kwargs)
         key = input_hash(inputs)
         if key in self.cache:
+            counter = CachedParams.skip_replay_cnt if warmup else CachedParams.cache_hits
+            counter[key] = counter.get(key, 0) + 1
             return self.again(device, self.cache[key], inputs, warmup)
         if self.max_graphs is not None and len(self.cache) >= self.max_graphs:
             device.findings.hit("H023", f"{self.max_graphs} graphs")
@@ -403,6 +471,10 @@ class Wrapped:
         rehearse(device, lambda: self.func(*inputs[0], **inputs[1]), lambda: tensors_of(self.func))
         made = HPUGraph()
         made.capture_begin(self.dry_run or self.live)
+        if device.release.name != "1.19":
+            given: list[Tensor] = []
+            mapped(inputs, given.append)
+            made.mark_user_inputs(given)
         outputs = self.func(*inputs[0], **inputs[1])  # no try: an exception leaves the capture open
         made.capture_end()
         # The storages are the first caller's; the objects are not, so that it can be told who still lives.
@@ -487,6 +559,22 @@ class Wrapped:
         for known in self.cache.values():
             known.graph.clear_inputs()
 
+    def log_statistics(self) -> None:
+        """What the wrapper did, as 1.24 prints it."""
+        print("HPU Graph Inference Statistics")
+        rows = {
+            "Max graphs": self.max_graphs,
+            "Async execution config": self.asynchronous,
+            "Disable Tensor Cache": self.live,
+            "Dry Run": self.dry_run or self.live,
+            "No. of HPUGraphs cached": len(self.cache),
+            "Total cached hits": sum(CachedParams.cache_hits.values()),
+            "Total HPUGraph warmups": sum(CachedParams.skip_replay_cnt.values()),
+            "Total HPUGraphs bypassed": CachedParams.bypass_hpu_graphs,
+        }
+        for name, value in rows.items():
+            print(f"    {name:<40}:- {value}")
+
 
 def alias(tensor: Tensor) -> Tensor:
     """Another object for the same storage."""
@@ -501,15 +589,19 @@ def wrap_in_hpu_graph_func(func: Callable[..., Any], **options: Any) -> Callable
     def call(*args: Any, **kwargs: Any) -> Any:
         return wrapped(*args, **kwargs)
 
-    call.clear_cache, call.clear_inputs = wrapped.clear_cache, wrapped.clear_inputs  # type: ignore[attr-defined]
+    for name in ("clear_cache", "clear_inputs", "log_statistics"):
+        setattr(call, name, getattr(wrapped, name))
     return call
 
 
 def wrap_in_hpu_graph(module: nn.Module, **options: Any) -> nn.Module:
     """The same module with its `forward` replaced."""
-    module.forward = call = wrap_in_hpu_graph_func(module.forward, **options)
-    module.clear_cache = call.clear_cache  # type: ignore[attr-defined]
-    module.clear_inputs = call.clear_inputs  # type: ignore[attr-defined]
+    call: Any = wrap_in_hpu_graph_func(module.forward, **options)
+    module.forward = call
+    module.clear_cache = call.clear_cache
+    module.clear_inputs = call.clear_inputs
+    if current().release.name != "1.19":
+        module.log_statistics = call.log_statistics
     return module
 
 

@@ -1,4 +1,4 @@
-"""The modules of `habana_frameworks.torch` (bridge 1.19), over the emulated card.
+"""The modules of `habana_frameworks.torch`, of the release that the emulated card is of.
 
 They are objects to hand around. They reach `sys.modules` only while a foreign script runs under the lint:
 transformers, accelerate and Ray take the mere presence of that name for a Gaudi.
@@ -27,6 +27,7 @@ from lantern_hpu.backends.hpu.emulator.device import LIMIT, Device, current
 from lantern_hpu.backends.hpu.emulator.scope import beyond
 from lantern_hpu.backends.hpu.emulator.tensor import DEVICE, HPUTensor
 from lantern_hpu.backends.hpu.env import ROOT
+from lantern_hpu.backends.hpu.releases import number
 from lantern_hpu.files import write_file
 
 NAME = "GAUDI2"
@@ -225,21 +226,27 @@ class Metric:
     """A metric, counted from its last reset."""
 
     def __init__(self, name: str) -> None:
-        self._name, self.base = name, METRICS[name](current())
+        card = current()
+        if name not in metrics_of(card):
+            raise MetricNotFoundError(f"Metric with given name ({name}) doesn't exist.")
+        self._name, self.rows = name, metrics_of(card)[name]
+        self.base = self.rows(card)
 
     def name(self) -> str:
         return self._name
 
-    def stats(self) -> list[tuple[str, Any]]:
-        """(key, value) pairs; callers index them by position."""
-        now = METRICS[self._name](current())
+    def stats(self) -> list[tuple[str, Any]] | dict[str, Any]:
+        """(key, value) pairs; callers index them by position. Of `device_memory` the largest values so far."""
+        now = self.rows(current())
+        if self._name == "device_memory":
+            return dict(now)
         return [
             (key, value - old if isinstance(value, (int, float)) else value)
             for (key, value), (_, old) in zip(now, self.base, strict=True)
         ]
 
     def reset(self) -> None:
-        self.base = METRICS[self._name](current())
+        self.base = self.rows(current())
 
     def start(self) -> None: ...
 
@@ -278,9 +285,23 @@ METRICS: dict[str, Callable[[Device], list[tuple[str, Any]]]] = {
 }
 
 
+class MetricNotFoundError(Exception):
+    """A local metric of a name that is unknown; 1.19 calls it MetricNotFound."""
+
+
+def device_memory(card: Device) -> list[tuple[str, Any]]:
+    return [("peak_memory", card.peak)]
+
+
+def metrics_of(card: Device) -> dict[str, Callable[[Device], list[tuple[str, Any]]]]:
+    if card.release.name == "1.19":
+        return METRICS
+    return METRICS | {"device_memory": device_memory}
+
+
 def metric_global(name: str) -> Metric | None:
     """Counted from the start of the process; None for a name that is unknown (hpu/metrics/metrics.py)."""
-    if name not in METRICS:
+    if name not in metrics_of(current()):
         return None
     metric = Metric(name)
     metric.base = [
@@ -305,7 +326,7 @@ def metrics_dump(file_name: str, format: str = "json", triggered_by: str = "user
             "generated_on": time.strftime("%Y-%m-%dT%H:%M:%S"),
             "statistics": dict(rows(current())),
         }
-        for name, rows in METRICS.items()
+        for name, rows in metrics_of(current()).items()
     ]
     lines = [f"{r['metric_name']}: {r['statistics']}" for r in records]
     write_file(
@@ -411,9 +432,13 @@ METRIC_API = {
 class DeviceProperties(NamedTuple):
     name: str
     total_memory: int
-    major: int = 1
-    minor: int = 19
+    major: int = 0
+    minor: int = 0
     multi_processor_count: int = 1
+
+
+def version() -> str:
+    return f"{current().release.name}.0"
 
 
 class SynDeviceType(IntEnum):
@@ -442,8 +467,10 @@ IDENTITY = {
     "device_count": lambda: 1,
     "current_device": lambda: 0,
     "get_device_name": lambda device=None: NAME,
-    "get_device_capability": lambda device=None: "1.19.0",
-    "get_device_properties": lambda device=None: DeviceProperties(NAME, LIMIT),
+    "get_device_capability": lambda device=None: version(),
+    "get_device_properties": lambda device=None: DeviceProperties(
+        NAME, LIMIT, *(number(version()) or ())
+    ),
     "get_arch_list": lambda: [NAME.lower()],
     "get_gencode_flags": lambda: "",
     "can_device_access_peer": lambda device, peer_device: False,
@@ -470,8 +497,17 @@ IDENTITY = {
 }
 
 
+SINCE_1_24 = {
+    "formatted_memory_stats": lambda device=None: memory_summary(device),
+    "is_inference_mode_enabled": lambda: False,
+    "sdp_kernel_flag": nothing,
+    "set_mark_scale_const": accept_anything,
+    "set_mark_non_scale_const": accept_anything,
+}
+
+
 class HPUModule(ModuleType):
-    """`torch.hpu`; the graphs API is missing outside lazy mode, and asking for it is worth a word."""
+    """`torch.hpu`; in 1.19 the graphs API is missing outside lazy mode, and asking for it is worth a word."""
 
     def __getattr__(self, name: str) -> Any:
         if name in GRAPHS:
@@ -492,7 +528,9 @@ def module(name: str, **members: Any) -> ModuleType:
 
 def modules(device: Device) -> dict[str, ModuleType]:
     """All modules by their full names, tied together as attributes."""
-    lazy_graphs = GRAPHS if device.lazy else {}
+    named = device.lazy or device.release.graphs_always_named
+    newer = device.release.name != "1.19"
+    lazy_graphs = GRAPHS if named else {}
     hpu = {
         **STREAMS,
         **MEMORY,
@@ -500,6 +538,7 @@ def modules(device: Device) -> dict[str, ModuleType]:
         **dict.fromkeys(SETTINGS, accept_anything),
         **lazy_graphs,
         **IDENTITY,
+        **(SINCE_1_24 if newer else {}),
         "default_generators": (device.generator,),
     }
     parts: dict[str, dict[str, Any]] = {
@@ -507,7 +546,7 @@ def modules(device: Device) -> dict[str, ModuleType]:
         ".torch": {},
         ".torch.core": CORE,
         ".torch.hpu": hpu,
-        ".torch.hpu.metrics": METRIC_API,
+        ".torch.hpu.metrics": METRIC_API | {device.release.missing_metric: MetricNotFoundError},
         ".torch.hpu.random": RANDOM,
         ".torch.hpu.memory": MEMORY,
         ".torch.utils": {},
@@ -555,8 +594,11 @@ def modules(device: Device) -> dict[str, ModuleType]:
         ".torch.dynamo": {},
         ".torch.dynamo.compile_backend": {},
     }
-    if device.lazy:
+    if named:
         parts[".torch.hpu.graphs"] = GRAPHS
+    if newer:
+        full = f"{device.release.name}.0"
+        parts[".torch.version"] = {"__version__": full, "version": full}
     made = {ROOT + name: module(ROOT + name, **members) for name, members in parts.items()}
     for name in made:
         parent, _, child = name.rpartition(".")

@@ -1,7 +1,7 @@
 """The fused kernels of `habana_frameworks.torch.hpex`, with their calling rules and plain arithmetic.
 
-Signatures are those of bridge 1.19: autograd functions, so `apply` takes positions only. Each kernel is one
-operator, as on the device.
+They are autograd functions, so `apply` takes positions only: as many as the release has. Each kernel is one operator,
+as on the device.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.library import Library
 
+from lantern_hpu.backends.hpu.emulator.device import current
 from lantern_hpu.backends.hpu.emulator.scope import OutOfScope
 from lantern_hpu.ops.kernels import rms_norm
 
@@ -113,13 +114,23 @@ class FusedSDPA:
         seq_padding_type: str = "left",
         return_dropout_mask: bool = False,
         return_attn_probs: bool = False,
-        /,
+        *since_1_24: Any,
     ) -> Tensor:
+        newer = current().release.name != "1.19"
+        most = 15 if newer else 13
+        if 13 + len(since_1_24) > most:
+            raise TypeError(f"FusedSDPA takes {most} positions, not {13 + len(since_1_24)}")
+        window = since_1_24[0] if since_1_24 else (-1, -1)
+        sink = since_1_24[1] if len(since_1_24) > 1 else None
+        if newer and 0 in (q.numel(), k.numel(), v.numel()):
+            return q.new_empty((*q.shape[:-1], v.shape[-1]))
         need(
             not (is_causal and attn_mask is not None),
             "FusedSDPA takes a mask or is_causal, not both",
         )
-        need(softmax_mode in ("None", "fast"), f"unknown softmax_mode {softmax_mode!r}")
+        mode = softmax_mode.lower()
+        need(mode in ("none", "fast", "fp32"), f"unknown softmax_mode {softmax_mode!r}")
+        need(mode != "fp32" or q.dtype == torch.bfloat16, "softmax_mode fp32 is for bfloat16 alone")
         need(
             q.dim() == k.dim() == v.dim() and q.dim() in (3, 4),
             "FusedSDPA takes tensors of 3 or 4 dimensions",
@@ -131,12 +142,52 @@ class FusedSDPA:
                 attn_mask.dtype in (q.dtype, torch.bool),
                 "the mask must be of booleans, or additive and of q's dtype",
             )
-        if valid_seq_len is not None or return_dropout_mask or return_attn_probs:
-            raise OutOfScope(
-                "FusedSDPA with valid_seq_len or more results than one",
-                "a mask, or plain attention",
-            )
+        if return_dropout_mask or return_attn_probs:
+            raise OutOfScope("FusedSDPA with more results than one", "plain attention")
+        if sink is not None:
+            raise OutOfScope("FusedSDPA with a sink", "plain attention")
+        if valid_seq_len is not None or tuple(window) != (-1, -1):
+            padding = seq_padding_type.lower()
+            need(padding in ("left", "right"), f"unknown seq_padding_type {seq_padding_type!r}")
+            allowed = allowed_pairs(q, k, is_causal, valid_seq_len, padding, window)
+            attn_mask, is_causal = joined(attn_mask, allowed), False
         return run("sdpa", sdpa, q, k, v, attn_mask, dropout_p, is_causal, scale)
+
+
+def allowed_pairs(
+    q: Tensor,
+    k: Tensor,
+    is_causal: bool,
+    valid_seq_len: Tensor | None,
+    padding: str,
+    window: tuple[int, int],
+) -> Tensor:
+    """Which query sees which key: [Lq, Lkv], or [B, 1, Lq, Lkv] with lengths [B]. A query that is padding sees all."""
+    rows = torch.arange(q.shape[-2], device=q.device)[:, None]  # [Lq, 1]
+    columns = torch.arange(k.shape[-2], device=q.device)  # [Lkv]
+    allowed = columns <= rows if is_causal else columns >= 0 * rows  # [Lq, Lkv]
+    left, right = window
+    if left >= 0:
+        allowed = allowed & (columns >= rows - left)
+    if right >= 0:
+        allowed = allowed & (columns <= rows + right)
+    if valid_seq_len is None:
+        return allowed
+    lengths = valid_seq_len.to(q.device).reshape(-1, 1, 1, 1)  # [B, 1, 1, 1]
+    begins = k.shape[-2] - lengths if padding == "left" else 0 * lengths
+    ends = begins + lengths
+    real = (columns >= begins) & (columns < ends)  # [B, 1, 1, Lkv]
+    padded = (rows < begins) | (rows >= ends)  # [B, 1, Lq, 1]
+    return (allowed & real) | padded
+
+
+def joined(mask: Tensor | None, allowed: Tensor) -> Tensor:
+    """A mask that also keeps to the allowed pairs."""
+    if mask is None:
+        return allowed
+    if mask.dtype == torch.bool:
+        return mask & allowed
+    return mask.masked_fill(~allowed, float("-inf"))
 
 
 class FusedRMSNorm:
