@@ -22,6 +22,7 @@ from lantern_hpu.zoo.registry import Entry, entries
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, in_cache
 
 ROOT = Path(__file__).parent.parent
+COMMIT = "c" * 40
 __all__ = ["empty_cache"]
 
 
@@ -46,22 +47,24 @@ class Hub:
         for name, data in self.files[repo].items():
             lfs = SimpleNamespace(sha256=hashlib.sha256(data).hexdigest())
             siblings.append(SimpleNamespace(rfilename=name, size=len(data), lfs=lfs))
-        return SimpleNamespace(siblings=siblings)
+        return SimpleNamespace(siblings=siblings, sha=COMMIT)
 
-    def hf_hub_download(self, repo: str, name: str, local_dir: Path | None = None) -> str:
+    def hf_hub_download(
+        self, repo: str, name: str, revision: str, local_dir: Path | None = None
+    ) -> str:
+        assert revision == COMMIT
         self.asked.append(name)
         if self.fails is not None:
             raise self.fails
         data = b"cut off" if self.damaged else self.files[repo][name]
         if local_dir is None:
-            there = located.snapshot(repo)
-            if there is not None and (there / name).exists():
-                return str(there / name)
-            in_cache(self.cache, repo, name)
-            file = located.snapshot(repo)
-            assert file is not None
-            (file / name).resolve().write_bytes(data)
-            return str(file / name)
+            if (there := located.cached(repo, name)) is not None:
+                return str(there)
+            folder = in_cache(self.cache, repo, name, revision=COMMIT)
+            # As the library does for a file asked for by its commit
+            (folder.parent.parent / "refs" / "main").unlink()
+            (folder / name).resolve().write_bytes(data)
+            return str(folder / name)
         local_dir.mkdir(parents=True, exist_ok=True)
         (local_dir / name).write_bytes(data)
         return str(local_dir / name)
@@ -247,7 +250,7 @@ def test_a_file_in_the_cache_that_was_not_checked_is_checked_by_the_next_run(
     monkeypatch.setattr(fetching, "sha256", killed)
     assert download.main([C2I, "--only", "target"]) == 130
     part = entry.parts["target"]
-    folder = located.snapshot(part.repo)
+    folder = located.snapshot(part)
     assert folder is not None and part.absent(folder) == ()  # it has its final name
     assert locate(entry)["target"] is None
     assert locate(entry).absent["target"] == part.files
@@ -255,7 +258,7 @@ def test_a_file_in_the_cache_that_was_not_checked_is_checked_by_the_next_run(
     capsys.readouterr()
     if damaged:
         assert "came damaged" in refused(capsys, C2I, "--only", "target")
-        assert part.absent(located.snapshot(part.repo)) == part.files
+        assert part.absent(located.snapshot(part)) == part.files
     else:
         fetch(capsys, C2I, "--only", "target")
         assert locate(entry)["target"] is not None

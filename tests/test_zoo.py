@@ -179,16 +179,13 @@ def test_a_cache_is_recognised(empty_cache: Path) -> None:
     assert located.require(entry)["drafter"] == found["drafter"]
 
 
-def test_the_cache_is_where_huggingface_hub_has_it(
-    monkeypatch: pytest.MonkeyPatch, empty_cache: Path, tmp_path: Path
+def test_without_huggingface_hub_only_folders_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, empty_cache: Path
 ) -> None:
-    hub = pytest.importorskip("huggingface_hub")
-    part = entries()[C2I].parts["target"]
-    in_cache(tmp_path / "elsewhere", part.repo, *part.files)
+    whole(empty_cache, entries()[C2I])
+    assert locate(entries()[C2I]).missing() == []
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     assert locate(entries()[C2I])["target"] is None
-    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
-    theirs = hub.try_to_load_from_cache(part.repo, part.files[0], tmp_path / "elsewhere")
-    assert str(locate(entries()[C2I])["target"]) == theirs
 
 
 def test_either_of_two_files_and_of_two_repositories(empty_cache: Path) -> None:

@@ -30,7 +30,7 @@ from lantern_hpu.errors import (
 )
 from lantern_hpu.files import sha256
 from lantern_hpu.results.tables import WIDTH, amount, columns
-from lantern_hpu.zoo.located import LABEL, UNCHECKED, Located, briefly, hub_cache, snapshot, store
+from lantern_hpu.zoo.located import LABEL, UNCHECKED, Located, briefly, cached, hub_cache, store
 from lantern_hpu.zoo.registry import Entry, Part
 
 STAGING = ".fetching"  # in a user's folder, until files are whole and checked
@@ -43,9 +43,10 @@ LARGER = "--to a folder on a larger disk, or set HF_HOME to one"
 
 @dataclass(frozen=True)
 class File:
-    """One file to fetch, as the Hub lists it."""
+    """One file to fetch, as the Hub lists it at a commit."""
 
     part: Part
+    commit: str
     name: str
     bytes: int | None
     sha256: str | None
@@ -90,7 +91,7 @@ def list_files(hub: ModuleType, part: Part, absent: Sequence[str]) -> list[File]
         if known and stated and known != stated:
             why = f"its sha256 is {stated} there, {known} here"
             raise WeightsError(f"{part.repo} has another {name} than the known one", why, part.page)
-        found.append(File(part, name, there[name].size, known or stated))
+        found.append(File(part, info.sha, name, there[name].size, known or stated))
     if gone:
         raise WeightsError(f"{part.repo} lacks files", ", ".join(gone), part.page)
     return found
@@ -114,7 +115,14 @@ def fetch(hub: ModuleType, file: File, to: Path | None) -> None:
     """
     staging = None if to is None else to / STAGING / file.part.role
     with nullcontext() if to else marked(file):
-        found = Path(hub.hf_hub_download(file.part.repo, file.name, local_dir=staging))
+        where = {"revision": file.commit, "local_dir": staging}
+        found = Path(hub.hf_hub_download(file.part.repo, file.name, **where))
+        if (
+            to is None
+        ):  # where `main` is looked up later: a file asked for by its commit leaves no such entry
+            reference = store(file.part.repo) / "refs" / "main"
+            reference.parent.mkdir(exist_ok=True)
+            reference.write_text(file.commit)
         check(file, found)
     if to is not None:
         place = to / file.part.role / file.name
@@ -133,8 +141,7 @@ def marked(file: File) -> Iterator[None]:
         yield
         done = True
     finally:
-        folder = snapshot(file.part.repo)
-        if done or folder is None or not (folder / file.name).exists():
+        if done or cached(file.part.repo, file.name) is None:
             mark.unlink(missing_ok=True)
             with suppress(OSError):  # not empty
                 mark.parent.rmdir()

@@ -1,12 +1,10 @@
 """Which parts of the known models are on this machine, and how to get those that are not. Needs no torch.
 
-Where the files are is read from the Hugging Face cache as its documentation describes it ("Understand caching"), so
-nothing is imported and no network is asked.
+No network is asked: `huggingface_hub` looks into its cache.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
@@ -38,27 +36,35 @@ class Located(dict[str, Path | None]):
 
 
 def hub_cache() -> Path:
-    """The Hugging Face cache; the variables and their order are those of huggingface_hub."""
-    home = os.environ.get("XDG_CACHE_HOME", os.path.join("~", ".cache"))
-    home = os.environ.get("HF_HOME", os.path.join(home, "huggingface"))
-    hub = os.environ.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))
-    hub = os.environ.get("HF_HUB_CACHE", hub)
-    return Path(os.path.expandvars(os.path.expanduser(hub)))
+    """The Hugging Face cache; `huggingface_hub` must be installed."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE)
 
 
 def store(repo: str) -> Path:
-    """The cache's folder of a repository."""
-    return hub_cache() / f"models--{repo.replace('/', '--')}"
+    """The cache's folder of a repository; `huggingface_hub` must be installed."""
+    from huggingface_hub.file_download import repo_folder_name
+
+    return hub_cache() / repo_folder_name(repo_id=repo, repo_type="model")
 
 
-def snapshot(repo: str) -> Path | None:
-    """The cache's folder of a repository's main version, or None."""
+def cached(repo: str, name: str) -> Path | None:
+    """A file of a repository's main version in the Hugging Face cache; without `huggingface_hub` there is none."""
     try:
-        revision = (store(repo) / "refs" / "main").read_text().strip()
-    except OSError:
+        from huggingface_hub import try_to_load_from_cache
+    except ImportError:
         return None
-    folder = store(repo) / "snapshots" / revision
-    return folder if revision and folder.is_dir() else None
+    file = try_to_load_from_cache(repo, name)
+    return Path(file) if isinstance(file, str) else None
+
+
+def snapshot(part: Part) -> Path | None:
+    """The cache's folder with the files of a part, or None where not one of them is there."""
+    for name in (name for spec in part.files for name in spec.split("|")):
+        if file := cached(part.repo, name):
+            return file.parents[len(Path(name).parts) - 1]
+    return None
 
 
 def unchecked(repo: str) -> set[str]:
@@ -102,8 +108,8 @@ def locate(entry: Entry, folder: Path | None = None) -> Located:
 
 def look(part: Part, folder: Path | None) -> tuple[Path | None, tuple[str, ...]]:
     """Where a part is, or None and the files that lack."""
-    place = folder / part.role if folder else snapshot(part.repo)
-    absent = part.absent(place, () if folder else unchecked(part.repo))
+    place = folder / part.role if folder else snapshot(part)
+    absent = part.absent(place, unchecked(part.repo) if place and not folder else ())
     return (part.path(place) if place and not absent else None), absent
 
 
