@@ -106,6 +106,46 @@ def test_imports_point_downwards() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def importers(package: str) -> Iterator[tuple[str, str]]:
+    """(module, where) of all that import a package or a part of it."""
+    for module, file in sources():
+        for name, line in imports(parsed(file)):
+            if f"{name}.".startswith(f"lantern_hpu.{package}."):
+                yield module, place(file, line)
+
+
+def test_nothing_but_commands_imports_the_lab() -> None:
+    """What draws does not depend on what measures."""
+    wrong = [where for module, where in importers("lab") if room(module) not in ("lab", "commands")]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_nothing_but_the_gaudi_backend_imports_its_emulator() -> None:
+    wrong = [
+        where
+        for module, where in importers("backends.hpu.emulator")
+        if not f"{module}.".startswith("backends.hpu.")
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_only_two_modules_are_programs() -> None:
+    """`python -m lantern_hpu NAME` reaches every command; only `generate` is also a program of its own."""
+    programs = {
+        module
+        for module, file in sources()
+        for node in parsed(file).body
+        if isinstance(node, ast.If) and "__name__ == '__main__'" in ast.unparse(node.test)
+    }
+    assert programs | {"__main__"} == {"__main__", "generate"}
+    assert [m for m, _ in sources() if m.split(".")[-1] == "__main__"] == ["__main__"]
+
+
+def test_few_modules_lie_beside_the_folders() -> None:
+    beside = {module for module, file in sources() if file.parent == PACKAGE}
+    assert len(beside) <= 8, f"a new part belongs into a folder: {sorted(beside)}"
+
+
 def test_only_commands_know_their_command_line() -> None:
     """Rooms take values, so that others can use them; what several commands read stands in `options`."""
     wrong = [

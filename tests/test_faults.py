@@ -21,7 +21,7 @@ import torch
 from torch import nn
 import habana_frameworks.torch as ht
 import habana_frameworks.torch.core as htcore
-from lantern_hpu.commands.lint import warmed_up
+from lantern_hpu.backends.hpu.lint import warmed_up
 
 class Step(nn.Module):
     def __init__(self):

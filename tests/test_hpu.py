@@ -18,10 +18,10 @@ from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.hpu.backend import HPUBackend
 from lantern_hpu.backends.hpu.kernels import matmul_attention
 from lantern_hpu.commands.generate import main
-from lantern_hpu.commands.lint import lint_model, make_parser
 from lantern_hpu.decode.step import Step
 from lantern_hpu.errors import CaptureError, DeviceError, OptionError
 from lantern_hpu.graphs import make_runner
+from lantern_hpu.lab.lint import lint_model
 from lantern_hpu.methods.methods import METHODS
 from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.ops import kernels
@@ -181,8 +181,7 @@ def test_what_a_capture_would_keep_is_named_with_its_line(
 ) -> None:
     rule, fault = KEPT[name]
     monkeypatch.setattr(Step, "propose", planted(fault))
-    args = make_parser().parse_args(["--model", str(model), "--method", "ar"])
-    (card,), _ = lint_model(args)
+    (card,), _ = lint_model(str(model), ["ar"])
     assert (rule, __file__) in {(f.rule.id, f.file) for f in card.findings.errors}
 
 

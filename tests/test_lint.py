@@ -8,15 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from lantern_hpu.backends.hpu.lint import lint_script
 from lantern_hpu.backends.hpu.releases import DEFAULT, VARIABLE
-from lantern_hpu.commands.lint import lint_script, main
+from lantern_hpu.commands.lint import main
 from tests.folder import write_folder
 
 START = """
 import torch
 import habana_frameworks.torch as ht
 import habana_frameworks.torch.core as htcore
-from lantern_hpu.commands.lint import warmed_up
+from lantern_hpu.backends.hpu.lint import warmed_up
 hpu = ht.hpu
 x = torch.ones(4, 4, device="hpu")
 ids = torch.tensor([1, 0, 3, 2], dtype=torch.int32, device="hpu")

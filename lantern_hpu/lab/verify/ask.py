@@ -101,18 +101,9 @@ class Asked:
     # Facts
 
     def fact(self, item: str) -> Answer:
-        from lantern_hpu.backends.hpu.emulator.facts import FACTS, Card, Refuted, Unanswered
+        from lantern_hpu.backends.hpu.facts import ask_fact
 
-        (found,) = (fact for fact in FACTS if fact.name == item)
-        card: Any = Card(self.backend())  # type: ignore[arg-type]
-        try:
-            with torch.no_grad():
-                found.check(card)
-        except Refuted as error:
-            return "refuted", str(error), {}
-        except Unanswered as error:
-            return "unanswered", str(error), {}
-        return "confirmed", "", {}
+        return *ask_fact(item, self.backend()), {}
 
     # Kernels
 

@@ -7,8 +7,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from lantern_hpu.backends import EMULATED
-from lantern_hpu.backends.hpu import env as hpu_env
-from lantern_hpu.backends.hpu import releases
 from lantern_hpu.methods.methods import METHODS
 
 State = Literal["confirmed", "refuted", "unanswered"]
@@ -75,10 +73,9 @@ def stages_of(device: str) -> list[Stage]:
 def items_of(stage: Stage) -> Iterator[Question]:
     """Those of a stage; facts load torch."""
     if stage.kind == "facts":
-        from lantern_hpu.backends.hpu.emulator.facts import facts_of
+        from lantern_hpu.backends.hpu.facts import facts_for
 
-        lazy, release = hpu_env.LAZY[stage.graphs], releases.emulated().name
-        yield from (Question(fact.name, fact.source) for fact in facts_of(release, lazy))
+        yield from (Question(name, source) for name, source in facts_for(stage.graphs))
     elif stage.kind == "kernels":
         yield from (Question(name, "its plain twin") for name in KERNELS)
     elif stage.kind == "methods":

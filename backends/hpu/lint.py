@@ -1,0 +1,143 @@
+"""Programs on the emulated card: what of Gaudi's contract they break, and where.
+
+    from lantern_hpu.backends.hpu.lint import warmed_up
+
+is the one call that a program may make to be judged more closely. Loading this does not load torch.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lantern_hpu.backends.hpu.env import LAZY_MODE
+from lantern_hpu.errors import OptionError
+
+if TYPE_CHECKING:
+    from lantern_hpu.backends.hpu.emulator import (
+        Device as Device,
+    )  # those who call this name it too
+    from lantern_hpu.backends.hpu.emulator import Finding
+
+RECOMPILING = ("H013", "H014", "H021", "H024")  # rules whose warnings mean a compilation an input
+Ended = BaseException | None  # what ended a program, if something did
+
+
+def warmed_up() -> None:
+    """For a program: every shape has occurred, so that a new recipe is an error. Without the emulator: nothing."""
+    from lantern_hpu.backends.hpu.emulator import current
+
+    try:
+        card = current()
+    except RuntimeError:
+        return
+    card.warmed_up()
+
+
+class TimeOver(BaseException):
+    """The program ran longer than it may; no handler of its own is to catch that."""
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raises TimeOver in a program that goes on for too long."""
+
+    def stop(*_: object) -> None:
+        raise TimeOver(f"it was stopped after {seconds:g} seconds (--timeout)")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def lint_script(
+    file: Path, args: Sequence[str], lazy: bool, timeout: float = 600.0
+) -> tuple[Device, Ended]:
+    """Run a program on an emulated card. -> the card, and the exception that ended the program, if one did
+
+    What the program prints goes to the error stream: the other one has the findings.
+    """
+    from lantern_hpu.backends.hpu.emulator import emulate
+
+    if not file.is_file():
+        raise OptionError(f"there is no {file}", hint="the path of a Python program")
+    ended: Ended = None
+    with started_as(file, args, lazy):
+        flags = {n: v for n, v in os.environ.items() if n.startswith(("PT_", "WORLD_SIZE"))}
+        with emulate(lazy, flags, importable=True) as card:
+            card.differential = True
+            try:
+                with redirect_stdout(sys.stderr), limited(timeout):
+                    runpy.run_path(str(file), run_name="__main__")
+            except SystemExit as stop:
+                ended = stop if stop.code else None
+            except (Exception, TimeOver) as error:
+                ended = error
+                card.note_failure(error)
+            card.flush("exit")
+    return card, ended
+
+
+@contextmanager
+def started_as(file: Path, args: Sequence[str], lazy: bool) -> Iterator[None]:
+    """Arguments, import path and mode, as if the program had been started by itself."""
+    argv, path, mode = sys.argv, sys.path, os.environ.get(LAZY_MODE)
+    sys.argv, sys.path = [str(file), *args], [str(file.parent), *path]
+    os.environ[LAZY_MODE] = str(int(lazy))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = argv, path
+        os.environ.pop(LAZY_MODE, None)
+        if mode is not None:
+            os.environ[LAZY_MODE] = mode
+
+
+def merged(cards: Iterable[Device]) -> list[Finding]:
+    """Findings of several runs, each rule and place once."""
+    from lantern_hpu.backends.hpu.emulator.rules import Findings
+
+    together = Findings(lambda: False)
+    for card in cards:
+        together.add(card.findings)
+    return together.sorted()
+
+
+def text(findings: Sequence[Finding]) -> str:
+    """One paragraph a finding."""
+    blocks = []
+    for finding in findings:
+        file = os.path.relpath(finding.file) if os.path.isabs(finding.file) else finding.file
+        where = f"{file}:{finding.line}"
+        captured = " in a capture" if finding.captured else ""
+        often = f", {finding.count} times" if finding.count > 1 else ""
+        detail = f" ({finding.detail}{often})" if finding.detail else often
+        blocks.append(
+            f"{where}: {finding.severity} {finding.rule.title}{captured}{detail}\n"
+            f"    why: {finding.rule.why}\n    instead: {finding.rule.instead}"
+        )
+    return "\n".join(blocks)
+
+
+def summary(cards: Sequence[Device]) -> dict[str, int]:
+    """Counts over all runs."""
+    counts = [card.counts for card in cards]
+    return {
+        "recompiles_after_warmup": sum(c.recompiles for c in counts),
+        "cpu_fallbacks": sum(c.fallbacks.total() for c in counts),
+        "recipes": sum(c.recipes for c in counts),
+        "launches": sum(c.launches for c in counts),
+        "graph_launches": sum(c.graphs["launches"] for c in counts),
+        "host_syncs": sum(c.host_syncs.total() for c in counts),
+        "uploads": sum(c.uploads for c in counts),
+    }

@@ -1,0 +1,62 @@
+"""Every method of a model, warmed up and drawn with on an emulated card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from lantern_hpu.backends import EMULATED
+from lantern_hpu.backends.hpu.lint import Ended, TimeOver, limited
+from lantern_hpu.methods.methods import METHODS, Request
+from lantern_hpu.pipeline import LanternPipeline
+
+if TYPE_CHECKING:
+    from lantern_hpu.backends.hpu.lint import Device
+
+PROMPTS = ("a red apple", "a blue fish")
+
+
+def lint_model(
+    model: str = "builtin",
+    methods: Sequence[str] = tuple(METHODS),
+    graphs: str = "auto",
+    dtype: str = "auto",
+    timeout: float = 600.0,
+    show: Callable[[str], object] = lambda line: None,
+) -> tuple[list[Device], Ended]:
+    """Warm-up and two images by each method; one of many whose drafter the model lacks is left out.
+
+    Args:
+        timeout: seconds that each method may take: a broken step may never finish an image.
+        show: is given what is being done.
+
+    Returns: the cards, and what ended a method if something did.
+    """
+    cards: list[Device] = []
+    ended: Ended = None
+    for method in methods:
+        pipeline = LanternPipeline.from_pretrained(
+            model, device=EMULATED, dtype=dtype, graphs=graphs, emulate=True
+        )
+        with closing(pipeline):
+            lacks_drafter = METHODS[method].needs_drafter and pipeline.model.drafter is None
+            if lacks_drafter and len(methods) > 1:
+                show(f"{method}: left out, {pipeline.model.name} has no drafter")
+                continue
+            show(f"{method}: warm-up and {len(PROMPTS)} images")
+            card: Device = pipeline.backend.card  # type: ignore[attr-defined]
+            card.differential = True
+            cards.append(card)
+            try:
+                with limited(timeout):
+                    draw(pipeline, method)
+            except (Exception, TimeOver) as error:  # what was found before it counts all the same
+                ended = error
+    return cards, ended
+
+
+def draw(pipeline: LanternPipeline, method: str) -> None:
+    chosen, sampling = pipeline.choose(method), pipeline.model.sampling
+    requests = [Request(p, i, sampling, chosen.relaxation) for i, p in enumerate(PROMPTS)]
+    pipeline.draw(requests, chosen.tree, method, batch_size=1)
