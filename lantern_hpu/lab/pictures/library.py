@@ -18,7 +18,7 @@ import torch
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import reported_as
 from lantern_hpu.lab.pictures.folder import Cache, stamps
-from lantern_hpu.lab.pictures.networks import NETWORKS, cache_key, kept, locate, rows_of
+from lantern_hpu.lab.pictures.networks import NETWORKS, importing, locate, rows_of
 from lantern_hpu.lab.pictures.protocols import FEW, NEEDS, Library
 from lantern_hpu.lab.pictures.report import Row
 from lantern_hpu.lab.pictures.sets import read_set
@@ -123,7 +123,11 @@ class LibraryScorer:
     def prepare(self) -> None:
         """Read the networks and the reference: what takes time, once the pictures are drawn."""
         preset = self.library.preset
-        self.cache = Cache(self.folder, [preset.name, cache_key(self.paths)])
+        weights = {
+            name: stamps(sorted(place.iterdir()) if place.is_dir() else [place])
+            for name, place in self.paths.items()
+        }
+        self.cache = Cache(self.folder, [preset.name, weights])
         self.networks = {name: NETWORKS[name](path, preset) for name, path in self.paths.items()}
         self.real: dict[str, Array] = {}
         if self.reference.files:
@@ -192,7 +196,7 @@ class LibraryScorer:
 
     def kid(self, rows: Array) -> float:
         """torch-fidelity's, 100 subsets of 1,000 pictures, or of all where there are fewer."""
-        with kept("torch-fidelity", "it has KID"):
+        with importing("torch-fidelity", "it has KID"):
             from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
 
         real = self.real["inception"]
@@ -261,7 +265,7 @@ def inside(points: Array, others: Array) -> Array:
 
 def inception_score(rows: Array) -> float:
     """torch-fidelity's, of logits [n, 1008] in ten parts."""
-    with kept("torch-fidelity", "it has the inception score"):
+    with importing("torch-fidelity", "it has the inception score"):
         from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, isc_features_to_metric
 
     found = isc_features_to_metric(torch.from_numpy(rows), splits=min(10, len(rows)))

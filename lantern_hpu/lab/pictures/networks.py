@@ -5,10 +5,10 @@ Weights come from a path or a cache and are never downloaded. Each network turns
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lantern_hpu.errors import OptionError, WeightsError, needing
-from lantern_hpu.files import reported_as
+from lantern_hpu.files import reported_as, sha256
 from lantern_hpu.lab.pictures.folder import read_picture
 from lantern_hpu.lab.pictures.protocols import Library, Preset, Source
 from lantern_hpu.lab.pictures.statistics import Array
@@ -27,21 +27,20 @@ from lantern_hpu.lab.pictures.statistics import Array
 BATCH = 16
 INCEPTION_SIDE = 299
 HPS_MODEL = "ViT-H-14"
-Pictures = Iterator[Image.Image]
-Network = Callable[[Pictures, Sequence[str]], dict[str, Array]]
+Pictures = list[Image.Image]
+# Pictures of one size [b] and their captions, if there are any, to rows by name [b, ...]
+Network = Callable[[Pictures, Sequence[str]], dict[str, Tensor]]
 
 # ------------------------------------------------------------------------------------ weights
 
 
-def found(network: str, library: Library) -> Path | None:
+def find_weights(network: str, library: Library) -> Path | None:
     """Where the weights of a network are: as given, else in the caches of torch and the Hub."""
     given, source = library.given(network), library.preset.sources[network]
     if given is not None:
         return given if given.exists() else None
-    hub = Path(torch.hub.get_dir()) / "checkpoints" / source.what
-    if hub.exists():
-        return hub
-    return in_hub_cache(source)
+    cached = Path(torch.hub.get_dir()) / "checkpoints" / source.what
+    return cached if cached.exists() else in_hub_cache(source)
 
 
 def in_hub_cache(source: Source) -> Path | None:
@@ -49,12 +48,12 @@ def in_hub_cache(source: Source) -> Path | None:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
         return None
-    folder = source.what.count("/") == 1
-    repository, name = (source.what, "config.json") if folder else ("xswu/HPSv2", source.what)
-    file = try_to_load_from_cache(repository, name)
+    is_folder = "/" in source.what
+    repository, name = (source.what, "config.json") if is_folder else (source.hub, source.what)
+    file = try_to_load_from_cache(repository, name) if repository else None
     if not isinstance(file, str):
         return None
-    return Path(file).parent if folder else Path(file)
+    return Path(file).parent if is_folder else Path(file)
 
 
 def locate(library: Library) -> dict[str, Path]:
@@ -63,8 +62,8 @@ def locate(library: Library) -> dict[str, Path]:
     Raises:
         WeightsError: some are missing, all of them named; or a file is another than the published one.
     """
-    places = {name: found(name, library) for name in library.networks()}
     sources = library.preset.sources
+    places = {name: find_weights(name, library) for name in library.networks()}
     missing = [sources[name] for name, place in places.items() if place is None]
     if missing:
         each = "; ".join(f"{one.what} ({one.where}), {one.option} PATH" for one in missing)
@@ -82,25 +81,13 @@ def check_digest(file: Path, source: Source) -> None:
     Raises:
         WeightsError: the file is not the published one.
     """
-    if source.digest and not digest_of(file).startswith(source.digest):
+    if source.digest and not sha256(file).startswith(source.digest):
         why = f"its SHA-256 does not begin with {source.digest}, so figures would not be comparable"
         hint = f"{source.what} of {source.where}; or --any-weights"
         raise WeightsError(f"{file} is not {source.what}", why, hint)
 
 
-def digest_of(path: Path) -> str:
-    """Of a file, or of all that lie in a folder."""
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    digest = hashlib.sha256()
-    for file in (one for one in files if one.is_file()):
-        digest.update(b"" if path.is_file() else file.name.encode())
-        with open(file, "rb") as data:
-            while block := data.read(1 << 20):
-                digest.update(block)
-    return digest.hexdigest()
-
-
-def safe(file: Path) -> dict[str, Any]:
+def load_state(file: Path) -> dict[str, Any]:
     """A state dictionary.
 
     Raises:
@@ -144,28 +131,11 @@ def cleanly(image: Image.Image, side: int) -> Image.Image:
     return Image.fromarray(np.stack(planes, -1).clip(0, 255).round().astype(np.uint8))
 
 
-def batches(images: Pictures) -> Iterator[Tensor]:
-    """[b, 3, H, W] uint8, pictures of one size together."""
-    for _, alike in groupby(images, key=lambda image: image.size):
-        part: list[Tensor] = []
-        for image in alike:
-            part.append(torch.from_numpy(np.array(image)).permute(2, 0, 1))
-            if len(part) == BATCH:
-                yield torch.stack(part)
-                part = []
-        if part:
-            yield torch.stack(part)
-
-
-def gathered(parts: Sequence[Tensor]) -> Array:
-    return np.asarray(torch.cat(list(parts)).double().numpy())
-
-
 # ------------------------------------------------------------------------------------ networks
 
 
 @contextmanager
-def kept(package: str, purpose: str) -> Iterator[None]:
+def importing(package: str, purpose: str) -> Iterator[None]:
     """Around imports of a library: also one that is there and does not load, as a torchvision of another torch.
 
     Raises:
@@ -179,7 +149,7 @@ def kept(package: str, purpose: str) -> Iterator[None]:
 
 
 @contextmanager
-def refused(place: Path) -> Iterator[None]:
+def loading(place: Path) -> Iterator[None]:
     """Around the making of a network.
 
     Raises:
@@ -192,99 +162,72 @@ def refused(place: Path) -> Iterator[None]:
         raise WeightsError(f"{place} does not hold this network's weights", why) from error
 
 
-def inception(file: Path, preset: Preset) -> Network:
-    """Rows `inception` [n, 2048] and `logits` [n, 1008] of torch-fidelity's InceptionV3."""
-    with kept("torch-fidelity", "it has the network of FID"):
-        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
-    safe(file)
-    layers = ["2048", "logits_unbiased"]
-    with refused(file):
-        net = FeatureExtractorInceptionV3(
-            "inception-v3-compat", layers, feature_extractor_weights_path=str(file)
-        )
+def stacked(images: Pictures) -> Tensor:
+    """[b, 3, H, W] uint8."""
+    return torch.stack([torch.from_numpy(np.array(image)).permute(2, 0, 1) for image in images])
 
-    def rows(images: Pictures, captions: Sequence[str]) -> dict[str, Array]:
-        sized = (cleanly(image, INCEPTION_SIDE) if preset.clean else image for image in images)
-        features, logits = zip(*map(net, batches(sized)), strict=True)
-        return {"inception": gathered(features), "logits": gathered(logits)}
+
+def inception(file: Path, preset: Preset) -> Network:
+    """Rows `inception` [b, 2048] and `logits` [b, 1008] of torch-fidelity's InceptionV3."""
+    with importing("torch-fidelity", "it has the network of FID"):
+        from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+    load_state(file)
+    layers, where = ["2048", "logits_unbiased"], {"feature_extractor_weights_path": str(file)}
+    with loading(file):
+        net = FeatureExtractorInceptionV3("inception-v3-compat", layers, **where)
+
+    def rows(images: Pictures, captions: Sequence[str]) -> dict[str, Tensor]:
+        sized = [cleanly(image, INCEPTION_SIDE) for image in images] if preset.clean else images
+        return dict(zip(("inception", "logits"), net(stacked(sized)), strict=True))
 
     return rows
 
 
 def vgg(file: Path, preset: Preset) -> Network:
-    """Rows `vgg` [n, 4096] of torch-fidelity's VGG16: fc2 before its ReLU."""
-    with kept("torch-fidelity", "it has the network of precision and recall"):
+    """Rows `vgg` [b, 4096] of torch-fidelity's VGG16: fc2 before its ReLU."""
+    with importing("torch-fidelity", "it has the network of precision and recall"):
         from torch_fidelity.feature_extractor_vgg16 import FeatureExtractorVGG16
-    safe(file)
-    with refused(file):
+    load_state(file)
+    with loading(file):
         net = FeatureExtractorVGG16("vgg16", ["fc2"], feature_extractor_weights_path=str(file))
-
-    def rows(images: Pictures, captions: Sequence[str]) -> dict[str, Array]:
-        return {"vgg": gathered([net(part)[0] for part in batches(images)])}
-
-    return rows
+    return lambda images, captions: {"vgg": net(stacked(images))[0]}
 
 
 def clip(folder: Path, preset: Preset) -> Network:
-    """Rows `clip` [n]: cosine of picture and caption by transformers' CLIP, times the protocol's scale."""
-    with kept("transformers", "it has CLIP"):
+    """Rows `clip` [b]: cosine of picture and caption by transformers' CLIP, times the protocol's scale."""
+    with importing("transformers", "it has CLIP"):
         from transformers import CLIPModel, CLIPProcessor
-    with refused(folder):
+    with loading(folder):
         model = CLIPModel.from_pretrained(folder, local_files_only=True).eval()
         processor = CLIPProcessor.from_pretrained(folder, local_files_only=True)
+    how = {"return_tensors": "pt", "padding": True, "truncation": True}
 
-    def rows(images: Pictures, captions: Sequence[str]) -> dict[str, Array]:
-        found, texts = [], [preset.prefix + caption for caption in captions]
-        for start, part in chunks(images):
-            given = processor(
-                text=texts[start : start + len(part)],
-                images=part,
-                return_tensors="pt",
-                padding=True,
-                truncation=True,
-            )
-            out = model(**given)
-            found.append((out.image_embeds * out.text_embeds).sum(-1))
-        return {"clip": preset.scale * gathered(found)}
+    def rows(images: Pictures, captions: Sequence[str]) -> dict[str, Tensor]:
+        texts = [preset.prefix + caption for caption in captions]
+        out = model(**processor(text=texts, images=images, **how))
+        return {"clip": preset.scale * (out.image_embeds * out.text_embeds).sum(-1).double()}
 
     return rows
 
 
 def hps(file: Path, preset: Preset) -> Network:
-    """Rows `hps` [n]: HPSv2's cosine of picture and caption, by open_clip with its checkpoint."""
-    with kept("open_clip", "it has the network of HPSv2"):
+    """Rows `hps` [b]: HPSv2's cosine of picture and caption, by open_clip with its checkpoint."""
+    with importing("open_clip", "it has the network of HPSv2"):
         import open_clip
-    state = safe(file)
-    with refused(file):
+    state = load_state(file)
+    with loading(file):
         model, _, transform = open_clip.create_model_and_transforms(HPS_MODEL)
         model.load_state_dict(state.get("state_dict", state))
     model.eval()
     tokenizer = open_clip.get_tokenizer(HPS_MODEL)
 
-    def rows(images: Pictures, captions: Sequence[str]) -> dict[str, Array]:
-        found = []
-        for start, part in chunks(images):
-            pixels = torch.stack([transform(image) for image in part])
-            picture = model.encode_image(pixels, normalize=True)
-            text = model.encode_text(
-                tokenizer(list(captions[start : start + len(part)])), normalize=True
-            )
-            found.append((picture * text).sum(-1))
-        return {"hps": gathered(found)}
+    def rows(images: Pictures, captions: Sequence[str]) -> dict[str, Tensor]:
+        pixels = torch.stack([transform(image) for image in images])
+        picture = model.encode_image(pixels, normalize=True)
+        text = model.encode_text(tokenizer(list(captions)), normalize=True)
+        return {"hps": (picture * text).sum(-1)}
 
     return rows
-
-
-def chunks(images: Pictures) -> Iterator[tuple[int, list[Image.Image]]]:
-    """(number of the first, pictures)"""
-    start, part = 0, list[Image.Image]()
-    for image in images:
-        part.append(image)
-        if len(part) == BATCH:
-            yield start, part
-            start, part = start + BATCH, []
-    if part:
-        yield start, part
 
 
 NETWORKS: dict[str, Callable[[Path, Preset], Network]] = {
@@ -293,6 +236,13 @@ NETWORKS: dict[str, Callable[[Path, Preset], Network]] = {
     "clip": clip,
     "hps": hps,
 }
+
+
+def batches(images: Iterable[Image.Image]) -> Iterator[Pictures]:
+    """Pictures of one size together, at most `BATCH`."""
+    for _, alike in groupby(images, key=lambda image: image.size):
+        while batch := list(islice(alike, BATCH)):
+            yield batch
 
 
 @torch.no_grad()
@@ -304,7 +254,7 @@ def rows_of(
     title: str,
     alike: bool,
 ) -> dict[str, Array]:
-    """What a network makes of picture files.
+    """What a network makes of picture files: rows by name [n, ...].
 
     Args:
         alike: refuse pictures of several sizes.
@@ -314,7 +264,7 @@ def rows_of(
     """
     first: tuple[int, int] | None = None
 
-    def pictures() -> Pictures:
+    def pictures() -> Iterator[Image.Image]:
         nonlocal first
         for file in tqdm(files, desc=title, unit="picture", leave=False):
             image = read_picture(file)
@@ -324,9 +274,9 @@ def rows_of(
                 raise OptionError(f"{file} is {size} pixels", f"the first picture is {usual}")
             yield cropped(image, preset)
 
-    return network(pictures(), captions)
-
-
-def cache_key(paths: Mapping[str, Path]) -> dict[str, str]:
-    """Digests of the weights, by network."""
-    return {name: digest_of(path) for name, path in paths.items()}
+    parts, done = defaultdict[str, list[Tensor]](list), 0
+    for batch in batches(pictures()):
+        for name, rows in network(batch, captions[done : done + len(batch)]).items():
+            parts[name].append(rows.double())
+        done += len(batch)
+    return {name: torch.cat(rows).numpy() for name, rows in parts.items()}

@@ -23,13 +23,14 @@ class Source:
 
     Attributes:
         option: of the command. what: the file, or the Hub's name of a folder. where: it is published.
-        digest: how its SHA-256 begins, where its publisher says so.
+        digest: how its SHA-256 begins, where its publisher gives it. hub: repository of a file on the Hub.
     """
 
     option: str
     what: str
     where: str
     digest: str = ""
+    hub: str = ""
 
 
 INCEPTION = Source(
@@ -44,7 +45,9 @@ VGG = Source(
     "https://download.pytorch.org/models/vgg16-397923af.pth",
     "397923af",
 )
-HPS = Source("--hps", "HPS_v2.1_compressed.pt", "https://huggingface.co/xswu/HPSv2")
+HPS = Source(
+    "--hps", "HPS_v2.1_compressed.pt", "https://huggingface.co/xswu/HPSv2", hub="xswu/HPSv2"
+)
 CLIP_32 = Source(
     "--clip", "openai/clip-vit-base-patch32", "https://huggingface.co/openai/clip-vit-base-patch32"
 )
