@@ -7,7 +7,7 @@ manifolds of precision and recall are torch-fidelity's own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from zipfile import BadZipFile
@@ -105,24 +105,19 @@ class LibraryScorer:
             LanternError: weights, prompts or the reference are missing or do not fit.
         """
         preset = library.preset
-        self.library, self.name = library, preset.name
-        prompts = library.prompts or preset.prompts
-        self.items = read_set(prompts, library.prompts_file, preset.captions, count)
-        self.prompts = prompts
-        if len(self.items) < 2:
-            raise OptionError(f"{len(self.items)} picture is too few", "2 or more have a spread")
-        few = [name for name in library.wanted if name in ("precision", "recall")]
-        if few and len(self.items) <= NEIGHBOURS + 1:
-            raise OptionError(
-                f"{len(self.items)} pictures are too few", f"{few[0]} needs 5 or more"
-            )
+        self.library, self.name, self.folder = library, preset.name, folder
+        self.prompts = library.prompts or preset.prompts
+        self.items = read_set(self.prompts, library.prompts_file, preset.captions, count)
+        least = NEIGHBOURS + 2 if {"precision", "recall"} & set(library.wanted) else 2
+        if len(self.items) < least:
+            why = f"its metrics need {least} or more"
+            raise OptionError(f"a set of {len(self.items)} pictures is too small", why)
         self.reference = Reference.of(library.reference, library)
         self.paths = locate(library)
-        self.folder = folder
 
     def prepare(self) -> None:
         """Read the networks and the reference: what takes time, once the pictures are drawn."""
-        preset = self.library.preset
+        preset, reference = self.library.preset, self.reference
         weights = {
             name: stamps(sorted(place.iterdir()) if place.is_dir() else [place])
             for name, place in self.paths.items()
@@ -130,69 +125,59 @@ class LibraryScorer:
         self.cache = Cache(self.folder, [preset.name, weights])
         self.networks = {name: NETWORKS[name](path, preset) for name, path in self.paths.items()}
         self.real: dict[str, Array] = {}
-        if self.reference.files:
-            needed = list(dict.fromkeys(NEEDS[m][0] for m in self.library.wanted if NEEDS[m][1]))
-            key = stamps(self.reference.files)
+        if reference.files:
+            names = list(dict.fromkeys(NEEDS[m][0] for m in self.library.wanted if NEEDS[m][1]))
             self.real = self.cache.rows(
                 "reference",
-                [needed, key],
-                lambda: self.seen(needed, self.reference.files, [], False),
+                [names, stamps(reference.files)],
+                lambda: self.network_rows(names, reference.files, [], alike=False),
             )
-        self.metrics = list(map(self.metric, self.library.wanted))
+        self.metrics = [self.metric(name) for name in self.library.wanted]
 
-    def seen(
+    def network_rows(
         self, networks: Sequence[str], files: Sequence[Path], captions: Sequence[str], alike: bool
     ) -> dict[str, Array]:
-        """Rows of these networks."""
-        found: dict[str, Array] = {}
+        """Rows of these networks; see `rows_of`."""
+        rows: dict[str, Array] = {}
         for name in networks:
             network, preset = self.networks[name], self.library.preset
-            found |= rows_of(network, preset, files, captions, name, alike)
-        return found
+            rows |= rows_of(network, preset, files, captions, name, alike)
+        return rows
 
     def rows(self, name: str, files: Sequence[Path]) -> Rows:
-        """Of the pictures of a setting, in the order of the items."""
-        captions = [item.prompt for item in self.items]
-        names = list(self.networks)
-        key = [names, stamps(files), captions]
-        found = self.cache.rows(name, key, lambda: self.seen(names, files, captions, True))
-        return found | self.manifolds(found)
+        """Of the pictures of a setting, in the order of the items.
 
-    def manifolds(self, found: Mapping[str, Array]) -> dict[str, Array]:
-        """Precision and recall as shares: by picture, whether it lies in the other set's manifold."""
-        names = [name for name in ("precision", "recall") if name in self.library.wanted]
-        drawn, real = found.get("vgg"), self.real.get("vgg")
-        if not names or drawn is None or real is None:
-            return {}
-        pairs = {"precision": (drawn, real), "recall": (real, drawn)}
-        return {name: inside(*pairs[name]) for name in names}
+        Precision and recall are shares: by picture, whether it lies in the manifold of the other set.
+        """
+        captions, names = [item.prompt for item in self.items], list(self.networks)
+        key = [names, stamps(files), captions]
+        rows = self.cache.rows(name, key, lambda: self.network_rows(names, files, captions, True))
+        if "vgg" in rows and "vgg" in self.real:
+            drawn, real = rows["vgg"], self.real["vgg"]
+            rows |= {"precision": inside(drawn, real), "recall": inside(real, drawn)}
+        return rows
 
     def metric(self, name: str) -> Metric:
         """By name."""
-        if name == "fid":
-            return self.fid()
-        if name == "kid":
-            return Metric("kid", "KID", self.kid, "lower", 2, 5, of="inception", rounds=0)
-        if name == "is":
-            return Metric(
+        made: dict[str, Callable[[], Metric]] = {
+            "fid": self.fid,
+            "kid": lambda: Metric("kid", "KID", self.kid, "lower", 2, 5, "inception", 0),
+            "is": lambda: Metric(
                 "is", "inception score", inception_score, "higher", 2, 2, "logits", COSTLY
-            )
+            ),
+        }
         titles = {"clip": "CLIP score", "hps": "HPSv2"}
+        if name in made:
+            return made[name]()
         return mean_metric(name, titles.get(name, name), "higher", 4)
 
     def fid(self) -> Metric:
-        reference = self.reference.statistics or Gaussian.of(self.real["inception"])
-        distance = frechet(reference)
-        return Metric(
-            "fid",
-            "FID",
-            lambda rows: distance(Gaussian.of(rows)),
-            "lower",
-            2,
-            2,
-            "inception",
-            COSTLY,
-        )
+        distance = frechet(self.reference.statistics or Gaussian.of(self.real["inception"]))
+
+        def value(rows: Array) -> float:
+            return distance(Gaussian.of(rows))
+
+        return Metric("fid", "FID", value, "lower", 2, 2, "inception", COSTLY)
 
     def kid(self, rows: Array) -> float:
         """torch-fidelity's, 100 subsets of 1,000 pictures, or of all where there are fewer."""
@@ -202,52 +187,40 @@ class LibraryScorer:
         real = self.real["inception"]
         size = min(SUBSET, len(rows), len(real))
         both = (torch.from_numpy(x) for x in (rows, real))
-        found = kid_features_to_metric(*both, kid_subset_size=size, verbose=False)
-        return float(found[KEY_METRIC_KID_MEAN])
+        figures = kid_features_to_metric(*both, kid_subset_size=size, verbose=False)
+        return float(figures[KEY_METRIC_KID_MEAN])
 
     def baselines(self, rounds: int) -> list[Row]:
         return []
 
     def notes(self) -> list[str]:
         """What a reader must know of the figures."""
-        preset, count = self.library.preset, len(self.items)
+        preset, count, wanted = self.library.preset, len(self.items), self.library.wanted
         sources = ", ".join(f"{n} of {p.name}" for n, p in self.paths.items())
-        found = [f"Networks: {sources}."]
-        if "fid" in self.library.wanted and count <= FEW:
-            found.append(
-                f"FID of {count} pictures is too large: 2,048 features need more than {FEW} pictures. Compare it with "
-                "that of as many pictures alone."
-            )
-        if "kid" in self.library.wanted and count < SUBSET:
-            found.append(f"KID: subsets of {min(count, SUBSET)} pictures in place of {SUBSET}.")
-        if "recall" in self.library.wanted:
-            found.append(
-                "Recall's interval is over reference pictures, that of all else over drawn ones."
-            )
-        if self.library.any_weights:
-            found.append(
-                "Weights were taken unchecked: the figures may compare with nothing published."
-            )
-        if preset.clean:
-            found.append(
-                "Pillow's bicubic resizing is rounded to 8 bits, which clean-fid's is not."
-            )
-        return found
+        large = (
+            f"FID of {count} pictures is too large: 2,048 features need more than {FEW} pictures."
+        )
+        subsets = f"KID: subsets of {min(count, SUBSET)} pictures in place of {SUBSET}."
+        spread = "Recall's interval is over reference pictures, that of all else over drawn ones."
+        unchecked = "Weights were taken unchecked: the figures may compare with nothing published."
+        rounded = "Pillow's bicubic resizing is rounded to 8 bits, which clean-fid's is not."
+        notes = [
+            (True, f"Networks: {sources}."),
+            ("fid" in wanted and count <= FEW, f"{large} Compare it with that of as many alone."),
+            ("kid" in wanted and count < SUBSET, subsets),
+            ("recall" in wanted, spread),
+            (self.library.any_weights, unchecked),
+            (preset.clean, rounded),
+        ]
+        return [note for applies, note in notes if applies]
 
     def protocol(self) -> str:
         """In a sentence."""
         preset, real = self.library.preset, self.reference
-        against = (
-            f"{len(real.files)} pictures"
-            if real.files
-            else "statistics"
-            if real.statistics
-            else "nothing"
-        )
-        return (
-            f"Protocol `{preset.name}`, {preset.about}. {len(self.items)} pictures of {self.prompts}, against "
-            f"{against}."
-        )
+        given = "statistics" if real.statistics else "nothing"
+        against = f"{len(real.files)} pictures" if real.files else given
+        drawn = f"{len(self.items)} pictures of {self.prompts}"
+        return f"Protocol `{preset.name}`, {preset.about}. {drawn}, against {against}."
 
 
 def inside(points: Array, others: Array) -> Array:
