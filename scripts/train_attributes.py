@@ -36,7 +36,7 @@ from lantern_hpu.lab.pictures.attributes import (
     AttributeNet,
     Classifier,
     Pixels,
-    shown,
+    scene_attributes,
     to_network,
 )
 from lantern_hpu.lab.scenes import Noise, paint
@@ -57,7 +57,7 @@ def labelled(first: int, count: int) -> Labelled:
     global _noise
     _noise = _noise or Noise(2 * SIDE)
     pictures = [paint(first + i, _noise) for i in range(count)]
-    known = [shown(p.scene) for p in pictures]
+    known = [scene_attributes(p.scene) for p in pictures]
     labels = [
         [values.index(one[name]) if name in one else NONE for name, values in ATTRIBUTES.items()]
         for one in known
@@ -211,7 +211,7 @@ class Training:
 
 def accuracy(classifier: Classifier, pixels: Pixels, labels: NDArray[np.int64]) -> dict[str, float]:
     """The share of each attribute that is told right, where there is one, and of all."""
-    seen, found, right = classifier.see(pixels).values, {}, list[bool]()
+    seen, found, right = classifier.classify(pixels).values, {}, list[bool]()
     for column, (name, values) in enumerate(ATTRIBUTES.items()):
         pairs = zip(seen, labels[:, column].tolist(), strict=True)
         hits = [one[name] == values[label] for one, label in pairs if label != NONE]

@@ -15,8 +15,8 @@ from lantern_hpu.lab.pictures.attributes import (
     SPOILT,
     WEIGHTS,
     Classifier,
-    said,
-    shown,
+    caption_attributes,
+    scene_attributes,
 )
 from lantern_hpu.lab.pictures.painted import CAPTIONS
 from lantern_hpu.lab.scenes import Noise, Picture, describe, paint, sample
@@ -28,8 +28,8 @@ def test_captions_say_what_the_scene_shows() -> None:
     named = dict.fromkeys(ATTRIBUTES, 0)
     for _ in range(3000):
         scene = sample(rng)
-        found = said(describe(scene, rng))
-        assert found.items() <= shown(scene).items()
+        found = caption_attributes(describe(scene, rng))
+        assert found.items() <= scene_attributes(scene).items()
         for name in found:
             named[name] += 1
     assert min(named.values()) > 300
@@ -49,12 +49,12 @@ def test_captions_say_what_the_scene_shows() -> None:
     ],
 )  # fmt: skip
 def test_captions_are_read_word_by_word(caption: str, want: dict[str, str]) -> None:
-    assert said(caption) == want
+    assert caption_attributes(caption) == want
 
 
 def test_a_thing_that_is_said_is_the_thing_and_not_its_colour() -> None:
-    assert said("a white house on autumn hills by night")["colour"] == "white"
-    assert "colour" not in said("a house on green hills")
+    assert caption_attributes("a white house on autumn hills by night")["colour"] == "white"
+    assert "colour" not in caption_attributes("a house on green hills")
 
 
 @pytest.fixture(scope="module")
@@ -70,15 +70,15 @@ def test_the_network_knows_fresh_pictures_also_spoilt_ones(
 ) -> None:
     rng = np.random.default_rng(0)
     pixels = np.stack([spoil(picture.pixels, how, rng) for picture in pictures])
-    seen = Classifier.load().see(pixels)
+    seen = Classifier.load().classify(pixels)
     pairs = [pair for p, s in zip(pictures, seen.values, strict=True) for pair in hits(p, s)]
     assert np.mean(pairs) > 0.8
-    told = [hit for _, hit in seen.agreement([picture.caption for picture in pictures])]
-    assert np.mean(told) > 0.8
+    matches = seen.matches([picture.caption for picture in pictures])
+    assert np.mean([hit for one in matches for hit in one.values()]) > 0.8
 
 
 def hits(picture: Picture, seen: dict[str, str]) -> list[bool]:
-    return [seen[name] == value for name, value in shown(picture.scene).items()]
+    return [seen[name] == value for name, value in scene_attributes(picture.scene).items()]
 
 
 def test_its_own_error_is_stored_with_it() -> None:

@@ -1,16 +1,16 @@
-"""What a painted picture shows, told from its pixels by a small network; and what a caption says it shows.
+"""Attributes of painted pictures: of a scene, as its caption names them, and as a small network classifies pixels.
 
 `python -m scripts.train_attributes` trains the network on the generator of `lantern_hpu.lab.scenes`; its weights
 and error lie in `assets/attributes.safetensors`. The 64 numbers before its heads are the feature space in which drawn
-pictures are compared with fresh ones: beside the attributes they tell by what a picture was spoilt (blur, noise,
-compression, misplaced patches), so that they see finish as well as content.
+pictures are compared with fresh ones: the network also classifies how a picture was spoilt (blur, noise, compression,
+misplaced patches), so the features depend on finish as well as content.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,10 +58,10 @@ SPOILT = ("clean", "blurred", "noisy", "compressed", "misplaced")
 Values = dict[str, str]  # attribute -> value
 Pixels = NDArray[np.uint8]
 
-# ------------------------------------------------------------------------------------ what there is, what is said
+# ------------------------------------------------------------------------------------ scenes and captions
 
 
-def shown(scene: Scene) -> Values:
+def scene_attributes(scene: Scene) -> Values:
     """The attributes that can be seen in a scene's pictures; a storm looks alike at all times."""
     if scene.land == "table":
         known = {"terrain": scene.land, "thing": scene.thing, "colour": scene.colour}
@@ -78,7 +78,7 @@ def shown(scene: Scene) -> Values:
 
 
 def phrases() -> dict[str, Values]:
-    """What the ends of captions say of time and weather."""
+    """Time and weather, by the phrases at the ends of captions."""
     found: dict[str, Values] = {"in the fog": {"weather": "fog"}}
     found |= {phrase: {"time": time} for time, known in WHEN.items() for phrase in known}
     found |= {phrase: {"time": "night"} for phrase in MOONLIT}
@@ -103,7 +103,7 @@ LAND = re.compile(
 END = re.compile(rf"\b({either(tuple(PHRASES))})$")
 
 
-def said(caption: str) -> Values:
+def caption_attributes(caption: str) -> Values:
     """The attributes that a caption of the generator names; of what it leaves out nothing is known."""
     found: Values = {}
     if thing := THING.match(caption):
@@ -179,21 +179,17 @@ def small(image: Image.Image) -> Pixels:
 
 
 @dataclass(frozen=True)
-class Seen:
+class Predictions:
     """What the network makes of some pictures."""
 
     features: NDArray[np.float32]  # [n, FEATURES]
     values: list[Values]
 
-    def agreement(self, captions: Sequence[str]) -> list[tuple[str, bool]]:
-        """(attribute, whether it is seen) of each that the captions name."""
-        return [pair for one in self.by_picture(captions) for pair in one]
-
-    def by_picture(self, captions: Sequence[str]) -> list[list[tuple[str, bool]]]:
-        """The same, picture by picture."""
+    def matches(self, captions: Sequence[str]) -> list[dict[str, bool]]:
+        """By picture, of each attribute that its caption names, whether it was predicted."""
         return [
-            [(name, value == seen[name]) for name, value in said(caption).items()]
-            for caption, seen in zip(captions, self.values, strict=True)
+            {name: value == predicted[name] for name, value in caption_attributes(caption).items()}
+            for caption, predicted in zip(captions, self.values, strict=True)
         ]
 
 
@@ -221,26 +217,16 @@ class Classifier:
         return cls(net.to(memory_format=torch.channels_last), about)  # type: ignore[call-overload]
 
     @torch.no_grad()
-    def see(self, pixels: Pixels, callback: Callable[[int], object] | None = None) -> Seen:
+    def classify(self, pixels: Pixels) -> Predictions:
         """
         Args:
             pixels: [n, SIDE, SIDE, 3].
-            callback: called with how many were done since.
         """
-        features, values = [], list[Values]()
-        for start in range(0, len(pixels), 64):
-            part = self.net(to_network(pixels[start : start + 64]))
-            features.append(part)
-            values += self.told(part)
-            if callback is not None:
-                callback(len(part))
-        return Seen(torch.cat(features).numpy(), values)
-
-    @torch.no_grad()
-    def told(self, features: Tensor) -> list[Values]:
-        """The most probable value of each attribute, of features [n, FEATURES]."""
-        best = {name: rows.argmax(-1).tolist() for name, rows in self.net.logits(features).items()}
-        return [
-            {name: values[best[name][i]] for name, values in ATTRIBUTES.items()}
+        parts = [self.net(to_network(p)) for p in np.split(pixels, range(64, len(pixels), 64))]
+        features = torch.cat(parts)  # [n, FEATURES]
+        best = {name: x.argmax(-1).tolist() for name, x in self.net.logits(features).items()}
+        values = [
+            {name: known[best[name][i]] for name, known in ATTRIBUTES.items()}
             for i in range(len(features))
         ]
+        return Predictions(features.numpy(), values)

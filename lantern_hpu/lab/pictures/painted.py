@@ -2,7 +2,7 @@
 
     frechet     distance of the drawn pictures from fresh ones, in the features of `attributes.Classifier`, in per cent
                 of the fresh pictures' variance
-    agreement   share of the attributes named in the captions that the classifier sees in the pictures
+    agreement   share of the attributes named in the captions that the classifier predicts
     diversity   root mean square distance of two pictures of one caption, over that of two of the generator's
 
 Beside the methods stand the generator's own pictures of the same captions, which is what the classifier's own error
@@ -24,7 +24,15 @@ from tqdm import tqdm
 
 from lantern_hpu.decode.pixels import to_images
 from lantern_hpu.files import sha256
-from lantern_hpu.lab.pictures.attributes import SIDE, WEIGHTS, Classifier, Pixels, small, to_network
+from lantern_hpu.lab.pictures.attributes import (
+    ATTRIBUTES,
+    SIDE,
+    WEIGHTS,
+    Classifier,
+    Pixels,
+    small,
+    to_network,
+)
 from lantern_hpu.lab.pictures.folder import Cache, read_picture, stamps
 from lantern_hpu.lab.pictures.protocols import SCENES
 from lantern_hpu.lab.pictures.report import Row
@@ -90,7 +98,7 @@ class Painted:
         for i in numbers:
             batch.append(averaged(paint(REFERENCE + i, self.noise).pixels))
             if len(batch) == 64 or i == self.reference - 1:
-                found.append(self.classifier.see(np.stack(batch)).features)
+                found.append(self.classifier.classify(np.stack(batch)).features)
                 batch = []
         return np.concatenate(found).astype(np.float64)
 
@@ -105,29 +113,26 @@ class Painted:
             ratio_metric("diversity", "diversity", "higher", 2),
         ]
 
-    def rows(self, items: Sequence[Item], pixels: Pixels, distances: Array) -> Rows:
-        """Of pictures of the items [n, SIDE, SIDE, 3].
+    def rows(self, items: Sequence[Item], pixels: Pixels, distances: Array) -> dict[str, Array]:
+        """Of pictures of the items [n, SIDE, SIDE, 3]; and the agreement of each attribute alone.
 
         Args:
             distances: [panels], within the generator's panels.
         """
-        seen = self.classifier.see(pixels[: self.images])
-        captions = [item.prompt for item in items[: self.images]]
-        hits = [[hit for _, hit in one] for one in seen.by_picture(captions)]
+        predicted = self.classifier.classify(pixels[: self.images])
+        matches = predicted.matches([item.prompt for item in items[: self.images]])
+        by_attribute = {
+            name: [one[name] for one in matches if name in one] for name in sorted(ATTRIBUTES)
+        }
         panels = within(pixels[self.images :], self.panels)
         return {
-            "frechet": seen.features.astype(np.float64),
-            "agreement": np.asarray([(sum(one), len(one)) for one in hits], np.float64),
+            "frechet": predicted.features.astype(np.float64),
+            "agreement": np.asarray([(sum(one.values()), len(one)) for one in matches], np.float64),
             "diversity": np.stack([panels, distances], 1),
+            **{
+                f"{SHARE}{n}": np.asarray(np.mean(hits)) for n, hits in by_attribute.items() if hits
+            },
         }
-
-    def by_attribute(self, items: Sequence[Item], pixels: Pixels) -> dict[str, float]:
-        """The agreement of each attribute alone."""
-        seen = self.classifier.see(pixels[: self.images])
-        found: dict[str, list[bool]] = {}
-        for name, hit in seen.agreement([item.prompt for item in items[: self.images]]):
-            found.setdefault(name, []).append(hit)
-        return {name: float(np.mean(hits)) for name, hits in sorted(found.items())}
 
 
 def scene_of(number: int) -> tuple[Scene, Generator]:
@@ -178,13 +183,7 @@ class PaintedScorer:
     def of_generator(self) -> Rows:
         pixels = np.stack([averaged(one) for one in self.own])
         distances = within(pixels[self.painted.images :], self.painted.panels)
-        return self.of_pixels(pixels, distances) | {"distances": distances}
-
-    def of_pixels(self, pixels: Pixels, distances: Array) -> dict[str, Array]:
-        """Rows, and the agreement of each attribute."""
-        told = self.painted.by_attribute(self.items, pixels)
-        shares = {f"{SHARE}{name}": np.asarray(share) for name, share in told.items()}
-        return dict(self.painted.rows(self.items, pixels, distances)) | shares
+        return self.painted.rows(self.items, pixels, distances) | {"distances": distances}
 
     def rows(self, name: str, files: Sequence[Path]) -> Rows:
         """Of the pictures of a setting, in the order of the items."""
@@ -192,7 +191,7 @@ class PaintedScorer:
         def made() -> Rows:
             read = tqdm(files, desc="reading", unit="picture", leave=False)
             pixels = np.stack([small(read_picture(file)) for file in read])
-            return self.of_pixels(pixels, self.generator["distances"])
+            return self.painted.rows(self.items, pixels, self.generator["distances"])
 
         return self.cache.rows(name, stamps(files), made)
 
@@ -203,7 +202,7 @@ class PaintedScorer:
 
             def through() -> Rows:
                 pixels = np.stack(list(through_tokenizer(self.pipeline, self.own)))
-                return self.of_pixels(pixels, self.generator["distances"])
+                return self.painted.rows(self.items, pixels, self.generator["distances"])
 
             files = self.pipeline.model.files
             found[TOKENIZER] = self.cache.rows("tokenizer", files, through)
@@ -229,15 +228,15 @@ class PaintedScorer:
             "Frechet distance: per cent of the reference's variance, in the features of a small network trained on "
             f"the generator, of pictures of {side} x {side} pixels{averaged}; it cannot be compared with figures of "
             "other networks.",
-            f"That network tells {100 * right:.1f} % of the attributes of fresh pictures; `{GENERATOR}` is how it "
-            "scores the generator's own pictures of the captions.",
+            f"That network classifies {100 * right:.1f} % of the attributes of fresh pictures right; `{GENERATOR}` is "
+            "how it scores the generator's own pictures of the captions.",
         ]
 
 
 def extra_of(rows: Rows) -> dict[str, dict[str, float]]:
     """Shares that have no interval."""
-    told = {n.removeprefix(SHARE): float(v) for n, v in rows.items() if n.startswith(SHARE)}
-    return {"agreement_of": told} if told else {}
+    shares = {n.removeprefix(SHARE): float(v) for n, v in rows.items() if n.startswith(SHARE)}
+    return {"agreement_of": shares} if shares else {}
 
 
 def drawn_side(pipeline: LanternPipeline) -> int:
