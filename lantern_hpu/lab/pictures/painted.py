@@ -198,7 +198,7 @@ class PaintedScorer:
     def baselines(self, rounds: int) -> list[Row]:
         """The generator's own pictures of the captions, and these through the tokenizer."""
         found = {GENERATOR: self.generator}
-        if drawn_side(self.pipeline) == self.painted.side:
+        if encoded_side(self.pipeline) == self.painted.side:
 
             def through() -> Rows:
                 pixels = np.stack(list(through_tokenizer(self.pipeline, self.own)))
@@ -239,13 +239,18 @@ def extra_of(rows: Rows) -> dict[str, dict[str, float]]:
     return {"agreement_of": shares} if shares else {}
 
 
-def drawn_side(pipeline: LanternPipeline) -> int:
-    """Pixels of a side of the model's pictures, where its tokenizer can encode painted ones; else SIDE."""
+def encoded_side(pipeline: LanternPipeline) -> int | None:
+    """Pixels of a side of the pictures that its tokenizer reads, if they can be painted in that size."""
     vq, (rows, columns) = pipeline.model.vq, pipeline.model.target.config.grid
     if not isinstance(vq, VQModel) or rows != columns:
-        return SIDE
+        return None
     side = rows * vq.config.downsample
-    return side if side in PAINTED_SIDES else SIDE
+    return side if side in PAINTED_SIDES else None
+
+
+def drawn_side(pipeline: LanternPipeline) -> int:
+    """Pixels of a side of the model's pictures, where its tokenizer can encode painted ones; else SIDE."""
+    return encoded_side(pipeline) or SIDE
 
 
 @torch.no_grad()
