@@ -61,7 +61,7 @@ def main() -> None:
     painted = Painted(arguments.images, arguments.panels, arguments.fresh, drawn_side(pipeline))
     items, metrics = painted.items(), painted.metrics(painted.fresh())
     own = within(
-        np.stack([averaged(p) for p in painted.own()[arguments.images :]]), arguments.panels
+        np.stack([averaged(p) for p in painted.generated()[arguments.images :]]), arguments.panels
     )
     lines, rows = [], {}
     for text in arguments.settings.split(","):

@@ -106,8 +106,8 @@ SAME: dict[str, Callable[[Report], Any]] = {
     "prompts": lambda r: r["settings"]["prompts"],
 }
 OF_THE_MODEL = ("weights", "drafter", "tokens of an image", "sampling")
-# What may differ, and is said
-SAID: dict[str, tuple[Callable[[Report], Any], str]] = {
+# What may differ, and is named
+NAMED: dict[str, tuple[Callable[[Report], Any], str]] = {
     "number format": (lambda r: r["dtype"], "their rows are apart; --dtype makes them alike"),
     "images": (lambda r: r["settings"]["images"], "the means are over other images"),
     "kernels": (lambda r: r["settings"].get("kernels", "auto"), "a device's own were switched off"),
@@ -150,14 +150,14 @@ def differences(runs: Sequence[Run]) -> Iterator[str]:
     """What differs between runs that may be compared all the same."""
     first = runs[0]
     for run in runs[1:]:
-        for name, (get, why) in SAID.items():
+        for name, (get, why) in NAMED.items():
             mine, other = get(first.report), get(run.report)
             if mine != other:
                 yield f"{name}: {mine} on {first.title}, {other} on {run.title} ({why})"
         here, there = ({(r.method, r.tree, setting(r)) for r in x.rows} for x in (first, run))
-        for method, tree, told in sorted(here ^ there):
-            side = first if (method, tree, told) in here else run
-            yield f"{method} with the tree {tree} ({told}): on {side.title} alone"
+        for method, tree, relaxed in sorted(here ^ there):
+            side = first if (method, tree, relaxed) in here else run
+            yield f"{method} with the tree {tree} ({relaxed}): on {side.title} alone"
 
 
 # ------------------------------------------------------------------------------------ putting them together

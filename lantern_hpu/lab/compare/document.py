@@ -99,8 +99,8 @@ def sections(comparison: Comparison, pictures: Sequence[Picture]) -> Iterator[Se
 
 def notes(comparison: Comparison) -> dict[str, list[str]]:
     """Lists under their titles; empty ones are left out."""
-    told = [f"{run.title}: {note}" for run in comparison.runs for note in run.report["notes"]]
-    found = {"What differs": list(comparison.differences), "Notes of the runs": told}
+    lines = [f"{run.title}: {note}" for run in comparison.runs for note in run.report["notes"]]
+    found = {"What differs": list(comparison.differences), "Notes of the runs": lines}
     return {title: entries for title, entries in found.items() if entries}
 
 

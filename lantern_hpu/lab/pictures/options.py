@@ -91,7 +91,7 @@ class EvaluateOptions:
 
     Attributes:
         rounds: of the bootstrap.
-        places: where the law of the next token is measured; 0 leaves it out.
+        places: where the distribution of the next token is compared; 0 leaves it out.
         floor: draw `ar` with a second set of seeds.
         tree: comma-separated, each for the methods that can draft it; None for each method's own.
     """

@@ -79,8 +79,8 @@ class Painted:
             Item(f"panel-{p:04d}-{k}", text) for p, text in enumerate(panels) for k in copies
         ]
 
-    def own(self) -> Pixels:
-        """The generator's own pictures of the items, [n, side, side, 3]."""
+    def generated(self) -> Pixels:
+        """The generator's pictures of the items, [n, side, side, 3]."""
         return np.stack(list(self.painted()))
 
     def painted(self) -> Iterator[Pixels]:
@@ -163,7 +163,7 @@ class PaintedScorer:
         self.painted, self.pipeline = protocol, pipeline
         self.items = protocol.items()
         self.cache = Cache(folder, [sha256(WEIGHTS), digest(self.items), protocol.side])
-        self._own: Pixels | None = None
+        self._generated: Pixels | None = None
 
     def prepare(self) -> None:
         """Paint what the drawn pictures are compared with."""
@@ -174,14 +174,14 @@ class PaintedScorer:
         self.generator = self.cache.rows("generator", 0, self.of_generator)
 
     @property
-    def own(self) -> Pixels:
+    def generated(self) -> Pixels:
         """The generator's pictures of the items, painted when first asked for."""
-        if self._own is None:
-            self._own = self.painted.own()
-        return self._own
+        if self._generated is None:
+            self._generated = self.painted.generated()
+        return self._generated
 
     def of_generator(self) -> Rows:
-        pixels = np.stack([averaged(one) for one in self.own])
+        pixels = np.stack([averaged(one) for one in self.generated])
         distances = within(pixels[self.painted.images :], self.painted.panels)
         return self.painted.rows(self.items, pixels, distances) | {"distances": distances}
 
@@ -201,7 +201,7 @@ class PaintedScorer:
         if encoded_side(self.pipeline) == self.painted.side:
 
             def through() -> Rows:
-                pixels = np.stack(list(through_tokenizer(self.pipeline, self.own)))
+                pixels = np.stack(list(through_tokenizer(self.pipeline, self.generated)))
                 return self.painted.rows(self.items, pixels, self.generator["distances"])
 
             files = self.pipeline.model.files

@@ -95,9 +95,9 @@ class Evaluation:
         )
         drawing.draw(wanted, self.crew)
         self.scorer.prepare()
-        laws = self.laws()
+        moved = self.fidelity()
         rows = [
-            self.drawn(drawing, column, laws.get(column.name, {}))
+            self.drawn(drawing, column, moved.get(column.name, {}))
             for column in tqdm(wanted, desc="scoring", unit="setting")
         ]
         rows += [self.scored(name, files) for name, files in outside.items()]
@@ -156,12 +156,12 @@ class Evaluation:
         found = figures(self.scorer.metrics, rows, self.options.rounds)
         return Row(name, {}, found, extra_of(rows))
 
-    def laws(self) -> dict[str, dict[str, Any]]:
-        """By setting, how far it moves the law of the next token."""
+    def fidelity(self) -> dict[str, dict[str, Any]]:
+        """By setting, how far it moves the distribution of the next token."""
         if not self.options.places:
             return {}
         options = FidelityOptions(images=self.options.places, timed=1, seed=self.options.seed)
-        file = self.output / "law.json"
+        file = self.output / "fidelity.json"
         key = json.loads(json.dumps([asdict(options), asdict(self.sampling)]))
         known: dict[str, Any] = {}
         if file.exists():
@@ -169,7 +169,7 @@ class Evaluation:
             known = data["rows"] if data["key"] == key else {}
         missing = [setting for setting in self.settings if setting.name not in known]
         if missing:
-            with tqdm(total=total(missing, options), desc="law", unit="image") as bar:
+            with tqdm(total=total(missing, options), desc="fidelity", unit="image") as bar:
                 for row in measure(self.pipeline, missing, options, bar):
                     known[row["row"]] = {name: row[name] for name in ("tv", "tv_interval")}
             write_file(file, json.dumps({"key": key, "rows": known}).encode(), force=True)
@@ -179,7 +179,8 @@ class Evaluation:
         """All files of the result; returns the table."""
         baselines = self.scorer.baselines(self.options.rounds)
         everything, metrics = [*rows, *baselines], self.scorer.metrics
-        told = {
+        about = {
+            **self.about,
             "protocol": f"{self.scorer.protocol()} {self.options.batch_size} images a batch.",
             "notes": [
                 f"± is half of a 95 % interval: bootstrap over pictures, {self.options.rounds} rounds at most.",
@@ -190,9 +191,8 @@ class Evaluation:
             ],
         }
         document = {
-            **self.about,
+            **about,
             "settings": settings,
-            **told,
             "rows": [row.as_json() for row in rows],
             "baselines": [row.as_json() for row in baselines],
         }
@@ -200,7 +200,7 @@ class Evaluation:
         timed = [row for row in rows if row.about]
         files = {f"{n}.png": plot(timed, baselines, metrics, axis) for n, axis in axes.items()}
         table = figures_table(everything, metrics)
-        page = render("evaluation.md", about={**self.about, **told}, table=table)
+        page = render("evaluation.md", about=about, table=table)
         write_rows(self.output / "evaluation.json", document, force=True)
         for name, data in {**files, "evaluation.md": page.encode()}.items():
             write_file(self.output / name, data, force=True)

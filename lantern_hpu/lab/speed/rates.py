@@ -70,9 +70,9 @@ def measure_rates(backend: Backend, dtype: torch.dtype) -> MeasuredRates:
         dtype: of the run; its floor is counted with the matrix rate of this format.
     """
     with backend.errors():
-        own = matrix_rate(backend, dtype)
-        bf16: float | None = own
+        matrices = matrix_rate(backend, dtype)
+        bf16: float | None = matrices
         if dtype != torch.bfloat16:
             known = "bfloat16" in backend.dtypes
             bf16 = matrix_rate(backend, torch.bfloat16) if known else None
-        return MeasuredRates(copy_bandwidth(backend), bf16, own)
+        return MeasuredRates(copy_bandwidth(backend), bf16, matrices)

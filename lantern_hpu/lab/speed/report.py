@@ -110,7 +110,7 @@ class Row:
 
 
 def with_speeds(rows: Sequence[Row]) -> list[Row]:
-    """Rows with their speed against `ar` of the same graph mode and batch, and against the own eager run.
+    """Rows with their speed against `ar` of the same graph mode and batch, and against their eager runs.
 
     Either is None where that was not measured. Of steps alone there is no speed against `ar`: it depends on the
     tokens a step.
@@ -120,12 +120,12 @@ def with_speeds(rows: Sequence[Row]) -> list[Row]:
     found = []
     for row in rows:
         against = base.get((row.graphs, row.batch_size)) if row.images else None
-        own = eager.get(row.draft)
+        unrecorded = eager.get(row.draft)
         found.append(
             replace(
                 row,
                 speed_against_ar=against and against / row.cost,
-                speed_against_eager=own and own / row.cost,
+                speed_against_eager=unrecorded and unrecorded / row.cost,
             )
         )
     return found

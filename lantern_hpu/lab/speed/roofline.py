@@ -113,8 +113,8 @@ def floor(model: ModelConfig, passes: StepPasses, rows: int, rates: Rates) -> Fl
         rows: of the batch; with guidance, two an image.
     """
     config = model.target
-    own = model.drafter.own_parameters(config) if model.drafter else 0
-    drafts = [pass_seconds(config, own, 1, what, rows, rates) for what in passes.draft]
+    drafter = model.drafter.own_parameters(config) if model.drafter else 0
+    drafts = [pass_seconds(config, drafter, 1, what, rows, rates) for what in passes.draft]
     body = config.layers * config.block_parameters()
     read, multiply = pass_seconds(config, body, config.layers, passes.verify, rows, rates)
     bound = "bandwidth" if read >= multiply else "arithmetic"

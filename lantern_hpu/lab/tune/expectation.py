@@ -51,8 +51,8 @@ def reach(tree: DraftTree, chances: ChanceTable) -> list[float]:
     found = [1.0]
     for node in range(1, tree.size):
         *parent, rank = tree.paths[node]
-        own = chances[len(parent), kind(tuple(parent)), rank]
-        found.append(found[tree.parent[node]] * float(own))
+        chance = chances[len(parent), kind(tuple(parent)), rank]
+        found.append(found[tree.parent[node]] * float(chance))
     return found
 
 
