@@ -30,9 +30,9 @@ from lantern_hpu.lab.tune.expectation import (
     gain_probs,
 )
 from lantern_hpu.lab.tune.options import TUNABLE, TuneOptions
-from lantern_hpu.lab.tune.result import Figures, TreeRow, Tuning
+from lantern_hpu.lab.tune.result import Figures, TunedRow, Tuning
 from lantern_hpu.lab.tune.search import Solver, best_tree, most_reached, ms_per_token
-from lantern_hpu.lab.tune.text import table, verdict
+from lantern_hpu.lab.tune.text import figures_table, verdict
 from lantern_hpu.methods.choice import Choice
 from lantern_hpu.methods.methods import METHODS
 from lantern_hpu.methods.relaxation import EXACT, Multiplicative
@@ -242,6 +242,7 @@ def test_expected_tokens_a_step_are_measured(model: str, monkeypatch: pytest.Mon
     options = TuneOptions(batch_size=8, max_nodes=16, max_depth=4, images=24)
     _, row = tuner.Tuner(pipeline, options, WORDS, tqdm(disable=True)).tune().rows
     assert 8 < row.tree.size <= 16 and row.tree.depth > 1
+    assert row.expected is not None
     assert row.expected.tokens_per_step == pytest.approx(row.measured.tokens_per_step, rel=0.1)
 
 
@@ -396,9 +397,9 @@ def test_profile_without_counts_is_refused(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ the verdict
 
 
-def row(tree: DraftTree, expected: float, measured: float) -> TreeRow:
+def row(tree: DraftTree, expected: float, measured: float) -> TunedRow:
     """A row whose token takes so many milliseconds."""
-    return TreeRow(tree, Figures(1.5, 1.0, expected), Figures(1.5, 1.0, measured))
+    return TunedRow(tree, Figures(1.5, 1.0, expected), Figures(1.5, 1.0, measured))
 
 
 AR = DraftTree.root_only()
@@ -406,7 +407,7 @@ TUNED = DraftTree.from_paths("tuned_4", [[0]])
 CHAIN = load_static("chain")
 
 
-def tuning(*rows: TreeRow) -> Tuning:
+def tuning(*rows: TunedRow) -> Tuning:
     costs = Costs(1.0, (2, 64), (1.0, 1.2), 0.05, 0.001, 0.001)
     return Tuning(ChildCounts.none(TUNED), costs, rows)
 
@@ -423,5 +424,5 @@ def test_verdict_goes_by_what_was_measured() -> None:
     found = tuning(ar, row(TUNED, 5, 12), chain)
     assert found.best is chain
     assert "chain was measured 1.33 times as fast as tuned_4" in verdict(found)
-    shown = table(tuning(*rows))
+    shown = figures_table(tuning(*rows))
     assert "| tuned_4 | 2 | 1 |" in shown and "5.00 -> 8.00" in shown

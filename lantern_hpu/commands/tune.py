@@ -14,7 +14,6 @@ acceptance is counted on the small one, which computes the same, and times are m
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import sys
 from collections.abc import Sequence
@@ -36,6 +35,7 @@ from lantern_hpu.commands.options import (
 from lantern_hpu.decode.counts import ChildCounts
 from lantern_hpu.errors import OptionError, exit_code, needing
 from lantern_hpu.files import check_free, write_file
+from lantern_hpu.lab.rows import heading
 from lantern_hpu.lab.tune.options import LARGE, MOST_DEPTH, MOST_NODES, TUNABLE, TuneOptions
 from lantern_hpu.methods.methods import METHODS, WINDOWS
 from lantern_hpu.results.prompts import read_prompts
@@ -44,7 +44,6 @@ from lantern_hpu.zoo.sizes import stretch_sizes
 
 if TYPE_CHECKING:
     from lantern_hpu.lab.tune.result import Tuning
-    from lantern_hpu.lab.tune.windows import WindowTuning
     from lantern_hpu.pipeline import LanternPipeline
 
 KIND = "lantern_hpu.tune"
@@ -130,17 +129,17 @@ def check_model(pipeline: LanternPipeline, situation: tuned_trees.Situation) -> 
 
 def measure_windows(
     pipeline: LanternPipeline, options: TuneOptions, prompts: Sequence[str]
-) -> WindowTuning:
+) -> Tuning:
     """All widths, with a bar."""
     from tqdm import tqdm
 
     from lantern_hpu.lab.tune.tuner import Tuner
-    from lantern_hpu.lab.tune.windows import SMALL_WIDTHS, WIDTHS, tune_windows, windows
+    from lantern_hpu.lab.tune.windows import SMALL_WIDTHS, WIDTHS, windows
 
     widths = WIDTHS if pipeline.model.stretched is None else SMALL_WIDTHS
     trees = windows(options.method, pipeline.model.target.config.tokens, widths)
     with tqdm(total=len(trees) + 1, unit="part", file=sys.stderr, dynamic_ncols=True) as bar:
-        return tune_windows(Tuner(pipeline, options, prompts, bar), trees)
+        return Tuner(pipeline, options, prompts, bar).tune_windows(trees)
 
 
 def measure(
@@ -163,21 +162,16 @@ def measure(
 def report(
     pipeline: LanternPipeline,
     options: TuneOptions,
-    tuning: Tuning | WindowTuning,
+    tuning: Tuning,
     situation: tuned_trees.Situation,
     argv: Sequence[str],
 ) -> dict[str, Any]:
     """The JSON contract of `--report`."""
-    from lantern_hpu.lab.tune.windows import WindowTuning
-
     found: dict[str, Any] = {}
-    if not isinstance(tuning, WindowTuning):
+    if tuning.counts is not None and tuning.costs is not None:
         profile = tuning.counts.as_json() | {"situation": situation}
         found = {"costs": asdict(tuning.costs), "profile": profile}
-    return {
-        "kind": KIND,
-        "date": datetime.date.today().isoformat(),
-        "command": f"python -m {KIND} " + " ".join(argv),
+    return heading(KIND, pipeline, argv) | {
         "situation": situation,
         "stretched": pipeline.model.stretched,
         "images": options.images,
@@ -185,11 +179,10 @@ def report(
         **found,
         "rows": [row.as_json() for row in tuning.rows],
         "fastest": tuning.fastest,
-        "environment": pipeline.environment(),
     }
 
 
-def save(tuning: Tuning | WindowTuning, situation: tuned_trees.Situation) -> None:
+def save(tuning: Tuning, situation: tuned_trees.Situation) -> None:
     """Keep the fastest tree for `--tree auto`."""
     best = tuning.best
     file = tuned_trees.save(
@@ -222,15 +215,11 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         check_model(pipeline, situation)
         if earlier is not None:
             check_profile(earlier, situation, args.profile)
-        tuning: Tuning | WindowTuning
         if is_window:
-            from lantern_hpu.lab.tune import windows
-
             tuning = measure_windows(pipeline, options, prompts)
-            print(windows.summary(tuning))
         else:
             tuning = measure(pipeline, options, prompts, counts)
-            print(summary(tuning))
+        print(summary(tuning))
         if pipeline.model.stretched is not None:
             print(f"{pipeline.model.name}: times at that size, acceptance of the small model")
         whole = report(pipeline, options, tuning, situation, argv)

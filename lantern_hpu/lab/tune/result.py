@@ -1,10 +1,10 @@
-"""What tuning found: figures of each tree, expected and measured, and which is fastest. Needs no torch."""
+"""Results of tuning: figures of each tree or window, expected and measured, and which is fastest. Needs no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from lantern_hpu.decode.counts import ChildCounts
 from lantern_hpu.lab.tune.costs import Costs
@@ -31,27 +31,51 @@ class Figures:
         return cls(tokens / each, step, step * slowest / (images * tokens))
 
 
-class Measured:
-    """A tree that was drawn with; the one-node tree is `ar`."""
+@dataclass(frozen=True)
+class TunedRow:
+    """A tree or window that was drawn with; the one-node tree is `ar`.
+
+    Attributes:
+        expected: None of windows, which are all drawn with.
+    """
 
     tree: DraftTree
+    expected: Figures | None
     measured: Figures
 
     @property
     def name(self) -> str:
         return self.tree.name if self.tree.depth else "ar"
 
+    def times_as_fast(self, other: TunedRow) -> tuple[float, ...]:
+        """How many times as fast as another: as expected, where that is known of both, and as measured."""
+        kinds = [(self.measured, other.measured)]
+        if self.expected is not None and other.expected is not None:
+            kinds.insert(0, (self.expected, other.expected))
+        return tuple(theirs.ms_per_token / mine.ms_per_token for mine, theirs in kinds)
 
-Row = TypeVar("Row", bound=Measured)
+    def as_json(self) -> dict[str, Any]:
+        about: dict[str, Any] = {"tree": self.name, "nodes": self.tree.size}
+        if self.expected is not None:
+            about |= {"depth": self.tree.depth, "expected": asdict(self.expected)}
+        return about | {"measured": asdict(self.measured)}
 
 
-class Ranking(Generic[Row]):
-    """`ar`, then what was measured beside it."""
+@dataclass(frozen=True)
+class Tuning:
+    """All results.
 
-    rows: Sequence[Row]
+    Attributes:
+        counts, costs: of trees; None of windows.
+        rows: `ar`, the tree that was expected to be best, the named trees; or `ar` and the windows by width.
+    """
+
+    counts: ChildCounts | None
+    costs: Costs | None
+    rows: Sequence[TunedRow]
 
     @property
-    def best(self) -> Row:
+    def best(self) -> TunedRow:
         """The fastest but `ar`."""
         return min(self.rows[1:], key=lambda row: row.measured.ms_per_token)
 
@@ -63,43 +87,3 @@ class Ranking(Generic[Row]):
     @property
     def fastest(self) -> str:
         return "ar" if self.ar_wins else self.best.name
-
-
-@dataclass(frozen=True)
-class TreeRow(Measured):
-    """A tree, with what was expected of it."""
-
-    tree: DraftTree
-    expected: Figures
-    measured: Figures
-
-    @property
-    def pairs(self) -> list[tuple[float, float]]:
-        """Each figure as expected and as measured."""
-        return list(
-            zip(asdict(self.expected).values(), asdict(self.measured).values(), strict=True)
-        )
-
-    def times_as_fast(self, other: TreeRow) -> tuple[float, float]:
-        """How many times as fast as another, as expected and as measured."""
-        return (
-            other.expected.ms_per_token / self.expected.ms_per_token,
-            other.measured.ms_per_token / self.measured.ms_per_token,
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        about = {"tree": self.name, "nodes": self.tree.size, "depth": self.tree.depth}
-        return about | {"expected": asdict(self.expected), "measured": asdict(self.measured)}
-
-
-@dataclass(frozen=True)
-class Tuning(Ranking[TreeRow]):
-    """All that was found.
-
-    Attributes:
-        rows: `ar`, the tree that was expected to be best, the named trees.
-    """
-
-    counts: ChildCounts
-    costs: Costs
-    rows: Sequence[TreeRow]

@@ -1,6 +1,8 @@
-"""What tuning found, in words and tables. Needs no torch."""
+"""Results of tuning in words and tables. Needs no torch."""
 
 from __future__ import annotations
+
+from dataclasses import asdict
 
 from lantern_hpu.decode.counts import KINDS
 from lantern_hpu.lab.tables import Table
@@ -8,24 +10,34 @@ from lantern_hpu.lab.tune.costs import Costs
 from lantern_hpu.lab.tune.expectation import ChanceTable, estimate
 from lantern_hpu.lab.tune.result import Tuning
 
-HEAD = "expected -> measured, nodes, depth, tokens a step, ms a step, ms a token, x ar".split(", ")
+FIGURES = "tokens a step, ms a step, ms a token, x ar".split(", ")
 
 
 def summary(tuning: Tuning) -> str:
     """All of it."""
-    chances = chances_text(estimate(tuning.counts))
-    return "\n\n".join([costs_text(tuning.costs), chances, table(tuning), verdict(tuning)])
+    parts = [figures_table(tuning), verdict(tuning)]
+    if tuning.costs is not None and tuning.counts is not None:
+        parts = [costs_text(tuning.costs), chances_text(estimate(tuning.counts)), *parts]
+    return "\n\n".join(parts)
 
 
-def table(tuning: Tuning) -> str:
-    """The rows as a Markdown table; every figure as expected, then as measured."""
+def figures_table(tuning: Tuning) -> str:
+    """The rows as a Markdown table; every figure as expected, if that is known, then as measured."""
     ar, tuned, *_ = tuning.rows
+    of_trees = tuned.expected is not None
     lines = []
     for row in tuning.rows:
-        pairs = [*row.pairs, row.times_as_fast(ar), tuned.times_as_fast(row)]
-        cells = [f"{before:.2f} -> {after:.2f}" for before, after in pairs]
-        lines.append([row.name, str(row.tree.size), str(row.tree.depth), *cells])
-    return Table([*HEAD, f"{tuned.name} is x"], lines).markdown()
+        kinds = [asdict(figures) for figures in (row.expected, row.measured) if figures is not None]
+        figures = [*zip(*(kind.values() for kind in kinds), strict=True), row.times_as_fast(ar)]
+        if of_trees:
+            figures.append(tuned.times_as_fast(row))
+        shape = [str(row.tree.size), *([str(row.tree.depth)] if of_trees else [])]
+        cells = [" -> ".join(f"{value:.2f}" for value in figure) for figure in figures]
+        lines.append([row.name, *shape, *cells])
+    head = ["window", "nodes", *FIGURES]
+    if of_trees:
+        head = ["expected -> measured", "nodes", "depth", *FIGURES, f"{tuned.name} is x"]
+    return Table(head, lines).markdown()
 
 
 def costs_text(costs: Costs) -> str:
@@ -52,16 +64,17 @@ def chances_text(chances: ChanceTable) -> str:
 
 
 def verdict(tuning: Tuning) -> str:
-    """Which tree is fastest, and whether `ar` is faster still."""
+    """Which tree or window is fastest, and whether `ar` is faster still."""
     ar, tuned, *_ = tuning.rows
     best = tuning.best
-    hoped, gain = best.times_as_fast(ar)
-    figures = f"{gain:.2f} times as fast"
+    *expected, gain = best.times_as_fast(ar)
+    hoped = f" (expected {expected[0]:.2f})" if expected else ""
     if tuning.ar_wins:
-        said = f"ar wins: the fastest tree, {best.name}, draws {figures} (expected {hoped:.2f})"
+        what = "tree" if expected else "window"
+        line = f"ar wins: the fastest {what}, {best.name}, draws {gain:.2f} times as fast{hoped}"
     else:
-        said = f"{best.name} draws {figures} as ar (expected {hoped:.2f})"
-    if best is not tuned:
-        _, lead = best.times_as_fast(tuned)
-        said += f"\n{best.name} was measured {lead:.2f} times as fast as {tuned.name}, the best expected"
-    return said
+        line = f"{best.name} draws {gain:.2f} times as fast as ar{hoped}"
+    if expected and best is not tuned:
+        lead = best.times_as_fast(tuned)[-1]
+        line += f"\n{best.name} was measured {lead:.2f} times as fast as {tuned.name}, the best expected"
+    return line

@@ -19,14 +19,14 @@ from lantern_hpu.decode.spec import BATCHES
 from lantern_hpu.lab.tune.costs import Costs, fit_costs, probes
 from lantern_hpu.lab.tune.expectation import estimate
 from lantern_hpu.lab.tune.options import HELD_OUT, TuneOptions
-from lantern_hpu.lab.tune.result import Figures, TreeRow, Tuning
+from lantern_hpu.lab.tune.result import Figures, TunedRow, Tuning
 from lantern_hpu.lab.tune.search import best_tree, most_reached
 from lantern_hpu.methods.methods import Request, in_turn
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import RunTiming
 from lantern_hpu.results.prompts import usual_prompts
-from lantern_hpu.tree import DRAWS, DraftTree, load_static
+from lantern_hpu.tree import DRAWS, DraftTree, Window, load_static
 from lantern_hpu.tree.named import NAMED
 
 PROFILED = 64  # nodes of the first tree that acceptance is measured with
@@ -196,5 +196,10 @@ class Tuner:
         trees = [DraftTree.root_only(), self.best_tree(counts, costs), *self.named]
         chances = estimate(counts, max(tree.depth for tree in trees))
         shared = (chances, costs, self.tokens, self.options.batch_size)
-        rows = [TreeRow(t, Figures.expected(t, *shared), self.draw(t)) for t in trees]
+        rows = [TunedRow(t, Figures.expected(t, *shared), self.draw(t)) for t in trees]
         return Tuning(counts, costs, rows)
+
+    def tune_windows(self, windows: Sequence[Window]) -> Tuning:
+        """Draw with `ar` and with each of these."""
+        trees = [DraftTree.root_only(), *windows]
+        return Tuning(None, None, [TunedRow(tree, None, self.draw(tree)) for tree in trees])
