@@ -78,6 +78,8 @@ def fake_like(value: Any, mode: FakeTensorMode) -> Any:
         if isinstance(part, Tensor):
             with mode:
                 part = torch.empty(part.shape, dtype=part.dtype, device="meta")
+        elif isinstance(part, tuple):
+            part = tuple(fake_like(item, mode) for item in part)
         elif hasattr(part, "__dataclass_fields__"):
             part = fake_like(part, mode)
         setattr(twin, name, part)

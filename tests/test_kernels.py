@@ -486,20 +486,27 @@ def test_rotate(device: str, interleaved: bool) -> None:
 @pytest.mark.parametrize("interleaved", [True, False])
 @on_devices
 def test_rotate_into(device: str, interleaved: bool) -> None:
-    """Keys and values come to rest in their slots of one layer, and nothing else is touched."""
+    """Keys and values come to rest at their positions, others move in the same write, and nothing else is touched."""
     random = Random(4, device)
     heads, kv, width, dtype = 3, 2, 20, torch.float16
     wide, rope = random.normal(2, 3, heads + 2 * kv, width), random.normal(2, 3, 2, width // 2)
     q, k, v = wide.to(dtype).split([heads, kv, kv], 2)
-    slots = torch.tensor([3, 4, 0, 8, 6, 7], dtype=torch.int32, device=device)
-    outcomes = []
-    for store in (kernels().rotate_into, rotate_into):
-        assert store is not None
-        keys, values = torch.ones(2, 20, kv, width, dtype=dtype, device=device).unbind()
-        turned = store(q, k, v, rope.to(dtype), interleaved, keys, values, slots, 10)
-        outcomes.append((turned, keys, values))
-    for got, want in zip(*outcomes, strict=True):
-        assert torch.equal(got, want)
+    new = torch.tensor([3, 4, 0, 18, 16, 17], dtype=torch.int32, device=device)
+    # Two of each row, of which one is overwritten and one overwrites its neighbour
+    both = torch.tensor([1, 2, 3, 4, 0, 12, 11, 18, 16, 17], dtype=torch.int32, device=device)
+    source = torch.tensor([2, 3, 11, 19], dtype=torch.int32, device=device)
+    before = random.normal(2, 20, kv, width).to(dtype)
+    for index, moved in ((new, None), (both, source)):
+        outcomes = []
+        for store in (kernels().rotate_into, rotate_into):
+            assert store is not None
+            keys, values = before.clone().unbind()
+            out = store(q, k, v, rope.to(dtype), interleaved, keys, values, index, moved)
+            outcomes.append((out, keys, values))
+        for got, want in zip(*outcomes, strict=True):
+            assert torch.equal(got, want)
+        if moved is not None:
+            assert torch.equal(keys[[1, 2, 12, 11]], before[0][[2, 3, 11, 19]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -586,7 +593,7 @@ def test_target_with_kernels_is_the_plain_one(device: str) -> None:
             slots = (size * torch.arange(rows)[:, None] + new).flatten().int().to(device)
             turn = rope[new].expand(rows, -1, -1, -1)
             features.append(target(x[:, new], turn, additive_mask(seen, x.dtype), cache, slots))
-        outcomes.append((*features, cache.k, cache.v))
+        outcomes.append((*features, *(x for one in cache.layers for x in (one.k, one.v))))
     for got, want in zip(*outcomes, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 

@@ -84,9 +84,11 @@ def test_files_are_counted_as_they_are_loaded(public: Path, name: str) -> None:
     assert rows["VQ weights (float32)"] == held(loaded.vq)
     spec = Spec(2, True, wanted.tree)
     state = Engine(loaded.target, loaded.drafter, spec, get_backend("cpu")).state
-    assert rows["target KV cache"] == 2 * state.kv_cache.k.nbytes
+    assert rows["target KV cache"] == sum(
+        one.k.nbytes + one.v.nbytes for one in state.kv_cache.layers
+    )
     cache = state.drafting and state.drafting.kv_cache
-    assert rows["drafter KV cache"] == (2 * cache.k.nbytes if cache else 0)
+    assert rows["drafter KV cache"] == (2 * cache.layers[0].k.nbytes if cache else 0)
     assert rows["prefix"] == state.entry.prefix.nbytes
     assert model == replace(loaded.config, text=model.text)
 

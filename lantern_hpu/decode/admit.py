@@ -7,6 +7,7 @@ on; what lies in other slots is neither read nor written.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from lantern_hpu.decode.drafting import Drafting
@@ -42,6 +43,11 @@ class Admit(nn.Module):
             goal.index_copy_(0, rows.long(), news)
         for goal, news in entry.by_slot(state):
             goal.index_copy_(0, slot, news)
+        if state.moves is not None:
+            nothing = torch.zeros_like(slot)
+            idle = self.positions.idle(nothing.int(), self.positions.arange[: self.spec.tree.depth])
+            state.moves.source.index_copy_(0, slot, idle)
+            state.moves.goal.index_copy_(0, slot, idle)
         for counter in state.counters:
             counter.index_fill_(0, slot, 0)
         state.tokens.index_copy_(0, self.first[entry.slot].long(), root)

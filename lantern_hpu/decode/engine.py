@@ -167,6 +167,7 @@ class Engine:
         now = self.state.restorable()
         if not begun:
             self.state.cursor.zero_()
+            self.state.settle()
             begun.update({name: tensor.clone() for name, tensor in now.items()})
         for name, tensor in now.items():
             tensor.copy_(begun[name])
@@ -345,7 +346,7 @@ class Engine:
         done("verify")
         accepted = step.accept(hidden, drafts, uniform[:, draws:], state)
         done("accept")
-        known = step.commit(hidden, drafts, accepted, length, state)
+        known = step.commit(hidden, drafts, accepted, state)
         done("commit")
         return StepTrace(before, drafts, accepted, self.read(known), seconds)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.decode.spec import Spec, capacity
-from lantern_hpu.decode.state import DecodeState, Entry
+from lantern_hpu.decode.state import DecodeState, Entry, Moves
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import rope_table
 from lantern_hpu.ops.buffers import arange32, constant
@@ -20,9 +20,10 @@ class Positions(nn.Module):
     def __init__(self, config: TransformerConfig, spec: Spec) -> None:
         super().__init__()
         tree = spec.tree
-        self.images, self.guidance = spec.images, spec.guidance
-        self.skips_pads = config.rope == "1d"
         size = capacity(config, tree)
+        self.images, self.guidance = spec.images, spec.guidance
+        self.prefix, self.size, self.nodes, self.depth = config.prefix, size, tree.size, tree.depth
+        self.skips_pads = config.rope == "1d"
         width = max(config.prefix, tree.depth + 1)
         last = config.prefix + config.tokens + tree.depth
         self.rotations = constant(rope_table(config, last + 1))
@@ -52,6 +53,47 @@ class Positions(nn.Module):
     def entry_index(self, rows: Tensor, width: int) -> Tensor:
         """Storage indices of the first `width` positions of some rows [RA]: [RA * width]."""
         return self.row_start[rows][:, None].add(self.arange[:width]).flatten()
+
+    # -- the accepted path
+
+    def moves(self, path: Tensor, before: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
+        """How the keys of an accepted path come to lie together, behind the committed ones.
+
+        Args:
+            path: [B, D + 1], its nodes from the root on, the last one repeated.
+            before, after: [B] image tokens in the cache (t) before and after the step.
+
+        Returns cache positions, where from and where to: [B, D] each, no goal twice. What does not belong to the path
+        stays where it is, at positions that the next step does not write.
+        """
+        start, order = (self.prefix + before)[:, None], self.arange[: self.depth]  # [B, 1], [D]
+        kept = (after - before - 1).clamp(min=0)[
+            :, None
+        ]  # [B, 1] drafts; of a finished image fewer than accepted
+        place = order - kept  # [B, D] negative for those
+        idle = self.idle(after, place.clamp(min=0))
+        source = torch.where(place < 0, start + path[:, 1:], idle)
+        return source, torch.where(place < 0, start + order + 1, idle)
+
+    def idle(self, count: Tensor, place: Tensor) -> Tensor:
+        """Cache positions that a step of images with `count` [B] tokens does not write: [B, D].
+
+        They follow its nodes, and go on at the front of the row.
+
+        Args:
+            place: [B, D] or [D], which of them.
+        """
+        position = (self.prefix + count + self.nodes)[:, None] + place
+        return torch.where(position < self.size, position, position - self.size)
+
+    def with_moves(self, index: Tensor, moves: Moves) -> tuple[Tensor, Tensor]:
+        """Storage indices of a step's one write: of what moves and of its new nodes [R * M]; and where the former lies.
+
+        Returns [R * (D + M)] and [R * D].
+        """
+        start, rows = self.row_start[:, None], len(self.row_start)
+        goal, source = start + self.per_row(moves.goal), start + self.per_row(moves.source)
+        return torch.cat([goal, index.unflatten(0, (rows, -1))], 1).flatten(), source.flatten()
 
     def mask(self, start: Tensor, table: Tensor) -> Tensor:
         """What queries behind `start` committed positions attend to: those positions, and each other by table.

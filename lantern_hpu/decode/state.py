@@ -112,6 +112,24 @@ def no_bounds(images: int, spec: Spec, device: torch.device) -> Bounds:
 
 
 @dataclass
+class Moves:
+    """Cache positions of the last accepted path, which the next step moves together as it writes its own."""
+
+    source: Tensor  # [B, D] int32
+    goal: Tensor  # [B, D] int32, none of them twice
+
+    @classmethod
+    def allocate(cls, config: TransformerConfig, spec: Spec, device: torch.device) -> Moves | None:
+        """Nothing to move; None where an accepted path always lies where it belongs."""
+        if spec.tree.is_chain or not spec.tree.depth:
+            return None
+        first = config.prefix + spec.tree.size
+        places = (torch.arange(spec.tree.depth) + first) % capacity(config, spec.tree)
+        idle = places.int().expand(spec.images, -1).contiguous().to(device)
+        return cls(idle, idle.clone())
+
+
+@dataclass
 class DecodeState:
     """The state of B slots. Image token t has cache position P + t.
 
@@ -132,6 +150,7 @@ class DecodeState:
     tokens: Tensor  # [B * (N + D + 1)] int32, flat; tokens 0 .. t of each image are final
     root: Tensor  # [B] int32, token t, not yet in the cache
     kv_cache: KVCache  # the target's
+    moves: Moves | None  # what the next step moves in it
     drafting: Any  # a dataclass of what the drafting keeps from step to step; None where nothing is drafted
     # Statistics, kept on the device so that they cost no host read
     steps: Tensor  # [B] int32, steps until the image was done
@@ -167,6 +186,7 @@ class DecodeState:
             tokens=whole(device, b * token_columns(config, spec.tree)),
             root=whole(device, b),
             kv_cache=KVCache.allocate(*sizes, dtype, device),
+            moves=Moves.allocate(config, spec, device),
             drafting=drafting,
             steps=whole(device, b),
             accepted=whole(device, b, depth),
@@ -188,10 +208,16 @@ class DecodeState:
         """All tensors by dotted name, those of nested dataclasses included."""
         return dict(walk_tensors("", self))
 
+    def settle(self) -> None:
+        """Leave what was to be moved where it is: for steps whose results nobody needs."""
+        if self.moves is not None:
+            self.moves.source.copy_(self.moves.goal)
+
     def restorable(self) -> dict[str, Tensor]:
         """What must be put back after a run that is not to count: all but the caches.
 
-        Those are large, and whatever a run writes there is written again by the next one, at the same positions.
+        Those are large, and whatever a run writes there is written again by the next one, at the same positions. So
+        nothing may be pending in `moves`: see `settle`.
         """
         return dict(walk_tensors("", self, lambda part: not isinstance(part, KVCache)))
 
@@ -208,8 +234,11 @@ def walk_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """Tensors of a dataclass and of those dataclasses inside it that are to be entered."""
     for field in fields(value):  # type: ignore[arg-type]
-        part = getattr(value, field.name)
+        part, name = getattr(value, field.name), prefix + field.name
         if isinstance(part, Tensor):
-            yield prefix + field.name, part
+            yield name, part
+        elif isinstance(part, tuple):
+            for number, item in enumerate(part):
+                yield from walk_tensors(f"{name}.{number}.", item, enter)
         elif hasattr(part, "__dataclass_fields__") and enter(part):
-            yield from walk_tensors(f"{prefix}{field.name}.", part, enter)
+            yield from walk_tensors(f"{name}.", part, enter)

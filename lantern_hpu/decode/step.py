@@ -20,7 +20,7 @@ from lantern_hpu.decode.clusters import Clusters
 from lantern_hpu.decode.drafting import Committed, Drafting, Drafts, WindowDrafting
 from lantern_hpu.decode.positions import Positions
 from lantern_hpu.decode.sampler import Sampler
-from lantern_hpu.decode.spec import Spec, capacity, token_columns
+from lantern_hpu.decode.spec import Spec, token_columns
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.decode.tree_tables import StaticTables, rows_at
 from lantern_hpu.models.transformer import Target
@@ -77,11 +77,8 @@ class Step(nn.Module):
         ranks = {node: rank for rank, node in enumerate(judged or ())}
         self.law = constant([ranks[n] for n in range(tree.size)]) if whole else None
         self.inner = len(tree.expanded) if isinstance(tree, DraftTree) else tree.size  # I
-        self.in_place = tree.is_chain  # its accepted path lies where it belongs
         self.repeats = isinstance(tree, Window) and tree.rule == "jacobi"
         self.first = constant(arange32(spec.images) * token_columns(config, tree))  # [B]
-        layers = arange32(config.layers) * spec.rows * capacity(config, tree)
-        self.layer_start = constant(layers)  # [layers]
 
     def forward(self, state: DecodeState) -> Tensor:
         """Returns how many tokens of each image are known [B]."""
@@ -102,7 +99,7 @@ class Step(nn.Module):
         """Verify, accept and commit. -> [B] tokens known"""
         hidden = self.verify(drafts, length, state)
         accepted = self.accept(hidden, drafts, uniform, state)
-        return self.commit(hidden, drafts, accepted, length, state)
+        return self.commit(hidden, drafts, accepted, state)
 
     def inputs(self, state: DecodeState) -> tuple[Tensor, Tensor]:
         """This step's uniforms [B, draws], and how many positions of each row are committed [R]."""
@@ -121,9 +118,11 @@ class Step(nn.Module):
         per_row, tables = self.positions.per_row, drafts.tables
         rope = self.positions.rope(length[:, None] + per_row(tables.depth), state)
         mask = self.positions.mask(length, per_row(tables.ancestors)) & state.valid[:, None]
-        index = self.positions.cache_index(length, drafts.tokens.shape[1])
+        index, source = self.positions.cache_index(length, drafts.tokens.shape[1]), None
+        if state.moves is not None:
+            index, source = self.positions.with_moves(index, state.moves)
         x = self.target.embed(per_row(drafts.tokens))
-        return self.target(x, rope, additive_mask(mask, x.dtype), state.kv_cache, index)
+        return self.target(x, rope, additive_mask(mask, x.dtype), state.kv_cache, index, source)
 
     def accept(
         self, hidden: Tensor, drafts: Drafts, uniform: Tensor, state: DecodeState
@@ -183,9 +182,12 @@ class Step(nn.Module):
         return Verdict(node, sampled.residual, relaxed)
 
     def commit(
-        self, hidden: Tensor, drafts: Drafts, accepted: Accepted, length: Tensor, state: DecodeState
+        self, hidden: Tensor, drafts: Drafts, accepted: Accepted, state: DecodeState
     ) -> Tensor:
-        """Keep the accepted path and the bonus token; everything else is overwritten later."""
+        """Keep the accepted path and the bonus token; everything else is overwritten later.
+
+        The path's keys and values are moved together by the next step, along with what it writes itself.
+        """
         path = rows_at(drafts.tables.path, accepted.node)  # [B, D + 1]
         taken = gather(drafts.tables.depth, 1, accepted.node[:, None])[:, 0]  # [B]
         order = self.positions.arange[: self.depth + 1]  # [D + 1]
@@ -196,8 +198,10 @@ class Step(nn.Module):
         state.tokens.index_copy_(0, index.flatten().long(), news.flatten())
         count = (state.count + taken + 1).clamp(max=self.tokens - 1)
         if self.drafting is not None:
-            if not self.in_place:
-                self.move_path(path, length, state)
+            if state.moves is not None:
+                source, goal = self.positions.moves(path, state.count, count)
+                state.moves.source.copy_(source)
+                state.moves.goal.copy_(goal)
             # A finished image adds nothing; one pair keeps its catch-up within its own row.
             added = (count - state.count).clamp(min=1)
             committed = Committed(hidden, path, news, added, accepted.probs, drafts.uniform)
@@ -206,14 +210,6 @@ class Step(nn.Module):
         state.root.copy_(accepted.bonus)
         state.count.copy_(count)
         return state.count + 1
-
-    def move_path(self, path: Tensor, length: Tensor, state: DecodeState) -> None:
-        """Move the path's [B, D + 1] keys and values together, behind the committed ones."""
-        start = (self.positions.row_start + length)[:, None]
-        source = (start + self.positions.per_row(path)[:, 1:]).flatten()  # [R * D]
-        goal = (start + self.positions.arange[1 : self.depth + 1]).flatten()
-        layers = self.layer_start[:, None]
-        state.kv_cache.move((layers + source).flatten(), (layers + goal).flatten())
 
     def tally(self, taken: Tensor, relaxed: Tensor, order: Tensor, state: DecodeState) -> None:
         """Count the step for images that are not done, and only what lies within the image."""

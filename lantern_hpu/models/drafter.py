@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.transformer import Block
 from lantern_hpu.ops.kernels import PLAIN, Kernels
-from lantern_hpu.ops.kv_cache import KVCache, WrittenKeys
+from lantern_hpu.ops.kv_cache import LayerCache
 
 
 class Drafter(nn.Module):
@@ -42,9 +42,9 @@ class Drafter(nn.Module):
         features: Tensor,  # [R, T, H], feature i: the target's, or the parent's guess in the tree
         rope: Tensor,  # [R, T, 2, hd / 2], of the target's position i + 1
         mask: Tensor,  # [R, 1, T, S] additive
-        cache: KVCache | WrittenKeys | None = None,
+        cache: LayerCache | None = None,
         index: Tensor | None = None,  # [R * T], where in the cache to write
     ) -> Tensor:
         """Guessed features [R, T, H] of the next position, in the head's input space."""
         x = self.fc(torch.cat([self.embed(tokens), features], -1))
-        return self.block(x, rope, mask, 0, cache, index)
+        return self.block(x, rope, mask, cache, index)

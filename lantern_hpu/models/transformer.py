@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.ops.kernels import PLAIN, Kernels, rotate_into
-from lantern_hpu.ops.kv_cache import KVCache, WrittenKeys
+from lantern_hpu.ops.kv_cache import KVCache, LayerCache
 
 
 def rope_table(config: TransformerConfig, positions: int) -> Tensor:
@@ -94,9 +94,9 @@ class SelfAttention(nn.Module):
         x: Tensor,  # [R, T, H]
         rope: Tensor,  # [R, T, 2, hd / 2]
         mask: Tensor,  # [R, 1, T, S] additive
-        layer: int,
-        cache: KVCache | WrittenKeys | None,
-        index: Tensor | None,  # [R * T], where in the layer's cache to write
+        cache: LayerCache | None,
+        index: Tensor | None,  # [R * (D + T)], where in the cache to write
+        source: Tensor | None,  # [R * D], what moves there meanwhile
     ) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split([self.heads, self.kv, self.kv], dim=2)
@@ -104,8 +104,8 @@ class SelfAttention(nn.Module):
         if cache is None or index is None:
             q, k = self.kernels.rotate(q, *how), self.kernels.rotate(k, *how)
         else:
-            q = self.rotate_into(q, k, v, *how, cache.k, cache.v, index, cache.start(layer))
-            k, v = cache.read(layer)
+            q = self.rotate_into(q, k, v, *how, *cache.writable(), index, source)
+            k, v = cache.read()
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mixed = self.kernels.attention(q, k, v, mask)  # [R, heads, T, hd]
         return self.out(mixed.transpose(1, 2).flatten(2))
@@ -141,11 +141,11 @@ class Block(nn.Module):
         x: Tensor,
         rope: Tensor,
         mask: Tensor,
-        layer: int = 0,
-        cache: KVCache | WrittenKeys | None = None,
+        cache: LayerCache | None = None,
         index: Tensor | None = None,
+        source: Tensor | None = None,
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, mask, layer, cache, index)
+        x = x + self.attention(self.attention_norm(x), rope, mask, cache, index, source)
         return x + self.ffn(self.ffn_norm(x))
 
 
@@ -205,10 +205,12 @@ class Target(nn.Module):
         x: Tensor,  # [R, T, H] embeddings
         rope: Tensor,  # [R, T, 2, hd / 2]
         mask: Tensor,  # [R, 1, T, S] additive
-        cache: KVCache | WrittenKeys | None = None,
-        index: Tensor | None = None,  # [R * T], where in each layer's cache to write
+        cache: KVCache | None = None,
+        index: Tensor | None = None,  # [R * (D + T)], where in each layer's cache to write
+        source: Tensor | None = None,  # [R * D], what moves to the first D of each row meanwhile
     ) -> Tensor:
         """Final-normed hidden states [R, T, H]: the drafter's features and the head's input."""
         for layer, block in enumerate(self.layers):
-            x = block(x, rope, mask, layer, cache, index)
+            kept = None if cache is None else cache.layers[layer]
+            x = block(x, rope, mask, kept, index, source)
         return self.norm(x)

@@ -54,23 +54,29 @@ def rotate_into(
     keys: Tensor,
     values: Tensor,
     index: Tensor,
-    start: int,
+    source: Tensor | None = None,
     rotate: Callable[[Tensor, Tensor, bool], Tensor] = rotate,
 ) -> Tensor:
-    """Rotate queries and keys, and keep the keys and the values in the cache.
+    """Rotate queries and keys, and keep the keys and the values in a layer's cache.
+
+    Some that lie there already move in the same write.
 
     Args:
         q, k, v: [R, T, h, hd] and twice [R, T, kv, hd].
         rope, interleaved: see `rotate`.
-        keys, values: [layers * R * S, kv, hd], written to.
-        index: [R * T] int32, row * S + position; no value twice.
-        start: the storage index where the layer begins.
+        keys, values: [R * S, kv, hd], written to.
+        index: [R * (D + T)] int32, row * S + position, of what moves and then of the new; no value twice.
+        source: [R * D] int32, where that lies which moves to the first D of each row; None: nothing moves.
         rotate: a device's own.
 
     Returns the queries [R, T, h, hd].
     """
-    goal = (index + start).long()
-    keys.index_copy_(0, goal, rotate(k, rope, interleaved).flatten(0, 1))
+    k, rows = rotate(k, rope, interleaved), len(k)
+    if source is not None:
+        k = torch.cat([keys.index_select(0, source).unflatten(0, (rows, -1)), k], 1)
+        v = torch.cat([values.index_select(0, source).unflatten(0, (rows, -1)), v], 1)
+    goal = index.long()  # `index_copy_` takes no other
+    keys.index_copy_(0, goal, k.flatten(0, 1))
     values.index_copy_(0, goal, v.flatten(0, 1))
     return rotate(q, rope, interleaved)
 
@@ -81,8 +87,10 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-# The arguments of the plain `rotate_into`, up to `start`
-RotateInto = Callable[[Tensor, Tensor, Tensor, Tensor, bool, Tensor, Tensor, Tensor, int], Tensor]
+# The arguments of the plain `rotate_into`, up to `source`
+RotateInto = Callable[
+    [Tensor, Tensor, Tensor, Tensor, bool, Tensor, Tensor, Tensor, Tensor | None], Tensor
+]
 
 
 class Walk(Protocol):

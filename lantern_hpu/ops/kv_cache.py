@@ -1,4 +1,8 @@
-"""Keys and values of committed tokens in preallocated, flat storage."""
+"""Keys and values of committed tokens, in preallocated storage of each layer's own.
+
+A recorded function writes each of these tensors once, by one `index_copy_`: several writes into one tensor are not
+safe with every compiler, nor are several tensors that share a storage.
+"""
 
 from __future__ import annotations
 
@@ -9,44 +13,58 @@ from torch import Tensor
 
 
 @dataclass
-class WrittenKeys:
-    """A cache of which a pass reads just what it writes, and so costs the same however large the cache is."""
+class LayerCache:
+    """One layer's. The storage is flat, so that one `index_copy_` serves rows whose lengths differ.
 
-    whole: KVCache
-    index: Tensor  # [n * T] int32, storage indices in a layer, as the pass writes them
-    rows: int  # n
+    The storage index of (row, position) is row * S + position.
+    """
 
-    @property
-    def k(self) -> Tensor:
-        return self.whole.k
+    k: Tensor  # [R * S, kv_heads, hd]
+    v: Tensor  # [R * S, kv_heads, hd]
+    rows: int  # R
 
-    @property
-    def v(self) -> Tensor:
-        return self.whole.v
+    def writable(self) -> tuple[Tensor, Tensor]:
+        """The tensors [R * S, kv_heads, hd] that the next pass writes into."""
+        return self.k, self.v
 
-    def start(self, layer: int) -> int:
-        return self.whole.start(layer)
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Views [R, S, kv_heads, hd]."""
+        shape = (self.rows, -1)
+        return self.k.unflatten(0, shape), self.v.unflatten(0, shape)
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Copies [n, T, kv_heads, hd] of one layer."""
-        index = self.index + self.start(layer)
-        k, v = self.k.index_select(0, index), self.v.index_select(0, index)
-        return k.unflatten(0, (self.rows, -1)), v.unflatten(0, (self.rows, -1))
+
+@dataclass
+class ScratchCache(LayerCache):
+    """What several passes of one step write, none of which is kept: each pass writes into a copy of its own."""
+
+    @classmethod
+    def of(cls, cache: LayerCache) -> ScratchCache:
+        return cls(cache.k, cache.v, cache.rows)
+
+    def writable(self) -> tuple[Tensor, Tensor]:
+        self.k, self.v = self.k.clone(), self.v.clone()
+        return self.k, self.v
+
+
+@dataclass
+class WrittenCache(LayerCache):
+    """A layer of which a pass reads just what it writes, and so costs the same however large the cache is."""
+
+    index: Tensor  # [n * T] int32, storage indices, as the pass writes them
+    written_rows: int  # n
+
+    def read(self) -> tuple[Tensor, Tensor]:
+        """Copies [n, T, kv_heads, hd]."""
+        shape = (self.written_rows, -1)
+        k, v = self.k.index_select(0, self.index), self.v.index_select(0, self.index)
+        return k.unflatten(0, shape), v.unflatten(0, shape)
 
 
 @dataclass
 class KVCache:
-    """Static key/value cache.
+    """The layers of a network."""
 
-    The base layout is flat so that one `index_copy_` serves rows whose lengths differ, and one gather
-    commits a path in all layers: the storage index of (layer, row, position) is (layer * R + row) * S + position.
-    """
-
-    k: Tensor  # [layers * R * S, kv_heads, hd]
-    v: Tensor  # [layers * R * S, kv_heads, hd]
-    layers: int
-    rows: int  # R
-    capacity: int  # S
+    layers: tuple[LayerCache, ...]
 
     @classmethod
     def allocate(
@@ -60,30 +78,13 @@ class KVCache:
         device: torch.device,
     ) -> KVCache:
         """Zeros: positions not yet written are masked, and must hold finite numbers to stay harmless."""
-        shape = (layers * rows * capacity, kv_heads, head_dim)
-        k = torch.zeros(shape, dtype=dtype, device=device)
-        v = torch.zeros(shape, dtype=dtype, device=device)
-        return cls(k, v, layers, rows, capacity)
 
-    def start(self, layer: int) -> int:
-        """The storage index where a layer begins."""
-        return layer * self.rows * self.capacity
+        def zeros() -> Tensor:
+            return torch.zeros(rows * capacity, kv_heads, head_dim, dtype=dtype, device=device)
 
-    def read(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Views [R, S, kv_heads, hd] of one layer."""
-        shape = (self.layers, self.rows, self.capacity)
-        return self.k.unflatten(0, shape)[layer], self.v.unflatten(0, shape)[layer]
+        return cls(tuple(LayerCache(zeros(), zeros(), rows) for _ in range(layers)))
 
-    def written(self, index: Tensor, rows: int) -> WrittenKeys:
-        """The cache for a pass of some rows whose tokens attend to each other alone; index as in `WrittenKeys`."""
-        return WrittenKeys(self, index, rows)
-
-    def move(self, source: Tensor, destination: Tensor) -> None:
-        """Copy positions to others in every layer, gathering all before writing any.
-
-        Args:
-            source, destination: [layers * n] int32 storage indices; destination holds no value twice.
-        """
-        goal = destination.long()  # `index_copy_` takes no other
-        self.k.index_copy_(0, goal, self.k.index_select(0, source))
-        self.v.index_copy_(0, goal, self.v.index_select(0, source))
+    def written(self, index: Tensor, rows: int) -> KVCache:
+        """The cache for a pass of some rows whose tokens attend to each other alone; see `WrittenCache`."""
+        layers = (WrittenCache(one.k, one.v, one.rows, index, rows) for one in self.layers)
+        return KVCache(tuple(layers))

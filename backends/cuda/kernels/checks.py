@@ -87,14 +87,18 @@ def examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[Example
         return some(2, queries, 2, width).transpose(1, 2), keys, values, mask[:, None]
 
     wide, rope = some(2, 3, 8, 32), some(2, 3, 2, 16)
-    kept = some(24, 2, 32), some(24, 2, 32), torch.tensor([1, 2, 3, 6, 7, 8]).int().to(device)
+    kept = some(24, 2, 32), some(24, 2, 32), torch.tensor([1, 2, 3, 16, 17, 18]).int().to(device)
+    # One of each row moves in the same write.
+    more = torch.tensor([0, 1, 2, 3, 15, 16, 17, 18]).int().to(device)
+    source = torch.tensor([2, 20]).int().to(device)
     calls: dict[str, list[tuple[Any, ...]]] = {
         "attention": [looks(40), looks(260), looks(260, 58, 128)],
         "rms_norm": [(some(2, 3, 96), some(96), 1e-5)],
         "rotate": [(some(2, 3, 4, 32), rope, pairs) for pairs in (True, False)],
         "swiglu": [(some(2, 3, 200),)],
         "rotate_into": [
-            (*wide.split([4, 2, 2], 2), rope, pairs, *kept, 12) for pairs in (True, False)
+            *((*wide.split([4, 2, 2], 2), rope, pairs, *kept, None) for pairs in (True, False)),
+            (*wide.split([4, 2, 2], 2), rope, True, *kept[:2], more, source),
         ],
         "probs": [
             (some(4, 3, 1000), params, True, 50, False),

@@ -157,8 +157,10 @@ def rotate_into_kernel(
     out,  # [R, T, heads, 2 PAIRS]
     keys,  # [rows, kv, 2 PAIRS]
     values,  # [rows, kv, 2 PAIRS]
-    slots,  # [R * T]
-    start,
+    index,  # [R * (D + T)], where they go: what moves, then the new ones
+    moved_keys,  # [R, D, kv, 2 PAIRS]
+    moved_values,  # [R, D, kv, 2 PAIRS]
+    D,
     q_row,  # steps of q, k and v, which may be parts of a wider tensor
     q_token,
     q_head,
@@ -177,26 +179,33 @@ def rotate_into_kernel(
     BLOCK_KV: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
 ):
-    """One program a token."""
+    """One program a token, and one for each that moves."""
     place = tl.program_id(0).to(tl.int64)
-    row, token = place // T, place % T
+    row, token = place // (D + T), place % (D + T) - D
+    kept = tl.load(index + place).to(tl.int64) * kv * (2 * PAIRS)
+    head = tl.arange(0, BLOCK_KV)[:, None]
+    feature = tl.arange(0, 2 * BLOCK_PAIRS)[None, :]
+    there = (head < kv) & (feature < 2 * PAIRS)
+    if token < 0:
+        old = (row * D + token + D) * kv * (2 * PAIRS) + head * (2 * PAIRS) + feature
+        goal = kept + head * (2 * PAIRS) + feature
+        tl.store(keys + goal, tl.load(moved_keys + old, mask=there), mask=there)
+        tl.store(values + goal, tl.load(moved_values + old, mask=there), mask=there)
+        return
+    place = row * T + token
     q += row * q_row + token * q_token
     k += row * k_row + token * k_token
     v += row * v_row + token * v_token
     angles, out = rope + place * (2 * PAIRS), out + place * heads * (2 * PAIRS)
-    kept = (tl.load(slots + place).to(tl.int64) + start) * kv * (2 * PAIRS)
     turn(q, angles, out, q_head, heads, PAIRS, INTERLEAVED, BLOCK_HEADS, BLOCK_PAIRS)
     turn(k, angles, keys + kept, k_head, kv, PAIRS, INTERLEAVED, BLOCK_KV, BLOCK_PAIRS)
-    head = tl.arange(0, BLOCK_KV)[:, None]
-    feature = tl.arange(0, 2 * BLOCK_PAIRS)[None, :]
-    there = (head < kv) & (feature < 2 * PAIRS)
     value = tl.load(v + head * v_head + feature, mask=there)
     tl.store(values + kept + head * (2 * PAIRS) + feature, value, mask=there)
 
 
 @operator(
     "rotate_into(Tensor q, Tensor k, Tensor v, Tensor rope, bool interleaved, Tensor(a!) keys,"
-    " Tensor(b!) values, Tensor slots, int start) -> Tensor",
+    " Tensor(b!) values, Tensor index, Tensor? source) -> Tensor",
     like_x,
 )
 def launch_rotate_into(
@@ -207,14 +216,18 @@ def launch_rotate_into(
     interleaved: bool,
     keys: Tensor,
     values: Tensor,
-    slots: Tensor,
-    start: int,
+    index: Tensor,
+    source: Tensor | None,
 ) -> Tensor:
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     out = like_x(q)
     rows, tokens, heads, width = q.shape
-    kv = k.shape[2]
-    rotate_into_kernel[(rows * tokens,)](
+    kv, count = k.shape[2], 0 if source is None else source.numel() // rows
+    # Gathered before anything is written; without any, no program looks at them.
+    moved = (
+        (keys, values) if source is None else (x.index_select(0, source) for x in (keys, values))
+    )
+    rotate_into_kernel[(rows * (count + tokens),)](
         q,
         k,
         v,
@@ -222,8 +235,9 @@ def launch_rotate_into(
         out,
         keys,
         values,
-        slots.contiguous(),
-        start,
+        index.contiguous(),
+        *moved,
+        count,
         *(step for x in (q, k, v) for step in x.stride()[:3]),
         tokens,
         heads,
@@ -247,12 +261,12 @@ def triton_rotate_into(
     interleaved: bool,
     keys: Tensor,
     values: Tensor,
-    slots: Tensor,
-    start: int,
+    index: Tensor,
+    source: Tensor | None = None,
 ) -> Tensor:
     """`kernels.rotate_into`, into a cache that lies in one piece; mixed dtypes stay plain."""
     assert keys.is_contiguous() and values.is_contiguous()
-    arguments = (q, k, v, rope, interleaved, keys, values, slots, start)
+    arguments = (q, k, v, rope, interleaved, keys, values, index, source)
     if torch.is_grad_enabled() or len({x.dtype for x in (q, k, v, rope, keys, values)}) > 1:
         return rotate_into(*arguments)
     return launch_rotate_into(*arguments)

@@ -20,7 +20,7 @@ from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.decode.tree_tables import TreeTables
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target
-from lantern_hpu.ops.kv_cache import KVCache
+from lantern_hpu.ops.kv_cache import KVCache, LayerCache, ScratchCache
 from lantern_hpu.ops.masks import additive_mask, prefix_mask
 from lantern_hpu.ops.sampling import gather_rows
 
@@ -126,7 +126,7 @@ class EagleDrafting(Drafting):
                 self.positions.entry_index(rows, width),
                 additive_mask(mask, hidden.dtype),
             )
-            cache = own.kv_cache.written(index, len(rows))
+            cache = own.kv_cache.written(index, len(rows)).layers[0]
             drafter(words, hidden[:, :-1], rope, mask, cache, index)
         # The drafter owes the pair (feature of the last prefix position, root).
         owed = root if drafter.shift else entry.prefix_tokens[: len(root), -1]
@@ -151,6 +151,7 @@ class EagleDrafting(Drafting):
         features: Tensor,  # [R, T, H]
         position: Tensor,  # [R, T] that the guess is used at
         mask: Tensor,  # [R, T, S]
+        cache: LayerCache,
         index: Tensor,  # [R * T] of the cache
         state: DecodeState,
     ) -> Tensor:
@@ -158,7 +159,6 @@ class EagleDrafting(Drafting):
         if not self.drafter.sees_pads:
             mask = mask & state.valid[:, None]
         rope, rows = self.positions.rope(position, state), self.positions.per_row(tokens)
-        cache = state.drafting.kv_cache
         return self.drafter(rows, features, rope, additive_mask(mask, features.dtype), cache, index)
 
     def catch_up(self, length: Tensor, state: DecodeState) -> Tensor:
@@ -169,5 +169,12 @@ class EagleDrafting(Drafting):
         position = start[:, None] + 1 + self.positions.arange[: self.width]
         mask = self.positions.mask(start, self.positions.causal[: self.width, : self.width])
         index = self.positions.cache_index(start, self.width)
-        guess = self.run(own.pending_tokens, own.pending_features, position, mask, index, state)
+        cache = own.kv_cache.layers[0]
+        guess = self.run(
+            own.pending_tokens, own.pending_features, position, mask, cache, index, state
+        )
         return gather_rows(guess, (pending - 1)[:, None])
+
+    def scratch(self, state: DecodeState) -> ScratchCache:
+        """What the passes over this step's drafts write; the next step writes what was accepted of them."""
+        return ScratchCache.of(state.drafting.kv_cache.layers[0])

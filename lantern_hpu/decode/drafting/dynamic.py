@@ -14,6 +14,7 @@ from lantern_hpu.decode.tree_tables import DynamicTables
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.buffers import arange32, constant
+from lantern_hpu.ops.kv_cache import ScratchCache
 from lantern_hpu.ops.sampling import gather, gather_rows, topk_tokens
 from lantern_hpu.tree import DynamicTree
 
@@ -67,13 +68,14 @@ class DynamicDrafting(EagleDrafting):
         place = self.positions.arange[:k].expand_as(new)
         origin, first, frontier = torch.zeros_like(new), 1, state.root[:, None]
         mask = torch.zeros_like(self.own[:1])  # [1, k, E * k], nothing yet
+        cache = self.scratch(state)
         for level in range(self.tree.expansions):
             above = gather_rows(mask.expand(len(new), -1, -1), origin)
             mask = above | self.own[level]  # [B, k, E * k]
             guess = gather_rows(guess, self.positions.per_row(origin))
             before, frontier = frontier, gather(new, 1, place)  # [B, k] tokens
             read = frontier if self.drafter.shift else gather(before, 1, origin)
-            guess = self.pass_on(level, read, guess, mask, length, state)
+            guess = self.pass_on(level, read, guess, mask, cache, length, state)
             parent = place + first  # numbers of the frontier, plus 1
             first = first + new.shape[1]
             probs = self.sampler(guess, state, level + 1)  # [B, k, V]
@@ -91,6 +93,7 @@ class DynamicDrafting(EagleDrafting):
         tokens: Tensor,
         features: Tensor,
         mask: Tensor,
+        cache: ScratchCache,
         length: Tensor,
         state: DecodeState,
     ) -> Tensor:
@@ -99,7 +102,7 @@ class DynamicDrafting(EagleDrafting):
         position = (length + level + 1)[:, None].expand(-1, k)
         index = self.positions.cache_index(length + level * k, k)
         full = self.positions.mask(length, self.positions.per_row(mask))
-        return self.run(tokens, features, position, full, index, state)
+        return self.run(tokens, features, position, full, cache, index, state)
 
     def link(self, grown: Candidates, state: DecodeState) -> Drafts:
         chosen, tables = self.tables(grown.scores, grown.parents)

@@ -66,7 +66,7 @@ class StaticDrafting(EagleDrafting):
         """
         guess = self.catch_up(length, state)  # [R, w, H]
         frontier = state.root[:, None]  # [B, w] tokens of this level's nodes
-        tokens, probs = [frontier], []
+        tokens, probs, cache = [frontier], [], self.scratch(state)
         for level in self.levels:
             q = self.sampler(guess, state, level.depth)  # [B, w, V]
             draws = self.sampler.distinct(q, uniform[:, level.child_table], state)  # [B, w, c]
@@ -80,7 +80,7 @@ class StaticDrafting(EagleDrafting):
                 parents, frontier = frontier[:, level.parent], drafts[:, level.expand]
                 read = frontier if self.drafter.shift else parents
                 source = guess[:, level.parent]
-                guess = self.run(read, source, position, mask, index.flatten(), state)
+                guess = self.run(read, source, position, mask, cache, index.flatten(), state)
         return torch.cat(tokens, 1), torch.cat(probs, 1)
 
     def link(self, grown: tuple[Tensor, Tensor], state: DecodeState) -> Drafts:
