@@ -1,10 +1,10 @@
 """The laptop's judge of "can this be captured".
 
-First the function runs once on fake tensors of the `meta` device, under rules that no real run can check:
-no host read, no shape that depends on data, no copy between devices, no write into a view, no constant
-made inside, no tensor from outside the state and the module. Then it runs on the real state with what a
-replay promises and no more: the same addresses, shapes and dtypes each time, and one output storage that
-is poisoned before each call, so that a stale result or one kept too long shows.
+First the function runs once on fake tensors of the `meta` device, under rules that no real run can check: no host
+read, no shape that depends on data, no copy between devices, no write into a view, no second write by index into one
+tensor, no constant made inside, no tensor from outside the state and the module. Then it runs on the real state with
+what a replay promises and no more: the same addresses, shapes and dtypes each time, and one output storage that is
+poisoned before each call, so that a stale result or one kept too long shows.
 """
 
 from __future__ import annotations
@@ -34,8 +34,22 @@ CONSTANTS = frozenset(
 )
 
 
+# Operators that write a part of a tensor, which part an index says. A compiler that brings several of them on one
+# tensor into place may keep one of them alone, or copy the whole tensor for each.
+WRITES_BY_INDEX = frozenset(
+    f"aten::{name}_"
+    for name in "index_copy index_put index_add index_fill scatter scatter_add".split()
+)
+
+
 class Rules(TorchDispatchMode):
     """Refuses what a graph cannot record but fake tensors alone would let through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written: dict[
+            int, Tensor
+        ] = {}  # by index: kept, so that no other storage takes its place
 
     def __torch_dispatch__(
         self,
@@ -56,6 +70,12 @@ class Rules(TorchDispatchMode):
             raise CaptureError(f"copy from {args[1].device.type} to {args[0].device.type}")
         if self.writes_view(func, args):
             raise CaptureError(f"{name} writes into a view", "its base may move between replays")
+        if name in WRITES_BY_INDEX:
+            storage = args[0].untyped_storage()._cdata
+            if storage in self.written:
+                why = "a compiler may keep one of the writes alone"
+                raise CaptureError(f"{name} writes by index into a tensor written before", why)
+            self.written[storage] = args[0]
         return func(*args, **kwargs)
 
     @staticmethod

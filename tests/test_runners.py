@@ -148,6 +148,15 @@ def test_compiled_step_draws_the_same_image(tree: DraftTree) -> None:
     assert (engine.report().captures, engine.report().recompiles_after_warmup) == (2, 0)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_state_tensors_share_no_storage(method: str) -> None:
+    tree, settings = METHODS[method]
+    state = make_engine(tiny_models(), spec_for(tree, batch(**settings)), "eager").state
+    storages = [tensor.untyped_storage().data_ptr() for tensor in state.tensors().values()]
+    taken = [address for address in storages if address]  # an empty tensor has none
+    assert len(set(taken)) == len(taken)
+
+
 # After warm-up
 
 
@@ -234,6 +243,14 @@ def branch(state: Numbers) -> Tensor:
     return state.x * 2 if state.x.sum() > 0 else state.x * 3
 
 
+def write_twice(state: Numbers) -> Tensor:
+    """Two layers of a cache that lie in one tensor."""
+    for layer in range(2):
+        index = state.x[3 * layer : 3 * layer + 3].long()
+        state.total.index_copy_(0, index, state.x[:3])
+    return state.total * 1
+
+
 CAPTURED = torch.ones(6)
 
 ILLEGAL: dict[str, tuple[Callable[[Numbers], Tensor], str]] = {
@@ -244,6 +261,7 @@ ILLEGAL: dict[str, tuple[Callable[[Numbers], Tensor], str]] = {
     "nonzero": (lambda s: s.x.nonzero().float(), "DynamicOutputShape"),
     "slice write into a view": (write_slice, "writes into a view"),
     "in-place on a view": (lambda s: s.total.view(2, 3).add_(1.0) * 1, "writes into a view"),
+    "a tensor written twice by index": (write_twice, "written before"),
     "copy to the host": (lambda s: s.x.cpu() * 2, "copy from meta to cpu"),
     "copy from the host": (
         lambda s: s.total.copy_(torch.empty(6, device="cpu")),
