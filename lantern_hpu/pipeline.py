@@ -24,18 +24,11 @@ from lantern_hpu.decode.pixels import decode_pixels, preview
 from lantern_hpu.decode.spec import Spec, together
 from lantern_hpu.errors import OptionError, require
 from lantern_hpu.graphs import check_mode
-from lantern_hpu.methods.choice import Choice, fastest_without_drafter, fitted, fitted_tree, tuned
-from lantern_hpu.methods.methods import (
-    AUTO,
-    MAX_SEED,
-    WINDOWS,
-    Request,
-    Sampling,
-    choose_method,
-    in_turn,
-    method_of,
-)
 from lantern_hpu.methods.relaxation import Relaxation
+from lantern_hpu.methods.request import MAX_SEED, Request, Sampling, in_turn
+from lantern_hpu.methods.resolve import Here, resolve
+from lantern_hpu.methods.setting import Resolved, Setting
+from lantern_hpu.methods.table import AUTO, WINDOWS
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.files.load import Opened, open_model
 from lantern_hpu.models.files.parts import Given
@@ -45,8 +38,8 @@ from lantern_hpu.models.stretch import Stretched
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.results.images import Drawn, GenerationResult, ImageRecord, RunTiming
-from lantern_hpu.tree import DraftTree, Tree
-from lantern_hpu.zoo.resolve import resolve
+from lantern_hpu.tree import Tree
+from lantern_hpu.zoo.resolve import resolve as resolve_model
 from lantern_hpu.zoo.sizes import stretch_sizes
 
 
@@ -140,7 +133,7 @@ class LanternPipeline:
             backend.tuning.use_threads(threads)
             if quantize is not None:
                 backend.tuning.check_quantized(quantize)
-            small, name = open_model(resolve(model, given, spared)), model
+            small, name = open_model(resolve_model(model, given, spared)), model
             opened: Opened | Stretched = small
             if stretch is not None:
                 name = f"{model} stretched to {stretch}"
@@ -176,7 +169,7 @@ class LanternPipeline:
         seed: int = 0,
         generator: torch.Generator | None = None,
         method: str = AUTO,
-        tree: str | None = None,
+        tree: Tree | str | None = None,
         relaxation: Relaxation | None = None,
         sampling: Sampling | None = None,
         batch_size: int | None = None,
@@ -187,8 +180,8 @@ class LanternPipeline:
         Args:
             seed: of the first image; each further image takes the next number.
             generator: its initial seed is used instead of `seed`.
-            method: see `choose`. tree: name, file or `auto`, for methods that draft.
-            relaxation: for relaxed methods.
+            method: its name, or a whole setting such as `lantern++:lambda=5@broad_7`: see `methods.setting`.
+            tree: name, file or `auto`, for methods that draft. relaxation: for relaxed methods.
             sampling: the model's defaults if not given.
             batch_size: images decoded together, at most 8 if not given. It does not change the images.
             callback: called after each host read.
@@ -200,53 +193,36 @@ class LanternPipeline:
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         first = generator.initial_seed() % (MAX_SEED + 1) if generator is not None else seed
         wanted = [text for text in prompts for _ in range(num_images)]
-        chosen = self.choose(method, tree, relaxation, together(len(wanted), batch_size))
-        settings = sampling or self.model.sampling
-        requests = in_turn(wanted, range(len(wanted)), first, settings, chosen.relaxation)
-        return self.draw(requests, chosen.tree, chosen.method, batch_size, callback)
+        asked = Setting.of(method, relaxation, tree)
+        setting = self.resolve(asked, together(len(wanted), batch_size))
+        sampled = sampling or self.model.sampling
+        requests = in_turn(wanted, range(len(wanted)), first, sampled, setting.relaxation)
+        return self.draw(requests, setting, batch_size, callback)
 
     # -- what is needed to draw
 
-    def choose(
-        self,
-        method: str,
-        tree: str | None = None,
-        relaxation: Relaxation | None = None,
-        size: int = 1,
-    ) -> Choice:
-        """A method's name, draft tree and relaxation, where some are left to us.
-
-        `auto` is the fastest method measured with this model on this device; a tree or a relaxation, or
-        a device without a measurement, makes it `lantern++`; without a drafter it is the fastest window tuned here, or
-        `ar`, and `sjd-pac` with a relaxation. The tree `auto` is the one tuned for this model
-        and device; if one token a step was faster and neither method nor relaxation is given, it is `ar`.
+    def resolve(self, setting: Setting | str, size: int = 1) -> Resolved:
+        """What a setting draws with on this model and device; see `methods.resolve`.
 
         Args:
-            size: images decoded together, for which a tree was tuned.
-        """
-        best: str | Tree | None = tree
-        if tree == AUTO:
-            method, best = tuned(self.situation(method, size), method, relaxation is not None)
-        elif method == AUTO:
-            method = "lantern++"
-            if tree is None and relaxation is None:
-                method, best = self.fastest(size)
-            elif tree is None and self.model.drafter is None:
-                method = "sjd-pac"  # the window that takes relaxations
-        chosen, bounds = choose_method(method, best, relaxation)
-        if best is None:
-            chosen = fitted_tree(chosen, self.model.target.config.tokens)
-        return Choice(method, chosen, relaxation or fitted(bounds, self.model.codes))
+            size: images decoded together.
 
-    def fastest(self, size: int) -> tuple[str, str | Tree | None]:
-        """What `auto` is: as measured with this model, or with none that needs a drafter where there is none."""
+        Raises:
+            OptionError: it cannot be read, or no tree was tuned for `auto`.
+        """
+        asked = Setting.of(setting) if isinstance(setting, str) else setting
         device, known = self.backend.tuning.measured_as, self.model.fastest
-        measured = known.get(f"{device}:{size}") or known.get(device)
-        if self.model.drafter is not None:
-            return measured or ("lantern++", None)
-        if measured is not None and not method_of(measured[0]).needs_drafter:
-            return measured
-        return fastest_without_drafter(self.situation(AUTO, size))
+        config = self.model.target.config
+        return resolve(
+            asked,
+            Here(
+                codes=self.model.codes,
+                tokens=config.tokens,
+                has_drafter=self.model.drafter is not None,
+                fastest=known.get(f"{device}:{size}") or known.get(device),
+                situation=self.situation(asked.drafting, size),
+            ),
+        )
 
     def situation(self, method: str, size: int) -> dict[str, Any]:
         """What decides which tree is best here: a tuned tree is found again by it."""
@@ -322,25 +298,24 @@ class LanternPipeline:
     def draw(
         self,
         requests: Sequence[Request],
-        tree: Tree,
-        method: str,
+        setting: Resolved,
         batch_size: int | None = None,
         callback: Callable[[Event], None] | None = None,
         keep: Callable[[int, Drawn], None] | None = None,
     ) -> GenerationResult:
-        """Draw any mix of requests with one tree; settings may differ from image to image.
+        """Draw any mix of requests with one tree; sampling and relaxation may differ from image to image.
 
         An image that is done leaves its place to the next at the next host read.
 
         Args:
-            method: only a name for reports; tree and relaxation decide.
+            setting: its tree is drafted; each request has its own relaxation, and the method is a name in reports.
             keep: called with each image and its number as soon as it is there.
         """
         if not requests:
             raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
         size = together(len(requests), batch_size)
-        spec = replace(self.spec(requests, tree, size), open=len(requests) > size)
-        engine, config = self.engines.get(spec), self.describe(tree, method)
+        spec = replace(self.spec(requests, setting.tree, size), open=len(requests) > size)
+        engine, config = self.engines.get(spec), self.describe(setting)
         timing = RunTiming(load_s=self.load_seconds)
         self.prepare(engine, requests, timing)
         before, counted = engine.report(), self.backend.queue.counters()
@@ -495,18 +470,14 @@ class LanternPipeline:
             "kernels": self.model.target.kernels.names(),
         }
 
-    def describe(self, tree: Tree, method: str) -> dict[str, Any]:
-        """Settings that all images of a run share; with an image's own they draw it again."""
-        # The name of a dynamic tree or a window says all there is to know.
-        paths = tree.paths[1:] if type(tree) is DraftTree else ()
+    def describe(self, setting: Resolved) -> dict[str, Any]:
+        """What all images of a run share; with an image's own sampling and relaxation it draws the image again."""
         return {
             "model": self.model.source,
             "stretch": self.model.stretched,
             "parts": {name: value for name, value in asdict(self.given).items() if value},
             "weights": self.model.files,
-            "method": method,
-            "tree": tree.name,
-            "tree_paths": [list(path) for path in paths],
+            **setting.as_json(),
             "dtype": named(self.model.target.dtype),
             "quantize": self.quantize,
             "layout": self.layout,

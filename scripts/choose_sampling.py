@@ -23,7 +23,7 @@ from lantern_hpu.files import write_file
 from lantern_hpu.lab.pictures.attributes import small
 from lantern_hpu.lab.pictures.painted import Painted, averaged, drawn_side, within
 from lantern_hpu.lab.pictures.statistics import figures
-from lantern_hpu.methods.methods import Request, Sampling
+from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.results.images import Drawn, encode
 from lantern_hpu.results.tables import markdown
 from scripts.readme_pictures import PROMPTS, sheet
@@ -39,13 +39,13 @@ def setting(text: str) -> Sampling:
 
 def draw(pipeline: LanternPipeline, requests: Sequence[Request], title: str) -> list[Image.Image]:
     """Their pictures, by `ar`."""
-    tree = pipeline.choose("ar").tree
+    ar = pipeline.resolve("ar")
     with tqdm(total=len(requests), desc=title, unit="image") as bar:
 
         def count(index: int, drawn: Drawn) -> None:
             bar.update()
 
-        return pipeline.draw(requests, tree, "ar", 8, keep=count).images
+        return pipeline.draw(requests, ar, 8, keep=count).images
 
 
 def main() -> None:

@@ -26,8 +26,8 @@ from tqdm import tqdm
 from lantern_hpu.files import ASSETS
 from lantern_hpu.lab.fidelity import Place, all_places, distances
 from lantern_hpu.lab.pictures.options import FidelityOptions
-from lantern_hpu.methods.methods import METHODS
 from lantern_hpu.methods.relaxation import Multiplicative
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.tables import markdown

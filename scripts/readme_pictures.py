@@ -13,7 +13,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from lantern_hpu import LanternPipeline
 from lantern_hpu.files import write_file
-from lantern_hpu.methods.methods import METHODS
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.results.images import encode, tokens_per_step
 
 PROMPTS = (

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from lantern_hpu.decode.drafting import WindowDrafting
 from lantern_hpu.errors import require
 from lantern_hpu.lab.fidelity import interval, prompts_of
-from lantern_hpu.methods.methods import Request
+from lantern_hpu.methods.request import Request
 from lantern_hpu.ops.sampling import gather, gather_rows
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import RunTiming

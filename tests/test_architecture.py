@@ -297,7 +297,7 @@ def test_help_loads_no_torch(module: str, args: list[str]) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["lantern_hpu", "lantern_hpu.backends", "lantern_hpu.graphs", "lantern_hpu.methods.methods"],
+    ["lantern_hpu", "lantern_hpu.backends", "lantern_hpu.graphs", "lantern_hpu.methods.setting"],
 )
 def test_what_runs_before_torch_does_not_load_it(module: str) -> None:
     script = f"import sys, {module}; sys.exit('torch' in sys.modules)"

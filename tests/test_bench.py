@@ -21,7 +21,7 @@ from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.files import ASSETS
 from lantern_hpu.lab.clock import quantile
 from lantern_hpu.lab.speed import measure, rates, run
-from lantern_hpu.lab.speed.cases import RANDOM, Case, Wanted, cases_of, pairs_for, settle
+from lantern_hpu.lab.speed.cases import RANDOM, Case, Wanted, cases_of, settings_for, settle
 from lantern_hpu.lab.speed.measure import Meter
 from lantern_hpu.lab.speed.random_weights import make_model, step_sizes
 from lantern_hpu.lab.speed.report import (
@@ -43,9 +43,10 @@ from lantern_hpu.lab.speed.roofline import (
     sizes,
 )
 from lantern_hpu.lab.speed.text import tables
-from lantern_hpu.methods.choice import fitted
-from lantern_hpu.methods.methods import METHODS, Request
 from lantern_hpu.methods.relaxation import EXACT, PRESETS
+from lantern_hpu.methods.request import Request
+from lantern_hpu.methods.setting import Setting
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfig, TransformerConfig
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target
@@ -124,9 +125,9 @@ def case_of(
     pipeline: LanternPipeline, method: str, tree: str | None = None, mode: str = "eager"
 ) -> tuple[Case, list[Request]]:
     """One image in a batch of one."""
-    chosen = pipeline.choose(method, tree)
+    chosen = pipeline.resolve(Setting.of(method, tree=tree))
     requests = [Request("red cat", 0, pipeline.model.sampling, chosen.relaxation)]
-    return Case(method, chosen.tree, chosen.relaxation, mode, 1), requests
+    return Case(chosen, mode, 1), requests
 
 
 # ------------------------------------------------------------------------------------ the report
@@ -227,22 +228,25 @@ def test_published_results_can_be_read() -> None:
 
 def test_measuring_leaves_the_engine_as_it_was(pipeline: LanternPipeline) -> None:
     case, requests = case_of(pipeline, "eagle", "chain")
-    before = pipeline.draw(requests, case.tree, case.method, 1).tokens
+    before = pipeline.draw(requests, case.setting, 1).tokens
     meter = Meter(pipeline, case, requests, RATES, 0.0)
     engine, prefix = meter.engine, pipeline.prefix(meter.engine, requests)
     parts = measure.split_step(engine, prefix, requests, 2)
     assert set(parts) == set(PARTS) and parts["tables"] == 0
     alone = measure.step_alone(engine, prefix, requests, 2)
     assert min(parts["draft"], parts["verify"], alone) > 0
-    assert (pipeline.draw(requests, case.tree, case.method, 1).tokens == before).all()
+    assert (pipeline.draw(requests, case.setting, 1).tokens == before).all()
 
 
 def test_a_run_that_ends_after_some_steps_has_drawn_the_beginning_of_the_image(
     pipeline: LanternPipeline,
 ) -> None:
     case, requests = case_of(pipeline, "eagle", "chain")
-    whole = pipeline.draw(requests, case.tree, case.method, 1).tokens[0]
-    engine, timing = pipeline.engines.get(pipeline.spec(requests, case.tree, 1)), RunTiming()
+    whole = pipeline.draw(requests, case.setting, 1).tokens[0]
+    engine, timing = (
+        pipeline.engines.get(pipeline.spec(requests, case.setting.tree, 1)),
+        RunTiming(),
+    )
     assert not list(pipeline.stream(engine, requests, timing, most=2))
     assert timing.steps == 2 and engine.known is not None
     known = engine.read(engine.known)[0]
@@ -327,7 +331,10 @@ def test_a_recorded_mode_keeps_its_first_engine_until_its_rows_are_done(
 
     monkeypatch.setattr(run, "measure", measured)
     wanted = Wanted(
-        pairs=pairs_for(["ar", "eagle", "lantern++"], ["chain"]), modes=[], batches=[1, 2], images=1
+        settings=settings_for(["ar", "eagle", "lantern++"], ["chain"]),
+        modes=[],
+        batches=[1, 2],
+        images=1,
     )
     cases = cases_of(pipeline, wanted, [mode])[:4]
     rows, missed = run.measure_all(pipeline, wanted, cases, RATES, 0.0)
@@ -447,9 +454,11 @@ def test_bad_options_are_refused(
 
 
 def test_each_method_gets_the_trees_of_its_kind() -> None:
-    pairs = pairs_for(list(METHODS), ["chain", "mc_sim_7b_63"])
-    assert pairs[:3] == [("ar", None), ("eagle", "chain"), ("eagle", "mc_sim_7b_63")]
-    assert ("eagle2", None) in pairs and ("lantern++", "mc_sim_7b_63") in pairs
+    settings = [str(setting) for setting in settings_for(list(METHODS), ["chain", "mc_sim_7b_63"])]
+    assert settings[:3] == ["ar", "eagle@chain", "eagle@mc_sim_7b_63"]
+    assert "eagle2" in settings and "lantern++@mc_sim_7b_63" in settings
+    texts = ["eagle@flat_4", "lantern++"]
+    assert [*map(str, settings_for(texts, ["chain"]))] == ["eagle@flat_4", "lantern++@chain"]
 
 
 def test_layout_and_threads_can_be_asked_for(model: Path) -> None:
@@ -463,34 +472,38 @@ def test_layout_and_threads_can_be_asked_for(model: Path) -> None:
 
 
 def test_a_preset_relaxes_every_method_that_takes_one(pipeline: LanternPipeline) -> None:
-    pairs = pairs_for(["ar", "eagle", "lantern++", "jacobi", "scd"], [])
-    wanted = Wanted(pairs=pairs, modes=[], batches=[1], relax="lambda-20")
-    found = {case.method: case.relaxation for case in cases_of(pipeline, wanted, ["eager"])}
-    assert found["lantern++"] == found["scd"] == fitted(PRESETS["lambda-20"], pipeline.model.codes)
-    assert found["ar"] == found["eagle"] == found["jacobi"] == fitted(EXACT, pipeline.model.codes)
+    methods = ["ar", "eagle", "lantern++", "jacobi", "scd", "sjd-pac:lambda-5"]
+    wanted = Wanted(settings=settings_for(methods, [], "lambda-20"), modes=[], batches=[1])
+    cases = cases_of(pipeline, wanted, ["eager"])
+    found = {case.setting.method: case.setting.relaxation for case in cases}
+    assert found["lantern++"] == found["scd"] == PRESETS["lambda-20"].fitted(pipeline.model.codes)
+    assert found["ar"] == found["eagle"] == found["jacobi"] == EXACT
+    assert found["sjd-pac"] == PRESETS["lambda-5"].fitted(pipeline.model.codes)
     with pytest.raises(OptionError, match="--relax"):
-        Wanted(pairs=pairs, modes=[], batches=[1], relax="lambda-6")
+        settings_for(methods, [], "lambda-6")
 
 
 def test_tuned_tree_is_measured_in_every_mode(pipeline: LanternPipeline, tmp_path: Path) -> None:
     tree = DraftTree.from_paths("tuned_2", [[0], [0, 0]])
     tuned_trees.save(pipeline.situation("eagle", 2), tuned_trees.TunedTree(tree, True))
-    pairs = pairs_for(["ar", "eagle"], ["auto", "chain"])
-    assert pairs == [("ar", None), ("eagle", "auto"), ("eagle", "chain")]
-    wanted = Wanted(pairs=pairs, modes=[], batches=[2])
+    settings = settings_for(["ar", "eagle"], ["auto", "chain"])
+    assert [*map(str, settings)] == ["ar", "eagle@auto", "eagle@chain"]
+    wanted = Wanted(settings=settings, modes=[], batches=[2])
     cases = cases_of(pipeline, wanted, ["eager", "strict"])
-    assert [(case.tree.name, case.mode) for case in cases if case.method == "eagle"] == [
-        (tree, mode) for mode in ("eager", "strict") for tree in ("tuned_2", "chain")
-    ]
+    assert [
+        (case.setting.tree.name, case.mode) for case in cases if case.setting.method == "eagle"
+    ] == [(tree, mode) for mode in ("eager", "strict") for tree in ("tuned_2", "chain")]
     other = tmp_path / "chain.json"
     other.write_text('{"name": "chain", "paths": [[0]]}')
-    twice = replace(wanted, pairs=pairs_for(["eagle"], ["chain", str(other)]))
+    twice = replace(wanted, settings=settings_for(["eagle"], ["chain", str(other)]))
     with pytest.raises(OptionError, match="two different ones of the name 'chain'"):
         cases_of(pipeline, twice, ["eager"])
     tuned_trees.save(
         pipeline.situation("eagle", 2), tuned_trees.TunedTree(load_static("chain"), False)
     )
-    assert [case.tree.name for case in cases_of(pipeline, wanted, ["eager"])][1:] == ["chain"]
+    assert [case.setting.tree.name for case in cases_of(pipeline, wanted, ["eager"])][1:] == [
+        "chain"
+    ]
     with pytest.raises(OptionError, match="none was tuned for eagle and batches of 7"):
         cases_of(pipeline, replace(wanted, batches=[2, 7]), ["eager"])
 

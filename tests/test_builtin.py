@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from lantern_hpu.files import ASSETS
-from lantern_hpu.methods.methods import METHODS
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.models.files.names import read_config
 from lantern_hpu.models.neighbours import nearest
 from lantern_hpu.models.vq import VQModel

@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 from lantern_hpu.commands import convert, generate
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import LanternError, OptionError, WeightsError
-from lantern_hpu.methods.methods import Request, Sampling
+from lantern_hpu.methods.request import Request, Sampling
+from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models import neighbours as codebook
 from lantern_hpu.models.families import llamagen
 from lantern_hpu.models.files.checkpoint import Checkpoint, open_checkpoint
@@ -313,7 +314,7 @@ def test_drafters_draw(public: Path, tmp_path: Path, method: str, device: str) -
 def first_tokens(pipeline: LanternPipeline, method: str, count: int) -> list[int]:
     """Greedy tokens of one image, as far as `count`."""
     request = Request("red", 0, Sampling(3.0, 0.0))
-    tree = pipeline.choose(method, "chain" if method != "ar" else None).tree
+    tree = pipeline.resolve(Setting.of(method, tree="chain" if method != "ar" else None)).tree
     engine: Engine = pipeline.engines.make(pipeline.spec([request], tree, 1), "eager")
     known = engine.start(pipeline.model.condition.rows(["red"], True), [request])
     number = 1

@@ -5,22 +5,32 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from pathlib import Path
+from random import Random
+from typing import Any, get_args
 
 import pytest
 
-from lantern_hpu.errors import OptionError, TreeError
-from lantern_hpu.methods.methods import MAX_SEED, METHODS, Request, Sampling, choose_method
+from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import (
     EXACT,
+    PRESETS,
     Additive,
     Annealed,
     Clustered,
     Multiplicative,
     Relaxation,
     RelaxationOptions,
+    Residual,
 )
+from lantern_hpu.methods.request import MAX_SEED, Request, Sampling
+from lantern_hpu.methods.resolve import Here, resolve
+from lantern_hpu.methods.setting import Resolved, Setting
+from lantern_hpu.methods.table import AUTO, METHODS, Auto
+from lantern_hpu.tree import DynamicTree, Guess, Tree, Window, load_tree
+from lantern_hpu.tree.named import NAMED
 
 ADDITIVE = partial(Additive, 1)
 MULTIPLICATIVE = partial(Multiplicative, 1)
@@ -177,58 +187,175 @@ def test_seed_out_of_range_is_refused(seed: int) -> None:
         Request("x", seed)
 
 
-def test_methods_stand_for_their_tree_and_relaxation() -> None:
-    tree, relaxation = choose_method("ar")
-    assert (tree.size, relaxation) == (1, EXACT)
-    tree, relaxation = choose_method("eagle")
-    assert (tree.name, relaxation) == ("naive_extend_57", EXACT)
-    tree, relaxation = choose_method("lantern++")
-    assert (tree.name, relaxation) == ("naive_extend_57", Multiplicative(10, lam=5.0))
-    tree, relaxation = choose_method("eagle2")
-    assert (tree.name, relaxation) == ("dynamic:10x4x58", EXACT)
-    tree, relaxation = choose_method("lantern", "dynamic:4x2x9")
-    assert (tree.name, relaxation) == ("dynamic:4x2x9", Additive(1000, bound=0.2))
-    mine = Additive(5, bound=0.2)
-    tree, relaxation = choose_method("lantern++", "chain", mine)
-    assert (tree.name, relaxation) == ("chain", mine)
+# ------------------------------------------------------------------------------------ settings
+
+HERE = Here(codes=2000, tokens=256, has_drafter=True)
 
 
-def test_explicitly_exact_relaxation_is_not_replaced_by_the_default() -> None:
-    exact = Multiplicative(10, lam=1.0)
-    assert choose_method("lantern++", None, exact)[1] == exact
-    assert not choose_method("lantern++", None, EXACT)[1].active
-
-
-def test_unknown_method_lists_the_known_ones() -> None:
-    with pytest.raises(OptionError, match="unknown method 'magic'") as refused:
-        choose_method("magic")
-    assert all(name in str(refused.value) for name in METHODS)
-
-
-def test_method_refuses_options_it_has_no_use_for() -> None:
-    with pytest.raises(OptionError, match="known to a loaded model alone"):
-        choose_method("eagle", "auto")
-    with pytest.raises(OptionError, match="--tree has no meaning for ar"):
-        choose_method("ar", "chain")
-    for method in ("ar", "eagle", "eagle2"):
-        with pytest.raises(OptionError, match=f"{method} is exact"):
-            choose_method(method, None, Multiplicative(10, lam=5.0))
+def resolved(text: str, here: Here = HERE) -> tuple[str, str, Relaxation]:
+    setting = resolve(Setting.parse(text), here)
+    return setting.method, setting.tree.name, setting.relaxation
 
 
 @pytest.mark.parametrize(
-    ("method", "tree", "kind"),
+    ("text", "method", "tree", "relaxation"),
     [
-        ("eagle", "dynamic", "static"),
-        ("lantern++", "dynamic:4x2x9", "static"),
-        ("eagle2", "chain", "dynamic"),
-        ("lantern", "chain", "dynamic"),
+        ("ar", "ar", "root", EXACT),
+        ("eagle", "eagle", "naive_extend_57", EXACT),
+        ("auto", "lantern++", "naive_extend_57", Multiplicative(10, lam=5.0)),
+        ("lantern++", "lantern++", "naive_extend_57", Multiplicative(10, lam=5.0)),
+        ("lantern++:lambda=2", "lantern++", "naive_extend_57", Multiplicative(10, lam=2.0)),
+        ("lantern++:lambda=2:k=3@chain", "lantern++", "chain", Multiplicative(3, lam=2.0)),
+        ("lantern++:k=3", "lantern++", "naive_extend_57", Multiplicative(3, lam=5.0)),
+        ("lantern++:lambda=1", "lantern++", "naive_extend_57", Multiplicative(10, lam=1.0)),
+        ("auto:delta-0.1@broad_7", "lantern++", "broad_7", Additive(1000, bound=0.1)),
+        ("eagle2", "eagle2", "dynamic:10x4x58", EXACT),
+        ("lantern", "lantern", "dynamic:10x4x58", Additive(1000, bound=0.2)),
+        ("lantern@dynamic:4x3x12", "lantern", "dynamic:4x3x12", Additive(1000, bound=0.2)),
+        ("scd", "scd", "scd:16:law", EXACT),
+        ("scd:gsd:ranks=3@8", "scd", "scd:8:law", Clustered(distance=0.5, ranks=3)),
+        ("scd@scd:8:left", "scd", "scd:8:left", EXACT),
+        ("sjd-pac:omega=2:nu=0.2@8:3x1", "sjd-pac", "sjd-pac:8:3x1:law", PRESETS["omega-2"]),
+        ("jacobi@0", "jacobi", "jacobi:0:law", EXACT),
     ],
 )
-def test_method_refuses_trees_of_the_other_kind(method: str, tree: str, kind: str) -> None:
-    with pytest.raises(OptionError, match=re.escape(f"{method} drafts a {kind} tree")):
-        choose_method(method, tree)
+def test_settings_mean_what_is_written(
+    text: str, method: str, tree: str, relaxation: Relaxation
+) -> None:
+    assert resolved(text) == (method, tree, relaxation)
+    assert Setting.parse(str(Setting.parse(text))) == Setting.parse(text)
 
 
-def test_method_reports_an_unknown_tree() -> None:
-    with pytest.raises(TreeError, match="unknown tree 'oak'"):
-        choose_method("eagle", "oak")
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("auto", "eagle", "scd@16", "lantern:delta-0.1", "lantern++:lambda=5:k=10@broad_7"),
+        *("lantern@dynamic:4x3x12", "sjd-pac@8:3x1", "scd@8:left", "eagle@auto"),
+        *("lantern++:lambda=2:k=30:residual=official", "scd:distance=0.2:ranks=3:gap=0.5"),
+    ],
+)
+def test_settings_are_written_as_they_are_read(text: str) -> None:
+    assert str(Setting.parse(text)) == text
+
+
+def random_setting(random: Random) -> Setting:
+    """Any method with any relaxation and any tree that it takes."""
+    name = random.choice([AUTO, *METHODS])
+    method = METHODS["lantern++" if name == AUTO else name]
+    share, residual = random.random(), random.choice(get_args(Residual))
+    relaxation: Relaxation | None = random.choice(
+        [
+            None,
+            EXACT,
+            random.choice(list(PRESETS.values())),
+            Multiplicative(random.randrange(50), residual, lam=1 + 20 * share),
+            Additive(random.randrange(50), residual, bound=share),
+            Annealed(0, residual, omega=3 * share, nu=share - 0.5, mu=random.uniform(-1e-7, 1e-7)),
+            Clustered(0, residual, distance=share, ranks=random.randrange(9), gap=share / 3),
+        ]
+    )
+    if relaxation is not None and not method.takes_relaxation(relaxation):
+        relaxation = None
+    width = random.randint(1, 64)
+    front = (random.randint(1, 4), random.randint(0, width)) if method.rule == "sjd-pac" else None
+    trees: list[Tree | Auto | None] = [None]
+    if method.tunable:
+        trees.append(AUTO)
+    trees += [load_tree(named) for named in NAMED if method.tree == "static"]
+    if method.rule is not None:
+        trees.append(Window.of(method.rule, width, front, random.choice(get_args(Guess))))
+    if method.tree == "dynamic":
+        trees.append(DynamicTree(random.randint(2, 9), random.randint(0, 4), random.randint(1, 2)))
+    return Setting(name, relaxation, random.choice(trees))
+
+
+@pytest.mark.parametrize("seed", range(400))
+def test_every_setting_is_read_as_it_was_written(seed: int) -> None:
+    setting = random_setting(Random(seed))
+    again = Setting.parse(str(setting))
+    assert again == setting and str(again) == str(setting)
+    if setting.tree != AUTO:  # which depends on what was tuned
+        drawn = resolve(setting, HERE)
+        assert resolve(Setting.parse(str(drawn)), HERE) == drawn == Resolved.read(drawn.as_json())
+
+
+def test_a_tree_of_a_file_is_written_as_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text("[[0], [1]]")
+    setting = Setting.parse(f"eagle@{file}")
+    assert str(setting) == f"eagle@{file}" and resolve(setting, HERE).tree.name == "mine"
+    assert Setting.parse(str(setting)) == setting
+
+
+def test_published_settings_and_usual_windows_fit_small_models() -> None:
+    """What is the user's own is not lowered: it is refused where it is used."""
+    small = replace(HERE, codes=32, tokens=9)
+    assert resolved("lantern", small)[2] == Additive(31, bound=0.2)
+    assert resolved("lantern:delta=0.1", small)[2] == Additive(31, bound=0.1)
+    assert resolved("lantern:delta=0.1:k=99", small)[2] == Additive(99, bound=0.1)
+    assert resolved("scd", small)[1] == "scd:8:law"
+    assert resolved("scd@16", small)[1] == "scd:16:law"
+
+
+def test_auto_is_what_was_measured_unless_something_is_asked_for() -> None:
+    here = replace(HERE, fastest=("scd", "scd:8"))
+    assert resolved("auto", here)[:2] == ("scd", "scd:8:law")
+    assert resolved("auto:lambda-5", here)[:2] == ("lantern++", "naive_extend_57")
+    assert resolved("auto@chain", here)[:2] == ("lantern++", "chain")
+    alone = replace(HERE, has_drafter=False)
+    assert resolved("auto", alone)[0] == "ar"
+    assert resolved("auto", replace(alone, fastest=("eagle", None)))[0] == "ar"
+    assert resolved("auto", replace(alone, fastest=("scd", None)))[0] == "scd"
+    assert resolved("auto:lambda-5", alone)[0] == "sjd-pac"
+
+
+def test_a_resolved_setting_is_not_resolved_again() -> None:
+    setting = Resolved("lantern", Additive(9, bound=0.1), load_tree("dynamic:4x2x9"))
+    assert resolve(setting, replace(HERE, codes=4)) is setting
+
+
+@pytest.mark.parametrize(
+    ("text", "why", "hint"),
+    [
+        ("magic", "unknown method 'magic'", "sjd-pac"),
+        ("", "unknown method ''", "eagle"),
+        ("lantern++:kappa=3", "unknown value 'kappa'", "lambda"),
+        ("lantern++:lambda-6", "unknown preset 'lambda-6'", "lambda-5"),
+        ("lantern++:lambda=much", "lambda is 'much': a number was expected", "METHOD"),
+        ("lantern++:lambda=0.5", "--relax-lambda is 0.5: allowed: 1 (exact) or more", "METHOD"),
+        ("lantern++:lambda=2:lambda=3", "lambda is given twice", "METHOD"),
+        ("lantern++:lambda-5:gsd", "two presets are given", "METHOD"),
+        ("lantern++:lambda=2:delta=0.1", "exclude each other", "give one"),
+        ("eagle:lambda-5", "eagle is exact", "lantern++"),
+        ("jacobi:lambda-5", "jacobi takes no relaxation", "scd"),
+        ("lantern:gsd", "no clusters with a dynamic tree", "lantern++"),
+        ("eagle@", "nothing follows @", "METHOD"),
+        ("eagle@oak", "unknown tree 'oak'", "broad_7"),
+        ("eagle@16", "unknown tree '16'", "broad_7"),
+        ("eagle@dynamic", "eagle drafts a static tree", "eagle2"),
+        ("lantern++@dynamic:4x2x9", "lantern++ drafts a static tree", "eagle2"),
+        ("eagle2@chain", "eagle2 drafts a dynamic tree", "eagle"),
+        ("lantern@chain", "lantern drafts a dynamic tree", "eagle"),
+        ("eagle2@auto", "--tree auto does not fit eagle2", "eagle"),
+        ("ar@chain", "--tree has no meaning for ar", "eagle"),
+        ("scd@0", "scd takes 1 to 256", "METHOD"),
+        ("scd@jacobi:4", "scd drafts a window of its own", "jacobi"),
+        ("sjd-pac@8:x3", "cannot read --window-tree 'x3'", "3x3"),
+        ("eagle@nowhere.json", "cannot read the tree 'nowhere.json'", "METHOD"),
+    ],
+)
+def test_bad_settings_get_one_clear_error(text: str, why: str, hint: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(why)) as refused:
+        Setting.parse(text)
+    error = refused.value
+    assert error.what == f"{text!r} is no setting" and hint in error.hint
+
+
+def test_tree_and_relaxation_beside_a_form_that_has_them_are_refused() -> None:
+    assert Setting.of("eagle", tree="chain") == Setting.parse("eagle@chain")
+    with pytest.raises(OptionError, match="--tree exclude each other"):
+        Setting.of("eagle@chain", tree="flat_4")
+    with pytest.raises(OptionError, match="--relax exclude each other"):
+        Setting.of("lantern++:lambda-5", EXACT)
+    with pytest.raises(OptionError, match="known to a loaded model alone"):
+        resolve(Setting.parse("eagle@auto"), HERE)

@@ -15,8 +15,8 @@ from lantern_hpu.commands.evaluate import main
 from lantern_hpu.lab.pictures import crew
 from lantern_hpu.lab.pictures.drawing import columns
 from lantern_hpu.lab.pictures.folder import read_picture
-from lantern_hpu.lab.pictures.options import Setting
 from lantern_hpu.methods.relaxation import Additive, Multiplicative
+from lantern_hpu.methods.setting import Setting
 from lantern_hpu.pipeline import LanternPipeline
 
 SIZES = "--images 65 --panels 2 --fresh 70 --rounds 10".split()
@@ -209,7 +209,7 @@ def test_a_folder_of_other_things_is_left_alone(
 
 def test_settings_by_values() -> None:
     one = Setting.parse("lantern++:lambda=2:k=30")
-    assert one.relaxation == Multiplicative(30, lam=2.0) and one.own_k
+    assert one.relaxation == Multiplicative(30, lam=2.0) and not one.relaxation.published
     assert Setting.parse("lantern:delta=0.05").relaxation == Additive(1000, bound=0.05)
 
 
@@ -217,6 +217,6 @@ def test_each_tree_goes_to_the_methods_that_can_draft_it(model: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
     settings = [Setting.parse(name) for name in ("ar", "eagle", "lantern", "scd", "sjd-pac")]
     found = columns(pipeline, settings, "chain,dynamic:3x2x8,scd:4", 1, floor=False)
-    trees = [column.choice.tree.name for column in found]
+    trees = [column.setting.tree.name for column in found]
     assert trees[1:4] == ["chain", "dynamic:3x2x8", "scd:4:law"]
     assert trees[0] == "root" and trees[4].startswith("sjd-pac:")

@@ -14,8 +14,6 @@ from lantern_hpu.commands.fidelity import main
 from lantern_hpu.decode.accept import Acceptance, Bounds
 from lantern_hpu.decode.clusters import Clusters
 from lantern_hpu.lab.fidelity import Place, averaged, distance, find_places
-from lantern_hpu.lab.pictures.options import Setting
-from lantern_hpu.methods.methods import METHODS, Request
 from lantern_hpu.methods.relaxation import (
     EXACT,
     Additive,
@@ -24,6 +22,9 @@ from lantern_hpu.methods.relaxation import (
     Multiplicative,
     Relaxation,
 )
+from lantern_hpu.methods.request import Request
+from lantern_hpu.methods.setting import Resolved, Setting
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.tree import DraftTree
@@ -150,9 +151,9 @@ def test_places_lie_inside_their_images(tmp_path: Path, method: str) -> None:
     pipeline = LanternPipeline.from_pretrained(str(write_folder(tmp_path / "tiny")))
     sampling = pipeline.model.sampling
     requests = [Request("red cat", seed, sampling) for seed in range(8)]
-    tree = METHODS[method].default_tree
-    places = find_places(pipeline, tree, requests, [i / 7 for i in range(8)])
-    whole = pipeline.draw(requests, tree, method, 8).tokens
+    setting = Resolved(method, tree=METHODS[method].default_tree)
+    places = find_places(pipeline, setting.tree, requests, [i / 7 for i in range(8)])
+    whole = pipeline.draw(requests, setting, 8).tokens
     lesson = Lesson(pipeline.model, ["red cat"] * 8, torch.from_numpy(whole))
     p = torch.stack([place.p for place in places])  # [8, 1, V]
     gaps = (lesson.p - p).abs().amax(-1)  # [8, N - 1]
@@ -187,5 +188,5 @@ def test_bad_options_are_refused(
 
 
 def test_setting_by_name() -> None:
-    assert Setting.parse("lantern").relaxation == Additive(1000, bound=0.2)
+    assert Setting.parse("lantern").relaxation is None
     assert Setting.parse("lantern++:delta-0.1").relaxation == Additive(1000, bound=0.1)

@@ -18,8 +18,9 @@ from lantern_hpu import __version__
 from lantern_hpu.commands.generate import main
 from lantern_hpu.errors import OutputError
 from lantern_hpu.files import write_file
-from lantern_hpu.methods.methods import METHODS, Request, Sampling, choose_method
 from lantern_hpu.methods.relaxation import Multiplicative
+from lantern_hpu.methods.request import Request, Sampling
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.results.prompts import read_prompts
@@ -144,9 +145,8 @@ def test_saved_tokens_are_each_images_own(model: Path, tmp_path: Path) -> None:
 
 
 def test_each_png_holds_its_own_settings(pipeline: LanternPipeline, tmp_path: Path) -> None:
-    tree, bounds = choose_method("eagle")
-    hot, cold = (Request("cat", 1, Sampling(temperature=t), bounds) for t in (1.0, 0.5))
-    result = pipeline.draw([hot, cold], tree, "eagle")
+    hot, cold = (Request("cat", 1, Sampling(temperature=t)) for t in (1.0, 0.5))
+    result = pipeline.draw([hot, cold], pipeline.resolve("eagle"))
     for index, name in enumerate(("hot.png", "cold.png")):
         write_file(tmp_path / name, result.png(index))
         again = tmp_path / f"again-{name}"

@@ -22,8 +22,8 @@ from lantern_hpu.decode.step import Step
 from lantern_hpu.errors import CaptureError, DeviceError, OptionError
 from lantern_hpu.graphs import make_runner
 from lantern_hpu.lab.lint import lint_model
-from lantern_hpu.methods.methods import METHODS
 from lantern_hpu.methods.relaxation import PRESETS
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.ops import kernels
 from lantern_hpu.pipeline import LanternPipeline
 from tests.marks import mostly_slow

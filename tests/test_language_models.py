@@ -21,7 +21,8 @@ from torch import Tensor
 from lantern_hpu.backends import get_backend
 from lantern_hpu.commands import convert, generate
 from lantern_hpu.decode.sampler import sampling_params
-from lantern_hpu.methods.methods import Request, Sampling
+from lantern_hpu.methods.request import Request, Sampling
+from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.config import DrafterConfig
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.parts import Given
@@ -76,7 +77,7 @@ def greedy(folder: Path, prompts: Sequence[str], scale: float) -> Tensor:
     settings = Sampling(scale, 0.0)
     requests = [Request(prompt, i, settings) for i, prompt in enumerate(prompts)]
     pipeline = pipeline_of(folder)
-    result = pipeline.draw(requests, pipeline.choose("ar").tree, "ar")
+    result = pipeline.draw(requests, pipeline.resolve("ar"))
     return torch.from_numpy(result.tokens)
 
 
@@ -539,7 +540,7 @@ def test_a_drafter_learns_and_drafts(public: Path, name: str) -> None:
     pipeline = LanternPipeline(model, get_backend("cpu"), "eager")
     requests = [Request(p, 0, Sampling(3.0, 0.0)) for p in PROMPTS[:2]]
     drawn = [
-        pipeline.draw(requests, pipeline.choose(method, tree).tree, method).tokens
+        pipeline.draw(requests, pipeline.resolve(Setting.of(method, tree=tree))).tokens
         for method, tree in (("ar", None), ("eagle", "chain"), ("eagle2", "dynamic:2x1x4"))
     ]
     assert (drawn[0] == drawn[1]).all() and (drawn[0] == drawn[2]).all()

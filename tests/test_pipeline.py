@@ -14,8 +14,9 @@ from PIL import Image
 from lantern_hpu.commands import generate
 from lantern_hpu.decode.engine import KEPT
 from lantern_hpu.errors import OptionError
-from lantern_hpu.methods.methods import Request, Sampling
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Additive, Relaxation, read
+from lantern_hpu.methods.request import Request, Sampling
+from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DraftTree, load_static
@@ -25,7 +26,7 @@ from tests.folder import write_folder
 def test_auto_is_what_was_fastest_for_so_many_images(model: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
     pipeline.model.fastest = {"cpu:1": ("jacobi", "jacobi:3"), "cpu": ("ar", None)}
-    one, several = pipeline.choose("auto", size=1), pipeline.choose("auto", size=2)
+    one, several = pipeline.resolve("auto", 1), pipeline.resolve("auto", 2)
     assert (one.method, one.tree.name, several.method) == ("jacobi", "jacobi:3:law", "ar")
 
 
@@ -48,7 +49,7 @@ def test_twenty_different_requests_keep_four_engines_and_free_the_others(model: 
     most = 0
     for tree in trees:
         for sampling in samplings:
-            pipeline.draw([Request("a red apple", 0, sampling)], tree, "test")
+            pipeline.draw([Request("a red apple", 0, sampling)], Resolved("test", tree=tree))
             built.update(pipeline.engines.engines.values())
             gc.collect()
             most = max(most, len(built))
@@ -62,7 +63,7 @@ def test_requests_that_differ_a_little_share_an_engine(model: Path) -> None:
     for seed, top_k in enumerate((17, 20, 25, 31)):
         sampling = Sampling(1.5 + seed, 0.9, top_k)
         relaxation = Additive(k=17 + seed, bound=0.1)
-        pipeline.draw([Request("cat", seed, sampling, relaxation)], tree, "test")
+        pipeline.draw([Request("cat", seed, sampling, relaxation)], Resolved("test", tree=tree))
     assert len(pipeline.engines.engines) == 1
 
 

@@ -100,13 +100,13 @@ def test_a_plan_covers_what_a_card_holds_at_its_peak(public: Path, name: str, me
     """Loading, prefill, a step and a picture on the emulated card, which counts what is alive."""
     from contextlib import closing
 
-    from lantern_hpu.methods.methods import Request
+    from lantern_hpu.methods.request import Request
     from lantern_hpu.pipeline import LanternPipeline
 
     where: dict[str, Any] = {"device": "hpu", "emulate": True, "dtype": "float32"}
     with closing(LanternPipeline.from_pretrained(str(public / name), **where)) as pipeline:
         request = Request("red", 0, pipeline.model.sampling)
-        tree = pipeline.choose(method).tree
+        tree = pipeline.resolve(method).tree
         pipeline.warm_up(pipeline.engines.get(pipeline.spec([request], tree, 1)), request)
         peak = pipeline.backend.memory().peak
         assert peak is not None

@@ -14,8 +14,8 @@ from lantern_hpu.backends import get_backend
 from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs import RUNNERS, check_mode, make_runner
 from lantern_hpu.graphs.strict import StrictRunner
-from lantern_hpu.methods.methods import Request
 from lantern_hpu.methods.relaxation import PRESETS, Additive, Annealed, Multiplicative
+from lantern_hpu.methods.request import Request
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
 from tests.marks import mostly_slow
 from tests.tiny import draw, make_engine, request, sample, spec_for, tiny_config, tiny_models

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.methods.methods import Sampling
+from lantern_hpu.methods.request import Sampling
 from lantern_hpu.ops.sampling import (
     SamplingParams,
     apply_guidance,

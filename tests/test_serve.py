@@ -33,8 +33,8 @@ from lantern_hpu.commands.serve import main
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, OptionError
-from lantern_hpu.methods.methods import Request
 from lantern_hpu.methods.relaxation import PRESETS
+from lantern_hpu.methods.request import Request
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.serve.app import make_app

@@ -15,8 +15,8 @@ from lantern_hpu.backends.base import Queue
 from lantern_hpu.backends.cpu.backend import CPUBackend
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.state import DecodeState
-from lantern_hpu.methods.methods import Request
 from lantern_hpu.methods.relaxation import Additive, Annealed, Clustered, Multiplicative, Relaxation
+from lantern_hpu.methods.request import Request
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.ops.kv_cache import KVCache

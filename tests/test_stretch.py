@@ -25,8 +25,8 @@ from lantern_hpu.lab.compare.document import document
 from lantern_hpu.lab.speed import measure, rates
 from lantern_hpu.lab.speed.report import problems, read_report
 from lantern_hpu.lab.speed.text import tables
-from lantern_hpu.methods.methods import Sampling
 from lantern_hpu.methods.relaxation import PRESETS
+from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models import stretch
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.files.load import open_model
@@ -333,17 +333,17 @@ def test_bench_measures_whole_images_and_says_what_they_are(
 
 
 def test_what_a_stretched_benchmark_measures_fits_its_methods() -> None:
-    def pairs(*options: str) -> list[tuple[str, str | None]]:
+    def settings(*options: str) -> list[str]:
         parsed = bench.make_parser().parse_args(["--stretch", "llamagen-xl", *options])
-        return bench.read_options(parsed).pairs
+        return [*map(str, bench.read_options(parsed).settings)]
 
-    usual = pairs()
-    assert ("eagle", "flat_4") in usual and ("scd", "scd:8") in usual and len(usual) == 6
-    assert pairs("--methods", "ar,scd") == [("ar", None), ("scd", "scd:2"), ("scd", "scd:8")]
-    assert pairs("--methods", "ar,eagle2") == [("ar", None), ("eagle2", None)]
-    assert pairs("--methods", "eagle", "--trees", "chain") == [("eagle", "chain")]
+    usual = settings()
+    assert "eagle@flat_4" in usual and "scd@8" in usual and len(usual) == 6
+    assert settings("--methods", "ar,scd") == ["ar", "scd@2", "scd@8"]
+    assert settings("--methods", "ar,eagle2") == ["ar", "eagle2"]
+    assert settings("--methods", "eagle", "--trees", "chain") == ["eagle@chain"]
     plain = bench.read_options(bench.make_parser().parse_args([]))
-    assert (plain.images, plain.batches, len(plain.pairs)) == (8, [1, 8], 8)
+    assert (plain.images, plain.batches, len(plain.settings)) == (8, [1, 8], 8)
 
 
 def test_tune_counts_on_the_small_model_and_times_the_large_one(

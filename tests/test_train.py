@@ -23,7 +23,8 @@ from lantern_hpu.commands.generate import main as generate
 from lantern_hpu.commands.train import main
 from lantern_hpu.decode.acceptance import profile
 from lantern_hpu.errors import OptionError, WeightsError
-from lantern_hpu.methods.methods import Request, Sampling
+from lantern_hpu.methods.request import Request, Sampling
+from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.train import wiring
 from lantern_hpu.train.drafter import DrafterTraining, begin, chain
 from lantern_hpu.train.samples import draw, read_tokens, split
@@ -424,7 +425,7 @@ def test_profile_counts_what_the_report_counts(model: Path) -> None:
     requests = [Request("red cat", seed, pipeline.model.sampling) for seed in range(6)]
     engine = pipeline.engines.make(pipeline.spec(requests, tree, len(requests)), "eager")
     found = profile(engine, partial(pipeline.prefix, engine), requests).as_json()
-    result = pipeline.draw(requests, tree, "eagle", 6)
+    result = pipeline.draw(requests, Resolved("eagle", tree=tree), 6)
     by_depth = [sum(r.accepted_by_depth[d] for r in result.records) for d in range(2)]
     assert [sum(ranks) for ranks in found["accepted"]] == by_depth
     assert found["tried"][0] == sum(r.steps for r in result.records)

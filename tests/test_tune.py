@@ -33,9 +33,9 @@ from lantern_hpu.lab.tune.options import TUNABLE, TuneOptions
 from lantern_hpu.lab.tune.result import Figures, TunedRow, Tuning
 from lantern_hpu.lab.tune.search import Solver, best_tree, most_reached, ms_per_token
 from lantern_hpu.lab.tune.text import figures_table, verdict
-from lantern_hpu.methods.choice import Choice
-from lantern_hpu.methods.methods import METHODS
 from lantern_hpu.methods.relaxation import EXACT, Multiplicative
+from lantern_hpu.methods.setting import Resolved
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import DraftTree, load_static, tuned_trees
@@ -317,16 +317,16 @@ def test_choice_decides_the_method_only_if_none_is_named(model: str) -> None:
     tree = DraftTree.from_paths("tuned_2", [[0], [0, 0]])
     for method, ar_wins in (("lantern++", True), ("eagle", False)):
         tuned_trees.save(pipeline.situation(method, 2), tuned_trees.TunedTree(tree, ar_wins))
-    relaxed = pipeline.choose("lantern++").relaxation
-    assert pipeline.choose("auto", "auto", None, 2) == Choice("ar", DraftTree.root_only(), EXACT)
-    assert pipeline.choose("lantern++", "auto", None, 2) == Choice("lantern++", tree, relaxed)
-    assert pipeline.choose("eagle", "auto", None, 2) == Choice("eagle", tree, EXACT)
-    mine = Multiplicative(3, lam=2.0)
-    assert pipeline.choose("auto", "auto", mine, 2) == Choice("lantern++", tree, mine)
+    relaxed = pipeline.resolve("lantern++").relaxation
+    assert pipeline.resolve("auto@auto", 2) == Resolved("ar")
+    assert pipeline.resolve("lantern++@auto", 2) == Resolved("lantern++", relaxed, tree)
+    assert pipeline.resolve("eagle@auto", 2) == Resolved("eagle", EXACT, tree)
+    mine = pipeline.resolve("auto:lambda=2:k=3@auto", 2)
+    assert mine == Resolved("lantern++", Multiplicative(3, lam=2.0), tree)
     tuned_trees.save(pipeline.situation("lantern++", 2), tuned_trees.TunedTree(tree, False))
-    assert pipeline.choose("auto", "auto", None, 2) == Choice("lantern++", tree, relaxed)
+    assert pipeline.resolve("auto@auto", 2) == Resolved("lantern++", relaxed, tree)
     with pytest.raises(OptionError, match="none was tuned") as refused:
-        pipeline.choose("eagle", "auto", None, 5)
+        pipeline.resolve("eagle@auto", 5)
     assert "there is one for batches of 2" in str(refused.value)
     result = pipeline("red cat", num_images=2, method="eagle", tree="auto")
     assert result.config["tree"] == "tuned_2" and len(result.images) == 2

@@ -19,8 +19,9 @@ from lantern_hpu.decode.accept import Acceptance, Bounds
 from lantern_hpu.decode.clusters import Clusters
 from lantern_hpu.decode.tree_tables import StaticTables
 from lantern_hpu.errors import OptionError
-from lantern_hpu.methods.methods import METHODS, Request
 from lantern_hpu.methods.relaxation import EXACT, Annealed, Clustered, Multiplicative, Relaxation
+from lantern_hpu.methods.request import Request
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.ops.race import FACTORS, race
 from lantern_hpu.ops.sampling import sample_distinct
 from lantern_hpu.pipeline import LanternPipeline
@@ -337,19 +338,19 @@ def test_tuned_windows_are_what_auto_takes_without_a_drafter(
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
     pipeline.model.drafter = None
     pipeline.model.files = {n: d for n, d in pipeline.model.files.items() if "drafter" not in n}
-    assert pipeline.choose("auto").method == "ar"  # nothing was measured
+    assert pipeline.resolve("auto").method == "ar"  # nothing was measured
     for method, spent in (("scd", 3.0), ("sjd-pac", 2.0), ("jacobi", 4.0)):
         tree = Window.of(METHODS[method].rule or "scd", 7)
         here = pipeline.situation(method, 1)
         tuned_trees.save(here, tuned_trees.TunedTree(tree, False, spent))
-    chosen = pipeline.choose("auto")
+    chosen = pipeline.resolve("auto")
     assert (chosen.method, chosen.tree) == ("sjd-pac", Window.of("sjd-pac", 7))
-    assert pipeline.choose("auto", relaxation=Multiplicative(3, lam=2.0)).method == "sjd-pac"
-    assert pipeline.choose("scd", "auto").tree == Window.of("scd", 7)
+    assert pipeline.resolve("auto:lambda=2:k=3").method == "sjd-pac"
+    assert pipeline.resolve("scd@auto").tree == Window.of("scd", 7)
     tuned_trees.save(
         pipeline.situation("sjd-pac", 1), tuned_trees.TunedTree(tree, True, 1.0)
     )  # ar won there
-    assert pipeline.choose("auto").method == "scd"
+    assert pipeline.resolve("auto").method == "scd"
 
 
 def test_tune_measures_widths_and_saves_the_fastest(
@@ -367,5 +368,5 @@ def test_tune_measures_widths_and_saves_the_fastest(
     assert rows[0]["measured"]["tokens_per_step"] == 1 < rows[1]["measured"]["tokens_per_step"]
     assert "times as fast" in capsys.readouterr().out
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
-    assert pipeline.choose("scd", "auto").tree == Window.of("scd", 8)
+    assert pipeline.resolve("scd@auto").tree == Window.of("scd", 8)
     assert tune.main([*given, "--profile", str(report)]) == 2

@@ -13,7 +13,7 @@ import pytest
 
 from lantern_hpu.commands import generate, models
 from lantern_hpu.errors import OptionError, WeightsError
-from lantern_hpu.methods.methods import Sampling
+from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.families import FAMILIES
 from lantern_hpu.models.text.classes import class_index
 from lantern_hpu.zoo import fetch, located, registry

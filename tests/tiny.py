@@ -15,8 +15,8 @@ from lantern_hpu.backends import get_backend
 from lantern_hpu.decode.batch import decode
 from lantern_hpu.decode.engine import Decoded, Engine
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.methods.methods import Request, Sampling
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
+from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.text.prefix import Prefix, wordless

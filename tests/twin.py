@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.decode import noise
-from lantern_hpu.methods.methods import Request, Sampling
+from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target, rope_table

@@ -32,10 +32,11 @@ from lantern_hpu.lab.speed.cases import (
     Wanted,
     find_entry,
     methods_for,
-    pairs_for,
+    settings_for,
 )
 from lantern_hpu.lab.speed.text import tables
-from lantern_hpu.methods.methods import AUTO, METHODS
+from lantern_hpu.methods.setting import FORM, Setting
+from lantern_hpu.methods.table import AUTO
 from lantern_hpu.zoo.sizes import stretch_sizes
 
 
@@ -50,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     modes = f"comma-separated graph modes; `auto` is the device's best ({GRAPHS})"
     kernels = "auto: the device's own where they agree with the plain ones; or plain (auto)"
     methods, images = USUAL["methods"], "timed images of a row, at least (8; stretched 1)"
-    small = f"comma-separated ({methods}; stretched {LARGE['methods']})"
+    small = f"comma-separated, a name or {FORM} ({methods}; stretched {LARGE['methods']})"
     add("--model", help="`builtin`, a known model, a Hub id or a model folder (builtin)")
     add("--random-weights", metavar="NAME", help=sizes)
     add_stretch_option(parser)
@@ -94,16 +95,17 @@ def read_options(args: argparse.Namespace) -> Wanted:
         stretch_sizes(args.stretch)
     usual = LARGE if args.stretch else USUAL
     fill_in(args, {name: value for name, value in usual.items() if name != "trees"})
-    methods = listed(args.methods, "--methods", "method", METHODS)
+    methods = listed(args.methods, "--methods")
     trees = [] if args.trees is None else listed(args.trees, "--trees")
     if args.stretch is not None and args.trees is None:
-        trees = [t for t in str(LARGE["trees"]).split(",") if set(methods_for(t)) & set(methods)]
+        drafting = {Setting.parse(text).method for text in methods}
+        trees = [t for t in str(LARGE["trees"]).split(",") if drafting & set(methods_for(t))]
     sizes = listed(args.batch_sizes, "--batch-sizes")
     whole = all(size.isdecimal() and int(size) >= 1 for size in sizes)
     require(whole, "--batch-sizes", args.batch_sizes, "numbers from 1, such as 1,8")
     return Wanted(
         entry=None if args.random_weights is None else find_entry(args.random_weights),
-        pairs=pairs_for(methods, trees),
+        settings=settings_for(methods, trees, args.relax),
         modes=listed(args.graphs or GRAPHS, "--graphs", "graph mode", [AUTO, *RUNNERS]),
         by_name=args.graphs is not None,
         batches=[int(size) for size in sizes],

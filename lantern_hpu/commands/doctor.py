@@ -24,7 +24,7 @@ from lantern_hpu.backends import BACKENDS, EMULATED
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.errors import LanternError
-from lantern_hpu.methods.methods import METHODS
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.results.tables import columns
 
 if TYPE_CHECKING:

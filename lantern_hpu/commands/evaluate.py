@@ -23,11 +23,13 @@ from lantern_hpu.commands import options
 from lantern_hpu.commands.options import taken
 from lantern_hpu.errors import OptionError, choices, exit_code, listed, require
 from lantern_hpu.lab.pictures.crew import Order, Workers
-from lantern_hpu.lab.pictures.options import EvaluateOptions, PaintedOptions, Setting
+from lantern_hpu.lab.pictures.options import EvaluateOptions, PaintedOptions
 from lantern_hpu.lab.pictures.protocols import NEEDS, PRESETS, SCENES, Library, preset_of
 from lantern_hpu.lab.pictures.sets import SETS, export
-from lantern_hpu.methods.methods import AUTO, Sampling
 from lantern_hpu.methods.relaxation import PRESETS as RELAXATIONS
+from lantern_hpu.methods.request import Sampling
+from lantern_hpu.methods.setting import Setting
+from lantern_hpu.methods.table import AUTO
 
 if TYPE_CHECKING:
     from lantern_hpu.lab.pictures.run import Scorer

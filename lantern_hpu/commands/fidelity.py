@@ -19,10 +19,11 @@ from lantern_hpu.backends import prepare
 from lantern_hpu.commands.options import add_device_options, device_options, taken
 from lantern_hpu.errors import exit_code, listed
 from lantern_hpu.files import check_free
-from lantern_hpu.lab.pictures.options import FidelityOptions, Setting
+from lantern_hpu.lab.pictures.options import FidelityOptions
 from lantern_hpu.lab.rows import heading, show
-from lantern_hpu.methods.methods import METHODS
 from lantern_hpu.methods.relaxation import EXACT, PRESETS
+from lantern_hpu.methods.setting import Setting
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.results.tables import markdown
 
@@ -73,7 +74,7 @@ def report(
     from lantern_hpu.pipeline import LanternPipeline
 
     with closing(LanternPipeline.from_pretrained(model, **vars(device))) as pipeline:
-        with tqdm(total=total(settings, options), unit="image", file=sys.stderr) as bar:
+        with tqdm(total=total(pipeline, settings, options), unit="image", file=sys.stderr) as bar:
             rows = list(measure(pipeline, settings, options, bar))
         sizes = {name: value for name, value in asdict(options).items() if name != "seed"}
         return heading("lantern_hpu.fidelity", pipeline, argv) | sizes | {"rows": rows}

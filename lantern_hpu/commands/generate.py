@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,27 +24,15 @@ from lantern_hpu.commands import options
 from lantern_hpu.decode.spec import together
 from lantern_hpu.errors import OptionError, OutputError, WeightsError, exit_code, require
 from lantern_hpu.files import check_free, write_file
-from lantern_hpu.methods import relaxation
-from lantern_hpu.methods.methods import (
-    AUTO,
-    Request,
-    Sampling,
-    check_drafter,
-    check_tunable,
-    choose_method,
-    method_of,
-    window_tree,
-)
-from lantern_hpu.methods.relaxation import Relaxation
+from lantern_hpu.methods.request import Request, Sampling
+from lantern_hpu.methods.setting import Resolved, Setting, check_drafter
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.models.text.classes import class_index
 from lantern_hpu.results.prompts import read_prompts
-from lantern_hpu.tree import DraftTree, load_tree
 from lantern_hpu.zoo.sizes import stretch_sizes
 
 if TYPE_CHECKING:
-    from lantern_hpu.methods.choice import Choice
     from lantern_hpu.pipeline import Event, LanternPipeline
     from lantern_hpu.results.images import Drawn, GenerationResult
 
@@ -114,8 +102,7 @@ class Job:
 
     Attributes:
         prompts: one an image. labels: whether some are class labels.
-        method, tree: as asked for; `auto` is settled once the model is loaded.
-        relaxation: None leaves it to the method. own_k: whether its number of neighbours is the user's.
+        setting: as asked for; resolved once the model is loaded.
         known: settings of the image that is to be drawn again.
     """
 
@@ -127,10 +114,7 @@ class Job:
     batch_size: int | None = None
     labels: bool = False
     negative: str | None = None
-    method: str = AUTO
-    tree: str | None = None
-    relaxation: Relaxation | None = None
-    own_k: bool = False
+    setting: Setting = field(default_factory=Setting)
     known: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
@@ -161,15 +145,10 @@ def new_job(args: argparse.Namespace) -> Job:
     require(count >= 1, "--num-images", count, "1 or more")
     for label in args.class_label:
         class_index(label)
-    method = args.method or AUTO
-    tree = window_tree(method, args.tree, args.window, args.window_tree)
-    check_drafter(method, args.drafter)
+    setting = options.setting_of(args)
+    check_drafter(setting.method, args.drafter)
     if args.stretch is not None:
         stretch_sizes(args.stretch, options.given_parts(args))
-    # `auto` with any of the options of a method is `lantern++`.
-    drafting = "lantern++" if method == AUTO else method
-    bounds = options.relaxation_options(args)
-    relaxed = bounds.relaxation(method_of(drafting).relaxation)
     job = Job(
         prompts=[prompt for prompt in prompts for _ in range(count)],
         seed=args.seed or 0,
@@ -179,14 +158,8 @@ def new_job(args: argparse.Namespace) -> Job:
         batch_size=args.batch_size,
         labels=bool(args.class_label),
         negative=args.negative_prompt,
-        method=method,
-        tree=tree,
-        relaxation=relaxed,
-        own_k=bounds.k is not None,
+        setting=setting,
     )
-    choose_method(drafting, None if tree == AUTO else tree, relaxed)
-    if args.tree == AUTO:
-        check_tunable(drafting)
     options.sampling_options(args, Sampling())
     return job
 
@@ -216,14 +189,13 @@ def job_again(args: argparse.Namespace) -> Job:
         device=replace(options.device_options(args), **settled),
         batch_size=args.batch_size,
         negative=config.get("negative"),
-        method=config["method"],
         known=config,
     )
 
 
 def settle(
     job: Job, pipeline: LanternPipeline, args: argparse.Namespace
-) -> tuple[Choice, Sampling]:
+) -> tuple[Resolved, Sampling]:
     """What was left to the model and the device, or is that of the image to draw again.
 
     Raises:
@@ -231,13 +203,8 @@ def settle(
     """
     if job.known is not None:
         return settle_again(job.known, job.model, pipeline, args.from_png)
-    from lantern_hpu.methods.choice import fitted
-
-    size = together(len(job.prompts), job.batch_size)
-    chosen = pipeline.choose(job.method, job.tree, job.relaxation, size)
-    if not job.own_k:  # a published number of neighbours, not the user's
-        chosen = replace(chosen, relaxation=fitted(chosen.relaxation, pipeline.model.codes))
-    return chosen, options.sampling_options(args, pipeline.model.sampling)
+    setting = pipeline.resolve(job.setting, together(len(job.prompts), job.batch_size))
+    return setting, options.sampling_options(args, pipeline.model.sampling)
 
 
 def other_weights(
@@ -260,22 +227,16 @@ def other_weights(
 
 def settle_again(
     known: dict[str, Any], model: str, pipeline: LanternPipeline, file: Path
-) -> tuple[Choice, Sampling]:
-    from lantern_hpu.methods.choice import Choice
-
+) -> tuple[Resolved, Sampling]:
     mine = pipeline.model.files
     others = [name for name in known["weights"] if known["weights"][name] != mine.get(name)]
     if others:
         raise other_weights(file, model, known["weights"], others)
-    name, paths = known["tree"], known["tree_paths"]
-    named = method_of(known["method"]).tree in ("dynamic", "window")
-    tree = load_tree(name) if named else DraftTree.from_paths(name, paths)
     try:
-        relaxed = relaxation.read(known["relaxation"])
+        return Resolved.read(known), Sampling(**known["sampling"])
     except OptionError as error:
         what = f"{file} cannot be drawn again"
         raise OptionError(what, "another version of this package drew it") from error
-    return Choice(known["method"], tree, relaxed), Sampling(**known["sampling"])
 
 
 # ------------------------------------------------------------------------------------ where it goes
@@ -447,7 +408,7 @@ def open_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
             with pipeline.backend.errors():
                 news = [requests[i] for i in left]
                 keep = Keeper(left, files, args.force)
-                pipeline.draw(news, chosen.tree, chosen.method, size, None, keep)
+                pipeline.draw(news, chosen, size, None, keep)
         return len(left)
 
     return draw_piece
@@ -474,7 +435,7 @@ def show_decided(pipeline: LanternPipeline, *what: str) -> None:
         print("; ".join(told), file=sys.stderr)
 
 
-def requests_of(job: Job, chosen: Choice, sampling: Sampling) -> list[Request]:
+def requests_of(job: Job, chosen: Resolved, sampling: Sampling) -> list[Request]:
     """One an image, each with the next seed."""
     shared = (sampling, chosen.relaxation, job.negative)
     return [Request(p, job.seed + i, *shared) for i, p in enumerate(job.prompts)]
@@ -483,7 +444,7 @@ def requests_of(job: Job, chosen: Choice, sampling: Sampling) -> list[Request]:
 def check_kept(
     pipeline: LanternPipeline,
     requests: Sequence[Request],
-    chosen: Choice,
+    chosen: Resolved,
     files: Sequence[Path],
     kept: Iterable[int],
 ) -> None:
@@ -491,7 +452,7 @@ def check_kept(
     from lantern_hpu.pipeline import settings_of
     from lantern_hpu.results.images import REPLAYED, read_png
 
-    described = pipeline.describe(chosen.tree, chosen.method)
+    described = pipeline.describe(chosen)
     for index in kept:
         file, request = files[index], requests[index]
         there, mine = read_png(file), described | settings_of(request)
@@ -523,7 +484,7 @@ class Keeper:
 def run(
     pipeline: LanternPipeline,
     requests: Sequence[Request],
-    chosen: Choice,
+    chosen: Resolved,
     batch_size: int | None,
     bar: Bar,
     keep: Keeper,
@@ -532,7 +493,7 @@ def run(
     for prompt, note in pipeline.notes(requests):
         print(f"warning: {prompt!r}: {note}", file=sys.stderr)
     with closing(bar), pipeline.backend.errors():
-        return pipeline.draw(requests, chosen.tree, chosen.method, batch_size, bar, keep)
+        return pipeline.draw(requests, chosen, batch_size, bar, keep)
 
 
 def save(result: GenerationResult, outputs: Outputs, columns: int | None, force: bool) -> None:

@@ -22,7 +22,7 @@ from lantern_hpu.backends.hpu.releases import choose, emulated
 from lantern_hpu.commands.options import add_bridge_option
 from lantern_hpu.errors import LanternError, OptionError, choices, exit_code, require
 from lantern_hpu.graphs import RUNNERS
-from lantern_hpu.methods.methods import METHODS
+from lantern_hpu.methods.table import METHODS
 
 PROFILES = ("lazy", "compile")
 

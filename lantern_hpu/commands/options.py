@@ -9,8 +9,10 @@ from typing import Any
 from lantern_hpu.backends import BACKENDS
 from lantern_hpu.backends.hpu.releases import DEFAULT, RELEASES, choose
 from lantern_hpu.graphs import RUNNERS
-from lantern_hpu.methods.methods import AUTO, DEFAULT_TREE, DEFAULT_WINDOW, METHODS, Sampling
 from lantern_hpu.methods.relaxation import PRESETS, RelaxationOptions
+from lantern_hpu.methods.request import Sampling
+from lantern_hpu.methods.setting import Setting, window_tree
+from lantern_hpu.methods.table import AUTO, DEFAULT_TREE, DEFAULT_WINDOW, METHODS
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.options import KEPT, DeviceOptions
 from lantern_hpu.tree import DYNAMIC, DynamicTree
@@ -135,6 +137,19 @@ def add_method_options(group: Group) -> None:
     add("--relax-ranks", type=int, metavar="N", help="of them, ranks up and down (gsd: 7)")
     add("--relax-gap", type=float, metavar="P", help="of them, in probability (gsd: 0.15)")
     add("--residual", help=left)
+
+
+def setting_of(args: argparse.Namespace) -> Setting:
+    """One setting of `--method`, `--tree`, `--window` and the relaxation.
+
+    Raises:
+        OptionError, TreeError: they contradict each other, or one is out of range.
+    """
+    method = args.method or AUTO
+    setting = Setting.of(method)
+    tree = window_tree(setting.method, args.tree, args.window, args.window_tree)
+    bounds = relaxation_options(args).relaxation(METHODS[setting.drafting].relaxation)
+    return Setting.of(method, bounds, tree)
 
 
 def relaxation_options(args: argparse.Namespace) -> RelaxationOptions:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from lantern_hpu.commands.options import add_part_options, given_parts
 from lantern_hpu.decode.memory import DTYPES, verdict
 from lantern_hpu.errors import exit_code
-from lantern_hpu.methods.methods import DEFAULT_TREE, METHODS
+from lantern_hpu.methods.table import DEFAULT_TREE, METHODS
 from lantern_hpu.models.options import KEPT
 from lantern_hpu.plan.report import facts, find_device, find_model, report, setup_of
 

@@ -15,7 +15,8 @@ from lantern_hpu import __version__
 from lantern_hpu.backends import prepare
 from lantern_hpu.commands import options
 from lantern_hpu.errors import exit_code, require
-from lantern_hpu.methods.methods import METHODS
+from lantern_hpu.methods.setting import FORM
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.serve.options import FILTERS, ServeOptions, names
 
 
@@ -30,7 +31,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--allow-host", metavar="NAME,...", help=more)
     add = parser.add_argument_group("what").add_argument
     add("--model", default="builtin", help="see generate --model (builtin)")
-    listed = f"comma-separated, the first is the default: {', '.join(METHODS)}"
+    listed = f"comma-separated, the first is the default: {', '.join(METHODS)}, or {FORM}"
     add("--methods", help=f"{listed} (the fastest here, and ar)")
     add("--tree", help="of the methods that draft; see generate --tree")
     more = "each makes every step longer; what the model's own settings use is always there"

@@ -50,7 +50,7 @@ def grow(
     require(step >= 0, "--step", step, "0 or more")
     import torch
 
-    from lantern_hpu.methods.methods import Request
+    from lantern_hpu.methods.request import Request
     from lantern_hpu.pipeline import LanternPipeline
 
     with closing(LanternPipeline.from_pretrained(model)) as pipeline, torch.no_grad():

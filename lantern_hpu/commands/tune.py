@@ -37,7 +37,8 @@ from lantern_hpu.errors import OptionError, exit_code, needing
 from lantern_hpu.files import check_free, write_file
 from lantern_hpu.lab.rows import heading
 from lantern_hpu.lab.tune.options import LARGE, MOST_DEPTH, MOST_NODES, TUNABLE, TuneOptions
-from lantern_hpu.methods.methods import METHODS, WINDOWS
+from lantern_hpu.methods.setting import Setting
+from lantern_hpu.methods.table import METHODS, WINDOWS
 from lantern_hpu.results.prompts import read_prompts
 from lantern_hpu.tree import tuned_trees
 from lantern_hpu.zoo.sizes import stretch_sizes
@@ -121,7 +122,10 @@ def check_profile(
 
 def check_model(pipeline: LanternPipeline, situation: tuned_trees.Situation) -> None:
     """Raise an error if the model cannot draft this method's trees, or the tree could not be tuned_trees."""
-    if METHODS[situation["method"]].needs_drafter and pipeline.model.drafter is None:
+    if (
+        METHODS[Setting.parse(situation["method"]).method].needs_drafter
+        and pipeline.model.drafter is None
+    ):
         why, hint = f"{situation['method']} needs one", "--method " + " or ".join(WINDOWS)
         raise OptionError(f"{pipeline.model.name} has no drafter", why, f"--drafter, or {hint}")
     check_free([tuned_trees.file_of(situation)], force=True)
@@ -137,7 +141,7 @@ def measure_windows(
     from lantern_hpu.lab.tune.windows import SMALL_WIDTHS, WIDTHS, windows
 
     widths = WIDTHS if pipeline.model.stretched is None else SMALL_WIDTHS
-    trees = windows(options.method, pipeline.model.target.config.tokens, widths)
+    trees = windows(options.setting.method, pipeline.model.target.config.tokens, widths)
     with tqdm(total=len(trees) + 1, unit="part", file=sys.stderr, dynamic_ncols=True) as bar:
         return Tuner(pipeline, options, prompts, bar).tune_windows(trees)
 
@@ -199,7 +203,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     options = TuneOptions(**({} if args.stretch is None else LARGE) | taken(TuneOptions, args))
     check_outputs([args.output, args.report], args.force)
     prompts = read_prompts(args.prompts) if args.prompts else []
-    is_window = METHODS[options.method].rule is not None
+    is_window = METHODS[options.setting.method].rule is not None
     if is_window and args.profile:
         raise OptionError(f"--profile has no use for {options.method}", "each width is drawn with")
     counts, earlier = read_profile(args.profile) if args.profile else (None, None)
@@ -211,7 +215,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
     loaded = LanternPipeline.from_pretrained(args.model, given=given_parts(args), **vars(device))
     with closing(loaded) as pipeline:
-        situation = pipeline.situation(options.method, options.batch_size)
+        situation = pipeline.situation(str(options.setting), options.batch_size)
         check_model(pipeline, situation)
         if earlier is not None:
             check_profile(earlier, situation, args.profile)

@@ -11,7 +11,7 @@ import torch
 from lantern_hpu.decode.batch import Encode
 from lantern_hpu.decode.counts import ChildCounts
 from lantern_hpu.decode.engine import Engine
-from lantern_hpu.methods.methods import Request
+from lantern_hpu.methods.request import Request
 from lantern_hpu.tree import DraftTree
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lantern_hpu.decode.engine import Decoded, Engine
-from lantern_hpu.methods.methods import Request
+from lantern_hpu.methods.request import Request
 from lantern_hpu.models.text.prefix import Prefix
 
 Encode = Callable[[Sequence[Request]], Prefix]

@@ -31,7 +31,7 @@ from lantern_hpu.decode.step import Accepted, Step
 from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs import check_mode, make_runner
 from lantern_hpu.graphs.base import Runner
-from lantern_hpu.methods.methods import Request
+from lantern_hpu.methods.request import Request
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.prefix import Prefix

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lantern_hpu.errors import OptionError, require
-from lantern_hpu.methods.methods import NO_BOUND, Request, check_clusters
 from lantern_hpu.methods.relaxation import Residual
+from lantern_hpu.methods.request import Request
+from lantern_hpu.methods.setting import NO_BOUND, check_clusters
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.tree import Tree, Window
 

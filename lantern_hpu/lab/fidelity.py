@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,10 +32,11 @@ from lantern_hpu.decode.clusters import Clusters
 from lantern_hpu.decode.engine import StepTrace
 from lantern_hpu.errors import OptionError
 from lantern_hpu.lab.clock import image_seconds
-from lantern_hpu.lab.pictures.options import FidelityOptions, Setting
-from lantern_hpu.methods.choice import fitted
-from lantern_hpu.methods.methods import METHODS, Request, in_turn
+from lantern_hpu.lab.pictures.options import FidelityOptions
 from lantern_hpu.methods.relaxation import Relaxation
+from lantern_hpu.methods.request import Request, in_turn
+from lantern_hpu.methods.setting import Resolved, Setting
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.ops.sampling import gather, sample
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import tokens_per_step
@@ -69,10 +70,10 @@ def prompts_of(pipeline: LanternPipeline) -> Sequence[str]:
     return usual_prompts(pipeline.model.condition.takes_classes)
 
 
-def kind_of(setting: Setting) -> str | None:
-    """Methods of one kind draft alike, and share their places; None where no draft is tried."""
+def tries_drafts(setting: Resolved) -> bool:
+    """Whether drafts are tried; `ar` and `jacobi` draw each token from the target's own distribution."""
     method = METHODS[setting.method]
-    return None if method.rule == "jacobi" else method.rule or method.tree
+    return method.drafts and method.rule != "jacobi"
 
 
 # ------------------------------------------------------------------------------------ places
@@ -196,14 +197,13 @@ def interval(values: Sequence[float]) -> float | None:
 
 
 def speed(
-    pipeline: LanternPipeline, setting: Setting, options: FidelityOptions
+    pipeline: LanternPipeline, setting: Resolved, options: FidelityOptions
 ) -> dict[str, float]:
     """Tokens a step and milliseconds an image, one image at a time, after a first one."""
-    tree = pipeline.choose(setting.method).tree
     index, sampling = range(options.timed), pipeline.model.sampling
     requests = in_turn(prompts_of(pipeline), index, options.seed, sampling, setting.relaxation)
-    pipeline.draw(requests[:1], tree, setting.method, 1)
-    result = pipeline.draw(requests, tree, setting.method, 1)
+    pipeline.draw(requests[:1], setting, 1)
+    result = pipeline.draw(requests, setting, 1)
     return {
         "tokens_per_step": tokens_per_step(result.records),
         "ms_per_image": 1000 * image_seconds(result.timing, options.timed),
@@ -225,31 +225,32 @@ def measure(
     if pipeline.model.sampling.greedy:
         why = "its tokens have no distribution to move"
         raise OptionError(f"{pipeline.model.name} is greedy", why)
-    places: dict[str, list[Place]] = {}  # by the kind of tree
-    for setting in settings:
-        bar.set_description(setting.name)
-        setting = replace(setting, relaxation=fitted(setting.relaxation, pipeline.model.codes))
-        kind, tree = kind_of(setting), pipeline.choose(setting.method).tree
+    places: dict[Tree, list[Place]] = {}  # methods that draft alike share them
+    for asked in settings:
+        bar.set_description(str(asked))
+        setting = pipeline.resolve(asked)
+        tree = setting.tree
         tv = [0.0]  # what tries nothing draws from p itself
-        if kind is not None:
-            if kind not in places:
-                places[kind] = all_places(pipeline, tree, options, bar)
-            tv = distances(pipeline, tree, places[kind], setting.relaxation, options)
+        if tries_drafts(setting):
+            if tree not in places:
+                places[tree] = all_places(pipeline, tree, options, bar)
+            tv = distances(pipeline, tree, places[tree], setting.relaxation, options)
         bar.update(options.images)
         drawn = speed(pipeline, setting, options)
         bar.update(options.timed)
         yield {
-            "row": setting.name,
+            "row": str(asked),
             "method": setting.method,
             "relaxation": setting.relaxation.as_json(),
             "places": len(tv),
             "tv": statistics.fmean(tv),
-            "tv_interval": interval(tv) if kind else 0.0,
+            "tv_interval": interval(tv) if tries_drafts(setting) else 0.0,
             **drawn,
         }
 
 
-def total(settings: Sequence[Setting], options: FidelityOptions) -> int:
+def total(pipeline: LanternPipeline, settings: Sequence[Setting], options: FidelityOptions) -> int:
     """Images that the bar of `measure` counts."""
-    kinds = {kind_of(setting) for setting in settings} - {None}
-    return options.images * (len(kinds) + len(settings)) + options.timed * len(settings)
+    resolved = [pipeline.resolve(setting) for setting in settings]
+    trees = {setting.tree for setting in resolved if tries_drafts(setting)}
+    return options.images * (len(trees) + len(settings)) + options.timed * len(settings)

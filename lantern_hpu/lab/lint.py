@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 from lantern_hpu.backends import EMULATED
 from lantern_hpu.backends.hpu.lint import Ended, TimeOver, limited
-from lantern_hpu.methods.methods import METHODS, Request
+from lantern_hpu.methods.request import Request
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.pipeline import LanternPipeline
 
 if TYPE_CHECKING:
@@ -57,6 +58,6 @@ def lint_model(
 
 
 def draw(pipeline: LanternPipeline, method: str) -> None:
-    chosen, sampling = pipeline.choose(method), pipeline.model.sampling
+    chosen, sampling = pipeline.resolve(method), pipeline.model.sampling
     requests = [Request(p, i, sampling, chosen.relaxation) for i, p in enumerate(PROMPTS)]
-    pipeline.draw(requests, chosen.tree, method, batch_size=1)
+    pipeline.draw(requests, chosen, batch_size=1)

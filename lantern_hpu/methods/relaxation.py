@@ -1,5 +1,6 @@
 """How far acceptance may depart from the exact rule: four types, and the published settings. Needs no torch.
 
+Written as `delta-0.1`, the name of a published setting, or as values between colons: `lambda=2:k=30`.
 The algorithm is `decode/accept.py`; what each rule bounds and what it does not: docs/methods.md.
 """
 
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
 from lantern_hpu.errors import OptionError, choices, require
@@ -20,15 +21,18 @@ class Relaxation:
     """What acceptance needs of a rule; these values are exact.
 
     Attributes:
-        rule: its name in PNG files and reports.
+        rule: its name in PNG files and reports. bound_name: of its bound, where it is written.
         k: neighbours that may lend their mass; 0 is exact.
         residual: what is left after a refusal; "official" reproduces the published code.
+        published: whether `k` is a published number, which a small codebook may lower, and not the user's.
     """
 
     rule: ClassVar[str]
+    bound_name: ClassVar[str]
     more: ClassVar[tuple[str, ...]] = ()  # its fields after the bound
     k: int = 0
     residual: Residual = "sound"
+    published: bool = field(default=False, compare=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         if self.residual not in get_args(Residual):
@@ -75,9 +79,31 @@ class Relaxation:
         """Whether it can change what is accepted."""
         return self.lends or self.weighs or self.clusters
 
+    def fitted(self, codes: int) -> Relaxation:
+        """A published setting with no more neighbours than a codebook of so many codes has; others as they are."""
+        if not self.published or self.k < codes:
+            return self
+        return replace(self, k=codes - 1, published=False)
+
+    def __str__(self) -> str:
+        """The form that `parse` reads: the name of a published setting, or the values that are not the usual ones."""
+        for name, preset in PRESETS.items():
+            if self == preset and (self.published or not self.k):
+                return name
+        usual, bound = USUAL[self.bound_name], self.bound_name
+        values = {
+            BOUNDS.get(f.name, f.name): getattr(self, f.name) for f in fields(self) if f.compare
+        }
+        told = {bound: values.pop(bound)}
+        for name, value in values.items():
+            is_given = name == "k" and self.k and not self.published
+            if is_given or value != getattr(usual, name):
+                told[name] = value
+        return ":".join(f"{name}={text_of(value)}" for name, value in told.items())
+
     def as_json(self) -> dict[str, Any]:
         """The form of PNG files and reports: one bound, whatever it means to the rule."""
-        k, residual, bound, *more = astuple(self)
+        k, residual, bound, *more = (getattr(self, f.name) for f in fields(self) if f.compare)
         shared = {"rule": self.rule, "k": k, "bound": bound, "residual": residual}
         return shared | {"nu": 0.0, "mu": 0.0} | dict(zip(self.more, more, strict=True))
 
@@ -86,7 +112,7 @@ class Relaxation:
 class Multiplicative(Relaxation):
     """LANTERN++: a draft's nearest codes raise its mass to at most `lam` times its own."""
 
-    rule = "multiplicative"
+    rule, bound_name = "multiplicative", "lambda"
     lam: float = 1.0
 
     def __post_init__(self) -> None:
@@ -102,7 +128,7 @@ class Multiplicative(Relaxation):
 class Additive(Relaxation):
     """LANTERN: a draft's nearest codes lend it at most `bound` of their mass."""
 
-    rule = "additive"
+    rule, bound_name = "additive", "delta"
     bound: float = 0.0
 
     def __post_init__(self) -> None:
@@ -121,7 +147,7 @@ class Annealed(Relaxation):
     No neighbour lends anything; a weight up to 1 is exact.
     """
 
-    rule = "annealed"
+    rule, bound_name = "annealed", "omega"
     more = ("nu", "mu")
     omega: float = 1.0
     nu: float = 0.0
@@ -152,7 +178,7 @@ class Clustered(Relaxation):
         gap: between the probabilities; that of a member is less.
     """
 
-    rule = "clusters"
+    rule, bound_name = "clusters", "distance"
     more = ("ranks", "gap")
     distance: float = 0.0
     ranks: int = 7
@@ -196,16 +222,24 @@ def read(values: Mapping[str, Any]) -> Relaxation:
 EXACT = Multiplicative()
 # What the papers and their reproductions report figures for; `--relax` takes the names.
 PRESETS: dict[str, Relaxation] = {
-    "delta-0.1": Additive(1000, bound=0.1),
-    "delta-0.2": Additive(1000, bound=0.2),
-    "delta-0.3": Additive(1000, bound=0.3),
-    "delta-0.4": Additive(1000, bound=0.4),
-    "lambda-5": Multiplicative(10, lam=5.0),
-    "lambda-10": Multiplicative(5, lam=10.0),
-    "lambda-20": Multiplicative(5, lam=20.0),
-    "omega-2": Annealed(omega=2.0, nu=0.2),
-    "gsd": Clustered(distance=0.5),
+    "delta-0.1": Additive(1000, bound=0.1, published=True),
+    "delta-0.2": Additive(1000, bound=0.2, published=True),
+    "delta-0.3": Additive(1000, bound=0.3, published=True),
+    "delta-0.4": Additive(1000, bound=0.4, published=True),
+    "lambda-5": Multiplicative(10, lam=5.0, published=True),
+    "lambda-10": Multiplicative(5, lam=10.0, published=True),
+    "lambda-20": Multiplicative(5, lam=20.0, published=True),
+    "omega-2": Annealed(omega=2.0, nu=0.2, published=True),
+    "gsd": Clustered(distance=0.5, published=True),
 }
+# By the name of a bound: what else holds where the bound alone is given
+USUAL: dict[str, Relaxation] = {
+    "lambda": PRESETS["lambda-5"],
+    "delta": PRESETS["delta-0.2"],
+    "omega": Annealed(published=True),
+    "distance": PRESETS["gsd"],
+}
+BOUNDS = {"lam": "lambda", "bound": "delta"}  # fields that are written otherwise
 
 
 @dataclass(frozen=True)
@@ -233,20 +267,17 @@ class RelaxationOptions:
             OptionError: two rules at once, an unknown preset, or a value out of range.
         """
         self._check()
-        if self.omega is not None:
-            return Annealed(0, self.residual or "sound", self.omega, self.nu or 0.0, self.mu or 0.0)
         if self == RelaxationOptions():
             return None
         base = PRESETS[self.preset] if self.preset else default or PRESETS["lambda-5"]
-        if self.lam is not None:
-            base = Multiplicative(PRESETS["lambda-5"].k, lam=self.lam)
-        if self.delta is not None:
-            base = Additive(PRESETS["delta-0.2"].k, bound=self.delta)
-        if self.distance is not None:
-            base = Clustered(distance=self.distance)
-        names = ("k", "residual", "ranks", "gap")
+        bounds = {"lambda": ("lam", self.lam), "delta": ("bound", self.delta)}
+        bounds |= {"omega": ("omega", self.omega), "distance": ("distance", self.distance)}
+        for name, (key, bound) in bounds.items():
+            if bound is not None:
+                base = replace(USUAL[name], **{key: bound})  # type: ignore[arg-type]
+        names = ("k", "residual", "ranks", "gap", "nu", "mu")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(base, **given)
+        return replace(base, **given, published=self.k is None)
 
     def _check(self) -> None:
         rules = {"--relax-delta": self.delta, "--relax-lambda": self.lam}
@@ -268,3 +299,47 @@ class RelaxationOptions:
         if self.omega is not None:
             why = "none, as no neighbour lends mass to --relax-omega"
             require(self.k is None, "--relax-k", self.k, why)
+
+
+VALUES = {"lambda": "lam"} | {
+    f.name: f.name for f in fields(RelaxationOptions) if f.name not in ("lam", "preset")
+}
+
+
+def parse(text: str, default: Relaxation | None = None) -> Relaxation | None:
+    """What is written: the name of a published setting, values between colons, or both.
+
+    Args:
+        default: what is not given, where no bound is. None if the text is empty, which leaves it to the method.
+
+    Raises:
+        OptionError: an unknown preset or value, one that is given twice or is out of range, or two rules at once.
+    """
+    given: dict[str, Any] = {}
+    for part in text.split(":") if text else ():
+        name, equals, value = part.partition("=")
+        if equals and name not in VALUES:
+            raise OptionError(f"unknown value {name!r}", hint=choices(VALUES))
+        key = VALUES[name] if equals else "preset"
+        if key in given:
+            raise OptionError(f"{name} is given twice" if equals else "two presets are given")
+        given[key] = number(name, value) if equals else part
+    return RelaxationOptions(**given).relaxation(default)
+
+
+def number(name: str, text: str) -> Any:
+    """
+    Raises:
+        OptionError: the value is no number.
+    """
+    if name == "residual":
+        return text
+    try:
+        return int(text) if name in ("k", "ranks") else float(text)
+    except ValueError as error:
+        raise OptionError(f"{name} is {text!r}", "a number was expected") from error
+
+
+def text_of(value: float | str) -> str:
+    """`5.0` as `5`; all digits of any other number."""
+    return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)

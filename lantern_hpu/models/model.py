@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.methods.methods import Sampling
+from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models import neighbours
 from lantern_hpu.models.config import ModelConfig, VQConfig
 from lantern_hpu.models.drafter import Drafter

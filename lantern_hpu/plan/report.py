@@ -13,7 +13,10 @@ from lantern_hpu.backends import BACKENDS, HOST, get_backend, prepare
 from lantern_hpu.decode.memory import Device, Setup, largest_phase, phases, total
 from lantern_hpu.decode.spec import capacity, class_of
 from lantern_hpu.errors import DeviceError, OptionError, choices
-from lantern_hpu.methods.methods import AUTO, METHODS, choose_method
+from lantern_hpu.methods.resolve import Here
+from lantern_hpu.methods.resolve import resolve as resolve_setting
+from lantern_hpu.methods.setting import Setting
+from lantern_hpu.methods.table import AUTO
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.names import CONFIG, read_config, with_text
 from lantern_hpu.models.files.parts import Given, Parts
@@ -124,16 +127,15 @@ def setup_of(
     if how["quantize"] not in (None, *device.quantized):
         hint = choices(device.quantized) if device.quantized else "--dtype bfloat16"
         raise DeviceError(f"this device does not offer {how['quantize']!r} weights", hint=hint)
-    if method in (None, AUTO):
-        method = "lantern++" if model.config.drafter else "ar"
-    chosen, relaxation = choose_method(method, tree)
+    target = model.config.target
+    here = Here(target.codes, target.tokens, model.config.drafter is not None)
+    setting = resolve_setting(Setting.of(method or AUTO, tree=tree), here)
     # The published residual looks one neighbour further; a code has one neighbour less than there are codes.
-    codes = model.config.target.codes
-    relaxed = METHODS[method].relaxation is not None
-    most = min(class_of(relaxation.k + 1), codes - 1) if relaxed else 0
+    k = setting.relaxation.k
+    most = min(class_of(k + 1), target.codes - 1) if setting.relaxation.lends else 0
     return Setup(
         dtype=device.dtype if dtype == "auto" else dtype,
-        tree=chosen,
+        tree=setting.tree,
         neighbours=most,
         is_host=device.is_host,
         loads_drafter=model.loads_drafter,

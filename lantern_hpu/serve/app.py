@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from lantern_hpu import __version__
 from lantern_hpu.errors import needing
-from lantern_hpu.methods.methods import METHODS
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.results.images import encode
 from lantern_hpu.serve import protocol
 from lantern_hpu.serve.calls import Call, read_call
@@ -164,7 +164,9 @@ async def models(decoder: TheDecoder) -> protocol.ModelList:
     """The model, with the methods that requests may name."""
     menu = decoder.menu
     methods = {
-        name: protocol.MethodCard(tree=served.tree.name, relaxation=served.relaxation.as_json())
+        name: protocol.MethodCard(
+            tree=served.setting.tree.name, relaxation=served.setting.relaxation.as_json()
+        )
         for name, served in menu.methods.items()
     }
     size = f"{menu.size[1]}x{menu.size[0]}"
@@ -252,7 +254,7 @@ class Waiting:
 
         deadline = time.monotonic() + timeout
         self.jobs = [
-            Job(request, call.served.method, deadline, call.shows, sender(index))
+            Job(request, call.served.setting.method, deadline, call.shows, sender(index))
             for index, request in enumerate(call.requests)
         ]
         decoder.submit(self.jobs)
@@ -335,8 +337,8 @@ class Answer:
         request, served = self.call.requests[0], self.call.served
         return {
             "seed": request.seed,
-            "method": served.method,
-            "tree": served.tree.name,
+            "method": served.setting.method,
+            "tree": served.setting.tree.name,
             "relaxation": request.relaxation.as_json(),
             **vars(request.sampling),
         }
@@ -345,7 +347,7 @@ class Answer:
         record, seconds = done.drawn.record, (done.queue, done.prefill, done.decode, done.pixels)
         names = ("queue_s", "prefill_s", "steps_s", "decode_s")
         times = {name: round(value, 4) for name, value in zip(names, seconds, strict=True)}
-        drafts, by_depth = METHODS[self.call.served.method].drafts, record.accepted_by_depth
+        drafts, by_depth = METHODS[self.call.served.setting.method].drafts, record.accepted_by_depth
         return protocol.ImageMetrics(
             **times,
             steps=record.steps,

@@ -10,8 +10,9 @@ from typing import Any
 
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import LanternError
-from lantern_hpu.methods.methods import MAX_SEED, Request, Sampling, choose_method
-from lantern_hpu.methods.relaxation import EXACT, Relaxation, RelaxationOptions
+from lantern_hpu.methods.relaxation import Relaxation, RelaxationOptions
+from lantern_hpu.methods.request import MAX_SEED, Request, Sampling
+from lantern_hpu.methods.setting import Resolved, check_clusters, check_relaxation
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest, refuse
 from lantern_hpu.tree import Tree
 
@@ -24,9 +25,7 @@ class Served:
         spec: of its step, which no request may go past.
     """
 
-    method: str
-    tree: Tree
-    relaxation: Relaxation
+    setting: Resolved
     spec: Spec
 
 
@@ -38,6 +37,7 @@ class Menu:
     size: tuple[int, int]  # height, width
     rows: int  # of image tokens
     vocabulary: int
+    codes: int
     sampling: Sampling  # the model's own
     methods: dict[str, Served]  # the first is the default
     spec_of: Callable[[Request, Tree], Spec]  # what a request needs
@@ -92,12 +92,12 @@ def read_call(asked: ImagesRequest, menu: Menu) -> Call:
         sampling = replace(menu.sampling, **{n: given[n] for n in SAMPLED if n in given})
         if sampling.top_k > menu.vocabulary:
             raise refuse("top_k", sampling.top_k, f"0 (off) to {menu.vocabulary}")
-        relaxation = read_relaxation(given, served)
+        relaxation = read_relaxation(given, served, menu)
         seed = given.get("seed", secrets.randbelow(1 << 53))
         if seed > MAX_SEED - count:
             raise refuse("seed", seed, f"0 to {MAX_SEED - count}")
         requests = [Request(asked.prompt, seed + i, sampling, relaxation) for i in range(count)]
-        check_graph(menu.spec_of(requests[0], served.tree), served, menu, given)
+        check_graph(menu.spec_of(requests[0], served.setting.tree), served, menu, given)
     except LanternError as error:
         raise translated(error, given) from error
     return Call(served, requests, stream, shows)
@@ -119,22 +119,26 @@ def read_method(given: Mapping[str, Any], menu: Menu) -> Served:
     if name != "auto" and name not in menu.methods:
         raise refuse("method", name, ", ".join(["auto", *names]))
     served = menu.methods[names[0] if name == "auto" else name]
-    if given.get("tree", served.tree.name) != served.tree.name:
-        raise refuse("tree", given["tree"], f"{served.tree.name}, which {served.method} serves")
+    tree = served.setting.tree.name
+    if given.get("tree", tree) != tree:
+        raise refuse("tree", given["tree"], f"{tree}, which {served.setting.method} serves")
     return served
 
 
-def read_relaxation(given: Mapping[str, Any], served: Served) -> Relaxation:
+def read_relaxation(given: Mapping[str, Any], served: Served, menu: Menu) -> Relaxation:
     loose = {kind: given[name] for name, kind in RELAXED.items() if name in given}
-    asked = RelaxationOptions(**loose).relaxation(served.relaxation)
-    tree = served.tree if served.tree.depth else None
-    _, relaxation = choose_method(served.method, tree, asked)
-    return served.relaxation if asked is None else relaxation or EXACT
+    setting = served.setting
+    asked = RelaxationOptions(**loose).relaxation(setting.relaxation)
+    if asked is None:
+        return setting.relaxation
+    check_relaxation(setting.method, asked)
+    check_clusters(setting.tree, asked)
+    return asked.fitted(menu.codes)
 
 
 def check_graph(need: Spec, served: Served, menu: Menu, given: Mapping[str, Any]) -> None:
     """Raise an ApiError where a request needs what the recorded step does not do."""
-    has, method = served.spec, served.method
+    has, method = served.spec, served.setting.method
     if need.guidance and not has.guidance:
         raise refuse("cfg_scale", "not 1", "1, this server draws without guidance")
     if need.use_greedy and not has.use_greedy:

@@ -21,9 +21,10 @@ from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.pixels import preview
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import CaptureError, LanternError, OptionError
-from lantern_hpu.methods.choice import Choice, fitted
-from lantern_hpu.methods.methods import AUTO, METHODS, Request
 from lantern_hpu.methods.relaxation import PRESETS
+from lantern_hpu.methods.request import Request
+from lantern_hpu.methods.setting import Resolved
+from lantern_hpu.methods.table import AUTO, METHODS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import Drawn
 from lantern_hpu.results.prompts import usual_prompts
@@ -245,15 +246,15 @@ class Decoder:
             for size in sizes:
                 spec = replace(served.spec, images=size, open=size > 1)
                 engine = engines.get(spec)
-                request = Request(self.probe(), 0, self.menu.sampling, served.relaxation)
+                request = Request(self.probe(), 0, self.menu.sampling, served.setting.relaxation)
                 self.pipeline.model.condition.prepare([request.prompt])
                 self.pipeline.warm_up(engine, request)
                 check_replay(self.pipeline, engine, request)
                 lanes.append(Lane(served, self.pipeline.batch(engine)))
                 self.beat = time.monotonic()
-            self.lanes[served.method] = lanes
+            self.lanes[served.setting.method] = lanes
         self.described = {
-            name: self.pipeline.describe(served.tree, name)
+            name: self.pipeline.describe(served.setting)
             for name, served in self.menu.methods.items()
         }
         self.environment = self.pipeline.environment()
@@ -338,7 +339,7 @@ class Decoder:
             self.metrics.queue.labels(self.menu.model).observe(began - job.queued)
 
     def advance(self, lane: Lane) -> None:
-        batch, method = lane.batch, lane.served.method
+        batch, method = lane.batch, lane.served.setting.method
         if batch.running:
             before = replace(batch.timing)
             batch.advance(soon=True)
@@ -392,12 +393,12 @@ class Decoder:
         self.close(job, Done(drawn, *times, now - began))
 
     def count(self, lane: Lane, done: Finished) -> None:
-        model, method, metrics = self.menu.model, lane.served.method, self.metrics
+        model, method, metrics = self.menu.model, lane.served.setting.method, self.metrics
         metrics.success.labels(model, method).inc()
         metrics.tokens.labels(model, method).inc(len(done.tokens))
         if METHODS[method].drafts:
             metrics.drafts.labels(model, method).inc(done.steps)
-            verified = done.steps * (lane.served.tree.size - 1)
+            verified = done.steps * (lane.served.setting.tree.size - 1)
             metrics.draft_tokens.labels(model, method).inc(verified)
             metrics.accepted.labels(model, method).inc(sum(done.accepted))
             metrics.relaxed.labels(model, method).inc(done.relaxed)
@@ -414,14 +415,16 @@ def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
     model, config = pipeline.model, pipeline.model.target.config
     if model.vq is None:
         raise OptionError(f"{model.name} cannot be served", "nothing decodes its tokens", "--vq")
-    usual = pipeline.choose(AUTO, size=options.slots).method
-    names = options.methods or tuple(dict.fromkeys((usual, "ar")))
-    served = {}
-    for name in names:
-        tree = options.tree if METHODS[name].drafts else None
-        chosen: Choice = pipeline.choose(name, tree)
-        spec = pipeline.spec(examples(pipeline, chosen, options), chosen.tree, options.slots)
-        served[chosen.method] = Served(chosen.method, chosen.tree, chosen.relaxation, spec)
+    served: dict[str, Served] = {}
+    for asked in options.settings:
+        setting = pipeline.resolve(asked, options.slots)
+        if setting.method in served:
+            if asked.method == AUTO or not options.methods:
+                continue  # `auto` may be one that is named as well
+            why = "requests choose by the name of the method"
+            raise OptionError(f"--methods has {setting.method} twice", why, "one setting of each")
+        spec = pipeline.spec(examples(pipeline, setting, options), setting.tree, options.slots)
+        served[setting.method] = Served(setting, spec)
     for name in PRESETS.keys() & set(options.allow):
         if not any(METHODS[method].takes_relaxation(PRESETS[name]) for method in served):
             why = f"none of {', '.join(served)} takes it"
@@ -431,11 +434,11 @@ def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
         return pipeline.spec([request], tree, 1)
 
     size = (model.config.image_size[0], model.config.image_size[1])
-    sizes = (size, config.grid[0], config.vocab_size)
+    sizes = (size, config.grid[0], config.vocab_size, model.codes)
     return Menu(model.name, *sizes, model.sampling, served, spec_of)
 
 
-def examples(pipeline: LanternPipeline, chosen: Choice, options: ServeOptions) -> list[Request]:
+def examples(pipeline: LanternPipeline, setting: Resolved, options: ServeOptions) -> list[Request]:
     """Requests that between them need all that a step is to do."""
     usual = pipeline.model.sampling
     kinds = [usual]
@@ -445,10 +448,11 @@ def examples(pipeline: LanternPipeline, chosen: Choice, options: ServeOptions) -
         kinds.append(replace(usual, top_k=pipeline.model.target.config.vocab_size - 1))
     if "top_p" in options.allow:
         kinds.append(replace(usual, top_p=0.9))
-    method = METHODS[chosen.method]
+    method = METHODS[setting.method]
     presets = [PRESETS[name] for name in options.allow if name in PRESETS]
-    lent = [fitted(rule, pipeline.model.codes) for rule in presets if method.takes_relaxation(rule)]
-    found = [Request("any", 0, kind, chosen.relaxation) for kind in kinds]
+    codes = pipeline.model.codes
+    lent = [rule.fitted(codes) for rule in presets if method.takes_relaxation(rule)]
+    found = [Request("any", 0, kind, setting.relaxation) for kind in kinds]
     return found + [Request("any", 0, usual, relaxation) for relaxation in lent]
 
 

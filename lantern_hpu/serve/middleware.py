@@ -39,7 +39,7 @@ class Record:
     def asked(self, call: Call) -> None:
         request = call.requests[0]
         self.about |= {
-            "method": call.served.method,
+            "method": call.served.setting.method,
             "n": len(call.requests),
             "seed": request.seed,
             "stream": call.stream,

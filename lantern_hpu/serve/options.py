@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lantern_hpu.errors import OptionError, choices, listed, require
-from lantern_hpu.methods.methods import METHODS
 from lantern_hpu.methods.relaxation import PRESETS
+from lantern_hpu.methods.setting import Setting, read_tree
+from lantern_hpu.methods.table import AUTO, METHODS
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.options import DeviceOptions
 
@@ -23,8 +24,8 @@ class ServeOptions:
     """How a server serves.
 
     Attributes:
-        methods: those that requests may name, the first is the default; empty leaves them to the model.
-        tree: for methods that draft it; None is each method's own.
+        methods: settings, by whose methods requests name them; the first is the default. Empty: `auto` and `ar`.
+        tree: for those that draft and have none.
         allow: of `FILTERS`, beside what the model's own sampling and a method's own relaxation use.
         slots: images decoded together, for each method.
         queue: images that may wait. timeout: seconds an image may take, waiting included.
@@ -45,10 +46,20 @@ class ServeOptions:
     api_key: str | None = None
     allow_host: tuple[str, ...] = ()
 
+    @property
+    def settings(self) -> list[Setting]:
+        """What is served; `tree` goes to those that draft and have none."""
+        found = [Setting.parse(text) for text in self.methods or (AUTO, "ar")]
+        return [
+            replace(setting, tree=read_tree(setting.method, self.tree))
+            if self.tree and setting.tree is None and METHODS[setting.drafting].drafts
+            else setting
+            for setting in found
+        ]
+
     def __post_init__(self) -> None:
-        for method in self.methods:
-            if method not in METHODS:
-                raise OptionError(f"unknown method {method!r}", "--methods", choices(METHODS))
+        for text in self.methods:
+            Setting.parse(text)
         for name in self.allow:
             if name not in FILTERS:
                 raise OptionError(f"{name!r} cannot be allowed", "--allow", choices(FILTERS))

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from lantern_hpu.errors import needing
-from lantern_hpu.methods.methods import MAX_SEED
+from lantern_hpu.methods.request import MAX_SEED
 from lantern_hpu.serve.options import MAX_N, MAX_PROMPT
 
 with needing("fastapi", "the server is built on it", "serve"):

@@ -39,9 +39,9 @@ from tqdm import tqdm
 from lantern_hpu.decode.acceptance import Profile, profile
 from lantern_hpu.errors import OptionError, TrainingError, WeightsError
 from lantern_hpu.files import write_file
-from lantern_hpu.methods.choice import fitted
-from lantern_hpu.methods.methods import DEFAULT_TREE, METHODS, in_turn
 from lantern_hpu.methods.relaxation import EXACT
+from lantern_hpu.methods.request import in_turn
+from lantern_hpu.methods.table import DEFAULT_TREE, METHODS
 from lantern_hpu.models.config import DrafterConfig
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.files.names import DRAFTER, DRAFTER_WEIGHTS
@@ -238,7 +238,7 @@ class DrafterTraining:
     def drawn(self, method: str) -> Profile:
         """Held-out images drawn with the averaged weights, the default tree, and a method's own relaxation."""
         model, options, held = self.pipeline.model, self.options, self.held_out
-        relaxation = fitted(METHODS[method].relaxation or EXACT, model.codes)
+        relaxation = (METHODS[method].relaxation or EXACT).fitted(model.codes)
         index = range(options.measured)
         requests = in_turn(held.prompts, index, options.seed, model.sampling, relaxation)
         drafter = self.averaged().to(model.target.dtype)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.files import sha256, write_file
-from lantern_hpu.methods.methods import Request, Sampling, in_turn
+from lantern_hpu.methods.request import Request, Sampling, in_turn
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DraftTree

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.methods.methods import Request
+from lantern_hpu.methods.request import Request
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.kv_cache import LayerCache

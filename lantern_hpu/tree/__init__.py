@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path as FilePath
 from typing import Literal, get_args
@@ -41,12 +41,14 @@ class DraftTree:
     Attributes:
         name: what reports call it.
         paths: one sibling-rank path per node, sorted by (depth, path); `paths[0]` is the root, `()`.
+        file: that it was read from.
 
     M nodes with the root, I of them with children, depth D.
     """
 
     name: str
     paths: tuple[Path, ...]
+    file: str | None = field(default=None, compare=False, repr=False, kw_only=True)
 
     @classmethod
     def from_paths(cls, name: str, paths: Iterable[Sequence[int]], draws: int = DRAWS) -> DraftTree:
@@ -440,4 +442,4 @@ def load_static(name: str, draws: int = DRAWS) -> DraftTree:
             f"{name!r} holds no tree", "expected a list of paths such as [[0], [1], [0, 0]]"
         )
     title = data.get("name", file.stem) if isinstance(data, dict) else file.stem
-    return DraftTree.from_paths(str(title), paths, draws)
+    return replace(DraftTree.from_paths(str(title), paths, draws), file=name)

@@ -16,7 +16,7 @@ from typing import Any
 
 from lantern_hpu.errors import OptionError
 from lantern_hpu.lab.speed.report import EAGER, Report, Row, read_report
-from lantern_hpu.methods.methods import METHODS
+from lantern_hpu.methods.table import METHODS
 
 BEST = "best mode"
 

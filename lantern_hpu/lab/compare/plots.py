@@ -25,7 +25,7 @@ from lantern_hpu.lab.plots import (
     panels as panels_of,
 )
 from lantern_hpu.lab.speed.report import EAGER, PARTS, Row
-from lantern_hpu.methods.methods import METHODS
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.results.tables import figure as digits
 
 if TYPE_CHECKING:

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING
 
 from lantern_hpu.backends import prepare
 from lantern_hpu.lab.pictures.folder import Line
-from lantern_hpu.lab.pictures.options import EvaluateOptions, Setting
+from lantern_hpu.lab.pictures.options import EvaluateOptions
 from lantern_hpu.lab.pictures.sets import Item
-from lantern_hpu.methods.methods import Sampling
+from lantern_hpu.methods.request import Sampling
+from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.workers import shared

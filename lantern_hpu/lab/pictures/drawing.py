@@ -11,10 +11,10 @@ from tqdm import tqdm
 
 from lantern_hpu.errors import OptionError
 from lantern_hpu.lab.pictures.folder import Line, Shelf
-from lantern_hpu.lab.pictures.options import Setting
 from lantern_hpu.lab.pictures.sets import Item
-from lantern_hpu.methods.choice import Choice, fitted
-from lantern_hpu.methods.methods import MAX_SEED, METHODS, Request, Sampling
+from lantern_hpu.methods.request import MAX_SEED, Request, Sampling
+from lantern_hpu.methods.setting import Resolved, Setting
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import GenerationResult
 from lantern_hpu.tree import load_tree
@@ -26,25 +26,24 @@ AGAIN = "ar, other seeds"
 
 @dataclass(frozen=True)
 class Column:
-    """A setting that is drawn, with what it draws by.
+    """What is drawn with.
 
     Attributes:
-        name: for readers. shift: added to the seeds.
+        name: of the setting as it was asked for. shift: added to the seeds.
     """
 
     name: str
-    setting: Setting
-    choice: Choice
+    setting: Resolved
     shift: int = 0
 
     @property
     def slug(self) -> str:
         """Its folder's name."""
-        return self.name.replace(", ", "-").replace(" ", "-").replace(":", "-")
+        return self.name.replace(", ", "-").replace(" ", "-").replace(":", "-").replace("/", "-")
 
     def about(self) -> dict[str, Any]:
-        tree, relaxation = self.choice.tree.name, self.choice.relaxation.as_json()
-        return {"method": self.choice.method, "tree": tree, "relaxation": relaxation}
+        about = self.setting.as_json()
+        return {name: about[name] for name in ("method", "tree", "relaxation")}
 
 
 def columns(
@@ -56,16 +55,13 @@ def columns(
         tree: comma-separated, each for the methods that can draft it; None for each method's own.
         size: of a batch.
     """
-    trees = {name: load_tree(name) for name in tree.split(",")} if tree else {}
+    trees = [load_tree(name) for name in tree.split(",")] if tree else []
     found = []
     for setting in settings:
-        takes = METHODS[setting.method].takes
-        own = next((name for name, tree in trees.items() if takes(tree)), None)
-        choice = pipeline.choose(setting.method, own, setting.relaxation, size)
-        relaxation = choice.relaxation
-        if not setting.own_k:
-            relaxation = fitted(relaxation, pipeline.model.codes)
-        found.append(Column(setting.name, setting, replace(choice, relaxation=relaxation)))
+        name, takes = str(setting), METHODS[setting.drafting].takes
+        if setting.tree is None and (own := next(filter(takes, trees), None)):
+            setting = replace(setting, tree=own)
+        found.append(Column(name, pipeline.resolve(setting, size)))
     first = [column for column in found if column.name == "ar"]
     return found + [replace(column, name=AGAIN, shift=OTHER_SEEDS) for column in first if floor]
 
@@ -104,7 +100,7 @@ class Drawing:
 
     def request(self, column: Column, index: int) -> Request:
         seed = self.seed + column.shift + index
-        return Request(self.items[index].prompt, seed, self.sampling, column.choice.relaxation)
+        return Request(self.items[index].prompt, seed, self.sampling, column.setting.relaxation)
 
     def draw(self, wanted: Sequence[Column], crew: Crew | None = None) -> None:
         """Whatever is not there yet, with a bar.
@@ -149,8 +145,7 @@ class Drawing:
     def draw_batch(self, column: Column, indices: Sequence[int]) -> list[Line]:
         """One batch: its pictures are written, their lines are not."""
         requests = [self.request(column, index) for index in indices]
-        choice = column.choice
-        result = self.pipeline.draw(requests, choice.tree, choice.method, self.size)
+        result = self.pipeline.draw(requests, column.setting, self.size)
         spent = result.timing
         seconds = (spent.text_s + spent.generate_s + spent.decode_s) / self.size
         pictures, lines = written(result, self.items, indices, seconds)

@@ -3,67 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from lantern_hpu.errors import OptionError, choices, require
-from lantern_hpu.methods.methods import METHODS, choose_method
-from lantern_hpu.methods.relaxation import PRESETS, Relaxation, RelaxationOptions
-
-# What may be given after a method, and the field of RelaxationOptions that it is
-VALUES = {"lambda": "lam", "preset": "preset"} | {
-    n: n for n in "k delta omega nu mu distance ranks gap".split()
-}
-
-
-def number(text: str, name: str, value: str) -> Any:
-    """A value as RelaxationOptions takes it.
-
-    Raises:
-        OptionError: it is no number.
-    """
-    if name == "preset":
-        return value
-    try:
-        return int(value) if name in ("k", "ranks") else float(value)
-    except ValueError as error:
-        raise OptionError(f"{name} is {value!r} in {text!r}", "a number was expected") from error
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A method with a setting of its relaxation.
-
-    Attributes:
-        name: as it was asked for: `eagle`, `lantern:delta-0.2`, or `lantern++:lambda=2:k=20`.
-        own_k: whether its number of neighbours was asked for.
-    """
-
-    name: str
-    method: str
-    relaxation: Relaxation
-    own_k: bool = False
-
-    @classmethod
-    def parse(cls, text: str) -> Setting:
-        """A method; after colons the name of a preset, or values of the relaxation.
-
-        Raises:
-            OptionError: unknown method, preset or value, one out of range, or a relaxation of an exact method.
-        """
-        method, *parts = text.split(":")
-        if method not in METHODS:
-            raise OptionError(f"unknown method {method!r}", hint=choices(METHODS))
-        values: dict[str, str] = {}
-        for part in parts:
-            name, equals, value = part.partition("=")
-            if equals and name not in VALUES:
-                raise OptionError(f"unknown value {name!r} in {text!r}", hint=choices(VALUES))
-            if not equals and name not in PRESETS:
-                raise OptionError(f"unknown preset {name!r}", hint=choices(PRESETS))
-            values |= {name: value} if equals else {"preset": name}
-        given = RelaxationOptions(**{VALUES[n]: number(text, n, v) for n, v in values.items()})
-        relaxation = given.relaxation(METHODS[method].relaxation)
-        return cls(text, method, choose_method(method, None, relaxation)[1], "k" in values)
+from lantern_hpu.errors import require
 
 
 @dataclass(frozen=True)

@@ -16,14 +16,15 @@ from lantern_hpu.lab.fidelity import measure, total
 from lantern_hpu.lab.pages import render
 from lantern_hpu.lab.pictures.drawing import AGAIN, Column, Crew, Drawing, columns
 from lantern_hpu.lab.pictures.folder import open_folder
-from lantern_hpu.lab.pictures.options import EvaluateOptions, FidelityOptions, Setting
+from lantern_hpu.lab.pictures.options import EvaluateOptions, FidelityOptions
 from lantern_hpu.lab.pictures.painted import extra_of
 from lantern_hpu.lab.pictures.report import NOISE, PACE, Row, figures_table, judged, pace, plot
 from lantern_hpu.lab.pictures.sets import Item, digest
 from lantern_hpu.lab.pictures.statistics import Metric, Rows, figures
 from lantern_hpu.lab.plots import in_style
 from lantern_hpu.lab.rows import write_rows
-from lantern_hpu.methods.methods import Sampling
+from lantern_hpu.methods.request import Sampling
+from lantern_hpu.methods.setting import Setting
 from lantern_hpu.pipeline import LanternPipeline
 
 SIDE_BY_SIDE = (
@@ -167,9 +168,10 @@ class Evaluation:
         if file.exists():
             data = json.loads(file.read_text(encoding="utf-8"))
             known = data["rows"] if data["key"] == key else {}
-        missing = [setting for setting in self.settings if setting.name not in known]
+        missing = [setting for setting in self.settings if str(setting) not in known]
         if missing:
-            with tqdm(total=total(missing, options), desc="fidelity", unit="image") as bar:
+            images = total(self.pipeline, missing, options)
+            with tqdm(total=images, desc="fidelity", unit="image") as bar:
                 for row in measure(self.pipeline, missing, options, bar):
                     known[row["row"]] = {name: row[name] for name in ("tv", "tv_interval")}
             write_file(file, json.dumps({"key": key, "rows": known}).encode(), force=True)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING
 
 from lantern_hpu.errors import DeviceError, OptionError, choices, require
 from lantern_hpu.graphs import check_mode
-from lantern_hpu.lab.speed.report import EAGER
-from lantern_hpu.methods.methods import AUTO, METHODS, Request
 from lantern_hpu.methods.relaxation import PRESETS, Relaxation
-from lantern_hpu.tree import Tree, load_tree
+from lantern_hpu.methods.request import Request
+from lantern_hpu.methods.setting import Resolved, Setting, read_tree
+from lantern_hpu.methods.table import AUTO, METHODS
+from lantern_hpu.tree import load_tree
 from lantern_hpu.zoo import registry
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.base import Backend
-    from lantern_hpu.models.model import ImageModel
     from lantern_hpu.pipeline import LanternPipeline
 
 GRAPHS = "eager,auto"
@@ -43,8 +43,7 @@ class Wanted:
     Attributes:
         entry: the known model whose sizes get random weights, in place of `model`.
         stretch: the known model to whose sizes `model` is widened.
-        pairs: methods with their trees; None for the method's own.
-        relax: a preset for the methods that take one, in place of their own relaxation.
+        settings: one a row of each graph mode and batch size.
         by_name: whether the graph modes were asked for, or are the usual ones.
     """
 
@@ -56,8 +55,7 @@ class Wanted:
     kernels: str = "auto"
     layout: str = "auto"
     threads: int = 0
-    pairs: list[tuple[str, str | None]]
-    relax: str | None = None
+    settings: list[Setting]
     modes: list[str]
     by_name: bool = True
     batches: list[int]
@@ -68,8 +66,6 @@ class Wanted:
     def __post_init__(self) -> None:
         require(self.images >= 1, "--images", self.images, "1 or more")
         require(self.steps >= 1, "--steps", self.steps, "1 or more")
-        if self.relax is not None:
-            require(self.relax in PRESETS, "--relax", self.relax, f"one of {', '.join(PRESETS)}")
         Request("any", self.seed)
 
     @property
@@ -78,22 +74,38 @@ class Wanted:
         return AUTO if AUTO in self.modes else self.modes[0]
 
 
-def pairs_for(methods: Sequence[str], trees: Sequence[str]) -> list[tuple[str, str | None]]:
-    """Each method with each tree of its kind; with its own tree where none of its kind was asked for.
+def settings_for(
+    texts: Sequence[str], trees: Sequence[str], relax: str | None = None
+) -> list[Setting]:
+    """Each setting with each tree of its method's kind; with its own tree where it has one or none fits.
+
+    Args:
+        texts: written forms. relax: a preset for those that take one and have none.
 
     Raises:
-        OptionError: a tree is for none of the methods.
+        OptionError: a setting cannot be read, a tree is for none of them, or the preset is unknown.
         TreeError: see `load_tree`.
     """
+    if relax is not None:
+        require(relax in PRESETS, "--relax", relax, f"one of {', '.join(PRESETS)}")
+    asked = [relaxed(Setting.parse(text), relax) for text in texts]
     drafting = {tree: methods_for(tree) for tree in trees}
-    pairs: list[tuple[str, str | None]] = []
-    for method in methods:
-        fitting = [tree for tree in trees if method in drafting[tree]]
-        pairs += [(method, tree) for tree in fitting] or [(method, None)]
-    for tree in trees:
-        if not any(tree == other for _, other in pairs):
-            raise OptionError(f"--trees {tree} fits none of {', '.join(methods)}")
-    return pairs
+    found = []
+    for setting in asked:
+        fitting = [] if setting.tree else [t for t in trees if setting.method in drafting[t]]
+        found += [replace(setting, tree=read_tree(setting.method, t)) for t in fitting] or [setting]
+    for tree, methods in drafting.items():
+        if not any(setting.method in methods for setting in asked):
+            raise OptionError(f"--trees {tree} fits none of {', '.join(texts)}")
+    return found
+
+
+def relaxed(setting: Setting, preset: str | None) -> Setting:
+    """With a preset, if it takes one and has none."""
+    if preset is None or setting.relaxation is not None:
+        return setting
+    takes = METHODS[setting.drafting].takes_relaxation(PRESETS[preset])
+    return replace(setting, relaxation=PRESETS[preset]) if takes else setting
 
 
 def methods_for(tree: str) -> list[str]:
@@ -124,14 +136,12 @@ def find_entry(name: str) -> registry.Entry:
 class Case:
     """What one row measures."""
 
-    method: str
-    tree: Tree
-    relaxation: Relaxation
+    setting: Resolved
     mode: str
     batch: int
 
     def __str__(self) -> str:
-        return f"{self.method}, {self.tree.name}, {self.mode}, batch {self.batch}"
+        return f"{self.setting.method}, {self.setting.tree.name}, {self.mode}, batch {self.batch}"
 
 
 def settle(backend: Backend, modes: Sequence[str], by_name: bool) -> tuple[list[str], list[str]]:
@@ -167,23 +177,13 @@ def cases_of(pipeline: LanternPipeline, wanted: Wanted, modes: Sequence[str]) ->
     Raises:
         OptionError: no tree was tuned for a method and batch, or two trees have one name.
     """
-    found: dict[tuple[str, str, int], Case] = {}
+    found: dict[tuple[str, Relaxation, str, int], Resolved] = {}
     for batch in wanted.batches:
-        for method, tree in wanted.pairs:
-            relaxation = relaxation_for(method, wanted.relax, pipeline.model)
-            chosen = pipeline.choose(method, tree, relaxation, batch)
-            case = Case(method, chosen.tree, chosen.relaxation, EAGER, batch)
+        for setting in wanted.settings:
+            chosen = pipeline.resolve(setting, batch)
+            key = (chosen.method, chosen.relaxation, chosen.tree.name, batch)
             # The tuned tree may be a named one that is asked for as well.
-            if found.setdefault((method, chosen.tree.name, batch), case) != case:
+            if found.setdefault(key, chosen) != chosen:
                 why = f"--trees has two different ones of the name {chosen.tree.name!r}"
                 raise OptionError("rows are told apart by the names of trees", why)
-    return [replace(case, mode=mode) for mode in modes for case in found.values()]
-
-
-def relaxation_for(method: str, preset: str | None, model: ImageModel) -> Relaxation | None:
-    """A preset's relaxation if the method takes it; None is the method's own."""
-    if preset is None or not METHODS[method].takes_relaxation(PRESETS[preset]):
-        return None
-    from lantern_hpu.methods.choice import fitted
-
-    return fitted(PRESETS[preset], model.codes)
+    return [Case(setting, mode, batch) for mode in modes for (*_, batch), setting in found.items()]

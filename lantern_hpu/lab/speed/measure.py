@@ -16,7 +16,7 @@ from lantern_hpu.lab.clock import StepClock, device_time, quantile, seconds_of
 from lantern_hpu.lab.speed.cases import Case
 from lantern_hpu.lab.speed.report import PARTS, Row
 from lantern_hpu.lab.speed.roofline import Rates, StepPasses, floor
-from lantern_hpu.methods.methods import Request
+from lantern_hpu.methods.request import Request
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import ImageRecord, RunTiming, tokens_per_step
@@ -102,7 +102,7 @@ class Meter:
         size = case.batch
         self.batches = [requests[i : i + size] for i in range(0, len(requests), size)]
         pipeline.backend.memory(reset_peak=True)
-        self.engine = pipeline.engines.get(pipeline.spec(requests, case.tree, size))
+        self.engine = pipeline.engines.get(pipeline.spec(requests, case.setting.tree, size))
         pipeline.prepare(self.engine, requests, RunTiming())
         is_long = pipeline.model.stretched is not None
         self.split = min(BRIEF_STEPS, SPLIT_STEPS) if is_long else SPLIT_STEPS
@@ -157,13 +157,13 @@ class Meter:
         prefix, each = self.pipeline.prefix(engine, requests), self.clock.step_ms
         mean, alone = sum(each) / len(each), step_alone(engine, prefix, requests, self.split)
         parts = split_step(engine, prefix, requests, self.split)
-        passes = StepPasses.of(case.tree)
+        passes = StepPasses.of(case.setting.tree)
         least = floor(self.pipeline.model.config, passes, engine.spec.rows, self.rates)
         stats = engine.report()
         return Row(
-            method=case.method,
-            tree=case.tree.name,
-            relaxation=case.relaxation.as_json(),
+            method=case.setting.method,
+            tree=case.setting.tree.name,
+            relaxation=case.setting.relaxation.as_json(),
             graphs=case.mode,
             batch_size=case.batch,
             prefill_s_per_image=self.clock.timing.prefill_s / self.runs / case.batch,

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.backends.base import Backend, named
 from lantern_hpu.decode.memory import check_room
-from lantern_hpu.methods.methods import Sampling
+from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import (
     ConditionConfig,
     DrafterConfig,

@@ -27,7 +27,8 @@ from lantern_hpu.lab.speed.random_weights import make_model
 from lantern_hpu.lab.speed.rates import measure_rates
 from lantern_hpu.lab.speed.report import EAGER, KIND, VERSION, Row, with_speeds
 from lantern_hpu.lab.speed.roofline import Rates, sizes
-from lantern_hpu.methods.methods import AUTO, in_turn
+from lantern_hpu.methods.request import in_turn
+from lantern_hpu.methods.table import AUTO
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import usual_prompts
 
@@ -152,7 +153,7 @@ def measure(
     model = pipeline.model
     images = case.batch if wanted.entry else -(-wanted.images // case.batch) * case.batch
     prompts = usual_prompts(model.condition.takes_classes)
-    requests = in_turn(prompts, range(images), wanted.seed, model.sampling, case.relaxation)
+    requests = in_turn(prompts, range(images), wanted.seed, model.sampling, case.setting.relaxation)
     with pipeline.backend.errors(), torch.no_grad():
         meter = Meter(pipeline, case, requests, rates, startup_s, show)
         return meter.steps(wanted.steps) if wanted.entry else meter.images()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lantern_hpu.errors import OptionError, choices, require
-from lantern_hpu.methods.methods import MAX_SEED, METHODS
+from lantern_hpu.methods.request import MAX_SEED
+from lantern_hpu.methods.setting import Setting
+from lantern_hpu.methods.table import METHODS
 
 TUNABLE = [name for name, method in METHODS.items() if method.tunable]
 MOST_NODES, MOST_DEPTH = 96, 12
@@ -19,6 +21,7 @@ class TuneOptions:
     """Which trees may be found, for what, and how many images are drawn with each that is measured.
 
     Attributes:
+        method: its name, or a setting without a tree.
         batch_size: images decoded together. max_nodes: with the root. max_depth: drafts in a row.
         seed: of the first image.
     """
@@ -30,9 +33,17 @@ class TuneOptions:
     images: int = 8
     seed: int = 0
 
+    @property
+    def setting(self) -> Setting:
+        """The method, and how it is relaxed."""
+        return Setting.parse(self.method)
+
     def __post_init__(self) -> None:
-        if self.method not in TUNABLE:
+        if self.setting.method not in TUNABLE:
             raise OptionError(f"--method {self.method} cannot be tuned", hint=choices(TUNABLE))
+        if self.setting.tree is not None:
+            what = f"--method {self.method} has a tree of its own"
+            raise OptionError(what, "the tree is what is looked for", "leave @ and the tree out")
         require(
             2 <= self.max_nodes <= MOST_NODES, "--max-nodes", self.max_nodes, f"2 to {MOST_NODES}"
         )

@@ -21,8 +21,8 @@ from lantern_hpu.lab.tune.expectation import estimate
 from lantern_hpu.lab.tune.options import HELD_OUT, TuneOptions
 from lantern_hpu.lab.tune.result import Figures, TunedRow, Tuning
 from lantern_hpu.lab.tune.search import best_tree, most_reached
-from lantern_hpu.methods.methods import Request, in_turn
 from lantern_hpu.methods.relaxation import EXACT
+from lantern_hpu.methods.request import Request, in_turn
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import RunTiming
 from lantern_hpu.results.prompts import usual_prompts
@@ -62,7 +62,7 @@ class Tuner:
             self.counting = LanternPipeline(model.base, pipeline.backend, pipeline.graphs)
         condition = model.condition
         self.prompts = list(prompts or usual_prompts(condition.takes_classes))
-        self.relaxation = pipeline.choose(options.method).relaxation
+        self.relaxation = pipeline.resolve(options.setting).relaxation
         with pipeline.backend.errors(), torch.no_grad():
             condition.prepare(self.prompts)
 

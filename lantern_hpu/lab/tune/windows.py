@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lantern_hpu.methods.methods import METHODS
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.tree import Window
 
 WIDTHS = (8, 16, 32, 64)

@@ -18,7 +18,8 @@ from lantern_hpu.errors import LanternError
 from lantern_hpu.lab.speed.cases import Wanted
 from lantern_hpu.lab.speed.run import run as run_bench
 from lantern_hpu.lab.verify.items import Question, Result, Stage, State
-from lantern_hpu.methods.methods import Request
+from lantern_hpu.methods.request import Request
+from lantern_hpu.methods.setting import Setting
 from lantern_hpu.ops.kernels import PLAIN
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.report import Counted, setup_of
@@ -73,7 +74,7 @@ class Asked:
 
     def drawn(self, pipeline: LanternPipeline, method: str) -> tuple[list[int], int, GraphReport]:
         """The tokens of one image, or of its beginning on the emulator; steps; what the runners did."""
-        chosen, timing = pipeline.choose(method), RunTiming()
+        chosen, timing = pipeline.resolve(method), RunTiming()
         request = Request(PROMPT, SEED, pipeline.model.sampling, chosen.relaxation)
         engine = pipeline.engines.get(pipeline.spec([request], chosen.tree, 1))
         pipeline.prepare(engine, [request], timing)
@@ -164,7 +165,7 @@ class Asked:
         wanted = Wanted(
             model=self.model,
             device=self.device,
-            pairs=[("ar", None), ("lantern++", None)],
+            settings=[Setting("ar"), Setting("lantern++")],
             modes=["auto"],
             batches=[1],
             images=1,

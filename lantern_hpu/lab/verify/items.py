@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from lantern_hpu.backends import EMULATED
-from lantern_hpu.methods.methods import METHODS
+from lantern_hpu.methods.table import METHODS
 
 State = Literal["confirmed", "refuted", "unanswered"]
 KERNELS = ("attention", "rms_norm", "rotate", "swiglu")

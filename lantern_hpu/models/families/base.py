@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lantern_hpu.methods.methods import Sampling
+from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.files.checkpoint import Checkpoint
 from lantern_hpu.models.files.parts import CODE_PIXELS, Parts

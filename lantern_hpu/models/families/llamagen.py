@@ -11,7 +11,7 @@ import re
 from typing import Any
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.methods.methods import Sampling
+from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import Family, Published
 from lantern_hpu.models.files.checkpoint import Checkpoint, listed

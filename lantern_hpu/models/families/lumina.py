@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.methods.methods import Sampling
+from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families import chameleon
 from lantern_hpu.models.families.base import Family, Published, called

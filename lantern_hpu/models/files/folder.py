@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lantern_hpu.files import reported_as, sha256
-from lantern_hpu.methods.methods import Sampling
+from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models import neighbours
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.names import (

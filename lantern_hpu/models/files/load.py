@@ -9,7 +9,7 @@ from torch import nn
 
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.files import reported_as
-from lantern_hpu.methods.methods import Sampling
+from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models import neighbours
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.drafter import Drafter

@@ -1,0 +1,73 @@
+"""One image to draw: its prompt, its seed, and how its tokens are drawn. Checked here, once. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from lantern_hpu.errors import OptionError, require
+from lantern_hpu.methods.relaxation import EXACT, Relaxation
+
+MAX_SEED = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn from the target's logits.
+
+    Attributes:
+        cfg_scale: guidance strength s in u + s (c - u); 1 switches guidance off.
+        temperature: 0 is greedy.
+        top_k: keep the k most probable tokens; 0 keeps all.
+        top_p: keep the most probable tokens up to this mass; 1 keeps all.
+    """
+
+    cfg_scale: float = field(default=3.0, metadata={"help": "guidance; 1 is off"})
+    temperature: float = field(default=1.0, metadata={"help": "0 is greedy"})
+    top_k: int = field(default=0, metadata={"help": "0 is off"})
+    top_p: float = field(default=1.0, metadata={"help": "1 is off"})
+
+    def __post_init__(self) -> None:
+        require(1 <= self.cfg_scale <= 100, "--cfg-scale", self.cfg_scale, "1 (off) to 100")
+        # Below 0.01 float32 would overflow on the way to what greedy says exactly.
+        fits = self.temperature == 0 or 0.01 <= self.temperature <= 10
+        require(fits, "--temperature", self.temperature, "0 (greedy), or 0.01 to 10")
+        require(self.top_k >= 0, "--top-k", self.top_k, "0 (off) or more")
+        require(0 < self.top_p <= 1, "--top-p", self.top_p, "above 0, up to 1 (off)")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """One image to draw.
+
+    Attributes:
+        negative: what guidance draws away from, for models that read one; None: the model's own.
+    """
+
+    prompt: str
+    seed: int = 0
+    sampling: Sampling = field(default_factory=Sampling)
+    relaxation: Relaxation = EXACT
+    negative: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt.strip():
+            raise OptionError(
+                "the prompt is empty", "there is nothing to draw", '--prompt "a red apple"'
+            )
+        require(0 <= self.seed <= MAX_SEED, "--seed", self.seed, f"0 to {MAX_SEED}")
+
+
+def in_turn(
+    prompts: Sequence[str],
+    index: Iterable[int],
+    seed: int,
+    sampling: Sampling,
+    relaxation: Relaxation = EXACT,
+) -> list[Request]:
+    """Request i takes the next prompt, around and around, and seed `seed` + i."""
+    return [Request(prompts[i % len(prompts)], seed + i, sampling, relaxation) for i in index]

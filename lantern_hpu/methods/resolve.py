@@ -1,0 +1,105 @@
+"""Where the method is decided: a setting, with a model on a device and a batch size at hand, becomes what draws."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lantern_hpu.errors import OptionError
+from lantern_hpu.methods.relaxation import EXACT
+from lantern_hpu.methods.setting import Resolved, Setting
+from lantern_hpu.methods.table import AUTO, METHODS, WINDOWS
+from lantern_hpu.tree import Tree, Window, tuned_trees
+
+
+@dataclass(frozen=True)
+class Here:
+    """What decides: a model on a device, and how many images are decoded together.
+
+    Attributes:
+        codes: a token may be. tokens: of an image.
+        fastest: the method measured to be fastest here, and its tree, if any was.
+        situation: what trees are tuned for; None where none can be.
+    """
+
+    codes: int
+    tokens: int
+    has_drafter: bool
+    fastest: tuple[str, str | None] | None = None
+    situation: tuned_trees.Situation | None = None
+
+
+def resolve(setting: Setting, here: Here) -> Resolved:
+    """What draws.
+
+    `auto` is the fastest method measured with this model on this device. A tree or a relaxation, or a device
+    without a measurement, makes it `lantern++`. Without a drafter it is the fastest window tuned here, or `ar`, and
+    `sjd-pac` with a relaxation. The tree `auto` is the one tuned for this model, device and batch size; if one token
+    a step was faster and neither method nor relaxation is given, the method is `ar`.
+
+    Published numbers of neighbours and usual windows are lowered to what the model has.
+
+    Raises:
+        OptionError: no tree was tuned for `auto`, or a relaxation does not go with the tree.
+    """
+    if isinstance(setting, Resolved):
+        return setting
+    if setting.tree == AUTO:
+        setting = with_tuned_tree(setting, here)
+    elif setting.method == AUTO:
+        setting = with_method(setting, here)
+    method, tree = METHODS[setting.method], setting.tree
+    relaxation = setting.relaxation or method.relaxation or EXACT
+    if tree is None:
+        tree = shortened(method.default_tree, here.tokens)
+    assert not isinstance(tree, str)
+    return Resolved(setting.method, relaxation.fitted(here.codes), tree)
+
+
+def with_tuned_tree(setting: Setting, here: Here) -> Setting:
+    """With the tree that was tuned for it; one for another relaxation of the method will do.
+
+    Raises:
+        OptionError: none was tuned.
+    """
+    name, situation = setting.drafting, here.situation
+    if situation is None:
+        why, hint = "that tree is known to a loaded model alone", "the file of tune --output"
+        raise OptionError(f"--tree {AUTO} has no meaning here", why, hint)
+    relaxed = Setting(name, setting.relaxation)
+    own = situation | {"method": str(relaxed)}
+    if not tuned_trees.file_of(own).is_file():
+        own = situation | {"method": name}
+    tuned = tuned_trees.find(own)
+    if tuned.ar_wins and setting == Setting(AUTO, None, AUTO):
+        return Setting("ar")
+    return Setting(name, setting.relaxation, tuned.tree)
+
+
+def with_method(setting: Setting, here: Here) -> Setting:
+    """`auto` by its name."""
+    if setting == Setting(AUTO):
+        return fastest(here)
+    name = "sjd-pac" if setting.tree is None and not here.has_drafter else setting.drafting
+    return Setting(name, setting.relaxation, setting.tree)
+
+
+def fastest(here: Here) -> Setting:
+    """As measured with this model; without a drafter only what needs none."""
+    if here.fastest is not None and (
+        here.has_drafter or not METHODS[here.fastest[0]].needs_drafter
+    ):
+        method, tree = here.fastest
+        return Setting.of(method, tree=tree)
+    if here.has_drafter:
+        return Setting("lantern++")
+    tuned = [] if here.situation is None else tuned_trees.windows(here.situation, WINDOWS)
+    best = min(tuned, default=None, key=lambda window: window[0])
+    return Setting("ar") if best is None else Setting(best[1], tree=best[2])
+
+
+def shortened(tree: Tree, tokens: int) -> Tree:
+    """A usual window no longer than an image of so many tokens; other trees as they are."""
+    most = tokens - 1
+    if not isinstance(tree, Window) or tree.depth <= most:
+        return tree
+    return Window.of(tree.rule, most, guess=tree.guess)

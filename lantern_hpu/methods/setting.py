@@ -1,0 +1,242 @@
+"""One `Setting`: a method, how its acceptance is relaxed, and its tree or window, with one written form.
+
+    eagle    auto    scd@16    lantern:delta-0.1    lantern++:lambda=5:k=10@broad_7    lantern@dynamic:4x3x12
+
+The method; after colons a published relaxation or its values; after @ a named tree, a .json file, the width of a
+window, or `auto` for what `lantern-hpu tune` found. What is left open is settled by `resolve`. Needs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lantern_hpu.errors import LanternError, OptionError
+from lantern_hpu.methods import relaxation as relaxations
+from lantern_hpu.methods.relaxation import EXACT, Relaxation
+from lantern_hpu.methods.table import AUTO, DEFAULT_WINDOW, METHODS, WINDOWS, Auto, method_of
+from lantern_hpu.tree import DraftTree, DynamicTree, Tree, Window, load_tree, parse_front
+
+ROOT = DraftTree.root_only()
+NO_BOUND = "it draws each token itself and tries none, so that there is nothing to relax"
+FORM = "METHOD[:RELAXATION][@TREE], such as eagle, scd@16 or lantern++:lambda=5:k=10@broad_7"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is asked for.
+
+    Attributes:
+        method: or `auto`.
+        relaxation: None leaves it to the method.
+        tree: None for the method's default, or `auto`.
+
+    Raises:
+        OptionError: an unknown method, or a relaxation or a tree that the method has no use for.
+    """
+
+    method: str = AUTO
+    relaxation: Relaxation | None = None
+    tree: Tree | Auto | None = None
+
+    def __post_init__(self) -> None:
+        check_relaxation(self.drafting, self.relaxation)
+        check_tree(self.drafting, self.tree)
+        check_clusters(self.tree or METHODS[self.drafting].default_tree, self.relaxation)
+
+    @property
+    def drafting(self) -> str:
+        """The method that the rest is for: `auto` with a tree or a relaxation is `lantern++`."""
+        return "lantern++" if self.method == AUTO else self.method
+
+    @classmethod
+    def parse(cls, text: str) -> Setting:
+        """
+        Raises:
+            OptionError: it cannot be read; the message says what can.
+        """
+        head, at, tree = text.strip().partition("@")
+        name, _, values = head.partition(":")
+        try:
+            method = method_of("lantern++" if name == AUTO else name)
+            relaxation = relaxations.parse(values, method.relaxation)
+            if at and not tree:
+                raise OptionError("nothing follows @")
+            return cls(name, relaxation, read_tree(name, tree) if at else None)
+        except LanternError as error:
+            why = f"{error.what}: {error.why}" if error.why else error.what
+            raise OptionError(f"{text!r} is no setting", why, error.hint or FORM) from error
+
+    @classmethod
+    def of(
+        cls, text: str, relaxation: Relaxation | None = None, tree: Tree | str | None = None
+    ) -> Setting:
+        """A written form, with what it leaves open.
+
+        Raises:
+            OptionError, TreeError: one is given twice, or does not fit.
+        """
+        setting = cls(text) if text in (AUTO, *METHODS) else cls.parse(text)
+        for given, known, option in (
+            (relaxation, setting.relaxation, "--relax"),
+            (tree, setting.tree, "--tree"),
+        ):
+            if given is not None and known is not None:
+                raise OptionError(f"{text} and {option} exclude each other", "both say the same")
+        if isinstance(tree, str):
+            tree = read_tree(setting.method, tree)
+        setting = setting if relaxation is None else replace(setting, relaxation=relaxation)
+        return setting if tree is None else replace(setting, tree=tree)
+
+    def __str__(self) -> str:
+        """What `parse` reads."""
+        relaxed = "" if self.relaxation is None else f":{self.relaxation}"
+        return f"{self.method}{relaxed}" + ("" if self.tree is None else f"@{tree_text(self.tree)}")
+
+    @property
+    def slug(self) -> str:
+        """As part of a file name."""
+        return str(self).replace("/", "-").replace(":", "-")
+
+
+@dataclass(frozen=True)
+class Resolved(Setting):
+    """What draws: a setting of which nothing is left open."""
+
+    relaxation: Relaxation = EXACT
+    tree: Tree = ROOT
+
+    def __post_init__(self) -> None:
+        check_clusters(self.tree, self.relaxation)
+
+    def __str__(self) -> str:
+        """Without what the method has no use for: a relaxation that is exact, the tree of `ar`."""
+        method = METHODS[self.method]
+        is_usual = self.relaxation == (method.relaxation or EXACT)
+        relaxation = None if is_usual else self.relaxation
+        return str(Setting(self.method, relaxation, self.tree if method.drafts else None))
+
+    def as_json(self) -> dict[str, Any]:
+        """The form of PNG files and reports."""
+        # The name of a dynamic tree or a window says all there is to know.
+        paths = self.tree.paths[1:] if type(self.tree) is DraftTree else ()
+        return {
+            "method": self.method,
+            "tree": self.tree.name,
+            "tree_paths": [list(path) for path in paths],
+            "relaxation": self.relaxation.as_json(),
+        }
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> Resolved:
+        """What `as_json` wrote.
+
+        Raises:
+            OptionError: another version wrote it.
+        """
+        name = values["tree"]
+        is_named = method_of(values["method"]).tree in ("dynamic", "window")
+        tree = load_tree(name) if is_named else DraftTree.from_paths(name, values["tree_paths"])
+        return cls(values["method"], relaxations.read(values["relaxation"]), tree)
+
+
+# ------------------------------------------------------------------------------------ trees
+
+
+def read_tree(method: str, text: str) -> Tree | Auto:
+    """A tree by name or file; of a window, its width and what else differs from the usual, or its whole name.
+
+    Raises:
+        TreeError, OptionError: there is none, or the method drafts none.
+    """
+    rule = None if method == AUTO else method_of(method).rule
+    if text == AUTO:
+        return AUTO
+    if not (method == AUTO or method_of(method).drafts):
+        raise drafts_nothing(method)
+    is_short = rule is not None and text.partition(":")[0].isdecimal()
+    return load_tree(f"{rule}:{text}" if is_short else text)
+
+
+def tree_text(tree: Tree | str) -> str:
+    """What `read_tree` reads."""
+    if isinstance(tree, str):
+        return tree
+    if isinstance(tree, Window):
+        usual = Window.of(tree.rule, 1).guess
+        return tree.name.removeprefix(f"{tree.rule}:").removesuffix(f":{usual}")
+    return tree.name if isinstance(tree, DynamicTree) else tree.file or tree.name
+
+
+def window_tree(method: str, tree: str | None, width: int | None, front: str | None) -> str | None:
+    """The name of the tree that `--window` and `--window-tree` mean; `--tree` itself where neither is given.
+
+    Raises:
+        OptionError, TreeError: they do not fit the method or each other, or one is out of range.
+    """
+    if width is None and front is None:
+        return tree
+    given = "--window" if width is not None else "--window-tree"
+    rule = None if method == AUTO else method_of(method).rule
+    if rule is None:
+        why, hint = f"{method} has no window", "--method " + " or ".join(WINDOWS)
+        raise OptionError(f"{given} has no meaning for {method}", why, hint)
+    if tree:
+        raise OptionError(f"--tree and {given} exclude each other", "a window is its own tree")
+    levels = None if front is None else parse_front(front)
+    return Window.of(rule, DEFAULT_WINDOW if width is None else width, levels).name
+
+
+# ------------------------------------------------------------------------------------ what fits
+
+
+def check_relaxation(name: str, relaxation: Relaxation | None) -> None:
+    """Raise an OptionError where a method is exact and would be relaxed."""
+    method = method_of(name)
+    if relaxation in (None, EXACT) or method.relaxes:
+        return
+    if method.rule == "jacobi":
+        raise OptionError("jacobi takes no relaxation", NO_BOUND, "--method scd")
+    hint = "--method " + " or ".join(other for other, entry in METHODS.items() if entry.relaxes)
+    raise OptionError(f"{name} is exact", "relaxation options need a relaxed method", hint)
+
+
+def drafts_nothing(name: str) -> OptionError:
+    return OptionError(f"--tree has no meaning for {name}", "it drafts nothing", "--method eagle")
+
+
+def check_tree(name: str, tree: Tree | str | None) -> None:
+    """Raise an OptionError where a method cannot draft a tree."""
+    method = method_of(name)
+    if tree is None:
+        return
+    if tree == AUTO:
+        if not method.tunable:
+            why = "tuned trees are static" if method.drafts else "it drafts nothing"
+            fits = next(other for other, entry in METHODS.items() if entry.tunable)
+            raise OptionError(f"--tree {AUTO} does not fit {name}", why, f"--method {fits}")
+        return
+    assert not isinstance(tree, str)
+    if not method.drafts:
+        raise drafts_nothing(name)
+    if not method.takes(tree):
+        fits = next(other for other, entry in METHODS.items() if entry.takes(tree))
+        why = f"{name} drafts a {method.tree if method.rule is None else 'window of its own'}"
+        why += "" if method.rule else " tree"
+        raise OptionError(f"--tree {tree.name} does not fit {name}", why, f"--method {fits}")
+
+
+def check_clusters(tree: Tree | str | None, relaxation: Relaxation | None) -> None:
+    """Raise an OptionError where clusters meet a tree whose drafts were not drawn."""
+    if relaxation is not None and relaxation.clusters and isinstance(tree, DynamicTree):
+        why = "a cluster's mass is held against what its codes were drawn with, and such drafts are not drawn"
+        hint = "--method lantern++, scd or sjd-pac"
+        raise OptionError("no clusters with a dynamic tree", why, hint)
+
+
+def check_drafter(method: str, drafter: object) -> None:
+    """Raise an OptionError where a drafter is given beside a method that would not use it."""
+    if drafter is not None and method in WINDOWS:
+        why = "its drafts are the last step's own draws"
+        raise OptionError(f"--drafter has no use for {method}", why, "leave --drafter out")
