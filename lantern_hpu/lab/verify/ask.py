@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -39,38 +40,36 @@ class Asked:
     def __init__(self, stage: Stage, device: str, emulate: bool, model: str) -> None:
         self.stage, self.device, self.emulate, self.model = stage, device, emulate, model
         self.stack = ExitStack()
-        self.opened: dict[str, Any] = {}
 
+    @cached_property
     def backend(self) -> Backend:
-        if "backend" not in self.opened:
-            made = get_backend(self.device, self.stage.graphs, self.emulate)
-            self.opened["backend"] = self.stack.enter_context(closing(made))
-        found: Backend = self.opened["backend"]
-        return found
+        made = get_backend(self.device, self.stage.graphs, self.emulate)
+        return self.stack.enter_context(closing(made))
 
+    @cached_property
     def pipeline(self) -> LanternPipeline:
         """The model on the device, in float32: only so are tokens to be compared."""
-        if "pipeline" not in self.opened:
-            made = LanternPipeline.from_pretrained(
-                self.model,
-                device=self.device,
-                dtype="float32",
-                graphs=self.stage.graphs,
-                emulate=self.emulate,
-            )
-            self.opened["pipeline"] = self.stack.enter_context(closing(made))
-        found: LanternPipeline = self.opened["pipeline"]
-        return found
+        made = LanternPipeline.from_pretrained(
+            self.model,
+            device=self.device,
+            dtype="float32",
+            graphs=self.stage.graphs,
+            emulate=self.emulate,
+        )
+        return self.stack.enter_context(closing(made))
 
-    def wanted(self, method: str) -> list[int]:
+    @cached_property
+    def host(self) -> LanternPipeline:
+        """The model on the CPU, with the plain step."""
+        made = LanternPipeline.from_pretrained(
+            self.model, device=HOST, dtype="float32", graphs="eager", kernels="plain"
+        )
+        return self.stack.enter_context(closing(made))
+
+    def expected(self, method: str) -> list[int]:
         """The tokens of the plain step on the CPU."""
         with self.without_emulator():
-            if "host" not in self.opened:
-                host = LanternPipeline.from_pretrained(
-                    self.model, device=HOST, dtype="float32", graphs="eager", kernels="plain"
-                )
-                self.opened["host"] = self.stack.enter_context(closing(host))
-            return self.drawn(self.opened["host"], method)[0]
+            return self.drawn(self.host, method)[0]
 
     def drawn(self, pipeline: LanternPipeline, method: str) -> tuple[list[int], int, GraphReport]:
         """The tokens of one image, or of its beginning on the emulator; steps; what the runners did."""
@@ -86,10 +85,16 @@ class Asked:
             return engine.partial()[0, :known].tolist(), timing.steps, engine.report()
 
     def without_emulator(self) -> AbstractContextManager[None]:
-        """An open emulator looks at every operator, also at those of the CPU."""
-        opened = self.opened.get("pipeline")
+        """An open emulator checks every operator, also those of the CPU."""
+        opened = vars(self).get("pipeline")
         card = getattr(opened.backend, "card", None) if opened is not None else None
         return nullcontext() if card is None else card.aside()
+
+    def hardware(self) -> dict[str, Any] | None:
+        """What was opened."""
+        opened = vars(self)
+        backend = opened["pipeline"].backend if "pipeline" in opened else opened.get("backend")
+        return None if backend is None else dict(backend.describe())
 
     def answer(self, item: str) -> Answer:
         return {
@@ -104,12 +109,12 @@ class Asked:
     def fact(self, item: str) -> Answer:
         from lantern_hpu.backends.hpu.facts import ask_fact
 
-        return *ask_fact(item, self.backend()), {}
+        return *ask_fact(item, self.backend), {}
 
     # Kernels
 
     def kernel(self, item: str) -> Answer:
-        backend = self.backend()
+        backend = self.backend
         chosen = backend.kernels("auto", torch.float32)
         kernel, plain = getattr(chosen, item), getattr(PLAIN, item)
         name = chosen.names()[item]
@@ -128,7 +133,7 @@ class Asked:
     # Methods
 
     def method(self, item: str) -> Answer:
-        want, pipeline = self.wanted(item), self.pipeline()
+        want, pipeline = self.expected(item), self.pipeline
         pipeline.backend.memory(reset_peak=True)
         got, steps, report = self.drawn(pipeline, item)
         other = [i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b]
@@ -238,7 +243,5 @@ def answer_all(
             send(
                 Result(stage.name, question.item, state, detail, question.source, seconds, numbers)
             )
-        pipeline, backend = asked.opened.get("pipeline"), asked.opened.get("backend")
-        opened = pipeline.backend if pipeline is not None else backend
-        if opened is not None:
-            send(opened.describe())
+        if (hardware := asked.hardware()) is not None:
+            send(hardware)

@@ -59,15 +59,10 @@ class Result:
 
 def stages_of(device: str) -> list[Stage]:
     """The stages of a device, the cheapest first."""
-    contract = [Stage("facts", mode) for mode in ("hpu_graph", "eager")]
-    modes = {device: ["auto", "compile"]} | {EMULATED: ["hpu_graph", "compile"]}
-    found = contract if device == EMULATED else []
-    found = [*found, Stage("kernels", modes[device][0])]
-    return [
-        *found,
-        *(Stage("methods", mode) for mode in modes[device]),
-        Stage("bench", modes[device][0]),
-    ]
+    best, *others = ["hpu_graph", "compile"] if device == EMULATED else ["auto", "compile"]
+    facts = [Stage("facts", mode) for mode in ("hpu_graph", "eager")] if device == EMULATED else []
+    methods = [Stage("methods", mode) for mode in (best, *others)]
+    return [*facts, Stage("kernels", best), *methods, Stage("bench", best)]
 
 
 def items_of(stage: Stage) -> Iterator[Question]:
