@@ -11,26 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
-from dataclasses import asdict
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
 
 from lantern_hpu import __version__
-from lantern_hpu.backends import BACKENDS, EMULATED
-from lantern_hpu.backends.hpu import env as hpu_env
-from lantern_hpu.backends.hpu import errors as hpu_errors
-from lantern_hpu.errors import LanternError
+from lantern_hpu.backends.examine import Facts, examine
 from lantern_hpu.methods.table import METHODS
 from lantern_hpu.results.tables import columns
-
-if TYPE_CHECKING:
-    from lantern_hpu.backends.base import Backend
-
-Facts = dict[str, Any]
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -41,86 +28,18 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def examine() -> Facts:
-    """Everything there is to say; flags and checks come first, because asking a device loads its software."""
-    flags = prepare_flags()
-    checks = [asdict(check) for check in hpu_env.checks()]
-    devices = {name: examine_device(target) for name, target in BACKENDS.items()}
+def examine_all() -> Facts:
+    """The contract of `--json`."""
     return {
         "lantern_hpu": __version__,
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "torch": hpu_env.installed("torch"),
-        "devices": devices,
-        "gaudi": {"checks": checks, "flags": flags},
-        "default": default_of(devices),
+        **examine(),
         "methods": {
             name: {"about": method.about, "needs_drafter": method.needs_drafter}
             for name, method in METHODS.items()
         },
     }
-
-
-def prepare_flags() -> Facts:
-    """The flags in force; `active` is false, and nothing is set, where there is no plugin to read them."""
-    active = hpu_env.plugin_folder() is not None
-    environ = os.environ if active else dict(os.environ)
-    flags = attempt(lambda: asdict(hpu_env.prepare(environ=environ)))
-    return {"active": active, **flags}
-
-
-def examine_device(target: str) -> Facts:
-    """What a backend says of itself, or how it fails."""
-    module, _, cls = target.partition(":")
-    try:
-        with closing(getattr(import_module(module), cls)()) as backend:
-            return ask(backend)
-    except Exception as error:  # whatever is wrong with a device's software, the rest must be shown
-        return {"available": False, "why": "its software fails", **failure(error)}
-
-
-def ask(backend: Backend) -> Facts:
-    """What a backend says of itself; a part that fails is replaced by its error."""
-    available, why = backend.available()
-    found: Facts = {"available": available, "why": why}
-    found.update(dtypes=dict(backend.dtypes), graph_modes=dict(backend.graph_modes))
-    if available:
-        found["memory"] = attempt(lambda: asdict(backend.memory()))
-        found["details"] = attempt(lambda: dict(backend.describe()))
-    elif backend.name == EMULATED:
-        found["hint"] = f"--device {backend.name} --emulate runs its code on the processor"
-    return found
-
-
-def attempt(ask: Callable[[], Facts]) -> Facts:
-    """The answer, or the error in its place."""
-    try:
-        return ask()
-    except Exception as error:
-        return failure(error)
-
-
-def failure(error: Exception) -> Facts:
-    """An error as it was, and in plain words if it is a known one."""
-    if isinstance(error, LanternError):
-        text = f"{error.what}: {error.why}" if error.why else error.what
-        return {"error": text, "meaning": None, "hint": error.hint}
-    known = hpu_errors.explain(error)
-    return {
-        "error": f"{type(error).__name__}: {error}".strip(),
-        "meaning": known.what if known else None,
-        "hint": known.hint if known else None,
-    }
-
-
-def default_of(devices: Facts) -> Facts:
-    """What `--device auto` takes: the first that is available."""
-    passed: list[str] = []
-    for name, found in devices.items():
-        if found["available"]:
-            return {"device": name, "why": "; ".join([found["why"], *passed])}
-        passed.append(f"{name} is not available")
-    return {"device": None, "why": "; ".join(passed)}
 
 
 def report(facts: Facts) -> str:
@@ -205,6 +124,6 @@ def describe_flags(flags: Facts) -> list[tuple[str, str]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """The `doctor` command; the exit code is 0 whatever it finds."""
     args = make_parser().parse_args(argv)
-    facts = examine()
+    facts = examine_all()
     print(json.dumps(facts, indent=2, default=str) if args.json else report(facts))
     return 0

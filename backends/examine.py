@@ -1,0 +1,95 @@
+"""What each device and its software offer here, also where they are broken. Torch is loaded by the devices alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lantern_hpu.backends import BACKENDS, EMULATED
+from lantern_hpu.backends.hpu import env as hpu_env
+from lantern_hpu.backends.hpu import errors as hpu_errors
+from lantern_hpu.errors import LanternError
+
+if TYPE_CHECKING:
+    from lantern_hpu.backends.base import Backend
+
+Facts = dict[str, Any]
+
+
+def examine() -> Facts:
+    """All devices; flags and checks come first, because asking a device loads its software."""
+    flags = prepare_flags()
+    checks = [asdict(check) for check in hpu_env.checks()]
+    devices = {name: examine_device(target) for name, target in BACKENDS.items()}
+    return {
+        "torch": hpu_env.installed("torch"),
+        "devices": devices,
+        "gaudi": {"checks": checks, "flags": flags},
+        "default": default_of(devices),
+    }
+
+
+def prepare_flags() -> Facts:
+    """The flags in force; `active` is false, and nothing is set, where there is no plugin to read them."""
+    active = hpu_env.plugin_folder() is not None
+    environ = os.environ if active else dict(os.environ)
+    flags = attempt(lambda: asdict(hpu_env.prepare(environ=environ)))
+    return {"active": active, **flags}
+
+
+def examine_device(target: str) -> Facts:
+    """What a backend says of itself, or how it fails."""
+    module, _, cls = target.partition(":")
+    try:
+        with closing(getattr(import_module(module), cls)()) as backend:
+            return ask(backend)
+    except Exception as error:  # whatever is wrong with a device's software, the rest must be shown
+        return {"available": False, "why": "its software fails", **failure(error)}
+
+
+def ask(backend: Backend) -> Facts:
+    """What a backend says of itself; a part that fails is replaced by its error."""
+    available, why = backend.available()
+    facts: Facts = {"available": available, "why": why}
+    facts.update(dtypes=dict(backend.dtypes), graph_modes=dict(backend.graph_modes))
+    if available:
+        facts["memory"] = attempt(lambda: asdict(backend.memory()))
+        facts["details"] = attempt(lambda: dict(backend.describe()))
+    elif backend.name == EMULATED:
+        facts["hint"] = f"--device {backend.name} --emulate runs its code on the processor"
+    return facts
+
+
+def attempt(ask: Callable[[], Facts]) -> Facts:
+    """The answer, or the error in its place."""
+    try:
+        return ask()
+    except Exception as error:
+        return failure(error)
+
+
+def failure(error: Exception) -> Facts:
+    """An error as it was, and in plain words if it is a known one."""
+    if isinstance(error, LanternError):
+        text = f"{error.what}: {error.why}" if error.why else error.what
+        return {"error": text, "meaning": None, "hint": error.hint}
+    known = hpu_errors.explain(error)
+    return {
+        "error": f"{type(error).__name__}: {error}".strip(),
+        "meaning": known.what if known else None,
+        "hint": known.hint if known else None,
+    }
+
+
+def default_of(devices: Facts) -> Facts:
+    """What `--device auto` takes: the first that is available."""
+    passed: list[str] = []
+    for name, facts in devices.items():
+        if facts["available"]:
+            return {"device": name, "why": "; ".join([facts["why"], *passed])}
+        passed.append(f"{name} is not available")
+    return {"device": None, "why": "; ".join(passed)}
