@@ -37,10 +37,11 @@ from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.methods.request import Request
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
+from lantern_hpu.serve import middleware, process
 from lantern_hpu.serve.app import make_app
-from lantern_hpu.serve.decoder import Decoder, Done, Job, Partial
+from lantern_hpu.serve.decoder import Decoder, Done, Job, Partial, seconds_until_room
 from lantern_hpu.serve.options import ServeOptions
-from lantern_hpu.serve.process import Server
+from lantern_hpu.serve.process import Protocol, Server
 from lantern_hpu.serve.protocol import ApiError
 
 ROOT = Path(__file__).parent.parent
@@ -87,7 +88,7 @@ def served(options: ServeOptions) -> Iterator[Running]:
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
     port = listening.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", http=Protocol))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     running = Running(decoder, f"http://127.0.0.1:{port}")
@@ -239,9 +240,10 @@ def test_an_image_that_began_alone_begins_again_among_others(
         heard.append(event)
 
     many = server.decoder.lanes["ar"][-1].batch.engine.step.stats
-    before = many.replays
+    before, queued = many.replays, server.metric("request_queue_time_seconds_count")
     server.decoder.submit([Job(request, "ar", deadline, (1, 2), tell)])
     server.until(lambda: answers and not server.decoder.busy)
+    assert server.metric("request_queue_time_seconds_count") == queued + 2
     assert many.replays > before
     assert [event.rows for event in heard if isinstance(event, Partial)] == [1, 2]
     for done in (heard[-1], answers[-1]):
@@ -339,6 +341,84 @@ def test_what_is_not_an_object_of_json_is_refused(server: Running, body: bytes) 
     assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_json"
 
 
+@contextmanager
+def connection(server: Running, *lines: str) -> Iterator[socket.socket]:
+    """A connection on which some lines of a request were sent."""
+    port = int(server.url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as made:
+        made.sendall("\r\n".join(lines).encode())
+        yield made
+
+
+HEAD = (f"POST {PATH} HTTP/1.1", "Host: localhost", "Content-Type: application/json")
+HALF = (*HEAD, "Content-Length: 100", "", "{")
+
+
+def test_a_body_that_does_not_come_is_dropped(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(middleware, "BODY_SECONDS", 0.2)
+    with connection(server, *HALF) as made:
+        answer = b"".join(iter(lambda: made.recv(4096), b""))  # until the server closes it
+    assert answer.startswith(b"HTTP/1.1 408") and b'"request_timeout"' in answer
+
+
+@pytest.mark.parametrize("lines", [(), ("GET / HTTP/1.1", "Host: localhost")])
+def test_a_request_whose_head_does_not_come_is_dropped(
+    server: Running, monkeypatch: pytest.MonkeyPatch, lines: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(process, "HEAD_SECONDS", 0.2)
+    with connection(server, *lines) as made:
+        assert made.recv(4096) == b""
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_body_leaves_one_line(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        with connection(server, *HALF) as made:
+            time.sleep(0.2)
+            made.close()
+        server.until(lambda: caplog.records)
+        time.sleep(0.2)
+    lines = [r for r in caplog.records if not r.name.startswith(("httpx", "asyncio"))]
+    assert [json.loads(line.message)["status"] for line in lines] == [499]
+
+
+def test_what_a_browser_sends_for_a_foreign_page_draws_nothing(server: Running) -> None:
+    """Content types that need no preflight, and names that were pointed here."""
+    before = server.metric("request_success_total")
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""):
+        answer = post_body(server, b'{"prompt": "cat"}', **{"Content-Type": kind})
+        assert answer.status_code == 415, kind
+        assert answer.json()["error"]["code"] == "unsupported_media_type"
+    answer = post_body(server, b'{"prompt": "cat"}', Host="evil.example:8000")
+    assert answer.status_code == 403 and "--allow-host" in answer.json()["error"]["message"]
+    assert httpx.get(server.url, headers={"Host": "evil.example"}).status_code == 403
+    assert server.metric("request_success_total") == before
+
+
+@pytest.mark.parametrize(
+    ("header", "hosts", "known"),
+    [
+        ("localhost:8000", (), True),
+        ("127.0.0.1:8000", (), True),
+        ("[::1]:8000", (), True),
+        ("10.0.0.7", (), True),
+        ("pictures.example", (), False),
+        ("pictures.example:443", ("pictures.example",), True),
+        ("PICTURES.example", ("pictures.example",), True),
+        ("other.example", ("pictures.example",), False),
+        ("other.example", ("*",), True),
+        ("", (), False),
+    ],
+)
+def test_hosts_are_addresses_localhost_and_what_was_allowed(
+    header: str, hosts: tuple[str, ...], known: bool
+) -> None:
+    assert middleware.known_host(header, hosts) == known
+
+
 def test_a_huge_body_is_not_read_to_its_end(server: Running) -> None:
     answer = post_body(server, b" " * (3 << 20))
     assert answer.status_code == 413
@@ -358,8 +438,70 @@ def test_more_images_than_may_wait_are_told_to_come_again(server: Running, slow:
     statuses = [answer.status_code for answer in answers]
     assert 429 in statuses and 200 in statuses and set(statuses) == {200, 429}
     refused = next(answer for answer in answers if answer.status_code == 429)
-    assert int(refused.headers["Retry-After"]) >= 1
+    assert 1 <= int(refused.headers["Retry-After"]) <= 60
     assert refused.json()["error"]["code"] == "queue_full"
+
+
+@pytest.mark.parametrize(
+    ("places", "left", "slots", "seconds"),
+    [(1, [3.0, 5.0], 2, 3.0), (2, [3.0, 5.0], 2, 5.0), (3, [3.0, 5.0], 2, 13.0), (1, [], 2, 0.0),
+     (5, [10.0], 1, 50.0)],
+)  # fmt: skip
+def test_room_comes_when_enough_images_have_found_a_slot(
+    places: int, left: list[float], slots: int, seconds: float
+) -> None:
+    assert seconds_until_room(places, left, 10.0, slots) == seconds
+
+
+def test_retry_after_is_about_when_there_is_room(server: Running, slow: None) -> None:
+    """Twelve wait and three are drawn: a thirteenth has room when the first of those three is done."""
+    decoder, late = server.decoder, time.monotonic() + 300
+    server.until(lambda: not decoder.busy)
+    jobs = [job("ar", late)[0] for _ in range(15)]
+    decoder.submit(jobs[:3])
+    server.until(lambda: decoder.running == 3)
+    decoder.submit(jobs[3:])
+    with pytest.raises(ApiError) as refused:
+        decoder.submit([job("ar", late)[0]])
+    began, promised = time.monotonic(), int((refused.value.headers or {})["Retry-After"])
+    server.until(lambda: len(decoder.waiting) < 12)
+    assert promised <= 1 + 4 * (time.monotonic() - began) + 1
+    decoder.cancel(jobs)
+    server.until(lambda: not decoder.busy)
+
+
+def test_engines_share_the_time_whatever_a_turn_of_theirs_takes(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Counted in steps, each of which takes the same time here: they are never further apart than one turn of the one
+    that takes the longest, while both have images."""
+    steps = 0
+    share: list[str] = []
+    real = Batch.advance
+
+    def advance(self: Batch, soon: bool = False) -> None:
+        nonlocal steps
+        before = self.queued
+        real(self, soon)
+        steps += self.queued - before
+        method = next(m for m, ls in server.decoder.lanes.items() for x in ls if x.batch is self)
+        share.extend([method] * (self.queued - before))
+
+    decoder = server.decoder
+    server.until(lambda: not decoder.busy)
+    monkeypatch.setattr(decoder, "clock", lambda: float(steps))
+    monkeypatch.setattr(Batch, "advance", advance)
+    late = time.monotonic() + 300
+
+    def jobs(method: str, shows: tuple[int, ...]) -> list[Job]:
+        request = Request("cat", 3, decoder.menu.sampling)
+        return [Job(request, method, late, shows, lambda event: None) for _ in range(6)]
+
+    decoder.submit([*jobs("jacobi", (1, 2, 3)), *jobs("ar", ())])
+    server.until(lambda: not decoder.busy)
+    both = min(len(share) - share[::-1].index(method) for method in ("ar", "jacobi"))
+    ahead = np.cumsum([1 if method == "ar" else -1 for method in share[:both]])
+    assert both > 20 and abs(ahead).max() <= 16
 
 
 def test_greedy_and_weaker_relaxations_share_the_graph(
@@ -588,6 +730,7 @@ def test_a_key_is_asked_for_where_there_is_one(model: Path) -> None:
         (["--host", "203.0.113.7"], "cannot listen"),
         (["--model", "nowhere"], "unknown model"),
         (["--keep-text", "free"], "cannot be served"),
+        (["--api-key", "schl\u00fcssel"], "cannot be sent"),
         (["--replicas", "0"], "--replicas"),
         (["--device", "toaster"], "cpu"),
     ],
@@ -640,6 +783,42 @@ def test_a_signal_in_the_middle_of_ten_requests_loses_none(model: Path) -> None:
     assert sum(answer.status_code == 200 for answer in answers) >= 7
     said = process.stderr.read()
     assert "SIGTERM: no more requests" in said and "stopped" in said and "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_it_within_a_second_and_tells_who_waits(tmp_path: Path) -> None:
+    """The embedded model takes seconds for an image, of which none is done."""
+    command = [sys.executable, "-m", "lantern_hpu", "serve", "--port", "0", "--slots", "2"]
+    environment = os.environ | {"PYTHONUNBUFFERED": "1"}
+    log = tmp_path / "log"
+    with log.open("w") as output:
+        child = subprocess.Popen(
+            [*command, "--methods", "ar"], cwd=ROOT, stderr=output, env=environment
+        )
+    try:
+        while not (found := re.search(r"http://\S+", log.read_text())):
+            assert child.poll() is None, log.read_text()
+            time.sleep(0.1)
+        url = found[0] + PATH
+        with ThreadPoolExecutor(6) as pool:
+            fields = {"prompt": "cat", "n": 8}
+            asked = [pool.submit(httpx.post, url, json=fields, timeout=300) for _ in range(6)]
+            time.sleep(1)
+            child.send_signal(signal.SIGTERM)
+            time.sleep(0.5)
+            assert child.poll() is None  # it draws what it has taken
+            child.send_signal(signal.SIGTERM)
+            began = time.monotonic()
+            status = child.wait(30)
+            seconds = time.monotonic() - began
+            answers = [each.result() for each in asked]
+    finally:
+        child.kill()
+    said = log.read_text()
+    assert status == 1 and seconds < 1.5, said
+    assert {answer.status_code for answer in answers} == {503}
+    assert all(answer.json()["error"]["type"] == "server_error" for answer in answers)
+    assert "Traceback" not in said and "stopped" in said
 
 
 def test_images_that_are_not_done_in_time_are_told_so(model: Path, slow: None) -> None:

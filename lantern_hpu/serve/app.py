@@ -33,6 +33,7 @@ with needing("fastapi", "the server is built on it", "serve"):
     from starlette.exceptions import HTTPException
 
 HERE = Path(__file__).parent
+STOPPING = 0.3  # seconds for the decode thread to end: nobody waits for its images any more
 STALE = 120.0  # seconds without a heartbeat after which the loop is taken for dead
 router = APIRouter()
 
@@ -45,7 +46,7 @@ def make_app(options: ServeOptions, opened: Callable[[], Decoder]) -> FastAPI:
         app.state.decoder = await asyncio.to_thread(opened)
         app.state.decoder.start()
         yield
-        await asyncio.to_thread(app.state.decoder.stop)
+        await asyncio.to_thread(app.state.decoder.abandon, STOPPING)
 
     def count_failure(status: int) -> None:
         metrics = app.state.decoder.metrics

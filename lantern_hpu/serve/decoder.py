@@ -6,6 +6,8 @@ nothing else runs, which then takes no longer than it does alone. All are captur
 
 from __future__ import annotations
 
+import heapq
+import math
 import threading
 import time
 from collections import deque
@@ -65,14 +67,14 @@ class Job:
     Attributes:
         deadline: by the monotonic clock.
         shows: rows at which a partial picture is wanted, rising.
-        tell: called in the decode thread.
+        send: what is called with each event, in the decode thread as a rule.
     """
 
     request: Request
     method: str
     deadline: float
     shows: tuple[int, ...]
-    tell: Callable[[Partial | Done | ApiError], None]
+    send: Callable[[Partial | Done | ApiError], None]
     queued: float = field(default_factory=time.monotonic)
     admitted: float = 0.0
     begun: float = 0.0
@@ -85,6 +87,7 @@ class Lane:
     def __init__(self, served: Served, batch: Batch) -> None:
         self.served, self.batch = served, batch
         self.jobs: dict[int, Job] = {}  # of a slot
+        self.spent, self.idle = 0.0, True  # seconds of the decode thread, for fair turns
 
     @property
     def room(self) -> int:
@@ -108,7 +111,8 @@ class Decoder:
         self.metrics = Metrics(self.menu.model)
         self.lanes: dict[str, list[Lane]] = {}  # of a method: the single slot first
         self.waiting: deque[Job] = deque()
-        self.open_jobs = 0  # taken, and neither done nor given up
+        self.open_jobs: set[Job] = set()  # taken, and neither done nor given up
+        self.clock, self.seconds = time.perf_counter, 0.0  # of an image in its slot, on average
         self.changed = threading.Condition()
         self.thread = threading.Thread(target=self.run, name="decode", daemon=True)
         self.beat, self.ready, self.draining, self.stopping = time.monotonic(), False, False, False
@@ -139,10 +143,11 @@ class Decoder:
                 raise ApiError(503, f"the server is {what}", headers={"Retry-After": "5"})
             if len(self.waiting) + len(jobs) > self.options.queue:
                 what = f"{len(self.waiting)} images wait, {self.options.queue} may"
-                headers = {"Retry-After": str(self.retry_after())}
+                places = len(self.waiting) + len(jobs) - self.options.queue
+                headers = {"Retry-After": str(self.retry_after(places))}
                 raise ApiError(429, what, None, "queue_full", headers)
             self.waiting.extend(jobs)
-            self.open_jobs += len(jobs)
+            self.open_jobs.update(jobs)
             self.changed.notify()
 
     def cancel(self, jobs: Iterable[Job]) -> None:
@@ -157,11 +162,18 @@ class Decoder:
     @property
     def busy(self) -> bool:
         """Whether somebody waits for an image."""
-        return self.open_jobs > 0
+        return bool(self.open_jobs)
 
-    def retry_after(self) -> int:
-        """Seconds until there may be room: at least one."""
-        return 1 + len(self.waiting) // max(self.options.slots, 1)
+    def retry_after(self, places: int) -> int:
+        """About how many seconds until so many images have left the queue for a slot: at least one."""
+        now, total = time.monotonic(), self.pipeline.model.target.config.tokens
+        left, each = [], self.seconds
+        for lane in self.all_lanes():
+            for slot, job in list(lane.jobs.items()):
+                done = max(lane.batch.known[slot], 1) / total
+                each = each or (now - job.begun) / done  # nothing was finished yet
+                left.append(each * (1 - done))
+        return max(1, math.ceil(seconds_until_room(places, left, each, self.options.slots)))
 
     def drain(self) -> None:
         """Take no more; what was taken is drawn."""
@@ -170,12 +182,27 @@ class Decoder:
             self.changed.notify()
 
     def stop(self) -> None:
-        """End the thread after the step it is in; who still waits is told."""
+        """End the thread after the steps it is in; who still waits is told."""
+        self.abandon(wait=None)
+
+    def abandon(self, wait: float | None = 0.0) -> None:
+        """Tell who still waits that the server stops, without waiting for the steps under way.
+
+        Args:
+            wait: seconds for the decode thread to end; None waits for as long as it takes.
+        """
         with self.changed:
             self.draining = self.stopping = True
             self.changed.notify()
-        if self.thread.is_alive():
+        if wait is None and self.thread.is_alive():
             self.thread.join()
+        self.close_all(ApiError(503, "the server stopped"))
+        if wait and self.thread.is_alive():
+            self.thread.join(wait)
+
+    def close_all(self, event: ApiError) -> None:
+        for job in list(self.open_jobs):
+            self.close(job, event)
 
     def all_lanes(self) -> list[Lane]:
         return [lane for lanes in list(self.lanes.values()) for lane in lanes]
@@ -216,25 +243,22 @@ class Decoder:
 
     def end(self) -> None:
         """Nobody is left without an answer."""
-        why = "the server stopped" if self.failure is None else f"the server failed: {self.failure}"
         with self.changed:
             self.draining = True
-            left = [
-                *self.waiting,
-                *(job for lane in self.all_lanes() for job in lane.jobs.values()),
-            ]
             self.waiting.clear()
         for lane in self.all_lanes():
             lane.jobs.clear()
-        for job in left:
-            self.close(job, ApiError(503 if self.failure is None else 500, why))
+        failed = self.failure is not None
+        why = f"the server failed: {self.failure}" if failed else "the server stopped"
+        self.close_all(ApiError(500 if failed else 503, why))
 
     def close(self, job: Job, event: Done | ApiError | None) -> None:
-        """The last that a job hears; nothing where nobody listens."""
-        if event is not None:
-            job.tell(event)
+        """The last that is sent for a job, once; nothing where nobody listens."""
         with self.changed:
-            self.open_jobs -= 1
+            if job in self.open_jobs:
+                if event is not None:
+                    job.send(event)
+                self.open_jobs.remove(job)
 
     def open(self) -> None:
         """Capture every engine, and hold each against itself uncaptured."""
@@ -264,14 +288,22 @@ class Decoder:
         return usual_prompts(self.pipeline.model.condition.takes_classes)[0]
 
     def turn(self) -> None:
-        """Admit who can be, and go on with all that run until the next host read of each."""
+        """Admit who can be, and go on with one of the engines that have images until its next host read.
+
+        It is the one that has had the least time: a turn of one engine may be a step of a window, that of another
+        sixteen steps of `ar`, so turns one after the other would not share the device fairly.
+        """
         self.beat = time.monotonic()
         self.join()
         for lane, jobs in self.next_ones():
             self.admit(lane, jobs)
         for lane in self.all_lanes():
-            if any(lane.batch.active):
-                self.advance(lane)
+            lane.idle = not lane.jobs
+        if taken := [lane for lane in self.all_lanes() if lane.jobs]:
+            lane = min(taken, key=lambda lane: lane.spent)
+            began = self.clock()
+            self.advance(lane)
+            lane.spent += self.clock() - began
 
     def join(self) -> None:
         """An image that began alone begins again among others that wait for its method, if less than half is done.
@@ -330,13 +362,19 @@ class Decoder:
                 self.close(job, translated(error))
         if not good:
             return
+        if lane.idle:  # what it did not use meanwhile is not saved up
+            others = [other.spent for other in self.all_lanes() if other.jobs]
+            least = min(others) if others else max(each.spent for each in self.all_lanes())
+            lane.spent = max(lane.spent, least)
         began = time.monotonic()
         slots = lane.batch.admit([job.request for job in good])
         begun = time.monotonic()
         for slot, job in zip(slots, good, strict=True):
-            job.admitted, job.begun, lane.jobs[slot] = began, begun, job
+            lane.jobs[slot] = job
             self.look_at(lane, slot)
-            self.metrics.queue.labels(self.menu.model).observe(began - job.queued)
+            if not job.admitted:  # else it began alone and begins again among others
+                job.admitted, job.begun = began, begun
+                self.metrics.queue.labels(self.menu.model).observe(began - job.queued)
 
     def advance(self, lane: Lane) -> None:
         batch, method = lane.batch, lane.served.setting.method
@@ -373,7 +411,7 @@ class Decoder:
             )
             steps = seat.step - 1 - seat.pending
             shown = Partial(pictures[0], known[slot] // columns, known[slot], steps)
-            lane.jobs[slot].tell(shown)
+            lane.jobs[slot].send(shown)
             self.look_at(lane, slot)
 
     def look_at(self, lane: Lane, slot: int) -> None:
@@ -389,6 +427,8 @@ class Decoder:
         now = time.monotonic()
         self.count(lane, done)
         self.metrics.latency.labels(self.menu.model).observe(now - job.queued)
+        spent = now - job.admitted
+        self.seconds = 0.8 * self.seconds + 0.2 * spent if self.seconds else spent
         times = (job.admitted - job.queued, job.begun - job.admitted, began - job.begun)
         self.close(job, Done(drawn, *times, now - began))
 
@@ -404,6 +444,21 @@ class Decoder:
             metrics.relaxed.labels(model, method).inc(done.relaxed)
             for position, accepted in enumerate(done.accepted):
                 metrics.per_pos.labels(model, method, str(position)).inc(accepted)
+
+
+def seconds_until_room(places: int, left: Sequence[float], each: float, slots: int) -> float:
+    """When so many waiting images have begun, where each slot takes the next one as soon as its image is done.
+
+    Args:
+        left: seconds until the images in slots are done. each: seconds that an image takes.
+    """
+    ends = [*left, *[0.0] * (slots - len(left))]
+    heapq.heapify(ends)
+    begun = 0.0
+    for _ in range(places):
+        begun = heapq.heappop(ends)
+        heapq.heappush(ends, begun + each)
+    return begun
 
 
 def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:

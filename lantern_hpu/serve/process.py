@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import FrameType
+from typing import Any
 
 from lantern_hpu.errors import LanternError, OptionError, needing
 from lantern_hpu.pipeline import LanternPipeline
@@ -22,8 +24,11 @@ from lantern_hpu.serve.options import ServeOptions
 
 with needing("uvicorn", "the server runs in it", "serve"):
     import uvicorn
+    from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 LAST = 20  # seconds for answers on their way once the last image is drawn
+HURRY = 1  # the same after a second signal
+HEAD_SECONDS = 10.0  # in which the head of a request has to arrive
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -58,6 +63,33 @@ def opener(options: ServeOptions) -> Callable[[], Decoder]:
     return opened
 
 
+class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+    """uvicorn's, which closes connections whose next request does not come in time once it has begun."""
+
+    timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self.watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if self.timer is not None:
+            self.timer.cancel()
+
+    def watch(self) -> None:
+        complete = self.cycle is not None and not self.cycle.response_complete
+        if complete and self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+        elif not complete and self.timer is None:
+            self.timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+
 class Server(uvicorn.Server):
     """uvicorn, but a signal first lets what was taken be drawn; a second one ends it at once."""
 
@@ -67,25 +99,32 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.decoder.draining:
-            self.lost = self.decoder.busy
-            self.should_exit = self.force_exit = True
+            threading.Thread(target=self.hurry, args=(sig,), name="hurry", daemon=True).start()
             return
         self.decoder.draining = True
         threading.Thread(target=self.drain, args=(sig,), name="drain", daemon=True).start()
+
+    def hurry(self, sig: int) -> None:
+        """Who still waits is told; the steps under way are not waited for."""
+        self.lost = self.lost or self.decoder.busy
+        say(f"{signal.Signals(sig).name} again: {len(self.decoder.open_jobs)} images given up")
+        self.config.timeout_graceful_shutdown = HURRY
+        self.decoder.abandon()
+        self.should_exit = True
 
     def drain(self, sig: int) -> None:
         """Wait until all that was taken is drawn, or the time is up."""
         decoder = self.decoder
         decoder.drain()
-        left = decoder.open_jobs
+        left = len(decoder.open_jobs)
         say(f"{signal.Signals(sig).name}: no more requests, {left} images to finish")
         until = time.monotonic() + self.shutdown_timeout
         while decoder.busy and time.monotonic() < until and decoder.failure is None:
             time.sleep(0.05)
-        self.lost = decoder.busy
-        if self.lost:
-            say(f"{decoder.open_jobs} images were not done in time")
-            decoder.stop()  # who waits for them is told so, while connections are still there
+        if decoder.busy:
+            self.lost = True
+            say(f"{len(decoder.open_jobs)} images were not done in time")
+            decoder.abandon()  # who waits for them is told so, while connections are still there
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -116,6 +155,7 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
             access_log=False,
             timeout_graceful_shutdown=LAST,
             lifespan="on",
+            http=Protocol,
         )
         server = Server(config, decoder, options.shutdown)
         port = listening.getsockname()[1]
@@ -123,6 +163,11 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
         asyncio.run(server.serve(sockets=[listening]))
     finally:
         listening.close()
+    if (
+        decoder.thread.is_alive()
+    ):  # in a step that nobody waits for; threads cannot be ended from outside
+        say("stopped")
+        os._exit(int(server.lost))
     decoder.pipeline.close()
     if isinstance(decoder.failure, LanternError):
         raise decoder.failure
