@@ -33,7 +33,7 @@ from lantern_hpu.commands.serve import main
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, OptionError
-from lantern_hpu.methods.relaxation import PRESETS
+from lantern_hpu.methods.relaxation import EXACT, PRESETS
 from lantern_hpu.methods.request import Request
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
@@ -669,6 +669,27 @@ def test_accepted_drafts_are_counted_under_the_names_of_vllm(server: Running) ->
     assert counts["mean_acceptance_length"] == pytest.approx(1 + accepted / steps, abs=1e-4)
     plain = server.post(prompt="cat", method="ar").json()["data"][0]["metrics"]
     assert plain["speculative_decoding"] is None
+
+
+def test_the_examples_of_the_page_run(model: Path) -> None:
+    """As they stand, but for the port and the model, on a server with default methods."""
+    page = (ROOT / "docs" / "serving.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    ((path, body),) = re.findall(r"curl http://127\.0\.0\.1:8000(\S+) --json '(.*?)'", page)
+    with served(ServeOptions(str(model), slots=2)) as server:
+        names: dict[str, Any] = {}
+        exec(code.replace("http://127.0.0.1:8000", server.url), names)
+        assert names["answer"].data[0].b64_json
+        kind = {"Content-Type": "application/json", "Accept": "application/json"}
+        answer = httpx.post(server.url + path, content=body, headers=kind, timeout=60)
+        assert answer.status_code == 200, answer.text
+
+
+def test_speculation_is_offered_unasked_and_is_lossless(pipeline: LanternPipeline) -> None:
+    menu = Decoder(pipeline, ServeOptions(pipeline.model.name)).menu
+    assert next(iter(menu.methods)) == pipeline.resolve("auto", 8).method
+    assert {"scd", "ar"} <= set(menu.methods)
+    assert menu.methods["scd"].setting.relaxation == EXACT
 
 
 def test_nothing_is_taken_before_readiness_or_while_draining(model: Path) -> None:

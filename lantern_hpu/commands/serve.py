@@ -32,7 +32,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("what").add_argument
     add("--model", default="builtin", help="see generate --model (builtin)")
     listed = f"comma-separated, the first is the default: {', '.join(METHODS)}, or {FORM}"
-    add("--methods", help=f"{listed} (the fastest here, and ar)")
+    add("--methods", help=f"{listed} (the fastest here, scd and ar)")
     add("--tree", help="of the methods that draft; see generate --tree")
     more = "each makes every step longer; what the model's own settings use is always there"
     add(

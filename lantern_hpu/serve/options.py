@@ -14,6 +14,8 @@ from lantern_hpu.models.options import DeviceOptions
 
 # Each makes the step's graph larger, and so is asked for
 FILTERS = ("greedy", "top_k", "top_p", *PRESETS)
+# Served unless told otherwise: the fastest here, a lossless method that needs no drafter, and the plain one
+DEFAULT = (AUTO, "scd", "ar")
 MAX_N = 10  # images of a request, as OpenAI has it
 MAX_PROMPT = 4000  # characters
 MAX_BODY = 1 << 20  # bytes
@@ -49,7 +51,7 @@ class ServeOptions:
     @property
     def settings(self) -> list[Setting]:
         """What is served; `tree` goes to those that draft and have none."""
-        found = [Setting.parse(text) for text in self.methods or (AUTO, "ar")]
+        found = [Setting.parse(text) for text in self.methods or DEFAULT]
         return [
             replace(setting, tree=read_tree(setting.method, self.tree))
             if self.tree and setting.tree is None and METHODS[setting.drafting].drafts

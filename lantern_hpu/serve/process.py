@@ -180,6 +180,8 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
 def announce(decoder: Decoder, host: str, port: int) -> None:
     """Say once where it serves what."""
     began = time.monotonic()
+    served = ", ".join(str(served.setting) for served in decoder.menu.methods.values())
+    say(f"warming up {served}: each is captured and checked, for one image and for all slots")
     decoder.settled()
     if decoder.ready:
         methods, slots = ", ".join(decoder.menu.methods), decoder.options.slots
