@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lantern_hpu.commands.evaluate import main
-from lantern_hpu.lab.pictures import crew
+from lantern_hpu.lab.pictures import workers as drawing_workers
 from lantern_hpu.lab.pictures.drawing import columns
 from lantern_hpu.lab.pictures.folder import read_picture
 from lantern_hpu.methods.relaxation import Additive, Multiplicative
@@ -122,12 +122,15 @@ def test_pieces_done_by_others_in_any_order_are_the_same_evaluation(
     def shared(
         opener: str, arguments: list[Any], work: list[list[int]], workers: int, *device: Any
     ) -> Iterator[tuple[list[int], Any]]:
-        assert opener == "lantern_hpu.lab.pictures.crew:open_worker" and workers == 2
-        hands = [crew.open_worker(*pickle.loads(pickle.dumps(arguments))) for _ in range(workers)]
+        assert opener == "lantern_hpu.lab.pictures.workers:open_worker" and workers == 2
+        hands = [
+            drawing_workers.open_worker(*pickle.loads(pickle.dumps(arguments)))
+            for _ in range(workers)
+        ]
         for i, numbers in enumerate(reversed(work)):
             yield numbers, hands[i % workers](numbers)
 
-    monkeypatch.setattr(crew, "shared", shared)
+    monkeypatch.setattr(drawing_workers, "shared", shared)
     assert evaluated(model, tmp_path / "out", "--workers", "2") == 0
     assert figures(tmp_path / "out") == figures(finished)
     for file in sorted((finished / "pictures").rglob("*.png"))[::16]:

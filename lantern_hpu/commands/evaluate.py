@@ -22,10 +22,10 @@ from lantern_hpu.backends import HOST, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import taken
 from lantern_hpu.errors import OptionError, choices, exit_code, listed, require
-from lantern_hpu.lab.pictures.crew import Order, Workers
 from lantern_hpu.lab.pictures.options import EvaluateOptions, PaintedOptions
 from lantern_hpu.lab.pictures.protocols import NEEDS, PRESETS, SCENES, Library, preset_of
 from lantern_hpu.lab.pictures.sets import SETS, export
+from lantern_hpu.lab.pictures.workers import Order, Workers
 from lantern_hpu.methods.relaxation import PRESETS as RELAXATIONS
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import Setting
@@ -215,16 +215,16 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         sampling = pipeline.model.sampling = options.sampling_options(args, sampling)
         about = heading("lantern_hpu.evaluate", pipeline, argv)
         scorer = scorer or own(painted or PaintedOptions(), pipeline, args.output)
-        crew = None
+        workers = None
         if args.workers is not None:
             folder, drawing = args.output.resolve(), options.device_options(args)
             given = given.resolved()
             order = Order(
                 args.model, given, drawing, scorer.items, settings, sampling, chosen, folder
             )
-            crew = Workers(args.workers, order)
+            workers = Workers(args.workers, order)
         evaluation = Evaluation(
-            pipeline, scorer, settings, chosen, sampling, args.output, folders, about, crew
+            pipeline, scorer, settings, chosen, sampling, args.output, folders, about, workers
         )
         print(evaluation.run())
         if args.export and library is not None and library.prompts_file is not None:

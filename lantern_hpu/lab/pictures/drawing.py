@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from lantern_hpu.errors import OptionError
-from lantern_hpu.lab.pictures.folder import Line, Shelf
+from lantern_hpu.lab.pictures.folder import Line, SettingFolder
 from lantern_hpu.lab.pictures.sets import Item
 from lantern_hpu.methods.request import MAX_SEED, Request, Sampling
 from lantern_hpu.methods.setting import Resolved, Setting
@@ -69,8 +69,8 @@ def columns(
 Batch = tuple[Column, list[int]]  # a setting, and numbers of items
 
 
-class Crew(Protocol):
-    """Others who draw; see `evaluate.crew`."""
+class RemoteDrawing(Protocol):
+    """Other processes that draw; see `pictures.workers`."""
 
     def drawn(
         self, wanted: Sequence[Column], batches: Iterable[Batch]
@@ -95,18 +95,18 @@ class Drawing:
     size: int
     folder: Path
 
-    def shelf(self, column: Column) -> Shelf:
-        return Shelf(self.folder / "pictures" / column.slug, self.items)
+    def folder_of(self, column: Column) -> SettingFolder:
+        return SettingFolder(self.folder / "pictures" / column.slug, self.items)
 
     def request(self, column: Column, index: int) -> Request:
         seed = self.seed + column.shift + index
         return Request(self.items[index].prompt, seed, self.sampling, column.setting.relaxation)
 
-    def draw(self, wanted: Sequence[Column], crew: Crew | None = None) -> None:
+    def draw(self, wanted: Sequence[Column], workers: RemoteDrawing | None = None) -> None:
         """Whatever is not there yet, with a bar.
 
         Args:
-            crew: other processes that draw; None: this one does.
+            workers: other processes that draw; None: this one does.
 
         Raises:
             OptionError: the model draws no pictures. OutputError: a folder holds those of other settings.
@@ -120,9 +120,9 @@ class Drawing:
             raise OptionError(f"--seed is {self.seed}", f"allowed: 0 to {MAX_SEED - OTHER_SEEDS}")
         left = {}
         for column in wanted:
-            shelf = self.shelf(column)
-            shelf.settle(column.about())
-            there = shelf.drawn()
+            pictures = self.folder_of(column)
+            pictures.check_settings(column.about())
+            there = pictures.drawn()
             left[column.name] = [i for i, item in enumerate(self.items) if item.id not in there]
         total = len(wanted) * len(self.items)
         missing = sum(map(len, left.values()))
@@ -130,9 +130,9 @@ class Drawing:
             return
         batches = in_rounds(wanted, left, self.size)
         with tqdm(total=total, initial=total - missing, unit="image", mininterval=1) as bar:
-            for column, lines in (crew or self).drawn(wanted, batches):
+            for column, lines in (workers or self).drawn(wanted, batches):
                 bar.set_description(column.name)
-                self.shelf(column).note(lines)
+                self.folder_of(column).note(lines)
                 bar.update(len(lines))
 
     def drawn(
@@ -149,7 +149,7 @@ class Drawing:
         spent = result.timing
         seconds = (spent.text_s + spent.generate_s + spent.decode_s) / self.size
         pictures, lines = written(result, self.items, indices, seconds)
-        self.shelf(column).write(pictures, lines)
+        self.folder_of(column).write(pictures, lines)
         return lines
 
 

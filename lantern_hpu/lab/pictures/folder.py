@@ -50,7 +50,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Shelf:
+class SettingFolder:
     """The pictures of a setting."""
 
     folder: Path
@@ -65,13 +65,13 @@ class Shelf:
         pairs = zip(self.items, parts, strict=True)
         return {item.id: self.folder / part / f"{item.id}.png" for item, part in pairs}
 
-    def settle(self, about: Mapping[str, Any]) -> None:
+    def check_settings(self, about: Mapping[str, Any]) -> None:
         """Write down what the pictures are drawn with, or see that it is the same.
 
         Raises:
             OutputError: it is not.
         """
-        settled(self.folder / "setting.json", about, f"the pictures in {self.folder}")
+        check_same(self.folder / "setting.json", about, f"the pictures in {self.folder}")
 
     def drawn(self) -> dict[str, Line]:
         """Lines of the pictures that are there, by id; half a line at the end is of a picture that does not count."""
@@ -103,7 +103,7 @@ class Shelf:
             os.fsync(out.fileno())
 
 
-def settled(file: Path, about: Mapping[str, Any], what: str) -> None:
+def check_same(file: Path, about: Mapping[str, Any], what: str) -> None:
     """Write a JSON file, or see that it holds the same.
 
     Raises:
@@ -132,7 +132,7 @@ def open_folder(folder: Path, about: Mapping[str, Any]) -> None:
         raise OutputError(f"{folder} is a file", "a folder was to be written there")
     if folder.exists() and any(folder.iterdir()) and not (folder / "run.json").exists():
         raise OutputError(f"{folder} is no evaluation's folder", "it holds other files", HINT)
-    settled(folder / "run.json", about, f"the pictures in {folder}")
+    check_same(folder / "run.json", about, f"the pictures in {folder}")
 
 
 def read_picture(file: Path) -> Image.Image:

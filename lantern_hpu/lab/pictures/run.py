@@ -14,7 +14,7 @@ from lantern_hpu.errors import OptionError
 from lantern_hpu.files import write_file
 from lantern_hpu.lab.fidelity import measure, total
 from lantern_hpu.lab.pages import render
-from lantern_hpu.lab.pictures.drawing import AGAIN, Column, Crew, Drawing, columns
+from lantern_hpu.lab.pictures.drawing import AGAIN, Column, Drawing, RemoteDrawing, columns
 from lantern_hpu.lab.pictures.folder import open_folder
 from lantern_hpu.lab.pictures.options import EvaluateOptions, FidelityOptions
 from lantern_hpu.lab.pictures.painted import extra_of
@@ -66,7 +66,7 @@ class Evaluation:
 
     Attributes:
         folders: pictures drawn elsewhere, by the names of their rows.
-        about: how the run came about. crew: other processes that draw; None: this one does.
+        about: how the run came about. workers: other processes that draw; None: this one does.
     """
 
     pipeline: LanternPipeline
@@ -77,7 +77,7 @@ class Evaluation:
     output: Path
     folders: Mapping[str, Path]
     about: Mapping[str, Any]
-    crew: Crew | None = None
+    workers: RemoteDrawing | None = None
 
     def run(self) -> str:
         """Draw what is missing, score everything, write all files; returns the table.
@@ -94,7 +94,7 @@ class Evaluation:
         wanted = columns(
             self.pipeline, self.settings, options.tree, options.batch_size, options.floor
         )
-        drawing.draw(wanted, self.crew)
+        drawing.draw(wanted, self.workers)
         self.scorer.prepare()
         moved = self.fidelity()
         rows = [
@@ -122,7 +122,7 @@ class Evaluation:
         wanted = columns(
             self.pipeline, self.settings, options.tree, options.batch_size, options.floor
         )
-        return {column.slug: drawing.shelf(column).places for column in wanted}
+        return {column.slug: drawing.folder_of(column).places for column in wanted}
 
     def drawing(self) -> Drawing:
         seed, size = self.options.seed, self.options.batch_size
@@ -144,8 +144,8 @@ class Evaluation:
 
     def drawn(self, drawing: Drawing, column: Column, extra: Mapping[str, Any]) -> Row:
         """Figures of a setting."""
-        shelf = drawing.shelf(column)
-        lines, files = shelf.drawn(), list(shelf.places.values())
+        pictures = drawing.folder_of(column)
+        lines, files = pictures.drawn(), list(pictures.places.values())
         rows = self.scorer.rows(column.slug, files)
         paces = pace([lines[item.id] for item in drawing.items])
         found = figures([*PACE, *self.scorer.metrics], {**rows, **paces}, self.options.rounds)
@@ -189,7 +189,7 @@ class Evaluation:
                 f"{NOISE}: no farther from `ar` than `ar` with other seeds is, or the interval of the difference "
                 "holds 0.",
                 *self.scorer.notes(),
-                *([] if self.crew is None else [SIDE_BY_SIDE]),
+                *([] if self.workers is None else [SIDE_BY_SIDE]),
             ],
         }
         document = {

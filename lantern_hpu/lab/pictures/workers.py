@@ -24,7 +24,7 @@ from lantern_hpu.workers import shared
 if TYPE_CHECKING:
     from lantern_hpu.lab.pictures.drawing import Batch, Column
 
-OPENER = "lantern_hpu.lab.pictures.crew:open_worker"
+OPENER = "lantern_hpu.lab.pictures.workers:open_worker"
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def open_worker(order: Order) -> Callable[[list[int]], list[Line]]:
 
     def draw_piece(numbers: list[int]) -> list[Line]:
         column = wanted[numbers[0] // images]
-        drawing.shelf(column).settle(column.about())
+        drawing.folder_of(column).check_settings(column.about())
         with pipeline.backend.errors():
             return drawing.draw_batch(column, [number % images for number in numbers])
 
