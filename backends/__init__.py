@@ -25,6 +25,14 @@ BACKENDS = {
 # What a cluster calls one card of a device; a processor is counted in cores
 CARDS = {"hpu": "HPU", "cuda": "GPU"}
 HOST = "cpu"  # the processor itself
+# Kernels that a device has forms of its own of; `candidates.py` gives them
+OWN_KERNELS = {
+    "hpu": ("attention", "rms_norm", "rotate"),
+    "cuda": (
+        *("attention", "rms_norm", "rotate", "swiglu", "rotate_into"),
+        *("probs", "sample", "sample_distinct", "walk"),
+    ),
+}
 EMULATED = "hpu"  # the device that an emulator can stand in for
 
 

@@ -10,7 +10,14 @@ import torch
 
 from lantern_hpu.backends.hpu.backend import HPUBackend
 from lantern_hpu.backends.hpu.emulator import checks
-from lantern_hpu.backends.hpu.emulator.facts import FACTS, Card, Fact, Refuted, facts_of
+from lantern_hpu.backends.hpu.emulator.facts import (
+    FACTS,
+    Card,
+    Fact,
+    Refuted,
+    Unanswered,
+    facts_of,
+)
 from lantern_hpu.backends.hpu.releases import RELEASES, VARIABLE
 
 CASES = [
@@ -42,6 +49,26 @@ def test_planted_difference_is_refuted(
 ) -> None:
     monkeypatch.setattr(checks, "narrow", lambda *args: None)
     with pytest.raises(Refuted, match="the contract says"):
+        fact.check(card)
+
+
+ALONE = [
+    (fact.only, other, fact)
+    for fact in FACTS
+    for other in RELEASES
+    if fact.only not in (None, other)
+]
+
+
+@pytest.mark.filterwarnings("ignore:mark_step does nothing")
+@pytest.mark.parametrize(
+    ("only", "release", "fact"), ALONE, ids=[f"{fact.name} in {other}" for _, other, fact in ALONE]
+)
+def test_fact_of_one_release_is_refuted_by_the_other(
+    only: str, release: str, fact: Fact, card: Card
+) -> None:
+    """What a card of another release would answer: the question can be refuted."""
+    with pytest.raises((Refuted, Unanswered, AttributeError)):
         fact.check(card)
 
 

@@ -23,6 +23,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lantern_hpu.backends import OWN_KERNELS
+from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.cuda.kernels import checks, fused
 from lantern_hpu.decode.accept import Acceptance, Bounds, Verdict
@@ -652,6 +654,7 @@ def test_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         for name, examples in calls.items():
             for arguments, _ in examples:
                 getattr(kernels(), name)(*arguments)
+    assert set(calls) == set(OWN_KERNELS["cuda"])
     assert len(stand_ins) == 9 and all(min(s.sizes) > 0 for s in stand_ins)
 
 
@@ -689,8 +692,12 @@ def test_kernel_that_is_wrong_or_fails_is_replaced(device: str) -> None:
 
 def test_kernel_that_writes_nothing_is_found() -> None:
     calls = checks.examples(torch.device("cpu"), torch.float32)["rotate_into"]
-    assert not checks.fault(rotate_into, calls)
-    assert checks.fault(lambda q, k, v, rope, pairs, *kept: PLAIN.rotate(q, rope, pairs), calls)
+
+    def fault(kernel: Any) -> str:
+        return checks.fault(Candidate(lambda: kernel, calls, 1e-5))
+
+    assert not fault(rotate_into)
+    assert fault(lambda q, k, v, rope, pairs, *kept: PLAIN.rotate(q, rope, pairs))
 
 
 def test_without_triton_the_plain_kernels_serve(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,23 +3,40 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from lantern_hpu.backends import OWN_KERNELS
+from lantern_hpu.backends.candidates import candidates_of
+from lantern_hpu.backends.hpu.emulator import hpex
+from lantern_hpu.backends.hpu.emulator.device import Device
+from lantern_hpu.backends.hpu.emulator.graphs import Recording
 from lantern_hpu.commands.verify import main
 from lantern_hpu.lab.verify import run
-from lantern_hpu.lab.verify.items import Question, Result, Stage, items_of, stages_of
+from lantern_hpu.lab.verify.ask import Asked
+from lantern_hpu.lab.verify.items import (
+    CACHES,
+    Question,
+    Result,
+    Stage,
+    items_of,
+    stages_of,
+)
 from lantern_hpu.lab.verify.page import page
 from tests.folder import write_folder
+from tests.marks import mostly_slow
 
 STAGE = Stage("facts", "eager")
 
 
 @pytest.fixture
 def one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "stages_of", lambda device: [STAGE])
+    monkeypatch.setattr(run, "stages_of", lambda device, emulate: [STAGE])
 
 
 def states(file: Path) -> dict[str, str]:
@@ -110,7 +127,9 @@ def test_page_escapes_what_devices_say() -> None:
 
 
 def test_every_device_has_its_stages() -> None:
-    assert [stage.kind for stage in stages_of("cuda")] == ["kernels", "methods", "methods", "bench"]
+    kinds = [stage.kind for stage in stages_of("cuda")]
+    assert kinds == ["kernels", "caches", "caches", "methods", "methods", "bench"]
+    assert "kernels" not in [stage.kind for stage in stages_of("cpu")]  # it has no forms of its own
     assert [stage.name for stage in stages_of("hpu")][:2] == ["facts hpu_graph", "facts eager"]
 
 
@@ -119,20 +138,115 @@ def test_processor_draws_what_the_plain_step_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Without the stage that compiles every method, which takes minutes
-    monkeypatch.setattr(run, "stages_of", lambda device: stages_of(device)[:2])
+    first = [stage for stage in stages_of("cpu") if stage.graphs == "auto"][:2]
+    monkeypatch.setattr(run, "stages_of", lambda device, emulate: first)
     file, model = tmp_path / "cpu.json", write_folder(tmp_path / "tiny")
     assert main(["--device", "cpu", "--model", str(model), "--output", str(file)]) == 0
     found = states(file)
-    assert found["lantern++"] == found["attention"] == "confirmed"
+    assert found["lantern++"] == found["ar"] == "confirmed"
 
 
 @pytest.mark.slow
 def test_emulated_card_draws_what_the_processor_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "stages_of", lambda device: [Stage("methods", "hpu_graph")])
+    monkeypatch.setattr(run, "stages_of", lambda device, emulate: [Stage("methods", "hpu_graph")])
     monkeypatch.setattr(run, "items_of", lambda stage: [Question("lantern++", "the CPU's tokens")])
     file, model = tmp_path / "card.json", write_folder(tmp_path / "tiny")
     main(["--emulate", "--model", str(model), "--output", str(file)])
     (found,) = (r for r in json.loads(file.read_text())["results"] if r["item"] == "lantern++")
-    assert found["state"] == "confirmed" and found["numbers"]["recompiles after warm-up"] == 0
+    assert found["state"] == "confirmed" and found["numbers"]["captures after warm-up"] == 0
+
+
+# Each question can be refuted
+
+
+@contextmanager
+def asked(kind: str, graphs: str = "hpu_graph", model: str = "") -> Iterator[Asked]:
+    made = Asked(Stage(kind, graphs), "hpu", True, model)
+    with made.stack:
+        yield made
+
+
+@pytest.mark.parametrize("name", OWN_KERNELS["hpu"])
+def test_wrong_kernel_is_refuted_though_another_serves(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, operator = hpex.run, {"attention": "sdpa", "rotate": "rope"}.get(name, name)
+    with asked("kernels") as question:
+        assert question.answer(name)[0] == "confirmed"
+
+    def half(kernel: str, *rest: Any) -> Any:
+        return real(kernel, *rest) * (0.5 if kernel == operator else 1.0)
+
+    monkeypatch.setattr(hpex, "run", half)
+    with asked("kernels") as question:
+        state, detail, numbers = question.answer(name)
+        assert state == "refuted" and "is allowed" in detail
+        assert numbers["serves"] in ("plain", "matmul_attention")
+        others = [other for other in OWN_KERNELS["hpu"] if other != name]
+        assert {question.answer(other)[0] for other in others} == {"confirmed"}
+
+
+def test_every_kernel_that_a_device_has_is_asked() -> None:
+    with asked("kernels") as question:
+        assert set(candidates_of(question.backend, torch.float32)) == set(OWN_KERNELS["hpu"])
+
+
+def test_kernel_that_a_release_lacks_is_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    with asked("kernels") as question:
+        module = question.backend.part("hpex.normalization")  # type: ignore[attr-defined]
+        monkeypatch.delattr(module, "FusedRMSNorm")
+        state, detail, _ = question.answer("rms_norm")
+        assert state == "unanswered" and "the plain one serves" in detail
+
+
+@pytest.mark.parametrize("method", mostly_slow(CACHES, "ar"))
+def test_lost_write_into_a_cache_is_refuted(
+    model: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay that leaves out one `index_copy_`, as a pass over chains of them would."""
+    with asked("caches", model=str(model)) as question:
+        assert question.answer(method)[0] == "confirmed"
+    real = Recording.close
+
+    def losing(recording: Recording) -> None:
+        writes = [i for i, step in enumerate(recording.steps) if step.op.packet == "index_copy_"]
+        large = max(writes, key=lambda i: recording.steps[i].args[0].nbytes)
+        del recording.steps[large]
+        real(recording)
+
+    monkeypatch.setattr(Recording, "close", losing)
+    with asked("caches", model=str(model)) as question:
+        state, detail, numbers = question.answer(method)
+        assert state == "refuted" and "differ" in detail and numbers["wrong"]
+
+
+def test_wrong_products_of_matrices_are_refuted_by_the_tokens(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Device.compute
+
+    def wrong(card: Device, op: Any, *rest: Any) -> Any:
+        result = real(card, op, *rest)
+        return result * 1.5 if op.packet in ("mm", "addmm", "linear") else result
+
+    monkeypatch.setattr(Device, "compute", wrong)
+    with asked("methods", model=str(model)) as question:
+        state, detail, _ = question.answer("ar")
+        assert state == "refuted" and "tokens differ" in detail
+
+
+def test_compilation_after_the_warm_up_is_refuted(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Recording.run
+
+    def compiling(recording: Recording, live: Any) -> Any:
+        recording.device.counts.recipes += 1
+        return real(recording, live)
+
+    monkeypatch.setattr(Recording, "run", compiling)
+    with asked("methods", model=str(model)) as question:
+        state, detail, _ = question.answer("ar")
+        assert state == "refuted" and "graph compilations while drawing" in detail

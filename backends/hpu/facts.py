@@ -7,7 +7,6 @@ from typing import Literal, cast
 import torch
 
 from lantern_hpu.backends.base import Backend
-from lantern_hpu.backends.hpu import releases
 from lantern_hpu.backends.hpu.backend import HPUBackend
 from lantern_hpu.backends.hpu.emulator.facts import FACTS, Card, Refuted, Unanswered, facts_of
 from lantern_hpu.backends.hpu.env import LAZY
@@ -15,9 +14,9 @@ from lantern_hpu.backends.hpu.env import LAZY
 Answer = Literal["confirmed", "refuted", "unanswered"]
 
 
-def facts_for(graphs: str) -> list[tuple[str, str]]:
-    """(name, source) of the facts that a graph mode can be asked, of the release that is emulated."""
-    facts = facts_of(releases.emulated().name, LAZY[graphs])
+def facts_for(graphs: str, release: str) -> list[tuple[str, str]]:
+    """(name, source) of the facts of a release that a graph mode can be asked."""
+    facts = facts_of(release, LAZY[graphs])
     return [(fact.name, fact.source) for fact in facts]
 
 

@@ -6,11 +6,14 @@ Each is used only if it is there and agrees with its plain twin on this card; el
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from lantern_hpu.backends.candidates import LACKING, Candidate, outcome
 from lantern_hpu.ops import kernels
 from lantern_hpu.ops.kernels import Kernels
 
@@ -63,41 +66,46 @@ def make_rotate(backend: HPUBackend) -> Callable[[Tensor, Tensor, bool], Tensor]
     return fused_rope
 
 
-def fused(backend: HPUBackend) -> Kernels:
-    """The fused kernels that are here and agree with the plain ones."""
+def candidates(backend: HPUBackend) -> dict[str, Candidate]:
+    """All fused kernels, whether or not they are in this release and agree with the plain ones.
+
+    A card multiplies in lower precision inside of attention; norm and rotary embedding have no products of matrices.
+    """
     r, h, t, s, hd = 2, 4, 3, 8, 64
-    device = backend.device
+    generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
-        generator = torch.Generator().manual_seed(sum(shape))
-        return torch.randn(shape, generator=generator).to(device)
+        return torch.randn(shape, generator=generator)
 
-    with torch.no_grad():
-        attention = agreeing(
-            make_attention,
-            backend,
-            matmul_attention,
-            (some(r, h, t, hd), some(r, h, s, hd), some(r, h, s, hd), some(r, 1, t, s)),
-        )
-        norm = agreeing(make_rms_norm, backend, kernels.rms_norm, (some(r, t, hd), some(hd), 1e-5))
-        turn = [(some(r, t, h, hd), some(r, t, 2, hd // 2), pairs) for pairs in (True, False)]
-        rotate = agreeing(make_rotate, backend, kernels.rotate, *turn)
-    return Kernels(attention, norm, rotate)
+    def candidate(
+        make: Callable[[HPUBackend], Callable[..., Tensor]],
+        plain: Callable[..., Tensor],
+        tolerance: float,
+        *calls: tuple[Any, ...],
+    ) -> Candidate:
+        with torch.no_grad():
+            wanted = [outcome(plain, call) for call in calls]
+        moved = [
+            tuple(x.to(backend.device) if isinstance(x, Tensor) else x for x in call)
+            for call in calls
+        ]
+        return Candidate(lambda: make(backend), list(zip(moved, wanted, strict=True)), tolerance)
+
+    looks = (some(r, h, t, hd), some(r, h, s, hd), some(r, h, s, hd), some(r, 1, t, s))
+    pairs = [(some(r, t, h, hd), some(r, t, 2, hd // 2), kind) for kind in (True, False)]
+    norm = (some(r, t, hd), some(hd), 1e-5)
+    return {
+        "attention": candidate(make_attention, kernels.attention, 1e-2, looks),
+        "rms_norm": candidate(make_rms_norm, kernels.rms_norm, 2e-3, norm),
+        "rotate": candidate(make_rotate, kernels.rotate, 1e-3, *pairs),
+    }
 
 
-def agreeing(
-    make: Callable[[HPUBackend], Callable[..., Tensor]],
-    backend: HPUBackend,
-    plain: Callable[..., Tensor],
-    *examples: tuple[object, ...],
-) -> Callable[..., Tensor]:
-    """The fused function if it can be had and gives what the plain one gives, else the plain one."""
-    try:
-        candidate = make(backend)
-        for example in examples:
-            apart = (candidate(*example) - plain(*example)).abs().max()
-            if not apart.cpu() < 2e-2:  # the card multiplies in lower precision inside
-                return plain
-    except (ImportError, AttributeError, TypeError, RuntimeError):
-        return plain  # another release, without the kernel or with other arguments
-    return candidate
+def fused(backend: HPUBackend) -> Kernels:
+    """The fused kernels that are here and agree with the plain ones."""
+    served = Kernels(attention=matmul_attention)
+    for name, candidate in candidates(backend).items():
+        with suppress(*LACKING):
+            if candidate.agrees():
+                served = replace(served, **{name: candidate.make()})
+    return served

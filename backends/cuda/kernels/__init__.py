@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 
 
@@ -25,19 +26,37 @@ def fused(device: torch.device, dtype: torch.dtype) -> Kernels:
     Warns if some do not, or if there is no Triton; the second call finds the answer of the first.
     """
     try:
-        from lantern_hpu.backends.cuda.kernels import (
-            attention,
-            checks,
-            distinct,
-            norm_rope,
-            probs,
-            swiglu,
-            walk,
-        )
+        found = candidates(device, dtype)
     except ImportError as error:
         warnings.warn(f"plain kernels serve: {error}; pip install triton", stacklevel=2)
         return PLAIN
-    candidates: dict[str, Any] = {
+    from lantern_hpu.backends.cuda.kernels.checks import fault
+
+    refused = {name: why for name, candidate in found.items() if (why := fault(candidate))}
+    if refused:
+        why = "; ".join(f"{name}: {why}" for name, why in refused.items())
+        warnings.warn(f"plain kernels serve in place of {why}", stacklevel=2)
+    served = {name: candidate.make() for name, candidate in found.items() if name not in refused}
+    return replace(PLAIN, **served)
+
+
+def candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Candidate]:
+    """All kernels, whether or not they agree here with the plain ones.
+
+    Raises:
+        ImportError: there is no Triton.
+    """
+    from lantern_hpu.backends.cuda.kernels import (
+        attention,
+        checks,
+        distinct,
+        norm_rope,
+        probs,
+        swiglu,
+        walk,
+    )
+
+    kernels: dict[str, Any] = {
         "attention": attention.triton_attention,
         "rms_norm": norm_rope.triton_rms_norm,
         "rotate": norm_rope.triton_rotate,
@@ -48,10 +67,8 @@ def fused(device: torch.device, dtype: torch.dtype) -> Kernels:
         "sample_distinct": distinct.triton_distinct,
         "walk": walk.triton_walk,
     }
-    examples = checks.examples(device, dtype)
-    faults = {n: checks.fault(candidates[n], examples[n]) for n in candidates}
-    refused = {name: why for name, why in faults.items() if why}
-    if refused:
-        why = "; ".join(f"{name}: {why}" for name, why in refused.items())
-        warnings.warn(f"plain kernels serve in place of {why}", stacklevel=2)
-    return replace(PLAIN, **{n: f for n, f in candidates.items() if n not in refused})
+    examples, slack = checks.examples(device, dtype), checks.tolerance(dtype)
+    return {
+        name: Candidate(lambda kernel=kernel: kernel, examples[name], slack)  # type: ignore[misc]
+        for name, kernel in kernels.items()
+    }

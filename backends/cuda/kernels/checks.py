@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from copy import deepcopy
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lantern_hpu.backends.candidates import Candidate, Example, outcome, tensors
 from lantern_hpu.ops import kernels, sampling
 from lantern_hpu.ops.sampling import SamplingParams
 
@@ -22,40 +22,20 @@ TWINS: dict[str, Callable[..., Tensor]] = {
     "sample": sampling.sample,
     "sample_distinct": sampling.sample_distinct,
 }
-Example = tuple[Sequence[Any], Sequence[Tensor]]  # arguments, outcome
 
 
-def fault(kernel: Callable[..., Any], examples: Sequence[Example]) -> str:
+def tolerance(dtype: torch.dtype) -> float:
+    """A few roundings; sums are taken in another order."""
+    return max(4 * torch.finfo(dtype).eps, 1e-5)
+
+
+def fault(candidate: Candidate) -> str:
     """What is wrong with a kernel; nothing if the outcome is what is wanted."""
     try:
-        with torch.no_grad():
-            for arguments, wanted in examples:
-                for got, want in zip(outcome(kernel, arguments), wanted, strict=True):
-                    if not alike(got, want):
-                        return "it does not give what the plain one gives"
+        return "" if candidate.agrees() else "it does not give what the plain one gives"
     except Exception as error:  # from Triton, the driver, or a compiler that is not there
         lines = str(error).strip().splitlines()
         return f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"
-    return ""
-
-
-def alike(got: Tensor, want: Tensor) -> bool:
-    """Whether two results differ by a few roundings at most."""
-    slack = 4 * torch.finfo(want.dtype).eps if want.is_floating_point() else 0.0
-    slack = max(slack, 1e-5)  # sums are taken in another order
-    near = torch.isclose(got.float(), want.float(), rtol=slack, atol=slack)
-    return got.dtype == want.dtype and bool(near.all())
-
-
-def outcome(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Tensor, ...]:
-    """What a call returns, and the tensors it was given as it leaves them: some are written to."""
-    given = deepcopy(arguments)
-    results = function(*given)
-    return (*(results if isinstance(results, tuple) else (results,)), *tensors(given))
-
-
-def tensors(arguments: Sequence[Any]) -> Sequence[Tensor]:
-    return [x for x in arguments if isinstance(x, Tensor)]
 
 
 def examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[Example]]:

@@ -263,7 +263,7 @@ def a_scalar_of_the_host_is_that_of_each_call(card: Card) -> None:
 
 @fact("hpu/graphs.py, CachedParams", only="1.24")
 def the_wrapper_counts_its_calls(card: Card) -> None:
-    counts, model, x = card.hpu.graphs.CachedParams, card.wrapped(verbose=False), card.ones(2)
+    counts, model, x = card.hpu.graphs.CachedParams, card.wrapped(), card.ones(2)
     before = counts.iteration_cnt, sum(counts.cache_hits.values())
     for _ in range(3):
         model(x)

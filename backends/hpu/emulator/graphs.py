@@ -373,13 +373,8 @@ def is_host_scalar(value: object) -> bool:
 
 
 @dataclass
-class CachedParams:
-    """A graph with its static inputs and outputs; the counters are of all graphs and begin with 1.24."""
-
-    cache_hits: ClassVar[dict[int, int]] = {}  # by key
-    skip_replay_cnt: ClassVar[dict[int, int]] = {}
-    iteration_cnt: ClassVar[int] = 0
-    bypass_hpu_graphs: ClassVar[int] = 0
+class Cached:
+    """A graph with its static inputs and outputs; `CachedParams` of 1.19."""
 
     graph_inputs: Any
     graph_outputs: Any
@@ -390,6 +385,16 @@ class CachedParams:
     signature: Any = None
     callers: list[weakref.ref[HPUTensor]] = field(default_factory=list)  # first inputs
     handed_out: list[weakref.ref[HPUTensor]] = field(default_factory=list)
+
+
+@dataclass
+class CachedParams(Cached):
+    """The same with counters of all graphs, from 1.24 on."""
+
+    cache_hits: ClassVar[dict[int, int]] = {}  # by key
+    skip_replay_cnt: ClassVar[dict[int, int]] = {}
+    iteration_cnt: ClassVar[int] = 0
+    bypass_hpu_graphs: ClassVar[int] = 0
 
 
 def signature(obj: Any) -> Any:

@@ -228,7 +228,9 @@ class Metric:
     def __init__(self, name: str) -> None:
         card = current()
         if name not in metrics_of(card):
-            raise MetricNotFoundError(f"Metric with given name ({name}) doesn't exist.")
+            raise NOT_FOUND[card.release.missing_metric](
+                f"Metric with given name ({name}) doesn't exist."
+            )
         self._name, self.rows = name, metrics_of(card)[name]
         self.base = self.rows(card)
 
@@ -285,8 +287,15 @@ METRICS: dict[str, Callable[[Device], list[tuple[str, Any]]]] = {
 }
 
 
+class MetricNotFound(Exception):
+    """A local metric of a name that is unknown."""
+
+
 class MetricNotFoundError(Exception):
-    """A local metric of a name that is unknown; 1.19 calls it MetricNotFound."""
+    """The same, from 1.24 on."""
+
+
+NOT_FOUND = {error.__name__: error for error in (MetricNotFound, MetricNotFoundError)}
 
 
 def device_memory(card: Device) -> list[tuple[str, Any]]:
@@ -530,7 +539,8 @@ def modules(device: Device) -> dict[str, ModuleType]:
     """All modules by their full names, tied together as attributes."""
     named = device.lazy or device.release.graphs_always_named
     newer = device.release.name != "1.19"
-    lazy_graphs = GRAPHS if named else {}
+    api = GRAPHS if newer else GRAPHS | {"CachedParams": graphs.Cached}
+    lazy_graphs = api if named else {}
     hpu = {
         **STREAMS,
         **MEMORY,
@@ -546,7 +556,8 @@ def modules(device: Device) -> dict[str, ModuleType]:
         ".torch": {},
         ".torch.core": CORE,
         ".torch.hpu": hpu,
-        ".torch.hpu.metrics": METRIC_API | {device.release.missing_metric: MetricNotFoundError},
+        ".torch.hpu.metrics": METRIC_API
+        | {device.release.missing_metric: NOT_FOUND[device.release.missing_metric]},
         ".torch.hpu.random": RANDOM,
         ".torch.hpu.memory": MEMORY,
         ".torch.utils": {},
@@ -595,7 +606,7 @@ def modules(device: Device) -> dict[str, ModuleType]:
         ".torch.dynamo.compile_backend": {},
     }
     if named:
-        parts[".torch.hpu.graphs"] = GRAPHS
+        parts[".torch.hpu.graphs"] = api
     if newer:
         full = f"{device.release.name}.0"
         parts[".torch.version"] = {"__version__": full, "version": full}

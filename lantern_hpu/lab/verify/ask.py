@@ -12,16 +12,18 @@ import torch
 
 from lantern_hpu.backends import HOST, get_backend
 from lantern_hpu.backends.base import Backend
+from lantern_hpu.backends.candidates import LACKING, candidates_of, difference
 from lantern_hpu.backends.hpu import errors as hpu_errors
-from lantern_hpu.decode.engine import GraphReport
+from lantern_hpu.decode.engine import Engine, GraphReport
 from lantern_hpu.decode.memory import Device, Setup, largest_phase, total
+from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import LanternError
 from lantern_hpu.lab.speed.cases import Wanted
 from lantern_hpu.lab.speed.run import run as run_bench
 from lantern_hpu.lab.verify.items import Question, Result, Stage, State
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Setting
-from lantern_hpu.ops.kernels import PLAIN
+from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.report import Counted, setup_of
 from lantern_hpu.results.images import RunTiming
@@ -30,6 +32,10 @@ PROMPT = "a red apple"
 SEED = 7
 EMULATED_STEPS = (
     16  # whose tokens are compared on the emulator: it is slow, and its arithmetic the CPU's
+)
+CACHE_STEPS = 12  # after which the caches are compared
+CACHE_TOLERANCE = (
+    2e-2  # sums of several layers, in another order and on a card in lower precision inside
 )
 Answer = tuple[State, str, dict[str, Any]]
 
@@ -40,6 +46,7 @@ class Asked:
     def __init__(self, stage: Stage, device: str, emulate: bool, model: str) -> None:
         self.stage, self.device, self.emulate, self.model = stage, device, emulate, model
         self.stack = ExitStack()
+        self.counted: dict[str, int] = {}  # by the device itself, in the last steps
 
     @cached_property
     def backend(self) -> Backend:
@@ -73,16 +80,23 @@ class Asked:
 
     def drawn(self, pipeline: LanternPipeline, method: str) -> tuple[list[int], int, GraphReport]:
         """The tokens of one image, or of its beginning on the emulator; steps; what the runners did."""
+        engine, steps = self.steps(pipeline, method, EMULATED_STEPS if self.emulate else None)
+        assert engine.known is not None
+        known = engine.read(engine.known)[0]
+        return engine.partial()[0, :known].tolist(), steps, engine.report()
+
+    def steps(self, pipeline: LanternPipeline, method: str, most: int | None) -> tuple[Engine, int]:
+        """An engine after so many steps of one image, and how many those were."""
         chosen, timing = pipeline.resolve(method), RunTiming()
         request = Request(PROMPT, SEED, pipeline.model.sampling, chosen.relaxation)
         engine = pipeline.engines.get(pipeline.spec([request], chosen.tree, 1))
         pipeline.prepare(engine, [request], timing)
-        most = EMULATED_STEPS if self.emulate else None
+        before = pipeline.backend.queue.counters()
         with pipeline.backend.errors(), torch.no_grad():
             list(pipeline.stream(engine, [request], timing, most=most))
-            assert engine.known is not None
-            known = engine.read(engine.known)[0]
-            return engine.partial()[0, :known].tolist(), timing.steps, engine.report()
+        after = pipeline.backend.queue.counters()
+        self.counted = {name: after[name] - before.get(name, 0) for name in after}
+        return engine, timing.steps
 
     def without_emulator(self) -> AbstractContextManager[None]:
         """An open emulator checks every operator, also those of the CPU."""
@@ -100,6 +114,7 @@ class Asked:
         return {
             "facts": self.fact,
             "kernels": self.kernel,
+            "caches": self.caches,
             "methods": self.method,
             "bench": self.bench,
         }[self.stage.kind](item)
@@ -114,21 +129,49 @@ class Asked:
     # Kernels
 
     def kernel(self, item: str) -> Answer:
+        """A device's own form itself, whether or not it is the one that serves."""
         backend = self.backend
-        chosen = backend.kernels("auto", torch.float32)
-        kernel, plain = getattr(chosen, item), getattr(PLAIN, item)
-        name = chosen.names()[item]
-        if kernel is None or name == "plain":
-            return "confirmed", "the plain one is used", {}
-        inputs = EXAMPLES[item](torch.Generator().manual_seed(SEED))
-        with torch.no_grad():
-            want = plain(*inputs)
-            got = kernel(
-                *(x.to(backend.device) if isinstance(x, torch.Tensor) else x for x in inputs)
-            )
-            apart = float((got.cpu() - want).abs().max())
-        state: State = "confirmed" if apart < 2e-2 else "refuted"
-        return state, f"{name} is {apart:.1e} apart", {"largest difference": apart}
+        candidate = candidates_of(backend, torch.float32)[item]
+        try:
+            apart = candidate.apart()
+        except LACKING as error:
+            return "unanswered", f"{explained(error)}: the plain one serves", {}
+        serves = backend.kernels("auto", torch.float32).names().get(item, "plain")
+        numbers = {"largest difference": apart, "tolerance": candidate.tolerance, "serves": serves}
+        state: State = "confirmed" if apart <= candidate.tolerance else "refuted"
+        return state, f"{apart:.1e} apart, {candidate.tolerance:g} is allowed", numbers
+
+    # Caches
+
+    def caches(self, item: str) -> Answer:
+        """Keys and values of all layers after a few steps."""
+        with self.without_emulator():
+            wanted = self.kept(self.host, item)
+        found = self.kept(self.pipeline, item)
+        apart = {name: difference(found[name], want) for name, want in wanted.items()}
+        worst = max(apart, key=lambda name: apart[name])
+        wrong = [name for name, value in apart.items() if not value <= CACHE_TOLERANCE]
+        numbers = {"largest difference": apart[worst], "tolerance": CACHE_TOLERANCE}
+        if wrong:
+            what = f"{len(wrong)} of {len(apart)} differ, {worst} the most, by {apart[worst]:.1e}"
+            return "refuted", what, numbers | {"wrong": wrong}
+        return "confirmed", f"{len(apart)} tensors, {apart[worst]:.1e} apart at most", numbers
+
+    def kept(self, pipeline: LanternPipeline, method: str) -> dict[str, torch.Tensor]:
+        """Keys and values [positions, kv_heads, hd] of each layer's cache, by name, as far as they are final."""
+        engine, _ = self.steps(pipeline, method, CACHE_STEPS)
+        state = engine.state
+        counts = state.count.cpu().repeat(engine.spec.rows // engine.spec.images)  # [R]
+        pending = engine.spec.tree.depth + 1  # positions that the next step writes at last
+        known = pipeline.model.target.config.prefix + counts.min() - pending
+        valid = state.valid.cpu()[:, :known]  # [R, positions]
+        return {
+            f"{name}, layer {layer}, {part}": tensor.cpu()[:, :known][valid]
+            for name, cache in (("target", state.kv_cache), ("drafter", drafter_cache(state)))
+            if cache is not None
+            for layer, one in enumerate(cache.layers)
+            for part, tensor in zip(("keys", "values"), one.read(), strict=True)
+        }
 
     # Methods
 
@@ -140,11 +183,17 @@ class Asked:
         numbers: dict[str, Any] = {
             "steps": steps,
             "capture seconds": round(report.capture_seconds, 3),
-            "recompiles after warm-up": report.recompiles_after_warmup,
+            "captures after warm-up": report.recompiles_after_warmup,
+            **{name.replace("_", " "): count for name, count in self.counted.items()},
             **self.memory(pipeline, item),
         }
-        if numbers["recompiles after warm-up"]:
-            return "refuted", "something was compiled after the warm-up", numbers
+        for name in ("captures after warm-up", "graph compilations", "cpu fallbacks"):
+            if numbers.get(name):
+                return (
+                    "refuted",
+                    f"{numbers[name]} {name} while drawing, and 0 were expected",
+                    numbers,
+                )
         if other:
             what = f"{len(other)} of {len(want)} tokens differ, the first is number {other[0]}"
             return "refuted", what, numbers
@@ -187,23 +236,9 @@ class Asked:
         return "confirmed", "; ".join(report["notes"]), {"rows": rows}
 
 
-def randn(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=generator)
-
-
-EXAMPLES: dict[str, Callable[[torch.Generator], tuple[Any, ...]]] = {
-    "attention": lambda g: (
-        *(
-            randn(g, 2, 4, 3, 64),
-            randn(g, 2, 4, 8, 64),
-            randn(g, 2, 4, 8, 64),
-            randn(g, 2, 1, 3, 8),
-        ),
-    ),
-    "rms_norm": lambda g: (randn(g, 2, 3, 64), randn(g, 64), 1e-5),
-    "rotate": lambda g: (randn(g, 2, 3, 4, 64), randn(g, 2, 3, 2, 32), True),
-    "swiglu": lambda g: (randn(g, 2, 3, 128),),
-}
+def drafter_cache(state: DecodeState) -> KVCache | None:
+    """The cache of a drafter that has one."""
+    return getattr(state.drafting, "kv_cache", None)
 
 
 def explained(error: BaseException) -> str:

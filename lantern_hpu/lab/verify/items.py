@@ -6,11 +6,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from lantern_hpu.backends import EMULATED
+from lantern_hpu.backends import EMULATED, OWN_KERNELS
+from lantern_hpu.backends.hpu import env as hpu_env
+from lantern_hpu.backends.hpu import releases
 from lantern_hpu.methods.table import METHODS
 
 State = Literal["confirmed", "refuted", "unanswered"]
-KERNELS = ("attention", "rms_norm", "rotate", "swiglu")
+CACHES = ("ar", "lantern++")  # a method without a drafter, and one with it
 
 
 @dataclass(frozen=True)
@@ -18,11 +20,14 @@ class Stage:
     """A process: one graph mode of one device.
 
     Attributes:
-        kind: `facts`, `kernels`, `methods` or `bench`.
+        kind: `facts`, `kernels`, `caches`, `methods` or `bench`.
+        release: of Gaudi's software, whose facts are asked.
     """
 
     kind: str
     graphs: str
+    device: str = EMULATED
+    release: str = releases.DEFAULT.name
 
     @property
     def name(self) -> str:
@@ -57,12 +62,14 @@ class Result:
         return asdict(self)
 
 
-def stages_of(device: str) -> list[Stage]:
+def stages_of(device: str, emulate: bool = False) -> list[Stage]:
     """The stages of a device, the cheapest first."""
-    best, *others = ["hpu_graph", "compile"] if device == EMULATED else ["auto", "compile"]
-    facts = [Stage("facts", mode) for mode in ("hpu_graph", "eager")] if device == EMULATED else []
-    methods = [Stage("methods", mode) for mode in (best, *others)]
-    return [*facts, Stage("kernels", best), *methods, Stage("bench", best)]
+    modes = ["hpu_graph", "compile"] if device == EMULATED else ["auto", "compile"]
+    pairs = [("facts", mode) for mode in ("hpu_graph", "eager") if device == EMULATED]
+    pairs += [("kernels", modes[0])] if device in OWN_KERNELS else []
+    pairs += [(kind, mode) for kind in ("caches", "methods") for mode in modes]
+    release = hpu_env.release_of(emulate).name
+    return [Stage(*pair, device, release) for pair in [*pairs, ("bench", modes[0])]]
 
 
 def items_of(stage: Stage) -> Iterator[Question]:
@@ -70,9 +77,12 @@ def items_of(stage: Stage) -> Iterator[Question]:
     if stage.kind == "facts":
         from lantern_hpu.backends.hpu.facts import facts_for
 
-        yield from (Question(name, source) for name, source in facts_for(stage.graphs))
+        facts = facts_for(stage.graphs, stage.release)
+        yield from (Question(name, source) for name, source in facts)
     elif stage.kind == "kernels":
-        yield from (Question(name, "its plain twin") for name in KERNELS)
+        yield from (Question(name, "its plain twin") for name in OWN_KERNELS[stage.device])
+    elif stage.kind == "caches":
+        yield from (Question(name, "the plain step on the CPU") for name in CACHES)
     elif stage.kind == "methods":
         yield from (Question(name, "the CPU's tokens") for name in METHODS)
     else:

@@ -59,12 +59,19 @@ class Report:
             "torch": hpu_env.installed("torch"),
             "device": self.wanted.device,
             "emulated": self.wanted.emulate,
+            "release": self.release,
             "model": self.wanted.model,
             "hardware": self.hardware,
             "checks": [asdict(check) for check in checks],
             "seconds": round(self.seconds, 1),
             "results": [result.as_json() for result in self.results.values()],
         }
+
+    @property
+    def release(self) -> str | None:
+        """Of Gaudi's software, the one whose facts are asked."""
+        gaudi = self.wanted.device == EMULATED
+        return hpu_env.release_of(self.wanted.emulate).name if gaudi else None
 
     def save(self) -> None:
         write_rows(self.wanted.output, self.as_json(), force=True)
@@ -97,7 +104,7 @@ def resumed(wanted: Wanted, say: Callable[[str], object] = str) -> Report:
         return report
     with reading(wanted.output, "another --output") as earlier:
         now = report.as_json()
-        for name in ("kind", "lantern_hpu", "torch", "device", "emulated", "model"):
+        for name in ("kind", "lantern_hpu", "torch", "device", "emulated", "release", "model"):
             if earlier.get(name) != now[name]:
                 what = f"{wanted.output} cannot be gone on with"
                 why = f"it is of {name} {earlier.get(name)!r}, and this run of {now[name]!r}"
@@ -112,7 +119,7 @@ def verify(report: Report) -> None:
     """Ask everything that has no answer yet."""
     began, before = time.monotonic(), report.seconds
     ends = began + 60 * report.wanted.minutes
-    for stage in stages_of(report.wanted.device):
+    for stage in stages_of(report.wanted.device, report.wanted.emulate):
         try:
             ask_stage(report, stage, ends)
         finally:

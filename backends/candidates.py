@@ -1,0 +1,86 @@
+"""A device's own forms of kernels, before anybody uses them: each is held to its plain twin by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from lantern_hpu.backends.base import Backend
+
+if TYPE_CHECKING:
+    from lantern_hpu.backends.hpu.backend import HPUBackend
+
+Example = tuple[Sequence[Any], Sequence[Tensor]]  # arguments, outcome
+# What software without the kernel, or with other arguments for it, raises
+LACKING = (ImportError, AttributeError, TypeError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A device's own form of a kernel of `Kernels`.
+
+    Attributes:
+        make: gives it; raises where the device's software lacks it.
+        examples: calls, and what comes of the plain twin.
+        tolerance: the largest difference to it, absolute for small numbers and relative for large ones.
+    """
+
+    make: Callable[[], Callable[..., Any]]
+    examples: Sequence[Example]
+    tolerance: float
+
+    def apart(self) -> float:
+        """The largest difference over all examples; infinite where types differ or a number is none."""
+        kernel = self.make()
+        with torch.no_grad():
+            return max(
+                difference(got, want)
+                for arguments, wanted in self.examples
+                for got, want in zip(outcome(kernel, arguments), wanted, strict=True)
+            )
+
+    def agrees(self) -> bool:
+        return self.apart() <= self.tolerance
+
+
+def difference(got: Tensor, want: Tensor) -> float:
+    """The largest |got - want| / (1 + |want|); whole numbers are equal, or infinitely apart."""
+    got, want = got.cpu(), want.cpu()
+    if got.dtype != want.dtype or got.shape != want.shape:
+        return float("inf")
+    if not want.is_floating_point():
+        return 0.0 if torch.equal(got, want) else float("inf")
+    got, want = got.double(), want.double()
+    apart = torch.where(
+        got == want, 0.0, (got - want).abs() / (1 + want.abs())
+    )  # 0 at equal infinities
+    return float(apart.nan_to_num(float("inf"), float("inf")).max()) if apart.numel() else 0.0
+
+
+def outcome(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Tensor, ...]:
+    """What a call returns, and the tensors it was given as it leaves them: some are written to."""
+    given = deepcopy(arguments)
+    results = function(*given)
+    return (*(results if isinstance(results, tuple) else (results,)), *tensors(given))
+
+
+def tensors(arguments: Sequence[Any]) -> Sequence[Tensor]:
+    return [x for x in arguments if isinstance(x, Tensor)]
+
+
+def candidates_of(backend: Backend, dtype: torch.dtype) -> dict[str, Candidate]:
+    """All that a device has, whether or not they are right there; their names are those of `OWN_KERNELS`."""
+    if backend.name == "cuda":
+        from lantern_hpu.backends.cuda import kernels as triton
+
+        return triton.candidates(backend.device, dtype)
+    if backend.name == "hpu":
+        from lantern_hpu.backends.hpu import kernels as gaudi
+
+        return gaudi.candidates(cast("HPUBackend", backend))
+    return {}
