@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import Field, field, fields
+from typing import Any
 
 
 class LanternError(Exception):
@@ -80,6 +82,52 @@ def require(holds: bool, name: str, value: object, allowed: str) -> None:
     """Raise an OptionError that names the option, its value and the allowed ones."""
     if not holds:
         raise OptionError(f"{name} is {value}", f"allowed: {allowed}")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    name: str = "",
+    metavar: str | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    marks: Mapping[float, str] = {},
+) -> Any:
+    """A dataclass field that is a command's option as well, so that default, range and help stand once.
+
+    `commands.options.add_fields` declares it; `check_ranges` holds it to its range.
+
+    Args:
+        name: of the option, if it is not the field's. metavar: of its value in the help.
+        low, high: the least and the largest value. marks: what a value at an end of the range means.
+    """
+    told = {"help": help, "option": name, "metavar": metavar, "low": low, "high": high}
+    return field(default=default, metadata=told | {"marks": marks})
+
+
+def option_name(part: Field[Any]) -> str:
+    """What the option of a field is called: `--cfg-scale`."""
+    return part.metadata.get("option") or "--" + part.name.replace("_", "-")
+
+
+def allowed_range(part: Field[Any]) -> str:
+    """The range of an option in words: `1 (off) to 100`, `0 (exact) or more`; empty if it has none."""
+    marks = part.metadata.get("marks", {})
+    low, high = (part.metadata.get(end) for end in ("low", "high"))
+    if low is None:
+        return "" if high is None else f"at most {high:g}"
+    words = [f"{end:g} ({marks[end]})" if end in marks else f"{end:g}" for end in (low, high or 0)]
+    return f"{words[0]} or more" if high is None else f"{words[0]} to {words[1]}"
+
+
+def check_ranges(values: Any) -> None:
+    """Raise an OptionError for a field of a dataclass that is out of the range which `option` gave it; None is in."""
+    for part in fields(values):
+        value, (low, high) = getattr(values, part.name), map(part.metadata.get, ("low", "high"))
+        if value is not None:
+            fits = (low is None or value >= low) and (high is None or value <= high)
+            require(fits, option_name(part), value, allowed_range(part))
 
 
 def listed(text: str, option: str, what: str = "", allowed: Collection[str] = ()) -> list[str]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import re
+from argparse import ArgumentParser
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -13,7 +14,8 @@ from typing import Any, get_args
 
 import pytest
 
-from lantern_hpu.errors import OptionError
+from lantern_hpu.commands.options import add_fields, taken
+from lantern_hpu.errors import OptionError, check_ranges, option
 from lantern_hpu.methods.relaxation import (
     EXACT,
     PRESETS,
@@ -359,3 +361,36 @@ def test_tree_and_relaxation_beside_a_form_that_has_them_are_refused() -> None:
         Setting.of("lantern++:lambda-5", EXACT)
     with pytest.raises(OptionError, match="known to a loaded model alone"):
         resolve(Setting.parse("eagle@auto"), HERE)
+
+
+# ------------------------------------------------------------------------------------ options of commands
+
+
+@dataclass(frozen=True)
+class Cake:
+    layers: int = option(2, "of sponge", low=1, high=9, marks={1: "flat"})
+    sugar: float | None = option(None, "grams", name="--sweetness", metavar="G", low=0)
+    iced: bool = option(False, "with icing")
+    baker: str = "nobody"  # no option
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
+def test_options_are_declared_by_the_dataclass_that_they_fill() -> None:
+    parser = ArgumentParser()
+    add_fields(parser, Cake, layers="how many")
+    shown = " ".join(parser.format_help().split())
+    assert "--layers LAYERS how many (1 (flat) to 9; 2)" in shown
+    assert "--sweetness G grams (0 or more)" in shown
+    assert "--iced with icing" in shown and "baker" not in shown
+    assert taken(Cake, parser.parse_args([])) == {}
+    args = parser.parse_args(["--layers", "3", "--sweetness", "1.5", "--iced"])
+    assert Cake(**taken(Cake, args)) == Cake(3, 1.5, True)
+
+
+@pytest.mark.parametrize("options", [{"layers": 0}, {"layers": 10}, {"sugar": -1.0}], ids=str)
+def test_options_out_of_range_are_refused_with_the_range(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=r"--(layers|sweetness) is") as refused:
+        Cake(**options)
+    assert refused.value.why in ("allowed: 1 (flat) to 9", "allowed: 0 or more")

@@ -4,26 +4,60 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import fields, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 from lantern_hpu.backends import BACKENDS
 from lantern_hpu.backends.hpu.releases import DEFAULT, RELEASES, choose
+from lantern_hpu.errors import allowed_range, option_name
 from lantern_hpu.graphs import RUNNERS
-from lantern_hpu.methods.relaxation import PRESETS, RelaxationOptions
+from lantern_hpu.methods.relaxation import RelaxationOptions
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import Setting, window_tree
 from lantern_hpu.methods.table import AUTO, DEFAULT_TREE, DEFAULT_WINDOW, METHODS
 from lantern_hpu.models.files.parts import Given
-from lantern_hpu.models.options import KEPT, DeviceOptions
+from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.tree import DYNAMIC, DynamicTree
 from lantern_hpu.tree.named import NAMED
 
 Group = argparse._ActionsContainer  # a parser, or a group of one
 
 
+def add_fields(group: Group, kind: type[Any], *names: str, **helps: str) -> None:
+    """Declare the fields of a dataclass as options, with what `errors.option` says of them.
+
+    A command's options are a dataclass whose fields are made by `errors.option(default, help, low=, high=)`:
+
+        add_fields(parser, TuneOptions)              # --method, --batch-size, ...: type, default and range in the help
+        TuneOptions(**taken(TuneOptions, args))      # what was given; the dataclass fills in and checks the rest
+
+    What was not given is None in `args`, so that `taken` can leave it to the dataclass. A bool is a switch.
+
+    Args:
+        names: of the fields; all that have a help if none are given.
+        helps: by a field's name, in place of its own help, where that is known to the command alone.
+    """
+    types = get_type_hints(kind)
+    for part in fields(kind):
+        if "help" not in part.metadata or (names and part.name not in names):
+            continue
+        what, default = helps.get(part.name, part.metadata["help"]), part.default
+        allowed = [allowed_range(part)] if part.metadata["low"] is not None else []
+        told = [*allowed, str(default)] if default is not None and default is not False else allowed
+        what += f" ({'; '.join(told)})" if told else ""
+        if types[part.name] is bool:
+            group.add_argument(option_name(part), action="store_true", default=None, help=what)
+            continue
+        value = next(iter(get_args(types[part.name])), types[part.name])  # of `int | None`: int
+        kinds: dict[str, Any] = {} if value not in (int, float, Path) else {"type": value}
+        metavar = part.metadata["metavar"]
+        group.add_argument(option_name(part), metavar=metavar, help=what, **kinds)
+
+
 def taken(kind: type[Any], args: argparse.Namespace) -> dict[str, Any]:
     """The fields of a dataclass that a command has options for and that were given."""
-    found = {field.name: getattr(args, field.name, None) for field in fields(kind)}
+    dests = {part.name: option_name(part)[2:].replace("-", "_") for part in fields(kind)}
+    found = {name: getattr(args, dest, None) for name, dest in dests.items()}
     return {name: value for name, value in found.items() if value is not None}
 
 
@@ -32,22 +66,15 @@ def taken(kind: type[Any], args: argparse.Namespace) -> dict[str, Any]:
 
 def add_device_options(group: Group, graphs: bool = True) -> None:
     """`--device`, `--dtype`, and `--graphs` unless a command settles it."""
-    add = group.add_argument
-    add("--device", default="auto", help=f"auto, {', '.join(BACKENDS)} (auto)")
-    add("--dtype", help="auto, or one the device offers (auto)")
-    if graphs:
-        add("--graphs", default="auto", help=f"auto, {', '.join(RUNNERS)} (auto)")
+    names = ["device", "dtype", *(["graphs"] if graphs else [])]
+    helps = {"device": f"auto, {', '.join(BACKENDS)}", "graphs": f"auto, {', '.join(RUNNERS)}"}
+    add_fields(group, DeviceOptions, *names, **helps)
 
 
 def add_running_options(group: Group) -> None:
     """What else decides how a model runs."""
-    add = group.add_argument
-    kept = f"where a text encoder stays once the prompts are encoded: {', '.join(KEPT)} (host)"
-    emulator = "with --device hpu: an emulator of its contract, for machines without one"
-    add("--keep-text", default="host", help=kept)
-    add("--emulate", action="store_true", help=emulator)
+    add_fields(group, DeviceOptions, "keep_text", "emulate", "kernels")
     add_bridge_option(group)
-    add("--kernels", default="auto", help="auto: the device's fused ones; plain: torch's (auto)")
     add_processor_options(group)
     add_quantize_option(group)
 
@@ -59,21 +86,17 @@ def add_bridge_option(group: Group) -> None:
 
 
 def add_processor_options(group: Group) -> None:
-    """What is left to the clock on a processor."""
-    packed = "packed once for the processor, half (float16, packed), plain, or auto: the fastest"
-    group.add_argument("--layout", help=f"of the matrices: {packed} (auto)")
-    threads = "of the processor; 0 for the fastest number (0)"
-    group.add_argument("--threads", type=int, metavar="N", help=threads)
+    """What is measured on a processor unless it is given."""
+    add_fields(group, DeviceOptions, "layout", "threads")
 
 
 def add_quantize_option(group: Group) -> None:
-    group.add_argument("--quantize", metavar="int8", help="the target's weights in 8 bits")
+    add_fields(group, DeviceOptions, "quantize")
 
 
 def add_stretch_option(group: Group) -> None:
     """`--stretch`; which names there are is the zoo's to say."""
-    what = "widen the model and its drafter to a known one's sizes: the same pictures at its cost (llamagen-xl)"
-    group.add_argument("--stretch", metavar="NAME", help=what)
+    add_fields(group, DeviceOptions, "stretch")
 
 
 def device_options(args: argparse.Namespace) -> DeviceOptions:
@@ -88,13 +111,7 @@ def device_options(args: argparse.Namespace) -> DeviceOptions:
 
 def add_part_options(group: Group) -> None:
     """Parts in place of the model's own, under the names that `Given` has for them."""
-    add = group.add_argument
-    text = "T5, the features it made (.npy, .safetensors, a folder of .npy), or the tokenizer"
-    add("--drafter", help="a published one, or one of lantern_hpu.train")
-    add("--vq", metavar="FILE", help="the VQ tokenizer")
-    add("--text-encoder", dest="text", metavar="PATH", help=text)
-    add("--neighbours", metavar="FILE.npy", help="nearest codes")
-    add("--image-size", type=int, help="pixels, where a checkpoint does not say its own")
+    add_fields(group, Given)
 
 
 def given_parts(args: argparse.Namespace) -> Given:
@@ -112,7 +129,7 @@ def add_method_options(group: Group) -> None:
     add("--method", help=f"auto: the fastest measured on the device; {methods} (auto)")
     add(
         "--tree",
-        help=f"{', '.join(NAMED)}, a .json file, or {AUTO}: the one that lantern_hpu.lab.tune found for this model "
+        help=f"{', '.join(NAMED)}, a .json file, or {AUTO}: the one that `lantern-hpu tune` found for this model "
         f"and device ({DEFAULT_TREE}); for eagle2 and lantern {DYNAMIC}, or "
         f"{DYNAMIC}:KxExN for top-k K, E expansions and N drafts ({DynamicTree().name})",
     )
@@ -122,21 +139,7 @@ def add_method_options(group: Group) -> None:
         metavar="KxD",
         help="sjd-pac: K siblings at the first D levels of the window (3x3)",
     )
-    lenders = "neighbours that may stand in (lantern: 1000, lantern++: 10)"
-    annealed = "annealed: weight OMEGA exp(-NU i - MU) of a draft i after the first; exact where that is at most 1"
-    left = "what is left after a relaxed rejection: sound, or official as published (sound)"
-    add("--relax", metavar="PRESET", help=", ".join(PRESETS))
-    add("--relax-k", type=int, help=lenders)
-    add("--relax-delta", type=float, help="additive bound, 0 to 1 (lantern: 0.2)")
-    add("--relax-lambda", type=float, help="multiplicative bound, 1 or more (lantern++: 5)")
-    add("--relax-omega", type=float, help=annealed)
-    add("--relax-nu", type=float, metavar="NU", help="see omega (0)")
-    add("--relax-mu", type=float, metavar="MU", help="see omega (0)")
-    clusters = "squared distance in the codebook within which codes stand in for a draft (gsd: 0.5)"
-    add("--relax-distance", type=float, metavar="D", help=clusters)
-    add("--relax-ranks", type=int, metavar="N", help="of them, ranks up and down (gsd: 7)")
-    add("--relax-gap", type=float, metavar="P", help="of them, in probability (gsd: 0.15)")
-    add("--residual", help=left)
+    add_fields(group, RelaxationOptions)
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
@@ -148,32 +151,17 @@ def setting_of(args: argparse.Namespace) -> Setting:
     method = args.method or AUTO
     setting = Setting.of(method)
     tree = window_tree(setting.method, args.tree, args.window, args.window_tree)
-    bounds = relaxation_options(args).relaxation(METHODS[setting.drafting].relaxation)
+    bounds = RelaxationOptions(**taken(RelaxationOptions, args)).relaxation(
+        METHODS[setting.drafting].relaxation
+    )
     return Setting.of(method, bounds, tree)
 
 
-def relaxation_options(args: argparse.Namespace) -> RelaxationOptions:
-    return RelaxationOptions(
-        k=args.relax_k,
-        delta=args.relax_delta,
-        lam=args.relax_lambda,
-        omega=args.relax_omega,
-        nu=args.relax_nu,
-        mu=args.relax_mu,
-        distance=args.relax_distance,
-        ranks=args.relax_ranks,
-        gap=args.relax_gap,
-        residual=args.residual,
-        preset=args.relax,
-    )
-
-
 def add_sampling_options(group: Group) -> None:
-    add = group.add_argument
-    add("--cfg-scale", type=float, help="guidance; 1 is off")
-    add("--temperature", type=float, help="0 is greedy")
-    add("--top-k", type=int, help="0 is off")
-    add("--top-p", type=float, help="1 is off")
+    """Of which the model has its own defaults."""
+    for part in fields(Sampling):
+        kind = type(part.default)
+        group.add_argument(option_name(part), type=kind, help=part.metadata["help"])
 
 
 def sampling_options(args: argparse.Namespace, default: Sampling) -> Sampling:

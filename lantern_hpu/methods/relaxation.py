@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
-from lantern_hpu.errors import OptionError, choices, require
+from lantern_hpu.errors import OptionError, choices, option, require
 
 Residual = Literal["sound", "official"]
 
@@ -242,21 +242,35 @@ USUAL: dict[str, Relaxation] = {
 BOUNDS = {"lam": "lambda", "bound": "delta"}  # fields that are written otherwise
 
 
+LENDERS = "neighbours that may stand in (lantern: 1000, lantern++: 10)"
+WEIGHTED = "annealed: weight OMEGA exp(-NU i - MU) of a draft i after the first; exact where that is at most 1"
+DISTANCE = "squared distance in the codebook within which codes stand in for a draft (gsd: 0.5)"
+REST = "what is left after a relaxed rejection: sound, or official as published (sound)"
+
+
 @dataclass(frozen=True)
 class RelaxationOptions:
     """The loose options of a command; None where one was not given."""
 
-    k: int | None = None
-    delta: float | None = None
-    lam: float | None = None
-    omega: float | None = None
-    nu: float | None = None
-    mu: float | None = None
-    distance: float | None = None
-    ranks: int | None = None
-    gap: float | None = None
-    residual: Residual | None = None
-    preset: str | None = None
+    preset: str | None = option(None, ", ".join(PRESETS), name="--relax", metavar="PRESET")
+    k: int | None = option(None, LENDERS, name="--relax-k")
+    delta: float | None = option(
+        None, "additive bound, 0 to 1 (lantern: 0.2)", name="--relax-delta"
+    )
+    lam: float | None = option(
+        None, "multiplicative bound, 1 or more (lantern++: 5)", name="--relax-lambda"
+    )
+    omega: float | None = option(None, WEIGHTED, name="--relax-omega")
+    nu: float | None = option(None, "see omega (0)", name="--relax-nu", metavar="NU")
+    mu: float | None = option(None, "see omega (0)", name="--relax-mu", metavar="MU")
+    distance: float | None = option(None, DISTANCE, name="--relax-distance", metavar="D")
+    ranks: int | None = option(
+        None, "of them, ranks up and down (gsd: 7)", name="--relax-ranks", metavar="N"
+    )
+    gap: float | None = option(
+        None, "of them, in probability (gsd: 0.15)", name="--relax-gap", metavar="P"
+    )
+    residual: Residual | None = option(None, REST)
 
     def relaxation(self, default: Relaxation | None = None) -> Relaxation | None:
         """What they mean; what is not given is the preset's, or the default's.

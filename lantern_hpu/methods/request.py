@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from lantern_hpu.errors import OptionError, require
+from lantern_hpu.errors import OptionError, check_ranges, option, require
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
 
 MAX_SEED = 2**63 - 1
@@ -22,17 +22,16 @@ class Sampling:
         top_p: keep the most probable tokens up to this mass; 1 keeps all.
     """
 
-    cfg_scale: float = field(default=3.0, metadata={"help": "guidance; 1 is off"})
-    temperature: float = field(default=1.0, metadata={"help": "0 is greedy"})
-    top_k: int = field(default=0, metadata={"help": "0 is off"})
-    top_p: float = field(default=1.0, metadata={"help": "1 is off"})
+    cfg_scale: float = option(3.0, "guidance; 1 is off", low=1, high=100, marks={1: "off"})
+    temperature: float = option(1.0, "0 is greedy")
+    top_k: int = option(0, "0 is off", low=0, marks={0: "off"})
+    top_p: float = option(1.0, "1 is off")
 
     def __post_init__(self) -> None:
-        require(1 <= self.cfg_scale <= 100, "--cfg-scale", self.cfg_scale, "1 (off) to 100")
+        check_ranges(self)
         # Below 0.01 float32 would overflow on the way to what greedy says exactly.
         fits = self.temperature == 0 or 0.01 <= self.temperature <= 10
         require(fits, "--temperature", self.temperature, "0 (greedy), or 0.01 to 10")
-        require(self.top_k >= 0, "--top-k", self.top_k, "0 (off) or more")
         require(0 < self.top_p <= 1, "--top-p", self.top_p, "above 0, up to 1 (off)")
 
     @property

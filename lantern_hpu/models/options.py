@@ -4,25 +4,35 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lantern_hpu.errors import OptionError, choices
+from lantern_hpu.errors import OptionError, choices, option
 
 KEPT = ("device", "host", "free")  # where a text encoder stays: see `lantern_hpu.models.text.t5`
+
+LAYOUTS = "packed once for the processor, half (float16, packed), plain, or auto: the fastest"
 
 
 @dataclass(frozen=True)
 class DeviceOptions:
     """Where and how a model runs; the arguments of `LanternPipeline.from_pretrained`."""
 
-    device: str = "auto"
-    dtype: str = "auto"
-    graphs: str = "auto"
-    kernels: str = "auto"
-    emulate: bool = False
-    keep_text: str = "host"
-    quantize: str | None = None
-    stretch: str | None = None
-    layout: str = "auto"
-    threads: int = 0
+    device: str = option("auto", "auto")
+    dtype: str = option("auto", "auto, or one the device offers")
+    graphs: str = option("auto", "auto")
+    kernels: str = option("auto", "auto: the device's fused ones; plain: torch's")
+    emulate: bool = option(
+        False, "with --device hpu: an emulator of its contract, for machines without one"
+    )
+    keep_text: str = option(
+        "host", f"where a text encoder stays once the prompts are encoded: {', '.join(KEPT)}"
+    )
+    quantize: str | None = option(None, "the target's weights in 8 bits", metavar="int8")
+    stretch: str | None = option(
+        None,
+        "widen the model and its drafter to a known one's sizes: the same pictures at its cost (llamagen-xl)",
+        metavar="NAME",
+    )
+    layout: str = option("auto", f"of the matrices: {LAYOUTS}")
+    threads: int = option(0, "of the processor; 0 for the fastest number", metavar="N")
 
     def __post_init__(self) -> None:
         if self.keep_text not in KEPT:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from lantern_hpu.errors import OptionError
+from lantern_hpu.errors import OptionError, option
 
 CODE_PIXELS = 16  # along a code, in every published model
 
@@ -35,11 +35,16 @@ class Parts:
 class Given:
     """Parts that the user named on their own."""
 
-    drafter: str | None = None
-    vq: str | None = None
-    text: str | None = None
-    neighbours: str | None = None
-    image_size: int | None = None
+    drafter: str | None = option(None, "a published one, or one of `lantern-hpu train`")
+    vq: str | None = option(None, "the VQ tokenizer", metavar="FILE")
+    text: str | None = option(
+        None,
+        "T5, the features it made (.npy, .safetensors, a folder of .npy), or the tokenizer",
+        name="--text-encoder",
+        metavar="PATH",
+    )
+    neighbours: str | None = option(None, "nearest codes", metavar="FILE.npy")
+    image_size: int | None = option(None, "pixels, where a checkpoint does not say its own")
 
     def __post_init__(self) -> None:
         size = self.image_size
