@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tiny tensors: threads only cost
 # Neighbour tables and tuned trees of tests are nobody's.
@@ -14,6 +15,9 @@ os.environ["LANTERN_HPU_CACHE"] = tempfile.mkdtemp(prefix="lantern-hpu-tests-")
 
 import pytest
 import torch
+
+if TYPE_CHECKING:
+    from lantern_hpu.pipeline import LanternPipeline
 
 torch.set_num_threads(1)
 
@@ -33,6 +37,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.folder import write_folder
 
     return write_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def pipeline(model: Path) -> LanternPipeline:
+    """The tiny model on the best device."""
+    from lantern_hpu.pipeline import LanternPipeline
+
+    return LanternPipeline.from_pretrained(str(model))
 
 
 @pytest.fixture(scope="session")

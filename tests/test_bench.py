@@ -79,11 +79,6 @@ def few_steps() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def pipeline(model: Path) -> LanternPipeline:
-    return LanternPipeline.from_pretrained(str(model), graphs="eager")
-
-
-@pytest.fixture(scope="module")
 def report(model: Path) -> Report:
     """{ar, eagle2} x {eager, strict}; three images in batches of two are four."""
     file = model.parent / "bench.json"

@@ -28,11 +28,6 @@ from tests.folder import write_folder
 from tests.marks import mostly_slow
 
 
-@pytest.fixture(scope="module")
-def pipeline(model: Path) -> LanternPipeline:
-    return LanternPipeline.from_pretrained(str(model))
-
-
 def generate(model: Path, *options: object) -> int:
     return main(["--model", str(model), *map(str, options)])
 

@@ -49,11 +49,6 @@ METHODS = ("lantern++", "ar", "eagle2", "jacobi")
 PATH = "/v1/images/generations"
 
 
-@pytest.fixture(scope="module")
-def pipeline(model: Path) -> LanternPipeline:
-    return LanternPipeline.from_pretrained(str(model))
-
-
 class Running:
     """A server on a port of its own."""
 

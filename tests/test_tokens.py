@@ -17,16 +17,10 @@ from lantern_hpu.commands import pixels as decode
 from lantern_hpu.models.text.features import SavedFeatures
 from lantern_hpu.models.text.t5 import T5Conditioner
 from lantern_hpu.results.images import read_png
-from tests.folder import write_folder
 
 TEXT, EMU3 = "llamagen-t2i-256", "emu3"
 TARGET, TOKENIZER = "t2i_XL_stage1_256.pt", "vq_ds16_t2i.pt"
 PROMPTS = ("a red apple", "dog")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_folder(tmp_path_factory.mktemp("model") / "tiny")
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,6 @@ from lantern_hpu.methods.table import METHODS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import DraftTree, load_static, tuned_trees
-from tests.folder import write_folder
 
 NODES, DEPTH, CHILDREN = 8, 3, 3  # of the trees that are all tried
 Nested = tuple[Any, ...]  # a tree as the tuple of its subtrees
@@ -220,11 +219,6 @@ def sum_of(*tables: list[list[int]]) -> ChildCounts:
 # ------------------------------------------------------------------------------------ a model
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_folder(tmp_path_factory.mktemp("tune") / "tiny"))
-
-
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LANTERN_HPU_CACHE", str(tmp_path / "cache"))
@@ -233,9 +227,9 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 WORDS = ("red cat", "blue apple", "cat on apple", "red")
 
 
-def test_expected_tokens_a_step_are_measured(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_expected_tokens_a_step_are_measured(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 10 %, on other seeds than those that acceptance was counted with."""
-    pipeline = LanternPipeline.from_pretrained(model)
+    pipeline = LanternPipeline.from_pretrained(str(model))
     costs = Costs(1.0, (2, 64), (1.0, 1.2), 0.05, 0.001, 0.001)
     monkeypatch.setattr(tuner, "NAMED", [])
     monkeypatch.setattr(tuner.Tuner, "costs", lambda self: costs)
@@ -246,14 +240,14 @@ def test_expected_tokens_a_step_are_measured(model: str, monkeypatch: pytest.Mon
     assert row.expected.tokens_per_step == pytest.approx(row.measured.tokens_per_step, rel=0.1)
 
 
-def tune(model: str, *options: str) -> int:
+def tune(model: Path, *options: str) -> int:
     sizes = ["--max-nodes", "3", "--max-depth", "2", "--images", "2"]
-    return command.main(["--model", model, *sizes, *options])
+    return command.main(["--model", str(model), *sizes, *options])
 
 
 @pytest.mark.slow
 def test_command_saves_a_tree_that_auto_draws_with(
-    model: str,
+    model: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -279,7 +273,7 @@ def test_command_saves_a_tree_that_auto_draws_with(
     # The saved one may be another tree now: the machine was measured again.
     kept = next((tmp_path / "cache" / "trees").glob("*.json"))
     image = tmp_path / "x.png"
-    given = ["--model", model, "--prompt", "red cat", "--output", str(image)]
+    given = ["--model", str(model), "--prompt", "red cat", "--output", str(image)]
     assert generate.main([*given, "--method", "eagle", "--tree", "auto"]) == 0
     config = read_png(image)["config"]
     assert config["method"] == "eagle"
@@ -295,9 +289,9 @@ def test_command_saves_a_tree_that_auto_draws_with(
 
 
 def test_auto_without_a_tuned_tree_says_how_to_tune(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--model", model, "--prompt", "red cat", "--output", str(tmp_path)]
+    given = ["--model", str(model), "--prompt", "red cat", "--output", str(tmp_path)]
     assert generate.main([*given, "--tree", "auto", "--num-images", "3"]) == 2
     said = capsys.readouterr().err
     assert "--tree auto knows no tree: none was tuned for lantern++ and batches of 3" in said
@@ -312,8 +306,8 @@ def test_auto_is_refused_where_no_tree_can_be_tuned(
     assert f"--tree auto does not fit {method}" in capsys.readouterr().err
 
 
-def test_choice_decides_the_method_only_if_none_is_named(model: str) -> None:
-    pipeline = LanternPipeline.from_pretrained(model)
+def test_choice_decides_the_method_only_if_none_is_named(model: Path) -> None:
+    pipeline = LanternPipeline.from_pretrained(str(model))
     tree = DraftTree.from_paths("tuned_2", [[0], [0, 0]])
     for method, ar_wins in (("lantern++", True), ("eagle", False)):
         tuned_trees.save(pipeline.situation(method, 2), tuned_trees.TunedTree(tree, ar_wins))
@@ -332,16 +326,16 @@ def test_choice_decides_the_method_only_if_none_is_named(model: str) -> None:
     assert result.config["tree"] == "tuned_2" and len(result.images) == 2
 
 
-def test_situations_that_differ_have_choices_of_their_own(model: str) -> None:
-    pipeline = LanternPipeline.from_pretrained(model)
+def test_situations_that_differ_have_choices_of_their_own(model: Path) -> None:
+    pipeline = LanternPipeline.from_pretrained(str(model))
     here = pipeline.situation("eagle", 1)
-    other = LanternPipeline.from_pretrained(model, dtype="bfloat16").situation("eagle", 1)
+    other = LanternPipeline.from_pretrained(str(model), dtype="bfloat16").situation("eagle", 1)
     changed = [here | {"batch_size": 2}, here | {"method": "lantern++"}, here | {"drafter": "0"}]
     assert len({tuned_trees.file_of(s) for s in (here, other, *changed)}) == 5
 
 
-def test_damaged_choice_is_refused(model: str) -> None:
-    situation = LanternPipeline.from_pretrained(model).situation("eagle", 1)
+def test_damaged_choice_is_refused(model: Path) -> None:
+    situation = LanternPipeline.from_pretrained(str(model)).situation("eagle", 1)
     tree = DraftTree.from_paths("x", [[0]])
     file = tuned_trees.save(situation, tuned_trees.TunedTree(tree, False))
     assert tuned_trees.find(situation) == tuned_trees.TunedTree(tree, False)
