@@ -30,6 +30,7 @@ from lantern_hpu.lab.tune.expectation import (
     gain_probs,
 )
 from lantern_hpu.lab.tune.options import TUNABLE, TuneOptions
+from lantern_hpu.lab.tune.profile import read_profile
 from lantern_hpu.lab.tune.result import Figures, TunedRow, Tuning
 from lantern_hpu.lab.tune.search import Solver, best_tree, most_reached, ms_per_token
 from lantern_hpu.lab.tune.text import figures_table, verdict
@@ -385,7 +386,7 @@ def test_profile_without_counts_is_refused(tmp_path: Path) -> None:
     for text in ("[", "{}", '{"profile": 3}', '{"profile": {"first": {"offered": []}}}'):
         file.write_text(text)
         with pytest.raises(LanternError, match="holds no profile"):
-            command.read_profile(file)
+            read_profile(file)
 
 
 # ------------------------------------------------------------------------------------ the verdict

@@ -18,9 +18,8 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lantern_hpu.backends import prepare
 from lantern_hpu.commands.options import (
@@ -32,20 +31,17 @@ from lantern_hpu.commands.options import (
     given_parts,
     taken,
 )
-from lantern_hpu.decode.counts import ChildCounts
 from lantern_hpu.errors import OptionError, exit_code, needing
 from lantern_hpu.files import check_free, write_file
-from lantern_hpu.lab.rows import heading
 from lantern_hpu.lab.tune.options import LARGE, MOST_DEPTH, MOST_NODES, TUNABLE, TuneOptions
-from lantern_hpu.methods.setting import Setting
-from lantern_hpu.methods.table import METHODS, WINDOWS
+from lantern_hpu.lab.tune.profile import check_profile, read_profile
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.results.prompts import read_prompts
 from lantern_hpu.tree import tuned_trees
 from lantern_hpu.zoo.sizes import stretch_sizes
 
 if TYPE_CHECKING:
     from lantern_hpu.lab.tune.result import Tuning
-    from lantern_hpu.pipeline import LanternPipeline
 
 KIND = "lantern_hpu.tune"
 
@@ -95,97 +91,6 @@ def check_outputs(files: Sequence[Path | None], force: bool) -> None:
     check_free(asked, force)
 
 
-def read_profile(file: Path) -> tuple[ChildCounts, tuned_trees.Situation]:
-    """The counts of an earlier run, from its report, and what they hold for.
-
-    Raises:
-        OptionError: unreadable, or without counts.
-    """
-    try:
-        profile = json.loads(file.read_text(encoding="utf-8"))["profile"]
-        return ChildCounts.from_json(profile), dict(profile["situation"])
-    except OSError as error:
-        raise OptionError(f"cannot read {file}", str(error)) from error
-    except (ValueError, KeyError, TypeError) as error:
-        why = "expected the --report of an earlier run"
-        raise OptionError(f"{file} holds no profile", why) from error
-
-
-def check_profile(
-    situation: tuned_trees.Situation, here: tuned_trees.Situation, file: Path
-) -> None:
-    """Raise an OptionError unless a profile is of this model, drafter and method."""
-    for name in ("target", "drafter", "method"):
-        if situation.get(name) != here[name]:
-            raise OptionError(f"the profile in {file} cannot be used", f"it is of another {name}")
-
-
-def check_model(pipeline: LanternPipeline, situation: tuned_trees.Situation) -> None:
-    """Raise an error if the model cannot draft this method's trees, or the tree could not be tuned_trees."""
-    if (
-        METHODS[Setting.parse(situation["method"]).method].needs_drafter
-        and pipeline.model.drafter is None
-    ):
-        why, hint = f"{situation['method']} needs one", "--method " + " or ".join(WINDOWS)
-        raise OptionError(f"{pipeline.model.name} has no drafter", why, f"--drafter, or {hint}")
-    check_free([tuned_trees.file_of(situation)], force=True)
-
-
-def measure_windows(
-    pipeline: LanternPipeline, options: TuneOptions, prompts: Sequence[str]
-) -> Tuning:
-    """All widths, with a bar."""
-    from tqdm import tqdm
-
-    from lantern_hpu.lab.tune.tuner import Tuner
-    from lantern_hpu.lab.tune.windows import SMALL_WIDTHS, WIDTHS, windows
-
-    widths = WIDTHS if pipeline.model.stretched is None else SMALL_WIDTHS
-    trees = windows(options.setting.method, pipeline.model.target.config.tokens, widths)
-    with tqdm(total=len(trees) + 1, unit="part", file=sys.stderr, dynamic_ncols=True) as bar:
-        return Tuner(pipeline, options, prompts, bar).tune_windows(trees)
-
-
-def measure(
-    pipeline: LanternPipeline,
-    options: TuneOptions,
-    prompts: Sequence[str],
-    counts: ChildCounts | None,
-) -> Tuning:
-    """The tuning itself, with a bar."""
-    from tqdm import tqdm
-
-    from lantern_hpu.lab.tune.tuner import Tuner
-
-    with tqdm(unit="part", file=sys.stderr, dynamic_ncols=True) as bar:
-        tuner = Tuner(pipeline, options, prompts, bar)
-        bar.total = tuner.parts(counts is not None)
-        return tuner.tune(counts)
-
-
-def report(
-    pipeline: LanternPipeline,
-    options: TuneOptions,
-    tuning: Tuning,
-    situation: tuned_trees.Situation,
-    argv: Sequence[str],
-) -> dict[str, Any]:
-    """The JSON contract of `--report`."""
-    found: dict[str, Any] = {}
-    if tuning.counts is not None and tuning.costs is not None:
-        profile = tuning.counts.as_json() | {"situation": situation}
-        found = {"costs": asdict(tuning.costs), "profile": profile}
-    return heading(KIND, pipeline, argv) | {
-        "situation": situation,
-        "stretched": pipeline.model.stretched,
-        "images": options.images,
-        "seed": options.seed,
-        **found,
-        "rows": [row.as_json() for row in tuning.rows],
-        "fastest": tuning.fastest,
-    }
-
-
 def save(tuning: Tuning, situation: tuned_trees.Situation) -> None:
     """Keep the fastest tree for `--tree auto`."""
     best = tuning.best
@@ -211,6 +116,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     with needing("scipy", "what steps cost is fitted with it", "tune"):
         from lantern_hpu.lab.tune.text import summary
     prepare(device.device, device.graphs)  # before torch is imported
+    from lantern_hpu.lab.tune.run import check_model, measure, measure_windows, report
     from lantern_hpu.pipeline import LanternPipeline
 
     loaded = LanternPipeline.from_pretrained(args.model, given=given_parts(args), **vars(device))
@@ -226,7 +132,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         print(summary(tuning))
         if pipeline.model.stretched is not None:
             print(f"{pipeline.model.name}: times at that size, acceptance of the small model")
-        whole = report(pipeline, options, tuning, situation, argv)
+        whole = report(pipeline, options, tuning, situation, KIND, argv)
     tree = tuned_trees.tree_file(tuning.best.tree)
     for file, data in ((args.output, tree), (args.report, json.dumps(whole, indent=1).encode())):
         if file is not None:
