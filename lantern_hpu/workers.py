@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from lantern_hpu.backends import card_of
 from lantern_hpu.errors import DeviceError, LanternError, needing
 
-DEATHS = 3  # of workers over one piece, after which it is the piece's fault
+TRIES = 3  # of one piece whose worker dies, and as many new starts of one worker
 Draw = Callable[[list[int]], Any]
 
 
@@ -93,31 +92,26 @@ def shared(
         LanternError: what a worker raised.
     """
     ray = connect(workers)
-    made = ray.remote(Worker).options(**share_of(ray, device, emulate))
-    waiting, deaths = deque(work), dict[int, int]()
-    running: dict[Any, tuple[Any, list[int]]] = {}  # of a promise: who does which piece
-    idle = [made.remote(opener, *arguments) for _ in range(min(workers, len(work)))]
+    from ray.util import ActorPool
+
+    # Ray starts a worker that died again, anywhere where there is room, and gives it its piece once more
+    again = {"max_restarts": TRIES, "max_task_retries": TRIES - 1}
+    made = ray.remote(Worker).options(**share_of(ray, device, emulate), **again)
+    actors = [made.remote(opener, *arguments) for _ in range(min(workers, len(work)))]
+    pool = ActorPool(actors)
+
+    def piece(actor: Any, numbers: list[int]) -> Any:
+        return actor.piece.remote(numbers)
+
     try:
-        while waiting or running:
-            while waiting and idle:
-                worker, numbers = idle.pop(), waiting.popleft()
-                running[worker.piece.remote(numbers)] = (worker, numbers)
-            done, _ = ray.wait(list(running), num_returns=1)
-            worker, numbers = running.pop(done[0])
-            try:
-                _, found, wrong = ray.get(done[0])
-            except ray.exceptions.RayActorError as error:
-                deaths[numbers[0]] = deaths.get(numbers[0], 0) + 1
-                if deaths[numbers[0]] >= DEATHS:
-                    what = f"workers died {DEATHS} times over image {numbers[0]} to {numbers[-1]}"
-                    raise DeviceError(what, str(error).strip().splitlines()[0]) from error
-                waiting.appendleft(numbers)
-                idle.append(made.remote(opener, *arguments))
-                continue
+        for numbers, result, wrong in pool.map_unordered(piece, list(work)):
             if wrong:
                 raise LanternError(wrong)
-            idle.append(worker)
-            yield numbers, found
+            yield numbers, result
+    except ray.exceptions.RayActorError as error:
+        what = "a worker died again and again"
+        why = str(error).strip().splitlines()[0]
+        raise DeviceError(what, why, "the same command with --resume draws what lacks") from error
     finally:
-        for worker in [*idle, *(worker for worker, _ in running.values())]:
-            ray.kill(worker)
+        for actor in actors:
+            ray.kill(actor)

@@ -9,6 +9,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from lantern_hpu.errors import DeviceError
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.serve.options import ServeOptions
-from lantern_hpu.serve.replicas import deployment
+from lantern_hpu.serve.replicas import deployment, drain
 from lantern_hpu.workers import pieces, share_of, shared
 
 ray = pytest.importorskip("ray")
@@ -150,6 +151,14 @@ def test_replicas_answer_with_the_pictures_of_generate(
             drawn = Image.open(io.BytesIO(base64.b64decode(answer["data"][0]["b64_json"])))
             want = pipeline("red cat", seed=seed, method="ar").images[0]
             assert np.array_equal(np.asarray(drawn), np.asarray(want))
+        with ThreadPoolExecutor(4) as pool:  # a shutdown waits for what was taken
+            fields = {"prompt": "red cat", "n": 10}
+            url = f"http://127.0.0.1:{port}/v1/images/generations"
+            asked = [pool.submit(httpx.post, url, json=fields, timeout=300) for _ in range(4)]
+            time.sleep(0.3)
+            drain()
+            statuses = [each.result().status_code for each in asked]
+        assert statuses == [200] * 4
     finally:
         serve.shutdown()
 

@@ -18,6 +18,7 @@ from lantern_hpu.workers import connect, share_of
 if TYPE_CHECKING:
     from lantern_hpu.serve.decoder import Decoder
 
+NAME = "lantern_hpu"
 _opened: list[Decoder] = []  # of this process, which is a replica's
 
 
@@ -58,7 +59,7 @@ def deployment(options: ServeOptions, replicas: int, share: dict[str, Any]) -> A
         return build(options)
 
     made = serve.deployment(
-        name="lantern_hpu",
+        name=NAME,
         num_replicas=replicas,
         ray_actor_options=share,
         # Those in slots, those that may wait, and some to be told that there is no room
@@ -67,6 +68,14 @@ def deployment(options: ServeOptions, replicas: int, share: dict[str, Any]) -> A
         health_check_period_s=5,
     )
     return made(serve.ingress(built)(Replica)).bind()
+
+
+def drain() -> None:
+    """Take the application off the port, wait until its replicas have answered what they took, and end Ray Serve."""
+    from ray import serve
+
+    serve.delete(NAME)
+    serve.shutdown()
 
 
 def serve_replicas(options: ServeOptions, host: str, port: int, replicas: int) -> None:
@@ -86,11 +95,11 @@ def serve_replicas(options: ServeOptions, host: str, port: int, replicas: int) -
         what = f"{replicas} replicas need {replicas} {card}, the cluster has {offered}"
         raise DeviceError(what, "each replica has one of its own", f"--replicas {offered}")
     serve.start(http_options={"host": host, "port": port})
-    serve.run(deployment(options, replicas, share), name="lantern_hpu")
+    serve.run(deployment(options, replicas, share), name=NAME)
     print(f"http://{host}:{port} serves {options.model}: {replicas} replicas", file=sys.stderr)
     stop = threading.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: stop.set())
     stop.wait()
-    serve.shutdown()
+    drain()
     print("stopped", file=sys.stderr)
