@@ -680,6 +680,30 @@ def test_the_examples_of_the_page_run(model: Path) -> None:
         assert answer.status_code == 200, answer.text
 
 
+def test_what_auto_chose_is_served_with_its_tree_and_each_setting_as_written(model: Path) -> None:
+    """Also for a single slot, where another tree can be the fastest."""
+    pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
+    pipeline.model.fastest = {"cpu:1": ("scd", "scd:3"), "cpu": ("eagle", "flat_4")}
+
+    def trees(*methods: str, slots: int = 3, tree: str | None = None) -> dict[str, str]:
+        options = ServeOptions(str(model), methods=methods, slots=slots, tree=tree)
+        menu = Decoder(pipeline, options).menu
+        return {name: served.setting.tree.name for name, served in menu.methods.items()}
+
+    assert trees("auto", slots=1) == {"scd": "scd:3:law"}
+    assert trees("auto", "ar") == {"eagle": "flat_4", "ar": "root"}
+    assert trees("scd@4", "eagle@chain") == {"scd": "scd:4:law", "eagle": "chain"}
+    assert trees("eagle", "scd@4", "ar", tree="broad_7") == {
+        "eagle": "broad_7",
+        "scd": "scd:4:law",
+        "ar": "root",
+    }
+    with pytest.raises(OptionError, match="--methods has eagle twice"):
+        trees("eagle@chain", "eagle@flat_4")
+    with pytest.raises(OptionError, match="fits none of ar, scd"):
+        trees("ar", "scd", tree="chain")
+
+
 def test_speculation_is_offered_unasked_and_is_lossless(pipeline: LanternPipeline) -> None:
     menu = Decoder(pipeline, ServeOptions(pipeline.model.name)).menu
     assert next(iter(menu.methods)) == pipeline.resolve("auto", 8).method

@@ -8,7 +8,7 @@ window, or `auto` for what `lantern-hpu tune` found. What is left open is settle
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -157,6 +157,26 @@ def read_tree(method: str, text: str) -> Tree | Auto:
         raise drafts_nothing(method)
     is_short = rule is not None and text.partition(":")[0].isdecimal()
     return load_tree(f"{rule}:{text}" if is_short else text)
+
+
+def with_tree(settings: Sequence[Setting], name: str) -> list[Setting]:
+    """Settings with a tree, where they have none and draft its kind.
+
+    Raises:
+        OptionError, TreeError: it cannot be read, or fits none of them.
+    """
+    tree: Tree | Auto = AUTO if name == AUTO else load_tree(name)
+
+    def takes(setting: Setting) -> bool:
+        method = METHODS[setting.drafting]
+        return method.tunable if isinstance(tree, str) else method.takes(tree)
+
+    if not any(takes(setting) for setting in settings):
+        raise OptionError(f"--tree {name} fits none of {', '.join(map(str, settings))}")
+    return [
+        replace(setting, tree=tree) if setting.tree is None and takes(setting) else setting
+        for setting in settings
+    ]
 
 
 def tree_text(tree: Tree | str) -> str:

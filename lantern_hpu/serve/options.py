@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from lantern_hpu.errors import OptionError, choices, listed, require
 from lantern_hpu.methods.relaxation import PRESETS
-from lantern_hpu.methods.setting import Setting, read_tree
-from lantern_hpu.methods.table import AUTO, METHODS
+from lantern_hpu.methods.setting import Setting, with_tree
+from lantern_hpu.methods.table import AUTO
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.options import DeviceOptions
 
@@ -50,14 +50,13 @@ class ServeOptions:
 
     @property
     def settings(self) -> list[Setting]:
-        """What is served; `tree` goes to those that draft and have none."""
+        """What is served; `tree` goes to those that draft its kind and have none.
+
+        Raises:
+            OptionError, TreeError: it cannot be read, or the tree fits none.
+        """
         found = [Setting.parse(text) for text in self.methods or DEFAULT]
-        return [
-            replace(setting, tree=read_tree(setting.method, self.tree))
-            if self.tree and setting.tree is None and METHODS[setting.drafting].drafts
-            else setting
-            for setting in found
-        ]
+        return found if self.tree is None else with_tree(found, self.tree)
 
     def __post_init__(self) -> None:
         for text in self.methods:
