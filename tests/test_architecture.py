@@ -246,7 +246,7 @@ def test_captured_code_reads_nothing_back_and_makes_no_constants() -> None:
     names = {function.name for _, function in functions}
     # The walk finds what it should: both captured functions, all drafting, a kernel, a network
     assert names >= {
-        "start",
+        "read_prefix",
         "commit",
         "draft",
         "guided_probs",
