@@ -38,7 +38,7 @@ class ScratchCache(LayerCache):
     """What several passes of one step write, none of which is kept: each pass writes into a copy of its own."""
 
     @classmethod
-    def of(cls, cache: LayerCache) -> ScratchCache:
+    def beside(cls, cache: LayerCache) -> ScratchCache:
         return cls(cache.k, cache.v, cache.rows)
 
     def writable(self) -> tuple[Tensor, Tensor]:

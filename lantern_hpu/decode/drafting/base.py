@@ -177,4 +177,4 @@ class EagleDrafting(Drafting):
 
     def scratch(self, state: DecodeState) -> ScratchCache:
         """What the passes over this step's drafts write; the next step writes what was accepted of them."""
-        return ScratchCache.of(state.drafting.kv_cache.layers[0])
+        return ScratchCache.beside(state.drafting.kv_cache.layers[0])
