@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import permutations
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
 from lantern_hpu.decode.accept import Acceptance, Bounds, Verdict
-from lantern_hpu.decode.clusters import Clusters
+from lantern_hpu.decode.clusters import Clusters, descending
 from lantern_hpu.decode.tree_tables import StaticTables, TreeTables
 from lantern_hpu.methods.relaxation import Residual
 from lantern_hpu.ops.sampling import sample_distinct
@@ -344,6 +344,29 @@ def test_token_of_probability_zero_is_never_accepted_with_its_cluster() -> None:
             assert all(case.tokens[image, n] % 2 == 0 for n in path)
         tempted += int((case.tokens[:, 1] % 2 == 1).sum())
     assert tempted > B
+
+
+class Sorted(NamedTuple):
+    values: Tensor
+    indices: Tensor
+
+
+def test_codes_of_equal_probability_are_in_order_whatever_the_sort_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Devices sort ties as they like: here the last comes first."""
+    p = torch.randint(1, 4, (5, 40), generator=torch.Generator().manual_seed(1)) / 4
+    sort = Tensor.sort
+
+    def backwards(x: Tensor, dim: int, descending: bool = False) -> Sorted:
+        values, order = sort(x.flip(dim), dim=dim, descending=descending, stable=True)
+        return Sorted(values, x.shape[dim] - 1 - order)
+
+    stable = sort(p, dim=-1, descending=True, stable=True).indices
+    monkeypatch.setattr(Tensor, "sort", backwards)
+    assert not torch.equal(p.sort(-1, descending=True).indices, stable)
+    for row, order in zip(p.tolist(), descending(p).tolist(), strict=True):
+        assert order == sorted(range(len(row)), key=lambda code: -row[code])
 
 
 def test_hand_made_cluster() -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from lantern_hpu.commands.generate import main
 from lantern_hpu.decode.batch import Batch, Finished
@@ -272,3 +274,35 @@ def test_report_names_each_file_in_the_order_of_the_prompts(model: Path, tmp_pat
     rows = json.loads((tmp_path / "r.json").read_text())["images"]
     assert [row["prompt"] for row in rows] == ["red", "cat", "blue", "apple"]
     assert all(Path(row["file"]).exists() for row in rows)
+
+
+def test_what_a_recording_returns_lies_in_the_state(models: Models) -> None:
+    """Memory of a recording may be used again by the next one, before the host has read the result."""
+    requests = images()
+    engine = open_batch(models, SMALL_TREE, requests, "eager").engine
+    for function in (engine.prefill_function, engine.step_function):
+        with torch.no_grad():
+            assert function(engine.state) is engine.state.known
+
+
+def test_an_admission_hands_all_its_numbers_over_without_waiting(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A plain copy from the host's pageable memory would wait until all that was launched is done."""
+    requests = images()
+    batch = open_batch(models, load_tree("scd:6"), requests, "eager")
+    batch.admit(requests[:2])
+    engine, uploaded = batch.engine, list[int]()
+
+    def upload(values: Tensor, target: Tensor) -> None:
+        uploaded.append(target.data_ptr())
+        target.copy_(values)
+
+    monkeypatch.setattr(engine.backend.queue, "upload", upload)
+    batch.admit([requests[2]])
+    assert engine.one is not None
+    entry = engine.one.entry
+    assert entry.keys is not None
+    settings = (*vars(entry.sampling).values(), *vars(entry.bounds).values())
+    needed = [entry.slot, entry.first_uniform, entry.keys, *settings]
+    assert {x.data_ptr() for x in needed if x is not None and x.numel()} <= set(uploaded)

@@ -52,7 +52,7 @@ class Admit(nn.Module):
             counter.index_fill_(0, slot, 0)
         state.tokens.index_copy_(0, self.first[entry.slot].long(), root)
         state.root.index_copy_(0, slot, root)
-        return state.count + 1
+        return state.known.copy_(state.count + 1)
 
     def read_prefix(self, rows: Tensor, state: DecodeState) -> Tensor:
         """The target over the prefixes, each of which attends to itself alone: features [RA, P, H]."""

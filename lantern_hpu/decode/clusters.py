@@ -2,10 +2,10 @@
 
 A draft's cluster G are the codes that are close to it three times over: in the order of probability, in probability,
 and in the codebook. It is accepted with probability min(1, p(G) / q(G)), and what is kept is the draft itself. The
-residual stays [p - q]+, so the law of the token moves, and nothing bounds by how much.
+residual stays [p - q]+, so the token's distribution moves, and nothing bounds by how much.
 
-Codes without probability are of no cluster: sorting leaves their order open, and a filter that struck them out keeps
-its word. `tests/reference.py` is the same in plain Python.
+Codes without probability are of no cluster, so that a filter that removed them holds. `tests/reference.py` is the same
+in plain Python.
 """
 
 from __future__ import annotations
@@ -60,16 +60,29 @@ class Clusters(nn.Module):
         Args:
             p: [B, V] or [B, n, V]. token: [B, n]. limits: [B, 3].
         """
-        order = p.sort(-1, descending=True).indices.int()  # as p
+        order = descending(p)  # as p
         places = torch.zeros_like(order).scatter(-1, order.long(), self.token.expand_as(order))
         place = of_each(places, token[..., None]) + self.offset  # [B, n, 2 ranks + 1]
         code = of_each(order, place.clamp(min=0, max=p.shape[-1] - 1))
         ranks, gap, distance = limits[:, :, None, None].unbind(1)  # [B, 1, 1] each
-        own, mass = of_each(p, token[..., None]), of_each(p, code)
+        mine, mass = of_each(p, token[..., None]), of_each(p, code)
         apart = (self.codes[code] - self.codes[token][:, :, None]).square().sum(-1)
-        near = (self.offset.abs() <= ranks) & ((mass - own).abs() < gap) & (apart < distance)
-        there = (place >= 0) & (place < p.shape[-1]) & (torch.minimum(own, mass) > 0)
-        return code, (near & there) | (self.offset == 0)
+        close = (self.offset.abs() <= ranks) & ((mass - mine).abs() < gap) & (apart < distance)
+        there = (place >= 0) & (place < p.shape[-1]) & (torch.minimum(mine, mass) > 0)
+        return code, (close & there) | (self.offset == 0)
+
+
+def descending(p: Tensor) -> Tensor:
+    """Tokens [..., V] int32 by falling probability; of equal ones, common in 16 bits, the lower token comes first.
+
+    A stable sort is not native on every device, so ties are put in order by a second sort, of distinct numbers.
+    """
+    values, order = p.sort(-1, descending=True)
+    step = (values[..., 1:] != values[..., :-1]).cumsum(-1, dtype=torch.int32)
+    group = (
+        torch.cat([torch.zeros_like(step[..., :1]), step], -1) * p.shape[-1]
+    )  # int32 up to V = 46,340
+    return (group + order.int()).sort(-1).values - group
 
 
 def of_each(table: Tensor, index: Tensor) -> Tensor:

@@ -23,12 +23,12 @@ from lantern_hpu.decode import noise
 from lantern_hpu.decode.accept import Bounds
 from lantern_hpu.decode.admit import Admit
 from lantern_hpu.decode.drafting import Drafts, make_drafting
-from lantern_hpu.decode.memory import check_batch
+from lantern_hpu.decode.memory import batch_bytes, check_batch
 from lantern_hpu.decode.sampler import sampling_params
-from lantern_hpu.decode.spec import Spec, capacity
+from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import DecodeState, Entry, bits_digest
 from lantern_hpu.decode.step import Accepted, Step
-from lantern_hpu.errors import CaptureError, DeviceError
+from lantern_hpu.errors import CaptureError
 from lantern_hpu.graphs import check_mode, make_runner
 from lantern_hpu.graphs.base import Runner
 from lantern_hpu.methods.request import Request
@@ -232,19 +232,20 @@ class Engine:
     # -- the host's part of the state
 
     def load(self, requests: Sequence[Request], entry: Entry) -> None:
-        """Copy the settings of images to where they are admitted from."""
+        """Copy the settings of images to where they are admitted from, behind what was launched before."""
+        upload = self.backend.queue.upload
         sampling = sampling_params([r.sampling for r in requests], self.target.config.vocab_size)
         bounds = Bounds.of([request.relaxation for request in requests], self.longest - 1)
         for goal, values in ((entry.sampling, sampling), (entry.bounds, bounds)):
             for item in fields(values):
                 room = getattr(goal, item.name)
                 if room is not None:  # limits of clusters, where the spec has none
-                    room.copy_(getattr(values, item.name))
+                    upload(getattr(values, item.name), room)
         first = [noise.uniforms(request.seed, 0, 1)[0] for request in requests]
-        entry.first_uniform.copy_(torch.tensor(first, dtype=torch.float32))
+        upload(torch.tensor(first, dtype=torch.float32), entry.first_uniform)
         if entry.keys is not None:
             keys = [noise.keys(request.seed, self.target.config.tokens) for request in requests]
-            entry.keys.copy_(torch.from_numpy(np.stack(keys)))
+            upload(torch.from_numpy(np.stack(keys)), entry.keys)
 
     def place(self, prefix: Prefix, entry: Entry) -> None:
         """Copy the condition of images to where they are admitted from."""
@@ -323,7 +324,7 @@ class Engine:
 
     def trace_step(self, before: list[int], clock: Callable[[], float] | None) -> StepTrace:
         """`Step.forward`, with a look between its stages."""
-        step, state, draws = self.step_function, self.state, self.spec.tree.draws
+        step, state = self.step_function, self.state
         seconds: dict[str, float] = {}
         last = clock() if clock else 0.0
 
@@ -333,22 +334,9 @@ class Engine:
                 now = clock()
                 seconds[stage], last = now - last, now
 
-        uniform, length = step.inputs(state)
-        if step.drafting is None:
-            drafts = step.draft(length, uniform[:, :draws], state)
-            done("draft")
-        else:
-            grown = step.drafting.grow(length, uniform[:, :draws], state)
-            done("draft")
-            drafts = step.drafting.link(grown, state)
-            done("tables")
-        hidden = step.verify(drafts, length, state)
-        done("verify")
-        accepted = step.accept(hidden, drafts, uniform[:, draws:], state)
-        done("accept")
-        known = step.commit(hidden, drafts, accepted, state)
-        done("commit")
-        return StepTrace(before, drafts, accepted, self.read(known), seconds)
+        proposed = step.propose(state, done)
+        accepted, known = step.finished(state, *proposed, done)
+        return StepTrace(before, proposed[2], accepted, self.read(known), seconds)
 
     def report(self) -> GraphReport:
         """Counts since the engine was built."""
@@ -399,19 +387,16 @@ class EngineCache:
         return Engine(model.target, drafter, spec, self.backend, mode or self.mode, near, codes)
 
     def make_room(self, spec: Spec) -> None:
-        """Evict the oldest until there are few enough, and until the device has memory for the caches of a new one."""
-        config = self.model.target.config
-        layers = config.layers + (1 if spec.tree.needs_drafter else 0)
-        numbers = 2 * layers * spec.rows * capacity(config, spec.tree) * config.kv_width
-        need = numbers * self.model.target.dtype.itemsize
+        """Evict the oldest until there are few enough, and until there is memory for the state of a new one."""
         self.shrink(self.kept - 1)
-        while self.engines and need > (self.backend.memory().free or need):
+        while self.engines and not self.fits(spec):
             self.shrink(len(self.engines) - 1)
-        while self.engines:
-            try:
-                return self.check_room(spec)
-            except DeviceError:
-                self.shrink(len(self.engines) - 1)
+
+    def fits(self, spec: Spec) -> bool:
+        """Whether the device says that it has room for a batch; one that does not say is taken to have it."""
+        free = self.backend.memory().free
+        need = batch_bytes(self.model.config, spec, named(self.model.target.dtype))
+        return free is None or need <= free
 
     def check_room(self, spec: Spec) -> None:
         """Raise a DeviceError where the host has too little memory for an engine."""

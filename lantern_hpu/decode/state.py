@@ -152,6 +152,9 @@ class DecodeState:
     kv_cache: KVCache  # the target's
     moves: Moves | None  # what the next step moves in it
     drafting: Any  # a dataclass of what the drafting keeps from step to step; None where nothing is drafted
+    # [B] int32, tokens known: what admission and step return. It lies here and not in a recording's memory, which the
+    # next recording may use again before the host has read it.
+    known: Tensor
     # Statistics, kept on the device so that they cost no host read
     steps: Tensor  # [B] int32, steps until the image was done
     accepted: Tensor  # [B, D] int32, steps that accepted a draft at depth d + 1
@@ -188,6 +191,7 @@ class DecodeState:
             kv_cache=KVCache.allocate(*sizes, dtype, device),
             moves=Moves.allocate(config, spec, device),
             drafting=drafting,
+            known=whole(device, b),
             steps=whole(device, b),
             accepted=whole(device, b, depth),
             relaxed=whole(device, b),

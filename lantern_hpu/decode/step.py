@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lantern_hpu.decode.accept import Acceptance, Verdict
 from lantern_hpu.decode.clusters import Clusters
-from lantern_hpu.decode.drafting import Committed, Drafting, Drafts, WindowDrafting
+from lantern_hpu.decode.drafting import Committed, Drafting, Drafts
+from lantern_hpu.decode.drafting.base import Watch, unwatched
 from lantern_hpu.decode.positions import Positions
 from lantern_hpu.decode.sampler import Sampler
 from lantern_hpu.decode.spec import Spec, token_columns
@@ -27,7 +28,7 @@ from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.buffers import arange32, constant
 from lantern_hpu.ops.masks import additive_mask
 from lantern_hpu.ops.sampling import gather, gather_rows
-from lantern_hpu.tree import DraftTree, Window
+from lantern_hpu.tree import DraftTree
 
 
 @dataclass
@@ -72,12 +73,11 @@ class Step(nn.Module):
         # [I] nodes whose children may be tried; which they are is not known of a dynamic tree
         judged = tree.judged if isinstance(tree, DraftTree) else None
         self.judged = None if judged is None else constant(judged, torch.int32)
-        # [M] which law is a node's, where all nodes have theirs
+        # [M] which of the judged nodes' distributions is a node's, where all nodes are judged
         whole = judged is not None and len(judged) == tree.size
         ranks = {node: rank for rank, node in enumerate(judged or ())}
-        self.law = constant([ranks[n] for n in range(tree.size)]) if whole else None
+        self.rank = constant([ranks[n] for n in range(tree.size)]) if whole else None
         self.inner = len(tree.expanded) if isinstance(tree, DraftTree) else tree.size  # I
-        self.repeats = isinstance(tree, Window) and tree.rule == "jacobi"
         self.first = constant(arange32(spec.images) * token_columns(config, tree))  # [B]
 
     def forward(self, state: DecodeState) -> Tensor:
@@ -89,17 +89,32 @@ class Step(nn.Module):
         """Two halves, for a device that cannot record the whole as one graph."""
         return self.propose, self.finish
 
-    def propose(self, state: DecodeState) -> tuple[Tensor, Tensor, Drafts]:
+    def propose(self, state: DecodeState, done: Watch = unwatched) -> tuple[Tensor, Tensor, Drafts]:
         """This step's uniforms for acceptance [B, D * C + 1], committed positions [R], and trees."""
         uniform, length = self.inputs(state)
         draws = self.spec.tree.draws
-        return uniform[:, draws:], length, self.draft(length, uniform[:, :draws], state)
+        return uniform[:, draws:], length, self.draft(length, uniform[:, :draws], state, done)
 
     def finish(self, state: DecodeState, uniform: Tensor, length: Tensor, drafts: Drafts) -> Tensor:
         """Verify, accept and commit. -> [B] tokens known"""
+        return self.finished(state, uniform, length, drafts)[1]
+
+    def finished(
+        self,
+        state: DecodeState,
+        uniform: Tensor,
+        length: Tensor,
+        drafts: Drafts,
+        done: Watch = unwatched,
+    ) -> tuple[Accepted, Tensor]:
+        """`finish`, with what was accepted."""
         hidden = self.verify(drafts, length, state)
+        done("verify")
         accepted = self.accept(hidden, drafts, uniform, state)
-        return self.commit(hidden, drafts, accepted, state)
+        done("accept")
+        known = self.commit(hidden, drafts, accepted, state)
+        done("commit")
+        return accepted, known
 
     def inputs(self, state: DecodeState) -> tuple[Tensor, Tensor]:
         """This step's uniforms [B, draws], and how many positions of each row are committed [R]."""
@@ -107,11 +122,15 @@ class Step(nn.Module):
         state.cursor.add_(1)
         return uniform, self.positions.per_row(state.count) + self.prefix
 
-    def draft(self, length: Tensor, uniform: Tensor, state: DecodeState) -> Drafts:
+    def draft(
+        self, length: Tensor, uniform: Tensor, state: DecodeState, done: Watch = unwatched
+    ) -> Drafts:
         """The trees to verify."""
-        if self.drafting is None:
-            return Drafts(state.root[:, None], None, self.alone(len(state.root)))
-        return self.drafting.draft(length, uniform, state)
+        if self.drafting is not None:
+            return self.drafting.draft(length, uniform, state, done)
+        alone = Drafts(state.root[:, None], None, self.alone(len(state.root)))
+        done("draft")
+        return alone
 
     def verify(self, drafts: Drafts, length: Tensor, state: DecodeState) -> Tensor:
         """The target over the whole tree in one pass: features [R, M, H]."""
@@ -137,27 +156,29 @@ class Step(nn.Module):
         if self.judged is not None:
             judged, depth = hidden[:, self.judged], depth[:, self.judged]
         p = self.sampler(judged, state, depth)  # [B, I, V]
-        if self.repeats:
-            return self.accept_repeated(p, drafts, state)
+        assert self.drafting is not None
+        drawn = self.drafting.redraw(p, state)
+        if drawn is not None:
+            return self.accept_redrawn(self.acceptance, p, drawn, drafts)
         verdict = self.judge(self.acceptance, p[:, : self.inner], drafts, uniform, state)
-        if self.law is None:
+        if self.rank is None:
             stop = self.positions.per_row(verdict.node)[:, None]  # [R, 1]
             deep = gather(drafts.tables.depth, 1, verdict.node[:, None])  # [B, 1]
             fresh = self.sampler(gather_rows(hidden, stop), state, deep)[:, 0]  # [B, V]
         else:
-            fresh = rows_at(p, self.law[verdict.node])
+            fresh = rows_at(p, self.rank[verdict.node])
         inside = rows_at(drafts.tables.child, verdict.node)[:, :1] > 0  # [B, 1]
         probs = torch.where(inside, verdict.residual, fresh)
         bonus = self.sampler.token(probs, fresh, uniform[:, -1], state)
         return Accepted(p, verdict.node, bonus, verdict.relaxed)
 
-    def accept_repeated(self, p: Tensor, drafts: Drafts, state: DecodeState) -> Accepted:
-        """Each place draws by its own noise; drafts that are those draws stay, and the first other draw does too."""
-        assert self.acceptance is not None and isinstance(self.drafting, WindowDrafting)
-        drawn = self.drafting.repeat(p, state)  # [B, W + 1]
-        node = self.acceptance.repeated(drawn, drafts.tokens, drafts.tables)
+    def accept_redrawn(
+        self, acceptance: Acceptance, p: Tensor, drawn: Tensor, drafts: Drafts
+    ) -> Accepted:
+        """Drafts that are what their places drew [B, W + 1] stay, and the first other draw does too."""
+        node = acceptance.repeated(drawn, drafts.tokens, drafts.tables)
         bonus = gather(drawn, 1, node[:, None])[:, 0]
-        return Accepted(p, node, bonus, torch.zeros_like(state.accepted, dtype=torch.bool))
+        return Accepted(p, node, bonus, torch.zeros_like(drawn[:, 1:], dtype=torch.bool))
 
     def judge(
         self,
@@ -209,7 +230,7 @@ class Step(nn.Module):
         self.tally(taken, accepted.relaxed, order, state)
         state.root.copy_(accepted.bonus)
         state.count.copy_(count)
-        return state.count + 1
+        return state.known.copy_(count + 1)
 
     def tally(self, taken: Tensor, relaxed: Tensor, order: Tensor, state: DecodeState) -> None:
         """Count the step for images that are not done, and only what lies within the image."""

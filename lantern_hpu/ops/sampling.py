@@ -39,7 +39,7 @@ def topk_tokens(probs: Tensor, count: int) -> Tensor:
     Of equal ones the lower token comes first: `topk` and `argmax` promise no order, and an order that
     differs between devices would make their images differ.
     """
-    best = probs.topk(count, -1).values  # [..., count]
+    best = probs.amax(-1, keepdim=True) if count == 1 else probs.topk(count, -1).values
     places = []
     for rank in range(count):
         value = best[..., rank : rank + 1]

@@ -37,16 +37,16 @@ def on_host(value: Any) -> Any:
 
 
 def tensors_of(value: Any) -> list[HPUTensor]:
+    """Device tensors of a module, or of a dataclass and what it holds."""
     if isinstance(value, nn.Module):
-        found = [*value.parameters(), *value.buffers()]
+        tensors: list[Any] = [*value.parameters(), *value.buffers()]
     elif is_dataclass(value):
-        parts = [getattr(value, field.name) for field in fields(value)]
-        found = [
-            t for part in parts for t in ([part] if isinstance(part, Tensor) else tensors_of(part))
-        ]
+        tensors = tensors_of(tuple(getattr(value, field.name) for field in fields(value)))
+    elif isinstance(value, tuple):
+        tensors = [t for part in value for t in tensors_of(part)]
     else:
-        found = []
-    return [tensor for tensor in found if isinstance(tensor, HPUTensor)]
+        tensors = [value]
+    return [tensor for tensor in tensors if isinstance(tensor, HPUTensor)]
 
 
 def compile_on_host(card: Device, function: nn.Module) -> Callable[[Any], Tensor]:

@@ -7,6 +7,7 @@ entry, L - 1, already holds the root; L = P + t is the number of committed posit
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +49,13 @@ class Committed:
     uniform: Tensor | None = None  # what `Drafts` kept of the uniforms
 
 
+Watch = Callable[[str], None]
+
+
+def unwatched(stage: str) -> None:
+    """Nobody looks at the stages of a step."""
+
+
 class Drafting(nn.Module, ABC):
     """Makes the trees of a step. `draft` is `grow`, then `link`, which are apart to be looked at one by one."""
 
@@ -75,8 +83,25 @@ class Drafting(nn.Module, ABC):
     def absorb(self, committed: Committed, state: DecodeState) -> None:
         """Take note of a step; `state.root` is still that of before."""
 
-    def draft(self, length: Tensor, uniform: Tensor, state: DecodeState) -> Drafts:
-        return self.link(self.grow(length, uniform, state), state)
+    def draft(
+        self, length: Tensor, uniform: Tensor, state: DecodeState, done: Watch = unwatched
+    ) -> Drafts:
+        """
+        Args:
+            done: called with the name of each stage that is done.
+        """
+        grown = self.grow(length, uniform, state)
+        done("draft")
+        drafts = self.link(grown, state)
+        done("tables")
+        return drafts
+
+    def redraw(self, probs: Tensor, state: DecodeState) -> Tensor | None:
+        """What the places after the root draw from the target's probabilities [B, W + 1, V]: [B, W + 1].
+
+        None where drafts are verified against the distributions that they were drawn from.
+        """
+        return None
 
 
 @dataclass

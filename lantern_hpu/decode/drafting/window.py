@@ -97,9 +97,11 @@ class WindowDrafting(Drafting):
         """One token of each law [B, T, V] by the fixed noise of image tokens [B, T]: [B, T]."""
         return self.fastest(law, self.race(place, state), state)
 
-    def repeat(self, law: Tensor, state: DecodeState) -> Tensor:
-        """The draws of all places after the root: [B, W + 1, V] -> [B, W + 1]."""
-        return self.draw(law, (state.count + 1)[:, None] + self.place, state)
+    def redraw(self, probs: Tensor, state: DecodeState) -> Tensor | None:
+        """With the noise of each place, which `jacobi`'s drafts are compared with."""
+        if self.tree.rule != "jacobi":
+            return None
+        return self.draw(probs, (state.count + 1)[:, None] + self.place, state)
 
     # -- drafts
 
