@@ -6,7 +6,7 @@ import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -38,27 +38,10 @@ from lantern_hpu.models.stretch import Stretched
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.results.images import Drawn, GenerationResult, ImageRecord, RunTiming
+from lantern_hpu.results.progress import Event
 from lantern_hpu.tree import Tree
 from lantern_hpu.zoo.resolve import resolve as resolve_model
 from lantern_hpu.zoo.sizes import stretch_sizes
-
-
-@dataclass
-class Event:
-    """A progress event, for a callback.
-
-    Attributes:
-        rows, total_rows: image rows known, of all images of the run.
-        running: images that are being drawn.
-        tokens_per_step: of an image, mean so far.
-        preview: draws what is known so far of those, grey where nothing is; a host read.
-    """
-
-    rows: int
-    total_rows: int
-    running: int
-    tokens_per_step: float
-    preview: Callable[[], list[Image.Image]]
 
 
 def settings_of(request: Request) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lantern_hpu.backends.base import Backend
-from lantern_hpu.pipeline import Event
 from lantern_hpu.results.images import RunTiming
+from lantern_hpu.results.progress import Event
 
 
 def device_time(backend: Backend) -> float:

@@ -43,7 +43,7 @@ class ImageRecord:
 
 @dataclass
 class RunTiming:
-    """Seconds of a run's phases; `steps` is a count."""
+    """Seconds of a run's phases, and the number of steps that `steps_s` are the seconds of."""
 
     import_s: float = 0.0
     load_s: float = 0.0

@@ -1,0 +1,50 @@
+"""Draw an image again: its PNG file says with which weights and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.methods.request import Sampling
+from lantern_hpu.methods.setting import Resolved
+from lantern_hpu.results.images import read_png
+
+
+def other_weights(
+    file: Path, model: str, weights: dict[str, str], others: Sequence[str]
+) -> WeightsError:
+    """Why an image drawn with `weights` cannot be drawn again with a model of which `others` are different."""
+    what, why, hint = f"{file} cannot be drawn again", f"other weights than {model} has", "--model"
+    if all("drafter" in name for name in others):
+        hint = "--drafter with the folder that was used"
+    elif all(name.startswith("vq") for name in others):
+        data = read_png(file)
+        width, height = data["size"]
+        drawn = f"lantern_hpu {data['version']} drew it at {width} x {height} pixels with another tokenizer"
+        why = f"other weights than {model} has: {drawn} ({others[0]} {weights[others[0]][:8]})"
+        hint = f"that version, or --prompt and --seed {data['seed']} anew: the same tokens, other pixels"
+    return WeightsError(what, f"it was drawn with {why}", hint)
+
+
+def settings_again(
+    file: Path, known: dict[str, Any], model: str, weights: Mapping[str, str]
+) -> tuple[Resolved, Sampling]:
+    """What an image was drawn with, to draw it again.
+
+    Args:
+        known: what `read_png` found. model: its name for messages. weights: of the files it has.
+
+    Raises:
+        WeightsError: the image was drawn with other weights.
+        OptionError: another version drew it.
+    """
+    others = [name for name in known["weights"] if known["weights"][name] != weights.get(name)]
+    if others:
+        raise other_weights(file, model, known["weights"], others)
+    try:
+        return Resolved.read(known), Sampling(**known["sampling"])
+    except OptionError as error:
+        what = f"{file} cannot be drawn again"
+        raise OptionError(what, "another version of this package drew it") from error
