@@ -67,6 +67,7 @@ def compile_on_host(card: Device, function: nn.Module) -> Callable[[Any], Tensor
             result: Tensor = compiled(twins[id(state)])
         card.counts.launches += 1
         card.counts.graphs["launches"] += 1
+        card.earn()
         return card.new(result)
 
     return call
