@@ -3,7 +3,9 @@
     python -m scripts.export_model --data-dir data --output data/model
     lantern-hpu train drafter --model data/model --data data/prompts.txt --output data/drafter
     python -m scripts.export_model --data-dir data --drafter data/drafter --output lantern_hpu/assets/builtin
+    python -m scripts.export_model --data-dir data --only-tokenizer --output lantern_hpu/assets/builtin
 
+The last replaces the tokenizer of a model folder by one that was trained with `--keep-codes`, and leaves the rest.
 Without `--drafter` the model gets an untrained one, so that it can be loaded and one can be trained for it. Weights
 are stored in float16; `model.json` holds sizes, words, default sampling and a checksum of each file.
 """
@@ -23,6 +25,7 @@ from torch import Tensor
 from lantern_hpu.files import write_file
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.drafter import Drafter
+from scripts.train_tokenizer import LEARNT_FROM_CODES
 
 
 def half(part: str, tensors: dict[str, Tensor]) -> bytes:
@@ -42,6 +45,26 @@ def untrained(target: dict[str, Any]) -> dict[str, Tensor]:
     return Drafter(TransformerConfig(**target), DrafterConfig()).state_dict()
 
 
+def replace_tokenizer(data: Path, folder: Path) -> None:
+    """Give the model in `folder` the tokenizer of `data`.
+
+    Raises:
+        SystemExit: the codes differ, so that the model's target would mean other pictures by its tokens.
+    """
+    tensors = load_file(data / "tokenizer.safetensors")
+    known = load_file(folder / "vq.safetensors")
+    kept = [name for name in known if not name.startswith(LEARNT_FROM_CODES)]
+    if not all(torch.equal(tensors[name].half(), known[name].half()) for name in kept):
+        raise SystemExit(f"{data} has other codes than {folder}: train with --keep-codes")
+    content = half("vq", tensors)
+    config = json.loads((folder / "model.json").read_text())
+    config["vq"] = json.loads((data / "tokenizer.json").read_text())
+    config["files"]["vq.safetensors"] = hashlib.sha256(content).hexdigest()
+    write_file(folder / "vq.safetensors", content, force=True)
+    write_file(folder / "model.json", json.dumps(config, indent=1).encode(), force=True)
+    print(f"vq: {len(content) / 1e6:.1f} MB")
+
+
 def fastest(text: str) -> tuple[str, list[str | None]]:
     """DEVICE=METHOD+TREE as `model.json` has it."""
     device, _, what = text.partition("=")
@@ -54,6 +77,9 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--output", type=Path, default=Path("lantern_hpu/assets/builtin"))
     parser.add_argument("--drafter", type=Path, help="a folder of lantern_hpu.train")
+    parser.add_argument(
+        "--only-tokenizer", action="store_true", help="leave the rest of the model in --output"
+    )
     parser.add_argument("--name", default="builtin")
     parser.add_argument("--cfg-scale", type=float, default=1.5)
     parser.add_argument("--temperature", type=float, default=0.6)
@@ -66,6 +92,9 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     data: Path = arguments.data_dir
+    if arguments.only_tokenizer:
+        replace_tokenizer(data, arguments.output)
+        return
     arguments.output.mkdir(parents=True, exist_ok=True)
     target: dict[str, Any] = json.loads((data / "target.json").read_text())
     sources = {

@@ -24,7 +24,7 @@ from lantern_hpu.lab.scenes import Noise, paint
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.vq import VQModel
 
-SIDE = 64  # pixels
+SIDE = 128  # pixels
 FRESH = 10**9
 AHEAD = 4  # batches painted before they are asked for
 

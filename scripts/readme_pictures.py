@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("docs/images/methods.png"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, help="so many pictures a prompt, by ar")
-    parser.add_argument("--size", type=int, default=106, help="pixels of a picture with its margin")
+    parser.add_argument("--size", type=int, default=134, help="pixels of a picture with its margin")
     arguments = parser.parse_args()
     pipeline, seed = LanternPipeline.from_pretrained("builtin"), arguments.seed
     seeds = arguments.seeds

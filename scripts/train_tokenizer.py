@@ -1,12 +1,15 @@
 """Train the embedded model's VQ tokenizer on painted scenes.
 
     python -m scripts.train_tokenizer --data-dir data --minutes 90
+    python -m scripts.train_tokenizer --data-dir data --minutes 90 --start lantern_hpu/assets/builtin --keep-codes
 
-writes `tokenizer.safetensors`, `tokenizer.json` and `runs/tokenizer/grid.png`, unseen pictures above their
-reconstructions. The first steps train a plain autoencoder; then the codebook starts as k-means of its latents and
-follows them as moving averages, and codes nobody uses are moved to latents of the batch. The weights saved are the
-moving average of the trained ones. `--start` begins at the weights of a model folder, which costs a fraction of the
-time; `--resume` goes on after an interruption.
+writes `tokenizer.safetensors` and `tokenizer.json`, and in `runs/tokenizer` the learning curve (`curve.json`) and
+`grid.png`, unseen pictures above their reconstructions. The first steps train a plain autoencoder; then the codebook
+starts as k-means of its latents and follows them as moving averages, and codes nobody uses are moved to latents of the
+batch. From a share of the budget on, a patch discriminator learns beside the decoder and teaches it texture that the
+codes do not hold. The weights saved are the moving average of the trained ones. `--start` begins at the weights of a
+model folder, which costs a fraction of the time; with `--keep-codes` its encoder and codebook stay as they are, so that
+its target remains of use, and the decoder alone learns. `--resume` goes on after an interruption.
 """
 
 from __future__ import annotations
@@ -32,12 +35,14 @@ from tqdm import tqdm
 from lantern_hpu.files import write_file
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.vq import VQModel
+from scripts.picture_losses import PatchDiscriminator, PerceptualLoss, balanced, picture_loss
 from scripts.pictures import FRESH, Stream, painted, to_float
 from scripts.training import native_bfloat16
 
 CONFIG = VQConfig(
-    channels=32,
-    multipliers=(1, 2, 4),
+    channels=16,
+    multipliers=(1, 2, 4, 8),
+    decoder_only=1,
     res_blocks=1,
     z_channels=64,
     code_dim=8,
@@ -45,6 +50,9 @@ CONFIG = VQConfig(
     groups=8,
 )
 GRID = (16, 16)  # codes of a picture
+LEARNT_FROM_CODES = ("decoder.", "post_quant_conv.")
+LEARNT = ("encoder.", "quant_conv.", *LEARNT_FROM_CODES)  # the codebook follows the latents
+DISCRIMINATOR_AHEAD = 0.03  # share of the budget for which it learns before the decoder listens
 CHECKPOINT_SECONDS = 120.0
 
 
@@ -81,29 +89,6 @@ class LatentAverages:
         return len(dead)
 
 
-def picture_loss(drawn: Tensor, real: Tensor) -> Tensor:
-    """L1 and L2 on pixels, the same on hue, L1 on differences of neighbours at three scales, and texture.
-
-    The differences keep edges sharp. Without the term on hue, a small codebook spends its codes on
-    brightness first and draws green as grey for the first thousand steps. Texture asks for as much roughness as
-    there was, wherever its strokes may lie: the other terms would rather have none than misplace one.
-    """
-    error = drawn - real  # [B, 3, H, W]
-    hue = error - error.mean(dim=1, keepdim=True)  # [B, 3, H, W]
-    loss = error.abs().mean() + error.square().mean()
-    loss = loss + hue.abs().mean() + 2 * hue.square().mean()
-    for _ in range(3):
-        loss = loss + 0.5 * error.diff(dim=-1).abs().mean() + 0.5 * error.diff(dim=-2).abs().mean()
-        error = F.avg_pool2d(error, 2)
-    return loss + 0.25 * (roughness(drawn) - roughness(real)).abs().mean()
-
-
-def roughness(x: Tensor) -> Tensor:
-    """The size of differences between neighbours, over 4 x 4 pixels: [B, 3, H, W] -> [B, 3, H / 4, W / 4]."""
-    across, down = x.diff(dim=-1)[..., :-1, :], x.diff(dim=-2)[..., :-1]
-    return (F.avg_pool2d(across.square() + down.square(), 4, ceil_mode=True) + 1e-4).sqrt()
-
-
 @torch.no_grad()
 def kmeans(points: Tensor, count: int, rounds: int, generator: torch.Generator) -> Tensor:
     """`count` centres [count, d] on the sphere of points [n, d]."""
@@ -119,24 +104,36 @@ def kmeans(points: Tensor, count: int, rounds: int, generator: torch.Generator) 
 
 
 class Trainer:
-    """The model, its averages, the optimiser and the step count: all that a checkpoint holds."""
+    """The models, their averages, the optimisers and the step count: all that a checkpoint holds."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
         self.generator = torch.Generator().manual_seed(arguments.seed)
         torch.manual_seed(arguments.seed)
-        self.model = VQModel(CONFIG)
+        self.model, self.discriminator = VQModel(CONFIG), PatchDiscriminator()
+        self.perceptual = PerceptualLoss()
         if arguments.start:
-            self.model.load_state_dict(load_file(arguments.start / "vq.safetensors"))
-        self.model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            start_from(self.model, arguments.start, arguments.keep_codes)
+        for module in (self.model, self.discriminator):
+            module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.average = copy.deepcopy(self.model).requires_grad_(False)
         self.codebook = LatentAverages(CONFIG.codebook_size, CONFIG.code_dim)
-        weights = [p for n, p in self.model.named_parameters() if not n.startswith("quantize")]
+        learnt = LEARNT_FROM_CODES if arguments.keep_codes else LEARNT
+        for name, weight in self.model.named_parameters():
+            weight.requires_grad_(name.startswith(learnt))
+        self.weights = [p for p in self.model.parameters() if p.requires_grad]
         self.optimiser = torch.optim.AdamW(
-            weights, lr=arguments.lr, betas=(0.9, 0.98), weight_decay=1e-4
+            self.weights, lr=arguments.lr, betas=(0.9, 0.98), weight_decay=1e-4
+        )
+        self.critic = torch.optim.AdamW(
+            self.discriminator.parameters(),
+            lr=arguments.critic_lr,
+            betas=(0.5, 0.98),
+            weight_decay=0.0,
         )
         self.bfloat16 = native_bfloat16()
         self.step, self.seconds, self.revived = 0, 0.0, 0
+        self.curve: list[dict[str, float]] = []
         self.folder: Path = arguments.data_dir / "runs" / "tokenizer"
         if arguments.resume:
             self.load_checkpoint()
@@ -156,6 +153,9 @@ class Trainer:
             "count": self.codebook.count,
             "total": self.codebook.total,
             "optimiser": self.optimiser.state_dict(),
+            "discriminator": self.discriminator.state_dict(),
+            "critic": self.critic.state_dict(),
+            "curve": self.curve,
             "generator": self.generator.get_state(),
             "torch": torch.get_rng_state(),
             "step": self.step,
@@ -174,6 +174,9 @@ class Trainer:
         self.average.load_state_dict(state["average"])
         self.codebook.count, self.codebook.total = state["count"], state["total"]
         self.optimiser.load_state_dict(state["optimiser"])
+        self.discriminator.load_state_dict(state["discriminator"])
+        self.critic.load_state_dict(state["critic"])
+        self.curve = state["curve"]
         self.generator.set_state(state["generator"])
         torch.set_rng_state(state["torch"])
         self.step, self.seconds = state["step"], state["seconds"]
@@ -199,37 +202,77 @@ class Trainer:
         self.model.quantize.embedding.weight.data.copy_(centres)
         self.codebook.start(centres)
 
-    def loss(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """The step's loss and the squared pixel error alone."""
+    @property
+    def adversarial_share(self) -> float:
+        """The discriminator's weight: 0 until it has learnt for a while, then rising over a twentieth of the budget."""
+        since = self.progress - self.arguments.adversarial_from - DISCRIMINATOR_AHEAD
+        return float(self.arguments.adversarial * min(1.0, max(0.0, since / 0.05)))
+
+    def draw(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """The pictures as the decoder draws them [B, 3, H, W], and the commitment loss []."""
+        nothing = torch.zeros(())
+        if self.arguments.keep_codes:
+            with torch.no_grad():
+                chosen = self.model.quantize.look_up(self.model.encode(images))
+            return self.model.decode_latents(chosen).float(), nothing
         if self.step < self.arguments.warm_up:
-            drawn = self.model.decode_latents(self.model.latents(images)).float()
-            return picture_loss(drawn, images), F.mse_loss(drawn.detach(), images)
+            return self.model.decode_latents(self.model.latents(images)).float(), nothing
         drawn, z, codes = self.model(images)
-        drawn, z, codes = drawn.float(), z.flatten(0, 2), codes.flatten()  # [n, code_dim], [n]
+        z, codes = z.flatten(0, 2), codes.flatten()  # [n, code_dim], [n]
         weight = self.model.quantize.embedding.weight.data  # [V, code_dim]
         commitment = (z - weight[codes]).square().sum(-1).mean()
         # Codes move for most of the run; then they rest, so that the decoder can settle on them.
         if self.progress < 0.85:
             self.revived += self.codebook.update(weight, z.detach(), codes)
-        loss = picture_loss(drawn, images) + self.arguments.commitment * commitment
-        return loss, F.mse_loss(drawn.detach(), images)
+        return drawn.float(), self.arguments.commitment * commitment
 
-    def train_step(self) -> float:
+    def backward(self, drawn: Tensor, images: Tensor, commitment: Tensor) -> dict[str, float]:
+        """Leave the gradients of all losses on the model; returns the losses."""
+        perceptual = self.perceptual(drawn, images)
+        pixels = picture_loss(drawn, images)
+        loss = pixels + self.arguments.perceptual * perceptual
+        values = {"pixels": pixels.item(), "perceptual": perceptual.item()}
+        if share := self.adversarial_share:
+            adversarial = -self.discriminator(drawn).mean()
+            gradient = balanced(loss, adversarial, drawn, self.model.decoder.conv_out.weight, share)
+            values["adversarial"] = adversarial.item()
+        else:
+            (gradient,) = torch.autograd.grad(loss, drawn)
+        if commitment.requires_grad:
+            torch.autograd.backward([drawn, commitment], [gradient, None])
+        else:
+            drawn.backward(gradient)
+        return values
+
+    def train_discriminator(self, drawn: Tensor, images: Tensor) -> float:
+        loss = self.discriminator.loss(drawn.detach(), images)
+        for group in self.critic.param_groups:  # a resumed run may ask for another one
+            group["lr"] = self.arguments.critic_lr
+        self.critic.zero_grad(set_to_none=True)
+        loss.backward()
+        self.critic.step()
+        return loss.item()
+
+    def train_step(self) -> dict[str, float]:
+        """One step; returns its losses and the squared pixel error alone."""
         began = time.monotonic()
-        if self.step == self.arguments.warm_up:
+        if self.step == self.arguments.warm_up and not self.arguments.keep_codes:
             self.start_codebook()
         for group in self.optimiser.param_groups:
             group["lr"] = self.learning_rate()
-        with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
-            loss, error = self.loss(self.images())
+        images = self.images()
         self.optimiser.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
+            drawn, commitment = self.draw(images)
+            values = self.backward(drawn, images, commitment)
+        torch.nn.utils.clip_grad_norm_(self.weights, 1.0)
         self.optimiser.step()
+        if self.progress >= self.arguments.adversarial_from:
+            values["discriminator"] = self.train_discriminator(drawn, images)
         self.follow()
         self.step += 1
         self.seconds += time.monotonic() - began
-        return error.item()
+        return values | {"error": F.mse_loss(drawn.detach(), images).item()}
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -241,54 +284,79 @@ class Trainer:
         self.average.quantize.embedding.weight.data.copy_(self.model.quantize.embedding.weight.data)
 
 
+def start_from(model: VQModel, folder: Path, keep_codes: bool) -> None:
+    """Take the weights of the tokenizer in `folder` that have the same name and size.
+
+    Raises:
+        SystemExit: its codes are to be kept, and the model has an encoder or a codebook of other sizes.
+    """
+    known, mine = load_file(folder / "vq.safetensors"), model.state_dict()
+    fitting = {n: t for n, t in known.items() if n in mine and t.shape == mine[n].shape}
+    missing = [n for n in mine if not n.startswith(LEARNT_FROM_CODES) and n not in fitting]
+    if keep_codes and missing:
+        raise SystemExit(
+            f"the codes of {folder} cannot be kept: {missing[0]} has another size here"
+        )
+    model.load_state_dict(fitting, strict=False)
+    print(f"{len(fitting)} of {len(mine)} tensors from {folder}")
+
+
 @dataclass(frozen=True)
 class Quality:
     """What `measure` found."""
 
     psnr: float  # dB, of the mean squared error
+    perceptual: float  # mean distance
     used: int  # codes
     perplexity: float  # of the codes
 
 
 @torch.no_grad()
-def measure(model: VQModel, count: int) -> Quality:
+def measure(model: VQModel, distance: PerceptualLoss, count: int) -> Quality:
     """How well fresh pictures come through."""
-    error, seen = 0.0, torch.zeros(CONFIG.codebook_size)  # [V]
-    for first in range(0, count, 64):
-        real = to_float(painted(FRESH + first, min(64, count - first)).pixels)
+    error, far, seen = 0.0, 0.0, torch.zeros(CONFIG.codebook_size)  # [V]
+    for first in range(0, count, 32):
+        real = to_float(painted(FRESH + first, min(32, count - first)).pixels)
         codes = model.encode(real).flatten(1)  # [B, N]
-        error += (model.decode_codes(codes, GRID) - real).square().mean((1, 2, 3)).sum().item()
+        drawn = model.decode_codes(codes, GRID)
+        error += (drawn - real).square().mean((1, 2, 3)).sum().item()
+        far += distance(drawn, real).item() * len(real)
         seen += torch.bincount(codes.flatten(), minlength=CONFIG.codebook_size)
     probs = seen / seen.sum()
     return Quality(
         -10 * math.log10(error / count / 4),
+        far / count,
         int((seen > 0).sum()),
         torch.special.entr(probs).sum().exp().item(),
     )
 
 
 @torch.no_grad()
-def save_grid(model: VQModel, path: Path, count: int = 40) -> None:
-    """A PNG of fresh pictures, each above its reconstruction, at twice the size."""
+def save_grid(model: VQModel, path: Path, count: int = 24) -> None:
+    """A PNG of fresh pictures, each above its reconstruction."""
     real = to_float(painted(FRESH, count).pixels)
     drawn = model.decode_codes(model.encode(real).flatten(1), GRID)
-    pair = torch.cat([real, drawn], dim=2)  # [count, 3, 128, 64]
+    pair = torch.cat([real, drawn], dim=2)  # [count, 3, 2 H, W]
     pixels = ((pair + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
-    rows = [np.concatenate(list(pixels[i : i + 10]), axis=1) for i in range(0, count, 10)]
-    sheet = Image.fromarray(np.concatenate(rows))
+    rows = [np.concatenate(list(pixels[i : i + 8]), axis=1) for i in range(0, count, 8)]
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
-    sheet.resize((sheet.width * 2, sheet.height * 2), Image.Resampling.NEAREST).save(part, "PNG")
+    Image.fromarray(np.concatenate(rows)).save(part, "PNG")
     os.replace(part, path)
 
 
-def report(trainer: Trainer, count: int) -> None:
-    """Measure the averaged model on fresh pictures, draw the grid, and save usable weights."""
-    found = measure(trainer.average, count)
+def report(trainer: Trainer, count: int, means: dict[str, float]) -> None:
+    """Measure the averaged model on fresh pictures, draw the grid, and save usable weights and the curve."""
+    found = measure(trainer.average, trainer.perceptual, count)
+    point = {"step": trainer.step, "minutes": trainer.seconds / 60, "fresh": count}
+    point |= asdict(found) | {f"training_{name}": value for name, value in means.items()}
+    trainer.curve.append({name: round(value, 5) for name, value in point.items()})
     tqdm.write(
         f"step {trainer.step}, {trainer.seconds / 60:.1f} min: PSNR {found.psnr:.2f} dB, "
+        f"perceptual distance {found.perceptual:.4f}, "
         f"{found.used} of {CONFIG.codebook_size} codes in {count} fresh pictures, "
-        f"perplexity {found.perplexity:.0f}, {trainer.revived} revived so far"
+        f"perplexity {found.perplexity:.0f}, {trainer.revived} revived so far; training "
+        + ", ".join(f"{name} {value:.4f}" for name, value in means.items())
     )
     save_grid(trainer.average, trainer.folder / "grid.png")
     data_dir: Path = trainer.arguments.data_dir
@@ -296,37 +364,48 @@ def report(trainer: Trainer, count: int) -> None:
     write_file(data_dir / "tokenizer.safetensors", save(tensors), force=True)
     config = json.dumps(asdict(CONFIG), indent=2).encode()
     write_file(data_dir / "tokenizer.json", config, force=True)
+    curve = json.dumps(trainer.curve, indent=1).encode()
+    write_file(trainer.folder / "curve.json", curve, force=True)
 
 
 def train(trainer: Trainer) -> None:
     """Train to the end of the budget, with a checkpoint and a measurement every two minutes."""
-    saved = trainer.seconds
+    saved, means = trainer.seconds, dict[str, float]()
     with tqdm(
         total=100, unit="%", bar_format="{desc} {percentage:3.0f}%|{bar}| {elapsed}", mininterval=5
     ) as bar:
-        mean = math.nan
         while trainer.progress < 1:
-            error = trainer.train_step()
-            mean = error if math.isnan(mean) else 0.98 * mean + 0.02 * error
+            for name, value in trainer.train_step().items():
+                means[name] = 0.98 * means.get(name, value) + 0.02 * value
             bar.n = 100 * trainer.progress
-            bar.set_description(f"step {trainer.step} MSE {mean:.4f}", refresh=False)
+            bar.set_description(f"step {trainer.step} MSE {means['error']:.4f}", refresh=False)
             bar.update(0)
-            if trainer.seconds - saved > CHECKPOINT_SECONDS:
+            if trainer.progress >= 1 or trainer.seconds - saved > CHECKPOINT_SECONDS:
                 saved = trainer.seconds
+                whole = trainer.arguments.measured
+                report(trainer, whole if trainer.progress >= 1 else whole // 16, means)
                 trainer.save_checkpoint()
-                report(trainer, trainer.arguments.measured // 4)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the VQ tokenizer on painted scenes.")
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
+    parser.add_argument("--start", type=Path, help="a model folder with the weights to start from")
     parser.add_argument(
-        "--start", type=Path, help="a model folder with the same sizes, whose weights to start from"
+        "--keep-codes", action="store_true", help="train the decoder alone, on the codes of --start"
     )
     parser.add_argument("--minutes", type=float, default=90.0, help="budget of training time")
     parser.add_argument("--steps", type=int, default=0, help="budget in steps, instead of minutes")
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--perceptual", type=float, default=0.5, help="weight of that distance")
+    parser.add_argument(
+        "--adversarial", type=float, default=0.4, help="the discriminator's share of the gradient"
+    )
+    parser.add_argument(
+        "--adversarial-from", type=float, default=0.35, help="share of the budget before it starts"
+    )
+    parser.add_argument("--critic-lr", type=float, default=1e-3, help="of the discriminator")
     parser.add_argument("--commitment", type=float, default=0.25)
     parser.add_argument("--warm-up", type=int, default=300, help="steps before quantisation")
     parser.add_argument(
@@ -337,13 +416,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--resume", action="store_true")
     arguments = parser.parse_args()
+    if arguments.keep_codes and not arguments.start:
+        parser.error("--keep-codes needs --start, the model folder whose codes are kept")
     torch.set_num_threads(arguments.threads)
     trainer = Trainer(arguments)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     print(f"{parameters / 1e6:.2f} M parameters")
     train(trainer)
-    trainer.save_checkpoint()
-    report(trainer, arguments.measured)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
+from torch.nn import functional
 
 from lantern_hpu.lab.pictures.attributes import Classifier
 from lantern_hpu.lab.scenes import describe, sample
 from scripts import training
-from scripts.pictures import Stream, painted
+from scripts.picture_losses import PerceptualLoss, balanced
+from scripts.pictures import Stream, painted, to_float
 from scripts.training import Learner, Muon, Run
 
 ROOT = Path(__file__).parent.parent
@@ -28,7 +30,7 @@ STAGES = (
     f"scripts.{TARGET} --minutes 0.04 --resume",
     "scripts.export_model --output model",
     "scripts.scene_tokens --pictures 34",
-    "lantern_hpu.train drafter --model model --data prompts.txt --tokens data/scenes.npz --samples 0 "
+    "lantern_hpu train drafter --model model --data prompts.txt --tokens data/scenes.npz --samples 0 "
     "--steps 2 --batch 1 --measured 1 --output drafter",
     "scripts.export_model --drafter drafter --output model",
 )
@@ -53,8 +55,39 @@ def test_all_stages_run_one_after_the_other(tmp_path: Path) -> None:
         run(tmp_path, module, *options, *data)
     assert "lighthouse" in json.loads((tmp_path / "words.json").read_text())
     what = ["--model", "model", "--prompt", "a red apple", "--output", "apple.png"]
-    run(tmp_path, "lantern_hpu.commands.generate", *what)
-    assert Image.open(tmp_path / "apple.png").size == (64, 64)
+    run(tmp_path, "lantern_hpu", "generate", *what)
+    assert Image.open(tmp_path / "apple.png").size == (128, 128)
+    codes_are_kept(tmp_path)
+
+
+def codes_are_kept(folder: Path) -> None:
+    """A decoder that is trained anew on the model's codes leaves encoder and codebook as they are."""
+    kept = "--keep-codes --start model --steps 3 --batch 4 --measured 16 --adversarial-from 0.3"
+    run(folder, "scripts.train_tokenizer", *kept.split(), "--data-dir", "finer")
+    old = load_file(folder / "model" / "vq.safetensors")
+    new = load_file(folder / "finer" / "tokenizer.safetensors")
+    changed = {name for name, weight in old.items() if not torch.equal(new[name].half(), weight)}
+    assert "decoder.conv_out.weight" in changed  # half precision holds what came from it
+    assert all(name.startswith(("decoder.", "post_quant_conv.")) for name in changed)
+    curve = json.loads((folder / "finer" / "runs" / "tokenizer" / "curve.json").read_text())
+    assert curve[-1]["step"] == 3 and curve[-1]["training_discriminator"] > 0
+    target = (folder / "model" / "target.safetensors").read_bytes()
+    export = ["scripts.export_model", "--only-tokenizer", "--output", "model"]
+    run(folder, *export, "--data-dir", "finer")
+    assert (folder / "model" / "target.safetensors").read_bytes() == target
+    decoder = load_file(folder / "model" / "vq.safetensors")["decoder.conv_out.weight"]
+    assert torch.equal(decoder, new["decoder.conv_out.weight"].half())
+    run(
+        folder,
+        "lantern_hpu",
+        "generate",
+        "--model",
+        "model",
+        "--prompt",
+        "a cup",
+        "--output",
+        "cup.png",
+    )
 
 
 @pytest.mark.slow
@@ -142,3 +175,33 @@ def test_the_stream_goes_on_where_it_ended() -> None:
     batches = [first.batch() for _ in range(2)]
     again = Stream(painted, 2, first=2).batch()
     assert np.array_equal(again.pixels, batches[1].pixels) and again.captions == batches[1].captions
+
+
+def test_the_adversarial_gradient_gets_its_share() -> None:
+    """At the decoder's last weights it is as large as asked, whatever the scale of its loss."""
+    generator = torch.Generator().manual_seed(0)
+    last = torch.nn.Parameter(torch.rand(3, 4, generator=generator))
+    features, real = torch.rand(4, 6, generator=generator), torch.rand(3, 6, generator=generator)
+
+    def gradient(scale: float, share: float) -> torch.Tensor:
+        drawn = last @ features  # [3, 6]
+        loss, adversarial = (drawn - real).square().mean(), scale * drawn.sin().mean()
+        total = balanced(loss, adversarial, drawn, last, share)
+        return torch.autograd.grad(drawn, last, total)[0]
+
+    alone = gradient(1.0, 0.0)
+    for scale in (1e-3, 1e3):
+        added = gradient(scale, 0.5) - alone
+        assert added.norm().item() == pytest.approx(0.5 * alone.norm().item(), rel=1e-2)
+
+
+def test_the_perceptual_distance_grows_with_damage() -> None:
+    """Blurred and noisy pictures are further from the painted one the more they are so; the same is at 0."""
+    distance, real = PerceptualLoss(), to_float(painted(0, 2).pixels)
+    noise = torch.randn(real.shape, generator=torch.Generator().manual_seed(0))
+    for damage in (
+        lambda amount: real + 0.1 * amount * noise,
+        lambda amount: functional.avg_pool2d(real, 2 * amount + 1, 1, amount),
+    ):
+        assert 0 < distance(damage(1), real) < distance(damage(3), real)
+    assert distance(real, real) == 0
