@@ -19,6 +19,7 @@ from lantern_hpu.models.neighbours import nearest
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import GenerationResult, tokens_per_step
+from scripts.pictures import FRESH, painted, to_float
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent
@@ -88,6 +89,19 @@ def test_night_is_darker_than_noon(pipeline: LanternPipeline) -> None:
     prompts = [f"mountains {time}" for time in ("at night", "at noon") for _ in range(3)]
     images = [np.asarray(image).mean() for image in pipeline(prompts, method="ar").images]
     assert max(images[:3]) < min(images[3:])
+
+
+def test_the_tokenizer_draws_128_pixels_a_side(pipeline: LanternPipeline) -> None:
+    """Fresh paintings come through it, and half of their roughness."""
+    vq = pipeline.model.vq
+    assert isinstance(vq, VQModel)
+    real = to_float(painted(FRESH, 32).pixels)  # [32, 3, 128, 128]
+    with torch.no_grad():
+        drawn = vq.decode_codes(vq.encode(real).flatten(1), pipeline.model.target.config.grid)
+    assert drawn.shape == real.shape
+    assert -10 * (drawn - real).square().mean().div(4).log10() > 26
+    rough = [x.diff(dim=-1).abs().mean() for x in (drawn, real)]
+    assert rough[0] > 0.5 * rough[1]
 
 
 def test_codes_are_their_own_nearest(pipeline: LanternPipeline) -> None:
