@@ -28,7 +28,9 @@ def draw(name: str, shape: tuple[int, ...], generator: Generator) -> Tensor:
         return 0.1 * values
     if len(shape) == 1 or "norm" in name:
         return 1 + 0.2 * values
-    sharp = 3 if name.endswith(("output.weight", "lm_head.weight")) else 1  # laws far from flat
+    sharp = (
+        3 if name.endswith(("output.weight", "lm_head.weight")) else 1
+    )  # distributions far from flat
     return values * sharp / math.sqrt(math.prod(shape[1:]))
 
 

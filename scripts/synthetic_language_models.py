@@ -98,7 +98,7 @@ def janus_model(generator: Generator) -> Any:
     model: Any = JanusForConditionalGeneration(config)
     fill(model, generator)
     with torch.no_grad():
-        model.model.generation_head.vision_head.weight.mul_(3)  # laws far from flat
+        model.model.generation_head.vision_head.weight.mul_(3)  # distributions far from flat
         model.model.generation_embeddings.weight.mul_(4)  # and codes that differ once widened
     return model.eval()
 

@@ -85,8 +85,8 @@ def attention(q: Array, k: Array, v: Array, mask: Bools) -> Array:
         for i in range(length):
             seen = np.flatnonzero(mask[i])
             scores = k[seen, head] @ q[i, head] / math.sqrt(head_dim)
-            law = np.exp(scores - scores.max())
-            out[i, head] = (law / law.sum()) @ v[seen, head]
+            probs = np.exp(scores - scores.max())
+            out[i, head] = (probs / probs.sum()) @ v[seen, head]
     return out
 
 
@@ -287,7 +287,7 @@ def llamagen_target(
         valid: [P], False at pads.
         tokens: [T] image tokens known so far.
 
-    Returns logits [P + T, V] and final-normed hidden states [P + T, d]. Row P - 1 + t is the law of image token t.
+    Returns logits [P + T, V] and final-normed hidden states [P + T, d]. Row P - 1 + t is of image token t.
     """
     x = np.concatenate([prefix, weights["model.embed_tokens.weight"][list(tokens)]])
     head_dim = x.shape[1] // heads
@@ -448,8 +448,8 @@ def res_block(weights: Weights, name: str, x: Tensor) -> Tensor:
 def pixel_attention(weights: Weights, name: str, x: Tensor) -> Tensor:
     h = group_norm(weights, f"{name}.norm", x)
     q, k, v = (convolve(weights, f"{name}.{part}", h).flatten(2)[0] for part in "qkv")  # [C, HW]
-    law = torch.softmax(q.T @ k / math.sqrt(len(q)), 1)  # [HW, HW]
-    return x + convolve(weights, f"{name}.proj_out", (v @ law.T).reshape(x.shape))
+    probs = torch.softmax(q.T @ k / math.sqrt(len(q)), 1)  # [HW, HW]
+    return x + convolve(weights, f"{name}.proj_out", (v @ probs.T).reshape(x.shape))
 
 
 def upsample(weights: Weights, name: str, x: Tensor) -> Tensor:

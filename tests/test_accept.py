@@ -220,7 +220,7 @@ def test_token_of_probability_zero_is_never_accepted_under_lambda(residual: str)
 def siblings_probs(
     p: Tensor, q: Tensor, children: int, rule: Relaxed, draws: Tensor | None = None
 ) -> Tensor:
-    """The exact law of the token after the root, by enumerating all draws and bisecting each bar.
+    """The exact distribution of the token after the root, by enumerating all draws and bisecting each bar.
 
     Given draws [1, children] are sure: the children of a dynamic tree.
 
@@ -312,14 +312,14 @@ def test_sure_draft_moves_the_law_by_exactly_the_lent_mass(seed: int) -> None:
         for sure in (
             None,
             torch.tensor([[token]]),
-        ):  # drawn from a law that has nothing else, or given
+        ):  # drawn from a distribution that has nothing else, or given
             moved = float((siblings_probs(p, q, 1, rule, sure) - p).abs().sum()) / 2
             assert moved == pytest.approx(lent, abs=1e-12) and moved <= 0.3
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_drawn_draft_is_accepted_with_the_chance_of_its_cluster(seed: int) -> None:
-    """The law of the next token, written out: each draft's chance, and [p - q]+ for what was refused."""
+    """The distribution of the next token, written out: each draft's chance, and [p - q]+ for what was refused."""
     p, q = random_probs(seed, 6)
     rule = Relaxed(codes=circle(6).tolist(), limits=(3, 0.5, 2.1))
     want = torch.zeros_like(p)
@@ -379,11 +379,11 @@ def test_hand_made_cluster() -> None:
     assert cluster(p, 2, replace(wide, limits=(4, 0.2, 0.5))) == [2, 3, 4]
     assert cluster(p, 2, replace(wide, limits=(4, 1.0, 0.02))) == [2, 3, 4]
     acceptance = Clusters(torch.tensor(places), 7)
-    laws = torch.tensor([p]).double(), torch.tensor([q]).double()
+    probs = torch.tensor([p]).double(), torch.tensor([q]).double()
     for limits in ((4, 1.0, 0.5), (1, 1.0, 0.5), (4, 0.2, 0.5), (4, 1.0, 0.02)):
         rule = replace(wide, limits=limits)
         tokens = torch.arange(5, dtype=torch.int32)[None]
-        mass = acceptance(*laws, tokens, torch.tensor([limits], dtype=torch.float64))
+        mass = acceptance(*probs, tokens, torch.tensor([limits], dtype=torch.float64))
         want = [raised_mass(p, token, rule, q=q) for token in range(5)]
         assert mass[0].tolist() == pytest.approx(want)
 

@@ -63,7 +63,7 @@ def test_weights_fit_the_package() -> None:
 
 @pytest.fixture(scope="module")
 def apples(pipeline: LanternPipeline) -> dict[str, GenerationResult]:
-    """An image of each kind of method; the exact ones have the law of `ar`, tested elsewhere."""
+    """An image of each kind of method; the exact ones have the distribution of `ar`, tested elsewhere."""
     return {m: pipeline("a red apple", method=m) for m in ("ar", "lantern", "lantern++")}
 
 

@@ -97,7 +97,7 @@ def test_a_rows_end_is_always_accepted() -> None:
 @pytest.mark.parametrize("guess", get_args(Guess))
 @pytest.mark.parametrize("rule", get_args(Rule))
 def test_a_windows_drafts_are_what_may_stand_at_their_places(rule: Any, guess: Any) -> None:
-    """The first ones too, which have no law of their own, and those that enter behind a row's end."""
+    """The first ones too, which have no distribution of their own, and those that enter behind a row's end."""
     tree = Window.of(rule, 12, guess=guess)
     requests = [tiny.request(p, seed) for seed, p in enumerate(("ab", "cdef", "gh"))]
     engine = tiny.make_engine(

@@ -357,7 +357,7 @@ def test_walk_of_degenerate_laws(device: str) -> None:
     same_verdict(got, want)
     depth = torch.tensor(walked.tree.depths, device=device)[got.node.long()]
     assert bool((depth > 0).all())
-    walked.p = walked.q / 4  # what is refused leaves nothing: the whole law comes back
+    walked.p = walked.q / 4  # what is refused leaves nothing: the whole distribution comes back
     walked.uniform = torch.full_like(walked.uniform, 0.9)
     same_verdict(*walked.both("exact"))
     walked.p, walked.q = torch.zeros_like(walked.p), torch.zeros_like(walked.q)

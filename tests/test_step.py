@@ -1,4 +1,4 @@
-"""The step: exact decoding keeps the law, caches stay true, images do not disturb each other."""
+"""The step: exact decoding keeps the distribution, caches stay true, images do not disturb each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows: `jacobi` equals one-token decoding with the same noise, `scd` and `sjd-pac` keep the law of whole images."""
+"""Windows: `jacobi` equals one-token decoding with the same noise; `scd` and `sjd-pac` are lossless."""
 
 from __future__ import annotations
 
@@ -150,14 +150,14 @@ def test_the_law_does_not_depend_on_first_guesses(rule: str, guess: str) -> None
 @pytest.mark.slow
 @torch.no_grad()
 def test_distribution_test_notices_a_stale_law() -> None:
-    """A kept draft beside the law that it was once drawn from, as published code has it, is not exact."""
+    """A kept draft beside the distribution that it was once drawn from, as published code has it, is not exact."""
     models, tree = tiny_models(SMALL, seed=1), load_tree("sjd-pac:2:1x0")
     exact, one = count_images(models, tree, cfg_scale=1.0)
     with stale_laws():
         wrong, _ = count_images(models, tree, cfg_scale=1.0)
-    law = exact_probs(models[0], one)
-    assert surprise(exact, law) < 4
-    assert surprise(wrong, law) > 8
+    probs = exact_probs(models[0], one)
+    assert surprise(exact, probs) < 4
+    assert surprise(wrong, probs) > 8
 
 
 def test_permutation_test_notices_a_shift_and_nothing_else() -> None:

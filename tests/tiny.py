@@ -83,7 +83,7 @@ def tiny_models(
         for block in [*target.layers, drafter.block]:
             block.attention.qkv.weight.mul_(2)  # so that the context matters
             block.attention.out.weight.mul_(2)
-        target.head.weight.mul_(2)  # and laws are far from flat
+        target.head.weight.mul_(2)  # and distributions are far from flat
         if likeness:
             drafter.embed.weight.copy_(target.embed.weight)
             eye = torch.eye(config.dim)

@@ -86,16 +86,14 @@ def add_drawn(group: argparse._ArgumentGroup) -> None:
 
 def add_scores(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    law = (
-        "places where the law of the next token is measured, as by `fidelity`; 0 leaves it out (0)"
-    )
+    probs = "places where the distribution of the next token is measured, as by `fidelity`; 0 leaves it out (0)"
     add("--metrics", help=f"comma-separated, of {', '.join(NEEDS)}; or {NO_METRIC} (the preset's)")
     add(
         "--reference", type=Path, metavar="PATH", help="folder of pictures, or a .npz of statistics"
     )
     add("--fresh", type=int, help=f"of {SCENES}: fresh pictures of the generator (4000)")
     add("--rounds", type=int, help="of the bootstrap (200)")
-    add("--places", type=int, help=law)
+    add("--places", type=int, help=probs)
     for name in ("inception", "vgg", "clip", "hps"):
         add(f"--{name}", type=Path, metavar="PATH", help="weights, where no cache has them")
     add("--any-weights", action="store_true", help="take weights that are not the published ones")

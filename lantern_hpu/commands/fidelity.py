@@ -96,7 +96,7 @@ def distance(row: dict[str, Any]) -> str:
     """The figure with its interval; an exact method's is what the estimate's noise leaves."""
     around = row["tv_interval"]
     figure = f"{row['tv']:.3f}" + ("" if around is None else f" ± {around:.3f}")
-    if row["method"] in ("ar", "jacobi"):  # draws from the target's own law
+    if row["method"] in ("ar", "jacobi"):  # draws from the target's own distribution
         return "0"
     return f"0 (measured {figure})" if row["relaxation"] == EXACT.as_json() else figure
 

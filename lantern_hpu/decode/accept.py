@@ -88,7 +88,7 @@ class Verdict:
 class Lenders:
     """The nearest codes of each of n tokens, and what they lend it."""
 
-    near: Tensor  # [B, n, K] int32, nearest first
+    neighbours: Tensor  # [B, n, K] int32, nearest first
     sums: Tensor  # [B, n, K] float32, their mass up to each
     inside: Tensor  # [B, n, K] bool, which of them lend
 
@@ -103,7 +103,7 @@ class Trial:
     """One child of a node, when it is its turn to be tried."""
 
     exists: Tensor  # [B] bool, False where there is none, or it was not really drawn
-    own: Tensor  # [B, 1] its probability
+    prob: Tensor  # [B, 1] its probability
     drawn: Tensor | None  # [B, 1] the drafter's; None: it was not drawn
     mass: Tensor  # [B, 1] what it is accepted with, relaxation included
     rest: Tensor  # [B, V] what is left of p once it is refused
@@ -150,34 +150,34 @@ class Acceptance(nn.Module):
     @property
     def width(self) -> int:
         """Numbers that are gathered for each draft that is tried."""
-        near = 0 if self.neighbours is None else self.neighbours.shape[1]
-        return max(1, near, self.clusters.width if self.clusters is not None else 0)
+        neighbours = 0 if self.neighbours is None else self.neighbours.shape[1]
+        return max(1, neighbours, self.clusters.width if self.clusters is not None else 0)
 
     # -- one draft
 
-    def lenders(self, p: Tensor, token: Tensor, own: Tensor, bounds: Bounds) -> Lenders | None:
+    def lenders(self, p: Tensor, token: Tensor, prob: Tensor, bounds: Bounds) -> Lenders | None:
         """Who lends to each token, within the bound; None without a table.
 
         Args:
             p: [B, V] probabilities, or [B, n, V] with one distribution per token.
             token: [B, n].
-            own: [B, n], p(token).
+            prob: [B, n], p(token).
         """
         if self.neighbours is None:
             return None
-        near = self.neighbours[token]  # [B, n, K]
+        neighbours = self.neighbours[token]  # [B, n, K]
         source = p if p.dim() == 3 else p[:, None].expand(-1, token.shape[1], -1)
-        sums = gather(source, -1, near).cumsum(-1)
-        bound = bounds.delta[:, None] + bounds.factor[:, None] * own
+        sums = gather(source, -1, neighbours).cumsum(-1)
+        bound = bounds.delta[:, None] + bounds.factor[:, None] * prob
         inside = (sums <= bound[..., None]) & (self.nearness < bounds.k[:, None, None])
-        return Lenders(near, sums, inside)
+        return Lenders(neighbours, sums, inside)
 
     def raised(
         self,
         p: Tensor,
         q: Tensor | None,
         token: Tensor,
-        own: Tensor,
+        prob: Tensor,
         weight: Tensor,
         lenders: Lenders | None,
         bounds: Bounds,
@@ -186,9 +186,9 @@ class Acceptance(nn.Module):
 
         Args:
             p, q: [B, V] probabilities, or [B, n, V] with one distribution per token; no q: nothing was drawn.
-            token: [B, n]. own: [B, n], p(token). weight: [B, n] of their depth.
+            token: [B, n]. prob: [B, n], p(token). weight: [B, n] of their depth.
         """
-        mass = own
+        mass = prob
         if self.clusters is not None:
             assert bounds.limits is not None
             mass = self.clusters(p, q, token, bounds.limits)
@@ -201,18 +201,18 @@ class Acceptance(nn.Module):
         "sound" strikes the neighbours that lent mass; "official" the first k + 1, if the nearest lent any.
         Where the bound itself is zero nothing is struck, so that it is exact under this residual too.
         """
-        near, inside = lenders.near[:, 0], lenders.inside[:, 0]  # [B, K]
+        neighbours, inside = lenders.neighbours[:, 0], lenders.inside[:, 0]  # [B, K]
         if self.residual == "official":
             active = (bounds.k > 0) & (bounds.delta + bounds.factor > 0)
             inside = (self.nearness <= bounds.k[:, None]) & inside[:, :1] & active[:, None]
-        return torch.ones_like(p, dtype=torch.bool).scatter(1, near.long(), ~inside)
+        return torch.ones_like(p, dtype=torch.bool).scatter(1, neighbours.long(), ~inside)
 
     def rest(
         self,
         p: Tensor,
         q: Tensor | None,
         token: Tensor,
-        own: Tensor,
+        prob: Tensor,
         weight: Tensor,
         lenders: Lenders | None,
         bounds: Bounds,
@@ -228,7 +228,7 @@ class Acceptance(nn.Module):
             if lenders is not None:
                 left = left * self.kept(p, lenders, bounds)
             if self.annealed:
-                left = left.scatter(1, token.long(), own * (1 - weight).clamp(min=0))
+                left = left.scatter(1, token.long(), prob * (1 - weight).clamp(min=0))
         else:
             taken = q
             if lenders is not None and self.residual == "official":
@@ -252,15 +252,15 @@ class Acceptance(nn.Module):
         depth: int | Tensor,
     ) -> Trial:
         """One child of a node, `depth` drafts below the root, that all siblings before it left to be tried."""
-        own, weight = gather(p, 1, token), bounds.weight_at(depth)  # [B, 1]
+        prob, weight = gather(p, 1, token), bounds.weight_at(depth)  # [B, 1]
         drawn = None if q is None else gather(q, 1, token)  # [B, 1]
         if drawn is not None:
             # A token without drafter mass was not really drawn (the draws ran out) and is skipped.
             exists = exists & (drawn[:, 0] > 0)
-        lenders = self.lenders(p, token, own, bounds)
-        mass = self.raised(p, q, token, own, weight, lenders, bounds)
-        rest = self.rest(p, q, token, own, weight, lenders, bounds, whole)
-        return Trial(exists, own, drawn, mass, rest, None if q is None else without(q, token))
+        lenders = self.lenders(p, token, prob, bounds)
+        mass = self.raised(p, q, token, prob, weight, lenders, bounds)
+        rest = self.rest(p, q, token, prob, weight, lenders, bounds, whole)
+        return Trial(exists, prob, drawn, mass, rest, None if q is None else without(q, token))
 
     def siblings(
         self,
@@ -288,7 +288,7 @@ class Acceptance(nn.Module):
             tried = trial.exists & waiting
             # Strictly below: a token of probability 0 is never accepted, whatever u.
             passed = tried & (bar < trial.mass)[:, 0]
-            relaxed = relaxed | (passed & ~(bar < trial.own)[:, 0])
+            relaxed = relaxed | (passed & ~(bar < trial.prob)[:, 0])
             p, q = torch.where((tried & ~passed)[:, None], trial.rest, p), trial.others
             waiting = waiting & ~passed
             accepted.append(passed)
@@ -330,8 +330,13 @@ class Acceptance(nn.Module):
     ) -> Verdict:
         """Walk from the root, one level at a time, to the last accepted node."""
         if self.walk is not None and q is not None:
-            near, each = self.neighbours, (bounds.k, bounds.delta, bounds.factor, bounds.weight)
-            return Verdict(*self.walk(p, q, tokens, tables.child, tables.row, uniform, near, *each))
+            neighbours, each = (
+                self.neighbours,
+                (bounds.k, bounds.delta, bounds.factor, bounds.weight),
+            )
+            return Verdict(
+                *self.walk(p, q, tokens, tables.child, tables.row, uniform, neighbours, *each)
+            )
         if self.spine is not None and q is not None:
             return self.along_spine(self.spine, p, q, tokens, tables, uniform, bounds)
         return self.by_level(p, q, tokens, tables, uniform, bounds)
@@ -351,9 +356,9 @@ class Acceptance(nn.Module):
         Only where the first of them is refused are its siblings tried as well.
         """
         drafts = tokens[:, spine[1:]]  # [B, W]
-        own, drawn = (gather(x, 2, drafts[..., None])[..., 0] for x in (p, q))
-        lenders = self.lenders(p, drafts, own, bounds)
-        mass = self.raised(p, q, drafts, own, bounds.weight, lenders, bounds)
+        prob, drawn = (gather(x, 2, drafts[..., None])[..., 0] for x in (p, q))
+        lenders = self.lenders(p, drafts, prob, bounds)
+        mass = self.raised(p, q, drafts, prob, bounds.weight, lenders, bounds)
         bar = uniform[..., 0] * drawn
         passed = (drawn > 0) & (bar < mass)
         taken = ((~passed).cumsum(1) == 0).sum(1, dtype=torch.int32)  # [B]
@@ -371,7 +376,7 @@ class Acceptance(nn.Module):
         )
         node = torch.where(chosen.any(1), (children * chosen).sum(1, dtype=torch.int32), node)
         here = tables.depth[:, spine[1:]] > taken[:, None]
-        return Verdict(node, rest, torch.where(here, helped[:, None], ~(bar < own)))
+        return Verdict(node, rest, torch.where(here, helped[:, None], ~(bar < prob)))
 
     def by_level(
         self,
@@ -414,14 +419,14 @@ class Acceptance(nn.Module):
         """
         drafts = tokens[:, 1:]  # [B, M - 1]
         row = gather(tables.row, 1, tables.parent[:, 1:])  # [B, M - 1]
-        own = gather(p.flatten(1), 1, row * p.shape[-1] + drafts)  # [B, M - 1]
+        prob = gather(p.flatten(1), 1, row * p.shape[-1] + drafts)  # [B, M - 1]
         top, best = gather(p.amax(-1), 1, row), gather(topk_tokens(p, 1)[..., 0], 1, row)
         wins = drafts == best
-        raised = own
+        raised = prob
         if self.neighbours is not None or self.annealed or self.clusters is not None:
-            weight, laws = gather(bounds.weight, 1, tables.depth[:, 1:] - 1), gather_rows(p, row)
-            lenders = self.lenders(laws, drafts, own, bounds)
-            raised = self.raised(laws, None, drafts, own, weight, lenders, bounds)
+            weight, probs = gather(bounds.weight, 1, tables.depth[:, 1:] - 1), gather_rows(p, row)
+            lenders = self.lenders(probs, drafts, prob, bounds)
+            raised = self.raised(probs, None, drafts, prob, weight, lenders, bounds)
         helped = (raised > top) | ((raised == top) & (drafts < best))
         node = self.deepest(~(wins | helped), tables)
         on_path = rows_at(tables.path, node)[:, 1:]  # [B, D]
@@ -438,7 +443,7 @@ class Acceptance(nn.Module):
         """Where the drafts stop being what their places draw anyway: [B] int32.
 
         Args:
-            drawn: [B, I], a draw from each law. tokens: [B, M].
+            drawn: [B, I], a draw from each distribution. tokens: [B, M].
         """
         row = gather(tables.row, 1, tables.parent[:, 1:])
         return self.deepest(tokens[:, 1:] != gather(drawn, 1, row), tables)

@@ -39,7 +39,7 @@ class Seat:
     known: int = 1  # tokens, at the last host read
     step: int = 1  # number of its next step, which its noise depends on
     pending: int = 0  # steps asked for that `known` does not tell of
-    glance: int = (
+    preview_at: int = (
         0  # tokens at which somebody wants to look before it is done; past that, nobody does
     )
 
@@ -156,7 +156,10 @@ class Batch:
         began, engine, longest = time.perf_counter(), self.engine, self.engine.longest
         there = [seat for seat in self.seats if seat is not None]
         needs = [
-            -(-((seat.glance if seat.glance > seat.known else self.total) - seat.known) // longest)
+            -(
+                -((seat.preview_at if seat.preview_at > seat.known else self.total) - seat.known)
+                // longest
+            )
             - seat.pending
             for seat in there
             if seat.known < self.total

@@ -97,11 +97,11 @@ class Engine:
         self.target, self.spec, self.backend = target, spec, backend
         self.mode, device = check_mode(backend, mode), target.device
         drafting = make_drafting(target, drafter, spec)
-        own = None if drafting is None else drafting.allocate(target.dtype, device)
-        self.state = DecodeState.allocate(target.config, spec, target.dtype, device, own)
-        near = None if neighbours is None else neighbours[:, : spec.neighbours]
+        drafting_state = None if drafting is None else drafting.allocate(target.dtype, device)
+        self.state = DecodeState.allocate(target.config, spec, target.dtype, device, drafting_state)
+        table = None if neighbours is None else neighbours[:, : spec.neighbours]
         self.prefill_function = Admit(target, drafting, spec).to(device).eval()
-        self.step_function = Step(target, drafting, spec, near, codes).to(device).eval()
+        self.step_function = Step(target, drafting, spec, table, codes).to(device).eval()
         self.prefill = make_runner(self.prefill_function, self.state, backend, self.mode)
         self.step = make_runner(self.step_function, self.state, backend, self.mode)
         self.one: DecodeState | None = None  # the state, with an entry for one image
@@ -382,9 +382,9 @@ class EngineCache:
         """
         model = self.model
         self.check_room(spec)
-        near, codes = model.code_tables(spec.neighbours, spec.ranks)
+        table, codes = model.code_tables(spec.neighbours, spec.ranks)
         drafter = drafter or model.drafter
-        return Engine(model.target, drafter, spec, self.backend, mode or self.mode, near, codes)
+        return Engine(model.target, drafter, spec, self.backend, mode or self.mode, table, codes)
 
     def make_room(self, spec: Spec) -> None:
         """Evict the oldest until there are few enough, and until there is memory for the state of a new one."""

@@ -148,20 +148,20 @@ def state(model: ModelConfig, setup: Setup) -> Rows:
     return [
         ("target KV cache", cache_bytes(config, config.layers, setup)),
         ("drafter KV cache", cache_bytes(config, 1, setup) if drafts else 0),
-        ("laws and noise of a window", window_bytes(config, setup)),
+        ("distributions and noise of a window", window_bytes(config, setup)),
         ("prefix", setup.rows * config.prefix * config.dim * setup.bytes),
         ("nearest codes", config.vocab_size * setup.neighbours * 4),
     ]
 
 
 def window_bytes(config: TransformerConfig, setup: Setup) -> int:
-    """What a window keeps: the laws of its drafts, and the noise of whole images if that fits its budget."""
+    """What a window keeps: the distributions of its drafts, and the noise of whole images if that fits its budget."""
     tree = setup.tree
     if not isinstance(tree, Window):
         return 0
-    laws = 0 if tree.rule == "jacobi" else tree.depth
+    probs = 0 if tree.rule == "jacobi" else tree.depth
     places = config.tokens if keeps_noise(config, tree, setup.batch_size) else 0
-    return 4 * setup.batch_size * config.vocab_size * (laws + places)
+    return 4 * setup.batch_size * config.vocab_size * (probs + places)
 
 
 def working(model: ModelConfig, setup: Setup) -> Rows:

@@ -94,12 +94,12 @@ class Relaxation:
         values = {
             BOUNDS.get(f.name, f.name): getattr(self, f.name) for f in fields(self) if f.compare
         }
-        told = {bound: values.pop(bound)}
+        marks = {bound: values.pop(bound)}
         for name, value in values.items():
             is_given = name == "k" and self.k and not self.published
             if is_given or value != getattr(usual, name):
-                told[name] = value
-        return ":".join(f"{name}={text_of(value)}" for name, value in told.items())
+                marks[name] = value
+        return ":".join(f"{name}={text_of(value)}" for name, value in marks.items())
 
     def as_json(self) -> dict[str, Any]:
         """The form of PNG files and reports: one bound, whatever it means to the rule."""

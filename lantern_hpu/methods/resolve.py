@@ -66,10 +66,10 @@ def with_tuned_tree(setting: Setting, here: Here) -> Setting:
         why, hint = "that tree is known to a loaded model alone", "the file of tune --output"
         raise OptionError(f"--tree {AUTO} has no meaning here", why, hint)
     relaxed = Setting(name, setting.relaxation)
-    own = situation | {"method": str(relaxed)}
-    if not tuned_trees.file_of(own).is_file():
-        own = situation | {"method": name}
-    tuned = tuned_trees.find(own)
+    wanted = situation | {"method": str(relaxed)}
+    if not tuned_trees.file_of(wanted).is_file():
+        wanted = situation | {"method": name}
+    tuned = tuned_trees.find(wanted)
     if tuned.ar_wins and setting == Setting(AUTO, None, AUTO):
         return Setting("ar")
     return Setting(name, setting.relaxation, tuned.tree)

@@ -2,7 +2,7 @@
 
 To draw a token from probs p is to let tokens race: token x arrives after e[x] / p[x], with e[x] exponential, and the
 first one wins. (This is the Gumbel-max trick without its logarithms.) With e a function of (seed, place, token) alone,
-draws at one place from two laws that differ little are mostly the same.
+draws at one place from two distributions that differ little are mostly the same.
 
 e comes from a Feistel network over the token's number, in the manner of Philox (Salmon et al., SC 2011) with words of
 16 bits: products stay below 2**31, so that no device's overflow or shift of negative numbers matters. The keys of a

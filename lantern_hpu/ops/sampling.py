@@ -145,8 +145,8 @@ def inverse_cdf(mass: Tensor, target: Tensor) -> Tensor:
 def sample_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
     """Tokens drawn one after the other without replacement, one uniform each.
 
-    The law is that of sequential draws: x_i follows the distribution restricted to what is left. Instead of a new
-    cumulative sum for each draw, the target is shifted past the intervals that are gone.
+    As sequential draws: x_i follows the distribution restricted to what is left. Instead of a new cumulative sum for
+    each draw, the target is shifted past the intervals that are gone.
 
     Args:
         probs: [..., V].

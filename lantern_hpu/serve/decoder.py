@@ -419,7 +419,7 @@ class Decoder:
         seat, shows = lane.batch.seats[slot], lane.jobs[slot].shows
         columns = self.pipeline.model.target.config.columns
         if seat is not None:
-            seat.glance = shows[0] * columns if shows else 0
+            seat.preview_at = shows[0] * columns if shows else 0
 
     def finish(self, lane: Lane, job: Job, done: Finished) -> None:
         began = time.monotonic()

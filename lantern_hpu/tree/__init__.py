@@ -131,7 +131,7 @@ class DraftTree:
 
     @property
     def judged(self) -> tuple[int, ...]:
-        """Nodes whose laws verification computes together: those with children, or the root alone."""
+        """Nodes whose distributions verification computes together: those with children, or the root alone."""
         return self.expanded or (0,)
 
     @property
@@ -277,7 +277,7 @@ class Window(DraftTree):
     """A static tree whose drafts are the last step's own draws: no drafter makes them.
 
     The first children form a chain of W drafts, the spine. With a front of K x D the first D levels have K siblings
-    each, all drawn from the law that the spine's draft was drawn from.
+    each, all drawn from the distribution that the spine's draft was drawn from.
 
     Attributes:
         rule: how drafts are verified, and what the later places draft next.
@@ -364,7 +364,7 @@ class Window(DraftTree):
 
     @property
     def judged(self) -> tuple[int, ...]:
-        """All nodes: a window drafts from the laws of its places. The spine comes first."""
+        """All nodes: a window drafts from the distributions of its places. The spine comes first."""
         return (*self.spine, *self.siblings)
 
     @property

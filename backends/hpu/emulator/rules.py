@@ -261,7 +261,7 @@ RULES = table(
         "multinomial-16-bit",
         "warn",
         "warn",
-        "multinomial declares 16-bit results for bfloat16 and half laws over more than 32767 categories",
+        "multinomial declares 16-bit results for bfloat16 and half distributions over more than 32767 categories",
         "float32, or a cumulative sum and uniforms from the host",
     ),
     (

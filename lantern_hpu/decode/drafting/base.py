@@ -137,7 +137,7 @@ class EagleDrafting(Drafting):
 
     def begin(self, hidden: Tensor, root: Tensor, rows: Tensor, state: DecodeState) -> None:
         """Entries 0 .. P-2 carry the prefix's features beside its words, or the filler token 0."""
-        own: EagleState = state.drafting
+        kept: EagleState = state.drafting
         entry, width, drafter = state.entry, self.config.prefix - 1, self.drafter
         slot = entry.slot.long()
         if width:
@@ -151,24 +151,24 @@ class EagleDrafting(Drafting):
                 self.positions.entry_index(rows, width),
                 additive_mask(mask, hidden.dtype),
             )
-            cache = own.kv_cache.written(index, len(rows)).layers[0]
+            cache = kept.kv_cache.written(index, len(rows)).layers[0]
             drafter(words, hidden[:, :-1], rope, mask, cache, index)
         # The drafter owes the pair (feature of the last prefix position, root).
         owed = root if drafter.shift else entry.prefix_tokens[: len(root), -1]
         tokens, last = owed[:, None].expand(-1, self.width), hidden[:, -1:]
-        own.pending_tokens.index_copy_(0, slot, tokens)
-        own.pending_features.index_copy_(0, rows.long(), last.expand(-1, self.width, -1))
-        own.pending_count.index_fill_(0, slot, 1)
+        kept.pending_tokens.index_copy_(0, slot, tokens)
+        kept.pending_features.index_copy_(0, rows.long(), last.expand(-1, self.width, -1))
+        kept.pending_count.index_fill_(0, slot, 1)
 
     def absorb(self, committed: Committed, state: DecodeState) -> None:
         """The path's features and the tokens after them are what the drafter has to catch up with."""
-        own: EagleState = state.drafting
+        kept: EagleState = state.drafting
         path, tokens = self.positions.per_row(committed.path), committed.tokens
-        own.pending_features.copy_(gather_rows(committed.hidden, path))
+        kept.pending_features.copy_(gather_rows(committed.hidden, path))
         if not self.drafter.shift:
             tokens = torch.cat([state.root[:, None], tokens[:, :-1]], 1)
-        own.pending_tokens.copy_(tokens)
-        own.pending_count.copy_(committed.added)
+        kept.pending_tokens.copy_(tokens)
+        kept.pending_count.copy_(committed.added)
 
     def run(
         self,
@@ -188,15 +188,15 @@ class EagleDrafting(Drafting):
 
     def catch_up(self, length: Tensor, state: DecodeState) -> Tensor:
         """Add the pairs of the last step; entries past the real ones are overwritten. -> [R, 1, H]"""
-        own: EagleState = state.drafting
-        pending = self.positions.per_row(own.pending_count)  # [R]
+        kept: EagleState = state.drafting
+        pending = self.positions.per_row(kept.pending_count)  # [R]
         start = length - pending
         position = start[:, None] + 1 + self.positions.arange[: self.width]
         mask = self.positions.mask(start, self.positions.causal[: self.width, : self.width])
         index = self.positions.cache_index(start, self.width)
-        cache = own.kv_cache.layers[0]
+        cache = kept.kv_cache.layers[0]
         guess = self.run(
-            own.pending_tokens, own.pending_features, position, mask, cache, index, state
+            kept.pending_tokens, kept.pending_features, position, mask, cache, index, state
         )
         return gather_rows(guess, (pending - 1)[:, None])
 

@@ -52,8 +52,8 @@ class DynamicDrafting(EagleDrafting):
         k = tree.top_k
         # Places in one level: which node of the level before a candidate hangs from
         self.origin = constant(arange32(k * k) // k)  # [k * k]
-        own = torch.eye(tree.scratch, dtype=torch.bool).unflatten(0, (tree.expansions, k))
-        self.own = constant(own)  # [E, k, E * k], node itself in the cache
+        itself = torch.eye(tree.scratch, dtype=torch.bool).unflatten(0, (tree.expansions, k))
+        self.itself = constant(itself)  # [E, k, E * k], node itself in the cache
 
     def grow(self, length: Tensor, uniform: Tensor, state: DecodeState) -> Candidates:
         """
@@ -67,11 +67,11 @@ class DynamicDrafting(EagleDrafting):
         # The frontier: its places among the newest candidates, where those hang, and what its nodes attend to
         place = self.positions.arange[:k].expand_as(new)
         origin, first, frontier = torch.zeros_like(new), 1, state.root[:, None]
-        mask = torch.zeros_like(self.own[:1])  # [1, k, E * k], nothing yet
+        mask = torch.zeros_like(self.itself[:1])  # [1, k, E * k], nothing yet
         cache = self.scratch(state)
         for level in range(self.tree.expansions):
             above = gather_rows(mask.expand(len(new), -1, -1), origin)
-            mask = above | self.own[level]  # [B, k, E * k]
+            mask = above | self.itself[level]  # [B, k, E * k]
             guess = gather_rows(guess, self.positions.per_row(origin))
             before, frontier = frontier, gather(new, 1, place)  # [B, k] tokens
             read = frontier if self.drafter.shift else gather(before, 1, origin)

@@ -1,8 +1,8 @@
-"""Windows: drafts without a drafter. The laws that a step verified give the drafts of the next (Jacobi decoding).
+"""Windows: drafts without a drafter. The probs that a step verified give the drafts of the next (Jacobi decoding).
 
-Place i of a window is the image token i + 1 after the root. A step knows the target's laws at all places, given the
-drafts before them; once a tokens were added, place a + i becomes place i and keeps the law it has, from which its next
-draft comes:
+Place i of a window is the image token i + 1 after the root. A step computes the target's distributions at all places,
+given the drafts before them; once a tokens were added, place a + i becomes place i and keeps its distribution, from
+which its next draft comes:
 
 - `jacobi` draws with noise that belongs to the place (`ops/race.py`): the image is that of one-token decoding with the
   same noise, whatever the window (Song et al., ICML 2021; noise as in Wiggers and Hoogeboom, ICML 2020).
@@ -10,8 +10,8 @@ draft comes:
 - `sjd-pac` keeps a draft with probability min(1, p / q), and draws from [p - q]+ otherwise: as few drafts change as
   can (arXiv 2603.18599). Whatever it does the draft then follows p, which is what it is verified against.
 
-Verification needs the law q that a draft was drawn from. It is exact because a place's draft depends on nothing that
-comes after it: given what stands before it, it is a draw from q.
+Verification needs the distribution q that a draft was drawn from. It is lossless because a place's draft depends on
+nothing that comes after it: given what stands before it, it is a draw from q.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ class WindowState:
     """What a window keeps from step to step."""
 
     drafts: Tensor  # [B, W] int32
-    q: Tensor | None  # [B, W, V] float32, the laws they were drawn from; `jacobi` needs none
+    q: (
+        Tensor | None
+    )  # [B, W, V] float32, the distributions they were drawn from; `jacobi` needs none
     keys: Tensor  # [B, N, ROUNDS] int32, of the fixed noise
     noise: Tensor | None  # [B * N, V] float32, that noise; None: it is made in the step
 
 
 class WindowDrafting(Drafting):
-    """Drafts from the last step's laws."""
+    """Drafts from the last step's distributions."""
 
     def __init__(self, target: Target, spec: Spec) -> None:
         super().__init__()
@@ -81,21 +83,21 @@ class WindowDrafting(Drafting):
     def race(self, place: Tensor, state: DecodeState) -> Tensor:
         """Of image tokens [B, T]: [B, T, V]."""
         place = place.clamp(max=self.config.tokens - 1)  # past the end nothing matters
-        own: WindowState = state.drafting
-        if own.noise is None:
-            return race(gather_rows(own.keys, place), self.token)
+        kept: WindowState = state.drafting
+        if kept.noise is None:
+            return race(gather_rows(kept.keys, place), self.token)
         rows = (self.image * self.config.tokens + place).flatten()
-        return own.noise.index_select(0, rows).unflatten(0, place.shape)
+        return kept.noise.index_select(0, rows).unflatten(0, place.shape)
 
-    def fastest(self, law: Tensor, race: Tensor, state: DecodeState | Entry) -> Tensor:
-        """Who wins [B, T] where tokens of each law race, both [B, T, V]; of a greedy image the most probable."""
+    def fastest(self, probs: Tensor, race: Tensor, state: DecodeState | Entry) -> Tensor:
+        """Who wins [B, T] where tokens race by their probs, both [B, T, V]; of a greedy image the most probable."""
         if self.spec.use_greedy:
             race = race.masked_fill(state.sampling.greedy[:, None, None], 1.0)
-        return topk_tokens(law * race, 1)[..., 0]
+        return topk_tokens(probs * race, 1)[..., 0]
 
-    def draw(self, law: Tensor, place: Tensor, state: DecodeState) -> Tensor:
-        """One token of each law [B, T, V] by the fixed noise of image tokens [B, T]: [B, T]."""
-        return self.fastest(law, self.race(place, state), state)
+    def draw(self, probs: Tensor, place: Tensor, state: DecodeState) -> Tensor:
+        """One token of each distribution [B, T, V] by the fixed noise of image tokens [B, T]: [B, T]."""
+        return self.fastest(probs, self.race(place, state), state)
 
     def redraw(self, probs: Tensor, state: DecodeState) -> Tensor | None:
         """With the noise of each place, which `jacobi`'s drafts are compared with."""
@@ -106,36 +108,36 @@ class WindowDrafting(Drafting):
     # -- drafts
 
     def begin(self, hidden: Tensor, root: Tensor, rows: Tensor, state: DecodeState) -> None:
-        """The root's law is the nearest there is, and the root the nearest token."""
-        own: WindowState = state.drafting
+        """The first guesses: the root's distribution everywhere, or the root itself."""
+        kept: WindowState = state.drafting
         entry, slot = state.entry, state.entry.slot.long()
         assert entry.keys is not None
-        own.keys.index_copy_(0, slot, entry.keys)
-        if own.noise is not None:
+        kept.keys.index_copy_(0, slot, entry.keys)
+        if kept.noise is not None:
             made = torch.cat(
                 [race(keys, self.token) for keys in entry.keys.flatten(0, 1).split(CHUNK)]
             )
             index = (entry.slot * self.config.tokens)[:, None] + self.every
-            own.noise.index_copy_(0, index.flatten().long(), made)
+            kept.noise.index_copy_(0, index.flatten().long(), made)
         if not self.width:
             return
         keys = entry.keys[:, 1 : self.width + 1]  # [A, W, ROUNDS]
         place = self.place[1:].expand(len(slot), -1)  # [A, W]
-        law = self.sampler(hidden[:, -1:], entry, 0).expand(-1, self.width, -1)  # [A, W, V]
-        law = self.closed(law, place)
+        probs = self.sampler(hidden[:, -1:], entry, 0).expand(-1, self.width, -1)  # [A, W, V]
+        probs = self.closed(probs, place)
         if self.tree.guess == "law":
-            tokens = self.fastest(law, race(keys, self.token), entry)
+            tokens = self.fastest(probs, race(keys, self.token), entry)
         else:
-            near = root[:, None].expand(-1, self.width)
-            tokens = self.fitted(self.random(keys) if self.tree.guess == "random" else near, place)
-            law = certain(law, tokens)
-        own.drafts.index_copy_(0, slot, tokens)
-        if own.q is not None:
-            own.q.index_copy_(0, slot, law)
+            guess = root[:, None].expand(-1, self.width)
+            tokens = self.fitted(self.random(keys) if self.tree.guess == "random" else guess, place)
+            probs = certain(probs, tokens)
+        kept.drafts.index_copy_(0, slot, tokens)
+        if kept.q is not None:
+            kept.q.index_copy_(0, slot, probs)
 
-    def closed(self, law: Tensor, place: Tensor) -> Tensor:
-        """Laws of codes [B, T, V], some of them another place's, for image tokens [B, T]: [B, T, V]."""
-        return law if self.grammar is None else self.grammar.closed(law, place)
+    def closed(self, probs: Tensor, place: Tensor) -> Tensor:
+        """Distributions of codes [B, T, V], some of them another place's, for image tokens [B, T]: [B, T, V]."""
+        return probs if self.grammar is None else self.grammar.closed(probs, place)
 
     def fitted(self, tokens: Tensor, place: Tensor) -> Tensor:
         """Guesses [B, T] as the grammar allows them for image tokens [B, T]: [B, T]."""
@@ -152,11 +154,11 @@ class WindowDrafting(Drafting):
 
         Returns tokens [B, M], and the uniforms that are left for `absorb` [B, draws - siblings].
         """
-        own: WindowState = state.drafting
-        tokens = torch.cat([state.root[:, None], own.drafts], 1)
+        kept: WindowState = state.drafting
+        tokens = torch.cat([state.root[:, None], kept.drafts], 1)
         if self.count:
-            assert own.q is not None
-            q = own.q[:, : self.front].scatter(2, own.drafts[:, : self.front, None].long(), 0.0)
+            assert kept.q is not None
+            q = kept.q[:, : self.front].scatter(2, kept.drafts[:, : self.front, None].long(), 0.0)
             draws = uniform[:, : self.count].unflatten(1, (self.front, -1))
             beside = self.sampler.distinct(q, draws, state).flatten(1)
             tokens = torch.cat([tokens, beside], 1)
@@ -167,73 +169,73 @@ class WindowDrafting(Drafting):
         return Drafts(tokens, state.drafting.q, self.tables(len(tokens)), uniform)
 
     def absorb(self, committed: Committed, state: DecodeState) -> None:
-        """Move the window, and draft anew from its laws."""
+        """Move the window, and draft anew from its distributions."""
         if not self.width:
             return
         before = committed.added[:, None] + self.place[:-1]  # [B, W] where each place was
         count = state.count + committed.added
         place = count[:, None] + self.place[1:]  # [B, W]
-        # The last place's law serves those behind it
-        law = gather_rows(committed.probs, torch.minimum(before, self.last(state)))  # [B, W, V]
-        law = self.closed(law, place)
+        # The last place's distribution serves those behind it
+        probs = gather_rows(committed.probs, torch.minimum(before, self.last(state)))  # [B, W, V]
+        probs = self.closed(probs, place)
         if self.tree.rule == "sjd-pac":
             assert committed.uniform is not None
-            tokens = self.couple(law, before, committed.uniform, state)
+            tokens = self.couple(probs, before, committed.uniform, state)
         else:
-            tokens = self.draw(law, place, state)
+            tokens = self.draw(probs, place, state)
         root = gather(committed.tokens, 1, committed.added[:, None] - 1)[:, 0]
         seen = self.width + 1 - committed.added
-        self.keep(tokens, law, root, count, seen, state)
+        self.keep(tokens, probs, root, count, seen, state)
 
     def last(self, state: DecodeState) -> Tensor:
-        """The last place whose law is one of codes [B, 1]: the one before it, where the last closes a row."""
+        """The last place whose distribution is one of codes [B, 1]: the one before it, where the last closes a row."""
         width = self.place[-1:].expand(len(state.count), -1)
         if self.grammar is None:
             return width
         return width - self.grammar.closing((state.count + 1)[:, None] + width).int()
 
-    def couple(self, law: Tensor, before: Tensor, uniform: Tensor, state: DecodeState) -> Tensor:
-        """Drafts [B, W] that follow their new laws, and change as seldom as can be.
+    def couple(self, probs: Tensor, before: Tensor, uniform: Tensor, state: DecodeState) -> Tensor:
+        """Drafts [B, W] that follow their new distributions, and change as seldom as can be.
 
         Args:
-            law: [B, W, V]. before: [B, W] where each place was; from W on it had no draft.
+            probs: [B, W, V]. before: [B, W] where each place was; from W on it had no draft.
             uniform: [B, 2 W].
         """
-        own: WindowState = state.drafting
-        assert own.q is not None
+        kept: WindowState = state.drafting
+        assert kept.q is not None
         had, old = before < self.width, before.clamp(max=self.width - 1)
-        draft, q = gather(own.drafts, 1, old), gather_rows(own.q, old) * had[..., None]
-        mine, drawn = (gather(x, 2, draft[..., None])[..., 0] for x in (law, q))
+        draft, q = gather(kept.drafts, 1, old), gather_rows(kept.q, old) * had[..., None]
+        mine, drawn = (gather(x, 2, draft[..., None])[..., 0] for x in (probs, q))
         stay, other = uniform.chunk(2, 1)
         stays = (drawn > 0) & (stay * drawn < mine)
-        rest = (law - q).clamp(min=0)
-        lost = rest.sum(-1, keepdim=True) <= 0  # by rounding alone: then law and q are one
+        rest = (probs - q).clamp(min=0)
+        lost = rest.sum(-1, keepdim=True) <= 0  # by rounding alone: then probs and q are one
         if self.spec.use_greedy:
             greedy = state.sampling.greedy[:, None]
             stays, lost = stays & ~greedy, lost | greedy[..., None]
         drawn_anew = self.sampler.distinct(
-            torch.where(lost, law, rest), other[..., None].contiguous(), state
+            torch.where(lost, probs, rest), other[..., None].contiguous(), state
         )
         return torch.where(stays, draft, drawn_anew[..., 0])
 
     def keep(
         self,
-        tokens: Tensor,  # [B, W] draws from their laws
-        law: Tensor,  # [B, W, V]
+        tokens: Tensor,  # [B, W] draws from their distributions
+        probs: Tensor,  # [B, W, V]
         root: Tensor,  # [B] the next one
         count: Tensor,  # [B] which image token it is
-        seen: Tensor,  # [B] places that a step has seen already; behind them stand guesses
+        seen: Tensor,  # [B] places that a step has verified already; behind them stand guesses
         state: DecodeState,
     ) -> None:
-        """Store the next drafts and their laws; a guess that was not drawn has all of its law's mass."""
-        own: WindowState = state.drafting
+        """Store the next drafts and their probs; a guess that was not drawn has probability 1."""
+        kept: WindowState = state.drafting
         if self.tree.guess != "law":
             new = self.place[:-1] >= seen[:, None]  # [B, W]
             tokens = torch.where(new, self.guess(tokens, root, count, seen, state), tokens)
-            law = torch.where(new[..., None], certain(law, tokens), law)
-        own.drafts.copy_(tokens)
-        if own.q is not None:
-            own.q.copy_(law)
+            probs = torch.where(new[..., None], certain(probs, tokens), probs)
+        kept.drafts.copy_(tokens)
+        if kept.q is not None:
+            kept.q.copy_(probs)
 
     def guess(
         self, tokens: Tensor, root: Tensor, count: Tensor, seen: Tensor, state: DecodeState
@@ -252,10 +254,10 @@ class WindowDrafting(Drafting):
         inside = gather(known, 1, torch.minimum(ahead.clamp(min=0), seen[:, None]))
         index = self.image * self.columns + above.clamp(min=0)
         settled = state.tokens.index_select(0, index.flatten()).unflatten(0, place.shape)
-        near = torch.where(above < 0, left, torch.where(ahead < 0, settled, inside))
-        return self.fitted(near, place)
+        guess = torch.where(above < 0, left, torch.where(ahead < 0, settled, inside))
+        return self.fitted(guess, place)
 
 
-def certain(law: Tensor, tokens: Tensor) -> Tensor:
-    """Laws [B, T, V] with all their mass on one token [B, T] each."""
-    return torch.zeros_like(law).scatter(2, tokens[..., None].long(), 1.0)
+def certain(probs: Tensor, tokens: Tensor) -> Tensor:
+    """Distributions [B, T, V] with all their mass on one token [B, T] each."""
+    return torch.zeros_like(probs).scatter(2, tokens[..., None].long(), 1.0)
