@@ -14,6 +14,7 @@ from lantern_hpu.decode.drafting.dynamic import DynamicDrafting
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.decode.tree_tables import StaticTables
+from lantern_hpu.ops.kv_cache import KVCache, LayerCache
 from lantern_hpu.tree import DynamicTree, load_static
 from tests.reference import dynamic_tree
 from tests.tiny import NAMES, tiny_config, tiny_models
@@ -74,7 +75,11 @@ def grow(tree: DynamicTree, made_up: MadeUp) -> Drafts:
 
     made: Any = drafting
     made.pass_on, made.catch_up = pass_on, lambda *_: torch.zeros(IMAGES, 1, 1)
-    state = SimpleNamespace(root=torch.zeros(IMAGES, dtype=torch.int32))
+    root = torch.zeros(IMAGES, dtype=torch.int32)
+    cache = KVCache(
+        (LayerCache(torch.zeros(0), torch.zeros(0), 0),)
+    )  # the faked passes write nothing
+    state = SimpleNamespace(root=root, drafting=SimpleNamespace(kv_cache=cache))
     return drafting.draft(torch.zeros(IMAGES), torch.zeros(0), cast(DecodeState, state))
 
 
