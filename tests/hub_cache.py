@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lantern_hpu.zoo.registry import Entry
+from lantern_hpu.zoo.registry import KnownModel
 
 T2I, C2I, ANOLE = "llamagen-t2i-256", "llamagen-c2i-b-256", "anole-7b"
 
@@ -34,7 +34,7 @@ def in_cache(hub: Path, repo: str, *files: str, revision: str = "a" * 40) -> Pat
     return folder
 
 
-def whole(hub: Path, entry: Entry, *roles: str) -> None:
+def whole(hub: Path, entry: KnownModel, *roles: str) -> None:
     for role in roles or entry.parts:
         part = entry.parts[role]
         in_cache(hub, part.repo, *(spec.split("|")[0] for spec in part.files))

@@ -21,13 +21,13 @@ from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.files import ASSETS
 from lantern_hpu.lab.clock import quantile
 from lantern_hpu.lab.speed import measure, rates, run
-from lantern_hpu.lab.speed.cases import RANDOM, Case, Wanted, cases_of, settings_for, settle
+from lantern_hpu.lab.speed.cases import RANDOM, BenchRequest, Case, cases_of, settings_for, settle
 from lantern_hpu.lab.speed.measure import Meter
 from lantern_hpu.lab.speed.random_weights import make_model, step_sizes
 from lantern_hpu.lab.speed.report import (
     PARTS,
     VERSION,
-    Row,
+    SpeedRow,
     check_report,
     problems,
     read_report,
@@ -100,7 +100,7 @@ def random_report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     return read_report(file)
 
 
-def tiny_entry(like: str) -> registry.Entry:
+def tiny_entry(like: str) -> registry.KnownModel:
     """A known model, made small."""
     entry = registry.entries()[like]
     sizes: dict[str, Any] = {"layers": 2, "dim": 32, "heads": 2, "ffn_dim": 48, "prefix": 4}
@@ -200,17 +200,19 @@ def test_printed_tables_have_every_row(report: Report) -> None:
 
 def test_without_ar_there_is_no_speed_against_it(report: Report) -> None:
     (row,) = rows_of(report, method="eagle2", graphs="strict")
-    (alone,) = with_speeds([Row.from_json(row)])
+    (alone,) = with_speeds([SpeedRow.from_json(row)])
     assert alone.speed_against_ar is None and alone.speed_against_eager is None
 
 
 def test_rows_are_read_as_they_were_written(report: Report) -> None:
     """Those of earlier programs too, which guessed at what nobody measured."""
     for row in report["rows"]:
-        assert Row.from_json(row | {"projected": []}).as_json() == row
+        assert SpeedRow.from_json(row | {"projected": []}).as_json() == row
     older = report["rows"][0] | {"projected": [{"label": "projected"}]}
     assert not problems(report | {"rows": [older]})
-    assert set(schema()["properties"]["rows"]["items"]["required"]) == {f.name for f in fields(Row)}
+    assert set(schema()["properties"]["rows"]["items"]["required"]) == {
+        f.name for f in fields(SpeedRow)
+    }
 
 
 def test_published_results_can_be_read() -> None:
@@ -294,7 +296,9 @@ def test_a_row_that_does_not_fit_is_noted_and_the_others_are_measured(
 ) -> None:
     whole = run.measure
 
-    def crowded(pipeline: LanternPipeline, wanted: Wanted, case: Case, *given: Any) -> Row:
+    def crowded(
+        pipeline: LanternPipeline, wanted: BenchRequest, case: Case, *given: Any
+    ) -> SpeedRow:
         if case.batch > 1:
             raise DeviceError("the GPU has too little memory", "0 GB are free")
         return whole(pipeline, wanted, case, *given)
@@ -316,7 +320,7 @@ def test_a_recorded_mode_keeps_its_first_engine_until_its_rows_are_done(
     kept: list[list[int]] = []
     whole = run.measure
 
-    def measured(drawing: LanternPipeline, *given: Any) -> Row:
+    def measured(drawing: LanternPipeline, *given: Any) -> SpeedRow:
         kept.append([len(other.engines.engines) for other in opened])
         opened.append(drawing)
         row = whole(drawing, *given)
@@ -325,7 +329,7 @@ def test_a_recorded_mode_keeps_its_first_engine_until_its_rows_are_done(
         return row
 
     monkeypatch.setattr(run, "measure", measured)
-    wanted = Wanted(
+    wanted = BenchRequest(
         settings=settings_for(["ar", "eagle", "lantern++"], ["chain"]),
         modes=[],
         batches=[1, 2],
@@ -468,7 +472,7 @@ def test_layout_and_threads_can_be_asked_for(model: Path) -> None:
 
 def test_a_preset_relaxes_every_method_that_takes_one(pipeline: LanternPipeline) -> None:
     methods = ["ar", "eagle", "lantern++", "jacobi", "scd", "sjd-pac:lambda-5"]
-    wanted = Wanted(settings=settings_for(methods, [], "lambda-20"), modes=[], batches=[1])
+    wanted = BenchRequest(settings=settings_for(methods, [], "lambda-20"), modes=[], batches=[1])
     cases = cases_of(pipeline, wanted, ["eager"])
     found = {case.setting.method: case.setting.relaxation for case in cases}
     assert found["lantern++"] == found["scd"] == PRESETS["lambda-20"].fitted(pipeline.model.codes)
@@ -483,7 +487,7 @@ def test_tuned_tree_is_measured_in_every_mode(pipeline: LanternPipeline, tmp_pat
     tuned_trees.save(pipeline.situation("eagle", 2), tuned_trees.TunedTree(tree, True))
     settings = settings_for(["ar", "eagle"], ["auto", "chain"])
     assert [*map(str, settings)] == ["ar", "eagle@auto", "eagle@chain"]
-    wanted = Wanted(settings=settings, modes=[], batches=[2])
+    wanted = BenchRequest(settings=settings, modes=[], batches=[2])
     cases = cases_of(pipeline, wanted, ["eager", "strict"])
     assert [
         (case.setting.tree.name, case.mode) for case in cases if case.setting.method == "eagle"

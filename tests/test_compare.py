@@ -24,7 +24,7 @@ from lantern_hpu.lab.compare.comparison import Comparison, load
 from lantern_hpu.lab.compare.document import main_table
 from lantern_hpu.lab.compare.plots import pictures
 from lantern_hpu.lab.plots import STYLE
-from lantern_hpu.lab.speed.report import PARTS, Row, check_report
+from lantern_hpu.lab.speed.report import PARTS, SpeedRow, check_report
 from lantern_hpu.methods.relaxation import Multiplicative
 from tests.marks import mostly_slow
 
@@ -36,12 +36,12 @@ SHARES = dict(zip(PARTS, (0.3, 0.0, 0.5, 0.1, 0.05, 0.05), strict=True))
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
-def row_of(method: str, graphs: str, batch: int, scale: float, steps_alone: bool) -> Row:
+def row_of(method: str, graphs: str, batch: int, scale: float, steps_alone: bool) -> SpeedRow:
     """A made-up row: an image of 16 tokens, a step of `scale` milliseconds for ar and four times that else."""
     accepted = ACCEPTED[method]
     tokens = 1 + sum(accepted)
     ms = scale * (1 if method == "ar" else 4) * batch**0.5 * (3 if graphs == "eager" else 1)
-    row = Row(
+    row = SpeedRow(
         method=method,
         tree=TREES[method],
         relaxation=Multiplicative(10, lam=5.0).as_json(),

@@ -18,7 +18,7 @@ from lantern_hpu.files import sha256
 from lantern_hpu.zoo import fetch as fetching
 from lantern_hpu.zoo import located, registry
 from lantern_hpu.zoo.located import locate
-from lantern_hpu.zoo.registry import Entry, entries
+from lantern_hpu.zoo.registry import KnownModel, entries
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, in_cache
 
 ROOT = Path(__file__).parent.parent
@@ -36,7 +36,7 @@ class Hub:
         self.damaged = False
         self.asked: list[str] = []
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: KnownModel) -> None:
         for part in entry.parts.values():
             for spec in part.files:
                 name = spec.split("|")[0]
@@ -84,7 +84,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, empty_cache: Path) -> Hub:
     return fake
 
 
-def without_digests(entry: Entry) -> Entry:
+def without_digests(entry: KnownModel) -> KnownModel:
     parts = {role: replace(part, sha256={}) for role, part in entry.parts.items()}
     return replace(entry, parts=parts)
 

@@ -22,7 +22,7 @@ from lantern_hpu.commands.evaluate import main
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.lab.pictures import networks
 from lantern_hpu.lab.pictures.library import Reference, inside, read_statistics
-from lantern_hpu.lab.pictures.protocols import PRESETS, Library, Source
+from lantern_hpu.lab.pictures.protocols import PRESETS, Library, PictureSource
 from lantern_hpu.lab.pictures.sets import classes, coco, dpg, export, geneval, read_set
 from lantern_hpu.lab.pictures.statistics import Gaussian, frechet
 
@@ -329,7 +329,7 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match="SHA-256 does not begin with 6726825d"):
         networks.locate(library)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    networks.check_digest(file, Source("--x", "x", "there", digest[:8]))
+    networks.check_digest(file, PictureSource("--x", "x", "there", digest[:8]))
     need("torch_fidelity")
     with pytest.raises(WeightsError, match="does not hold this network's weights"):
         networks.inception(file, PRESETS["sjd"])

@@ -39,7 +39,7 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.serve import middleware, process
 from lantern_hpu.serve.app import make_app
-from lantern_hpu.serve.decoder import Decoder, Done, Job, Partial, seconds_until_room
+from lantern_hpu.serve.decoder import DecodeThread, Done, Job, Partial, seconds_until_room
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.process import Protocol, Server
 from lantern_hpu.serve.protocol import ApiError
@@ -52,7 +52,7 @@ PATH = "/v1/images/generations"
 class Running:
     """A server on a port of its own."""
 
-    def __init__(self, decoder: Decoder, url: str) -> None:
+    def __init__(self, decoder: DecodeThread, url: str) -> None:
         self.decoder, self.url = decoder, url
 
     def post(self, **fields: Any) -> httpx.Response:
@@ -78,7 +78,7 @@ class Running:
 @contextmanager
 def served(options: ServeOptions) -> Iterator[Running]:
     pipeline = LanternPipeline.from_pretrained(options.model)
-    decoder = Decoder(pipeline, options)
+    decoder = DecodeThread(pipeline, options)
     app = make_app(options, lambda: decoder)
     listening = socket.socket()
     listening.bind(("127.0.0.1", 0))
@@ -527,7 +527,7 @@ def test_presets_that_were_allowed_relax_a_window(model: Path, pipeline: Lantern
         assert weights.status_code == 400 and "relax_omega" in weights.json()["error"]["message"]
         assert server.metric("recompiles_after_readiness") == 0
     with pytest.raises(OptionError, match="gsd cannot be allowed"):
-        Decoder(pipeline, ServeOptions(str(model), methods=("eagle2", "ar"), allow=("gsd",)))
+        DecodeThread(pipeline, ServeOptions(str(model), methods=("eagle2", "ar"), allow=("gsd",)))
 
 
 # Those who leave, and those who wait too long
@@ -687,7 +687,7 @@ def test_what_auto_chose_is_served_with_its_tree_and_each_setting_as_written(mod
 
     def trees(*methods: str, slots: int = 3, tree: str | None = None) -> dict[str, str]:
         options = ServeOptions(str(model), methods=methods, slots=slots, tree=tree)
-        menu = Decoder(pipeline, options).menu
+        menu = DecodeThread(pipeline, options).menu
         return {name: served.setting.tree.name for name, served in menu.methods.items()}
 
     assert trees("auto", slots=1) == {"scd": "scd:3:law"}
@@ -705,14 +705,14 @@ def test_what_auto_chose_is_served_with_its_tree_and_each_setting_as_written(mod
 
 
 def test_speculation_is_offered_unasked_and_is_lossless(pipeline: LanternPipeline) -> None:
-    menu = Decoder(pipeline, ServeOptions(pipeline.model.name)).menu
+    menu = DecodeThread(pipeline, ServeOptions(pipeline.model.name)).menu
     assert next(iter(menu.methods)) == pipeline.resolve("auto", 8).method
     assert {"scd", "ar"} <= set(menu.methods)
     assert menu.methods["scd"].setting.relaxation == EXACT
 
 
 def test_nothing_is_taken_before_readiness_or_while_draining(model: Path) -> None:
-    decoder = Decoder(LanternPipeline.from_pretrained(str(model)), ServeOptions(str(model)))
+    decoder = DecodeThread(LanternPipeline.from_pretrained(str(model)), ServeOptions(str(model)))
     with pytest.raises(ApiError, match="not ready yet"):
         decoder.submit([job("ar", time.monotonic() + 9)[0]])
     decoder.ready = True
@@ -737,7 +737,7 @@ def test_a_recording_that_draws_other_tokens_never_gets_ready(
 
     monkeypatch.setattr(Engine, "advance", wrong)
     options = ServeOptions(str(model), methods=("ar",), slots=1)
-    decoder = Decoder(LanternPipeline.from_pretrained(str(model)), options)
+    decoder = DecodeThread(LanternPipeline.from_pretrained(str(model)), options)
     decoder.start()
     decoder.thread.join()
     assert isinstance(decoder.failure, CaptureError) and not decoder.ready
@@ -863,7 +863,7 @@ def test_a_second_signal_ends_it_within_a_second_and_tells_who_waits(tmp_path: P
 
 def test_images_that_are_not_done_in_time_are_told_so(model: Path, slow: None) -> None:
     options = ServeOptions(str(model), methods=("ar",), slots=1)
-    decoder = Decoder(LanternPipeline.from_pretrained(str(model)), options)
+    decoder = DecodeThread(LanternPipeline.from_pretrained(str(model)), options)
     decoder.start()
     decoder.settled()
     (first, _), (late, heard) = (job("ar", time.monotonic() + 99) for _ in range(2))

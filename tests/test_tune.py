@@ -31,7 +31,7 @@ from lantern_hpu.lab.tune.expectation import (
 )
 from lantern_hpu.lab.tune.options import TUNABLE, TuneOptions
 from lantern_hpu.lab.tune.profile import read_profile
-from lantern_hpu.lab.tune.result import Figures, TunedRow, Tuning
+from lantern_hpu.lab.tune.result import Figures, TunedRow, TuningResult
 from lantern_hpu.lab.tune.search import Solver, best_tree, most_reached, ms_per_token
 from lantern_hpu.lab.tune.text import figures_table, verdict
 from lantern_hpu.methods.relaxation import EXACT, Multiplicative
@@ -402,9 +402,9 @@ TUNED = DraftTree.from_paths("tuned_4", [[0]])
 CHAIN = load_static("chain")
 
 
-def tuning(*rows: TunedRow) -> Tuning:
+def tuning(*rows: TunedRow) -> TuningResult:
     costs = Costs(1.0, (2, 64), (1.0, 1.2), 0.05, 0.001, 0.001)
-    return Tuning(ChildCounts.none(TUNED), costs, rows)
+    return TuningResult(ChildCounts.none(TUNED), costs, rows)
 
 
 def test_verdict_goes_by_what_was_measured() -> None:

@@ -18,7 +18,7 @@ from lantern_hpu.models.families import FAMILIES
 from lantern_hpu.models.text.classes import class_index
 from lantern_hpu.zoo import fetch, located, registry
 from lantern_hpu.zoo.located import locate
-from lantern_hpu.zoo.registry import Entry, Part, entries, find
+from lantern_hpu.zoo.registry import KnownModel, Part, entries, find
 from lantern_hpu.zoo.resolve import resolve
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, in_cache, whole
 
@@ -51,7 +51,7 @@ def test_the_known_models_are_all_there() -> None:
 
 
 @pytest.mark.parametrize(("entry", "part"), every_part())
-def test_every_part_is_complete(entry: Entry, part: Part) -> None:
+def test_every_part_is_complete(entry: KnownModel, part: Part) -> None:
     assert part.role in registry.PARTS
     assert part.repo.count("/") == 1
     assert part.licence and part.files
@@ -64,7 +64,7 @@ def test_every_part_is_complete(entry: Entry, part: Part) -> None:
 
 
 @pytest.mark.parametrize("entry", entries().values(), ids=lambda e: e.name)
-def test_every_model_is_complete(entry: Entry) -> None:
+def test_every_model_is_complete(entry: KnownModel) -> None:
     assert entry.title and entry.licence
     assert entry.family in {kind for family in FAMILIES.values() for kind in family.sampling}
     inside = entry.family in HOLDS_TOKENIZER
@@ -117,7 +117,7 @@ def test_parameters_of_text_to_image_models() -> None:
 
 
 @pytest.mark.parametrize("entry", entries().values(), ids=lambda e: e.name)
-def test_files_are_as_large_as_their_parameters(entry: Entry) -> None:
+def test_files_are_as_large_as_their_parameters(entry: KnownModel) -> None:
     """LlamaGen's files hold float32; Anole's hold bfloat16, the unused rows of the head, and its tokenizer."""
     held, sizes = entry.config.parameters, entry.config.target
     target = entry.parts["target"].bytes

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from lantern_hpu.backends.hpu import releases
-from lantern_hpu.backends.hpu.releases import DEFAULT, Release, Setting
+from lantern_hpu.backends.hpu.releases import DEFAULT, FlagSetting, Release
 from lantern_hpu.errors import DeviceError, choices
 
 # Whether a graph mode needs lazy mode. HPU graphs exist in lazy mode alone, the compiler in the other alone.
@@ -61,7 +61,7 @@ class Flags:
     chosen: dict[str, str]
     respected: dict[str, str]
     release: str
-    settings: tuple[Setting, ...] = ()
+    settings: tuple[FlagSetting, ...] = ()
 
     @property
     def mode(self) -> str:
@@ -190,18 +190,18 @@ def _name(lazy: bool) -> str:
     return "lazy mode" if lazy else "eager and compile mode"
 
 
-def _wanted(lazy: bool, env: Mapping[str, str], release: Release) -> Iterator[Setting]:
+def _wanted(lazy: bool, env: Mapping[str, str], release: Release) -> Iterator[FlagSetting]:
     """All flags that we would set."""
     needs = "HPU graphs need lazy mode" if lazy else "eager and compile mode are outside lazy mode"
     modes = " and ".join(name for name, lazily in LAZY.items() if lazily != lazy)
-    yield Setting(LAZY_MODE, str(int(lazy)), needs, f"{1 - lazy} gives graph modes {modes}")
-    yield Setting(
+    yield FlagSetting(LAZY_MODE, str(int(lazy)), needs, f"{1 - lazy} gives graph modes {modes}")
+    yield FlagSetting(
         "PT_HPU_WEIGHT_SHARING",
         "0",
         "it wraps parameters, and these models share none",
         "1 wraps them, which nothing here was checked with",
     )
-    yield Setting(
+    yield FlagSetting(
         "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES",
         "0",
         "every shape is fixed",
@@ -210,11 +210,11 @@ def _wanted(lazy: bool, env: Mapping[str, str], release: Release) -> Iterator[Se
     folder, _ = recipe_folder(env)
     if folder is not None:
         kept = "compiled recipes are kept for the next run"
-        yield Setting(RECIPE_CACHE, folder, kept, "empty compiles at each start")
+        yield FlagSetting(RECIPE_CACHE, folder, kept, "empty compiles at each start")
     if lazy and _world_size(env) > 1:
         several = "HPU graphs on several cards need it"
         off = "false ends a capture at the first collective"
-        yield Setting("PT_HPU_ENABLE_LAZY_COLLECTIVES", "true", several, off)
+        yield FlagSetting("PT_HPU_ENABLE_LAZY_COLLECTIVES", "true", several, off)
     if not lazy:
         yield from release.state_flags
 

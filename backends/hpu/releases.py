@@ -24,7 +24,7 @@ VARIABLE = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class FlagSetting:
     """A flag of Gaudi's software.
 
     Attributes:
@@ -65,7 +65,7 @@ class Release:
     sort_limit: int | None
     fallback_checks: frozenset[str]
     chains_corrupt: bool
-    state_flags: tuple[Setting, ...]
+    state_flags: tuple[FlagSetting, ...]
     checks_flags: bool
 
     @cached_property
@@ -96,7 +96,7 @@ RELEASES = {
             ),
             chains_corrupt=True,
             state_flags=(
-                Setting(
+                FlagSetting(
                     "PT_HPU_USE_INPLACE_INDEX_COPY",
                     "0",
                     "a pass of the compiler keeps only the first of several index_copy_ on one tensor",
@@ -117,7 +117,7 @@ RELEASES = {
             fallback_checks=frozenset("embedding where index_select".split()),
             chains_corrupt=False,
             state_flags=(
-                Setting(
+                FlagSetting(
                     "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE",
                     "0",
                     "memory that is reused between compiled parts has overwritten state (vllm-gaudi 1753)",

@@ -29,7 +29,7 @@ from lantern_hpu.lab.speed.cases import (
     LARGE,
     RANDOM,
     USUAL,
-    Wanted,
+    BenchRequest,
     find_entry,
     methods_for,
     settings_for,
@@ -82,7 +82,7 @@ def fill_in(args: argparse.Namespace, usual: Mapping[str, object]) -> None:
             setattr(args, name, value)
 
 
-def read_options(args: argparse.Namespace) -> Wanted:
+def read_options(args: argparse.Namespace) -> BenchRequest:
     """
     Raises:
         LanternError: one is out of range, or contradicts another one.
@@ -103,13 +103,13 @@ def read_options(args: argparse.Namespace) -> Wanted:
     sizes = listed(args.batch_sizes, "--batch-sizes")
     whole = all(size.isdecimal() and int(size) >= 1 for size in sizes)
     require(whole, "--batch-sizes", args.batch_sizes, "numbers from 1, such as 1,8")
-    return Wanted(
+    return BenchRequest(
         entry=None if args.random_weights is None else find_entry(args.random_weights),
         settings=settings_for(methods, trees, args.relax),
         modes=listed(args.graphs or GRAPHS, "--graphs", "graph mode", [AUTO, *RUNNERS]),
         by_name=args.graphs is not None,
         batches=[int(size) for size in sizes],
-        **taken(Wanted, args),
+        **taken(BenchRequest, args),
     )
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from lantern_hpu.errors import OptionError, OutputError, exit_code
 from lantern_hpu.zoo.fetch import announce, choose, fetch_all
 from lantern_hpu.zoo.located import Located, draw_command, locate, of_folder
-from lantern_hpu.zoo.registry import Entry, get
+from lantern_hpu.zoo.registry import KnownModel, get
 
 INTERRUPTED = 130  # what a shell returns for it
 
@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
     print(summary(entry, locate(entry, to), to))
 
 
-def summary(entry: Entry, located: Located, to: Path | None) -> str:
+def summary(entry: KnownModel, located: Located, to: Path | None) -> str:
     """Where the parts are, and how to draw with them or what it still takes."""
     lines = [f"{role}: {path}" for role, path in located.items() if path is not None]
     lacking = [part.role for part in located.missing(drafting=False)]

@@ -41,7 +41,7 @@ SETTLED = (
 
 
 @dataclass(frozen=True)
-class Job:
+class GenerateJob:
     """What to draw, with what; all of it checked as far as it can be without torch.
 
     Attributes:
@@ -67,7 +67,7 @@ class Job:
             Request(prompt, self.seed + index)
 
 
-def job_of(args: argparse.Namespace) -> Job:
+def job_of(args: argparse.Namespace) -> GenerateJob:
     """What the options ask for.
 
     Raises:
@@ -80,7 +80,7 @@ def job_of(args: argparse.Namespace) -> Job:
     return job_again(args) if args.from_png else new_job(args)
 
 
-def new_job(args: argparse.Namespace) -> Job:
+def new_job(args: argparse.Namespace) -> GenerateJob:
     listed = read_prompts(args.prompts_file) if args.prompts_file else []
     prompts = [*args.prompt, *args.class_label, *listed]
     if not prompts:
@@ -93,7 +93,7 @@ def new_job(args: argparse.Namespace) -> Job:
     check_drafter(setting.method, args.drafter)
     if args.stretch is not None:
         stretch_sizes(args.stretch, options.given_parts(args))
-    job = Job(
+    job = GenerateJob(
         prompts=[prompt for prompt in prompts for _ in range(count)],
         seed=args.seed or 0,
         model=args.model or "builtin",
@@ -108,7 +108,7 @@ def new_job(args: argparse.Namespace) -> Job:
     return job
 
 
-def job_again(args: argparse.Namespace) -> Job:
+def job_again(args: argparse.Namespace) -> GenerateJob:
     """The image to draw again: it says what to draw, with which weights and settings."""
     from lantern_hpu.results.images import read_png
 
@@ -125,7 +125,7 @@ def job_again(args: argparse.Namespace) -> Job:
     kept, own = config.get("parts", {}), options.given_parts(args)
     # By name: a picture of a stranger may hold anything.
     parts = {f.name: getattr(own, f.name) or kept.get(f.name) for f in fields(Given)}
-    return Job(
+    return GenerateJob(
         prompts=[data["prompt"]],
         seed=data["seed"],
         model=args.model or config["model"],
@@ -138,7 +138,7 @@ def job_again(args: argparse.Namespace) -> Job:
 
 
 def settle(
-    job: Job, pipeline: LanternPipeline, args: argparse.Namespace
+    job: GenerateJob, pipeline: LanternPipeline, args: argparse.Namespace
 ) -> tuple[Resolved, Sampling]:
     """What was left to the model and the device, or is that of the image to draw again.
 
@@ -296,7 +296,7 @@ def show_decided(pipeline: LanternPipeline, *what: str) -> None:
         print("; ".join(told), file=sys.stderr)
 
 
-def requests_of(job: Job, chosen: Resolved, sampling: Sampling) -> list[Request]:
+def requests_of(job: GenerateJob, chosen: Resolved, sampling: Sampling) -> list[Request]:
     """One an image, each with the next seed."""
     shared = (sampling, chosen.relaxation, job.negative)
     return [Request(p, job.seed + i, *shared) for i, p in enumerate(job.prompts)]

@@ -41,7 +41,7 @@ from lantern_hpu.tree import tuned_trees
 from lantern_hpu.zoo.sizes import stretch_sizes
 
 if TYPE_CHECKING:
-    from lantern_hpu.lab.tune.result import Tuning
+    from lantern_hpu.lab.tune.result import TuningResult
 
 KIND = "lantern_hpu.tune"
 
@@ -91,7 +91,7 @@ def check_outputs(files: Sequence[Path | None], force: bool) -> None:
     check_free(asked, force)
 
 
-def save(tuning: Tuning, situation: tuned_trees.Situation) -> None:
+def save(tuning: TuningResult, situation: tuned_trees.Situation) -> None:
     """Keep the fastest tree for `--tree auto`."""
     best = tuning.best
     file = tuned_trees.save(

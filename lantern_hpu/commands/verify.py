@@ -23,7 +23,7 @@ from lantern_hpu.commands.options import add_bridge_option
 from lantern_hpu.errors import OptionError, choices, exit_code, require
 from lantern_hpu.files import write_file
 from lantern_hpu.lab.verify.page import counts, page, summary
-from lantern_hpu.lab.verify.run import Wanted, resumed, verify
+from lantern_hpu.lab.verify.run import VerifyRequest, resumed, verify
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check(args: argparse.Namespace) -> Wanted:
+def check(args: argparse.Namespace) -> VerifyRequest:
     """
     Raises:
         OptionError: an option is out of range. OutputError: the file is no place to write to.
@@ -60,7 +60,7 @@ def check(args: argparse.Namespace) -> Wanted:
     choose(args.bridge)
     require(args.minutes > 0, "--minutes", args.minutes, "more than 0")
     require(args.output.suffix == ".json", "--output", args.output, "a name that ends in .json")
-    return Wanted(args.device, args.emulate, args.model, args.output, args.minutes)
+    return VerifyRequest(args.device, args.emulate, args.model, args.output, args.minutes)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -203,7 +203,7 @@ def probs_bytes(config: TransformerConfig, setup: Setup) -> int:
 
 
 @dataclass(frozen=True)
-class Device:
+class DeviceMemory:
     """What of a device matters here; `memory` is None where it is unknown."""
 
     memory: int | None
@@ -213,7 +213,7 @@ class Device:
     is_host: bool = False
 
 
-def remedies(model: ModelConfig, setup: Setup, device: Device) -> Iterator[tuple[str, int]]:
+def remedies(model: ModelConfig, setup: Setup, device: DeviceMemory) -> Iterator[tuple[str, int]]:
     """What takes less, and how much: from what costs least to what changes most, each on top of those before it."""
     autoregressive = "--method ar"
     if not setup.loads_drafter:
@@ -235,7 +235,7 @@ def remedies(model: ModelConfig, setup: Setup, device: Device) -> Iterator[tuple
             yield name, peak(model, setup)
 
 
-def verdict(model: ModelConfig, setup: Setup, device: Device) -> list[str]:
+def verdict(model: ModelConfig, setup: Setup, device: DeviceMemory) -> list[str]:
     """Whether it fits, and what would if it does not."""
     memory, need = device.memory, peak(model, setup)
     if memory is None:
@@ -281,7 +281,7 @@ def check_room(
     if need <= free:
         return
     best = next(iter(backend.dtypes))
-    device = Device(free, f"free on {backend.name}", best, backend.tuning.quantized, is_host)
+    device = DeviceMemory(free, f"free on {backend.name}", best, backend.tuning.quantized, is_host)
     why, *fitting = verdict(model, setup, device)
     hint = " ".join(line.strip() for line in fitting)
     raise DeviceError(f"{name} needs {amount(need)}", why, hint)

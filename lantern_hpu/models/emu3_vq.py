@@ -132,7 +132,7 @@ class Middle(nn.Module):
         return self.block_2(x + self.attn_1(self.attn_norm(x, codes)), codes)
 
 
-class Level(nn.Module):
+class VideoLevel(nn.Module):
     """The blocks at one resolution, with attention if any, then twice the resolution if it is not the last."""
 
     def __init__(
@@ -165,7 +165,7 @@ class Levels(nn.Module):
         before = [*widths[1:], widths[-1]]  # of the level that comes before each
         deepest = len(widths) - 1
         self.up = nn.ModuleList(
-            Level(config, before[i], widths[i], config.attention and i == deepest, i == 0)
+            VideoLevel(config, before[i], widths[i], config.attention and i == deepest, i == 0)
             for i in range(len(widths))
         )
 
@@ -175,7 +175,7 @@ class Levels(nn.Module):
         return x
 
 
-class Decoder(nn.Module):
+class VideoDecoder(nn.Module):
     """Code vectors to pictures."""
 
     def __init__(self, config: VQConfig) -> None:
@@ -219,7 +219,7 @@ class Emu3VQ(nn.Module):
         super().__init__()
         self.config, self.quantize = config, CodeTable(config)
         self.post_quant_conv = CausalConv(config.code_dim, config.z_channels, 1)
-        self.decoder = Decoder(config)
+        self.decoder = VideoDecoder(config)
 
     def decode_codes(self, codes: Tensor, grid: tuple[int, int]) -> Tensor:
         """Codes [B, N] int, row by row on a grid of h rows and w columns, to images [B, 3, H, W] in [-1, 1]."""

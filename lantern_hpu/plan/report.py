@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import BACKENDS, HOST, get_backend, prepare
-from lantern_hpu.decode.memory import Device, Setup, largest_phase, phases, total
+from lantern_hpu.decode.memory import DeviceMemory, Setup, largest_phase, phases, total
 from lantern_hpu.decode.spec import capacity, class_of
 from lantern_hpu.errors import DeviceError, OptionError, choices
 from lantern_hpu.methods.resolve import Here
@@ -74,7 +74,7 @@ def parse_memory(text: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def find_device(device: str, memory: str | None) -> Device:
+def find_device(device: str, memory: str | None) -> DeviceMemory:
     """A device by name. `NAME:24GB` says how much it has; otherwise it is asked, which loads torch.
 
     Raises:
@@ -84,7 +84,7 @@ def find_device(device: str, memory: str | None) -> Device:
     text = memory or amount
     given = parse_memory(text) if text else None
     if given and name not in BACKENDS:
-        return Device(given, "as given")
+        return DeviceMemory(given, "as given")
     prepare(name)
     if given:
         return described(unasked(name), given, "as given")
@@ -108,13 +108,18 @@ def unasked(name: str) -> Backend:
     return backend
 
 
-def described(backend: Backend, memory: int | None, where: str) -> Device:
+def described(backend: Backend, memory: int | None, where: str) -> DeviceMemory:
     best = next(iter(backend.dtypes))
-    return Device(memory, where, best, backend.tuning.quantized, backend.name == HOST)
+    return DeviceMemory(memory, where, best, backend.tuning.quantized, backend.name == HOST)
 
 
 def setup_of(
-    model: Counted, device: Device, dtype: str, method: str | None, tree: str | None, **how: Any
+    model: Counted,
+    device: DeviceMemory,
+    dtype: str,
+    method: str | None,
+    tree: str | None,
+    **how: Any,
 ) -> Setup:
     """What the options mean for a model on a device.
 
@@ -163,7 +168,7 @@ def report(name: str, model: ModelConfig, setup: Setup) -> str:
     return "\n".join([head, *lines])
 
 
-def facts(model: ModelConfig, setup: Setup, device: Device) -> dict[str, Any]:
+def facts(model: ModelConfig, setup: Setup, device: DeviceMemory) -> dict[str, Any]:
     """What the report says, for programs; `fits` is None where that is unknown."""
     phase, rows = largest_phase(model, setup)
     need, memory, unknown = total(rows), device.memory, model.lacks_text

@@ -18,7 +18,7 @@ from lantern_hpu.methods.table import METHODS
 from lantern_hpu.results.images import encode
 from lantern_hpu.serve import protocol
 from lantern_hpu.serve.calls import Call, read_call
-from lantern_hpu.serve.decoder import Decoder, Done, Job, Partial
+from lantern_hpu.serve.decoder import DecodeThread, Done, Job, Partial
 from lantern_hpu.serve.middleware import CLOSED, IMAGES, Guard, Record
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.protocol import ApiError
@@ -38,7 +38,7 @@ STALE = 120.0  # seconds without a heartbeat after which the loop is taken for d
 router = APIRouter()
 
 
-def make_app(options: ServeOptions, opened: Callable[[], Decoder]) -> FastAPI:
+def make_app(options: ServeOptions, opened: Callable[[], DecodeThread]) -> FastAPI:
     """The application; its decoder is opened when it starts and stopped when it ends."""
 
     @asynccontextmanager
@@ -105,8 +105,8 @@ def check_key(
         raise ApiError(401, "wrong or missing API key", None, "invalid_api_key", headers)
 
 
-def decoder_of(request: Request) -> Decoder:
-    decoder: Decoder = request.app.state.decoder
+def decoder_of(request: Request) -> DecodeThread:
+    decoder: DecodeThread = request.app.state.decoder
     return decoder
 
 
@@ -115,7 +115,7 @@ def record_of(request: Request) -> Record:
     return record
 
 
-TheDecoder = Annotated[Decoder, Depends(decoder_of)]
+TheDecoder = Annotated[DecodeThread, Depends(decoder_of)]
 WITH_KEY = [Depends(check_key)]
 
 
@@ -237,7 +237,7 @@ async def generate_images(
 class Waiting:
     """The images of one call, on their way."""
 
-    def __init__(self, decoder: Decoder, call: Call, timeout: float) -> None:
+    def __init__(self, decoder: DecodeThread, call: Call, timeout: float) -> None:
         """
         Raises:
             ApiError: there is no room.
@@ -324,7 +324,7 @@ async def stream(waiting: Waiting, answer: Answer, record: Record) -> AsyncItera
 class Answer:
     """What is sent of finished images."""
 
-    def __init__(self, decoder: Decoder, call: Call) -> None:
+    def __init__(self, decoder: DecodeThread, call: Call) -> None:
         height, width = decoder.menu.size
         self.call, self.decoder, self.created = call, decoder, int(time.time())
         self.shared: dict[str, Any] = {

@@ -98,7 +98,7 @@ class Lane:
         del self.jobs[slot]
 
 
-class Decoder:
+class DecodeThread:
     """Takes jobs from any thread; everything else happens in its own."""
 
     def __init__(self, pipeline: LanternPipeline, options: ServeOptions) -> None:

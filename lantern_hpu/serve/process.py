@@ -19,7 +19,7 @@ from typing import Any
 from lantern_hpu.errors import LanternError, OptionError, needing
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.app import make_app
-from lantern_hpu.serve.decoder import Decoder
+from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.options import ServeOptions
 
 with needing("uvicorn", "the server runs in it", "serve"):
@@ -49,16 +49,16 @@ def bound(host: str, port: int) -> socket.socket:
     return found
 
 
-def opener(options: ServeOptions) -> Callable[[], Decoder]:
+def opener(options: ServeOptions) -> Callable[[], DecodeThread]:
     """What loads the model; the device's software is imported only then."""
 
-    def opened() -> Decoder:
+    def opened() -> DecodeThread:
         load = partial(LanternPipeline.from_pretrained, options.model, given=options.given)
         # In a thread that ends, so that its OpenMP threads do too: left idle, they and those of the decode thread
         # would be more than the cores, and the waits in a step become system calls.
         with ThreadPoolExecutor(1) as loading:
             pipeline = loading.submit(load, **vars(options.device)).result()
-        return Decoder(pipeline, options)
+        return DecodeThread(pipeline, options)
 
     return opened
 
@@ -93,7 +93,7 @@ class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
 class Server(uvicorn.Server):
     """uvicorn, but a signal first lets what was taken be drawn; a second one ends it at once."""
 
-    def __init__(self, config: uvicorn.Config, decoder: Decoder, shutdown: float) -> None:
+    def __init__(self, config: uvicorn.Config, decoder: DecodeThread, shutdown: float) -> None:
         super().__init__(config)
         self.decoder, self.shutdown_timeout, self.lost = decoder, shutdown, False
 
@@ -177,7 +177,7 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
     return int(server.lost)
 
 
-def announce(decoder: Decoder, host: str, port: int) -> None:
+def announce(decoder: DecodeThread, host: str, port: int) -> None:
     """Say once where it serves what."""
     began = time.monotonic()
     served = ", ".join(str(served.setting) for served in decoder.menu.methods.values())

@@ -203,7 +203,7 @@ class Usage(BaseModel):
     total_tokens: int
 
 
-class Picture(BaseModel):
+class ImagePayload(BaseModel):
     """What all answers say about their picture."""
 
     created: int
@@ -227,7 +227,7 @@ class Settings(BaseModel):
     top_p: float
 
 
-class ImagesResponse(Picture, Settings):
+class ImagesResponse(ImagePayload, Settings):
     data: list[ImageData]
     usage: Usage
 
@@ -237,7 +237,7 @@ class PartialMetrics(BaseModel):
     tokens_per_step: float
 
 
-class PartialImage(Picture):
+class PartialImage(ImagePayload):
     """An event of a stream: the token rows drawn so far, the rest grey."""
 
     type: Literal["image_generation.partial_image"] = "image_generation.partial_image"
@@ -248,7 +248,7 @@ class PartialImage(Picture):
     metrics: PartialMetrics
 
 
-class CompletedImage(Picture, Settings):
+class CompletedImage(ImagePayload, Settings):
     """The last event of a stream."""
 
     type: Literal["image_generation.completed"] = "image_generation.completed"

@@ -16,10 +16,10 @@ from lantern_hpu.serve.options import MAX_N, ServeOptions
 from lantern_hpu.workers import connect, share_of
 
 if TYPE_CHECKING:
-    from lantern_hpu.serve.decoder import Decoder
+    from lantern_hpu.serve.decoder import DecodeThread
 
 NAME = "lantern_hpu"
-_opened: list[Decoder] = []  # of this process, which is a replica's
+_opened: list[DecodeThread] = []  # of this process, which is a replica's
 
 
 def build(options: ServeOptions) -> Any:
@@ -28,7 +28,7 @@ def build(options: ServeOptions) -> Any:
     from lantern_hpu.serve.app import make_app
     from lantern_hpu.serve.process import opener
 
-    def opened() -> Decoder:
+    def opened() -> DecodeThread:
         """Ray sends requests only to replicas that are ready, so this waits."""
         decoder = opener(options)()
         _opened.append(decoder)

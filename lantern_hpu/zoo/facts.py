@@ -8,7 +8,7 @@ from lantern_hpu.files import reading
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.names import BUILTIN, CONFIG
 from lantern_hpu.zoo.located import Located, draw_command, locate
-from lantern_hpu.zoo.registry import Entry, Part, entries, get
+from lantern_hpu.zoo.registry import KnownModel, Part, entries, get
 
 Facts = dict[str, Any]
 
@@ -55,7 +55,7 @@ def builtin() -> Facts:
     }
 
 
-def facts_of(entry: Entry) -> Facts:
+def facts_of(entry: KnownModel) -> Facts:
     """What there is to say of a known model."""
     located = locate(entry)
     return {

@@ -31,7 +31,7 @@ from lantern_hpu.errors import (
 from lantern_hpu.files import sha256
 from lantern_hpu.results.tables import WIDTH, amount, columns
 from lantern_hpu.zoo.located import LABEL, UNCHECKED, Located, briefly, cached, hub_cache, store
-from lantern_hpu.zoo.registry import Entry, Part
+from lantern_hpu.zoo.registry import KnownModel, Part
 
 STAGING = ".fetching"  # in a user's folder, until files are whole and checked
 FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # the second is not known everywhere
@@ -52,7 +52,7 @@ class File:
     sha256: str | None
 
 
-def choose(entry: Entry, only: str | None, drafting: bool) -> list[Part]:
+def choose(entry: KnownModel, only: str | None, drafting: bool) -> list[Part]:
     """The parts to have: those named, or all that drawing needs.
 
     Raises:
@@ -173,7 +173,7 @@ def tidy(folder: Path, done: bool) -> None:
 
 
 @contextmanager
-def plainly(entry: Entry, part: Part, where: Path) -> Iterator[None]:
+def plainly(entry: KnownModel, part: Part, where: Path) -> Iterator[None]:
     """Turns what can go wrong on the way from the Hub to the disk into errors that say what to do."""
     try:
         yield
@@ -186,7 +186,7 @@ def plainly(entry: Entry, part: Part, where: Path) -> Iterator[None]:
         raise known from error
 
 
-def explain(error: Exception, entry: Entry, part: Part, where: Path) -> LanternError | None:
+def explain(error: Exception, entry: KnownModel, part: Part, where: Path) -> LanternError | None:
     """A known error in plain words. Classes go by name: not every version of huggingface_hub has them all."""
     kinds = {cls.__name__ for cls in type(error).__mro__}
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -217,7 +217,7 @@ def explain(error: Exception, entry: Entry, part: Part, where: Path) -> LanternE
     return None
 
 
-def announce(entry: Entry, parts: Sequence[Part], located: Located) -> str:
+def announce(entry: KnownModel, parts: Sequence[Part], located: Located) -> str:
     """What will be fetched: parts, sizes, licences, and what is here already."""
     rows = []
     for part in parts:
@@ -229,7 +229,7 @@ def announce(entry: Entry, parts: Sequence[Part], located: Located) -> str:
     return "\n".join(lines)
 
 
-def fetch_all(entry: Entry, parts: Sequence[Part], located: Located, to: Path | None) -> None:
+def fetch_all(entry: KnownModel, parts: Sequence[Part], located: Located, to: Path | None) -> None:
     """List, check and fetch what the parts lack."""
     with needing("huggingface_hub", "it fetches the files"):
         import huggingface_hub as hub

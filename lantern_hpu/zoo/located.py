@@ -11,7 +11,7 @@ from pathlib import Path
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.files import reading
 from lantern_hpu.results.tables import amount
-from lantern_hpu.zoo.registry import Entry, Part, entries
+from lantern_hpu.zoo.registry import KnownModel, Part, entries
 
 LABEL = "lantern.json"  # in a folder that `lantern_hpu.commands.download --to` filled
 UNCHECKED = ".lantern-unchecked"  # beside a repository's files in the cache: see `unchecked`
@@ -25,7 +25,10 @@ class Located(dict[str, Path | None]):
     """
 
     def __init__(
-        self, entry: Entry, paths: Mapping[str, Path | None], absent: Mapping[str, tuple[str, ...]]
+        self,
+        entry: KnownModel,
+        paths: Mapping[str, Path | None],
+        absent: Mapping[str, tuple[str, ...]],
     ) -> None:
         super().__init__(paths)
         self.entry, self.absent = entry, absent
@@ -73,7 +76,7 @@ def unchecked(repo: str) -> set[str]:
     return {mark.name for mark in marks.iterdir()} if marks.is_dir() else set()
 
 
-def of_folder(folder: Path) -> Entry | None:
+def of_folder(folder: Path) -> KnownModel | None:
     """The model that `lantern_hpu.commands.download --to` put into a folder, or None.
 
     Raises:
@@ -90,7 +93,7 @@ def of_folder(folder: Path) -> Entry | None:
     return entry
 
 
-def locate(entry: Entry, folder: Path | None = None) -> Located:
+def locate(entry: KnownModel, folder: Path | None = None) -> Located:
     """Where the parts of a model are: in a folder with a subfolder for each, or in the Hugging Face cache.
 
     A part counts only when all its files are there. huggingface_hub gives a file its name when it is whole, so
@@ -113,7 +116,7 @@ def look(part: Part, folder: Path | None) -> tuple[Path | None, tuple[str, ...]]
     return (part.path(place) if place and not absent else None), absent
 
 
-def require(entry: Entry, folder: Path | None = None, given: Collection[str] = ()) -> Located:
+def require(entry: KnownModel, folder: Path | None = None, given: Collection[str] = ()) -> Located:
     """Where the parts are, if all that drawing without a drafter needs are here, or given in their place.
 
     Raises:
@@ -140,7 +143,7 @@ def briefly(files: tuple[str, ...]) -> str:
     return ", ".join(files) if len(files) <= 2 else f"{len(files)} files"
 
 
-def draw_command(entry: Entry, folder: Path | None = None) -> str:
+def draw_command(entry: KnownModel, folder: Path | None = None) -> str:
     """The command that draws with a model."""
     classes = entry.family == "llamagen-c2i"
     what = "--class-label goldfish" if classes else '--prompt "a red apple"'

@@ -80,7 +80,7 @@ def either(spec: str, folder: Path) -> Iterator[Path]:
 
 
 @dataclass(frozen=True)
-class Entry:
+class KnownModel:
     """One known model.
 
     Attributes:
@@ -116,7 +116,7 @@ class Entry:
 
 
 @cache
-def entries() -> dict[str, Entry]:
+def entries() -> dict[str, KnownModel]:
     """The known models by name, without `builtin`.
 
     Raises:
@@ -127,7 +127,7 @@ def entries() -> dict[str, Entry]:
     return {entry.name: entry for entry in found}
 
 
-def read_entry(values: Mapping[str, Any], data: Mapping[str, Any]) -> Entry:
+def read_entry(values: Mapping[str, Any], data: Mapping[str, Any]) -> KnownModel:
     """An entry as JSON holds it; parts, tokenizers and text encoders may be the names of shared ones, or null."""
     parts = {}
     for role, part in values["parts"].items():
@@ -136,7 +136,7 @@ def read_entry(values: Mapping[str, Any], data: Mapping[str, Any]) -> Entry:
     config, shared = dict(values["config"]), data["configs"]
     for name in ("vq", "text"):
         config[name] = config[name] and shared[name][config[name]]
-    return Entry(**{**values, "config": ModelConfig.from_json(config), "parts": parts})
+    return KnownModel(**{**values, "config": ModelConfig.from_json(config), "parts": parts})
 
 
 def read_part(role: str, values: Mapping[str, Any]) -> Part:
@@ -146,7 +146,7 @@ def read_part(role: str, values: Mapping[str, Any]) -> Part:
     return Part(**{**values, **own})
 
 
-def find(name: str) -> Entry | None:
+def find(name: str) -> KnownModel | None:
     """The model of a name, or of its target's Hub id; None if there is none, or an id stands for several.
 
     By the id of another repository with the same weights, the entry prefers that one. An id may be followed by a
@@ -165,7 +165,7 @@ def find(name: str) -> Entry | None:
     return replace(entry, parts=parts, repo="" if target is usual else target.repo)
 
 
-def sources(name: str) -> list[tuple[Entry, Part]]:
+def sources(name: str) -> list[tuple[KnownModel, Part]]:
     """The models whose target lies in a repository, or is one of its files."""
     return [
         (entry, source)
@@ -175,7 +175,7 @@ def sources(name: str) -> list[tuple[Entry, Part]]:
     ]
 
 
-def get(name: str, *others: str) -> Entry:
+def get(name: str, *others: str) -> KnownModel:
     """The model of a name or Hub id.
 
     Args:

@@ -17,7 +17,7 @@ from lantern_hpu.models.files.names import BUILTIN, CONFIG, PICKLES, SAFE, weigh
 from lantern_hpu.models.files.parts import OPTIONS, Given, Parts
 from lantern_hpu.zoo import located, registry
 from lantern_hpu.zoo.located import Located
-from lantern_hpu.zoo.registry import Entry
+from lantern_hpu.zoo.registry import KnownModel
 
 # Where parts lie in a folder: the first that is there is taken.
 BESIDE = {
@@ -74,7 +74,7 @@ def exists(path: Path) -> bool:
         return False
 
 
-def known(entry: Entry, found: Located, where: str) -> Parts:
+def known(entry: KnownModel, found: Located, where: str) -> Parts:
     """The parts of a known model, wherever they are."""
     size, sampling, paths = entry.image_size, dict(entry.sampling), found.items()
     own: dict[str, Any] = {role: path for role, path in paths if path is not None}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lantern_hpu.errors import OptionError, choices
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.zoo import registry
-from lantern_hpu.zoo.registry import Entry
+from lantern_hpu.zoo.registry import KnownModel
 
 LLAMAGEN = {
     "llamagen-b": "llamagen-c2i-b-256",
@@ -16,7 +16,7 @@ LLAMAGEN = {
 }
 
 
-def stretch_sizes(name: str, given: Given = Given()) -> Entry:
+def stretch_sizes(name: str, given: Given = Given()) -> KnownModel:
     """The known model that `--stretch` means.
 
     Args:

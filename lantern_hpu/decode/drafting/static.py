@@ -17,7 +17,7 @@ from lantern_hpu.ops.buffers import constant
 from lantern_hpu.tree import DraftTree
 
 
-class Level(nn.Module):
+class TreeLevel(nn.Module):
     """Tables of one drafting level: nodes at this depth that have children."""
 
     def __init__(self, tree: DraftTree, depth: int) -> None:
@@ -48,14 +48,14 @@ class Level(nn.Module):
 class StaticDrafting(EagleDrafting):
     """Down the tree, level by level."""
 
-    levels: Sequence[Level]  # an nn.ModuleList
+    levels: Sequence[TreeLevel]  # an nn.ModuleList
 
     def __init__(self, target: Target, drafter: Drafter, spec: Spec) -> None:
         super().__init__(target, drafter, spec)
         tree = spec.tree
         assert isinstance(tree, DraftTree)
         self.tables = StaticTables(tree)
-        self.levels = nn.ModuleList(Level(tree, depth) for depth in range(tree.depth))  # type: ignore[assignment]
+        self.levels = nn.ModuleList(TreeLevel(tree, depth) for depth in range(tree.depth))  # type: ignore[assignment]
 
     def grow(self, length: Tensor, uniform: Tensor, state: DecodeState) -> tuple[Tensor, Tensor]:
         """

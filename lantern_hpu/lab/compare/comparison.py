@@ -15,20 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.errors import OptionError
-from lantern_hpu.lab.speed.report import EAGER, Report, Row, read_report
+from lantern_hpu.lab.speed.report import EAGER, Report, SpeedRow, read_report
 from lantern_hpu.methods.table import METHODS
 
 BEST = "best mode"
 
 
 @dataclass(frozen=True)
-class Run:
+class ComparedRun:
     """A column: a report under the title that readers know it by, which is unique."""
 
     title: str
     origin: str  # name of its file
     report: Report
-    rows: tuple[Row, ...]
+    rows: tuple[SpeedRow, ...]
 
     @property
     def dtype(self) -> str:
@@ -39,12 +39,12 @@ class Run:
         """The device's best graph mode."""
         return str(self.report["graphs"]["best"])
 
-    def key(self, row: Row) -> Key:
+    def key(self, row: SpeedRow) -> Key:
         """What one of its rows is of."""
         named = (row.method, row.tree, setting(row))
         return Key(*named, self.dtype, row.graphs, row.batch_size)
 
-    def find(self, key: Key) -> Row | None:
+    def find(self, key: Key) -> SpeedRow | None:
         """Its row of a key, if it has one."""
         if key.graphs == BEST:
             key = replace(key, graphs=self.best)
@@ -67,12 +67,12 @@ class Key:
 class Comparison:
     """All runs with their rows, and what a reader must know about them."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[ComparedRun, ...]
     keys: tuple[Key, ...]
     differences: tuple[str, ...]
 
     @property
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[SpeedRow]:
         """Of all runs."""
         return [row for run in self.runs for row in run.rows]
 
@@ -86,7 +86,7 @@ class Comparison:
         return sorted({key.batch for key in self.keys})
 
 
-def setting(row: Row) -> str:
+def setting(row: SpeedRow) -> str:
     """A relaxation as text; exact ones are alike whatever their numbers."""
     if METHODS[row.method].relaxation is None:
         return "exact"
@@ -146,7 +146,7 @@ def check_comparable(files: Sequence[Path], reports: Sequence[Report]) -> None:
             raise OptionError(what, "; ".join(wrong), hint)
 
 
-def differences(runs: Sequence[Run]) -> Iterator[str]:
+def differences(runs: Sequence[ComparedRun]) -> Iterator[str]:
     """What differs between runs that may be compared all the same."""
     first = runs[0]
     for run in runs[1:]:
@@ -176,7 +176,7 @@ def load(files: Sequence[Path]) -> Comparison:
     check_comparable(files, reports)
     titles = titles_of(files, reports)
     runs = [
-        Run(title, file.name, report, tuple(map(Row.from_json, report["rows"])))
+        ComparedRun(title, file.name, report, tuple(map(SpeedRow.from_json, report["rows"])))
         for title, file, report in zip(titles, files, reports, strict=True)
     ]
     return Comparison(tuple(runs), tuple(keys_of(runs)), tuple(differences(runs)))
@@ -197,7 +197,7 @@ def titles_of(files: Sequence[Path], reports: Sequence[Report]) -> list[str]:
     ]
 
 
-def keys_of(runs: Sequence[Run]) -> list[Key]:
+def keys_of(runs: Sequence[ComparedRun]) -> list[Key]:
     """The rows of the table, by method, tree, number format, graph mode and batch size.
 
     A device whose best mode is its eager one stands beside the others' best, and beside their eager runs if there

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 
-from lantern_hpu.lab.compare.comparison import BEST, Comparison, Run, setting
-from lantern_hpu.lab.compare.plots import Picture
-from lantern_hpu.lab.speed.report import EAGER, PARTS, Row
+from lantern_hpu.lab.compare.comparison import BEST, ComparedRun, Comparison, setting
+from lantern_hpu.lab.compare.plots import Chart
+from lantern_hpu.lab.speed.report import EAGER, PARTS, SpeedRow
 from lantern_hpu.lab.speed.text import NAMES, OF_IMAGES
 from lantern_hpu.lab.tables import Columns, Table
 from lantern_hpu.results.tables import amount, figure
@@ -38,7 +38,7 @@ class Section:
     """Whatever of this there is, in this order."""
 
     title: str
-    picture: Picture | None = None
+    picture: Chart | None = None
     text: str = ""
     table: Table | None = None
     entries: Sequence[str] = ()  # of a list
@@ -54,7 +54,7 @@ class Document:
     sections: list[Section]
 
 
-def document(comparison: Comparison, pictures: Sequence[Picture]) -> Document:
+def document(comparison: Comparison, pictures: Sequence[Chart]) -> Document:
     """The whole of a comparison."""
     count = len(comparison.runs)
     title = f"{comparison.runs[0].report['model']}: {count} run{'s' * (count > 1)} measured"
@@ -75,7 +75,7 @@ def lead(comparison: Comparison) -> str:
     )
 
 
-def sections(comparison: Comparison, pictures: Sequence[Picture]) -> Iterator[Section]:
+def sections(comparison: Comparison, pictures: Sequence[Chart]) -> Iterator[Section]:
     yield Section("Side by side", text=about_main(comparison), table=main_table(comparison))
     for picture in pictures:
         yield Section(picture.title, picture, picture.caption)
@@ -107,7 +107,7 @@ def notes(comparison: Comparison) -> dict[str, list[str]]:
 # ------------------------------------------------------------------------------------ tables
 
 
-def letters(comparison: Comparison) -> list[tuple[str, Run]]:
+def letters(comparison: Comparison) -> list[tuple[str, ComparedRun]]:
     """Each run with a short name."""
     names = [*ascii_uppercase, *(f"Z{i}" for i in range(26, len(comparison.runs)))]
     return list(zip(names, comparison.runs, strict=False))
@@ -128,7 +128,7 @@ def main_table(comparison: Comparison) -> Table:
     return Table(["method", "tree", "graphs", "batch", "format", *heads(comparison)], lines)
 
 
-def cell(row: Row | None, first: Row | None) -> str:
+def cell(row: SpeedRow | None, first: SpeedRow | None) -> str:
     """What one run has to say in a row: its time, then its speeds."""
     if row is None:
         return ""
@@ -160,7 +160,7 @@ def devices_table(comparison: Comparison) -> Table:
     return Table(["", *heads(comparison)], lines)
 
 
-def device_facts(run: Run) -> dict[str, str]:
+def device_facts(run: ComparedRun) -> dict[str, str]:
     """What there is to say of one."""
     report = run.report
     rates, environment, host = report["rates"], report["environment"], report["host"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lantern_hpu.lab.compare.comparison import Comparison, Key, Run
+from lantern_hpu.lab.compare.comparison import ComparedRun, Comparison, Key
 from lantern_hpu.lab.plots import (
     MARKERS,
     far_apart,
@@ -24,7 +24,7 @@ from lantern_hpu.lab.plots import (
 from lantern_hpu.lab.plots import (
     panels as panels_of,
 )
-from lantern_hpu.lab.speed.report import EAGER, PARTS, Row
+from lantern_hpu.lab.speed.report import EAGER, PARTS, SpeedRow
 from lantern_hpu.methods.table import METHODS
 from lantern_hpu.results.tables import figure as digits
 
@@ -47,7 +47,7 @@ Line = tuple[str, str, str]  # method, tree, setting
 
 
 @dataclass(frozen=True)
-class Picture:
+class Chart:
     """A plot with what it shows, in words."""
 
     name: str
@@ -57,11 +57,11 @@ class Picture:
     svg: bytes
 
 
-def draw(comparison: Comparison) -> list[Picture]:
+def draw(comparison: Comparison) -> list[Chart]:
     """All pictures that the runs have figures for."""
     with in_style("compare"):
         return [
-            Picture(name, title, caption, *files_of(make(comparison)))
+            Chart(name, title, caption, *files_of(make(comparison)))
             for name, title, caption, make in pictures(comparison)
         ]
 
@@ -113,7 +113,7 @@ def pictures(
 class Series:
     """Rows of one run in one graph mode, and their colour."""
 
-    run: Run
+    run: ComparedRun
     graphs: str
     colour: str
 
@@ -121,7 +121,7 @@ class Series:
     def name(self) -> str:
         return f"{self.run.title}, {self.run.dtype}, {self.graphs}"
 
-    def row(self, line: Line, batch: int) -> Row | None:
+    def row(self, line: Line, batch: int) -> SpeedRow | None:
         return self.run.find(Key(*line, self.run.dtype, self.graphs, batch))
 
 
@@ -195,7 +195,7 @@ def latency(comparison: Comparison) -> Figure:
     return figure
 
 
-def p95(row: Row) -> float:
+def p95(row: SpeedRow) -> float:
     """Of the row's cost; the cost itself where that is more, as a single slow batch can make it."""
     found = row.p95_ms_per_step if row.seconds_per_image is None else row.p95_seconds_per_image
     return max(row.cost, found or 0.0)
@@ -317,7 +317,7 @@ def throughput(comparison: Comparison) -> Figure:
     return figure
 
 
-def rate(row: Row) -> float:
+def rate(row: SpeedRow) -> float:
     """Images, or steps of one image, a second."""
     steps = 1000 * row.batch_size / row.ms_per_step
     return steps if row.images_per_second is None else row.images_per_second

@@ -122,7 +122,7 @@ def caption_attributes(caption: str) -> Values:
 # ------------------------------------------------------------------------------------ the network
 
 
-class Stage(nn.Module):
+class ConvStage(nn.Module):
     """Half the side, then a residual block."""
 
     def __init__(self, inside: int, outside: int) -> None:
@@ -145,7 +145,7 @@ class AttributeNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, 32, 3, 2, 1)
         inside = (32, *widths)
-        self.stages = nn.ModuleList(map(Stage, inside, widths))
+        self.stages = nn.ModuleList(map(ConvStage, inside, widths))
         self.features = nn.Linear(sum(widths) + widths[-1], FEATURES)
         heads = {name: len(values) for name, values in ATTRIBUTES.items()} | {"spoilt": len(SPOILT)}
         self.heads = nn.ModuleDict({name: nn.Linear(FEATURES, n) for name, n in heads.items()})

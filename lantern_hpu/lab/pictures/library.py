@@ -20,12 +20,12 @@ from lantern_hpu.files import reported_as
 from lantern_hpu.lab.pictures.folder import Cache, stamps
 from lantern_hpu.lab.pictures.networks import NETWORKS, importing, locate, rows_of
 from lantern_hpu.lab.pictures.protocols import FEW, NEEDS, Library
-from lantern_hpu.lab.pictures.report import Row
+from lantern_hpu.lab.pictures.report import QualityRow
 from lantern_hpu.lab.pictures.sets import read_set
 from lantern_hpu.lab.pictures.statistics import (
     Array,
     Gaussian,
-    Metric,
+    QualityMetric,
     Rows,
     frechet,
     mean_metric,
@@ -157,12 +157,12 @@ class LibraryScorer:
             rows |= {"precision": inside(drawn, real), "recall": inside(real, drawn)}
         return rows
 
-    def metric(self, name: str) -> Metric:
+    def metric(self, name: str) -> QualityMetric:
         """By name."""
-        made: dict[str, Callable[[], Metric]] = {
+        made: dict[str, Callable[[], QualityMetric]] = {
             "fid": self.fid,
-            "kid": lambda: Metric("kid", "KID", self.kid, "lower", 2, 5, "inception", 0),
-            "is": lambda: Metric(
+            "kid": lambda: QualityMetric("kid", "KID", self.kid, "lower", 2, 5, "inception", 0),
+            "is": lambda: QualityMetric(
                 "is", "inception score", inception_score, "higher", 2, 2, "logits", COSTLY
             ),
         }
@@ -171,13 +171,13 @@ class LibraryScorer:
             return made[name]()
         return mean_metric(name, titles.get(name, name), "higher", 4)
 
-    def fid(self) -> Metric:
+    def fid(self) -> QualityMetric:
         distance = frechet(self.reference.statistics or Gaussian.of(self.real["inception"]))
 
         def value(rows: Array) -> float:
             return distance(Gaussian.of(rows))
 
-        return Metric("fid", "FID", value, "lower", 2, 2, "inception", COSTLY)
+        return QualityMetric("fid", "FID", value, "lower", 2, 2, "inception", COSTLY)
 
     def kid(self, rows: Array) -> float:
         """torch-fidelity's, 100 subsets of 1,000 pictures, or of all where there are fewer."""
@@ -190,7 +190,7 @@ class LibraryScorer:
         figures = kid_features_to_metric(*both, kid_subset_size=size, verbose=False)
         return float(figures[KEY_METRIC_KID_MEAN])
 
-    def baselines(self, rounds: int) -> list[Row]:
+    def baselines(self, rounds: int) -> list[QualityRow]:
         return []
 
     def notes(self) -> list[str]:

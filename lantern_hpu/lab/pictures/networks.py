@@ -21,7 +21,7 @@ from tqdm import tqdm
 from lantern_hpu.errors import OptionError, WeightsError, needing
 from lantern_hpu.files import reported_as, sha256
 from lantern_hpu.lab.pictures.folder import read_picture
-from lantern_hpu.lab.pictures.protocols import Library, Preset, Source
+from lantern_hpu.lab.pictures.protocols import Library, PictureSource, Preset
 from lantern_hpu.lab.pictures.statistics import Array
 
 BATCH = 16
@@ -43,7 +43,7 @@ def find_weights(network: str, library: Library) -> Path | None:
     return cached if cached.exists() else in_hub_cache(source)
 
 
-def in_hub_cache(source: Source) -> Path | None:
+def in_hub_cache(source: PictureSource) -> Path | None:
     try:
         from huggingface_hub import try_to_load_from_cache
     except ImportError:
@@ -76,7 +76,7 @@ def locate(library: Library) -> dict[str, Path]:
     return here
 
 
-def check_digest(file: Path, source: Source) -> None:
+def check_digest(file: Path, source: PictureSource) -> None:
     """
     Raises:
         WeightsError: the file is not the published one.

@@ -35,11 +35,11 @@ from lantern_hpu.lab.pictures.attributes import (
 )
 from lantern_hpu.lab.pictures.folder import Cache, read_picture, stamps
 from lantern_hpu.lab.pictures.protocols import SCENES
-from lantern_hpu.lab.pictures.report import Row
+from lantern_hpu.lab.pictures.report import QualityRow
 from lantern_hpu.lab.pictures.sets import Item, digest
 from lantern_hpu.lab.pictures.statistics import (
     Array,
-    Metric,
+    QualityMetric,
     Rows,
     figures,
     frechet_metric,
@@ -102,7 +102,7 @@ class Painted:
                 batch = []
         return np.concatenate(found).astype(np.float64)
 
-    def metrics(self, fresh: Array) -> list[Metric]:
+    def metrics(self, fresh: Array) -> list[QualityMetric]:
         """
         Args:
             fresh: features of reference pictures.
@@ -195,7 +195,7 @@ class PaintedScorer:
 
         return self.cache.rows(name, stamps(files), made)
 
-    def baselines(self, rounds: int) -> list[Row]:
+    def baselines(self, rounds: int) -> list[QualityRow]:
         """The generator's own pictures of the captions, and these through the tokenizer."""
         found = {GENERATOR: self.generator}
         if encoded_side(self.pipeline) == self.painted.side:
@@ -207,7 +207,7 @@ class PaintedScorer:
             files = self.pipeline.model.files
             found[TOKENIZER] = self.cache.rows("tokenizer", files, through)
         return [
-            Row(name, {}, figures(self.metrics, rows, rounds), extra_of(rows))
+            QualityRow(name, {}, figures(self.metrics, rows, rounds), extra_of(rows))
             for name, rows in found.items()
         ]
 

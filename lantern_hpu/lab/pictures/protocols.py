@@ -18,7 +18,7 @@ FEW = 2048  # pictures below which a Frechet distance of 2,048 features is of a 
 
 
 @dataclass(frozen=True)
-class Source:
+class PictureSource:
     """A network that a metric needs: nothing is downloaded, but its place is known.
 
     Attributes:
@@ -33,25 +33,25 @@ class Source:
     hub: str = ""
 
 
-INCEPTION = Source(
+INCEPTION = PictureSource(
     "--inception",
     "weights-inception-2015-12-05-6726825d.pth",
     "https://github.com/toshas/torch-fidelity/releases/tag/v0.2.0",
     "6726825d",
 )
-VGG = Source(
+VGG = PictureSource(
     "--vgg",
     "vgg16-397923af.pth",
     "https://download.pytorch.org/models/vgg16-397923af.pth",
     "397923af",
 )
-HPS = Source(
+HPS = PictureSource(
     "--hps", "HPS_v2.1_compressed.pt", "https://huggingface.co/xswu/HPSv2", hub="xswu/HPSv2"
 )
-CLIP_32 = Source(
+CLIP_32 = PictureSource(
     "--clip", "openai/clip-vit-base-patch32", "https://huggingface.co/openai/clip-vit-base-patch32"
 )
-CLIP_16 = Source(
+CLIP_16 = PictureSource(
     "--clip", "openai/clip-vit-base-patch16", "https://huggingface.co/openai/clip-vit-base-patch16"
 )
 # What each metric asks for, and whether it needs reference pictures, statistics, or nothing
@@ -84,7 +84,7 @@ class Preset:
     prompts: str
     captions: Literal["longest", "first"]
     metrics: tuple[str, ...]
-    clip: Source = CLIP_32
+    clip: PictureSource = CLIP_32
     prefix: str = ""
     scale: float = 1.0
     crop: int | None = None
@@ -98,7 +98,7 @@ class Preset:
         return dict(self.sampling.get(known[0] if known else "", {}))
 
     @property
-    def sources(self) -> dict[str, Source]:
+    def sources(self) -> dict[str, PictureSource]:
         """By the name of the network."""
         return {"inception": INCEPTION, "vgg": VGG, "hps": HPS, "clip": self.clip}
 

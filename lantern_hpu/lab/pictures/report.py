@@ -15,7 +15,7 @@ from lantern_hpu.lab.pictures.statistics import (
     Array,
     Difference,
     Figure,
-    Metric,
+    QualityMetric,
     as_json,
     floors,
     ratio_metric,
@@ -32,7 +32,7 @@ NOISE = "≈"  # behind a figure that chance alone could have moved as far from 
 
 
 @dataclass(frozen=True)
-class Row:
+class QualityRow:
     """A setting with its figures.
 
     Attributes:
@@ -62,7 +62,7 @@ def pace(lines: Sequence[Line]) -> dict[str, Array]:
     return {STEPS.name: np.asarray(steps, float), SECONDS.name: np.asarray(seconds, float)}
 
 
-def judged(rows: Sequence[Row], again: Row | None) -> list[Row]:
+def judged(rows: Sequence[QualityRow], again: QualityRow | None) -> list[QualityRow]:
     """The rows with their differences from `ar`, which are held against those of `ar` with other seeds."""
     first = next((row for row in rows if row.name == "ar"), None)
     if first is None:
@@ -76,14 +76,14 @@ def judged(rows: Sequence[Row], again: Row | None) -> list[Row]:
             for name in names
             if len(row.figures[name].draws) == len(first.figures[name].draws)
         }
-        found.append(Row(row.name, row.about, row.figures, row.extra, against))
+        found.append(QualityRow(row.name, row.about, row.figures, row.extra, against))
     return found
 
 
 # ------------------------------------------------------------------------------------ text
 
 
-def cell(metric: Metric, row: Row) -> str:
+def cell(metric: QualityMetric, row: QualityRow) -> str:
     """A figure with its interval, marked where it may be noise."""
     if metric.name not in row.figures:
         return ""
@@ -92,13 +92,13 @@ def cell(metric: Metric, row: Row) -> str:
     return plus_minus(one.value, one.around, metric.digits) + f" {NOISE}" * noise
 
 
-def distance(row: Row) -> str:
+def distance(row: QualityRow) -> str:
     """The total variation of the next token."""
     tv = row.extra.get("tv")
     return "" if tv is None else plus_minus(tv, row.extra.get("tv_interval") or 0.0)
 
 
-def figures_table(rows: Sequence[Row], metrics: Sequence[Metric]) -> Table:
+def figures_table(rows: Sequence[QualityRow], metrics: Sequence[QualityMetric]) -> Table:
     """Method by figure."""
     shown = [m for m in (*PACE, *metrics) if any(m.name in row.figures for row in rows)]
     columns: Columns = {
@@ -114,7 +114,10 @@ def figures_table(rows: Sequence[Row], metrics: Sequence[Metric]) -> Table:
 
 
 def plot(
-    rows: Sequence[Row], baselines: Sequence[Row], metrics: Sequence[Metric], pace: Metric
+    rows: Sequence[QualityRow],
+    baselines: Sequence[QualityRow],
+    metrics: Sequence[QualityMetric],
+    pace: QualityMetric,
 ) -> bytes:
     """Quality against speed as a PNG file: a panel for each metric, a colour for each method.
 
@@ -133,7 +136,9 @@ def plot(
         return plots.saved(figure, "png")
 
 
-def draw_metric(axes: Axes, rows: Sequence[Row], metric: Metric, pace: Metric) -> None:
+def draw_metric(
+    axes: Axes, rows: Sequence[QualityRow], metric: QualityMetric, pace: QualityMetric
+) -> None:
     """A line for each method through its settings."""
     shown = [row for row in rows if metric.name in row.figures]
     shown.sort(key=lambda row: row.figures[pace.name].value)

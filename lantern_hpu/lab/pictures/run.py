@@ -18,9 +18,17 @@ from lantern_hpu.lab.pictures.drawing import AGAIN, Column, Drawing, RemoteDrawi
 from lantern_hpu.lab.pictures.folder import open_folder
 from lantern_hpu.lab.pictures.options import EvaluateOptions, FidelityOptions
 from lantern_hpu.lab.pictures.painted import extra_of
-from lantern_hpu.lab.pictures.report import NOISE, PACE, Row, figures_table, judged, pace, plot
+from lantern_hpu.lab.pictures.report import (
+    NOISE,
+    PACE,
+    QualityRow,
+    figures_table,
+    judged,
+    pace,
+    plot,
+)
 from lantern_hpu.lab.pictures.sets import Item, digest
-from lantern_hpu.lab.pictures.statistics import Metric, Rows, figures
+from lantern_hpu.lab.pictures.statistics import QualityMetric, Rows, figures
 from lantern_hpu.lab.plots import in_style
 from lantern_hpu.lab.rows import write_rows
 from lantern_hpu.methods.request import Sampling
@@ -38,7 +46,7 @@ class Scorer(Protocol):
 
     name: str
     items: list[Item]
-    metrics: list[Metric]  # once prepared
+    metrics: list[QualityMetric]  # once prepared
 
     def prepare(self) -> None:
         """What takes time, after the pictures are drawn."""
@@ -47,7 +55,7 @@ class Scorer(Protocol):
         """Of the pictures of a setting, in the order of the items."""
         ...
 
-    def baselines(self, rounds: int) -> list[Row]:
+    def baselines(self, rounds: int) -> list[QualityRow]:
         """Rows that no method drew."""
         ...
 
@@ -142,20 +150,20 @@ class Evaluation:
             raise OptionError(f"{folder} does not hold the pictures of these prompts", why)
         return [places[item.id] for item in self.scorer.items]
 
-    def drawn(self, drawing: Drawing, column: Column, extra: Mapping[str, Any]) -> Row:
+    def drawn(self, drawing: Drawing, column: Column, extra: Mapping[str, Any]) -> QualityRow:
         """Figures of a setting."""
         pictures = drawing.folder_of(column)
         lines, files = pictures.drawn(), list(pictures.places.values())
         rows = self.scorer.rows(column.slug, files)
         paces = pace([lines[item.id] for item in drawing.items])
         found = figures([*PACE, *self.scorer.metrics], {**rows, **paces}, self.options.rounds)
-        return Row(column.name, column.about(), found, {**extra_of(rows), **extra})
+        return QualityRow(column.name, column.about(), found, {**extra_of(rows), **extra})
 
-    def scored(self, name: str, files: Sequence[Path]) -> Row:
+    def scored(self, name: str, files: Sequence[Path]) -> QualityRow:
         """Figures of pictures that were drawn elsewhere."""
         rows = self.scorer.rows(f"folder-{name}", files)
         found = figures(self.scorer.metrics, rows, self.options.rounds)
-        return Row(name, {}, found, extra_of(rows))
+        return QualityRow(name, {}, found, extra_of(rows))
 
     def fidelity(self) -> dict[str, dict[str, Any]]:
         """By setting, how far it moves the distribution of the next token."""
@@ -177,7 +185,7 @@ class Evaluation:
             write_file(file, json.dumps({"key": key, "rows": known}).encode(), force=True)
         return known
 
-    def write(self, settings: Mapping[str, Any], rows: Sequence[Row]) -> str:
+    def write(self, settings: Mapping[str, Any], rows: Sequence[QualityRow]) -> str:
         """All files of the result; returns the table."""
         baselines = self.scorer.baselines(self.options.rounds)
         everything, metrics = [*rows, *baselines], self.scorer.metrics

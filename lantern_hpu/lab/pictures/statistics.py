@@ -23,7 +23,7 @@ SIDES = 1.96  # of a normal distribution's 95 %
 
 
 @dataclass(frozen=True)
-class Metric:
+class QualityMetric:
     """A figure of a set of pictures.
 
     Attributes:
@@ -67,7 +67,7 @@ class Figure:
         return self.value - self.around, self.value + self.around
 
 
-def measured(metric: Metric, rows: Array, rounds: int, seed: int = 0) -> Figure:
+def measured(metric: QualityMetric, rows: Array, rounds: int, seed: int = 0) -> Figure:
     """A metric of rows [n, ...]; equal numbers of rows are drawn alike, so that figures can be compared in pairs."""
     rng = np.random.default_rng(seed)
     draws = np.asarray(
@@ -145,7 +145,7 @@ def frechet(reference: Gaussian, root: Array | None = None) -> Callable[[Gaussia
     return distance
 
 
-def frechet_metric(features: Array, name: str = "frechet") -> Metric:
+def frechet_metric(features: Array, name: str = "frechet") -> QualityMetric:
     """The distance from reference features [m, d], in per cent of their variance, so that no unit is left."""
     reference = Gaussian.of(features)
     distance, unit = frechet(reference), float(np.trace(reference.covariance)) / 100
@@ -153,25 +153,25 @@ def frechet_metric(features: Array, name: str = "frechet") -> Metric:
     def value(rows: Array) -> float:
         return distance(Gaussian.of(rows)) / unit
 
-    return Metric(name, "Frechet distance", value, "lower", features.shape[1] + 1, 2)
+    return QualityMetric(name, "Frechet distance", value, "lower", features.shape[1] + 1, 2)
 
 
-def ratio_metric(name: str, title: str, better: str = "", digits: int = 3) -> Metric:
+def ratio_metric(name: str, title: str, better: str = "", digits: int = 3) -> QualityMetric:
     """Of rows [n, 2]: the sum of the first column over that of the second."""
-    return Metric(
+    return QualityMetric(
         name, title, lambda rows: float(rows[:, 0].sum() / rows[:, 1].sum()), better, 2, digits
     )
 
 
-def mean_metric(name: str, title: str, better: str = "", digits: int = 3) -> Metric:
+def mean_metric(name: str, title: str, better: str = "", digits: int = 3) -> QualityMetric:
     """Of rows [n]."""
-    return Metric(name, title, lambda rows: float(rows.mean()), better, 2, digits)
+    return QualityMetric(name, title, lambda rows: float(rows.mean()), better, 2, digits)
 
 
 # ------------------------------------------------------------------------------------ many settings
 
 
-def figures(metrics: Sequence[Metric], rows: Rows, rounds: int) -> dict[str, Figure]:
+def figures(metrics: Sequence[QualityMetric], rows: Rows, rounds: int) -> dict[str, Figure]:
     """Of each metric that there are rows of."""
     return {m.name: measured(m, rows[m.source], rounds) for m in metrics if m.source in rows}
 

@@ -37,7 +37,7 @@ RANDOM = {  # --random-weights: the known model whose sizes are meant
 
 
 @dataclass(frozen=True, kw_only=True)
-class Wanted:
+class BenchRequest:
     """The options of a run.
 
     Attributes:
@@ -48,7 +48,7 @@ class Wanted:
     """
 
     model: str = "builtin"
-    entry: registry.Entry | None = None
+    entry: registry.KnownModel | None = None
     stretch: str | None = None
     device: str = "auto"
     dtype: str = "auto"
@@ -116,7 +116,7 @@ def methods_for(tree: str) -> list[str]:
     return [name for name, method in METHODS.items() if method.takes(loaded)]
 
 
-def find_entry(name: str) -> registry.Entry:
+def find_entry(name: str) -> registry.KnownModel:
     """The known model that `--random-weights` means.
 
     Raises:
@@ -171,7 +171,7 @@ def settle(backend: Backend, modes: Sequence[str], by_name: bool) -> tuple[list[
     return found, notes
 
 
-def cases_of(pipeline: LanternPipeline, wanted: Wanted, modes: Sequence[str]) -> list[Case]:
+def cases_of(pipeline: LanternPipeline, wanted: BenchRequest, modes: Sequence[str]) -> list[Case]:
     """What each row is of. A tuned tree is the one found for the mode that the pipeline is in, in all modes.
 
     Raises:

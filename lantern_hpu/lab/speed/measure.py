@@ -14,7 +14,7 @@ from lantern_hpu.decode.batch import Finished
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.lab.clock import StepClock, device_time, quantile, seconds_of
 from lantern_hpu.lab.speed.cases import Case
-from lantern_hpu.lab.speed.report import PARTS, Row
+from lantern_hpu.lab.speed.report import PARTS, SpeedRow
 from lantern_hpu.lab.speed.roofline import Rates, StepPasses, floor
 from lantern_hpu.methods.request import Request
 from lantern_hpu.models.text.prefix import Prefix
@@ -130,12 +130,12 @@ class Meter:
 
     # -- rows
 
-    def steps(self, count: int) -> Row:
+    def steps(self, count: int) -> SpeedRow:
         """Steps of one batch alone: for weights whose images and acceptance mean nothing."""
         self.run_steps(count)
         return self.row()
 
-    def images(self) -> Row:
+    def images(self) -> SpeedRow:
         """Whole batches of images, from the prompt to pixels."""
         seconds, pixels = [], []
         records: list[ImageRecord] = []
@@ -150,7 +150,7 @@ class Meter:
             records += map(self.pipeline.record, finished)
         return with_images(self.row(), seconds, pixels, records)
 
-    def row(self) -> Row:
+    def row(self) -> SpeedRow:
         """The case with what is known of its steps, however they were run."""
         case, engine, requests = self.case, self.engine, self.batches[0]
         counted, peak = engine.report(), self.pipeline.backend.memory().peak
@@ -160,7 +160,7 @@ class Meter:
         passes = StepPasses.of(case.setting.tree)
         least = floor(self.pipeline.model.config, passes, engine.spec.rows, self.rates)
         stats = engine.report()
-        return Row(
+        return SpeedRow(
             method=case.setting.method,
             tree=case.setting.tree.name,
             relaxation=case.setting.relaxation.as_json(),
@@ -192,8 +192,8 @@ class Meter:
 
 
 def with_images(
-    row: Row, seconds: list[float], pixels: list[float], records: Sequence[ImageRecord]
-) -> Row:
+    row: SpeedRow, seconds: list[float], pixels: list[float], records: Sequence[ImageRecord]
+) -> SpeedRow:
     """A row of steps, with what is known of the images whose steps they were.
 
     Args:

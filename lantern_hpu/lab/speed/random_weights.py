@@ -27,7 +27,7 @@ from lantern_hpu.models.files.recipe import shapes_only
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.prefix import Prefix, wordless
 from lantern_hpu.models.transformer import HeadNorm, RMSNorm, Target
-from lantern_hpu.zoo.registry import Entry
+from lantern_hpu.zoo.registry import KnownModel
 
 SPREAD = 0.02  # standard deviation of a weight
 LLAMAGENS = DrafterConfig(sees_pads=True)  # the kind of drafter made where none is published
@@ -69,7 +69,7 @@ class RandomModel(ImageModel):
         return ((codes[:, None] + away) % len(codes)).int()
 
 
-def step_sizes(entry: Entry) -> ModelConfig:
+def step_sizes(entry: KnownModel) -> ModelConfig:
     """What a step needs of a known model; rows for words are left out of the embedding, as it only looks rows up."""
     return ModelConfig(
         replace(entry.config.target, embed_rows=None),
@@ -94,7 +94,7 @@ def fill(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
 
 
 def make_model(
-    entry: Entry,
+    entry: KnownModel,
     backend: Backend,
     dtype: str = "auto",
     kernels: str = "auto",

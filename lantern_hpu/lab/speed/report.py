@@ -26,7 +26,7 @@ PARTS = ("draft", "tables", "verify", "accept", "commit", "host")  # of a step
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class SpeedRow:
     """A method with its tree in one graph mode and batch size.
 
     The fields are those of a row of `assets/bench.schema.json`, which says what each of them means.
@@ -85,7 +85,7 @@ class Row:
     speed_against_eager: float | None = None
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Row:
+    def from_json(cls, values: Mapping[str, Any]) -> SpeedRow:
         """What `as_json` wrote; fields of earlier programs that mean nothing now are left out."""
         known = {item.name for item in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
@@ -109,7 +109,7 @@ class Row:
         return self.ms_per_step if self.seconds_per_image is None else self.seconds_per_image
 
 
-def with_speeds(rows: Sequence[Row]) -> list[Row]:
+def with_speeds(rows: Sequence[SpeedRow]) -> list[SpeedRow]:
     """Rows with their speed against `ar` of the same graph mode and batch, and against their eager runs.
 
     Either is None where that was not measured. Of steps alone there is no speed against `ar`: it depends on the

@@ -21,11 +21,11 @@ from lantern_hpu.backends.host import processor_name
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.graphs import check_mode
 from lantern_hpu.lab.rows import heading
-from lantern_hpu.lab.speed.cases import Case, Wanted, cases_of, settle
+from lantern_hpu.lab.speed.cases import BenchRequest, Case, cases_of, settle
 from lantern_hpu.lab.speed.measure import BRIEF_WARM_UP, WARM_UP, Meter
 from lantern_hpu.lab.speed.random_weights import make_model
 from lantern_hpu.lab.speed.rates import measure_rates
-from lantern_hpu.lab.speed.report import EAGER, KIND, VERSION, Row, with_speeds
+from lantern_hpu.lab.speed.report import EAGER, KIND, VERSION, SpeedRow, with_speeds
 from lantern_hpu.lab.speed.roofline import Rates, sizes
 from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.table import AUTO
@@ -33,7 +33,7 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import usual_prompts
 
 
-def run(wanted: Wanted, argv: Sequence[str], import_s: float) -> dict[str, Any]:
+def run(wanted: BenchRequest, argv: Sequence[str], import_s: float) -> dict[str, Any]:
     """The report.
 
     Args:
@@ -73,7 +73,7 @@ def run(wanted: Wanted, argv: Sequence[str], import_s: float) -> dict[str, Any]:
     }
 
 
-def open_pipeline(wanted: Wanted) -> LanternPipeline:
+def open_pipeline(wanted: BenchRequest) -> LanternPipeline:
     """The model on its device."""
     if wanted.entry is None:
         return LanternPipeline.from_pretrained(
@@ -102,7 +102,7 @@ def open_pipeline(wanted: Wanted) -> LanternPipeline:
     return pipeline
 
 
-def layout_of(wanted: Wanted) -> str:
+def layout_of(wanted: BenchRequest) -> str:
     """Of the matrices; one that all graph modes can run, unless another is asked for."""
     compiled = "compile" in wanted.modes and wanted.layout == AUTO
     return "plain" if compiled else wanted.layout
@@ -110,11 +110,11 @@ def layout_of(wanted: Wanted) -> str:
 
 def measure_all(
     pipeline: LanternPipeline,
-    wanted: Wanted,
+    wanted: BenchRequest,
     cases: Sequence[Case],
     rates: Rates,
     startup_s: float,
-) -> tuple[list[Row], list[str]]:
+) -> tuple[list[SpeedRow], list[str]]:
     """All rows, with a line of progress each, and what to say about those that the device refused."""
     rows, missed = [], []
     with tqdm(total=len(cases), unit="row", file=sys.stderr) as bar:
@@ -143,12 +143,12 @@ def measure_all(
 
 def measure(
     pipeline: LanternPipeline,
-    wanted: Wanted,
+    wanted: BenchRequest,
     case: Case,
     rates: Rates,
     startup_s: float,
     show: Callable[[str], object] = str,
-) -> Row:
+) -> SpeedRow:
     """One row: images, or with random weights steps."""
     model = pipeline.model
     images = case.batch if wanted.entry else -(-wanted.images // case.batch) * case.batch
@@ -162,7 +162,7 @@ def measure(
 # ------------------------------------------------------------------------------------ what else a report says
 
 
-def about(pipeline: LanternPipeline, wanted: Wanted) -> dict[str, Any]:
+def about(pipeline: LanternPipeline, wanted: BenchRequest) -> dict[str, Any]:
     """Which weights, which machine, which settings."""
     model, processor = pipeline.model, processor_name()
     digests = [digest for name, digest in model.files.items() if "drafter" in name]
@@ -203,7 +203,7 @@ def device_title(environment: Mapping[str, Any], processor: str) -> str:
     return f"{name}, {threads} thread{'s' * (threads != 1)}" if threads else name
 
 
-def silences(pipeline: LanternPipeline, wanted: Wanted) -> list[str]:
+def silences(pipeline: LanternPipeline, wanted: BenchRequest) -> list[str]:
     """What the figures leave out."""
     found = []
     if wanted.entry is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lantern_hpu.lab.speed.report import PARTS, Row
+from lantern_hpu.lab.speed.report import PARTS, SpeedRow
 from lantern_hpu.lab.tables import Columns, Table, ratio
 from lantern_hpu.results.tables import figure, percent
 
@@ -41,13 +41,13 @@ OF_STEPS: Columns = {
 }
 
 
-def rows_table(rows: Sequence[Row]) -> str:
+def rows_table(rows: Sequence[SpeedRow]) -> str:
     """All rows."""
     columns = {**NAMES, **(OF_IMAGES if rows[0].images else OF_STEPS)}
     return Table.of(columns, rows).markdown()
 
 
-def square_table(rows: Sequence[Row]) -> str:
+def square_table(rows: Sequence[SpeedRow]) -> str:
     """{ar, method} x {eager, recorded}: what each costs, and how much faster than the first mode the others are."""
     modes = list(dict.fromkeys(row.graphs for row in rows))
     if len(modes) < 2:
@@ -63,10 +63,10 @@ def square_table(rows: Sequence[Row]) -> str:
     return Table(head, lines).markdown()
 
 
-def split_table(rows: Sequence[Row]) -> str:
+def split_table(rows: Sequence[SpeedRow]) -> str:
     """Where the time of an eager step goes; each row once, whatever its graphs."""
 
-    def share(part: str) -> Callable[[Row], str]:
+    def share(part: str) -> Callable[[SpeedRow], str]:
         return lambda row: percent(row.eager_step_ms[part] / sum(row.eager_step_ms.values()))
 
     columns: Columns = {
@@ -91,7 +91,7 @@ def reference_lines(report: Mapping[str, Any]) -> str:
 
 def tables(report: Mapping[str, Any]) -> str:
     """All that is printed."""
-    rows = [Row.from_json(row) for row in report["rows"]]
+    rows = [SpeedRow.from_json(row) for row in report["rows"]]
     notes = "\n".join(f"note: {note}" for note in report["notes"])
     parts = [
         reference_lines(report),

@@ -62,7 +62,7 @@ class TunedRow:
 
 
 @dataclass(frozen=True)
-class Tuning:
+class TuningResult:
     """All results.
 
     Attributes:

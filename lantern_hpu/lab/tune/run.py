@@ -14,7 +14,7 @@ from lantern_hpu.errors import OptionError
 from lantern_hpu.files import check_free
 from lantern_hpu.lab.rows import heading
 from lantern_hpu.lab.tune.options import TuneOptions
-from lantern_hpu.lab.tune.result import Tuning
+from lantern_hpu.lab.tune.result import TuningResult
 from lantern_hpu.lab.tune.tuner import Tuner
 from lantern_hpu.lab.tune.windows import SMALL_WIDTHS, WIDTHS, windows
 from lantern_hpu.methods.setting import Setting
@@ -36,7 +36,7 @@ def check_model(pipeline: LanternPipeline, situation: tuned_trees.Situation) -> 
 
 def measure_windows(
     pipeline: LanternPipeline, options: TuneOptions, prompts: Sequence[str]
-) -> Tuning:
+) -> TuningResult:
     """All widths, with a bar."""
     widths = WIDTHS if pipeline.model.stretched is None else SMALL_WIDTHS
     trees = windows(options.setting.method, pipeline.model.target.config.tokens, widths)
@@ -49,7 +49,7 @@ def measure(
     options: TuneOptions,
     prompts: Sequence[str],
     counts: ChildCounts | None,
-) -> Tuning:
+) -> TuningResult:
     """The tuning itself, with a bar."""
     with tqdm(unit="part", file=sys.stderr, dynamic_ncols=True) as bar:
         tuner = Tuner(pipeline, options, prompts, bar)
@@ -60,7 +60,7 @@ def measure(
 def report(
     pipeline: LanternPipeline,
     options: TuneOptions,
-    tuning: Tuning,
+    tuning: TuningResult,
     situation: tuned_trees.Situation,
     kind: str,
     argv: Sequence[str],

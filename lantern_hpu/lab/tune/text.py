@@ -8,12 +8,12 @@ from lantern_hpu.decode.counts import KINDS
 from lantern_hpu.lab.tables import Table
 from lantern_hpu.lab.tune.costs import Costs
 from lantern_hpu.lab.tune.expectation import ChanceTable, estimate
-from lantern_hpu.lab.tune.result import Tuning
+from lantern_hpu.lab.tune.result import TuningResult
 
 FIGURES = "tokens a step, ms a step, ms a token, x ar".split(", ")
 
 
-def summary(tuning: Tuning) -> str:
+def summary(tuning: TuningResult) -> str:
     """All of it."""
     parts = [figures_table(tuning), verdict(tuning)]
     if tuning.costs is not None and tuning.counts is not None:
@@ -21,7 +21,7 @@ def summary(tuning: Tuning) -> str:
     return "\n\n".join(parts)
 
 
-def figures_table(tuning: Tuning) -> str:
+def figures_table(tuning: TuningResult) -> str:
     """The rows as a Markdown table; every figure as expected, if that is known, then as measured."""
     ar, tuned, *_ = tuning.rows
     of_trees = tuned.expected is not None
@@ -63,7 +63,7 @@ def chances_text(chances: ChanceTable) -> str:
     return "\n".join(lines)
 
 
-def verdict(tuning: Tuning) -> str:
+def verdict(tuning: TuningResult) -> str:
     """Which tree or window is fastest, and whether `ar` is faster still."""
     ar, tuned, *_ = tuning.rows
     best = tuning.best

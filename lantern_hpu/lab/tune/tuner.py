@@ -19,7 +19,7 @@ from lantern_hpu.decode.spec import BATCHES
 from lantern_hpu.lab.tune.costs import Costs, fit_costs, probes
 from lantern_hpu.lab.tune.expectation import estimate
 from lantern_hpu.lab.tune.options import HELD_OUT, TuneOptions
-from lantern_hpu.lab.tune.result import Figures, TunedRow, Tuning
+from lantern_hpu.lab.tune.result import Figures, TunedRow, TuningResult
 from lantern_hpu.lab.tune.search import best_tree, most_reached
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.request import Request, in_turn
@@ -181,7 +181,7 @@ class Tuner:
         options = self.options
         return best_tree(estimate(counts)[: options.max_depth], costs, options.max_nodes)
 
-    def tune(self, counts: ChildCounts | None = None) -> Tuning:
+    def tune(self, counts: ChildCounts | None = None) -> TuningResult:
         """Find the best tree, and draw with it, with `ar` and with the named ones.
 
         Args:
@@ -197,9 +197,9 @@ class Tuner:
         chances = estimate(counts, max(tree.depth for tree in trees))
         shared = (chances, costs, self.tokens, self.options.batch_size)
         rows = [TunedRow(t, Figures.expected(t, *shared), self.draw(t)) for t in trees]
-        return Tuning(counts, costs, rows)
+        return TuningResult(counts, costs, rows)
 
-    def tune_windows(self, windows: Sequence[Window]) -> Tuning:
+    def tune_windows(self, windows: Sequence[Window]) -> TuningResult:
         """Draw with `ar` and with each of these."""
         trees = [DraftTree.root_only(), *windows]
-        return Tuning(None, None, [TunedRow(tree, None, self.draw(tree)) for tree in trees])
+        return TuningResult(None, None, [TunedRow(tree, None, self.draw(tree)) for tree in trees])

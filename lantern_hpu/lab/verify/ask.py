@@ -15,10 +15,10 @@ from lantern_hpu.backends.base import Backend
 from lantern_hpu.backends.candidates import LACKING, candidates_of, difference
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.decode.engine import Engine, GraphReport
-from lantern_hpu.decode.memory import Device, Setup, largest_phase, total
+from lantern_hpu.decode.memory import DeviceMemory, Setup, largest_phase, total
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import LanternError
-from lantern_hpu.lab.speed.cases import Wanted
+from lantern_hpu.lab.speed.cases import BenchRequest
 from lantern_hpu.lab.speed.run import run as run_bench
 from lantern_hpu.lab.verify.items import Question, Result, Stage, State
 from lantern_hpu.methods.request import Request
@@ -203,7 +203,7 @@ class Asked:
     def memory(self, pipeline: LanternPipeline, method: str) -> dict[str, Any]:
         """Bytes at the peak, and those that `plan` counts."""
         peak, backend = pipeline.backend.memory().peak, pipeline.backend
-        counted = Device(None, "", "float32", (), backend.name == HOST)
+        counted = DeviceMemory(None, "", "float32", (), backend.name == HOST)
         how = {"batch_size": 1, "guidance": True, "quantize": None, "keep_text": "host"}
         setup: Setup = setup_of(
             Counted(pipeline.model.config), counted, "float32", method, None, **how
@@ -216,7 +216,7 @@ class Asked:
     def bench(self, item: str) -> Answer:
         if self.emulate:
             return "unanswered", "an emulator's speed says nothing of a card", {}
-        wanted = Wanted(
+        wanted = BenchRequest(
             model=self.model,
             device=self.device,
             settings=[Setting("ar"), Setting("lantern++")],

@@ -27,7 +27,7 @@ LEAST = 5.0  # seconds that are worth beginning a stage for
 
 
 @dataclass
-class Wanted:
+class VerifyRequest:
     """The options of a run."""
 
     device: str
@@ -45,7 +45,7 @@ class Report:
         say: is called with a line of progress.
     """
 
-    wanted: Wanted
+    wanted: VerifyRequest
     say: Callable[[str], object] = str
     results: dict[tuple[str, str], Result] = field(default_factory=dict)
     hardware: dict[str, Any] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Report:
         return [one for one in items_of(stage) if (stage.name, one.item) not in self.results]
 
 
-def resumed(wanted: Wanted, say: Callable[[str], object] = str) -> Report:
+def resumed(wanted: VerifyRequest, say: Callable[[str], object] = str) -> Report:
     """A new report, or the one in the file: what is answered in it is not asked again.
 
     Raises:
@@ -160,7 +160,7 @@ Message = Question | Result | dict[str, Any] | str
 
 
 def messages_of(
-    wanted: Wanted, stage: Stage, questions: Sequence[Question], ends: float
+    wanted: VerifyRequest, stage: Stage, questions: Sequence[Question], ends: float
 ) -> Iterator[Message]:
     """From the process of a stage: each question, its result, the hardware; last why it ended if not by itself."""
     context = multiprocessing.get_context("spawn")
@@ -192,7 +192,11 @@ def messages_of(
 
 
 def answer_in_process(
-    wanted: Wanted, stage: Stage, questions: Sequence[Question], writer: Connection, log: Path
+    wanted: VerifyRequest,
+    stage: Stage,
+    questions: Sequence[Question],
+    writer: Connection,
+    log: Path,
 ) -> None:
     """What the process of a stage does; all it prints goes into the log."""
     # Flags that the parent has set would count as the user's.
