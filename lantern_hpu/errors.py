@@ -102,8 +102,8 @@ def option(
         name: of the option, if it is not the field's. metavar: of its value in the help.
         low, high: the least and the largest value. marks: what a value at an end of the range means.
     """
-    told = {"help": help, "option": name, "metavar": metavar, "low": low, "high": high}
-    return field(default=default, metadata=told | {"marks": marks})
+    described = {"help": help, "option": name, "metavar": metavar, "low": low, "high": high}
+    return field(default=default, metadata=described | {"marks": marks})
 
 
 def option_name(part: Field[Any]) -> str:

@@ -158,16 +158,16 @@ def soak(model: str, method: str, slots: int, requests: int) -> dict[str, Any]:
     client = httpx.Client(timeout=3600, limits=httpx.Limits(max_connections=256))
     with client, server(model, slots, method, 64) as (url, pid), ThreadPoolExecutor(32) as pool:
         first = [pool.submit(mixed, client, url, number) for number in range(requests // 4)]
-        told = [each.result() for each in first]
+        answers = [each.result() for each in first]
         before = resident(pid)
         rest = [pool.submit(mixed, client, url, n) for n in range(requests // 4, requests)]
-        told += [each.result() for each in rest]
+        answers += [each.result() for each in rest]
         grown = resident(pid) / before - 1
         metrics = client.get(url + "/metrics").text
     again = [line for line in metrics.splitlines() if line.startswith("lantern:recompiles")]
     return {
         "model": model,
-        "answers": dict(sorted(Counter(told).items())),
+        "answers": dict(sorted(Counter(answers).items())),
         "recompiles_after_readiness": float(again[0].split()[-1]),
         "memory_grown_after_a_quarter": round(grown, 4),
     }

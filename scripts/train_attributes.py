@@ -210,7 +210,7 @@ class Training:
 
 
 def accuracy(classifier: Classifier, pixels: Pixels, labels: NDArray[np.int64]) -> dict[str, float]:
-    """The share of each attribute that is told right, where there is one, and of all."""
+    """The share of each attribute that is classified correctly, where there is one, and of all."""
     seen, found, right = classifier.classify(pixels).values, {}, list[bool]()
     for column, (name, values) in enumerate(ATTRIBUTES.items()):
         pairs = zip(seen, labels[:, column].tolist(), strict=True)

@@ -324,9 +324,9 @@ class Machine:
 
 
 def paced(
-    machine: Machine, told: Callable[[int, str], None] = lambda count, why: None
+    machine: Machine, report: Callable[[int, str], None] = lambda count, why: None
 ) -> ThreadPace:
-    pace = ThreadPace(told, machine.clock)
+    pace = ThreadPace(report, machine.clock)
     pace.fit(machine.step, machine.bits)
     machine.ran.clear()
     return pace
@@ -359,13 +359,13 @@ def test_threads_are_halved_while_that_helps(
 
 def test_the_warm_up_takes_the_fastest_number(threads: Callable[[int], None]) -> None:
     threads(2)
-    told: list[tuple[int, str]] = []
+    report: list[tuple[int, str]] = []
     machine = Machine(t1=0.01, t2=0.6)
-    pace = paced(machine, lambda *what: told.append(what))
+    pace = paced(machine, lambda *what: report.append(what))
     assert pace.count == 1 and torch.get_num_threads() == 2
     pace(machine.step)
     assert machine.ran == [1] and torch.get_num_threads() == 2
-    ((count, why),) = told
+    ((count, why),) = report
     assert count == 1 and "600.0 ms with 2, 10.0 ms with 1" in why
 
 
@@ -424,14 +424,14 @@ def test_threads_that_are_asked_for_are_taken(
 def test_threads_that_round_otherwise_must_be_far_faster(
     threads: Callable[[int], None], alone: float, taken: int
 ) -> None:
-    """The same seed is the same image, unless two threads wait for each other; then it is said."""
+    """The same seed is the same image, unless two threads wait for each other; which is reported."""
     threads(2)
-    told: list[str] = []
+    report: list[str] = []
     machine = Machine(t1=alone, t2=0.01)
     machine.rounding = {1: 17}
-    pace = paced(machine, lambda count, why: told.append(why))
+    pace = paced(machine, lambda count, why: report.append(why))
     assert pace.count == taken
-    assert ("rounds otherwise than 2" if taken == 1 else "1 would round otherwise") in told[-1]
+    assert ("rounds otherwise than 2" if taken == 1 else "1 would round otherwise") in report[-1]
     machine.seconds = {1: 0.02, 2: 0.05} if taken == 2 else {1: 0.002, 2: 0.003}
     for _ in range(2 * PATIENCE * 20):
         pace(machine.step)

@@ -74,7 +74,7 @@ def devices(monkeypatch: pytest.MonkeyPatch, **targets: str) -> None:
         monkeypatch.setitem(BACKENDS, name, target)
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+def printed(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     assert doctor.main(args) == 0
     said = capsys.readouterr()
     assert said.err == ""
@@ -82,12 +82,12 @@ def told(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 
 
 def facts(capsys: pytest.CaptureFixture[str]) -> Any:
-    return json.loads(told(capsys, "--json"))
+    return json.loads(printed(capsys, "--json"))
 
 
 def test_this_machine_is_described_and_nothing_is_set(capsys: pytest.CaptureFixture[str]) -> None:
     before = dict(os.environ)
-    text = told(capsys)
+    text = printed(capsys)
     assert dict(os.environ) == before
     assert all(name in text for name in ("lantern_hpu", "python", "torch", *BACKENDS))
     assert all(check.name in text for check in hpu_env.checks())
@@ -112,7 +112,7 @@ def test_a_device_is_shown_with_memory_modes_and_versions(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     devices(monkeypatch, fake=FAKE)
-    (section,) = [part for part in told(capsys).split("\n\n") if part.startswith("fake: ")]
+    (section,) = [part for part in printed(capsys).split("\n\n") if part.startswith("fake: ")]
     assert section.splitlines() == [
         "fake: available, a card is free",
         "  device       FAKE9",
@@ -127,7 +127,7 @@ def test_auto_is_the_first_that_is_available_and_says_why(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     devices(monkeypatch, first=ABSENT, second=FAKE, third=FAKE)
-    last = told(capsys).splitlines()[-1]
+    last = printed(capsys).splitlines()[-1]
     assert last == "default: second, because a card is free; first is not available"
 
 
@@ -136,7 +136,7 @@ def test_a_device_that_is_not_there_says_why_and_what_to_do(
 ) -> None:
     monkeypatch.setattr(Absent, "name", EMULATED)
     devices(monkeypatch, fake=ABSENT)
-    (section,) = [part for part in told(capsys).split("\n\n") if part.startswith("fake: ")]
+    (section,) = [part for part in printed(capsys).split("\n\n") if part.startswith("fake: ")]
     assert section.splitlines()[:3] == [
         "fake: not available",
         "  why          no card",
@@ -152,7 +152,7 @@ def test_what_was_taken_is_given_back(
 ) -> None:
     devices(monkeypatch, fake=FAKE, other=ABSENT)
     before = Fake.closed
-    told(capsys)
+    printed(capsys)
     assert Fake.closed == before + 2
 
 
@@ -160,7 +160,7 @@ def test_no_device_at_all_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     devices(monkeypatch, first=ABSENT)
-    assert told(capsys).splitlines()[-1].startswith("default: no device, because first is not")
+    assert printed(capsys).splitlines()[-1].startswith("default: no device, because first is not")
     assert facts(capsys)["default"]["device"] is None
 
 
@@ -172,7 +172,7 @@ def test_a_broken_backend_breaks_nothing_else(
     monkeypatch.setattr(Fake, "broken", broken)
     monkeypatch.setattr(Fake, "error", RuntimeError("synStatus=20 [Device already acquired]"))
     devices(monkeypatch, fake=FAKE, other=ABSENT)
-    text = told(capsys)
+    text = printed(capsys)
     assert "RuntimeError: synStatus=20" in text
     assert "already taken" in text
     assert "hl-smi" in text
@@ -195,7 +195,7 @@ def test_our_own_errors_are_shown_once(
     monkeypatch.setattr(Fake, "broken", "available")
     monkeypatch.setattr(Fake, "error", DeviceError("what is wrong", "why", "this"))
     devices(monkeypatch, fake=FAKE)
-    text = told(capsys)
+    text = printed(capsys)
     assert "error  what is wrong: why\n" in text
     assert "try    this\n" in text
     assert text.count("what is wrong") == 1

@@ -145,13 +145,13 @@ def test_static_cache_in_a_graph_gives_the_cpus_text() -> None:
         for device in ("cpu", "hpu"):
             model = twin if device == "cpu" else copy.deepcopy(twin).to("hpu")
             cache = transformers.StaticCache(config=twin.config, max_cache_len=16)
-            told = {"past_key_values": cache, "use_cache": True}
-            token = model(prompt.to(device), **told).logits[:, -1:].argmax(-1)
+            options = {"past_key_values": cache, "use_cache": True}
+            token = model(prompt.to(device), **options).logits[:, -1:].argmax(-1)
             if device == "hpu":
                 model = hpu.wrap_in_hpu_graph(model)
             rows[device] = [token.item()]
             for _ in range(8):
-                token = model(token.clone(), **told).logits.argmax(-1)
+                token = model(token.clone(), **options).logits.argmax(-1)
                 rows[device].append(token.item())
         assert rows["hpu"] == rows["cpu"]
         assert card.counts.graphs["captured"] == 1 and card.counts.graphs["replayed"] == 7

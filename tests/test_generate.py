@@ -1,4 +1,4 @@
-"""The front door: what a user types, gets, and is told when it cannot work."""
+"""The front door: what a user types, gets, and reads when it cannot work."""
 
 from __future__ import annotations
 

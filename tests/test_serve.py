@@ -573,13 +573,13 @@ def test_metrics_count_what_the_answers_said(server: Running) -> None:
     label = {"method": "lantern++"}
     before = {each: server.metric(name, **label) for each, name in names.items()}
     first = server.metric("spec_decode_num_accepted_tokens_per_pos_total", position="0", **label)
-    told = server.post(prompt="cat", method="lantern++", seed=5).json()["data"][0]["metrics"]
+    metrics = server.post(prompt="cat", method="lantern++", seed=5).json()["data"][0]["metrics"]
     after = {each: server.metric(name, **label) for each, name in names.items()}
-    assert after["steps"] - before["steps"] == told["steps"]
-    assert after["accepted"] - before["accepted"] == sum(told["accepted_by_depth"])
+    assert after["steps"] - before["steps"] == metrics["steps"]
+    assert after["accepted"] - before["accepted"] == sum(metrics["accepted_by_depth"])
     assert after["images"] - before["images"] == 1 and after["tokens"] - before["tokens"] == 16
     position = server.metric("spec_decode_num_accepted_tokens_per_pos_total", position="0", **label)
-    assert position - first == told["accepted_by_depth"][0]
+    assert position - first == metrics["accepted_by_depth"][0]
     for name in ("num_requests_running", "num_requests_waiting", "slots_in_use_ratio"):
         assert server.metric(name) == 0
     assert server.metric("request_queue_time_seconds_count") >= 1
@@ -721,7 +721,7 @@ def test_nothing_is_taken_before_readiness_or_while_draining(model: Path) -> Non
     decoder.drain()
     with pytest.raises(ApiError, match="about to stop"):
         decoder.submit([job("ar", time.monotonic() + 9)[0]])
-    decoder.end()  # who still waits is told
+    decoder.end()  # waiting requests are answered
     assert isinstance(heard[0], ApiError) and heard[0].status_code == 503
 
 
@@ -818,7 +818,7 @@ def test_a_signal_in_the_middle_of_ten_requests_loses_none(model: Path) -> None:
         process.send_signal(signal.SIGTERM)
         answers = [each.result() for each in asked]
     assert process.wait(60) == 0
-    # Whoever was taken got a picture; who came too late was told so, none was cut off.
+    # Whoever was taken got a picture; later ones were refused, none was cut off.
     assert {answer.status_code for answer in answers} <= {200, 503}
     assert sum(answer.status_code == 200 for answer in answers) >= 7
     said = process.stderr.read()

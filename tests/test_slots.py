@@ -76,7 +76,7 @@ def one_after_another(batch: Batch, requests: Sequence[Request], order: int) -> 
     return done
 
 
-def told(done: Finished) -> tuple[list[int], int, list[int], int]:
+def figures(done: Finished) -> tuple[list[int], int, list[int], int]:
     return done.tokens.tolist(), done.steps, done.accepted, done.relaxed
 
 
@@ -98,7 +98,7 @@ def test_an_image_is_the_same_alone_in_company_and_admitted_in_the_middle(
         for i, each in enumerate(requests):
             alone = sample(models, tree, [each])
             want = (alone.tokens[0].tolist(), alone.steps[0], alone.accepted[0], alone.relaxed[0])
-            assert told(found[each.seed]) == want
+            assert figures(found[each.seed]) == want
             assert together.tokens[i].tolist() == want[0]
     report = batch.engine.report()
     assert report.recompiles_after_warmup == 0

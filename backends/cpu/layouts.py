@@ -148,7 +148,7 @@ def chosen(layers: Sequence[nn.Linear], choice: str) -> tuple[str, str]:
     if layers[0].weight.dtype == torch.float32 and held < LARGE:
         return "plain", f"{held / 2**20:.0f} MiB of float32: its exact figures are kept"
     shares = known_shares(layers, offered)
-    return fastest_form(shares), f"{told(shares)} rows of plain's time on this processor"
+    return fastest_form(shares), f"{describe_shares(shares)} rows of plain's time on this processor"
 
 
 def fastest_form(shares: Shares) -> str:
@@ -161,7 +161,7 @@ def fastest_form(shares: Shares) -> str:
     return best
 
 
-def told(shares: Shares) -> str:
+def describe_shares(shares: Shares) -> str:
     return "; ".join(
         f"{name} took " + ", ".join(f"{share:.2f} for {rows}" for rows, share in by_rows.items())
         for name, by_rows in shares.items()

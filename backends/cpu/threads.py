@@ -72,15 +72,15 @@ class ThreadPace(Pace):
 
     def __init__(
         self,
-        told: Callable[[int, str], None] = lambda count, why: None,
+        notify: Callable[[int, str], None] = lambda count, why: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """
         Args:
-            told: is given what was chosen and why, each time.
+            notify: is given what was chosen and why, each time.
         """
         self.most = self.count = torch.get_num_threads()
-        self.told, self.clock = told, clock
+        self.notify, self.clock = notify, clock
         self.unlike = set[int]()
         self.usual = inf  # seconds of a step with what was chosen
         self.last = deque[float](maxlen=LAST)  # seconds of steps
@@ -152,7 +152,7 @@ class ThreadPace(Pace):
             self.count, self.search = count, None
             self.last.clear()
             times = ", ".join(f"{1000 * s:.1f} ms with {n}" for n, s in self.tried.items())
-            self.told(count, f"chosen {when}, where a step took {times}" + self.caution(count))
+            self.notify(count, f"chosen {when}, where a step took {times}" + self.caution(count))
 
     def caution(self, count: int) -> str:
         """What is to be said of the bits of a choice."""

@@ -71,7 +71,7 @@ class Flags:
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that can be told without importing torch."""
+    """One thing that is known without importing torch."""
 
     name: str
     ok: bool
@@ -285,7 +285,7 @@ def plugin_folder() -> Path | None:
 
 
 def checks() -> list[Check]:
-    """Everything that can be told without importing torch."""
+    """Everything that is known without importing torch."""
     return [
         _check_plugin(),
         _check_torch(),

@@ -291,9 +291,9 @@ def show_geometry(pipeline: LanternPipeline) -> None:
 def show_decided(pipeline: LanternPipeline, *what: str) -> None:
     """Say what a processor took where that was left to it; a card has little to choose."""
     decided = pipeline.backend.tuning.decided
-    told = [f"{name} {decided[name]}" for name in what if name in decided]
-    if told and pipeline.backend.name == HOST:
-        print("; ".join(told), file=sys.stderr)
+    details = [f"{name} {decided[name]}" for name in what if name in decided]
+    if details and pipeline.backend.name == HOST:
+        print("; ".join(details), file=sys.stderr)
 
 
 def requests_of(job: GenerateJob, chosen: Resolved, sampling: Sampling) -> list[Request]:
@@ -317,8 +317,8 @@ def check_kept(
     for index in kept:
         file, request = files[index], requests[index]
         there, mine = read_png(file), described | settings_of(request)
-        told = there["config"]
-        others = [n for n in (*REPLAYED, "stretch", "negative") if told.get(n) != mine.get(n)]
+        details = there["config"]
+        others = [n for n in (*REPLAYED, "stretch", "negative") if details.get(n) != mine.get(n)]
         others += [name for name in ("prompt", "seed") if there[name] != getattr(request, name)]
         if others:
             why = f"{', '.join(others)} differ from what is asked for"

@@ -43,8 +43,10 @@ def add_fields(group: Group, kind: type[Any], *names: str, **helps: str) -> None
             continue
         what, default = helps.get(part.name, part.metadata["help"]), part.default
         allowed = [allowed_range(part)] if part.metadata["low"] is not None else []
-        told = [*allowed, str(default)] if default is not None and default is not False else allowed
-        what += f" ({'; '.join(told)})" if told else ""
+        details = (
+            [*allowed, str(default)] if default is not None and default is not False else allowed
+        )
+        what += f" ({'; '.join(details)})" if details else ""
         if types[part.name] is bool:
             group.add_argument(option_name(part), action="store_true", default=None, help=what)
             continue

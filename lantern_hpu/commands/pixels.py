@@ -92,11 +92,13 @@ def run(args: argparse.Namespace) -> str:
     with closing(get_backend(device.device, "eager")) as backend, backend.errors():
         vq, digest = opened.load_vq(opened.source.weights(), backend.device)
         check_digest(saved, digest, args.tokens)
-        for file, row, told in zip(
+        for file, row, settings in zip(
             tqdm(files, unit="image"), saved.tokens, saved.metadata, strict=True
         ):
             (image,) = decode_pixels(vq, config, backend, row[None])
-            write_file(file, with_metadata(image, told) if told else encode(image), args.force)
+            write_file(
+                file, with_metadata(image, settings) if settings else encode(image), args.force
+            )
     return f"{len(files)} image(s) -> {args.output}"
 
 

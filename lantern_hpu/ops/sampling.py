@@ -110,7 +110,7 @@ def outside_top_p(probs: Tensor, top_p: Tensor) -> Tensor:
     ordered = probs.sort(-1, descending=True).values
     before = ordered.cumsum(-1) - ordered  # mass of likelier tokens
     bound = top_p[:, None, None]
-    # The least probability that is still inside; equal ones cannot be told apart and stay too.
+    # The least probability that is still inside; equal ones cannot be distinguished and stay too.
     least = ordered.masked_fill(before >= bound, 1.0).amin(-1, keepdim=True)
     return (probs < least) & (bound < 1)
 

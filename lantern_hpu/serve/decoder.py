@@ -182,7 +182,7 @@ class DecodeThread:
             self.changed.notify()
 
     def stop(self) -> None:
-        """End the thread after the steps it is in; who still waits is told."""
+        """End the thread after the steps it is in; waiting requests are answered with an error."""
         self.abandon(wait=None)
 
     def abandon(self, wait: float | None = 0.0) -> None:
@@ -341,7 +341,7 @@ class DecodeThread:
         return list(chosen.items())
 
     def gone(self, job: Job) -> bool:
-        """Whether nobody waits for a job any more, or it took too long; it is told so."""
+        """Whether nobody waits for a job any more, or it took too long, which it is answered with."""
         if job.cancelled:
             self.metrics.cancelled.labels(self.menu.model).inc()
             self.close(job, None)

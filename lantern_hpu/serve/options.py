@@ -14,7 +14,7 @@ from lantern_hpu.models.options import DeviceOptions
 
 # Each makes the step's graph larger, and so is asked for
 FILTERS = ("greedy", "top_k", "top_p", *PRESETS)
-# Served unless told otherwise: the fastest here, a lossless method that needs no drafter, and the plain one
+# Served by default: the fastest here, a lossless method that needs no drafter, and the plain one
 DEFAULT = (AUTO, "scd", "ar")
 MAX_N = 10  # images of a request, as OpenAI has it
 MAX_PROMPT = 4000  # characters
@@ -31,7 +31,7 @@ class ServeOptions:
         allow: of `FILTERS`, beside what the model's own sampling and a method's own relaxation use.
         slots: images decoded together, for each method.
         queue: images that may wait. timeout: seconds an image may take, waiting included.
-        shutdown: seconds that images have to finish once the server is told to stop.
+        shutdown: seconds that images have to finish once the server is asked to stop.
         allow_host: names that the Host header of a request may have beside `localhost` and addresses; `*` is any.
     """
 

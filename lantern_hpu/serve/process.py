@@ -105,7 +105,7 @@ class Server(uvicorn.Server):
         threading.Thread(target=self.drain, args=(sig,), name="drain", daemon=True).start()
 
     def hurry(self, sig: int) -> None:
-        """Who still waits is told; the steps under way are not waited for."""
+        """Waiting requests are answered with an error; the steps under way are not waited for."""
         self.lost = self.lost or self.decoder.busy
         say(f"{signal.Signals(sig).name} again: {len(self.decoder.open_jobs)} images given up")
         self.config.timeout_graceful_shutdown = HURRY
@@ -124,7 +124,7 @@ class Server(uvicorn.Server):
         if decoder.busy:
             self.lost = True
             say(f"{len(decoder.open_jobs)} images were not done in time")
-            decoder.abandon()  # who waits for them is told so, while connections are still there
+            decoder.abandon()  # their clients are answered while connections are still there
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:

@@ -62,7 +62,7 @@ def deployment(options: ServeOptions, replicas: int, share: dict[str, Any]) -> A
         name=NAME,
         num_replicas=replicas,
         ray_actor_options=share,
-        # Those in slots, those that may wait, and some to be told that there is no room
+        # Those in slots, those that may wait, and some to be refused
         max_ongoing_requests=options.slots + options.queue + MAX_N,
         graceful_shutdown_timeout_s=options.shutdown,
         health_check_period_s=5,

@@ -482,7 +482,7 @@ class Wrapped:
             made.mark_user_inputs(given)
         outputs = self.func(*inputs[0], **inputs[1])  # no try: an exception leaves the capture open
         made.capture_end()
-        # The storages are the first caller's; the objects are not, so that it can be told who still lives.
+        # The storages are the first caller's; the objects are not, so that it is known which are still alive.
         known = CachedParams(mapped(inputs, alias), outputs, made, signature=signature(inputs))
         known.callers = [weakref.ref(t) for t in tensors_in(inputs)]
         self.cache[key] = known
@@ -543,7 +543,7 @@ class Wrapped:
         """The outputs, and a mark on those of the last replay: they lie in the same storage.
 
         The bridge gives the cached object itself; here each call gets its own names for the same storages, so that
-        one kept past the next replay can be told.
+        one kept past the next replay is recognised.
         """
         for ref in known.handed_out:
             old = ref()

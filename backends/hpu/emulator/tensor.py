@@ -1,7 +1,7 @@
 """A tensor that says it lives on `hpu` while its numbers lie in a CPU tensor.
 
-torch itself is told `meta`: such a tensor needs no device guard and no driver, and what torch's own C++
-makes on the way (`zeros` inside `one_hot`, say) is asked for on `meta` too and so can be told from a CPU
+To torch itself the device is `meta`: such a tensor needs no device guard and no driver, and what torch's own C++
+makes on the way (`zeros` inside `one_hot`, say) is asked for on `meta` too and so differs from a CPU
 tensor that the caller made. Python code sees `hpu`.
 """
 

@@ -185,5 +185,5 @@ def cases_of(pipeline: LanternPipeline, wanted: BenchRequest, modes: Sequence[st
             # The tuned tree may be a named one that is asked for as well.
             if found.setdefault(key, chosen) != chosen:
                 why = f"--trees has two different ones of the name {chosen.tree.name!r}"
-                raise OptionError("rows are told apart by the names of trees", why)
+                raise OptionError("rows are identified by the names of trees", why)
     return [Case(setting, mode, batch) for mode in modes for (*_, batch), setting in found.items()]
