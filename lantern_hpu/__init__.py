@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import LanternPipeline
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 __all__ = ["LanternPipeline", "__version__"]
 
 # A checkout whose file system has no symbolic links: `backends` and `graphs` lie one folder up.
