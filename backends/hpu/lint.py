@@ -135,6 +135,8 @@ def summary(cards: Sequence[Device]) -> dict[str, int]:
     return {
         "recompiles_after_warmup": sum(c.recompiles for c in counts),
         "cpu_fallbacks": sum(c.fallbacks.total() for c in counts),
+        "eager_cuts": sum(c.cuts.total() for c in counts),
+        "whole_copies": sum(c.whole_copies for c in counts),
         "recipes": sum(c.recipes for c in counts),
         "launches": sum(c.launches for c in counts),
         "graph_launches": sum(c.graphs["launches"] for c in counts),

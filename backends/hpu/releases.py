@@ -51,6 +51,7 @@ class Release:
         sort_limit: elements beyond which a stable sort falls back, as it does along dimension 0; None: never.
         fallback_checks: operators with a check of their arguments that can send them to the CPU.
         chains_corrupt: whether compile mode keeps only the first of several index_copy_ on one tensor.
+        partial_index_rank: the most dimensions of a result that compile mode takes by an index with None.
         state_flags: what keeps state right outside lazy mode.
         checks_flags: whether a value that a flag does not take ends the process while the plugin is loaded.
     """
@@ -65,6 +66,7 @@ class Release:
     sort_limit: int | None
     fallback_checks: frozenset[str]
     chains_corrupt: bool
+    partial_index_rank: int
     state_flags: tuple[FlagSetting, ...]
     checks_flags: bool
 
@@ -95,6 +97,7 @@ RELEASES = {
                 "embedding binary_cross_entropy_with_logits unique_dim where index_select index_reduce div".split()
             ),
             chains_corrupt=True,
+            partial_index_rank=-1,
             state_flags=(
                 FlagSetting(
                     "PT_HPU_USE_INPLACE_INDEX_COPY",
@@ -116,6 +119,7 @@ RELEASES = {
             sort_limit=None,
             fallback_checks=frozenset("embedding where index_select".split()),
             chains_corrupt=False,
+            partial_index_rank=4,
             state_flags=(
                 FlagSetting(
                     "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE",

@@ -8,7 +8,6 @@ shared: what the function writes lands in the emulated state.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -17,12 +16,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
-from lantern_hpu.backends.hpu.emulator import checks, ops
 from lantern_hpu.backends.hpu.emulator.device import Device
+from lantern_hpu.backends.hpu.emulator.lowering import lower, watched
 from lantern_hpu.backends.hpu.emulator.tensor import HPUTensor
-
-# Operators that torch picks on a CPU where the device has the composite one
-STANDS_IN = frozenset({"_scaled_dot_product_flash_attention_for_cpu"})
 
 
 def on_host(value: Any) -> Any:
@@ -54,7 +50,14 @@ def compile_on_host(card: Device, function: nn.Module) -> Callable[[Any], Tensor
     if card.lazy:
         card.findings.hit("H080", "torch.compile with hpu_backend in lazy mode", "error")
         raise RuntimeError("hpu_backend needs PT_HPU_LAZY_MODE=0")
-    backend = aot_autograd(fw_compiler=lambda graph, inputs: as_it_is(card, graph))
+    traced = aot_autograd(
+        fw_compiler=lambda graph, inputs: as_it_is(card, graph), keep_inference_input_mutations=True
+    )
+    site = source_of(function)
+
+    def backend(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        return watched(card, site, traced(graph, inputs))
+
     compiled = torch.compile(on_host(function), backend=backend, fullgraph=True, dynamic=False)
     twins: dict[int, Any] = {}
     held: list[Any] = []  # states stay alive, so that their ids stay theirs
@@ -65,41 +68,27 @@ def compile_on_host(card: Device, function: nn.Module) -> Callable[[Any], Tensor
             held.append(state)
         with card.aside():
             result: Tensor = compiled(twins[id(state)])
-        card.counts.launches += 1
-        card.counts.graphs["launches"] += 1
-        card.earn()
         return card.new(result)
 
     return call
 
 
+def source_of(function: nn.Module) -> tuple[str, int]:
+    """Where a module's forward begins."""
+    code = type(function).forward.__code__
+    return code.co_filename, code.co_firstlineno
+
+
 def as_it_is(card: Device, graph: fx.GraphModule) -> Callable[..., Any]:
-    """A compiled graph, looked at and counted."""
+    """A compiled graph, counted and lowered; each call launches its parts."""
     card.counts.recipes += 1
     if card.warm:
         card.counts.recompiles += 1
         card.findings.hit("H020", "compiled after warm-up")
-    look_at(card, graph)
-    return graph.forward
+    lowered = lower(card, graph)
 
+    def launch(*values: Any) -> Any:
+        card.launch(lowered.launches, lowered.whole_copies)
+        return graph.forward(*values)
 
-def look_at(card: Device, graph: fx.GraphModule) -> None:
-    """Check a compiled graph's operators."""
-    for node in graph.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-            continue
-        op = ops.describe(node.target, card.release)
-        args = fx.map_arg(node.args, lambda n: n.meta.get("val"))
-        kwargs = fx.map_arg(node.kwargs, lambda n: n.meta.get("val"))
-        native = op.native or op.packet in STANDS_IN
-        if not native or checks.falls_back(card, op, args, kwargs):
-            card.counts.fallbacks[op.name] += 1
-            card.findings.hit("H040", op.name, "error", site=source(node))
-        if op.packet in checks.DYNAMIC:
-            card.findings.hit(checks.DYNAMIC[op.packet], op.name, site=source(node))
-
-
-def source(node: fx.Node) -> tuple[str, int]:
-    """Where in the traced code an operator comes from."""
-    places = re.findall(r'File "([^"]+)", line (\d+)', node.stack_trace or "")
-    return (places[-1][0], int(places[-1][1])) if places else ("unknown", 0)
+    return launch

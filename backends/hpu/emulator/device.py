@@ -58,6 +58,8 @@ class Counts:
     fallbacks: Counter[str] = field(default_factory=Counter)  # by operator
     dynamic: Counter[str] = field(default_factory=Counter)  # by operator
     graphs: Counter[str] = field(default_factory=Counter)  # captured, replayed, bypassed, evicted
+    cuts: Counter[str] = field(default_factory=Counter)  # by operator, of compiled graphs
+    whole_copies: int = 0  # of tensors that compiled graphs write by index
     recompiles: int = 0  # compilations after warm-up
     allocations: int = 0
 
@@ -268,6 +270,13 @@ class Device:
             detail = f"{name} seen with {len(earlier)} shapes or values"
             severity: Severity | None = "error" if self.warm else None
             self.findings.hit("H013" if grown else "H014", detail, severity, site)
+
+    def launch(self, parts: int, whole_copies: int) -> None:
+        """A call of a compiled function."""
+        self.counts.launches += parts
+        self.counts.graphs["launches"] += parts
+        self.counts.whole_copies += whole_copies
+        self.earn()
 
     def earn(self) -> None:
         """A launched step pays for a host read, and uploads are counted anew."""

@@ -462,6 +462,30 @@ RULES = table(
         "torch.compile cuts the function here: one launch more, and Python in between",
         "tensors instead of what cannot be traced; fullgraph=True makes it an error at once",
     ),
+    (
+        "H091",
+        "eager-cut",
+        "warn",
+        "warn",
+        "hpu_backend does not compile this operator: the graph is cut, and state crosses from part to part",
+        "another operator; PT_HPU_USE_EAGER_FALLBACK=0 makes each cut an error at once",
+    ),
+    (
+        "H092",
+        "index-write-chain",
+        "warn",
+        "warn",
+        "two writes by index into one tensor: in compile mode 1.19 keeps the first alone, 1.24 copies it whole",
+        "a tensor for each write, or one index_copy_ of all rows",
+    ),
+    (
+        "H093",
+        "shared-state",
+        "error",
+        "error",
+        "tensors of the state share a storage: compile mode takes one for the other (vllm-gaudi 1563)",
+        "each tensor of the state allocated by itself",
+    ),
 )
 
 OWN = (os.path.dirname(os.path.abspath(__file__)) + os.sep,)

@@ -24,8 +24,8 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lantern_hpu.backends.hpu.emulator import checks, ops
-from lantern_hpu.backends.hpu.emulator.compiled import look_at, source
 from lantern_hpu.backends.hpu.emulator.device import VARIANTS, Device
+from lantern_hpu.backends.hpu.emulator.lowering import lower, source, watched
 from lantern_hpu.backends.hpu.emulator.patches import replaced
 from lantern_hpu.backends.hpu.emulator.rules import SKIPPED
 from lantern_hpu.backends.hpu.emulator.tensor import HPUTensor, is_hpu
@@ -44,7 +44,7 @@ class Compiler:
         self.card = card
         self.failed: list[tuple[str, Site]] = []  # guards, since the last compilation
         self.again: Counter[Site] = Counter()  # compilations by function, after its first
-        self.lower = aot_autograd(fw_compiler=self.graph)
+        self.lower = aot_autograd(fw_compiler=self.graph, keep_inference_input_mutations=True)
 
     def compile(self, model: Any, fullgraph: bool, dynamic: bool | None) -> Any:
         """A function or module that is traced when it is called."""
@@ -111,19 +111,17 @@ class Compiler:
         if self.card.warm:
             self.card.counts.recompiles += 1
             hit("H020", cause)
-        compiled: Callable[..., Any] = self.lower(graph, inputs)
-        return compiled
+        site = next((source(n) for n in graph.graph.nodes if n.stack_trace), ("unknown", 0))
+        return watched(self.card, site, self.lower(graph, inputs))
 
     def graph(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph of aten operators on CPU tensors: looked at once, launched at each call."""
-        look_at(self.card, graph)
+        lowered = lower(self.card, graph)
         at_home(graph)
         run = Launched(graph, self.card)
 
         def launch(*values: Any) -> Any:
-            self.card.counts.launches += 1
-            self.card.counts.graphs["launches"] += 1
-            self.card.earn()
+            self.card.launch(lowered.launches, lowered.whole_copies)
             return run.run(*values)
 
         boxed: Callable[..., Any] = make_boxed_func(launch)
