@@ -66,7 +66,7 @@ def add_where(group: argparse._ArgumentGroup) -> None:
     add("--resume", action="store_true", help="keep the images that are there, draw the others")
     add("--grid", action="store_true", help="one sheet of all images")
     add("--report", type=Path, metavar="FILE.json", help="acceptance, timing, graph, settings")
-    tokens = "the image tokens, also of a model without its VQ tokenizer; `decode` makes pictures of them"
+    tokens = "the image tokens, also of a model without its VQ tokenizer; `lantern-hpu pixels` makes pictures of them"
     add("--save-tokens", type=Path, metavar="FILE.npz", help=tokens)
     add("--preview-every", type=int, default=0, metavar="ROWS", help=every)
 
