@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
-from lantern_hpu.errors import OptionError, require
+from lantern_hpu.errors import OptionError, check_ranges, choices, option, option_name, require
+from lantern_hpu.models.files.parts import Given
+from lantern_hpu.models.options import DeviceOptions
+
+PRECISIONS = ("no", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
 class TrainOptions:
     """Of a training run; all but `steps` and `lr` must stay the same when it is resumed."""
 
-    steps: int = 2000
-    batch: int = 4  # images a step and process
-    unroll: int = 3  # passes
-    lr: float = 1e-3
-    measure_every: int = 250
-    measured: int = 8  # held-out images
-    seed: int = 0
+    steps: int = option(2000, "of the optimiser", low=1)
+    batch: int = option(4, "images a step and process", low=1)
+    unroll: int = option(3, "drafts deep", low=1)
+    lr: float = option(1e-3, "largest learning rate: above 0, up to 1")
+    measure_every: int = option(250, "steps", low=1)
+    measured: int = option(8, "held-out images", low=1)
+    seed: int = option(0, "of the first image, and of the training")
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "unroll", "measure_every", "measured"):
-            require(getattr(self, name) >= 1, option(name), getattr(self, name), "1 or more")
+        check_ranges(self)
         require(0 < self.lr <= 1, "--lr", self.lr, "above 0, up to 1")
 
     def rate(self, step: int) -> float:
@@ -33,14 +37,37 @@ class TrainOptions:
 
     def check_resumed(self, earlier: dict[str, Any]) -> None:
         """Raise an OptionError that names an option which must not change."""
-        for name, value in asdict(self).items():
-            if name not in ("steps", "lr") and earlier[name] != value:
-                why, hint = (
-                    f"the run was begun with {earlier[name]}",
-                    f"{option(name)} {earlier[name]}",
-                )
-                raise OptionError(f"{option(name)} is {value}", why, hint)
+        for part in fields(self):
+            name, value, before = option_name(part), getattr(self, part.name), earlier[part.name]
+            if part.name not in ("steps", "lr") and before != value:
+                why = f"the run was begun with {before}"
+                raise OptionError(f"{name} is {value}", why, f"{name} {before}")
 
 
-def option(name: str) -> str:
-    return "--" + name.replace("_", "-")
+@dataclass(frozen=True)
+class TrainRequest:
+    """What is trained, from what, and where it goes."""
+
+    data: Path
+    output: Path
+    options: TrainOptions = field(default_factory=TrainOptions)
+    device: DeviceOptions = field(default_factory=DeviceOptions)
+    given: Given = field(default_factory=Given)
+    model: str = option("builtin", "whose drafter it is to be")
+    tokens: Path | None = option(
+        None, "learn from these pictures too: .npz of tokens", metavar="FILE"
+    )
+    finetune: bool = option(
+        False, "begin with the drafter that the model has, or with that of --drafter"
+    )
+    resume: bool = option(False, "go on with what lies in --output")
+    mixed_precision: str = option("no", ", ".join(PRECISIONS))
+    samples: int = option(1024, "images to learn from")
+
+    def __post_init__(self) -> None:
+        if self.mixed_precision not in PRECISIONS:
+            raise OptionError(
+                f"--mixed-precision is {self.mixed_precision}", hint=choices(PRECISIONS)
+            )
+        least = int(self.tokens is None)
+        require(self.samples >= least, "--samples", self.samples, f"{least} or more")
