@@ -2,7 +2,7 @@
 
     lantern-hpu fidelity --images 64 --output fidelity.json
 
-What is measured, and how: `evaluate/fidelity.py`.
+What is measured, and how: `lantern_hpu/lab/fidelity.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.backends import prepare
-from lantern_hpu.commands.options import add_device_options, device_options, taken
+from lantern_hpu.commands.options import add_device_options, add_fields, device_options, taken
 from lantern_hpu.errors import exit_code, listed
 from lantern_hpu.files import check_free
 from lantern_hpu.lab.pictures.options import FidelityOptions
@@ -46,14 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=DEFAULT_ROWS,
         help=f"comma-separated METHOD or METHOD:PRESET, of {', '.join(PRESETS)} ({DEFAULT_ROWS})",
     )
-    parser.add_argument("--images", type=int, default=64, help="places that are measured (64)")
-    parser.add_argument(
-        "--draws", type=int, default=256, help="draws of a static tree's drafts at each (256)"
-    )
-    parser.add_argument(
-        "--timed", type=int, default=8, help="images drawn for tokens a step and time (8)"
-    )
-    parser.add_argument("--seed", type=int, default=0)
+    add_fields(parser, FidelityOptions)
     parser.add_argument("--output", type=Path, default=None, metavar="FILE.json")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
     return parser

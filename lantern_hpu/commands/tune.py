@@ -5,7 +5,7 @@
 
 What a step costs is measured over trees of different shapes, in the graph mode that will draw; which drafts are
 accepted, on images drawn with the method's own relaxation, first with a typical tree and then with the best tree that
-follows, as a tree also decides where steps begin. `search.py` puts the two together. What it expects is then
+follows, as a tree also decides where steps begin. `lab/tune/search.py` puts the two together. What it expects is then
 measured, on other seeds, beside `ar` and the named trees. The fastest tree is saved for `--tree auto`, with a note if
 `ar` is faster still. Windows (`--method scd`) are few: each width is drawn with. Of a stretched model (`--stretch`)
 acceptance is counted on the small one, which computes the same, and times are measured on the large one.
@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from lantern_hpu.backends import prepare
 from lantern_hpu.commands.options import (
     add_device_options,
+    add_fields,
     add_part_options,
     add_quantize_option,
     add_stretch_option,
@@ -33,7 +34,7 @@ from lantern_hpu.commands.options import (
 )
 from lantern_hpu.errors import OptionError, exit_code, needing
 from lantern_hpu.files import check_free, write_file
-from lantern_hpu.lab.tune.options import LARGE, MOST_DEPTH, MOST_NODES, TUNABLE, TuneOptions
+from lantern_hpu.lab.tune.options import LARGE, TuneOptions
 from lantern_hpu.lab.tune.profile import check_profile, read_profile
 from lantern_hpu.methods.table import METHODS
 from lantern_hpu.results.prompts import read_prompts
@@ -57,21 +58,13 @@ def make_parser() -> argparse.ArgumentParser:
     add_part_options(what)
     add_device_options(what)
     add_quantize_option(what)
-    what.add_argument("--method", default="lantern++", help=f"{', '.join(TUNABLE)} (lantern++)")
-    what.add_argument("--batch-size", type=int, default=1, help="images decoded together (1)")
-    limits = parser.add_argument_group("which trees")
-    limits.add_argument(
-        "--max-nodes", type=int, help=f"with the root, 2 to {MOST_NODES} (64; stretched 12)"
-    )
-    limits.add_argument(
-        "--max-depth", type=int, help=f"drafts in a row, 1 to {MOST_DEPTH} (6; stretched 4)"
-    )
+    add_fields(what, TuneOptions, "method", "batch_size")
+    add_fields(parser.add_argument_group("which trees"), TuneOptions, "max_nodes", "max_depth")
     how = parser.add_argument_group("how to measure")
     how.add_argument(
         "--prompts", type=Path, metavar="FILE", help=".txt, .tsv or .json (eight simple ones)"
     )
-    how.add_argument("--images", type=int, help="drawn with each tree, at least (8; stretched 1)")
-    how.add_argument("--seed", type=int, default=0, help="of the first image (0)")
+    add_fields(how, TuneOptions, "images", "seed")
     how.add_argument(
         "--profile", type=Path, metavar="FILE.json", help="acceptance from an earlier --report"
     )

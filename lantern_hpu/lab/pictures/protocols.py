@@ -11,9 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from lantern_hpu.errors import OptionError, choices
+from lantern_hpu.errors import OptionError, choices, option
+from lantern_hpu.lab.pictures.sets import SETS
 
-SCENES = "scenes"  # the embedded model's own
+WEIGHTS = "weights, where no cache has them"
+SCENES = "scenes"  # the embedded model's
+SCENES_ROWS = (
+    "ar,eagle,eagle2,lantern:delta-0.1,lantern:delta-0.2,lantern:delta-0.4,"
+    "lantern++:lambda=2,lantern++:lambda-5,lantern++:lambda-20"
+)
 FEW = 2048  # pictures below which a Frechet distance of 2,048 features is of a singular covariance
 
 
@@ -160,21 +166,22 @@ class Library:
     """What the protocols of the literature need beside the model.
 
     Attributes:
-        metrics: in place of the preset's, where given. reference: folder of pictures, or .npz.
-        inception, vgg, clip, hps: weights, where not in a cache.
+        metrics: in place of the preset's, where given.
         any_weights: take weights with another checksum than the published ones.
     """
 
     preset: Preset
-    prompts: str | None = None
-    prompts_file: Path | None = None
+    prompts: str | None = option(None, f"{', '.join(SETS)} (the preset's)")
+    prompts_file: Path | None = option(None, "what you have of the set", metavar="FILE")
     metrics: tuple[str, ...] | None = None
-    reference: Path | None = None
-    inception: Path | None = None
-    vgg: Path | None = None
-    clip: Path | None = None
-    hps: Path | None = None
-    any_weights: bool = False
+    reference: Path | None = option(
+        None, "folder of pictures, or a .npz of statistics", metavar="PATH"
+    )
+    inception: Path | None = option(None, WEIGHTS, metavar="PATH")
+    vgg: Path | None = option(None, WEIGHTS, metavar="PATH")
+    clip: Path | None = option(None, WEIGHTS, metavar="PATH")
+    hps: Path | None = option(None, WEIGHTS, metavar="PATH")
+    any_weights: bool = option(False, "take weights that are not the published ones")
 
     @property
     def wanted(self) -> tuple[str, ...]:

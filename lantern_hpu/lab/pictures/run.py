@@ -169,7 +169,8 @@ class Evaluation:
         """By setting, how far it moves the distribution of the next token."""
         if not self.options.places:
             return {}
-        options = FidelityOptions(images=self.options.places, timed=1, seed=self.options.seed)
+        chosen = self.options
+        options = FidelityOptions(chosen.places, draws=64, timed=1, seed=chosen.seed)
         file = self.output / "fidelity.json"
         key = json.loads(json.dumps([asdict(options), asdict(self.sampling)]))
         known: dict[str, Any] = {}

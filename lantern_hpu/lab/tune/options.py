@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lantern_hpu.errors import OptionError, choices, require
+from lantern_hpu.errors import OptionError, check_ranges, choices, option, require
 from lantern_hpu.methods.request import MAX_SEED
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.methods.table import METHODS
@@ -18,20 +18,18 @@ HELD_OUT = 1_000_000  # added to the seeds of images that check what was expecte
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """Which trees may be found, for what, and how many images are drawn with each that is measured.
+    """Which trees may be found, for what, and how many images are drawn with each that is measured."""
 
-    Attributes:
-        method: its name, or a setting without a tree.
-        batch_size: images decoded together. max_nodes: with the root. max_depth: drafts in a row.
-        seed: of the first image.
-    """
-
-    method: str = "lantern++"
-    batch_size: int = 1
-    max_nodes: int = 64
-    max_depth: int = 6
-    images: int = 8
-    seed: int = 0
+    method: str = option("lantern++", f"{', '.join(TUNABLE)}, or a setting without a tree")
+    batch_size: int = option(1, "images decoded together", low=1)
+    max_nodes: int = option(
+        64, f"with the root; stretched {LARGE['max_nodes']}", low=2, high=MOST_NODES
+    )
+    max_depth: int = option(
+        6, f"drafts in a row; stretched {LARGE['max_depth']}", low=1, high=MOST_DEPTH
+    )
+    images: int = option(8, f"drawn with each tree, at least; stretched {LARGE['images']}", low=1)
+    seed: int = option(0, "of the first image")
 
     @property
     def setting(self) -> Setting:
@@ -44,13 +42,6 @@ class TuneOptions:
         if self.setting.tree is not None:
             what = f"--method {self.method} has a tree of its own"
             raise OptionError(what, "the tree is what is looked for", "leave @ and the tree out")
-        require(
-            2 <= self.max_nodes <= MOST_NODES, "--max-nodes", self.max_nodes, f"2 to {MOST_NODES}"
-        )
-        require(
-            1 <= self.max_depth <= MOST_DEPTH, "--max-depth", self.max_depth, f"1 to {MOST_DEPTH}"
-        )
-        require(self.batch_size >= 1, "--batch-size", self.batch_size, "1 or more")
-        require(self.images >= 1, "--images", self.images, "1 or more")
+        check_ranges(self)
         last = MAX_SEED - HELD_OUT - self.images - self.batch_size
         require(0 <= self.seed <= last, "--seed", self.seed, f"0 to {last}")
