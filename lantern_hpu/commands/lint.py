@@ -59,8 +59,8 @@ def check(args: argparse.Namespace) -> None:
         raise OptionError(f"unknown method {args.method!r}", hint=choices(["all", *METHODS]))
 
 
-def run(args: argparse.Namespace) -> bool:
-    """Print the findings. -> whether there is nothing that `--strict` refuses"""
+def run(args: argparse.Namespace) -> int:
+    """Print the findings. -> 1 if the program died, or there is what `--strict` refuses"""
     if args.script:
         card, ended = lint_script(args.script, args.args, args.profile == "lazy", args.timeout)
         cards = [card]
@@ -93,19 +93,20 @@ def run(args: argparse.Namespace) -> bool:
         message = f"{ended.what}: {ended.why}" if isinstance(ended, LanternError) else str(ended)
         print(f"the program ended with {type(ended).__name__}: {message}", file=sys.stderr)
     recompiling = any(f.rule.id in RECOMPILING and f.severity == "warn" for f in findings)
-    return not any(f.severity == "error" for f in findings) and not recompiling and ended is None
+    refused = recompiling or any(f.severity == "error" for f in findings)
+    return 1 if ended is not None or (args.strict and refused) else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `lint` command: 0, 1 with `--strict` and an error found, 2 for bad options."""
+    """The `lint` command: 0, 1 if the program died or `--strict` found an error, 2 for bad options."""
     args = make_parser().parse_args(argv)
-    clean = True
+    refused = 0
 
     def work() -> None:
-        nonlocal clean
+        nonlocal refused
         check(args)
         choose(args.bridge)
-        clean = run(args)
+        refused = run(args)
 
     code = exit_code(work)
-    return code or (1 if args.strict and not clean else 0)
+    return code or refused

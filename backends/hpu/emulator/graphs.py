@@ -30,6 +30,9 @@ from lantern_hpu.backends.hpu.emulator.tensor import DEVICE, HPUTensor
 from lantern_hpu.backends.hpu.emulator.trees import mapped, tensors_in
 
 GARBAGE = -(2**31)
+SHAPES = (
+    16  # of the inputs of one wrapped function, each with a graph of its own, that nobody minds
+)
 
 
 @dataclass(frozen=True)
@@ -498,6 +501,8 @@ class Wrapped:
         shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_in(inputs))
         keys = self.shapes.setdefault(shapes, set())
         keys.add(key)
+        if len(self.shapes) > SHAPES:
+            device.findings.hit("H021", f"{len(self.shapes)} graphs for as many shapes", "warn")
         if len(keys) > 4:
             device.findings.hit("H021", f"{len(keys)} graphs for the same tensor shapes", "error")
 

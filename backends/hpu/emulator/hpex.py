@@ -203,8 +203,10 @@ class FusedRMSNorm:
         fast_math: bool = False,
         /,
     ) -> Tensor:
-        need(data_in.dtype == gamma.dtype, "data and gamma must have one dtype")
-        return run("rms_norm", rms_norm, data_in, gamma, eps)
+        wanted = torch.promote_types(data_in.dtype, gamma.dtype)
+        return run("rms_norm", rms_norm, data_in.to(wanted), gamma.to(wanted), eps).to(
+            data_in.dtype
+        )
 
 
 class RotaryPosEmbeddingMode(Enum):
@@ -231,7 +233,9 @@ def apply_rotary_pos_emb(
         width = cos.shape[-1]
         cos, sin = (t.reshape(-1, width)[position_ids].unsqueeze(1) for t in (cos, sin))
     elif offset:
-        cos, sin = (t.narrow(0, offset, p.shape[0]) for t in (cos, sin))
+        # Positions lie along dimension 0, or as in attention, which is all that [1, 1, S, D] and [S, D] fit
+        dim = -2 if cos.dim() == 2 or cos.shape[0] == 1 else 0
+        cos, sin = (t.narrow(dim, offset, p.shape[dim]) for t in (cos, sin))
     need(cos.shape[-1] == p.shape[-1], "cos and sin must be as wide as the features")
     return run("rope", rope, p, cos, sin, mode == RotaryPosEmbeddingMode.PAIRWISE)
 

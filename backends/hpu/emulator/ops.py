@@ -38,6 +38,9 @@ LETTERS = {  # of the documentation's table; uint8 has none
     "C": (torch.int8,),
     "T": (torch.bool,),
 }
+SCATTERED_VIEWS = frozenset("slice_scatter select_scatter diagonal_scatter".split())
+FLOAT8 = frozenset(LETTERS["8"])
+MOVES_FLOAT8 = frozenset({"repeat", "roll"})
 IN_TABLE = frozenset(dtype for dtypes in LETTERS.values() for dtype in dtypes)
 
 
@@ -141,8 +144,8 @@ def is_native(func: Any, release: Release) -> bool:
     if any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in COMPOSED):
         return True
     packet = func._schema.name.partition("::")[2]
-    if packet == "new_empty_strided":
-        return True  # an allocation
+    if packet == "new_empty_strided" or packet in SCATTERED_VIEWS:
+        return True  # an allocation; a copy and a write into a view of it
     plain = packet if packet.startswith("__") else packet.rstrip("_")
     native = lists(release).native
     return any(
@@ -162,6 +165,8 @@ def arguments(func: Any) -> tuple[tuple[str, str], ...]:
 def takes(op: Op, dtype: torch.dtype, lazy: bool, release: Release) -> bool:
     """Whether an operator takes a number format: by the bridge's list (hpu_ops/supported_dtypes.cpp), and by the table
     of the documentation where a release judges at run time."""
+    if dtype in FLOAT8 and op.packet in MOVES_FLOAT8:
+        return True
     known = lists(release).formats.get(op.name)
     if known is not None:
         if lazy and dtype == torch.int64:
