@@ -19,7 +19,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lantern_hpu.backends import prepare
-from lantern_hpu.commands.options import add_processor_options, add_stretch_option, taken
+from lantern_hpu.commands.options import (
+    add_device_options,
+    add_fields,
+    add_processor_options,
+    add_stretch_option,
+    taken,
+)
 from lantern_hpu.errors import OptionError, exit_code, listed, require
 from lantern_hpu.files import check_free
 from lantern_hpu.graphs import RUNNERS
@@ -37,6 +43,7 @@ from lantern_hpu.lab.speed.cases import (
 from lantern_hpu.lab.speed.text import tables
 from lantern_hpu.methods.setting import FORM, Setting
 from lantern_hpu.methods.table import AUTO
+from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.zoo.sizes import stretch_sizes
 
 
@@ -49,14 +56,13 @@ def make_parser() -> argparse.ArgumentParser:
     sizes = f"a known model's sizes without its files, to time steps: {', '.join(RANDOM)}"
     trees = "comma-separated, each for the methods that draft its kind; auto is the tuned one (each method's own)"
     modes = f"comma-separated graph modes; `auto` is the device's best ({GRAPHS})"
-    kernels = "auto: the device's own where they agree with the plain ones; or plain (auto)"
-    methods, images = USUAL["methods"], "timed images of a row, at least (8; stretched 1)"
+    methods = USUAL["methods"]
     small = f"comma-separated, a name or {FORM} ({methods}; stretched {LARGE['methods']})"
-    add("--model", help="`builtin`, a known model, a Hub id or a model folder (builtin)")
+    add_fields(parser, BenchRequest)
     add("--random-weights", metavar="NAME", help=sizes)
     add_stretch_option(parser)
-    add("--device", default="auto", help="(auto)")
-    add("--dtype", default="auto", help="(auto)")
+    add_device_options(parser, graphs=False)
+    add_fields(parser, DeviceOptions, "kernels")
     add("--methods", help=small)
     add("--trees", "--tree", help=trees)
     add(
@@ -64,12 +70,8 @@ def make_parser() -> argparse.ArgumentParser:
         help="a preset for the methods that can be relaxed, windows too (each method's own)",
     )
     add("--graphs", help=modes)
-    add("--kernels", default="auto", help=kernels)
     add_processor_options(parser)
     add("--batch-sizes", help="comma-separated (1,8; stretched 1)")
-    add("--images", type=int, help=images)
-    add("--steps", type=int, default=64, help="timed steps of a row with --random-weights (64)")
-    add("--seed", type=int, default=0, help="of the first image (0)")
     add("--output", type=Path, metavar="FILE.json")
     add("--force", action="store_true", help="replace an existing file")
     return parser

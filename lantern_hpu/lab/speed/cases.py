@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lantern_hpu.errors import DeviceError, OptionError, choices, require
+from lantern_hpu.errors import DeviceError, OptionError, check_ranges, choices, option, require
 from lantern_hpu.graphs import check_mode
 from lantern_hpu.methods.relaxation import PRESETS, Relaxation
 from lantern_hpu.methods.request import Request
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 GRAPHS = "eager,auto"
 # What a run measures unless something else is asked for
-USUAL = {"methods": ",".join(METHODS), "batch_sizes": "1,8", "images": 8}
+USUAL = {"methods": ",".join(METHODS), "batch_sizes": "1,8"}
 # The same of a stretched model, whose images take minutes: where arithmetic is scarce, small trees and windows can pay
 LARGE = {
     "methods": "ar,eagle,lantern++,scd,sjd-pac",
@@ -47,7 +47,7 @@ class BenchRequest:
         by_name: whether the graph modes were asked for, or are the usual ones.
     """
 
-    model: str = "builtin"
+    model: str = option("builtin", "`builtin`, a known model, a Hub id or a model folder")
     entry: registry.KnownModel | None = None
     stretch: str | None = None
     device: str = "auto"
@@ -59,13 +59,12 @@ class BenchRequest:
     modes: list[str]
     by_name: bool = True
     batches: list[int]
-    images: int = 8
-    steps: int = 64
-    seed: int = 0
+    images: int = option(8, f"timed images of a row, at least; stretched {LARGE['images']}", low=1)
+    steps: int = option(64, "timed steps of a row with --random-weights", low=1)
+    seed: int = option(0, "of the first image")
 
     def __post_init__(self) -> None:
-        require(self.images >= 1, "--images", self.images, "1 or more")
-        require(self.steps >= 1, "--steps", self.steps, "1 or more")
+        check_ranges(self)
         Request("any", self.seed)
 
     @property
