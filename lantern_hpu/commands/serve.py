@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from lantern_hpu import __version__
 from lantern_hpu.backends import prepare
 from lantern_hpu.commands import options
+from lantern_hpu.commands.options import add_fields, taken
 from lantern_hpu.errors import exit_code, require
 from lantern_hpu.methods.setting import FORM
 from lantern_hpu.methods.table import METHODS
@@ -29,23 +30,21 @@ def make_parser() -> argparse.ArgumentParser:
     add("--api-key", help=key)
     more = "names that requests may be addressed to beside localhost and addresses; * is any"
     add("--allow-host", metavar="NAME,...", help=more)
-    add = parser.add_argument_group("what").add_argument
-    add("--model", default="builtin", help="see generate --model (builtin)")
+    what = parser.add_argument_group("what")
+    add_fields(what, ServeOptions, "model", "tree")
+    add = what.add_argument
     listed = f"comma-separated, the first is the default: {', '.join(METHODS)}, or {FORM}"
     add("--methods", help=f"{listed} (the fastest here, scd and ar)")
-    add("--tree", help="of the methods that draft; see generate --tree")
     more = "each makes every step longer; what the model's own settings use is always there"
     add(
         "--allow",
         help=f"what requests may ask for beside, a preset of --relax among it: {', '.join(FILTERS)}; {more}",
     )
-    add = parser.add_argument_group("how much").add_argument
-    add("--slots", type=int, default=8, help="images decoded together, of each method (8)")
-    add("--queue", type=int, default=64, help="images that may wait; then it is 429 (64)")
-    add("--timeout", type=float, default=300.0, help="seconds of an image, its wait included (300)")
-    stop = "seconds that images have to finish after SIGTERM (60)"
-    add("--shutdown-timeout", type=float, default=60.0, help=stop)
-    add("--replicas", type=int, default=1, help="through Ray, one a card (1: without Ray)")
+    much = parser.add_argument_group("how much")
+    add_fields(much, ServeOptions, "slots", "queue", "timeout", "shutdown")
+    much.add_argument(
+        "--replicas", type=int, default=1, help="through Ray, one a card (1: without Ray)"
+    )
     how = parser.add_argument_group("how it runs")
     options.add_part_options(how)
     options.add_device_options(how)
@@ -61,20 +60,15 @@ def read_options(args: argparse.Namespace) -> ServeOptions:
     """
     require(0 <= args.port <= 65535, "--port", args.port, "0 (any that is free) to 65535")
     require(1 <= args.replicas <= 1024, "--replicas", args.replicas, "1 to 1024")
-    return ServeOptions(
-        model=args.model,
-        given=options.given_parts(args),
-        device=options.device_options(args),
-        methods=names(args.methods, "--methods"),
-        tree=args.tree,
-        allow=names(args.allow, "--allow"),
-        slots=args.slots,
-        queue=args.queue,
-        timeout=args.timeout,
-        shutdown=args.shutdown_timeout,
-        allow_host=(args.host, *names(args.allow_host, "--allow-host")),
-        api_key=args.api_key or os.environ.get("LANTERN_HPU_API_KEY") or None,
-    )
+    made = {
+        "given": options.given_parts(args),
+        "device": options.device_options(args),
+        "methods": names(args.methods, "--methods"),
+        "allow": names(args.allow, "--allow"),
+        "allow_host": (args.host, *names(args.allow_host, "--allow-host")),
+        "api_key": args.api_key or os.environ.get("LANTERN_HPU_API_KEY") or None,
+    }
+    return ServeOptions(**taken(ServeOptions, args) | made)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

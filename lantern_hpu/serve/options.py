@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from lantern_hpu.errors import OptionError, choices, listed, require
+from lantern_hpu.errors import OptionError, check_ranges, choices, listed, option, require
 from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.methods.setting import Setting, with_tree
 from lantern_hpu.methods.table import AUTO
@@ -27,24 +27,25 @@ class ServeOptions:
 
     Attributes:
         methods: settings, by whose methods requests name them; the first is the default. Empty: `auto` and `ar`.
-        tree: for those that draft and have none.
-        allow: of `FILTERS`, beside what the model's own sampling and a method's own relaxation use.
-        slots: images decoded together, for each method.
-        queue: images that may wait. timeout: seconds an image may take, waiting included.
-        shutdown: seconds that images have to finish once the server is asked to stop.
+        allow: of `FILTERS`, beside what the model's sampling and a method's relaxation use.
         allow_host: names that the Host header of a request may have beside `localhost` and addresses; `*` is any.
     """
 
-    model: str = "builtin"
+    model: str = option("builtin", "see generate --model")
     given: Given = field(default_factory=Given)
     device: DeviceOptions = field(default_factory=DeviceOptions)
     methods: tuple[str, ...] = ()
-    tree: str | None = None
+    tree: str | None = option(None, "of the methods that draft and have none; see generate --tree")
     allow: tuple[str, ...] = ()
-    slots: int = 8
-    queue: int = 64
-    timeout: float = 300.0
-    shutdown: float = 60.0
+    slots: int = option(8, "images decoded together, of each method", low=1, high=256)
+    queue: int = option(64, "images that may wait; then it is 429", low=1)
+    timeout: float = option(300.0, "seconds of an image, its wait included")
+    shutdown: float = option(
+        60.0,
+        "seconds that images have to finish after SIGTERM",
+        name="--shutdown-timeout",
+        low=0,
+    )
     api_key: str | None = None
     allow_host: tuple[str, ...] = ()
 
@@ -64,10 +65,8 @@ class ServeOptions:
         for name in self.allow:
             if name not in FILTERS:
                 raise OptionError(f"{name!r} cannot be allowed", "--allow", choices(FILTERS))
-        require(1 <= self.slots <= 256, "--slots", self.slots, "1 to 256")
-        require(self.queue >= 1, "--queue", self.queue, "1 or more")
+        check_ranges(self)
         require(self.timeout > 0, "--timeout", self.timeout, "above 0 seconds")
-        require(self.shutdown >= 0, "--shutdown-timeout", self.shutdown, "0 or more seconds")
         if self.api_key is not None and not re.fullmatch(r"[!-~]+", self.api_key):
             why = "a header carries printable ASCII without spaces alone"
             raise OptionError("--api-key cannot be sent by clients", why, "letters and digits")
