@@ -11,11 +11,11 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from lantern_hpu.commands.options import add_part_options, given_parts
+from lantern_hpu.commands.options import add_fields, add_part_options, given_parts
 from lantern_hpu.decode.memory import DTYPES, verdict
 from lantern_hpu.errors import exit_code
 from lantern_hpu.methods.table import DEFAULT_TREE, METHODS
-from lantern_hpu.models.options import KEPT
+from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.plan.report import facts, find_device, find_model, report, setup_of
 
 
@@ -29,14 +29,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--batch-size", type=int, default=1, help="images decoded together (1)")
     parser.add_argument("--cfg-scale", type=float, help="1: without guidance, half the rows")
     parser.add_argument("--dtype", default="auto", help=f"auto, {', '.join(DTYPES)} (auto)")
-    parser.add_argument("--quantize", metavar="int8", help="the target's weights in 8 bits")
+    add_fields(parser, DeviceOptions, "quantize", "keep_text")
     parser.add_argument("--method", help=f"{', '.join(METHODS)} (lantern++; ar without a drafter)")
     parser.add_argument("--tree", help=f"a named tree, or a .json file ({DEFAULT_TREE})")
-    parser.add_argument(
-        "--keep-text",
-        default="host",
-        help=f"where a text encoder goes once the prompts are encoded: {', '.join(KEPT)} (host)",
-    )
     parser.add_argument("--json", action="store_true", help="for programs")
     add_part_options(parser.add_argument_group("parts in place of the model's own"))
     return parser
@@ -54,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
         batch_size=args.batch_size,
         guidance=args.cfg_scale != 1,
         quantize=args.quantize,
-        keep_text=args.keep_text,
+        keep_text=args.keep_text or DeviceOptions.keep_text,
     )
     if args.json:
         print(json.dumps(facts(model.config, setup, device), indent=2))
