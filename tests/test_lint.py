@@ -133,7 +133,8 @@ def test_the_gallery_covers_every_error_rule() -> None:
     from lantern_hpu.backends.hpu.emulator import RULES
 
     errors = {r.id for r in RULES.values() if "error" in (r.severity, r.captured)}
-    assert errors - {name.split()[0] for name in GALLERY} == {"H085"}  # a test of its own
+    # Tests of their own: test_lint_compiled.py, test_compile_contract.py
+    assert errors - {name.split()[0] for name in GALLERY} == {"H085", "H093"}
 
 
 def test_good_program_is_clean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
