@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from itertools import permutations, product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.ops.sampling import (
@@ -15,7 +17,9 @@ from lantern_hpu.ops.sampling import (
     sample,
     sample_distinct,
     to_probs,
+    topk_tokens,
 )
+from tests import twin
 from tests.twin import slow_distinct, slow_probs, slow_sample
 
 V = 24
@@ -192,3 +196,42 @@ def test_running_out_of_tokens_draws_nothing_new() -> None:
     ).tolist():
         assert set(row[:3]) == {3, 7, 20}
         assert all(token in row[:3] or one[token] == 0 for token in row[3:])
+
+
+# The most probable
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, V])
+def test_of_equally_probable_tokens_the_lower_comes_first(count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    for levels in (2, 4, 1000):  # few levels: many ties, also with the last that is taken
+        probs = torch.randint(levels, (3, 4, V), generator=generator).float()
+        want = [[twin.topk_tokens(row, count) for row in rows] for rows in probs.tolist()]
+        assert topk_tokens(probs, count).tolist() == want
+
+
+class Cumsums(TorchDispatchMode):
+    """Sizes of the cumulative sums that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func._schema.name == "aten::cumsum":
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_the_most_probable_take_no_cumulative_sum_of_every_distribution(count: int) -> None:
+    """It was most of their time over large vocabularies; numbering the tokens takes one of V."""
+    with Cumsums() as made:
+        topk_tokens(torch.rand(2, 5, V), count)
+    assert made.sizes == [V]

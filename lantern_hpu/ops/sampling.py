@@ -40,13 +40,17 @@ def topk_tokens(probs: Tensor, count: int) -> Tensor:
     differs between devices would make their images differ.
     """
     best = probs.amax(-1, keepdim=True) if count == 1 else probs.topk(count, -1).values
-    places = []
+    row = probs[(0,) * (probs.dim() - 1)]  # [V], any of them
+    token = torch.ones_like(row, dtype=torch.int32).cumsum(-1, dtype=torch.int32) - 1
+    places: list[Tensor] = []
     for rank in range(count):
         value = best[..., rank : rank + 1]
-        before = (best[..., :rank] == value).sum(-1, keepdim=True, dtype=torch.int32)
-        seen = (probs == value).cumsum(-1, dtype=torch.int32)  # [..., V]
-        places.append((seen <= before).sum(-1, dtype=torch.int32))
-    return torch.stack(places, -1)
+        others = probs != value  # [..., V]
+        if rank:  # of equal ones those up to the last that was taken are gone
+            differs = best[..., rank - 1 : rank] != value
+            others = others | (token <= places[-1].masked_fill(differs, -1))
+        places.append(token.masked_fill(others, len(row)).amin(-1, keepdim=True))
+    return torch.cat(places, -1)
 
 
 def apply_guidance(logits: Tensor, params: SamplingParams, guidance: bool) -> Tensor:
