@@ -13,6 +13,7 @@ from torch import Tensor
 from lantern_hpu.decode.accept import Acceptance, Bounds, Verdict
 from lantern_hpu.decode.clusters import Clusters, descending
 from lantern_hpu.decode.tree_tables import StaticTables, TreeTables
+from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import Residual
 from lantern_hpu.ops.sampling import sample_distinct
 from lantern_hpu.tree import DraftTree
@@ -344,6 +345,11 @@ def test_token_of_probability_zero_is_never_accepted_with_its_cluster() -> None:
             assert all(case.tokens[image, n] % 2 == 0 for n in path)
         tempted += int((case.tokens[:, 1] % 2 == 1).sum())
     assert tempted > B
+
+
+def test_codebook_too_large_for_clusters_is_refused() -> None:
+    with pytest.raises(OptionError, match="no clusters with this codebook"):
+        Clusters(torch.zeros(46_341, 1), 7)
 
 
 class Sorted(NamedTuple):

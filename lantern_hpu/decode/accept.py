@@ -355,7 +355,7 @@ class Acceptance(nn.Module):
 
         Only where the first of them is refused are its siblings tried as well.
         """
-        drafts = tokens[:, spine[1:]]  # [B, W]
+        drafts = tokens.index_select(1, spine[1:])  # [B, W]
         prob, drawn = (gather(x, 2, drafts[..., None])[..., 0] for x in (p, q))
         lenders = self.lenders(p, drafts, prob, bounds)
         mass = self.raised(p, q, drafts, prob, bounds.weight, lenders, bounds)
@@ -375,7 +375,7 @@ class Acceptance(nn.Module):
             stop,
         )
         node = torch.where(chosen.any(1), (children * chosen).sum(1, dtype=torch.int32), node)
-        here = tables.depth[:, spine[1:]] > taken[:, None]
+        here = tables.depth.index_select(1, spine[1:]) > taken[:, None]
         return Verdict(node, rest, torch.where(here, helped[:, None], ~(bar < prob)))
 
     def by_level(

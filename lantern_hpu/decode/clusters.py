@@ -13,10 +13,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from lantern_hpu.errors import OptionError
 from lantern_hpu.ops.buffers import arange32, constant
 from lantern_hpu.ops.sampling import gather
 
 TINY = torch.finfo(torch.float32).tiny
+MOST_CODES = 46_340  # whose square fits int32
 
 
 class Clusters(nn.Module):
@@ -27,8 +29,14 @@ class Clusters(nn.Module):
         Args:
             codes: [V, dim] float32, the codes' vectors.
             ranks: most places up and down that a cluster may reach.
+
+        Raises:
+            OptionError: there are more codes than `descending` can number.
         """
         super().__init__()
+        if len(codes) > MOST_CODES:
+            why = f"{len(codes)} codes, and their order is kept in int32 for up to {MOST_CODES}"
+            raise OptionError("no clusters with this codebook", why, "--relax lambda-5")
         self.codes = constant(codes)
         self.token = constant(arange32(len(codes)))  # [V]
         self.offset = constant(arange32(2 * ranks + 1) - ranks)  # [2 ranks + 1]
@@ -79,9 +87,7 @@ def descending(p: Tensor) -> Tensor:
     """
     values, order = p.sort(-1, descending=True)
     step = (values[..., 1:] != values[..., :-1]).cumsum(-1, dtype=torch.int32)
-    group = (
-        torch.cat([torch.zeros_like(step[..., :1]), step], -1) * p.shape[-1]
-    )  # int32 up to V = 46,340
+    group = torch.cat([torch.zeros_like(step[..., :1]), step], -1) * p.shape[-1]  # up to MOST_CODES
     return (group + order.int()).sort(-1).values - group
 
 

@@ -154,7 +154,8 @@ class Step(nn.Module):
             return Accepted(probs, torch.zeros_like(state.root), bonus, none)
         judged, depth = hidden, drafts.tables.depth
         if self.judged is not None:
-            judged, depth = hidden[:, self.judged], depth[:, self.judged]
+            # Not by brackets: an index beside a full dimension leaves the graph of some compilers.
+            judged, depth = (x.index_select(1, self.judged) for x in (hidden, depth))
         p = self.sampler(judged, state, depth)  # [B, I, V]
         assert self.drafting is not None
         drawn = self.drafting.redraw(p, state)

@@ -69,17 +69,19 @@ class StaticDrafting(EagleDrafting):
         tokens, probs, cache = [frontier], [], self.scratch(state)
         for level in self.levels:
             q = self.sampler(guess, state, level.depth)  # [B, w, V]
-            draws = self.sampler.distinct(q, uniform[:, level.child_table], state)  # [B, w, c]
-            drafts = draws.flatten(1)[:, level.pick]  # [B, nodes at the next depth]
+            each = uniform.index_select(1, level.child_table.flatten())  # [B, w * c]
+            draws = self.sampler.distinct(q, each.unflatten(1, level.child_table.shape), state)
+            drafts = draws.flatten(1).index_select(1, level.pick)  # [B, nodes at the next depth]
             probs.append(q)
             tokens.append(drafts)
             if len(level.expand):
                 position = (length + level.depth + 1)[:, None].expand(-1, len(level.expand))
                 index = (self.positions.row_start + length)[:, None] + level.scratch
                 mask = self.positions.mask(length, level.mask)
-                parents, frontier = frontier[:, level.parent], drafts[:, level.expand]
+                parents = frontier.index_select(1, level.parent)
+                frontier = drafts.index_select(1, level.expand)
                 read = frontier if self.drafter.shift else parents
-                source = guess[:, level.parent]
+                source = guess.index_select(1, level.parent)
                 guess = self.run(read, source, position, mask, cache, index.flatten(), state)
         return torch.cat(tokens, 1), torch.cat(probs, 1)
 

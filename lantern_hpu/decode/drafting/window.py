@@ -162,7 +162,7 @@ class WindowDrafting(Drafting):
             draws = uniform[:, : self.count].unflatten(1, (self.front, -1))
             beside = self.sampler.distinct(q, draws, state).flatten(1)
             tokens = torch.cat([tokens, beside], 1)
-        return tokens[:, self.order], uniform[:, self.count :]
+        return tokens.index_select(1, self.order), uniform[:, self.count :]
 
     def link(self, grown: tuple[Tensor, Tensor], state: DecodeState) -> Drafts:
         tokens, uniform = grown
