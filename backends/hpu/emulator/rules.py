@@ -1,6 +1,6 @@
 """What Gaudi forbids or punishes, as data, and the record of who did it where.
 
-The rules are facts of the public PyTorch bridge (release 1.19) and of Habana's documentation. A rule has a
+The rules are facts of the public PyTorch bridge (releases 1.24 and 1.19) and of Habana's documentation. A rule has a
 severity outside and inside a graph capture: what merely costs time outside can be wrong for good inside.
 """
 
