@@ -44,8 +44,8 @@ class Admit(nn.Module):
         for goal, news in entry.by_slot(state):
             goal.index_copy_(0, slot, news)
         if state.moves is not None:
-            nothing = torch.zeros_like(slot)
-            idle = self.positions.idle(nothing.int(), self.positions.arange[: self.spec.tree.depth])
+            places = self.positions.arange[: self.spec.tree.depth]
+            idle = self.positions.idle(torch.zeros_like(entry.slot), places)
             state.moves.source.index_copy_(0, slot, idle)
             state.moves.goal.index_copy_(0, slot, idle)
         for counter in state.counters:

@@ -67,10 +67,9 @@ class Positions(nn.Module):
         stays where it is, at positions that the next step does not write.
         """
         start, order = (self.prefix + before)[:, None], self.arange[: self.depth]  # [B, 1], [D]
-        kept = (after - before - 1).clamp(min=0)[
-            :, None
-        ]  # [B, 1] drafts; of a finished image fewer than accepted
-        place = order - kept  # [B, D] negative for those
+        # [B] drafts that stay; of an image that is done fewer than were accepted
+        kept = (after - before - 1).clamp(min=0)
+        place = order - kept[:, None]  # [B, D] negative for those
         idle = self.idle(after, place.clamp(min=0))
         source = torch.where(place < 0, start + path[:, 1:], idle)
         return source, torch.where(place < 0, start + order + 1, idle)
