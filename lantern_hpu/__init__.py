@@ -8,14 +8,64 @@ Importing the package loads no torch: some devices read their flags when torch i
 
 from __future__ import annotations
 
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lantern_hpu.errors import LanternError
+    from lantern_hpu.methods.relaxation import (
+        Additive,
+        Annealed,
+        Clustered,
+        Multiplicative,
+        Relaxation,
+    )
+    from lantern_hpu.methods.request import Request, Sampling
+    from lantern_hpu.methods.setting import Setting
+    from lantern_hpu.models.files.parts import Given
     from lantern_hpu.pipeline import LanternPipeline
+    from lantern_hpu.results.images import GenerationResult, ImageRecord
+    from lantern_hpu.results.progress import Event
+    from lantern_hpu.tree import load_tree
 
 __version__ = "0.3.0"
-__all__ = ["LanternPipeline", "__version__"]
+# Where each public name lies; imported when it is first asked for
+_LIES_IN = {
+    "LanternPipeline": "pipeline",
+    "GenerationResult": "results.images",
+    "ImageRecord": "results.images",
+    "Event": "results.progress",
+    "Setting": "methods.setting",
+    "Request": "methods.request",
+    "Sampling": "methods.request",
+    "Relaxation": "methods.relaxation",
+    "Multiplicative": "methods.relaxation",
+    "Additive": "methods.relaxation",
+    "Annealed": "methods.relaxation",
+    "Clustered": "methods.relaxation",
+    "load_tree": "tree",
+    "Given": "models.files.parts",
+    "LanternError": "errors",
+}
+__all__ = [
+    "Additive",
+    "Annealed",
+    "Clustered",
+    "Event",
+    "GenerationResult",
+    "Given",
+    "ImageRecord",
+    "LanternError",
+    "LanternPipeline",
+    "Multiplicative",
+    "Relaxation",
+    "Request",
+    "Sampling",
+    "Setting",
+    "__version__",
+    "load_tree",
+]
 
 # A checkout whose file system has no symbolic links: `backends` and `graphs` lie one folder up.
 if not (Path(__file__).parent / "backends").is_dir():
@@ -23,11 +73,10 @@ if not (Path(__file__).parent / "backends").is_dir():
 
 
 def __getattr__(name: str) -> Any:
+    if name not in _LIES_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "LanternPipeline":
         from lantern_hpu.backends import prepare
 
         prepare("auto")  # flags that a device reads while torch is imported
-        from lantern_hpu.pipeline import LanternPipeline
-
-        return LanternPipeline
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_LIES_IN[name]}"), name)

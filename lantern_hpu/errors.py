@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, field, fields
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Arguments of diffusers and of earlier versions, by what they are called here
+RENAMED = {
+    "cfg_scale": "guidance_scale",
+    "sampling": "temperature=, top_k=, top_p=, guidance_scale=",
+    "callback": "callback_on_step_end",
+    "num_inference_steps": "window= or tree=; the number of steps follows from them",
+}
 
 
 class LanternError(Exception):
@@ -76,6 +90,22 @@ def needing(package: str, purpose: str, extra: str = "models") -> Iterator[None]
 def choices(names: Iterable[str]) -> str:
     """The allowed values of an option, for the end of an error message."""
     return "one of " + ", ".join(names)
+
+
+def nearest_keyword(function: Callable[P, T]) -> Callable[P, T]:
+    """A function whose unknown keyword arguments are refused with the name that was probably meant."""
+    known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+
+    @functools.wraps(function)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        for name in kwargs:
+            if name not in known:
+                close = difflib.get_close_matches(name, known, 1, 0.5) or [RENAMED.get(name, "")]
+                what = f"{function.__name__}() has no argument {name!r}"
+                raise OptionError(what, hint=close[0] or ", ".join(known))
+        return function(*args, **kwargs)
+
+    return checked
 
 
 def require(holds: bool, name: str, value: object, allowed: str) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import platform
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -22,12 +23,13 @@ from lantern_hpu.decode.engine import Engine, EngineCache, GraphReport
 from lantern_hpu.decode.memory import check_room
 from lantern_hpu.decode.pixels import decode_pixels, preview
 from lantern_hpu.decode.spec import Spec, together
-from lantern_hpu.errors import OptionError, require
+from lantern_hpu.errors import OptionError, choices, nearest_keyword, require
 from lantern_hpu.graphs import check_mode
+from lantern_hpu.methods.arguments import per_prompt, relaxation_of, seeds_of
 from lantern_hpu.methods.relaxation import Relaxation
-from lantern_hpu.methods.request import MAX_SEED, Request, Sampling, in_turn
+from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.resolve import Here, resolve
-from lantern_hpu.methods.setting import Resolved, Setting
+from lantern_hpu.methods.setting import Resolved, Setting, window_tree
 from lantern_hpu.methods.table import AUTO, WINDOWS
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.files.load import Opened, open_model
@@ -37,11 +39,13 @@ from lantern_hpu.models.quantize import quantize as quantize_weights
 from lantern_hpu.models.stretch import Stretched
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.text.tokens import TokenConditioner
-from lantern_hpu.results.images import Drawn, GenerationResult, ImageRecord, RunTiming
-from lantern_hpu.results.progress import Event
+from lantern_hpu.results.images import Drawn, GenerationResult, ImageRecord, OutputType, RunTiming
+from lantern_hpu.results.progress import Bar, Event
 from lantern_hpu.tree import Tree
 from lantern_hpu.zoo.resolve import resolve as resolve_model
 from lantern_hpu.zoo.sizes import stretch_sizes
+
+StepEnd = Callable[["LanternPipeline", int, int, dict[str, Any]], object]
 
 
 def settings_of(request: Request) -> dict[str, Any]:
@@ -50,10 +54,24 @@ def settings_of(request: Request) -> dict[str, Any]:
     return found | ({} if request.negative is None else {"negative": request.negative})
 
 
+def device_name(device: str | torch.device) -> str:
+    """`cuda` of `cuda:0`; which of several cards is left to the environment.
+
+    Raises:
+        OptionError: another card than the first.
+    """
+    name, _, index = str(device).partition(":")
+    if index not in ("", "0"):
+        hint = f"CUDA_VISIBLE_DEVICES={index}, and device={name!r}"
+        raise OptionError(f"device is {device}", "a process draws on the first card it sees", hint)
+    return name
+
+
 class LanternPipeline:
     """A model on a device, ready to draw.
 
     Engines are built when first needed and the last ones kept, so that only the first call of a kind warms up.
+    Calls from several threads wait for each other; their images are those of calls made one by one.
     """
 
     def __init__(
@@ -69,14 +87,20 @@ class LanternPipeline:
         self.model, self.backend, self.graphs = model, backend, check_mode(backend, graphs)
         self.engines = EngineCache(model, backend, self.graphs)
         self.given, self.quantize, self.layout, self.load_seconds = given, quantize, layout, 0.0
+        self.loaded_with: dict[str, Any] = {}  # arguments of `from_pretrained`, to load it anew
+        self.bar_options: dict[str, Any] = {"disable": None}  # None: shown on a terminal alone
+        self.lock = threading.RLock()
 
     @classmethod
+    @nearest_keyword
     def from_pretrained(
         cls,
         model: str = "builtin",
         *,
-        device: str = "auto",
-        dtype: str = "auto",
+        device: str | torch.device = "auto",
+        dtype: str | torch.dtype = "auto",
+        torch_dtype: str | torch.dtype | None = None,
+        drafter: str | None = None,
         graphs: str = "auto",
         kernels: str = "auto",
         emulate: bool = False,
@@ -93,7 +117,8 @@ class LanternPipeline:
         Args:
             model: `builtin`, a known name, a Hub id, a folder or a weights file: see `zoo.resolve`.
             device: `auto` or a backend's name.
-            dtype: `auto` or one the device offers.
+            dtype: `auto` or one the device offers. torch_dtype: the same, as diffusers calls it.
+            drafter: a folder or a known name, in place of the model's own; short for `given=Given(drafter=...)`.
             graphs: `auto` or one of the device's graph modes.
             kernels: `auto`, the device's fused kernels where they agree with the plain ones; or `plain`.
             emulate: stand in for a device that is not here (`hpu`); `close` ends that.
@@ -108,8 +133,14 @@ class LanternPipeline:
         Raises:
             LanternError: unknown or unusable model, device, dtype or graph mode.
         """
+        asked = {k: v for k, v in locals().items() if k not in ("cls", "torch_dtype", "drafter")}
         began, spared = time.perf_counter(), () if pictures else ("vq",)
-        backend = get_backend(device, graphs, emulate)
+        if torch_dtype is not None:
+            require(dtype == "auto", "torch_dtype", torch_dtype, "not together with dtype")
+            asked["dtype"] = dtype = torch_dtype
+        if drafter is not None:
+            asked["given"] = given = replace(given, drafter=drafter)
+        backend = get_backend(device_name(device), graphs, emulate)
         try:
             check_mode(backend, graphs)
             backend.tuning.check_layout(layout)
@@ -121,7 +152,8 @@ class LanternPipeline:
             if stretch is not None:
                 name = f"{model} stretched to {stretch}"
                 opened = Stretched.of(small, stretch, stretch_sizes(stretch, given).config.target)
-            number = backend.tuning.dtype(dtype, opened.config.target.parameters)
+            wanted = dtype if isinstance(dtype, str) else named(dtype)
+            number = backend.tuning.dtype(wanted, opened.config.target.parameters)
             how = (named(number), keep_text, quantize)
             check_room(name, opened.config, backend, *how, mapped=stretch is None)
             with backend.errors():
@@ -133,7 +165,7 @@ class LanternPipeline:
                 layout = backend.tuning.lay_out(loaded.stepping, layout, [graphs])
             parts = given.resolved()
             pipeline = cls(loaded, backend, graphs, given=parts, quantize=quantize, layout=layout)
-            pipeline.load_seconds = time.perf_counter() - began
+            pipeline.load_seconds, pipeline.loaded_with = time.perf_counter() - began, asked
             return pipeline
         except BaseException:
             backend.close()
@@ -144,43 +176,158 @@ class LanternPipeline:
         self.engines.shrink(0)
         self.backend.close()
 
+    def to(
+        self,
+        device: str | torch.device | torch.dtype | None = None,
+        dtype: str | torch.dtype | None = None,
+    ) -> LanternPipeline:
+        """Move to a device or a number format by loading the weights anew; nothing is done if it is there already.
+
+        Raises:
+            LanternError: as from `from_pretrained`.
+        """
+        if isinstance(device, torch.dtype):  # diffusers takes either in the first place
+            device, dtype = None, device
+        changes: dict[str, Any] = {}
+        if device is not None and device_name(device) != self.backend.name:
+            changes |= {"device": device_name(device), "layout": "auto"}
+        if dtype is not None and str(dtype).removeprefix("torch.") != named(
+            self.model.target.dtype
+        ):
+            changes |= {"dtype": dtype}
+        return self.reload(**changes) if changes else self
+
+    def load_drafter(self, drafter: str) -> LanternPipeline:
+        """Draft with another drafter, which `lantern-hpu train drafter` wrote or which was published.
+
+        Args:
+            drafter: folder, file or known name.
+
+        Raises:
+            LanternError: there is none, or it does not fit the model.
+        """
+        given: Given = self.loaded_with.get("given", Given())
+        return self.reload(given=replace(given, drafter=drafter))
+
+    def reload(self, **changes: Any) -> LanternPipeline:
+        """Load the model anew with some arguments of `from_pretrained` changed; it stays as it is if that fails."""
+        with self.lock:
+            other = type(self).from_pretrained(**self.loaded_with | changes)
+            kept = {"bar_options": self.bar_options, "lock": self.lock}
+            self.close()
+            self.__dict__.update(vars(other) | kept)
+        return self
+
+    def set_progress_bar_config(self, **options: Any) -> None:
+        """Arguments of tqdm for the bar of a call, such as `disable=True`; by default a terminal alone shows one."""
+        self.bar_options = {"disable": None} | options
+
+    @nearest_keyword
     def __call__(
         self,
         prompt: str | Sequence[str],
         *,
-        num_images: int = 1,
+        negative_prompt: str | Sequence[str] | None = None,
+        num_images_per_prompt: int = 1,
+        guidance_scale: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
         seed: int = 0,
-        generator: torch.Generator | None = None,
+        generator: torch.Generator | Sequence[torch.Generator] | None = None,
         method: str = AUTO,
+        relax: str | Relaxation | None = None,
+        window: int | None = None,
         tree: Tree | str | None = None,
-        relaxation: Relaxation | None = None,
-        sampling: Sampling | None = None,
         batch_size: int | None = None,
-        callback: Callable[[Event], None] | None = None,
+        output_type: OutputType = "pil",
+        callback_on_step_end: StepEnd | None = None,
     ) -> GenerationResult:
-        """Draw `num_images` of each prompt.
+        """Draw `num_images_per_prompt` images of each prompt.
 
         Args:
+            negative_prompt: what guidance draws away from, for models that read one; one for all prompts, or one each.
+            guidance_scale, temperature, top_k, top_p: in place of the model's own default, each on its own.
             seed: of the first image; each further image takes the next number.
-            generator: its initial seed is used instead of `seed`.
+            generator: its initial seed is used instead of `seed`; of a list, one for each image.
             method: its name, or a whole setting such as `lantern++:lambda=5@broad_7`: see `methods.setting`.
-            tree: name, file or `auto`, for methods that draft. relaxation: for relaxed methods.
-            sampling: the model's defaults if not given.
+            relax: how a relaxed method accepts: `lambda-5`, values such as `lambda=5:k=10`, or a `Relaxation`.
+            window: places of a window, for methods without a drafter.
+            tree: name, file or `auto`, for methods that draft.
             batch_size: images decoded together, at most 8 if not given. It does not change the images.
-            callback: called after each host read.
+            output_type: of `result.images`: "pil", "np" [B, H, W, 3] and "pt" [B, 3, H, W] of float32 in 0 to 1, or
+                "tokens" [B, N], which decodes no pixels.
+            callback_on_step_end: called after each host read, about once in 16 steps, with the pipeline, the decode
+                steps so far, the tokens so far of all images, and {"event": `Event`}.
 
         Raises:
             LanternError: an option is out of range.
         """
-        require(num_images >= 1, "--num-images", num_images, "1 or more")
+        require(
+            num_images_per_prompt >= 1, "num_images_per_prompt", num_images_per_prompt, "1 or more"
+        )
+        require(
+            output_type in get_args(OutputType),
+            "output_type",
+            output_type,
+            choices(get_args(OutputType)),
+        )
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
-        first = generator.initial_seed() % (MAX_SEED + 1) if generator is not None else seed
-        wanted = [text for text in prompts for _ in range(num_images)]
-        asked = Setting.of(method, relaxation, tree)
-        setting = self.resolve(asked, together(len(wanted), batch_size))
-        sampled = sampling or self.model.sampling
-        requests = in_turn(wanted, range(len(wanted)), first, sampled, setting.relaxation)
-        return self.draw(requests, setting, batch_size, callback)
+        negatives = per_prompt("negative_prompt", negative_prompt, len(prompts))
+        count = len(prompts) * num_images_per_prompt
+        given = {
+            "cfg_scale": guidance_scale,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+        }
+        sampling = replace(
+            self.model.sampling,
+            **{k: v for k, v in given.items() if v is not None},  # type: ignore[arg-type]
+        )
+        if window is not None:
+            tree = window_tree(method, tree if isinstance(tree, str) else None, window, None)
+        asked = Setting.of(method, relaxation_of(relax, method), tree)
+        setting = self.resolve(asked, together(count, batch_size))
+        seeds = seeds_of(seed, generator, count)
+        requests = [
+            Request(
+                prompts[i // num_images_per_prompt],
+                seeds[i],
+                sampling,
+                setting.relaxation,
+                negatives[i // num_images_per_prompt],
+            )
+            for i in range(count)
+        ]
+        with self.lock:
+            return self.draw_with_bar(
+                requests, setting, batch_size, output_type, callback_on_step_end
+            )
+
+    def draw_with_bar(
+        self,
+        requests: Sequence[Request],
+        setting: Resolved,
+        batch_size: int | None,
+        output_type: OutputType,
+        callback: StepEnd | None,
+    ) -> GenerationResult:
+        """`draw`, with a progress bar and a callback in the form of diffusers."""
+        bar = Bar(**self.bar_options)
+
+        def show(event: Event) -> None:
+            bar(event)
+            if callback is not None:
+                callback(self, event.steps, event.tokens, {"event": event})
+
+        try:
+            decode = output_type != "tokens"
+            result = self.draw(requests, setting, batch_size, show, decode=decode)
+        finally:
+            bar.close()
+        result.output_type = output_type
+        return result
 
     # -- what is needed to draw
 
@@ -285,6 +432,7 @@ class LanternPipeline:
         batch_size: int | None = None,
         callback: Callable[[Event], None] | None = None,
         keep: Callable[[int, Drawn], None] | None = None,
+        decode: bool = True,
     ) -> GenerationResult:
         """Draw any mix of requests with one tree; sampling and relaxation may differ from image to image.
 
@@ -293,6 +441,7 @@ class LanternPipeline:
         Args:
             setting: its tree is drafted; each request has its own relaxation, and the method is a name in reports.
             keep: called with each image and its number as soon as it is there.
+            decode: False leaves the pixels out.
         """
         if not requests:
             raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
@@ -307,14 +456,14 @@ class LanternPipeline:
         tokens: dict[int, NDArray[np.int64]] = {}
         for index, done in self.stream(engine, requests, timing, callback):
             began = time.perf_counter()
-            drawn[index] = self.drawn(done, config, environment)
+            drawn[index] = self.drawn(done, config, environment, decode)
             tokens[index] = done.tokens
             timing.decode_s += time.perf_counter() - began
             if keep is not None:
                 keep(index, drawn[index])
         found = [drawn[index] for index in range(len(requests))]
         return GenerationResult(
-            images=[one.image for one in found if one.image is not None],
+            pictures=[one.image for one in found if one.image is not None],
             records=[one.record for one in found],
             tokens=np.stack([tokens[index] for index in range(len(requests))]),
             timing=timing,
@@ -325,13 +474,19 @@ class LanternPipeline:
             notes=[note for _, note in self.notes(requests)],
         )
 
-    def drawn(self, done: Finished, config: dict[str, Any], environment: dict[str, Any]) -> Drawn:
+    def drawn(
+        self,
+        done: Finished,
+        config: dict[str, Any],
+        environment: dict[str, Any],
+        decode: bool = True,
+    ) -> Drawn:
         """A finished image with its pixels, and all that is needed to draw it again.
 
         Args:
-            config: what `describe` says of the run.
+            config: what `describe` says of the run. decode: False leaves the pixels out.
         """
-        pixels = self.pixels(done.tokens[None])
+        pixels = self.pixels(done.tokens[None]) if decode else []
         record, settings = self.record(done), config | settings_of(done.request)
         return Drawn(pixels[0] if pixels else None, record, settings, environment)
 
@@ -422,7 +577,15 @@ class LanternPipeline:
             return preview(self.model, self.backend, batch.engine.partial()[slots], known)
 
         rate = gained / taken if taken else 0.0
-        return Event(whole, rows * images, len(seats), rate, draw)
+        return Event(
+            rows=whole,
+            total_rows=rows * images,
+            running=len(seats),
+            tokens_per_step=rate,
+            steps=batch.timing.count,
+            tokens=gained + len(seats) + len(done),
+            preview=draw,
+        )
 
     # -- reporting
 

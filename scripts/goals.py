@@ -125,7 +125,7 @@ def figure(row: Mapping[str, Any], name: str) -> float:
 def redness(pipeline: LanternPipeline, images: int) -> Goal:
     """The share of red among the pixels in the middle, of which an apple covers most."""
     shares = []
-    for image in pipeline("a red apple", num_images=images, method="ar").images:
+    for image in pipeline("a red apple", num_images_per_prompt=images, method="ar").images:
         width, height = image.size
         middle = image.crop((width // 4, height // 4, 3 * width // 4, 3 * height // 4))
         value = np.asarray(middle.convert("RGB")).astype(int)

@@ -69,7 +69,7 @@ def by_method(pipeline: LanternPipeline, seed: int) -> dict[str, list[Image.Imag
 
 def by_seed(pipeline: LanternPipeline, seed: int, count: int) -> dict[str, list[Image.Image]]:
     """Several pictures of each prompt."""
-    images = pipeline(PROMPTS, num_images=count, seed=seed, method="ar").images
+    images = pipeline(PROMPTS, num_images_per_prompt=count, seed=seed, method="ar").images
     return {f"picture {k + 1}": images[k::count] for k in range(count)}
 
 

@@ -80,7 +80,7 @@ def test_speculation_pays_in_steps(apples: dict[str, GenerationResult]) -> None:
 
 
 def test_four_seeds_are_four_pictures(pipeline: LanternPipeline) -> None:
-    result = pipeline("a sailboat on the sea at sunset", num_images=4, method="ar")
+    result = pipeline("a sailboat on the sea at sunset", num_images_per_prompt=4, method="ar")
     same = [float((a == b).mean()) for a, b in combinations(result.tokens, 2)]
     assert max(same) < 0.5
 

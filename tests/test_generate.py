@@ -404,25 +404,10 @@ def test_picture_of_another_program_cannot_be_replayed(
     assert "no settings" in capsys.readouterr().err
 
 
-def test_pipeline_in_python(pipeline: LanternPipeline) -> None:
-    rows: list[int] = []
-    result = pipeline(
-        ["red cat", "apple"], num_images=2, seed=5, callback=lambda e: rows.append(e.rows)
-    )
-    assert len(result.images) == 4 and result.images[0].size == (8, 8)
-    assert [r.seed for r in result.records] == [5, 6, 7, 8]
-    assert rows == sorted(rows) and rows[-1] == 4 * 4  # of all images
-    again = pipeline("apple", seed=7)
-    assert np.array_equal(np.asarray(again.images[0]), np.asarray(result.images[2]))
-    generator = torch.Generator().manual_seed(7)
-    seeded = pipeline("apple", generator=generator)
-    assert np.array_equal(np.asarray(seeded.images[0]), np.asarray(again.images[0]))
-
-
 def test_only_the_first_call_of_a_kind_builds_an_engine(pipeline: LanternPipeline) -> None:
     pipeline("cat")
     count = len(pipeline.engines.engines)
-    pipeline("apple", seed=9, sampling=Sampling(cfg_scale=3.0, temperature=0.8))
+    pipeline("apple", seed=9, guidance_scale=3.0, temperature=0.8)
     assert len(pipeline.engines.engines) == count
     pipeline("apple", method="ar")
     assert len(pipeline.engines.engines) == count + 1
@@ -432,7 +417,7 @@ def test_relaxation_off_needs_no_codebook(pipeline: LanternPipeline) -> None:
     pipeline.model._near.clear()
     exact = pipeline("cat", method="eagle")
     assert not pipeline.model._near
-    relaxed = pipeline("cat", relaxation=Multiplicative(4, lam=1.0))
+    relaxed = pipeline("cat", relax=Multiplicative(4, lam=1.0))
     assert not pipeline.model._near
     assert np.array_equal(exact.tokens, relaxed.tokens)
 

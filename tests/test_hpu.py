@@ -73,8 +73,8 @@ def test_same_tokens_as_the_cpu(model: Path, method: str, graphs: str) -> None:
 def test_clusters_are_recorded_and_draw_the_tokens_of_the_cpu(model: Path, method: str) -> None:
     want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
     with emulated(model) as pipeline:
-        got = pipeline(PROMPTS, seed=3, method=method, relaxation=PRESETS["gsd"])
-        expected = want(PROMPTS, seed=3, method=method, relaxation=PRESETS["gsd"])
+        got = pipeline(PROMPTS, seed=3, method=method, relax=PRESETS["gsd"])
+        expected = want(PROMPTS, seed=3, method=method, relax=PRESETS["gsd"])
         assert got.tokens.tolist() == expected.tokens.tolist()
         assert (got.graph["captures"], got.graph["recompiles_after_warmup"]) == (2, 0)
         device = got.graph["device"]

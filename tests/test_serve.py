@@ -33,7 +33,7 @@ from lantern_hpu.commands.serve import main
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, OptionError
-from lantern_hpu.methods.relaxation import EXACT, PRESETS
+from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.request import Request
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
@@ -521,7 +521,7 @@ def test_presets_that_were_allowed_relax_a_window(model: Path, pipeline: Lantern
             answer = server.post(prompt="cat", method="scd", seed=3, relax=name)
             assert answer.status_code == 200, answer.text
             drawn = pixels(answer.json()["data"][0]["b64_json"])
-            image = pipeline("cat", seed=3, method="scd", relaxation=PRESETS[name]).images[0]
+            image = pipeline("cat", seed=3, method="scd", relax=name).images[0]
             assert np.array_equal(drawn, np.asarray(image))
         weights = server.post(prompt="cat", method="scd", relax="omega-2")
         assert weights.status_code == 400 and "relax_omega" in weights.json()["error"]["message"]

@@ -26,7 +26,6 @@ from lantern_hpu.lab.speed import measure, rates
 from lantern_hpu.lab.speed.report import problems, read_report
 from lantern_hpu.lab.speed.text import tables
 from lantern_hpu.methods.relaxation import PRESETS
-from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models import stretch
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.files.load import open_model
@@ -136,9 +135,9 @@ def test_promise_pictures_and_steps_are_the_small_models(
     """So tokens a step are equal, as are the drafts that were accepted at each depth."""
     large, method, tree, given = METHODS[case]
     rule = given.get("relaxation")
-    settings = Sampling(2.0, **{name: x for name, x in given.items() if name != "relaxation"})
+    settings = {name: x for name, x in given.items() if name != "relaxation"}
     small, wide = (
-        pipeline(PROMPTS[:2], method=method, tree=tree, relaxation=rule, sampling=settings)
+        pipeline(PROMPTS[:2], method=method, tree=tree, relax=rule, guidance_scale=2.0, **settings)
         for pipeline in pipelines(models[large.dim])
     )
     assert (wide.tokens == small.tokens).all()

@@ -18,7 +18,7 @@ from accelerate import Accelerator
 from PIL import Image
 from torch import Tensor
 
-from lantern_hpu import LanternPipeline
+from lantern_hpu import LanternError, LanternPipeline
 from lantern_hpu.commands.generate import main as generate
 from lantern_hpu.commands.train import main
 from lantern_hpu.decode.acceptance import profile
@@ -103,6 +103,19 @@ def test_trained_drafter_draws(model: Path, trained: Path, tmp_path: Path) -> No
     assert not np.array_equal(
         read["own"], read["mine"]
     )  # other drafts: another draw of the same distribution
+
+
+def test_trained_drafter_is_loaded_in_python(model: Path, trained: Path) -> None:
+    pipe = LanternPipeline.from_pretrained(str(model))
+    before = pipe("a sun", method="eagle")
+    pipe.load_drafter(str(trained))
+    at_once = LanternPipeline.from_pretrained(str(model), drafter=str(trained))
+    after, same = pipe("a sun", method="eagle"), at_once("a sun", method="eagle")
+    assert np.array_equal(after.tokens, same.tokens)
+    assert before.config["weights"] != after.config["weights"] == same.config["weights"]
+    with pytest.raises(LanternError):
+        pipe.load_drafter("nowhere")
+    assert np.array_equal(pipe("a sun", method="eagle").tokens, after.tokens)
 
 
 def test_drafter_of_another_target_is_refused(

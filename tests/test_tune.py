@@ -323,7 +323,7 @@ def test_choice_decides_the_method_only_if_none_is_named(model: Path) -> None:
     with pytest.raises(OptionError, match="none was tuned") as refused:
         pipeline.resolve("eagle@auto", 5)
     assert "there is one for batches of 2" in str(refused.value)
-    result = pipeline("red cat", num_images=2, method="eagle", tree="auto")
+    result = pipeline("red cat", num_images_per_prompt=2, method="eagle", tree="auto")
     assert result.config["tree"] == "tuned_2" and len(result.images) == 2
 
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from zipfile import BadZipFile
 
 import numpy as np
@@ -93,19 +93,55 @@ class Drawn:
         return with_metadata(self.image, self.metadata())
 
 
+OutputType = Literal["pil", "np", "pt", "tokens"]
+
+
 @dataclass(kw_only=True)
 class GenerationResult:
-    """Images and how they came about."""
+    """Images and how they came about.
 
-    images: list[Image.Image]
+    Attributes:
+        pictures: empty where the model has nothing that decodes tokens, or pixels were not wanted.
+        tokens: [images, N].
+        settings: sampling and relaxation of each image.
+        output_type: what `images` are.
+    """
+
+    pictures: list[Image.Image]
     records: list[ImageRecord]
-    tokens: NDArray[np.int64]  # [images, N]
+    tokens: NDArray[np.int64]
     timing: RunTiming
     graph: dict[str, Any]
-    settings: list[dict[str, Any]]  # sampling and relaxation of each image
+    settings: list[dict[str, Any]]
     config: dict[str, Any]
     environment: dict[str, Any]
     notes: list[str]
+    output_type: OutputType = "pil"
+
+    @property
+    def images(self) -> Any:
+        """A list of PIL images, [B, H, W, 3] or [B, 3, H, W] float32 in 0 to 1, or tokens: see `output_type`."""
+        if self.output_type == "pil":
+            return self.pictures
+        if self.output_type == "tokens":
+            return self.tokens
+        pixels = np.stack([np.asarray(image, np.float32) / 255 for image in self.pictures])
+        if self.output_type == "np":
+            return pixels
+        import torch
+
+        return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
+
+    def grid(self, cols: int | None = None, scale: int = 1) -> Image.Image:
+        """All images on one sheet.
+
+        Args:
+            cols: images a row, up to 8 if not given. scale: a whole number of times as large, by Lanczos.
+        """
+        wide, high = self.pictures[0].size
+        size = scale * wide, scale * high
+        pictures = [picture.resize(size, Image.Resampling.LANCZOS) for picture in self.pictures]
+        return grid(pictures, cols)
 
     def report(self) -> dict[str, Any]:
         """The JSON contract of `--report`."""
@@ -119,7 +155,7 @@ class GenerationResult:
 
     def drawn(self, index: int) -> Drawn:
         """One image."""
-        image = self.images[index] if self.images else None
+        image = self.pictures[index] if self.pictures else None
         settings = self.config | self.settings[index]
         return Drawn(image, self.records[index], settings, self.environment)
 

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 from tqdm import tqdm
@@ -22,6 +23,7 @@ class Event:
         rows, total_rows: image rows known, of all images of the run.
         running: images that are being drawn.
         tokens_per_step: of an image, mean so far.
+        steps: decode steps of the batch so far. tokens: known so far, of all images.
         preview: draws what is known so far of those, grey where nothing is; a host read.
     """
 
@@ -29,15 +31,22 @@ class Event:
     total_rows: int
     running: int
     tokens_per_step: float
+    steps: int
+    tokens: int
     preview: Callable[[], list[Image.Image]]
 
 
 class Bar:
     """Progress in image rows, and previews on the way."""
 
-    def __init__(self, preview: Path | None, every: int) -> None:
+    def __init__(self, preview: Path | None = None, every: int = 1, **options: Any) -> None:
+        """
+        Args:
+            preview: a file to draw into, after `every` rows. options: of tqdm.
+        """
         self.file, self.every, self.shown = preview, every, 0  # rows at the last preview
-        self.bar = tqdm(total=0, unit="row", file=sys.stderr, dynamic_ncols=True, leave=True)
+        usual = {"unit": "row", "file": sys.stderr, "dynamic_ncols": True, "leave": True}
+        self.bar = tqdm(total=0, **usual | options)
         self.bar.set_description_str("warming up")
 
     def __call__(self, event: Event) -> None:

@@ -1,0 +1,172 @@
+"""The Python API, as a user of diffusers types it."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import lantern_hpu
+from lantern_hpu import GenerationResult, LanternPipeline, Multiplicative
+from lantern_hpu.errors import DeviceError, OptionError
+
+
+def seeds(result: GenerationResult) -> list[int]:
+    return [record.seed for record in result.records]
+
+
+def test_every_public_name_is_there() -> None:
+    for name in lantern_hpu.__all__:
+        assert getattr(lantern_hpu, name) is not None
+    with pytest.raises(AttributeError, match="Lantern"):
+        getattr(lantern_hpu, "Lantern")  # noqa: B009
+
+
+def test_images_of_each_prompt_follow_each_other(pipeline: LanternPipeline) -> None:
+    result = pipeline(["red cat", "apple"], num_images_per_prompt=2, seed=5)
+    assert [record.prompt for record in result.records] == ["red cat", "red cat", "apple", "apple"]
+    assert seeds(result) == [5, 6, 7, 8] and result.images[0].size == (8, 8)
+    again = pipeline("apple", seed=7)
+    assert np.array_equal(again.tokens[0], result.tokens[2])
+
+
+def test_a_callback_follows_the_run(pipeline: LanternPipeline) -> None:
+    calls: list[tuple[int, int]] = []
+
+    def follow(pipe: LanternPipeline, step: int, tokens: int, kwargs: dict[str, Any]) -> None:
+        assert pipe is pipeline and kwargs["event"].steps == step
+        calls.append((step, tokens))
+
+    result = pipeline(["cat", "apple"], callback_on_step_end=follow)
+    assert calls == sorted(calls) and calls[-1][1] == result.tokens.size
+
+
+def test_generators_give_seeds(pipeline: LanternPipeline) -> None:
+    one = torch.Generator().manual_seed(7)
+    assert seeds(pipeline("cat", num_images_per_prompt=2, generator=one)) == [7, 8]
+    several = [torch.Generator().manual_seed(seed) for seed in (3, 1)]
+    assert seeds(pipeline(["cat", "apple"], generator=several)) == [3, 1]
+    with pytest.raises(OptionError, match="generators is 2"):
+        pipeline("cat", generator=several)
+
+
+@pytest.mark.parametrize(
+    ("argument", "field", "value"),
+    [
+        ("guidance_scale", "cfg_scale", 4.0),
+        ("temperature", "temperature", 0.5),
+        ("top_k", "top_k", 9),
+    ],
+)
+def test_a_sampling_argument_changes_itself_alone(
+    pipeline: LanternPipeline, argument: str, field: str, value: float
+) -> None:
+    usual = pipeline("cat").settings[0]["sampling"]
+    changed = pipeline("cat", **{argument: value}).settings[0]["sampling"]  # type: ignore[arg-type]
+    assert changed == usual | {field: value} != usual
+
+
+def test_methods_relaxations_and_windows_by_name(pipeline: LanternPipeline) -> None:
+    written = pipeline("cat", method="lantern++:lambda=5:k=4")
+    relaxed = pipeline("cat", method="lantern++", relax="lambda=5:k=4")
+    typed = pipeline("cat", method="lantern++", relax=Multiplicative(4, lam=5.0))
+    assert written.config["tree"] == relaxed.config["tree"] == typed.config["tree"]
+    assert np.array_equal(written.tokens, relaxed.tokens)
+    assert np.array_equal(written.tokens, typed.tokens)
+    assert pipeline("cat", method="scd", window=4).config["tree"].startswith("scd:4")
+    assert pipeline("cat", method="eagle", tree="flat_4").config["tree"] == "flat_4"
+
+
+@pytest.mark.parametrize("kind", ["np", "pt", "tokens"])
+def test_output_types(pipeline: LanternPipeline, kind: Any) -> None:
+    pictures = pipeline(["cat", "apple"])
+    result = pipeline(["cat", "apple"], output_type=kind)
+    pixels = np.stack([np.asarray(image) for image in pictures.images])
+    if kind == "tokens":
+        assert np.array_equal(result.images, pictures.tokens) and not result.pictures
+    elif kind == "np":
+        assert result.images.dtype == np.float32 and result.images.shape == (2, 8, 8, 3)
+        assert np.array_equal(np.rint(result.images * 255), pixels)
+    else:
+        assert result.images.shape == (2, 3, 8, 8) and result.images.dtype == torch.float32
+        assert np.array_equal(np.rint(result.images.numpy() * 255), pixels.transpose(0, 3, 1, 2))
+
+
+def test_a_sheet_of_the_images(pipeline: LanternPipeline) -> None:
+    result = pipeline("cat", num_images_per_prompt=3)
+    assert result.grid(cols=2).size == (2 * 12 + 4, 2 * 12 + 4)
+    assert result.grid(cols=3, scale=2).size == (3 * 20 + 4, 20 + 4)
+    assert isinstance(result.grid(), Image.Image)
+
+
+def test_the_device_and_the_number_format_are_torch_types(model: Path) -> None:
+    pipe = LanternPipeline.from_pretrained(
+        str(model), device=torch.device("cpu"), torch_dtype=torch.bfloat16
+    )
+    assert pipe.model.target.dtype == torch.bfloat16
+    with pytest.raises(OptionError, match="not together"):
+        LanternPipeline.from_pretrained(str(model), torch_dtype=torch.float32, dtype="bfloat16")
+
+
+def test_a_pipeline_moves_by_loading_anew(model: Path) -> None:
+    pipe = LanternPipeline.from_pretrained(str(model))
+    before, weights = pipe("cat").tokens, pipe.model
+    assert pipe.to("cpu") is pipe and pipe.model is weights
+    pipe.to(torch.bfloat16)
+    assert pipe.model.target.dtype == torch.bfloat16 and pipe.model is not weights
+    pipe.to("cpu", torch.float32)
+    assert np.array_equal(pipe("cat").tokens, before)
+    with pytest.raises(DeviceError):
+        pipe.to("cuda")
+    assert np.array_equal(pipe("cat").tokens, before)  # as it was
+
+
+def test_threads_wait_for_each_other(pipeline: LanternPipeline) -> None:
+    alone = [pipeline("cat", seed=seed, method="scd").tokens for seed in range(6)]
+    with ThreadPoolExecutor(6) as pool:
+        calls = [pool.submit(pipeline, "cat", seed=seed, method="scd") for seed in range(6)]
+    for expected, call in zip(alone, calls, strict=True):
+        assert np.array_equal(expected, call.result().tokens)
+
+
+def test_calls_from_an_event_loop(pipeline: LanternPipeline) -> None:
+    async def draw() -> list[GenerationResult]:
+        return await asyncio.gather(*(asyncio.to_thread(pipeline, "cat", seed=s) for s in (1, 2)))
+
+    assert [seeds(result) for result in asyncio.run(draw())] == [[1], [2]]
+
+
+def test_the_progress_bar_is_the_users(
+    pipeline: LanternPipeline, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipeline("cat")
+    assert capsys.readouterr().err == ""  # no terminal
+    pipeline.set_progress_bar_config(disable=False)
+    pipeline("cat")
+    assert "row" in capsys.readouterr().err
+    pipeline.set_progress_bar_config(disable=True)
+    pipeline("cat")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("num_image_per_prompt", "num_images_per_prompt"),
+        ("cfg_scale", "guidance_scale"),
+        ("num_inference_steps", "window="),
+        ("callback_on_step", "callback_on_step_end"),
+    ],
+)
+def test_an_unknown_argument_names_the_nearest(
+    pipeline: LanternPipeline, wrong: str, meant: str
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        pipeline("cat", **{wrong: 1})  # type: ignore[arg-type]
+    assert wrong in caught.value.what and meant in caught.value.hint
