@@ -42,7 +42,7 @@ from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.results.images import Drawn, GenerationResult, ImageRecord, OutputType, RunTiming
 from lantern_hpu.results.progress import Bar, Event
 from lantern_hpu.tree import Tree
-from lantern_hpu.zoo.resolve import resolve as resolve_model
+from lantern_hpu.zoo.find import find_parts as resolve_model
 from lantern_hpu.zoo.sizes import stretch_sizes
 
 StepEnd = Callable[["LanternPipeline", int, int, dict[str, Any]], object]

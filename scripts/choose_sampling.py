@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from lantern_hpu import LanternPipeline
 from lantern_hpu.files import write_file
-from lantern_hpu.lab.pictures.attributes import small
-from lantern_hpu.lab.pictures.painted import Painted, averaged, drawn_side, within
-from lantern_hpu.lab.pictures.statistics import figures
+from lantern_hpu.lab.evaluate.attributes import small
+from lantern_hpu.lab.evaluate.metrics_builtin import Painted, averaged, drawn_side, within
+from lantern_hpu.lab.evaluate.statistics import figures
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.results.images import Drawn, encode
 from lantern_hpu.results.tables import markdown

@@ -24,8 +24,8 @@ import torch
 from tqdm import tqdm
 
 from lantern_hpu.files import ASSETS
+from lantern_hpu.lab.evaluate.options import FidelityOptions
 from lantern_hpu.lab.fidelity import Place, all_places, distances
-from lantern_hpu.lab.pictures.options import FidelityOptions
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.methods.table import METHODS
 from lantern_hpu.models.vq import VQModel
@@ -169,7 +169,7 @@ def goals(arguments: argparse.Namespace) -> list[Goal]:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Hold the embedded model to its goals.")
     parser.add_argument(
-        "--evaluation", type=Path, required=True, help="of lantern_hpu.lab.pictures"
+        "--evaluation", type=Path, required=True, help="of lantern_hpu.lab.evaluate"
     )
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--places", type=int, default=64, help="where distributions are looked at")

@@ -28,7 +28,7 @@ from safetensors.torch import save
 from tqdm import tqdm
 
 from lantern_hpu.files import write_file
-from lantern_hpu.lab.pictures.attributes import (
+from lantern_hpu.lab.evaluate.attributes import (
     ATTRIBUTES,
     SIDE,
     SPOILT,

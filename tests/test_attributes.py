@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import save_file
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.lab.pictures.attributes import (
+from lantern_hpu.lab.evaluate.attributes import (
     ATTRIBUTES,
     SIDE,
     SPOILT,
@@ -18,7 +18,7 @@ from lantern_hpu.lab.pictures.attributes import (
     caption_attributes,
     scene_attributes,
 )
-from lantern_hpu.lab.pictures.painted import CAPTIONS
+from lantern_hpu.lab.evaluate.metrics_builtin import CAPTIONS
 from lantern_hpu.lab.scenes import Noise, Picture, describe, paint, sample
 from scripts.train_attributes import spoil
 

@@ -19,12 +19,11 @@ from lantern_hpu.backends.base import Backend
 from lantern_hpu.commands import bench
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.files import ASSETS
-from lantern_hpu.lab.clock import quantile
-from lantern_hpu.lab.speed import measure, rates, run
-from lantern_hpu.lab.speed.cases import RANDOM, BenchRequest, Case, cases_of, settings_for, settle
-from lantern_hpu.lab.speed.measure import Meter
-from lantern_hpu.lab.speed.random_weights import make_model, step_sizes
-from lantern_hpu.lab.speed.report import (
+from lantern_hpu.lab.bench import measure, rates, run
+from lantern_hpu.lab.bench.cases import RANDOM, BenchRequest, Case, cases_of, settings_for, settle
+from lantern_hpu.lab.bench.measure import Meter
+from lantern_hpu.lab.bench.random_weights import make_model, step_sizes
+from lantern_hpu.lab.bench.report import (
     PARTS,
     VERSION,
     SpeedRow,
@@ -34,7 +33,7 @@ from lantern_hpu.lab.speed.report import (
     schema,
     with_speeds,
 )
-from lantern_hpu.lab.speed.roofline import (
+from lantern_hpu.lab.bench.roofline import (
     Floor,
     Pass,
     Rates,
@@ -42,7 +41,8 @@ from lantern_hpu.lab.speed.roofline import (
     floor,
     sizes,
 )
-from lantern_hpu.lab.speed.text import tables
+from lantern_hpu.lab.bench.text import tables
+from lantern_hpu.lab.clock import quantile
 from lantern_hpu.methods.relaxation import EXACT, PRESETS
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Setting

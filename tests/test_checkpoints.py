@@ -43,8 +43,8 @@ from lantern_hpu.models.vq import VQModel
 from lantern_hpu.ops.masks import additive_mask, prefix_mask
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.train.unroll import Lesson
+from lantern_hpu.zoo.find import find_parts
 from lantern_hpu.zoo.registry import entries
-from lantern_hpu.zoo.resolve import resolve
 from tests import numpy_twins as twins
 from tests.folder import write_folder
 from tests.marks import mostly_slow
@@ -78,7 +78,7 @@ def given(public: Path, model: str) -> Given:
 def opened(public: Path, model: str, **parts: Any) -> ImageModel:
     own: dict[str, Any] = {n: str(v) if isinstance(v, Path) else v for n, v in parts.items()}
     chosen = Given(**own) if parts else None
-    return open_model(resolve(str(public / model), chosen or given(public, model))).load(
+    return open_model(find_parts(str(public / model), chosen or given(public, model))).load(
         Placement()
     )
 
@@ -164,7 +164,7 @@ def test_caption_target_and_drafter_equal_their_twins(public: Path, name: str) -
         prefix = mine.condition.rows(["red apple on a table"], guidance=True)
         hidden = run(mine, prefix, CODES)
         guessed = guess(mine, prefix, hidden[:, :-1], CODES)
-    parts = resolve(str(public / name))
+    parts = find_parts(str(public / name))
     assert parts.target is not None and parts.drafter is not None
     stored = raw(parts.target)
     weights = stored if "lm_head.weight" in stored else twins.from_gpt(stored)
@@ -543,7 +543,7 @@ def test_whole_numbers_are_no_weights(public: Path, tmp_path: Path) -> None:
 
 def test_tensors_are_read_one_at_a_time(public: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The host holds the tensors of one recipe at most, whatever the size of the checkpoint."""
-    parts = replace(resolve(str(public / HUB_TEXT)), drafter=None, neighbours=None)
+    parts = replace(find_parts(str(public / HUB_TEXT)), drafter=None, neighbours=None)
     checkpoint = open_checkpoint(parts.target)
     alive: dict[int, int] = {}
     most = 0
@@ -603,11 +603,11 @@ def test_of_two_tokenizers_the_one_of_the_targets_kind_is_taken(
 ) -> None:
     folder = copy(public, TEXT, tmp_path)
     shutil.copy(public / CLASS / "vq_ds16_c2i.pt", folder)
-    assert resolve(str(folder)).vq == folder / "vq_ds16_t2i.pt"
+    assert find_parts(str(folder)).vq == folder / "vq_ds16_t2i.pt"
     (folder / "vq_ds16_t2i.pt").rename(folder / "vq_other.pt")
     (folder / "vq_ds16_c2i.pt").rename(folder / "vq_mine.pt")
     with pytest.raises(WeightsError, match=r"(?s)vq_mine.pt, vq_other.pt.*--vq"):
-        resolve(str(folder))
+        find_parts(str(folder))
 
 
 def test_another_tokenizer_for_a_folder_of_ours_is_checked(public: Path, tmp_path: Path) -> None:
@@ -618,7 +618,7 @@ def test_another_tokenizer_for_a_folder_of_ours_is_checked(public: Path, tmp_pat
         opened(tmp_path, "ours", image_size=512)
     before = opened(tmp_path, "ours").files
     other = Given(vq=str(public / CLASS / "vq_ds16_c2i.pt"), neighbours=None)
-    changed = resolve(str(tmp_path / "ours"), other)
+    changed = find_parts(str(tmp_path / "ours"), other)
     with pytest.raises(WeightsError, match="another codebook"):
         open_model(changed).load(
             Placement()
@@ -689,7 +689,7 @@ def test_a_file_that_is_no_weights_is_no_drafter(public: Path, tmp_path: Path) -
     folder = copy(public, ANOLE, tmp_path)
     shutil.rmtree(folder / "drafter")
     (folder / "train_drafter.log").write_text("step 1")
-    assert resolve(str(folder)).drafter is None
+    assert find_parts(str(folder)).drafter is None
 
 
 def test_a_table_that_lists_a_code_as_its_own_neighbour_is_refused(
@@ -818,7 +818,7 @@ def test_a_missing_shard_is_named(public: Path, tmp_path: Path) -> None:
 )
 def test_unknown_and_absent_models_say_what_to_do(model: str, says: str) -> None:
     with pytest.raises(LanternError, match=says):
-        resolve(model)
+        find_parts(model)
 
 
 def test_unknown_size_and_family_say_what_to_do(public: Path, tmp_path: Path) -> None:

@@ -20,11 +20,11 @@ import pytest
 from matplotlib.figure import Figure
 
 from lantern_hpu.commands import compare
+from lantern_hpu.lab.bench.report import PARTS, SpeedRow, check_report
 from lantern_hpu.lab.compare.comparison import Comparison, load
 from lantern_hpu.lab.compare.document import main_table
 from lantern_hpu.lab.compare.plots import pictures
 from lantern_hpu.lab.plots import STYLE
-from lantern_hpu.lab.speed.report import PARTS, SpeedRow, check_report
 from lantern_hpu.methods.relaxation import Multiplicative
 from tests.marks import mostly_slow
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from lantern_hpu.commands.evaluate import main
-from lantern_hpu.lab.pictures import workers as drawing_workers
-from lantern_hpu.lab.pictures.drawing import columns
-from lantern_hpu.lab.pictures.folder import read_picture
+from lantern_hpu.lab.evaluate import workers as drawing_workers
+from lantern_hpu.lab.evaluate.folder import read_picture
+from lantern_hpu.lab.evaluate.rounds import columns
 from lantern_hpu.methods.relaxation import Additive, Multiplicative
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.pipeline import LanternPipeline
@@ -122,7 +122,7 @@ def test_pieces_done_by_others_in_any_order_are_the_same_evaluation(
     def shared(
         opener: str, arguments: list[Any], work: list[list[int]], workers: int, *device: Any
     ) -> Iterator[tuple[list[int], Any]]:
-        assert opener == "lantern_hpu.lab.pictures.workers:open_worker" and workers == 2
+        assert opener == "lantern_hpu.lab.evaluate.workers:open_worker" and workers == 2
         hands = [
             drawing_workers.open_worker(*pickle.loads(pickle.dumps(arguments)))
             for _ in range(workers)

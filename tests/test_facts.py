@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lantern_hpu.backends.hpu.backend import HPUBackend
-from lantern_hpu.backends.hpu.emulator import checks
+from lantern_hpu.backends.hpu.emulator import lint_checks
 from lantern_hpu.backends.hpu.emulator.facts import (
     FACTS,
     Card,
@@ -47,7 +47,7 @@ def test_fact_holds_on_the_emulated_card(release: str, fact: Fact, card: Card) -
 def test_planted_difference_is_refuted(
     release: str, fact: Fact, card: Card, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checks, "narrow", lambda *args: None)
+    monkeypatch.setattr(lint_checks, "narrow", lambda *args: None)
     with pytest.raises(Refuted, match="the contract says"):
         fact.check(card)
 

@@ -34,7 +34,7 @@ from lantern_hpu.ops.sampling import apply_guidance
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.train.drafter import like_the_target
 from lantern_hpu.train.unroll import Lesson, Unrolled
-from lantern_hpu.zoo.resolve import resolve
+from lantern_hpu.zoo.find import find_parts
 from tests.marks import mostly_slow
 
 JANUS, HUB_JANUS, LUMINA = "janus-pro", "janus-pro-hub", "lumina-mgpt"
@@ -44,7 +44,7 @@ PROMPTS = ("a red apple on the tree", "dog", "the photo of a green house and a b
 
 
 def opened(folder: Path) -> ImageModel:
-    return open_model(resolve(str(folder))).load(Placement())
+    return open_model(find_parts(str(folder))).load(Placement())
 
 
 def pipeline_of(folder: Path) -> LanternPipeline:
@@ -392,7 +392,7 @@ def draw(folder: Path, tmp_path: Path, *options: str) -> Any:
     tokens = tmp_path / "tokens.npz"
     output = ["--output", str(tmp_path / "x.png"), "--save-tokens", str(tokens)]
     assert generate.main(["--model", str(folder), "--prompt", "red", *output, *options]) == 0
-    config, drawn = open_model(resolve(str(folder))).config.target, np.load(tokens)["tokens"]
+    config, drawn = open_model(find_parts(str(folder))).config.target, np.load(tokens)["tokens"]
     if config.row_ends:
         at_end = np.arange(1, config.tokens + 1) % config.columns == 0
         assert np.array_equal(drawn[0] == config.codes, at_end)
@@ -505,7 +505,7 @@ def test_sizes_that_no_model_draws_are_refused(
     assert "no Lumina-mGPT draws 640" in refused(
         capsys, "--model", bare, "--image-size", "640", *out
     )
-    assert open_model(resolve(str(bare), Given(image_size=1024))).config.target.tokens == 64 * 65
+    assert open_model(find_parts(str(bare), Given(image_size=1024))).config.target.tokens == 64 * 65
     for name in (JANUS, EMU3):
         assert "draws" in refused(capsys, "--model", public / name, "--image-size", "768", *out)
 

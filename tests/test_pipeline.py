@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from lantern_hpu.commands import generate
-from lantern_hpu.decode.engine import KEPT
+from lantern_hpu.decode.engine import MAX_ENGINES
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Additive, Relaxation, read
 from lantern_hpu.methods.request import Request, Sampling
@@ -54,7 +54,7 @@ def test_twenty_different_requests_keep_four_engines_and_free_the_others(model: 
             gc.collect()
             most = max(most, len(built))
     assert len(trees) * len(samplings) == 20
-    assert most == KEPT == len(pipeline.engines.engines)
+    assert most == MAX_ENGINES == len(pipeline.engines.engines)
 
 
 def test_requests_that_differ_a_little_share_an_engine(model: Path) -> None:

@@ -19,8 +19,8 @@ from lantern_hpu.models.config import DrafterConfig, ModelConfig, T5Config
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.plan.report import find_model, parse_memory
 from lantern_hpu.tree import DraftTree, load_tree
+from lantern_hpu.zoo.find import find_parts
 from lantern_hpu.zoo.registry import entries
-from lantern_hpu.zoo.resolve import resolve
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, whole
 from tests.once import made_once
 
@@ -75,7 +75,7 @@ def test_files_are_counted_as_they_are_loaded(public: Path, name: str) -> None:
         return sum(p.nbytes for p in module.parameters()) if module else 0
 
     model = counted(public / name)
-    loaded = open_model(resolve(str(public / name))).load(Placement())
+    loaded = open_model(find_parts(str(public / name))).load(Placement())
     main = nn.ModuleDict({**loaded.condition.parts(), "target": loaded.target})
     wanted = setup("float32", "chain" if loaded.drafter else None)
     rows = dict(memory.weights(model, wanted) + memory.state(model, wanted))
@@ -157,7 +157,7 @@ def test_int8_blocks_are_as_small_as_they_become(public: Path, name: str) -> Non
     from lantern_hpu.models.model import Placement
     from lantern_hpu.models.quantize import quantize
 
-    loaded = open_model(resolve(str(public / name))).load(Placement(torch.bfloat16))
+    loaded = open_model(find_parts(str(public / name))).load(Placement(torch.bfloat16))
     quantize(loaded.target, "int8")
     parts = [loaded.target, *loaded.condition.parts().values()]
     held = sum(bytes_of(weight.data) for part in parts for weight in part.parameters())
@@ -271,7 +271,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.Mo
     from lantern_hpu import pipeline
     from lantern_hpu.backends.base import Memory
     from lantern_hpu.backends.cpu.backend import CPUBackend
-    from lantern_hpu.lab.speed import random_weights
+    from lantern_hpu.lab.bench import random_weights
     from lantern_hpu.models.files.load import Opened
 
     class Card(CPUBackend):

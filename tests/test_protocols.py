@@ -20,11 +20,11 @@ from PIL import Image
 
 from lantern_hpu.commands.evaluate import main
 from lantern_hpu.errors import OptionError, WeightsError
-from lantern_hpu.lab.pictures import networks
-from lantern_hpu.lab.pictures.library import Reference, inside, read_statistics
-from lantern_hpu.lab.pictures.protocols import PRESETS, Library, PictureSource
-from lantern_hpu.lab.pictures.sets import classes, coco, dpg, export, geneval, read_set
-from lantern_hpu.lab.pictures.statistics import Gaussian, frechet
+from lantern_hpu.lab.evaluate import networks
+from lantern_hpu.lab.evaluate.metrics_published import Reference, inside, read_statistics
+from lantern_hpu.lab.evaluate.protocols import PRESETS, Library, PictureSource
+from lantern_hpu.lab.evaluate.sets import classes, coco, dpg, export, geneval, read_set
+from lantern_hpu.lab.evaluate.statistics import Gaussian, frechet
 
 CAPTIONS = {
     "images": [{"id": 7}, {"id": 139}],

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from lantern_hpu.lab.pictures.attributes import Classifier
+from lantern_hpu.lab.evaluate.attributes import Classifier
 from lantern_hpu.lab.scenes import describe, sample
 from scripts import training
 from scripts.picture_losses import PerceptualLoss, balanced

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.linalg import sqrtm
 
-from lantern_hpu.lab.pictures.statistics import (
+from lantern_hpu.lab.evaluate.statistics import (
     Difference,
     Gaussian,
     frechet,

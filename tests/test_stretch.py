@@ -16,15 +16,15 @@ from torch import Tensor
 from lantern_hpu.backends import get_backend, host
 from lantern_hpu.commands import bench, generate, tune
 from lantern_hpu.decode import memory
-from lantern_hpu.decode.acceptance import profile
+from lantern_hpu.decode.acceptance_counts import profile
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import DeviceError, OptionError
+from lantern_hpu.lab.bench import measure, rates
+from lantern_hpu.lab.bench.report import problems, read_report
+from lantern_hpu.lab.bench.text import tables
 from lantern_hpu.lab.compare.comparison import load
 from lantern_hpu.lab.compare.document import document
-from lantern_hpu.lab.speed import measure, rates
-from lantern_hpu.lab.speed.report import problems, read_report
-from lantern_hpu.lab.speed.text import tables
 from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.models import stretch
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
@@ -38,7 +38,7 @@ from lantern_hpu.plan.report import find_model
 from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.zoo import registry
-from lantern_hpu.zoo.resolve import resolve
+from lantern_hpu.zoo.find import find_parts
 from lantern_hpu.zoo.sizes import LLAMAGEN, stretch_sizes
 from tests.folder import write_folder
 from tests.marks import mostly_slow
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stretched(
     folder: Path, large: TransformerConfig, dtype: torch.dtype = torch.float32
 ) -> ImageModel:
-    opened = open_model(resolve(str(folder)))
+    opened = open_model(find_parts(str(folder)))
     model = Stretched.of(opened, "large", large).load(Placement(dtype, torch.device("cpu")))
     assert model.base is not None
     return model
@@ -420,7 +420,7 @@ def test_sizes_that_do_not_fit_are_refused(
     folder: Path, large: TransformerConfig, said: str
 ) -> None:
     with pytest.raises(OptionError) as refused:
-        Stretched.of(open_model(resolve(str(folder))), "large", large)
+        Stretched.of(open_model(find_parts(str(folder))), "large", large)
     assert said in str(refused.value)
 
 

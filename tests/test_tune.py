@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from lantern_hpu.commands import generate
 from lantern_hpu.commands import tune as command
-from lantern_hpu.decode.counts import KINDS, ChildCounts
+from lantern_hpu.decode.child_counts import KINDS, ChildCounts
 from lantern_hpu.errors import LanternError, OptionError, TreeError
 from lantern_hpu.lab.tune import tuner
 from lantern_hpu.lab.tune.costs import Costs, fit_costs, probes

@@ -17,9 +17,9 @@ from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.families import FAMILIES
 from lantern_hpu.models.text.classes import class_index
 from lantern_hpu.zoo import fetch, located, registry
+from lantern_hpu.zoo.find import find_parts
 from lantern_hpu.zoo.located import locate
 from lantern_hpu.zoo.registry import KnownModel, Part, entries, find
-from lantern_hpu.zoo.resolve import resolve
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, in_cache, whole
 
 ROOT = Path(__file__).parent.parent
@@ -228,13 +228,13 @@ def test_what_is_missing_is_listed_at_once_with_sizes(empty_cache: Path) -> None
 
 def test_the_whole_model_is_suggested_first(empty_cache: Path) -> None:
     with pytest.raises(WeightsError) as caught:
-        resolve(ANOLE)
+        find_parts(ANOLE)
     first, second = caught.value.hint.split("; ")
     assert first == "lantern-hpu download anole-7b"
     assert second == "--without-drafter is 2.02 GB less and enough for --method ar"
     whole(empty_cache, entries()[ANOLE], "drafter")
     with pytest.raises(WeightsError) as caught:
-        resolve(ANOLE)
+        find_parts(ANOLE)
     assert caught.value.hint == first
 
 
@@ -243,7 +243,7 @@ def test_what_is_missing_and_the_command_name_the_same_repository(
 ) -> None:
     name = "jadohu/LlamaGen-T2I"
     with pytest.raises(WeightsError) as caught:
-        resolve(name)
+        find_parts(name)
     assert f"(config.json, model.safetensors of {name})" in caught.value.why
     assert f"download {name};" in caught.value.hint
     entry = registry.get(name)

@@ -105,7 +105,7 @@ def started_as(file: Path, args: Sequence[str], lazy: bool) -> Iterator[None]:
 
 def merged(cards: Iterable[Device]) -> list[Finding]:
     """Findings of several runs, each rule and place once."""
-    from lantern_hpu.backends.hpu.emulator.rules import Findings
+    from lantern_hpu.backends.hpu.emulator.lint_rules import Findings
 
     together = Findings(lambda: False)
     for card in cards:

@@ -29,8 +29,7 @@ from lantern_hpu.commands.options import (
 from lantern_hpu.errors import OptionError, exit_code, listed, require
 from lantern_hpu.files import check_free
 from lantern_hpu.graphs import RUNNERS
-from lantern_hpu.lab.rows import show
-from lantern_hpu.lab.speed.cases import (
+from lantern_hpu.lab.bench.cases import (
     GRAPHS,
     LARGE,
     RANDOM,
@@ -40,7 +39,8 @@ from lantern_hpu.lab.speed.cases import (
     methods_for,
     settings_for,
 )
-from lantern_hpu.lab.speed.text import tables
+from lantern_hpu.lab.bench.text import tables
+from lantern_hpu.lab.rows import show
 from lantern_hpu.methods.setting import FORM, Setting
 from lantern_hpu.methods.table import AUTO
 from lantern_hpu.models.options import DeviceOptions
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_free([args.output], args.force)
         began = time.perf_counter()
         prepare(wanted.device, wanted.mode)  # before torch is imported
-        from lantern_hpu.lab.speed.run import run
+        from lantern_hpu.lab.bench.run import run
 
         result = run(wanted, given, time.perf_counter() - began)
         show(result, tables(result), args.output, args.force)

@@ -1,4 +1,4 @@
-"""Put reports of `lantern_hpu.lab.speed` beside each other: a table, plots, and a page to send to a colleague.
+"""Put reports of `lantern_hpu.lab.bench` beside each other: a table, plots, and a page to send to a colleague.
 
     lantern-hpu compare cpu.json h100.json --output comparison
 
@@ -26,7 +26,7 @@ NAME = "comparison"  # of the table and the page
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lantern-hpu compare",
-        description="Put reports of lantern_hpu.lab.speed beside each other: table, plots, page.",
+        description="Put reports of lantern_hpu.lab.bench beside each other: table, plots, page.",
     )
     parser.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json")
     parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")

@@ -83,9 +83,9 @@ def convert(source: str, output: Path, given: Given, dtype: str) -> str:
     from lantern_hpu.models.files.folder import write_model
     from lantern_hpu.models.files.load import open_model
     from lantern_hpu.models.model import Placement
-    from lantern_hpu.zoo.resolve import resolve
+    from lantern_hpu.zoo.find import find_parts
 
-    opened = open_model(resolve(source, given))
+    opened = open_model(find_parts(source, given))
     number = None if dtype == "auto" else getattr(torch, dtype)
     parts = 3 + (opened.config.drafter is not None)
     with tqdm(total=parts, unit="part", file=sys.stderr) as progress:

@@ -18,9 +18,9 @@ from pathlib import Path
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import add_fields, taken
 from lantern_hpu.errors import OptionError, choices, exit_code, listed
-from lantern_hpu.lab.pictures.evaluate import EvaluateRequest, evaluate, folders_of
-from lantern_hpu.lab.pictures.options import EvaluateOptions, PaintedOptions
-from lantern_hpu.lab.pictures.protocols import (
+from lantern_hpu.lab.evaluate.evaluate import EvaluateRequest, evaluate, folders_of
+from lantern_hpu.lab.evaluate.options import EvaluateOptions, PaintedOptions
+from lantern_hpu.lab.evaluate.protocols import (
     NEEDS,
     PRESETS,
     SCENES,

@@ -19,7 +19,7 @@ from lantern_hpu.backends import prepare
 from lantern_hpu.commands.options import add_device_options, add_fields, device_options, taken
 from lantern_hpu.errors import exit_code, listed
 from lantern_hpu.files import check_free
-from lantern_hpu.lab.pictures.options import FidelityOptions
+from lantern_hpu.lab.evaluate.options import FidelityOptions
 from lantern_hpu.lab.rows import heading, show
 from lantern_hpu.methods.relaxation import EXACT, PRESETS
 from lantern_hpu.methods.setting import Setting

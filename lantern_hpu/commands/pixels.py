@@ -84,9 +84,9 @@ def run(args: argparse.Namespace) -> str:
     from lantern_hpu.backends import get_backend
     from lantern_hpu.decode.pixels import decode_pixels
     from lantern_hpu.models.files.load import open_model
-    from lantern_hpu.zoo.resolve import resolve
+    from lantern_hpu.zoo.find import find_parts
 
-    opened = open_model(resolve(args.model, options.given_parts(args), spared=("text",)))
+    opened = open_model(find_parts(args.model, options.given_parts(args), spared=("text",)))
     config = opened.config.target
     check_tokens(saved.tokens, config, args.tokens)
     with closing(get_backend(device.device, "eager")) as backend, backend.errors():

@@ -23,7 +23,7 @@ from lantern_hpu.tree import (
     load_static,
     load_tree,
 )
-from lantern_hpu.tree.drawing import as_svg, as_text
+from lantern_hpu.tree.diagrams import as_svg, as_text
 from lantern_hpu.tree.named import NAMED
 
 if TYPE_CHECKING:

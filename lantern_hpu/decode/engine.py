@@ -37,7 +37,7 @@ from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.transformer import Target
 
-KEPT = 4  # engines of a model
+MAX_ENGINES = 4  # engines of a model
 
 
 @dataclass
@@ -359,7 +359,9 @@ class EngineCache:
     them; so the last is evicted only if there is no room for another beside it.
     """
 
-    def __init__(self, model: ImageModel, backend: Backend, mode: str, kept: int = KEPT) -> None:
+    def __init__(
+        self, model: ImageModel, backend: Backend, mode: str, kept: int = MAX_ENGINES
+    ) -> None:
         self.model, self.backend, self.mode, self.kept = model, backend, mode, kept
         self.engines: OrderedDict[Spec, Engine] = OrderedDict()
 

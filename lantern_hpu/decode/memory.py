@@ -17,7 +17,7 @@ from lantern_hpu.backends import HOST
 from lantern_hpu.decode.spec import Spec, capacity, keeps_noise
 from lantern_hpu.errors import DeviceError, OptionError, require
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
-from lantern_hpu.models.options import KEPT
+from lantern_hpu.models.options import KEEP_TEXT
 from lantern_hpu.results.tables import amount
 from lantern_hpu.tree import DraftTree, Tree, Window
 
@@ -85,7 +85,7 @@ def phases(model: ModelConfig, setup: Setup) -> dict[str, Rows]:
     """
     require(setup.dtype in DTYPES, "--dtype", setup.dtype, ", ".join(DTYPES))
     require(setup.batch_size > 0, "--batch-size", setup.batch_size, "1 or more")
-    require(setup.keep_text in KEPT, "--keep-text", setup.keep_text, ", ".join(KEPT))
+    require(setup.keep_text in KEEP_TEXT, "--keep-text", setup.keep_text, ", ".join(KEEP_TEXT))
     if setup.tree.needs_drafter and model.drafter is None:
         what = f"the tree {setup.tree.name} needs a drafter"
         raise OptionError(what, "the model has none", "--method ar or scd")

@@ -32,7 +32,7 @@ from lantern_hpu.decode.clusters import Clusters
 from lantern_hpu.decode.engine import StepTrace
 from lantern_hpu.errors import OptionError
 from lantern_hpu.lab.clock import image_seconds
-from lantern_hpu.lab.pictures.options import FidelityOptions
+from lantern_hpu.lab.evaluate.options import FidelityOptions
 from lantern_hpu.methods.relaxation import Relaxation
 from lantern_hpu.methods.request import Request, in_turn
 from lantern_hpu.methods.setting import Resolved, Setting

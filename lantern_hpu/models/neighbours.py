@@ -14,7 +14,7 @@ from torch import Tensor
 from lantern_hpu.errors import OptionError, OutputError, WeightsError
 from lantern_hpu.files import cache_folder, write_file
 
-KEPT = 1024  # neighbours kept in the cache: no published setting uses more than 1000
+CACHED_NEIGHBOURS = 1024  # neighbours kept in the cache: no published setting uses more than 1000
 ROUNDED = 0.01  # of a code's length: how far distances by a float32 product of matrices may be off
 CHECKED_ROWS = 16  # rows of a published table that are compared with the codebook
 
@@ -63,7 +63,7 @@ def kept_nearest(codebook: Tensor, k: int) -> Tensor:
     Where nothing can be written the table is computed every time.
     """
     rows = codebook.detach().cpu().float().contiguous()
-    width = min(max(k, KEPT), len(rows) - 1)
+    width = min(max(k, CACHED_NEIGHBOURS), len(rows) - 1)
     digest = hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:32]
     file = cache_folder() / "neighbours" / f"{digest}-{width}.npy"
     if file.is_file():
@@ -142,7 +142,7 @@ def check_table(path: Path, codebook: Tensor) -> str | None:
 def table_digest(path: Path) -> str:
     """Which table it is: a digest of its size and of some rows."""
     table = open_table(path)
-    some = table[:: max(1, len(table) // CHECKED_ROWS), :KEPT].astype(np.int32)
+    some = table[:: max(1, len(table) // CHECKED_ROWS), :CACHED_NEIGHBOURS].astype(np.int32)
     return hashlib.sha256(f"{table.shape}".encode() + some.tobytes()).hexdigest()
 
 

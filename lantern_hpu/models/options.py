@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 from lantern_hpu.errors import OptionError, choices, option
 
-KEPT = ("device", "host", "free")  # where a text encoder stays: see `lantern_hpu.models.text.t5`
+KEEP_TEXT = (
+    "device",
+    "host",
+    "free",
+)  # where a text encoder stays: see `lantern_hpu.models.text.t5`
 
 LAYOUTS = "packed once for the processor, half (float16, packed), plain, or auto: the fastest"
 
@@ -23,7 +27,7 @@ class DeviceOptions:
         False, "with --device hpu: an emulator of its contract, for machines without one"
     )
     keep_text: str = option(
-        "host", f"where a text encoder stays once the prompts are encoded: {', '.join(KEPT)}"
+        "host", f"where a text encoder stays once the prompts are encoded: {', '.join(KEEP_TEXT)}"
     )
     quantize: str | None = option(None, "the target's weights in 8 bits", metavar="int8")
     stretch: str | None = option(
@@ -35,5 +39,5 @@ class DeviceOptions:
     threads: int = option(0, "of the processor; 0 for the fastest number", metavar="N")
 
     def __post_init__(self) -> None:
-        if self.keep_text not in KEPT:
-            raise OptionError(f"--keep-text is {self.keep_text}", hint=choices(KEPT))
+        if self.keep_text not in KEEP_TEXT:
+            raise OptionError(f"--keep-text is {self.keep_text}", hint=choices(KEEP_TEXT))

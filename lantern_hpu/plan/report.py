@@ -21,9 +21,9 @@ from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.names import CONFIG, read_config, with_text
 from lantern_hpu.models.files.parts import Given, Parts
 from lantern_hpu.results.tables import amount
+from lantern_hpu.zoo.find import exists, find_parts
 from lantern_hpu.zoo.located import locate
 from lantern_hpu.zoo.registry import get
-from lantern_hpu.zoo.resolve import exists, resolve
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.base import Backend
@@ -44,7 +44,7 @@ def find_model(name: str, given: Given) -> Counted:
         OptionError: there is no such model. WeightsError: its files cannot be read, or parts are missing.
     """
     if name == "builtin" or exists(Path(name)) or given != Given():
-        return Counted(config_of(resolve(name, given)))
+        return Counted(config_of(find_parts(name, given)))
     entry = get(name, "a folder or a weights file")
     return Counted(entry.config, locate(entry).get("drafter") is not None)
 

@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lantern_hpu.decode.acceptance import Profile, profile
+from lantern_hpu.decode.acceptance_counts import Profile, profile
 from lantern_hpu.errors import OptionError, TrainingError, WeightsError
 from lantern_hpu.files import write_file
 from lantern_hpu.methods.relaxation import EXACT

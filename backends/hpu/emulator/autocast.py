@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lantern_hpu.backends.hpu.emulator.nested import mapped
 from lantern_hpu.backends.hpu.emulator.tensor import DEVICE, HPUTensor
-from lantern_hpu.backends.hpu.emulator.trees import mapped
 
 OWNERS = (torch, F, torch._C._nn, Tensor)
 LOWER = (

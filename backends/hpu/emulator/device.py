@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.random import fork_rng, manual_seed
 
 from lantern_hpu.backends.hpu import releases
-from lantern_hpu.backends.hpu.emulator import checks, ops
-from lantern_hpu.backends.hpu.emulator.rules import Findings, Severity, call_site
+from lantern_hpu.backends.hpu.emulator import lint_checks, ops
+from lantern_hpu.backends.hpu.emulator.lint_rules import Findings, Severity, call_site
 from lantern_hpu.backends.hpu.emulator.tensor import HPUTensor
 from lantern_hpu.backends.hpu.releases import Release
 
@@ -119,13 +119,13 @@ class Device:
 
     def operate(self, op: ops.Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check, run on the CPU tensors, book, record, wrap."""
-        checks.before(self, op, args, kwargs)
+        lint_checks.before(self, op, args, kwargs)
         held: dict[int, HPUTensor] = {}
         raw_args = tuple(self.unwrap(op, value, held) for value in args)
         raw_kwargs = {name: self.unwrap(op, value, held) for name, value in kwargs.items()}
         if raw_kwargs.get("device") is not None:
             raw_kwargs["device"] = torch.device("cpu")
-        if not op.native or checks.falls_back(self, op, args, kwargs):
+        if not op.native or lint_checks.falls_back(self, op, args, kwargs):
             self.fall_back(op)
         if self.recording is not None:
             for target in ops.written(op, raw_args, raw_kwargs):
@@ -152,12 +152,12 @@ class Device:
         try:
             result = execute(func, args, kwargs, seed)
         except (IndexError, RuntimeError):
-            if op.packet not in checks.INDEXED:
+            if op.packet not in lint_checks.INDEXED:
                 raise
             # The device does not check bounds. It was reported; here the nearest element is taken.
-            result = execute(func, checks.clamped(op, args), kwargs, seed)
+            result = execute(func, lint_checks.clamped(op, args), kwargs, seed)
         if op.view_of is None:
-            checks.narrow(self, op, (result, *ops.written(op, args, kwargs)))
+            lint_checks.narrow(self, op, (result, *ops.written(op, args, kwargs)))
         return result
 
     def unwrap(self, op: ops.Op, value: Any, held: dict[int, HPUTensor]) -> Any:
@@ -167,7 +167,7 @@ class Device:
             held[id(value.raw)] = value
             return value.raw
         if isinstance(value, Tensor):
-            checks.foreign(self, op, value)
+            lint_checks.foreign(self, op, value)
             if self.recording is not None and id(value) not in self.recording.rebound:
                 return value.clone()  # baked in
         if isinstance(value, (list, tuple)):
@@ -324,7 +324,7 @@ class Device:
     def upload(self, values: Tensor) -> HPUTensor:
         """A CPU tensor as a new device tensor."""
         raw = self.accept(values).detach().clone()
-        checks.stored(self, raw)
+        lint_checks.stored(self, raw)
         return self.new(raw)
 
     def accept(self, values: Tensor) -> Tensor:
@@ -333,7 +333,7 @@ class Device:
         Raises:
             RuntimeError: int64 or float64 values that the device cannot hold.
         """
-        checks.upload(self, values)
+        lint_checks.upload(self, values)
         self.counts.uploads += 1
         self.counts.upload_bytes += values.nbytes
         self.uploaded += 1
@@ -468,7 +468,7 @@ def copy(
         return device.operate(op, func, (goal, source), kwargs)
     if goal.raw.untyped_storage().data_ptr() in device.written:
         device.flush("upload into a pending tensor")
-    checks.view_write(device, op, goal)
+    lint_checks.view_write(device, op, goal)
     if device.rehearsed is not None:
         device.rehearsed.keep(goal.raw)
     goal.raw.copy_(device.accept(source))

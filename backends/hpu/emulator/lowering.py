@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lantern_hpu.backends.hpu.emulator import checks, ops
+from lantern_hpu.backends.hpu.emulator import lint_checks, ops
 from lantern_hpu.backends.hpu.emulator.device import Device, flag
 from lantern_hpu.backends.hpu.emulator.ops import Op
 
@@ -86,10 +86,10 @@ def cut(card: Device, node: fx.Node) -> str:
     """Why an operator is cut out of the graph; empty if it is not."""
     op = ops.describe(node.target, card.release)
     args, kwargs = values(node.args), values(node.kwargs)
-    if op.packet in checks.DYNAMIC:
-        card.findings.hit(checks.DYNAMIC[op.packet], op.name, site=source(node))
+    if op.packet in lint_checks.DYNAMIC:
+        card.findings.hit(lint_checks.DYNAMIC[op.packet], op.name, site=source(node))
     native = op.native or op.packet in STANDS_IN
-    if not native or checks.falls_back(card, op, args, kwargs):
+    if not native or lint_checks.falls_back(card, op, args, kwargs):
         card.counts.fallbacks[op.name] += 1
         card.findings.hit("H040", op.name, "error", site=source(node))
         return FALLBACK

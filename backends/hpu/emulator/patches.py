@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lantern_hpu.backends.hpu.emulator.nested import mapped
 from lantern_hpu.backends.hpu.emulator.tensor import DEVICE, HPUTensor, is_hpu
-from lantern_hpu.backends.hpu.emulator.trees import mapped
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu.emulator.device import Device

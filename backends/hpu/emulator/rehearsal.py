@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lantern_hpu.backends.hpu.emulator import ops
-from lantern_hpu.backends.hpu.emulator.rules import call_site
+from lantern_hpu.backends.hpu.emulator.lint_rules import call_site
 from lantern_hpu.backends.hpu.emulator.tensor import HPUTensor, flat
 
 if TYPE_CHECKING:

@@ -23,11 +23,11 @@ from torch._dynamo.utils import graph_break_reasons
 from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lantern_hpu.backends.hpu.emulator import checks, ops
+from lantern_hpu.backends.hpu.emulator import lint_checks, ops
 from lantern_hpu.backends.hpu.emulator.device import VARIANTS, Device
+from lantern_hpu.backends.hpu.emulator.lint_rules import SKIPPED
 from lantern_hpu.backends.hpu.emulator.lowering import lower, source, watched
 from lantern_hpu.backends.hpu.emulator.patches import replaced
-from lantern_hpu.backends.hpu.emulator.rules import SKIPPED
 from lantern_hpu.backends.hpu.emulator.tensor import HPUTensor, is_hpu
 
 CPU = torch.device("cpu")
@@ -39,7 +39,13 @@ class Compiler:
 
     def __init__(self, card: Device) -> None:
         torch._dynamo.reset()  # what another program compiled
-        for module in ("checks", "device", "ops", "rules", "tensor"):  # not to be traced themselves
+        for module in (
+            "lint_checks",
+            "device",
+            "ops",
+            "lint_rules",
+            "tensor",
+        ):  # not to be traced themselves
             trace_rules.add(f"{__package__}.{module}")
         self.card = card
         self.failed: list[tuple[str, Site]] = []  # guards, since the last compilation
@@ -143,10 +149,10 @@ class Launched(fx.Interpreter):
         if not isinstance(target, torch._ops.OpOverload):
             return super().call_function(target, args, kwargs)
         op = ops.describe(target, self.card.release)
-        if op.packet in checks.INDEXED and not checks.masked(op, args):
-            indices = checks.index_tensors(op, args)
+        if op.packet in lint_checks.INDEXED and not lint_checks.masked(op, args):
+            indices = lint_checks.index_tensors(op, args)
             accumulates = len(args) > 3 and args[3] is True
-            for rule, detail in checks.broken_indices(
+            for rule, detail in lint_checks.broken_indices(
                 op.packet, args[0], indices, args, accumulates
             ):
                 self.card.findings.hit(rule, f"{op.name}: {detail}", "error", source(self.node))

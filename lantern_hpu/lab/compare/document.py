@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 
+from lantern_hpu.lab.bench.report import EAGER, PARTS, SpeedRow
+from lantern_hpu.lab.bench.text import NAMES, OF_IMAGES
 from lantern_hpu.lab.compare.comparison import BEST, ComparedRun, Comparison, setting
 from lantern_hpu.lab.compare.plots import Chart
-from lantern_hpu.lab.speed.report import EAGER, PARTS, SpeedRow
-from lantern_hpu.lab.speed.text import NAMES, OF_IMAGES
 from lantern_hpu.lab.tables import Columns, Table
 from lantern_hpu.results.tables import amount, figure
 
@@ -70,7 +70,7 @@ def lead(comparison: Comparison) -> str:
     if report.get("stretched"):
         what += f", stretched to {report['stretched']}: pictures of the small model at the cost of the large one"
     return (
-        f"lantern_hpu.lab.speed, {what}, {tokens} tokens an image; the same weights, sampling ({about}), seeds "
+        f"lantern_hpu.lab.bench, {what}, {tokens} tokens an image; the same weights, sampling ({about}), seeds "
         f"and prompts on each device. Warm-up: {settings['warm_up']}."
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from lantern_hpu.lab.bench.report import EAGER, PARTS, SpeedRow
 from lantern_hpu.lab.compare.comparison import ComparedRun, Comparison, Key
 from lantern_hpu.lab.plots import (
     MARKERS,
@@ -24,7 +25,6 @@ from lantern_hpu.lab.plots import (
 from lantern_hpu.lab.plots import (
     panels as panels_of,
 )
-from lantern_hpu.lab.speed.report import EAGER, PARTS, SpeedRow
 from lantern_hpu.methods.table import METHODS
 from lantern_hpu.results.tables import figure as digits
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lantern_hpu.decode.counts import ChildCounts, kind
+from lantern_hpu.decode.child_counts import ChildCounts, kind
 from lantern_hpu.tree import DraftTree
 
 # [D, 2, C] chance of each child of a node at a depth, given that the node was accepted; by the node's kind

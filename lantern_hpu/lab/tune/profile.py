@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from lantern_hpu.decode.counts import ChildCounts
+from lantern_hpu.decode.child_counts import ChildCounts
 from lantern_hpu.errors import OptionError
 from lantern_hpu.tree import tuned_trees
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from lantern_hpu.decode.counts import ChildCounts
+from lantern_hpu.decode.child_counts import ChildCounts
 from lantern_hpu.lab.tune.costs import Costs
 from lantern_hpu.lab.tune.expectation import ChanceTable, expected_steps, gain_probs
 from lantern_hpu.tree import DraftTree

@@ -9,7 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from lantern_hpu.decode.counts import ChildCounts
+from lantern_hpu.decode.child_counts import ChildCounts
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import check_free
 from lantern_hpu.lab.rows import heading

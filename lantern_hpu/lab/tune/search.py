@@ -15,7 +15,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from lantern_hpu.decode.counts import kind
+from lantern_hpu.decode.child_counts import kind
 from lantern_hpu.lab.tune.costs import Costs
 from lantern_hpu.lab.tune.expectation import ChanceTable, expected_tokens
 from lantern_hpu.tree import DraftTree, Path

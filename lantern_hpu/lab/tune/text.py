@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
-from lantern_hpu.decode.counts import KINDS
+from lantern_hpu.decode.child_counts import KINDS
 from lantern_hpu.lab.tables import Table
 from lantern_hpu.lab.tune.costs import Costs
 from lantern_hpu.lab.tune.expectation import ChanceTable, estimate

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from lantern_hpu.decode.acceptance import profile
-from lantern_hpu.decode.counts import ChildCounts
+from lantern_hpu.decode.acceptance_counts import profile
+from lantern_hpu.decode.child_counts import ChildCounts
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.spec import BATCHES
 from lantern_hpu.lab.tune.costs import Costs, fit_costs, probes

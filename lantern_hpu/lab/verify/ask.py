@@ -18,8 +18,8 @@ from lantern_hpu.decode.engine import Engine, GraphReport
 from lantern_hpu.decode.memory import DeviceMemory, Setup, largest_phase, total
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import LanternError
-from lantern_hpu.lab.speed.cases import BenchRequest
-from lantern_hpu.lab.speed.run import run as run_bench
+from lantern_hpu.lab.bench.cases import BenchRequest
+from lantern_hpu.lab.bench.run import run as run_bench
 from lantern_hpu.lab.verify.items import Question, Result, Stage, State
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Setting

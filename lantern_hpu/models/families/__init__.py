@@ -7,7 +7,7 @@ from typing import Any
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.models.families import chameleon, emu3, janus, llamagen, lumina
 from lantern_hpu.models.families.base import Family
-from lantern_hpu.models.families.siblings import check_siblings
+from lantern_hpu.models.families.unsupported import check_supported
 from lantern_hpu.models.files.checkpoint import Checkpoint
 from lantern_hpu.models.files.parts import Parts
 
@@ -29,7 +29,7 @@ def family_of(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Fa
     Raises:
         WeightsError: of no known family, or a known relative that does not draw.
     """
-    check_siblings(checkpoint, about, parts)
+    check_supported(checkpoint, about, parts)
     for family in FAMILIES.values():
         if family.recognises(checkpoint, about, parts):
             return family

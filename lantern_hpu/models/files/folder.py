@@ -108,7 +108,7 @@ def write_model(model: ImageModel, folder: Path, progress: Any) -> None:
         save_file(tensors, folder / name)
         progress.update()
     if model.neighbour_table is not None:
-        width = min(model.listed_neighbours, neighbours.KEPT)
+        width = min(model.listed_neighbours, neighbours.CACHED_NEIGHBOURS)
         table = neighbours.read_table(model.neighbour_table, width)
         np.save(folder / NEIGHBOURS, table.numpy())
     if isinstance(model.condition, TokenConditioner):

@@ -16,7 +16,7 @@ from torch import Tensor
 from lantern_hpu.errors import WeightsError, choices, needing, require
 from lantern_hpu.files import reading
 from lantern_hpu.models.files.checkpoint import SINGLES
-from lantern_hpu.models.options import KEPT
+from lantern_hpu.models.options import KEEP_TEXT
 from lantern_hpu.models.text.cleaning import clean
 from lantern_hpu.models.text.words import TextFeatures, left_padded
 
@@ -50,7 +50,7 @@ class T5Conditioner:
         device: torch.device | None = None,
         keep: str = "host",
     ) -> None:
-        require(keep in KEPT, "--keep-text", keep, choices(KEPT))
+        require(keep in KEEP_TEXT, "--keep-text", keep, choices(KEEP_TEXT))
         check_files(folder)
         self.folder, self.prefix, self.dtype, self.device = folder, prefix, dtype, device
         self.keep = keep

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lantern_hpu.lab.speed.report import PARTS, SpeedRow
+from lantern_hpu.lab.bench.report import PARTS, SpeedRow
 from lantern_hpu.lab.tables import Columns, Table, ratio
 from lantern_hpu.results.tables import figure, percent
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lantern_hpu.decode.batch import Encode
-from lantern_hpu.decode.counts import ChildCounts
+from lantern_hpu.decode.child_counts import ChildCounts
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.methods.request import Request
 from lantern_hpu.tree import DraftTree

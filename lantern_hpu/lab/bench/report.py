@@ -1,4 +1,4 @@
-"""Reports of `lantern_hpu.lab.speed` and their rows: read one, and say clearly why it cannot be used. Needs no torch.
+"""Reports of `lantern_hpu.lab.bench` and their rows: read one, and say clearly why it cannot be used. Needs no torch.
 
 `assets/bench.schema.json` is the contract, a JSON Schema of the draft 2020-12.
 """

@@ -27,8 +27,8 @@ from PIL import Image
 
 from lantern_hpu.errors import OptionError, OutputError
 from lantern_hpu.files import write_file
-from lantern_hpu.lab.pictures.sets import Item
-from lantern_hpu.lab.pictures.statistics import Array, Rows
+from lantern_hpu.lab.evaluate.sets import Item
+from lantern_hpu.lab.evaluate.statistics import Array, Rows
 
 MANY = 5000  # pictures, from which they lie in folders of a thousand
 HINT = "another --output, or the options of the first run"

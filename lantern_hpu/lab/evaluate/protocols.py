@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lantern_hpu.errors import OptionError, choices, option
-from lantern_hpu.lab.pictures.sets import SETS
+from lantern_hpu.lab.evaluate.sets import SETS
 
 WEIGHTS = "weights, where no cache has them"
 SCENES = "scenes"  # the embedded model's

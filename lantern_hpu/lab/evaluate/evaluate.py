@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import HOST, prepare
 from lantern_hpu.errors import OptionError, check_ranges, option
-from lantern_hpu.lab.pictures.options import EvaluateOptions, PaintedOptions
-from lantern_hpu.lab.pictures.protocols import Library
-from lantern_hpu.lab.pictures.sets import export
-from lantern_hpu.lab.pictures.workers import Order, Workers
+from lantern_hpu.lab.evaluate.options import EvaluateOptions, PaintedOptions
+from lantern_hpu.lab.evaluate.protocols import Library
+from lantern_hpu.lab.evaluate.sets import export
+from lantern_hpu.lab.evaluate.workers import Order, Workers
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.methods.table import AUTO
@@ -21,7 +21,7 @@ from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.options import DeviceOptions
 
 if TYPE_CHECKING:
-    from lantern_hpu.lab.pictures.run import Scorer
+    from lantern_hpu.lab.evaluate.run import Scorer
     from lantern_hpu.pipeline import LanternPipeline
 
 EXPORTED = ("geneval", "dpg")
@@ -82,8 +82,8 @@ def evaluate(wanted: EvaluateRequest, argv: Sequence[str]) -> str:
     if wanted.workers is not None:  # what cards there are is for those who draw
         device = replace(device, device=HOST, dtype="auto", graphs="auto", emulate=False)
     prepare(device.device, device.graphs, device.emulate)  # before torch is imported
-    from lantern_hpu.lab.pictures.library import LibraryScorer
-    from lantern_hpu.lab.pictures.run import Evaluation
+    from lantern_hpu.lab.evaluate.metrics_published import LibraryScorer
+    from lantern_hpu.lab.evaluate.run import Evaluation
     from lantern_hpu.lab.rows import heading
     from lantern_hpu.pipeline import LanternPipeline
 
@@ -120,7 +120,7 @@ def evaluate(wanted: EvaluateRequest, argv: Sequence[str]) -> str:
 
 def painted_scorer(pipeline: LanternPipeline, wanted: EvaluateRequest) -> Scorer:
     """Of the embedded model's protocol."""
-    from lantern_hpu.lab.pictures.painted import Painted, PaintedScorer, drawn_side
+    from lantern_hpu.lab.evaluate.metrics_builtin import Painted, PaintedScorer, drawn_side
 
     sizes = wanted.painted
     painted = Painted(sizes.images, sizes.panels, sizes.fresh, drawn_side(pipeline))

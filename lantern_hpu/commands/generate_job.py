@@ -234,7 +234,7 @@ def draw_with_workers(args: argparse.Namespace) -> int:
     outputs_of(args, job.prompts)
     count = len(job.prompts)
     work = pieces(count, args.workers, together(count, job.batch_size))
-    opener, device = "lantern_hpu.commands.drawing:open_worker", job.device
+    opener, device = "lantern_hpu.commands.generate_job:open_worker", job.device
     bar, drawn = tqdm(total=count, unit="image", file=sys.stderr, dynamic_ncols=True), 0
     with closing(bar):
         for numbers, new in shared(

@@ -12,13 +12,10 @@ from tqdm import tqdm
 
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import write_file
-from lantern_hpu.lab.fidelity import measure, total
-from lantern_hpu.lab.pages import render
-from lantern_hpu.lab.pictures.drawing import AGAIN, Column, Drawing, RemoteDrawing, columns
-from lantern_hpu.lab.pictures.folder import open_folder
-from lantern_hpu.lab.pictures.options import EvaluateOptions, FidelityOptions
-from lantern_hpu.lab.pictures.painted import extra_of
-from lantern_hpu.lab.pictures.report import (
+from lantern_hpu.lab.evaluate.folder import open_folder
+from lantern_hpu.lab.evaluate.metrics_builtin import extra_of
+from lantern_hpu.lab.evaluate.options import EvaluateOptions, FidelityOptions
+from lantern_hpu.lab.evaluate.report import (
     NOISE,
     PACE,
     QualityRow,
@@ -27,8 +24,11 @@ from lantern_hpu.lab.pictures.report import (
     pace,
     plot,
 )
-from lantern_hpu.lab.pictures.sets import Item, digest
-from lantern_hpu.lab.pictures.statistics import QualityMetric, Rows, figures
+from lantern_hpu.lab.evaluate.rounds import AGAIN, Column, Drawing, RemoteDrawing, columns
+from lantern_hpu.lab.evaluate.sets import Item, digest
+from lantern_hpu.lab.evaluate.statistics import QualityMetric, Rows, figures
+from lantern_hpu.lab.fidelity import measure, total
+from lantern_hpu.lab.pages import render
 from lantern_hpu.lab.plots import in_style
 from lantern_hpu.lab.rows import write_rows
 from lantern_hpu.methods.request import Sampling

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lantern_hpu.lab import plots
-from lantern_hpu.lab.pictures.folder import Line
-from lantern_hpu.lab.pictures.statistics import (
+from lantern_hpu.lab.evaluate.folder import Line
+from lantern_hpu.lab.evaluate.statistics import (
     Array,
     Difference,
     Figure,

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from lantern_hpu.decode.pixels import to_images
 from lantern_hpu.files import sha256
-from lantern_hpu.lab.pictures.attributes import (
+from lantern_hpu.lab.evaluate.attributes import (
     ATTRIBUTES,
     SIDE,
     WEIGHTS,
@@ -33,11 +33,11 @@ from lantern_hpu.lab.pictures.attributes import (
     small,
     to_network,
 )
-from lantern_hpu.lab.pictures.folder import Cache, read_picture, stamps
-from lantern_hpu.lab.pictures.protocols import SCENES
-from lantern_hpu.lab.pictures.report import QualityRow
-from lantern_hpu.lab.pictures.sets import Item, digest
-from lantern_hpu.lab.pictures.statistics import (
+from lantern_hpu.lab.evaluate.folder import Cache, read_picture, stamps
+from lantern_hpu.lab.evaluate.protocols import SCENES
+from lantern_hpu.lab.evaluate.report import QualityRow
+from lantern_hpu.lab.evaluate.sets import Item, digest
+from lantern_hpu.lab.evaluate.statistics import (
     Array,
     QualityMetric,
     Rows,

@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from lantern_hpu.errors import OptionError, WeightsError, needing
 from lantern_hpu.files import reported_as, sha256
-from lantern_hpu.lab.pictures.folder import read_picture
-from lantern_hpu.lab.pictures.protocols import Library, PictureSource, Preset
-from lantern_hpu.lab.pictures.statistics import Array
+from lantern_hpu.lab.evaluate.folder import read_picture
+from lantern_hpu.lab.evaluate.protocols import Library, PictureSource, Preset
+from lantern_hpu.lab.evaluate.statistics import Array
 
 BATCH = 16
 INCEPTION_SIDE = 299

@@ -15,8 +15,8 @@ CHAMELEON_TOKENS = 65536
 
 
 @dataclass(frozen=True)
-class Sibling:
-    """One relative.
+class Unsupported:
+    """One relative of a known family.
 
     Attributes:
         is_it: by its tensors and its names. why: it is not drawn with. instead: what is.
@@ -40,28 +40,28 @@ def of_another_chameleon(checkpoint: Checkpoint) -> bool:
     return normed and table is not None and table[0] != CHAMELEON_TOKENS
 
 
-SIBLINGS = (
-    Sibling(
+UNSUPPORTED = (
+    Unsupported(
         "JanusFlow",
         lambda checkpoint, said: holds(checkpoint, "vision_gen_enc", "vision_gen_dec"),
         "it draws by rectified flow, not token by token",
         "janus-pro-1b",
     ),
     # Its tensors have the names and shapes of Janus-Pro-1B's, so that its name alone gives it away.
-    Sibling(
+    Unsupported(
         "Janus 1.3B",
         lambda checkpoint, said: "janus-1.3b" in said,
         "it is the model before Janus-Pro, and was not held to its authors' code here",
         "janus-pro-1b",
     ),
     # As with Janus 1.3B: tensors of the same names and shapes as Emu3-Gen's.
-    Sibling(
+    Unsupported(
         "Emu3-Chat or Emu3-Stage1",
         lambda checkpoint, said: "emu3-chat" in said or "emu3-stage1" in said,
         "it was not taught to draw 720 x 720 pixels",
         "emu3-gen",
     ),
-    Sibling(
+    Unsupported(
         "Lumina-mGPT 2.0",
         lambda checkpoint, said: "lumina-mgpt-2" in said or of_another_chameleon(checkpoint),
         "it has a vocabulary and an image tokenizer of its own",
@@ -70,10 +70,10 @@ SIBLINGS = (
 )
 
 
-def check_siblings(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> None:
+def check_supported(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> None:
     """Raise a WeightsError for a relative."""
     said = called(about, parts)
-    for sibling in SIBLINGS:
-        if sibling.is_it(checkpoint, said):
-            what = f"{checkpoint.path} is {sibling.name}"
-            raise WeightsError(what, sibling.why, f"--model {sibling.instead}")
+    for model in UNSUPPORTED:
+        if model.is_it(checkpoint, said):
+            what = f"{checkpoint.path} is {model.name}"
+            raise WeightsError(what, model.why, f"--model {model.instead}")

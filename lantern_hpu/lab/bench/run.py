@@ -20,13 +20,13 @@ from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.host import processor_name
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.graphs import check_mode
+from lantern_hpu.lab.bench.cases import BenchRequest, Case, cases_of, settle
+from lantern_hpu.lab.bench.measure import BRIEF_WARM_UP, WARM_UP, Meter
+from lantern_hpu.lab.bench.random_weights import make_model
+from lantern_hpu.lab.bench.rates import measure_rates
+from lantern_hpu.lab.bench.report import EAGER, KIND, VERSION, SpeedRow, with_speeds
+from lantern_hpu.lab.bench.roofline import Rates, sizes
 from lantern_hpu.lab.rows import heading
-from lantern_hpu.lab.speed.cases import BenchRequest, Case, cases_of, settle
-from lantern_hpu.lab.speed.measure import BRIEF_WARM_UP, WARM_UP, Meter
-from lantern_hpu.lab.speed.random_weights import make_model
-from lantern_hpu.lab.speed.rates import measure_rates
-from lantern_hpu.lab.speed.report import EAGER, KIND, VERSION, SpeedRow, with_speeds
-from lantern_hpu.lab.speed.roofline import Rates, sizes
 from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.table import AUTO
 from lantern_hpu.pipeline import LanternPipeline

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from lantern_hpu.errors import OptionError
-from lantern_hpu.lab.pictures.folder import Line, SettingFolder
-from lantern_hpu.lab.pictures.sets import Item
+from lantern_hpu.lab.evaluate.folder import Line, SettingFolder
+from lantern_hpu.lab.evaluate.sets import Item
 from lantern_hpu.methods.request import MAX_SEED, Request, Sampling
 from lantern_hpu.methods.setting import Resolved, Setting
 from lantern_hpu.methods.table import METHODS

@@ -17,12 +17,12 @@ import torch
 
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import reported_as
-from lantern_hpu.lab.pictures.folder import Cache, stamps
-from lantern_hpu.lab.pictures.networks import NETWORKS, importing, locate, rows_of
-from lantern_hpu.lab.pictures.protocols import FEW, NEEDS, Library
-from lantern_hpu.lab.pictures.report import QualityRow
-from lantern_hpu.lab.pictures.sets import read_set
-from lantern_hpu.lab.pictures.statistics import (
+from lantern_hpu.lab.evaluate.folder import Cache, stamps
+from lantern_hpu.lab.evaluate.networks import NETWORKS, importing, locate, rows_of
+from lantern_hpu.lab.evaluate.protocols import FEW, NEEDS, Library
+from lantern_hpu.lab.evaluate.report import QualityRow
+from lantern_hpu.lab.evaluate.sets import read_set
+from lantern_hpu.lab.evaluate.statistics import (
     Array,
     Gaussian,
     QualityMetric,

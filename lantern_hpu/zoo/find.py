@@ -28,7 +28,7 @@ BESIDE = {
 }
 
 
-def resolve(model: str, given: Given = Given(), spared: tuple[str, ...] = ()) -> Parts:
+def find_parts(model: str, given: Given = Given(), spared: tuple[str, ...] = ()) -> Parts:
     """The parts of a model, those in `given` in place of its own.
 
     Args:
@@ -41,7 +41,7 @@ def resolve(model: str, given: Given = Given(), spared: tuple[str, ...] = ()) ->
     absent = [f"{OPTIONS[name]} {path}" for name, path in own.items() if not exists(path)]
     if absent:
         raise WeightsError("no such file or folder", ", ".join(absent), "check the path")
-    found, wanted = find(model, tuple(own), spared), given.image_size
+    found, wanted = parts_of(model, tuple(own), spared), given.image_size
     size = found.image_size
     if wanted is not None and size not in (None, wanted):
         why = f"{model} draws {size} x {size} pixels"
@@ -50,7 +50,7 @@ def resolve(model: str, given: Given = Given(), spared: tuple[str, ...] = ()) ->
     return replace(found, **own)  # type: ignore[arg-type]
 
 
-def find(model: str, given: Collection[str], spared: Collection[str] = ()) -> Parts:
+def parts_of(model: str, given: Collection[str], spared: Collection[str] = ()) -> Parts:
     """The parts of a model where they usually lie."""
     if model == "builtin":
         return Parts("builtin", "builtin", BUILTIN)

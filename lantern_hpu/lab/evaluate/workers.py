@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lantern_hpu.backends import prepare
-from lantern_hpu.lab.pictures.folder import Line
-from lantern_hpu.lab.pictures.options import EvaluateOptions
-from lantern_hpu.lab.pictures.sets import Item
+from lantern_hpu.lab.evaluate.folder import Line
+from lantern_hpu.lab.evaluate.options import EvaluateOptions
+from lantern_hpu.lab.evaluate.sets import Item
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.files.parts import Given
@@ -22,9 +22,9 @@ from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.workers import shared
 
 if TYPE_CHECKING:
-    from lantern_hpu.lab.pictures.drawing import Batch, Column
+    from lantern_hpu.lab.evaluate.rounds import Batch, Column
 
-OPENER = "lantern_hpu.lab.pictures.workers:open_worker"
+OPENER = "lantern_hpu.lab.evaluate.workers:open_worker"
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def open_worker(order: Order) -> Callable[[list[int]], list[Line]]:
     """What a worker does: the pictures of these numbers, all of one setting. -> their lines"""
     device, options = order.device, order.options
     prepare(device.device, device.graphs, device.emulate)
-    from lantern_hpu.lab.pictures.drawing import Drawing, columns
+    from lantern_hpu.lab.evaluate.rounds import Drawing, columns
     from lantern_hpu.pipeline import LanternPipeline
 
     pipeline = LanternPipeline.from_pretrained(order.model, given=order.given, **vars(device))

@@ -1,0 +1,1 @@
+"""`lantern-hpu evaluate`: pictures of many settings, their metrics, and the page."""

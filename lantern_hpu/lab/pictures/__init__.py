@@ -1,1 +1,0 @@
-"""What drawing is worth: which drafts are accepted, and how far a method moves the model's own choice."""
