@@ -591,6 +591,9 @@ class LanternPipeline:
 
     def record(self, done: Finished) -> ImageRecord:
         total = self.model.target.config.tokens
+        spent: tuple[float, float] | tuple[None, None] = done.spent or (0.0, 0.0)
+        if done.spent is None and done.request.relaxation.active:
+            spent = (None, None)
         return ImageRecord(
             file=None,
             prompt=done.request.prompt,
@@ -600,6 +603,9 @@ class LanternPipeline:
             tokens_per_step=round((total - 1) / max(done.steps, 1), 4),
             accepted_by_depth=done.accepted,
             relaxed_accepts=done.relaxed,
+            tv_sum=spent[0],
+            tv_mean=None if spent[0] is None else spent[0] / max(total - 1, 1),
+            tv_max=spent[1],
         )
 
     def graph_report(

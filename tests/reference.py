@@ -38,6 +38,7 @@ class Outcome:
     node: int
     residual: Probs | None
     relaxed: list[bool] = field(default_factory=list)
+    spent: list[float] = field(default_factory=list)  # on the drafts tried at each depth
 
 
 def lenders(p: Probs, token: int, rule: Relaxed) -> list[int]:
@@ -126,19 +127,22 @@ def walk(
     """
     if not tree.children[node]:
         return Outcome(node, None)
-    left, depth = list(p[node]), tree.depths[node]
+    left, depth, spent = list(p[node]), tree.depths[node], 0.0
     drawn = list(q[node]) if q is not None else None
     for rank, child in enumerate(tree.children[node]):
         token = tokens[child]
         chance = 1.0 if drawn is None else drawn[token]
         if chance > 0:
             bar = uniform[depth][rank] * chance
-            if bar < raised_mass(left, token, rule, depth, drawn):
+            mass = raised_mass(left, token, rule, depth, drawn)
+            spent += max(min(1.0, mass / chance) - min(1.0, left[token] / chance), 0.0)
+            if bar < mass:
                 after = walk(tree, p, q, tokens, uniform, rule, child)
-                return Outcome(after.node, after.residual, [not bar < left[token], *after.relaxed])
+                relaxed = [not bar < left[token], *after.relaxed]
+                return Outcome(after.node, after.residual, relaxed, [spent, *after.spent])
             left = residual_probs(left, drawn, token, rule, depth) or list(p[node])
         drawn = without(drawn, token) if drawn is not None else None
-    return Outcome(node, left)
+    return Outcome(node, left, [], [spent])
 
 
 def wins(probs: Probs, token: int, rule: Relaxed, depth: int = 0) -> bool:

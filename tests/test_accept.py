@@ -70,7 +70,7 @@ def acceptance_of(tree: DraftTree, rule: Relaxed, vocabulary: int = V) -> Accept
     residual: Residual = "official" if rule.residual == "official" else "sound"
     near = ring(vocabulary) if rule.k else None
     clusters = Clusters(circle(vocabulary), 7) if rule.codes else None
-    return Acceptance(tree, near, residual, bool(rule.weights), clusters=clusters)
+    return Acceptance(tree, near, residual, bool(rule.weights), clusters=clusters, metered=True)
 
 
 def with_neighbours(rule: Relaxed) -> Relaxed:
@@ -135,6 +135,10 @@ def test_vectorised_rule_is_the_textbook_rule(name: str, kind: str) -> None:
             want = walk(case.tree, p, q if drawn else None, *draws, rule)
             assert int(verdict.node[image]) == want.node
             assert verdict.relaxed[image].tolist()[: len(want.relaxed)] == want.relaxed
+            assert verdict.spent is not None
+            spent = verdict.spent[image].tolist()[: len(want.spent)]
+            assert spent == pytest.approx(want.spent, abs=1e-12)
+            assert not any(verdict.spent[image].tolist()[len(want.spent) :])
             if want.residual is not None:
                 torch.testing.assert_close(
                     verdict.residual[image].tolist(), want.residual, rtol=0, atol=1e-9

@@ -71,7 +71,7 @@ def test_expectation_is_the_average_over_real_acceptance(name: str, drawn: bool)
         return x.expand(TRIES, -1)
 
     uniform = torch.rand(TRIES, CHILDREN, generator=torch.Generator().manual_seed(2))
-    passed, rest, _ = acceptance.siblings(
+    passed, rest, *_ = acceptance.siblings(
         many(p),
         many(q) if drawn else None,
         many(tokens),

@@ -69,7 +69,10 @@ def test_report_keeps_its_contract(model: Path, tmp_path: Path) -> None:
     assert set(data) == {"images", "timing", "graph", "config", "environment"}
     (image,) = data["images"]
     names = "file prompt seed tokens steps tokens_per_step accepted_by_depth relaxed_accepts"
-    assert set(image) == set(names.split())
+    tv = {"tv_sum", "tv_mean", "tv_max"}
+    assert set(image) == set(names.split()) | tv
+    assert image["relaxed_accepts"] == 0 or 0 < image["tv_mean"] <= image["tv_max"] <= 1
+    assert image["tv_sum"] == pytest.approx(image["tv_mean"] * (image["tokens"] - 1))
     names = "import_s load_s warmup_s text_s generate_s decode_s ms_per_step"
     assert set(names.split()) <= set(data["timing"])
     names = "runner captures replays recompiles_after_warmup host_reads"

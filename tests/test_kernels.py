@@ -323,7 +323,9 @@ class Walked:
         tables = StaticTables(self.tree).to(self.device)(B)
         args = (self.p, self.q, self.tokens, tables, self.uniform, self.bounds(rule))
         verdicts = [
-            Acceptance(self.tree, table, "sound", annealed, walk).to(self.device).sampled(*args)
+            Acceptance(self.tree, table, "sound", annealed, walk, metered=True)
+            .to(self.device)
+            .sampled(*args)
             for walk in (kernels().walk, None)
         ]
         return verdicts[0], verdicts[1]
@@ -333,6 +335,8 @@ def same_verdict(got: Verdict, want: Verdict) -> None:
     assert torch.equal(got.node, want.node) and got.node.dtype == torch.int32
     assert torch.equal(got.relaxed, want.relaxed)
     near(got.residual, want.residual)
+    assert got.spent is not None and want.spent is not None
+    near(got.spent, want.spent)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -371,10 +375,11 @@ def test_worked_example_is_what_the_plain_walk_gives() -> None:
         torch.device("cpu")
     )
     tree = DraftTree.from_paths("worked", [[0], [1], [0, 0]])
-    acceptance, tables = Acceptance(tree, near_codes), StaticTables(tree)(3)
+    acceptance, tables = Acceptance(tree, near_codes, metered=True), StaticTables(tree)(3)
     assert torch.equal(tables.child, child) and torch.equal(tables.row, row)
     verdict = acceptance.sampled(p, q, tokens, tables, uniform, Bounds(*bounds))
-    for got, want in zip((verdict.node, verdict.residual, verdict.relaxed), wanted, strict=True):
+    got_all = (verdict.node, verdict.residual, verdict.relaxed, verdict.spent)
+    for got, want in zip(got_all, wanted, strict=True):
         torch.testing.assert_close(got, want)
 
 

@@ -73,12 +73,14 @@ def add_where(group: argparse._ArgumentGroup) -> None:
 
 def summary(result: GenerationResult, output: Path) -> str:
     """One line for the user."""
-    from lantern_hpu.results.images import tokens_per_step
+    from lantern_hpu.results.images import mean_tv, tokens_per_step
 
     records, method = result.records, result.config["method"]
     seeds = records[0].seed if len(records) == 1 else f"{records[0].seed} to {records[-1].seed}"
+    tv = mean_tv(records)
+    cost = f"TV {tv:.3f} a token, " if tv else ""
     return (
-        f"{len(records)} image(s), seed {seeds}, {method}, {tokens_per_step(records):.2f} tokens a step, "
+        f"{len(records)} image(s), seed {seeds}, {method}, {tokens_per_step(records):.2f} tokens a step, {cost}"
         f"{result.timing.generate_s:.1f} s -> {output}"
     )
 

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.decode.clusters import Clusters
+from lantern_hpu.decode.clusters import TINY, Clusters
 from lantern_hpu.decode.tree_tables import TreeTables, rows_at
 from lantern_hpu.methods.relaxation import Relaxation, Residual
 from lantern_hpu.ops.buffers import arange32, constant
@@ -82,6 +82,9 @@ class Verdict:
     # [B, D] bool, the draft at depth d+1 was accepted only thanks to relaxation; means nothing for
     # depths past `node`
     relaxed: Tensor
+    # [B, D] float32, total variation spent at each depth, see `gain`; 0 where nothing was tried, of no meaning for
+    # depths past that of `node`. None: it is not metered
+    spent: Tensor | None = None
 
 
 @dataclass
@@ -121,6 +124,7 @@ class Acceptance(nn.Module):
         annealed: bool = False,
         walk: Walk | None = None,
         clusters: Clusters | None = None,
+        metered: bool = False,
     ) -> None:
         """
         Args:
@@ -132,9 +136,11 @@ class Acceptance(nn.Module):
             annealed: whether weights other than 1 are ever given.
             walk: the device's own form of `sampled`, for what it serves.
             clusters: None leaves them out.
+            metered: whether the verdict says what relaxation cost; it takes the sound residual.
         """
         super().__init__()
         self.residual, self.annealed, self.clusters = residual, annealed, clusters
+        self.metered = metered
         served = clusters is None and (residual == "sound" or neighbours is None)
         self.walk = walk if served else None
         # Most children of a node at each depth: no walk tries more there
@@ -143,6 +149,7 @@ class Acceptance(nn.Module):
         self.spine = constant(tree.spine) if isinstance(tree, Window) else None
         # The deepest node wins; at equal depth the lower number does.
         self.priority = constant(tree.size - 1 - arange32(tree.size))  # [M]
+        self.depth = constant(arange32(tree.depth))  # [D]
         self.neighbours = None if neighbours is None else constant(neighbours)
         kept = 0 if neighbours is None else neighbours.shape[1]
         self.nearness = constant(arange32(kept))  # [K]
@@ -271,14 +278,14 @@ class Acceptance(nn.Module):
         uniform: Tensor,  # [B, c]
         bounds: Bounds,
         depth: int | Tensor,  # of the node, or of each image's [B]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Try the children of one node, `depth` drafts below the root, one after the other.
 
-        Returns which was accepted [B, c] bool (at most one), what is left of p if none was [B, V], and
-        whether the accepted one needed the relaxation [B] bool.
+        Returns which was accepted [B, c] bool (at most one), what is left of p if none was [B, V], whether the
+        accepted one needed the relaxation [B] bool, and the total variation spent on those tried [B].
         """
         whole, waiting = p, torch.ones_like(exists[:, 0])
-        relaxed = torch.zeros_like(waiting)
+        relaxed, spent = torch.zeros_like(waiting), torch.zeros_like(p[:, 0])
         accepted = []
         for child in range(tokens.shape[1]):
             token, bar = tokens[:, child : child + 1], uniform[:, child : child + 1]
@@ -289,10 +296,12 @@ class Acceptance(nn.Module):
             # Strictly below: a token of probability 0 is never accepted, whatever u.
             passed = tried & (bar < trial.mass)[:, 0]
             relaxed = relaxed | (passed & ~(bar < trial.prob)[:, 0])
+            if self.metered:
+                spent = spent + (gain(trial.mass, trial.prob, trial.drawn)[:, 0] * tried)
             p, q = torch.where((tried & ~passed)[:, None], trial.rest, p), trial.others
             waiting = waiting & ~passed
             accepted.append(passed)
-        return torch.stack(accepted, 1), p, relaxed
+        return torch.stack(accepted, 1), p, relaxed, spent if self.metered else None
 
     def expectation(
         self,
@@ -365,7 +374,7 @@ class Acceptance(nn.Module):
         stop = taken.clamp(max=drafts.shape[1] - 1)
         node = spine[taken]
         children = rows_at(tables.child, node)  # [B, C]
-        chosen, rest, helped = self.siblings(
+        chosen, rest, helped, paid = self.siblings(
             rows_at(p, stop),
             rows_at(q, stop),
             gather(tokens, 1, children),
@@ -376,7 +385,11 @@ class Acceptance(nn.Module):
         )
         node = torch.where(chosen.any(1), (children * chosen).sum(1, dtype=torch.int32), node)
         here = tables.depth.index_select(1, spine[1:]) > taken[:, None]
-        return Verdict(node, rest, torch.where(here, helped[:, None], ~(bar < prob)))
+        relaxed = torch.where(here, helped[:, None], ~(bar < prob))
+        if paid is None:
+            return Verdict(node, rest, relaxed)
+        spent = torch.where(here, paid[:, None], gain(mass, prob, drawn))
+        return Verdict(node, rest, relaxed, spent)
 
     def by_level(
         self,
@@ -391,12 +404,12 @@ class Acceptance(nn.Module):
         node = torch.zeros_like(tokens[:, 0])
         residual = p[:, 0]
         walking = torch.ones_like(node, dtype=torch.bool)
-        relaxed = []
+        relaxed, spent = [], []
         for depth, width in enumerate(self.widest):
             children = rows_at(tables.child, node)[:, :width]  # [B, c]
             walking = walking & (children[:, 0] > 0)
             row = gather(tables.row, 1, node[:, None])[:, 0]
-            passed, rest, helped = self.siblings(
+            passed, rest, helped, paid = self.siblings(
                 rows_at(p, row),
                 None if q is None else rows_at(q, row),
                 gather(tokens, 1, children),
@@ -409,7 +422,9 @@ class Acceptance(nn.Module):
             walking = walking & passed.any(1)
             node = torch.where(walking, (children * passed).sum(1, dtype=torch.int32), node)
             relaxed.append(helped)
-        return Verdict(node, residual, torch.stack(relaxed, 1))
+            spent += [] if paid is None else [paid]
+        cost = torch.stack(spent, 1) if spent else None
+        return Verdict(node, residual, torch.stack(relaxed, 1), cost)
 
     def greedy(self, p: Tensor, tokens: Tensor, tables: TreeTables, bounds: Bounds) -> Verdict:
         """The longest path of drafts that each win the argmax, with what relaxation adds to them.
@@ -431,7 +446,12 @@ class Acceptance(nn.Module):
         node = self.deepest(~(wins | helped), tables)
         on_path = rows_at(tables.path, node)[:, 1:]  # [B, D]
         relaxed = gather(helped & ~wins, 1, (on_path - 1).clamp(min=0))  # past `node`: not counted
-        return Verdict(node, p[:, 0], relaxed)
+        if not self.metered:
+            return Verdict(node, p[:, 0], relaxed)
+        # Nothing is drawn: where another token than the argmax is taken, all mass has moved
+        reached = gather(tables.depth, 1, node[:, None])  # [B, 1]
+        spent = (relaxed & (self.depth < reached)).to(p.dtype)
+        return Verdict(node, p[:, 0], relaxed, spent)
 
     def deepest(self, failed: Tensor, tables: TreeTables) -> Tensor:
         """The last node [B] int32 of the longest path without a draft that failed [B, M - 1]."""
@@ -447,6 +467,24 @@ class Acceptance(nn.Module):
         """
         row = gather(tables.row, 1, tables.parent[:, 1:])
         return self.deepest(tokens[:, 1:] != gather(drawn, 1, row), tables)
+
+
+def gain(mass: Tensor, prob: Tensor, drawn: Tensor | None) -> Tensor:
+    """How much more often than by the exact rule drafts are accepted: the total variation that it costs, on average.
+
+    A drawn draft x is accepted with min(1, m / q), exactly with min(1, p / q). What is added, min(q, m) - min(q, p),
+    goes to codes with q > p and comes from those with p > q, so that its sum over all codes is the total variation
+    between the token's distribution and p: the mean over x drawn from q of what this returns. A draft that was not
+    drawn is one with all of q on x. Of several children the sum over those tried is on average no less than the total
+    variation.
+
+    Args:
+        mass, prob, drawn: [B, n] m(x), p(x) and q(x); no q: it was not drawn.
+    """
+    if drawn is None:
+        return (mass.clamp(max=1) - prob).clamp(min=0)
+    more = torch.minimum(mass, drawn) - torch.minimum(prob, drawn)
+    return more.clamp(min=0) / drawn.clamp(min=TINY)
 
 
 def without(q: Tensor, token: Tensor) -> Tensor:

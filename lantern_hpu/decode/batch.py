@@ -54,6 +54,7 @@ class Finished:
     steps: int
     accepted: list[int]  # [D]
     relaxed: int
+    spent: tuple[float, float] | None  # see `Decoded`
 
 
 class Batch:
@@ -197,7 +198,8 @@ class Batch:
             seat = self.seats[slot]
             assert seat is not None
             counts = (found.steps[i], found.accepted[i], found.relaxed[i])
-            done.append(Finished(slot, seat.request, found.tokens[i], *counts))
+            spent = None if found.spent is None else found.spent[i]
+            done.append(Finished(slot, seat.request, found.tokens[i], *counts, spent))
             self.release(slot)
         return done
 

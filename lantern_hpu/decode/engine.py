@@ -48,6 +48,7 @@ class Decoded:
     steps: list[int]  # [n]
     accepted: list[list[int]]  # [n][D]
     relaxed: list[int]  # [n]
+    spent: list[tuple[float, float]] | None  # [n] sum and largest of `Meter`; None: not metered
 
 
 @dataclass
@@ -288,11 +289,19 @@ class Engine:
         state, total = self.state, self.target.config.tokens
         rows = state.tokens.unflatten(0, (self.spec.images, -1))[:, :total]
         columns = [rows, state.steps[:, None], state.relaxed[:, None], state.accepted]
-        read = torch.cat(columns, 1).cpu().numpy()
+        whole = torch.cat(columns, 1)  # [B, N + 2 + D]
+        if state.meter is not None:  # in one read: below 2^24 float32 holds every whole number
+            spent = torch.stack([state.meter.total, state.meter.largest], 1)
+            whole = torch.cat([spent, whole.float()], 1)
+        read = whole.cpu().numpy()
         read = read if slots is None else read[list(slots)]
+        costs = None
+        if state.meter is not None:
+            costs = [(float(sum_), float(most)) for sum_, most in read[:, :2]]
+            read = read[:, 2:].astype(np.int64)
         steps, relaxed, accepted = read[:, total], read[:, total + 1], read[:, total + 2 :]
         tokens = read[:, :total].astype(np.int64)
-        return Decoded(tokens, steps.tolist(), accepted.tolist(), relaxed.tolist())
+        return Decoded(tokens, steps.tolist(), accepted.tolist(), relaxed.tolist(), costs)
 
     # -- looking inside
 

@@ -40,6 +40,7 @@ class Spec:
     annealed: bool = False  # some image weighs its drafts by depth
     ranks: int = 0  # most ranks that a cluster reaches up and down; 0: no image has clusters
     residual: Residual = "sound"
+    metered: bool = False  # what relaxation costs an image is added up
     open: bool = False  # images are also admitted one by one, while others go on
 
     @classmethod
@@ -90,7 +91,11 @@ class Spec:
             neighbours=min(class_of(need), listed),
             annealed=any(r.relaxation.weighs for r in requests),
             ranks=(1 << max(reach, LEAST_RANKS).bit_length()) - 1 if reach else 0,
-            residual=residuals.pop(),
+            residual=(residual := residuals.pop()),
+            # What the published residual costs cannot be told from the drafts that are tried
+            metered=residual == "sound"
+            and any(r.relaxation.active for r in requests)
+            and tree.depth > 0,
         )
 
     @property

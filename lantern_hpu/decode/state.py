@@ -130,6 +130,26 @@ class Moves:
 
 
 @dataclass
+class Meter:
+    """The total variation that relaxation has spent on each image, summed over its tokens, and the most on one."""
+
+    total: Tensor  # [B] float32
+    largest: Tensor  # [B] float32
+
+    @classmethod
+    def allocate(cls, spec: Spec, device: torch.device) -> Meter | None:
+        """At zero; None where nothing is metered."""
+        if not spec.metered:
+            return None
+        return cls(real(device, spec.images), real(device, spec.images))
+
+    def add(self, spent: Tensor) -> None:
+        """What a step spent at each of its places [B, D]."""
+        self.total.add_(spent.sum(1))
+        self.largest.copy_(torch.maximum(self.largest, spent.amax(1)))
+
+
+@dataclass
 class DecodeState:
     """The state of B slots. Image token t has cache position P + t.
 
@@ -159,6 +179,7 @@ class DecodeState:
     steps: Tensor  # [B] int32, steps until the image was done
     accepted: Tensor  # [B, D] int32, steps that accepted a draft at depth d + 1
     relaxed: Tensor  # [B] int32, drafts accepted only thanks to relaxation
+    meter: Meter | None  # what that cost; None where it is not metered
 
     @classmethod
     def allocate(
@@ -195,6 +216,7 @@ class DecodeState:
             steps=whole(device, b),
             accepted=whole(device, b, depth),
             relaxed=whole(device, b),
+            meter=Meter.allocate(spec, device),
         )
 
     @property
@@ -206,7 +228,8 @@ class DecodeState:
     def counters(self) -> list[Tensor]:
         """What begins at zero with each image: [B, ..]."""
         found = [self.count, self.steps, self.relaxed]
-        return [*found, self.accepted] if self.accepted.shape[1] else found
+        metered = [] if self.meter is None else [self.meter.total, self.meter.largest]
+        return [*found, *metered, *([self.accepted] if self.accepted.shape[1] else [])]
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by dotted name, those of nested dataclasses included."""

@@ -41,6 +41,7 @@ class Accepted:
     node: Tensor  # [B] int32, where the walk stopped
     bonus: Tensor  # [B] int32, the token after it
     relaxed: Tensor  # [B, D] bool, which drafts of its path passed only thanks to relaxation
+    spent: Tensor | None = None  # [B, D] float32, see `Verdict`
 
 
 class Step(nn.Module):
@@ -68,7 +69,7 @@ class Step(nn.Module):
         if drafting is not None:
             rule = neighbours, spec.residual, spec.annealed, target.kernels.walk
             clusters = Clusters(codes, spec.ranks) if codes is not None else None
-            self.acceptance = Acceptance(tree, *rule, clusters)
+            self.acceptance = Acceptance(tree, *rule, clusters, spec.metered)
         self.alone = StaticTables(DraftTree.root_only())
         # [I] nodes whose children may be tried; which they are is not known of a dynamic tree
         judged = tree.judged if isinstance(tree, DraftTree) else None
@@ -171,7 +172,7 @@ class Step(nn.Module):
         inside = rows_at(drafts.tables.child, verdict.node)[:, :1] > 0  # [B, 1]
         probs = torch.where(inside, verdict.residual, fresh)
         bonus = self.sampler.token(probs, fresh, uniform[:, -1], state)
-        return Accepted(p, verdict.node, bonus, verdict.relaxed)
+        return Accepted(p, verdict.node, bonus, verdict.relaxed, verdict.spent)
 
     def accept_redrawn(
         self, acceptance: Acceptance, p: Tensor, drawn: Tensor, drafts: Drafts
@@ -201,7 +202,10 @@ class Step(nn.Module):
         greedy = state.sampling.greedy
         node = torch.where(greedy, best.node, sampled.node)
         relaxed = torch.where(greedy[:, None], best.relaxed, sampled.relaxed)
-        return Verdict(node, sampled.residual, relaxed)
+        spent = sampled.spent
+        if spent is not None and best.spent is not None:
+            spent = torch.where(greedy[:, None], best.spent, spent)
+        return Verdict(node, sampled.residual, relaxed, spent)
 
     def commit(
         self, hidden: Tensor, drafts: Drafts, accepted: Accepted, state: DecodeState
@@ -228,17 +232,21 @@ class Step(nn.Module):
             added = (count - state.count).clamp(min=1)
             committed = Committed(hidden, path, news, added, accepted.probs, drafts.uniform)
             self.drafting.absorb(committed, state)
-        self.tally(taken, accepted.relaxed, order, state)
+        self.tally(taken, accepted, order, state)
         state.root.copy_(accepted.bonus)
         state.count.copy_(count)
         return state.known.copy_(count + 1)
 
-    def tally(self, taken: Tensor, relaxed: Tensor, order: Tensor, state: DecodeState) -> None:
+    def tally(self, taken: Tensor, accepted: Accepted, order: Tensor, state: DecodeState) -> None:
         """Count the step for images that are not done, and only what lies within the image."""
         last = self.tokens - 1
         state.steps.add_(state.count < last)
         if self.depth:
             depth = order[1:]  # 1 .. D
-            counted = (depth <= taken[:, None]) & (state.count[:, None] + depth <= last)
+            inside = state.count[:, None] + depth <= last
+            counted = (depth <= taken[:, None]) & inside
             state.accepted.add_(counted)
-            state.relaxed.add_((relaxed & counted).sum(1, dtype=torch.int32))
+            state.relaxed.add_((accepted.relaxed & counted).sum(1, dtype=torch.int32))
+            if state.meter is not None and accepted.spent is not None:
+                tried = (depth <= taken[:, None] + 1) & inside  # the draft that was refused, too
+                state.meter.add(accepted.spent * tried)

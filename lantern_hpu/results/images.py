@@ -29,6 +29,9 @@ class ImageRecord:
     Attributes:
         tokens_per_step: bonus token included; prefill and what lies past the image excluded.
         accepted_by_depth: entry d counts steps that accepted a draft at depth d + 1.
+        tv_sum: total variation between the tokens' distributions and the target's, summed over the tokens; 0 where
+            nothing was relaxed, None where it was and what that cost is not metered.
+        tv_mean: the same of a token after the first. tv_max: of the token where it was largest.
     """
 
     file: str | None
@@ -39,6 +42,14 @@ class ImageRecord:
     tokens_per_step: float
     accepted_by_depth: list[int]
     relaxed_accepts: int
+    tv_sum: float | None = 0.0
+    tv_mean: float | None = 0.0
+    tv_max: float | None = 0.0
+
+    @property
+    def tv(self) -> dict[str, float | None]:
+        """By name, for what does not hold the rest."""
+        return {"mean": self.tv_mean, "max": self.tv_max, "sum": self.tv_sum}
 
 
 @dataclass
@@ -83,6 +94,7 @@ class Drawn:
         return {
             "prompt": self.record.prompt,
             "seed": self.record.seed,
+            "tv": self.record.tv,
             "config": self.settings,
             "environment": self.environment,
         }
@@ -257,6 +269,15 @@ def image_files(
 def tokens_per_step(records: Sequence[ImageRecord]) -> float:
     """Mean over images: tokens after the first, which prefill draws, for each step."""
     return sum(r.tokens - 1 for r in records) / max(sum(r.steps for r in records), 1)
+
+
+def mean_tv(records: Sequence[ImageRecord]) -> float | None:
+    """Of a token after the first of its image; None where it was not metered."""
+    sums = [record.tv_sum for record in records]
+    known = [value for value in sums if value is not None]
+    if len(known) < len(sums):
+        return None
+    return sum(known) / max(sum(record.tokens - 1 for record in records), 1)
 
 
 def tokens_file(result: GenerationResult) -> bytes:

@@ -126,4 +126,6 @@ def worked_walk(device: torch.device) -> Example:
     )
     node, relaxed = whole(3, 2, 0), whole([1, 0], [0, 0], [0, 0]).bool()
     residual = real([0.1, 0.4, 0.2, 0.2, 0.1], [0, 0, 0, 0.5, 0.5], [0, 0, 0, 0.5, 0.5])
-    return (p, q, tokens, child, row, uniform, near, *bounds), (node, residual, relaxed)
+    # Child 1 is accepted with 0.4 / 0.5, exactly with 0.2 / 0.5; what the others are lent they do not need
+    spent = real([0.4, 0.0], [0.4, 0.0], [0.4, 0.0])
+    return (p, q, tokens, child, row, uniform, near, *bounds), (node, residual, relaxed, spent)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from lantern_hpu.backends.cuda.kernels.operators import EXACTLY, block_of, operator, packed, warps
 
+TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+
 
 @triton.jit
 def keep(where, probs, there):
@@ -70,6 +72,7 @@ def walk_kernel(
     node_out,  # [B]
     left_out,  # [B, V]
     relaxed_out,  # [B, D]
+    spent_out,  # [B, D]
     child_step,  # from one image to the next, as images may share a table
     row_step,
     uniform_step,
@@ -98,6 +101,7 @@ def walk_kernel(
     walking = node == 0
     for depth in range(depths):
         helped = node < 0
+        spent = tl.full([], 0.0, tl.float32)
         walking = walking & (tl.load(child + node * widest) > 0)
         if walking:
             whole = (image * inner + tl.load(row + node)) * V + index
@@ -121,6 +125,8 @@ def walk_kernel(
                     # A token without drafter mass was not really drawn, as the draws ran out. Strictly below:
                     # a token of probability 0 is never accepted, whatever the uniform.
                     if drawn > 0:
+                        more = tl.minimum(mass, drawn) - tl.minimum(own, drawn)
+                        spent += tl.maximum(more, 0.0) / tl.maximum(drawn, TINY)
                         if bar < mass:
                             node = draft
                             waiting = node < 0
@@ -132,23 +138,25 @@ def walk_kernel(
                     q = q / tl.maximum(tl.sum(q, 0), 1e-30)
             walking = node != above
         tl.store(relaxed_out + image * depths + depth, helped)
+        tl.store(spent_out + image * depths + depth, spent)
     tl.store(node_out + image, node)
 
 
 def shapes(
     p: Tensor, q: Tensor, tokens: Tensor, child: Tensor, row: Tensor, uniform: Tensor, *others: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     images, _, vocabulary = p.shape
     return (
         tokens.new_empty(images, dtype=torch.int32),
         p.new_empty(images, vocabulary),
         tokens.new_empty(images, uniform.shape[1], dtype=torch.bool),
+        p.new_empty(images, uniform.shape[1]),
     )
 
 
 @operator(
     "walk(Tensor p, Tensor q, Tensor tokens, Tensor child, Tensor row, Tensor uniform, Tensor? neighbours,"
-    " Tensor k, Tensor delta, Tensor factor, Tensor weight) -> (Tensor, Tensor, Tensor)",
+    " Tensor k, Tensor delta, Tensor factor, Tensor weight) -> (Tensor, Tensor, Tensor, Tensor)",
     shapes,
 )
 def launch(
@@ -163,8 +171,8 @@ def launch(
     delta: Tensor,
     factor: Tensor,
     weight: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    node, left, relaxed = shapes(p, q, tokens, child, row, uniform)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    node, left, relaxed, spent = shapes(p, q, tokens, child, row, uniform)
     images, inner, vocabulary = p.shape
     child, row, uniform, weight = (packed(x) for x in (child, row, uniform, weight))
     block = block_of(vocabulary)
@@ -184,6 +192,7 @@ def launch(
         node,
         left,
         relaxed,
+        spent,
         *(x.stride(0) for x in (child, row, uniform, weight)),
         inner,
         *child.shape[1:2],
@@ -195,7 +204,7 @@ def launch(
         num_warps=warps(block),
         **EXACTLY,
     )
-    return node, left, relaxed
+    return node, left, relaxed, spent
 
 
 def triton_walk(
@@ -210,6 +219,6 @@ def triton_walk(
     delta: Tensor,
     factor: Tensor,
     weight: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `lantern_hpu.kernels.Walk`."""
     return launch(p, q, tokens, child, row, uniform, neighbours, k, delta, factor, weight)
