@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -256,6 +257,16 @@ def test_flag_set_before_the_import_counts(tmp_path: Path) -> None:
     card, ended = lint_script(file, [], lazy=True)
     assert ended is None and card.findings.errors == []
     assert card.counts.launches == 4  # eight operators, two at a time
+
+
+def test_what_a_program_sets_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LANTERN_TEST_KEPT", "mine")
+    before = dict(os.environ)
+    file = tmp_path / "flags.py"
+    unset = 'os.environ["LANTERN_TEST_KEPT"] = "its"; del os.environ["PATH"]'
+    file.write_text(BEFORE.format(more=unset))
+    _, ended = lint_script(file, [], lazy=True)
+    assert ended is None and dict(os.environ) == before
 
 
 def test_flag_that_asks_for_the_other_mode_is_named(tmp_path: Path) -> None:

@@ -90,17 +90,16 @@ def lint_script(
 
 @contextmanager
 def started_as(file: Path, args: Sequence[str], lazy: bool) -> Iterator[None]:
-    """Arguments, import path and mode, as if the program had been started by itself."""
-    argv, path, mode = sys.argv, sys.path, os.environ.get(LAZY_MODE)
+    """Arguments, import path, mode and environment, as if the program had been started by itself."""
+    argv, path, environment = sys.argv, sys.path, dict(os.environ)
     sys.argv, sys.path = [str(file), *args], [str(file.parent), *path]
     os.environ[LAZY_MODE] = str(int(lazy))
     try:
         yield
     finally:
         sys.argv, sys.path = argv, path
-        os.environ.pop(LAZY_MODE, None)
-        if mode is not None:
-            os.environ[LAZY_MODE] = mode
+        os.environ.clear()  # the flags that the program set are its own
+        os.environ.update(environment)
 
 
 def merged(cards: Iterable[Device]) -> list[Finding]:
