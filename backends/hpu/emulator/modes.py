@@ -142,7 +142,7 @@ class Across(torch.autograd.Function):
 def to_host(
     card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`cpu`, `numpy` and `tolist`."""
+    """`cpu` and `numpy`."""
     source = args[0]
     if not isinstance(source, HPUTensor):
         return func(*args, **kwargs)
@@ -150,9 +150,7 @@ def to_host(
         raise TypeError(
             "can't convert hpu:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor first."
         )
-    if func is Tensor.cpu:
-        return across(card, source, "copy to the host")
-    return func(card.read(source, "tolist", "H001"))
+    return across(card, source, "copy to the host")
 
 
 def make(
@@ -245,7 +243,6 @@ HANDLERS: dict[Callable[..., Any], Handler] = {
     Tensor.to: move,
     Tensor.cpu: to_host,
     Tensor.numpy: to_host,
-    Tensor.tolist: to_host,
     Tensor.new_tensor: make_like,
     Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
     Tensor.__deepcopy__: deep_copy,

@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 
 @contextmanager
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None]:
-    """An attribute made from the real one, put back after."""
-    real = getattr(owner, name)
-    setattr(owner, name, make(real))
+    """An attribute made from the real one, put back after; an inherited one is inherited again."""
+    inherited, before = name not in vars(owner), vars(owner).get(name)
+    setattr(owner, name, make(getattr(owner, name)))
     try:
         yield
     finally:
-        setattr(owner, name, real)
+        if inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, before)
 
 
 @contextmanager

@@ -70,6 +70,11 @@ class HPUTensor(Tensor):
     def data_ptr(self) -> int:
         return self.raw.data_ptr()
 
+    def tolist(self) -> Any:
+        from lantern_hpu.backends.hpu.emulator.device import current
+
+        return current().read(self, "tolist", "H001").tolist()
+
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.raw.untyped_storage()
 

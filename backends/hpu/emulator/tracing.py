@@ -11,24 +11,25 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._dynamo import trace_rules
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.exc import Unsupported, UserError
 from torch._dynamo.utils import graph_break_reasons
 from torch._functorch._aot_autograd.utils import make_boxed_func
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.library import Library
 
 from lantern_hpu.backends.hpu.emulator import lint_checks, ops
-from lantern_hpu.backends.hpu.emulator.device import VARIANTS, Device
+from lantern_hpu.backends.hpu.emulator.device import VARIANTS, Device, current
 from lantern_hpu.backends.hpu.emulator.lint_rules import SKIPPED
 from lantern_hpu.backends.hpu.emulator.lowering import lower, source, watched
 from lantern_hpu.backends.hpu.emulator.patches import replaced
-from lantern_hpu.backends.hpu.emulator.tensor import HPUTensor, is_hpu
+from lantern_hpu.backends.hpu.emulator.tensor import HPU, META, HPUTensor, is_hpu
 
 CPU = torch.device("cpu")
 Site = tuple[str, int]
@@ -169,7 +170,8 @@ def at_home(graph: fx.GraphModule) -> None:
 
 
 def is_device(value: object) -> bool:
-    return isinstance(value, (str, torch.device)) and is_hpu(value)
+    """Whether a device is ours: `meta` is what torch's C++ takes the emulated one for."""
+    return isinstance(value, (str, torch.device)) and (is_hpu(value) or torch.device(value) == META)
 
 
 @contextmanager
@@ -188,11 +190,54 @@ def tracing(card: Device) -> Iterator[None]:
     plain = torch._C._disabled_torch_function_impl
     with ExitStack() as stack:
         if not card.traced:
+            make_on_hpu()
             stack.enter_context(card.aside())
+            stack.enter_context(made_on_the_host())
+            stack.enter_context(replaced(FakeTensorMode, "avoid_device_init", lambda real: True))
+            stack.enter_context(replaced(Tensor, "to", moving))
             stack.enter_context(replaced(FakeTensor, "__new__", faking))
             stack.enter_context(replaced(HPUTensor, "__torch_function__", lambda real: plain))
             stack.enter_context(replaced(card, "traced", lambda before: True))
         yield
+
+
+@contextmanager
+def made_on_the_host() -> Iterator[None]:
+    """`torch.tensor` makes its tensor on the host and moves it where tracers, and the emulator, see it."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
+
+
+def moving(real: Any) -> Any:
+    """`Tensor.to` with the card's number: torch would ask a driver for it."""
+
+    def numbered(value: Any) -> Any:
+        return HPU if isinstance(value, (str, torch.device)) and is_hpu(value) else value
+
+    @wraps(real)
+    def to(*args: Any, **kwargs: Any) -> Any:
+        return real(*map(numbered, args), **{n: numbered(v) for n, v in kwargs.items()})
+
+    return to
+
+
+@cache
+def make_on_hpu() -> Library:
+    """Kernels for what a program makes on `hpu` where nothing redirects it: in pieces that dynamo leaves to Python."""
+    made = Library("aten", "IMPL", "HPU")
+    for name in ("empty.memory_format", "empty_strided"):
+        overload: Any = getattr(torch.ops.aten, name.partition(".")[0])
+        func = getattr(overload, name.partition(".")[2] or "default")
+
+        def make(*args: Any, func: Any = func, **kwargs: Any) -> Any:
+            return current().run(func, args, {**kwargs, "device": META})
+
+        made.impl(name, make)
+    return made
 
 
 def first_line(reason: object) -> str:
