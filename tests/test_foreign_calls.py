@@ -12,6 +12,7 @@ from lantern_hpu.backends.hpu.emulator import emulate
 from lantern_hpu.backends.hpu.lint import lint_script
 from lantern_hpu.backends.hpu.releases import RELEASES, Release
 from lantern_hpu.commands.lint import main
+from tests.marks import mostly_slow
 
 Call = Callable[[torch.Tensor], torch.Tensor]
 NATIVE: dict[str, Call] = {
@@ -63,6 +64,95 @@ def test_rope_begins_at_an_offset() -> None:
         made = rope.apply(p.to("hpu"), cos.to("hpu"), sin.to("hpu"), 5).cpu()
     turned = torch.cat([-p[..., 4:], p[..., :4]], -1)
     assert torch.allclose(made, p * cos[:, :, 5:] + turned * sin[:, :, 5:], atol=1e-5)
+
+
+def test_sum_with_relu_comes_in_every_format() -> None:
+    """torch's own for the CPU knows no bfloat16."""
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.tensor([-2.0, 1.0], dtype=dtype)
+        with emulate():
+            d = x.to("hpu")
+            made = [torch._add_relu(d, d), torch._add_relu(d, 3, alpha=2)]
+            made += [torch._add_relu_(d.clone(), 3), torch._add_relu(d, d, out=d.clone())]
+            got = [t.cpu() for t in made]
+        wanted = [(x + x).relu(), (x + 6).relu(), (x + 3).relu(), (x + x).relu()]
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+# Compiled functions of x, [3, 4]; `net` is on x's device
+COMPILED = {
+    "causal attention": "F.scaled_dot_product_attention(x[None], x[None], x[None], is_causal=True)",
+    "number written into a row": "assign(x * 2, 0, 7)",
+    "number written into an input": "assign(x, 0, 0)",
+    "number written through a mask": "assign(x.clone(), x > 3, 0.5)",
+    "numbers written through an index": "assign(x + 0, torch.tensor([2], device=x.device), 1)",
+    "tensor of numbers": "x * torch.tensor([1.0, 2, 3, 4], device=x.device)",
+    "tensor of one number": "torch.where(x > 2, torch.tensor(9.0, device=x.device), x)",
+    "as_tensor": "x + torch.as_tensor([1, 2, 3, 4], device=x.device)",
+    "as_tensor of a tensor": "torch.as_tensor(x, device=x.device) + 1",
+    "new_tensor": "x + x.new_tensor([1, 2, 3, 4])",
+    "tensor of the host moved by name": "x + torch.ones(4).to(x.device.type)",
+    "type_as": "x + torch.ones(4, dtype=torch.int32, device=x.device).type_as(x)",
+    "sum with relu": "add_relu(x.bfloat16(), 3).float()",
+    "LSTM": "assign(net.lstm(x[None])[0], 0, 1)",
+    "GRU": "assign(net.gru(x[None])[0], 0, 1)",
+    "attention with heads": "net.heads(x[None], x[None], x[None])[0]",
+    "factories in plain Python": "plain(x * 2) + 1",
+    "reads in plain Python": "reads(x * 2) + 1",
+}
+# A program: each function whole where dynamo can trace it whole, and in pieces where it leaves some to Python
+COMPILES = """
+import copy, sys
+import torch, torch.nn.functional as F
+import habana_frameworks.torch.core
+
+torch.manual_seed(0)
+x = torch.randn(3, 4) * 3
+net = torch.nn.ModuleDict(dict(
+    lstm=torch.nn.LSTM(4, 5, 2, bidirectional=True), gru=torch.nn.GRU(4, 5),
+    heads=torch.nn.MultiheadAttention(4, 2, batch_first=True),
+)).eval().requires_grad_(False)
+nets = {"cpu": net, "hpu": copy.deepcopy(net).to("hpu")}
+
+def assign(x, where, value):
+    x[where] = value
+    return x + 1
+
+def add_relu(x, other):
+    return torch._add_relu(x, other) if x.device.type == "hpu" else (x + other).relu()
+
+@torch._dynamo.disable
+def plain(x):
+    made = torch.tensor([1.0, 2, 3, 4], device=x.device) * torch.zeros(4, device=x.device).add_(2)
+    at = torch.arange(4, device=x.device) + torch.ones(4).to(x.device.type)
+    return x * made + at + torch.eye(4, device=x.device)[0] + torch.full((4,), 3.0, device=x.device)
+
+@torch._dynamo.disable
+def reads(x):
+    return x + x.tolist()[0][1] + x.sum().item() + float(x.cpu().numpy()[0, 0])
+
+def f(x):
+    net = nets[x.device.type]
+    return BODY
+
+compiled = torch.compile(f, backend="hpu_backend", dynamic=False, fullgraph=WHOLE)
+for turn in range(2):  # the second call compiles nothing
+    got, want = compiled((x + turn).to("hpu")).cpu(), f(x + turn)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+"""
+IN_PIECES = {"LSTM", "GRU", "factories in plain Python", "reads in plain Python"}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", mostly_slow(COMPILED, "tensor of numbers", "LSTM"))
+def test_compiled_call_gives_the_cpus_numbers(name: str, tmp_path: Path) -> None:
+    file, whole = tmp_path / "compiles.py", str(name not in IN_PIECES)
+    file.write_text(COMPILES.replace("BODY", COMPILED[name]).replace("WHOLE", whole))
+    card, ended = lint_script(file, [], lazy=False)
+    assert ended is None, repr(ended)
+    assert card.counts.graphs["launches"] >= 2 and card.counts.fallbacks.total() == 0
+    errors = {f.rule.id for f in card.findings.errors}
+    assert errors <= ({"H001", "H002"} if name.startswith("reads") else set()), errors
 
 
 START = "import torch\nimport habana_frameworks.torch as ht\n"

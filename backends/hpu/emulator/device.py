@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -418,12 +418,30 @@ def flag(flags: Mapping[str, str], name: str, default: bool = False) -> bool:
 
 def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> Any:
     """Run an operator on CPU tensors; a random one from its own seed."""
+    func = STAND_INS.get(func._schema.name, func)
     if seed is None:
         return func(*args, **kwargs)
     with fork_rng(devices=[]):
         manual_seed(seed)
         return func(*args, **{n: None if n == "generator" else v for n, v in kwargs.items()})
 
+
+def add_relu(
+    x: Tensor, other: Tensor | float, alpha: float = 1, *, out: Tensor | None = None
+) -> Tensor:
+    made = torch.add(x, other, alpha=alpha).relu()
+    return made if out is None else out.copy_(made)
+
+
+def add_relu_(x: Tensor, other: Tensor | float, alpha: float = 1) -> Tensor:
+    return x.add_(other, alpha=alpha).relu_()
+
+
+# Operators that the device has in more number formats than the CPU
+STAND_INS: dict[str, Callable[..., Tensor]] = {
+    "aten::_add_relu": add_relu,
+    "aten::_add_relu_": add_relu_,
+}
 
 # Operators that move data or read it
 

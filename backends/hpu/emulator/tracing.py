@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.library import Library
 
 from lantern_hpu.backends.hpu.emulator import lint_checks, ops
-from lantern_hpu.backends.hpu.emulator.device import VARIANTS, Device, current
+from lantern_hpu.backends.hpu.emulator.device import STAND_INS, VARIANTS, Device, current
 from lantern_hpu.backends.hpu.emulator.lint_rules import SKIPPED
 from lantern_hpu.backends.hpu.emulator.lowering import lower, source, watched
 from lantern_hpu.backends.hpu.emulator.patches import replaced
@@ -190,7 +190,7 @@ def tracing(card: Device) -> Iterator[None]:
     plain = torch._C._disabled_torch_function_impl
     with ExitStack() as stack:
         if not card.traced:
-            make_on_hpu()
+            register_kernels()
             stack.enter_context(card.aside())
             stack.enter_context(made_on_the_host())
             stack.enter_context(replaced(FakeTensorMode, "avoid_device_init", lambda real: True))
@@ -226,9 +226,10 @@ def moving(real: Any) -> Any:
 
 
 @cache
-def make_on_hpu() -> Library:
-    """Kernels for what a program makes on `hpu` where nothing redirects it: in pieces that dynamo leaves to Python."""
-    made = Library("aten", "IMPL", "HPU")
+def register_kernels() -> tuple[Library, Library]:
+    """Kernels for what a program makes on `hpu` where nothing redirects it, in pieces that dynamo leaves to Python, and
+    for shapes of what the CPU has in fewer number formats."""
+    made, shapes = Library("aten", "IMPL", "HPU"), Library("aten", "IMPL", "Meta")
     for name in ("empty.memory_format", "empty_strided"):
         overload: Any = getattr(torch.ops.aten, name.partition(".")[0])
         func = getattr(overload, name.partition(".")[2] or "default")
@@ -237,7 +238,10 @@ def make_on_hpu() -> Library:
             return current().run(func, args, {**kwargs, "device": META})
 
         made.impl(name, make)
-    return made
+    for name, kernel in STAND_INS.items():
+        for overload in ("Tensor", "Scalar"):
+            shapes.impl(f"{name}.{overload}", kernel)
+    return made, shapes
 
 
 def first_line(reason: object) -> str:
