@@ -268,7 +268,7 @@ def test_a_format_that_the_processor_lacks_is_said(
     flags("fpu avx2")
     asked = ["--model", str(model), "--device", "cpu", "--prompt", PROMPT]
     output = ["--output", str(tmp_path / "out.png")]
-    assert main([*asked, *output, "--dtype", "bfloat16"]) == 0
+    assert main([*asked, *output, "--dtype", "bfloat16", "--verbose"]) == 0
     assert "this processor lacks it" in capsys.readouterr().err
     assert main([*asked, "--dtype", "float16"]) == 2
     assert "cpu does not offer dtype 'float16'" in capsys.readouterr().err
@@ -281,6 +281,8 @@ def test_the_report_says_what_was_taken_and_why(
     asked = ["--model", str(model), "--device", "cpu", "--prompt", PROMPT, "--threads", "1"]
     output = ["--output", str(tmp_path / "out.png"), "--report", str(report)]
     assert main([*asked, *output]) == 0
+    assert "threads" not in capsys.readouterr().err  # unless it is asked for
+    assert main([*asked, *output, "--verbose", "--force"]) == 0
     decided = json.loads(report.read_text())["environment"]["decided"]
     assert set(decided) == {"dtype", "layout", "threads"}
     assert decided["threads"] == "1: asked for"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import shlex
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from tqdm import tqdm
 
+from lantern_hpu import cli
 from lantern_hpu.commands import generate
 from lantern_hpu.commands import tune as command
 from lantern_hpu.decode.child_counts import KINDS, ChildCounts
@@ -259,6 +261,12 @@ def test_command_saves_a_tree_that_auto_draws_with(
     said = capsys.readouterr().out
     assert "| ar | 1 | 0 |" in said and "| chain | 6 | 5 |" in said
     assert "ar wins" in said or "times as fast as ar" in said
+    printed = shlex.split(said.splitlines()[-1])
+    fastest = tmp_path / "fastest.png"
+    assert printed[:2] == ["lantern-hpu", "generate"]
+    assert cli.main([*printed[1:], "--output", str(fastest)]) == 0
+    wanted = "ar" if "ar wins" in said else "eagle"
+    assert read_png(fastest)["config"]["method"] == wanted
     chosen = load_static(str(tree))
     found = json.loads(report.read_text())
     names = [row["tree"] for row in found["rows"]]

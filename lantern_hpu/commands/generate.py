@@ -41,6 +41,8 @@ def make_parser() -> argparse.ArgumentParser:
     how.add_argument("--batch-size", type=int, help="images decoded together (8 at most if unset)")
     options.add_method_options(parser.add_argument_group("method"))
     options.add_sampling_options(parser.add_argument_group("sampling (default: the model's own)"))
+    chosen = "say which number format, layout and threads were chosen, and why"
+    parser.add_argument("--verbose", action="store_true", help=chosen)
     parser.add_argument("--version", action="version", version=f"lantern_hpu {__version__}")
     return parser
 

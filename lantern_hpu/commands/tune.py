@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -84,14 +85,28 @@ def check_outputs(files: Sequence[Path | None], force: bool) -> None:
     check_free(asked, force)
 
 
-def save(tuning: TuningResult, situation: tuned_trees.Situation) -> None:
-    """Keep the fastest tree for `--tree auto`."""
+def save(tuning: TuningResult, situation: tuned_trees.Situation, args: argparse.Namespace) -> None:
+    """Keep the fastest tree for `--tree auto`, and print the command that draws with it."""
     best = tuning.best
     file = tuned_trees.save(
         situation, tuned_trees.TunedTree(best.tree, tuning.ar_wins, best.measured.ms_per_token)
     )
-    auto = "with --method auto draws with ar" if tuning.ar_wins else f"draws with {best.name}"
-    print(f"saved {file}: --tree auto {auto} in batches of {situation['batch_size']}")
+    print(f"saved {file}\nto draw with the fastest:\n  {command(tuning, situation, args)}")
+
+
+def command(
+    tuning: TuningResult, situation: tuned_trees.Situation, args: argparse.Namespace
+) -> str:
+    """The command that draws as was measured to be fastest."""
+    method, size = str(situation["method"]), int(situation["batch_size"])
+    words = ["lantern-hpu", "generate"]
+    words += ["--model", str(args.model)] if args.model not in (None, "builtin") else []
+    for name in ("stretch", "device", "dtype", "quantize", "layout", "graphs", "drafter"):
+        value = getattr(args, name, None)
+        words += [f"--{name}", str(value)] if value not in (None, "auto") else []
+    words += ["--method", "ar"] if tuning.ar_wins else ["--method", method, "--tree", "auto"]
+    words += [] if size == 1 else ["--num-images", str(size)]
+    return shlex.join([*words, "--prompt", "a red apple"])
 
 
 def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
@@ -131,7 +146,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         if file is not None:
             write_file(file, data, args.force)
             print(f"wrote {file}")
-    save(tuning, situation)
+    save(tuning, situation, args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,169 @@
+"""Pages of the reference that are made from the code: commands, HTTP, metrics, methods, lint rules."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+
+def write_all(folder: Path) -> None:
+    """Write each page; one that has not changed is left alone, so that a second build is short."""
+    os.environ["COLUMNS"] = "100"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, page in (
+        ("commands", commands()),
+        ("http", http()),
+        ("metrics", metrics()),
+        ("methods", methods()),
+        ("lint-rules", lint_rules()),
+    ):
+        file, text = folder / f"{name}.md", "\n".join(page) + "\n"
+        if not file.is_file() or file.read_text(encoding="utf-8") != text:
+            file.write_text(text, encoding="utf-8")
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield "| " + " | ".join(head) + " |"
+    yield "|---" * len(head) + "|"
+    for row in rows:
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+
+
+def commands() -> Iterator[str]:
+    """The help of each command."""
+    from lantern_hpu.cli import COMMANDS, module_of
+
+    yield from ("# Commands", "")
+    yield "`lantern-hpu COMMAND` and `python -m lantern_hpu COMMAND` are the same. Exit codes: 0, or 2 after an error."
+    for name, about in COMMANDS.items():
+        main, shown = import_module(module_of(name)).main, io.StringIO()
+        with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+            main(["--help"])
+        yield from ("", f"## {name}", "", f"{about[0].upper()}{about[1:]}.", "")
+        yield from ("```text", shown.getvalue().rstrip(), "```")
+
+
+def http() -> Iterator[str]:
+    """Paths and types of the server, from its OpenAPI schema."""
+    from lantern_hpu.serve.app import make_app
+    from lantern_hpu.serve.options import ServeOptions
+
+    schema = make_app(ServeOptions(), lambda: None).openapi()  # type: ignore[arg-type,return-value]
+    yield from ("# HTTP", "")
+    yield "A running server has this as `/openapi.json`, and a page to try it at `/docs`."
+    yield from ("", "## Paths", "")
+    rows = [
+        (
+            f"`{method.upper()} {path}`",
+            first_line(operation.get("description") or operation["summary"]),
+        )
+        for path, operations in schema["paths"].items()
+        for method, operation in operations.items()
+    ]
+    yield from table(("path", "what it does"), rows)
+    for name, about in sorted(schema["components"]["schemas"].items()):
+        if "properties" not in about:
+            continue
+        yield from ("", f"## {name}", "", about.get("description", ""), "")
+        needed = about.get("required", [])
+        fields = [
+            (
+                f"`{field}`",
+                kind(value),
+                "yes" if field in needed else default(value),
+                meaning(value),
+            )
+            for field, value in about["properties"].items()
+        ]
+        yield from table(("field", "type", "required or default", "meaning"), fields)
+
+
+def first_line(text: str) -> str:
+    return text.strip().splitlines()[0]
+
+
+def kind(value: Mapping[str, Any]) -> str:
+    """The type of a field: `integer`, `string or null`, the name of a schema."""
+    if "$ref" in value:
+        return str(value["$ref"]).rpartition("/")[2]
+    if "anyOf" in value:
+        return " or ".join(kind(each) for each in value["anyOf"])
+    if "enum" in value or "const" in value:
+        return ", ".join(f"`{each}`" for each in value.get("enum", [value.get("const")]))
+    if value.get("type") == "array":
+        return f"list of {kind(value['items'])}"
+    return str(value.get("type", "any"))
+
+
+def default(value: Mapping[str, Any]) -> str:
+    return f"`{json.dumps(value['default'])}`" if value.get("default") is not None else ""
+
+
+def meaning(value: Mapping[str, Any]) -> str:
+    ends = {"minimum": "at least", "maximum": "at most", "maxLength": "at most (characters)"}
+    limits = [f"{word} {value[key]}" for key, word in ends.items() if key in value]
+    return "; ".join([*([str(value["description"])] if "description" in value else []), *limits])
+
+
+def metrics() -> Iterator[str]:
+    """What `/metrics` has."""
+    from lantern_hpu.serve.metrics import Metrics
+
+    yield from ("# Metrics", "")
+    yield "`GET /metrics`, in Prometheus' format; each has the label `model_name`."
+    yield "Names that vLLM has mean what they mean there."
+    families = list(Metrics("model").registry.collect())
+    rows = [(f"`{family.name}`", family.type, family.documentation) for family in families]
+    yield from ("", *table(("name", "type", "what"), rows))
+
+
+def methods() -> Iterator[str]:
+    """The table of methods and of published relaxations."""
+    from lantern_hpu.methods.relaxation import PRESETS
+    from lantern_hpu.methods.table import METHODS
+
+    yield from ("# Methods and presets", "", "## Methods", "")
+    rows = [
+        (
+            f"`{name}`",
+            method.about,
+            "a drafter" if method.needs_drafter else "nothing",
+            "yes" if method.relaxation is None else "no",
+            "yes" if method.relaxes else "no",
+        )
+        for name, method in METHODS.items()
+    ]
+    yield from table(
+        ("method", "what it does", "needs", "lossless by default", "can be relaxed"), rows
+    )
+    yield from ("", "## Presets of `--relax`", "")
+    yield from table(
+        ("preset", "rule", "values"),
+        [(f"`{name}`", r.rule, f"`{json.dumps(r.as_json())}`") for name, r in PRESETS.items()],
+    )
+
+
+def lint_rules() -> Iterator[str]:
+    """The rules of `lantern-hpu lint`."""
+    from lantern_hpu.backends.hpu.emulator.rules import RULES
+
+    yield from ("# Lint rules", "")
+    yield "What `lantern-hpu lint` finds in code for Gaudi."
+    yield "The severity inside a capture, where it differs, stands in brackets."
+    rows = [
+        (
+            rule.id,
+            rule.name,
+            rule.severity + ("" if rule.captured == rule.severity else f" ({rule.captured})"),
+            rule.why,
+            rule.instead,
+        )
+        for rule in RULES.values()
+    ]
+    yield from ("", *table(("rule", "name", "severity", "why", "instead"), rows))

@@ -1,0 +1,89 @@
+"""The documentation: its tutorial runs, its examples run, and the site builds without a warning."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lantern_hpu import cli
+from tests.folder import write_folder
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+TUTORIAL = (DOCS / "tutorial.md").read_text(encoding="utf-8")
+# What takes minutes is shortened; what the options do is the point.
+SHORTER = {
+    "fidelity": ["--model", "tiny", "--images", "8", "--draws", "8", "--timed", "1"],
+    "tune": ["--model", "tiny", "--images", "2"],
+}
+
+
+def commands(text: str) -> list[list[str]]:
+    """The `lantern-hpu` commands of a page that end by themselves."""
+    blocks = re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+    lines = "".join(blocks).replace("\\\n", " ").splitlines()
+    words = [shlex.split(line) for line in lines if line.startswith("lantern-hpu ")]
+    return [each[1:] for each in words if each[1] != "serve"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    patch = pytest.MonkeyPatch()
+    folder = tmp_path_factory.mktemp("tutorial")
+    patch.chdir(folder)
+    patch.setenv("LANTERN_HPU_CACHE", str(folder / "cache"))
+    write_folder(folder / "tiny")
+    yield folder
+    patch.undo()
+
+
+@pytest.mark.slow
+def test_the_tutorial_runs_from_top_to_bottom(folder: Path) -> None:
+    assert len(commands(TUTORIAL)) >= 7
+    for words in commands(TUTORIAL):
+        assert cli.main([*words, *SHORTER.get(words[0], [])]) == 0, words
+    assert (folder / "again.png").is_file() and (folder / "fidelity.json").is_file()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["tutorial.md", "guides/async.md", "reference/python.md"])
+def test_python_of_a_page_runs(page: str, folder: Path) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text("utf-8"), re.DOTALL)
+    exec(compile(code, page, "exec"), {})
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
+    pytest.importorskip("furo")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
+    built = subprocess.run(
+        [*command, "docs", str(tmp_path / "site")], cwd=ROOT, capture_output=True, text=True
+    )
+    assert built.returncode == 0, built.stderr
+    generated = (tmp_path / "site/reference/generated/commands.html").read_text("utf-8")
+    assert all(f'id="{name}"' in generated for name in cli.COMMANDS)
+
+
+@pytest.mark.slow
+def test_the_notebook_runs(tmp_path: Path) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    notebook = nbformat.read(DOCS / "notebooks" / "first_steps.ipynb", 4)
+    before = [cell.get("outputs") for cell in notebook.cells if cell.cell_type == "code"]
+    assert all(before), "it is kept with its outputs"
+    resources = {"metadata": {"path": str(tmp_path)}}
+    nbclient.NotebookClient(notebook, timeout=600, resources=resources).execute()
+    assert (tmp_path / "apple.png").is_file()
+
+
+def test_each_page_of_the_site_is_listed() -> None:
+    listed = (DOCS / "index.md").read_text("utf-8")
+    for page in DOCS.rglob("*.md"):
+        name = page.relative_to(DOCS).with_suffix("").as_posix()
+        if name != "index" and "generated" not in name:
+            assert f"\n{name}\n" in listed, name
