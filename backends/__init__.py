@@ -45,7 +45,7 @@ def prepare(name: str, graphs: str = "auto", emulate: bool = False) -> None:
     from lantern_hpu.backends.hpu import env as hpu_env
 
     if name in ("auto", "hpu") and not emulate and hpu_env.plugin_folder() is not None:
-        hpu_env.prepare(graphs if name == "hpu" or graphs in hpu_env.LAZY else "auto")
+        hpu_env.prepare_flags(graphs if name == "hpu" or graphs in hpu_env.LAZY else "auto")
 
 
 def card_of(name: str, offered: Mapping[str, float], emulate: bool = False) -> str:

@@ -78,9 +78,9 @@ def candidates_of(backend: Backend, dtype: torch.dtype) -> dict[str, Candidate]:
     if backend.name == "cuda":
         from lantern_hpu.backends.cuda import kernels as triton
 
-        return triton.candidates(backend.device, dtype)
+        return triton.triton_candidates(backend.device, dtype)
     if backend.name == "hpu":
         from lantern_hpu.backends.hpu import kernels as gaudi
 
-        return gaudi.candidates(cast("HPUBackend", backend))
+        return gaudi.hpu_candidates(cast("HPUBackend", backend))
     return {}

@@ -22,22 +22,22 @@ Facts = dict[str, Any]
 
 def examine() -> Facts:
     """All devices; flags and checks come first, because asking a device loads its software."""
-    flags = prepare_flags()
+    flags = flags_facts()
     checks = [asdict(check) for check in hpu_env.checks()]
     devices = {name: examine_device(target) for name, target in BACKENDS.items()}
     return {
-        "torch": hpu_env.installed("torch"),
+        "torch": hpu_env.version_of("torch"),
         "devices": devices,
         "gaudi": {"checks": checks, "flags": flags},
         "default": default_of(devices),
     }
 
 
-def prepare_flags() -> Facts:
+def flags_facts() -> Facts:
     """The flags in force; `active` is false, and nothing is set, where there is no plugin to read them."""
     active = hpu_env.plugin_folder() is not None
     environ = os.environ if active else dict(os.environ)
-    flags = attempt(lambda: asdict(hpu_env.prepare(environ=environ)))
+    flags = attempt(lambda: asdict(hpu_env.prepare_flags(environ=environ)))
     return {"active": active, **flags}
 
 
@@ -77,7 +77,7 @@ def failure(error: Exception) -> Facts:
     if isinstance(error, LanternError):
         text = f"{error.what}: {error.why}" if error.why else error.what
         return {"error": text, "meaning": None, "hint": error.hint}
-    known = hpu_errors.explain(error)
+    known = hpu_errors.explain_gaudi(error)
     return {
         "error": f"{type(error).__name__}: {error}".strip(),
         "meaning": known.what if known else None,

@@ -24,12 +24,12 @@ class State(Protocol):
         ...
 
 
-# A module whose `forward(state)` changes the state in place and returns one tensor. It may have `parts`,
+# A module whose `forward(state)` changes the state in place and returns one tensor. It may have `stages`,
 # functions that in a row are the same: each takes the state and what the one before returned.
 Function = nn.Module
 
 
-def parts(function: Function) -> tuple[Callable[..., Any], ...]:
+def stages(function: Function) -> tuple[Callable[..., Any], ...]:
     """Where a function may be cut."""
     found: tuple[Callable[..., Any], ...] = getattr(function, "parts", (function,))
     return found

@@ -15,7 +15,7 @@ from torch import Tensor
 from lantern_hpu.backends.base import Backend
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.errors import CaptureError
-from lantern_hpu.graphs.base import Function, Runner, State, parts
+from lantern_hpu.graphs.base import Function, Runner, State, stages
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu.backend import HPUBackend
@@ -62,7 +62,7 @@ class HPUGraphRunner(Runner):
                     self.graph.capture_end()
         except RuntimeError as error:
             self.graph.reset()
-            known, name = hpu_errors.explain(error), type(self.function).__name__
+            known, name = hpu_errors.explain_gaudi(error), type(self.function).__name__
             why, hint = (
                 (str(error), "") if known is None else (f"{known.what} ({known.why})", known.hint)
             )
@@ -80,7 +80,7 @@ class HPUGraphRunner(Runner):
         """The function, in one piece or with cuts between its parts."""
         if not self.split:
             return self.function(self.state)
-        first, *others = parts(self.function)
+        first, *others = stages(self.function)
         carried = first(self.state)
         for part in others:
             self.device.queue.flush()

@@ -77,7 +77,7 @@ def pieces(count: int, workers: int, slots: int) -> list[list[int]]:
     return [list(range(i, min(i + size, count))) for i in range(0, count, size)]
 
 
-def shared(
+def share_work(
     opener: str,
     arguments: Sequence[Any],
     work: Sequence[list[int]],

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from lantern_hpu import LanternPipeline
 from lantern_hpu.files import write_file
 from lantern_hpu.lab.evaluate.attributes import small
-from lantern_hpu.lab.evaluate.metrics_builtin import Painted, averaged, drawn_side, within
+from lantern_hpu.lab.evaluate.metrics_builtin import Painted, as_classified, drawn_side, within
 from lantern_hpu.lab.evaluate.statistics import figures
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.results.images import Drawn, encode
@@ -61,7 +61,8 @@ def main() -> None:
     painted = Painted(arguments.images, arguments.panels, arguments.fresh, drawn_side(pipeline))
     items, metrics = painted.items(), painted.metrics(painted.fresh())
     own = within(
-        np.stack([averaged(p) for p in painted.generated()[arguments.images :]]), arguments.panels
+        np.stack([as_classified(p) for p in painted.generated()[arguments.images :]]),
+        arguments.panels,
     )
     lines, rows = [], {}
     for text in arguments.settings.split(","):

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from lantern_hpu.files import ASSETS
 from lantern_hpu.lab.evaluate.options import FidelityOptions
-from lantern_hpu.lab.fidelity import Place, all_places, distances
+from lantern_hpu.lab.fidelity import Place, all_places, tv_distances
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.methods.table import METHODS
 from lantern_hpu.models.vq import VQModel
@@ -85,7 +85,7 @@ def law_goals(
     tree, tv = METHODS["lantern++"].default_tree, {}
     for lam in tqdm(LAMBDAS, desc="lambda", unit="setting"):
         rule = Multiplicative(10, lam=lam)
-        tv[lam] = float(np.mean(distances(pipeline, tree, places, rule, options)))
+        tv[lam] = float(np.mean(tv_distances(pipeline, tree, places, rule, options)))
     name, inside = "TV of lantern++, lambda 5", 0.01 <= tv[5.0] <= 0.4
     yield Goal(name, "0.01 to 0.4", f"{tv[5.0]:.3f}", inside)
     values = [tv[lam] for lam in LAMBDAS]

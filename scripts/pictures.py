@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lantern_hpu.lab.scenes import Noise, paint
+from lantern_hpu.lab.scenes import Noise, paint_picture
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.vq import VQModel
 
@@ -41,7 +41,7 @@ def painted(first: int, count: int) -> Batch:
     """Pictures `first` to `first + count - 1`."""
     global _noise
     _noise = _noise or Noise(2 * SIDE)
-    pictures = [paint(first + i, _noise) for i in range(count)]
+    pictures = [paint_picture(first + i, _noise) for i in range(count)]
     return Batch(np.stack([p.pixels for p in pictures]), [p.caption for p in pictures])
 
 

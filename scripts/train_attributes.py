@@ -39,7 +39,7 @@ from lantern_hpu.lab.evaluate.attributes import (
     scene_attributes,
     to_network,
 )
-from lantern_hpu.lab.scenes import Noise, paint
+from lantern_hpu.lab.scenes import Noise, paint_picture
 from scripts.pictures import FRESH, Stream
 from scripts.training import native_bfloat16, parse
 
@@ -56,7 +56,7 @@ def labelled(first: int, count: int) -> Labelled:
     """Pictures `first` to `first + count - 1`, and what is in them."""
     global _noise
     _noise = _noise or Noise(2 * SIDE)
-    pictures = [paint(first + i, _noise) for i in range(count)]
+    pictures = [paint_picture(first + i, _noise) for i in range(count)]
     known = [scene_attributes(p.scene) for p in pictures]
     labels = [
         [values.index(one[name]) if name in one else NONE for name, values in ATTRIBUTES.items()]

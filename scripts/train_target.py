@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from lantern_hpu.files import write_file
-from lantern_hpu.lab.scenes import describe, sample
+from lantern_hpu.lab.scenes import caption_of, sample_scene
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.text.prefix import CaptionProjection
 from lantern_hpu.models.text.words import WordConditioner
@@ -50,7 +50,7 @@ def vocabulary(captions: int = 50_000) -> list[str]:
     """Every word that captions have, sorted."""
     rng, words = np.random.default_rng(0), set()
     for _ in range(captions):
-        words.update(WordConditioner.split(describe(sample(rng), rng)))
+        words.update(WordConditioner.split(caption_of(sample_scene(rng), rng)))
     return sorted(words)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lantern_hpu.commands.generate_job import open_worker
+from lantern_hpu.commands.generate_job import open_job_worker
 from lantern_hpu.pipeline import LanternPipeline
 
 
@@ -28,4 +28,4 @@ def open_mortal(args: Any, notes: str) -> Callable[[list[int]], int]:
         return found
 
     LanternPipeline.drawn = drawn  # type: ignore[method-assign, assignment]
-    return open_worker(args)
+    return open_job_worker(args)

@@ -146,6 +146,23 @@ def test_few_modules_lie_beside_the_folders() -> None:
     assert len(beside) <= 8, f"a new part belongs into a folder: {sorted(beside)}"
 
 
+# What each command has, and names that the modules of a device's software have of their own
+SHARED_NAMES = {"main", "make_parser"}
+STAND_INS = ("backends.hpu.emulator.habana", "backends.hpu.emulator.hpex")
+
+
+def test_a_name_stands_for_one_thing() -> None:
+    """No public function or class of a module is called as one of another module."""
+    places: dict[str, list[str]] = {}
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for file in (file for module, file in sources() if module not in STAND_INS):
+        for node in parsed(file).body:
+            if isinstance(node, kinds) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(place(file, node.lineno))
+    shared = {n: at for n, at in places.items() if len(at) > 1 and n not in SHARED_NAMES}
+    assert not shared, "\n".join(f"{name}: {', '.join(at)}" for name, at in shared.items())
+
+
 def test_only_commands_know_their_command_line() -> None:
     """Rooms take values, so that others can use them; what several commands read stands in `options`."""
     wrong = [

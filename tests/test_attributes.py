@@ -19,7 +19,7 @@ from lantern_hpu.lab.evaluate.attributes import (
     scene_attributes,
 )
 from lantern_hpu.lab.evaluate.metrics_builtin import CAPTIONS
-from lantern_hpu.lab.scenes import Noise, Picture, describe, paint, sample
+from lantern_hpu.lab.scenes import Noise, Picture, caption_of, paint_picture, sample_scene
 from scripts.train_attributes import spoil
 
 
@@ -27,8 +27,8 @@ def test_captions_say_what_the_scene_shows() -> None:
     rng = np.random.default_rng(0)
     named = dict.fromkeys(ATTRIBUTES, 0)
     for _ in range(3000):
-        scene = sample(rng)
-        found = caption_attributes(describe(scene, rng))
+        scene = sample_scene(rng)
+        found = caption_attributes(caption_of(scene, rng))
         assert found.items() <= scene_attributes(scene).items()
         for name in found:
             named[name] += 1
@@ -60,7 +60,7 @@ def test_a_thing_that_is_said_is_the_thing_and_not_its_colour() -> None:
 @pytest.fixture(scope="module")
 def pictures() -> list[Picture]:
     noise = Noise(2 * SIDE)
-    return [paint(CAPTIONS + 10**6 + i, noise) for i in range(160)]
+    return [paint_picture(CAPTIONS + 10**6 + i, noise) for i in range(160)]
 
 
 @pytest.mark.slow

@@ -20,7 +20,14 @@ from lantern_hpu.commands import bench
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.files import ASSETS
 from lantern_hpu.lab.bench import measure, rates, run
-from lantern_hpu.lab.bench.cases import RANDOM, BenchRequest, Case, cases_of, settings_for, settle
+from lantern_hpu.lab.bench.cases import (
+    RANDOM,
+    BenchRequest,
+    Case,
+    cases_of,
+    measurable_modes,
+    settings_for,
+)
 from lantern_hpu.lab.bench.measure import Meter
 from lantern_hpu.lab.bench.random_weights import make_model, step_sizes
 from lantern_hpu.lab.bench.report import (
@@ -28,9 +35,9 @@ from lantern_hpu.lab.bench.report import (
     VERSION,
     SpeedRow,
     check_report,
-    problems,
     read_report,
     schema,
+    schema_errors,
     with_speeds,
 )
 from lantern_hpu.lab.bench.roofline import (
@@ -209,7 +216,7 @@ def test_rows_are_read_as_they_were_written(report: Report) -> None:
     for row in report["rows"]:
         assert SpeedRow.from_json(row | {"projected": []}).as_json() == row
     older = report["rows"][0] | {"projected": [{"label": "projected"}]}
-    assert not problems(report | {"rows": [older]})
+    assert not schema_errors(report | {"rows": [older]})
     assert set(schema()["properties"]["rows"]["items"]["required"]) == {
         f.name for f in fields(SpeedRow)
     }
@@ -284,17 +291,17 @@ class Picky(Backend):
 
 def test_a_mode_that_cannot_be_had_is_noted_or_refused() -> None:
     backend = Picky()
-    found, notes = settle(backend, ["eager", "auto"], by_name=False)
+    found, notes = measurable_modes(backend, ["eager", "auto"], by_name=False)
     assert found == ["hpu_graph"]
     assert "--graphs eager" in notes[0]
     with pytest.raises(DeviceError, match="no graph mode 'eager'"):
-        settle(backend, ["eager", "auto"], by_name=True)
+        measurable_modes(backend, ["eager", "auto"], by_name=True)
 
 
 def test_a_row_that_does_not_fit_is_noted_and_the_others_are_measured(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = run.measure
+    whole = run.measure_case
 
     def crowded(
         pipeline: LanternPipeline, wanted: BenchRequest, case: Case, *given: Any
@@ -303,7 +310,7 @@ def test_a_row_that_does_not_fit_is_noted_and_the_others_are_measured(
             raise DeviceError("the GPU has too little memory", "0 GB are free")
         return whole(pipeline, wanted, case, *given)
 
-    monkeypatch.setattr(run, "measure", crowded)
+    monkeypatch.setattr(run, "measure_case", crowded)
     given = ["--model", str(model), "--methods", "ar", "--graphs", "eager", "--images", "1"]
     assert bench.main([*given, "--batch-sizes", "1,2"]) == 0
     assert "note: not measured: ar, root, eager, batch 2: the GPU has" in capsys.readouterr().out
@@ -318,7 +325,7 @@ def test_a_recorded_mode_keeps_its_first_engine_until_its_rows_are_done(
     """Its graph holds the memory that recorded graphs share; all others give theirs back, also after a failure."""
     opened: list[LanternPipeline] = []
     kept: list[list[int]] = []
-    whole = run.measure
+    whole = run.measure_case
 
     def measured(drawing: LanternPipeline, *given: Any) -> SpeedRow:
         kept.append([len(other.engines.engines) for other in opened])
@@ -328,7 +335,7 @@ def test_a_recorded_mode_keeps_its_first_engine_until_its_rows_are_done(
             raise DeviceError("the GPU has too little memory")
         return row
 
-    monkeypatch.setattr(run, "measure", measured)
+    monkeypatch.setattr(run, "measure_case", measured)
     wanted = BenchRequest(
         settings=settings_for(["ar", "eagle", "lantern++"], ["chain"]),
         modes=[],
@@ -462,7 +469,7 @@ def test_each_method_gets_the_trees_of_its_kind() -> None:
 
 def test_layout_and_threads_can_be_asked_for(model: Path) -> None:
     asked = ["--model", str(model), "--device", "cpu", "--layout", "plain", "--threads", "1"]
-    wanted = bench.read_options(bench.make_parser().parse_args(asked))
+    wanted = bench.bench_request(bench.make_parser().parse_args(asked))
     with closing(run.open_pipeline(wanted)) as pipeline:
         decided = pipeline.backend.tuning.decided
         assert decided["layout"] == "plain: asked for" and decided["threads"] == "1: asked for"
@@ -484,7 +491,7 @@ def test_a_preset_relaxes_every_method_that_takes_one(pipeline: LanternPipeline)
 
 def test_tuned_tree_is_measured_in_every_mode(pipeline: LanternPipeline, tmp_path: Path) -> None:
     tree = DraftTree.from_paths("tuned_2", [[0], [0, 0]])
-    tuned_trees.save(pipeline.situation("eagle", 2), tuned_trees.TunedTree(tree, True))
+    tuned_trees.save_tree(pipeline.situation("eagle", 2), tuned_trees.TunedTree(tree, True))
     settings = settings_for(["ar", "eagle"], ["auto", "chain"])
     assert [*map(str, settings)] == ["ar", "eagle@auto", "eagle@chain"]
     wanted = BenchRequest(settings=settings, modes=[], batches=[2])
@@ -497,7 +504,7 @@ def test_tuned_tree_is_measured_in_every_mode(pipeline: LanternPipeline, tmp_pat
     twice = replace(wanted, settings=settings_for(["eagle"], ["chain", str(other)]))
     with pytest.raises(OptionError, match="two different ones of the name 'chain'"):
         cases_of(pipeline, twice, ["eager"])
-    tuned_trees.save(
+    tuned_trees.save_tree(
         pipeline.situation("eagle", 2), tuned_trees.TunedTree(load_static("chain"), False)
     )
     assert [case.setting.tree.name for case in cases_of(pipeline, wanted, ["eager"])][1:] == [
@@ -527,8 +534,8 @@ def test_floors_in_the_docs_are_those_of_the_script() -> None:
     ],
 )
 def test_problems_name_their_place(report: Report, change: Report, said: str) -> None:
-    assert not problems(report)
-    assert any(problem.startswith(said) for problem in problems(report | change))
+    assert not schema_errors(report)
+    assert any(problem.startswith(said) for problem in schema_errors(report | change))
 
 
 def test_the_schema_is_one() -> None:
@@ -539,7 +546,7 @@ def test_every_field_is_needed(report: Report) -> None:
     for name in report["rows"][0]:
         short = {field: value for field, value in report["rows"][0].items() if field != name}
         said = f"rows[0]: {name!r} is a required property"
-        assert problems(report | {"rows": [short]}) == [said]
+        assert schema_errors(report | {"rows": [short]}) == [said]
 
 
 def test_a_damaged_report_is_one_error_of_few_words(report: Report) -> None:

@@ -15,7 +15,7 @@ import torch
 from lantern_hpu.files import ASSETS
 from lantern_hpu.methods.table import METHODS
 from lantern_hpu.models.files.names import read_config
-from lantern_hpu.models.neighbours import nearest
+from lantern_hpu.models.neighbours import nearest_codes
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import GenerationResult, tokens_per_step
@@ -115,7 +115,7 @@ def test_codes_are_their_own_nearest(pipeline: LanternPipeline) -> None:
 
 def test_neighbours_exclude_self_and_are_sorted(pipeline: LanternPipeline) -> None:
     book = pipeline.model.codebook
-    near = nearest(book, 12)
+    near = nearest_codes(book, 12)
     codes = torch.arange(len(book))[:, None]
     assert near.shape == (len(book), 12) and not (near == codes).any()
     distance = (book[codes].double() - book[near].double()).norm(dim=-1)

@@ -658,7 +658,7 @@ def test_an_image_is_drawn_again_with_the_parts_it_was_drawn_with(
 def test_neighbours_of_another_codebook_are_refused(public: Path, tmp_path: Path) -> None:
     table = np.load(next((public / TEXT / "vq_distances").iterdir()))
     others = torch.randn(len(table), 8, generator=torch.Generator().manual_seed(0))
-    foreign = codebook.nearest(others, table.shape[1]).numpy()
+    foreign = codebook.nearest_codes(others, table.shape[1]).numpy()
     for name, wrong in {"reversed": table[:, ::-1], "foreign": foreign}.items():
         np.save(tmp_path / f"{name}.npy", wrong)
         with pytest.raises(WeightsError, match="another codebook"):
@@ -675,9 +675,9 @@ def test_a_table_by_rounded_distances_is_taken_with_a_note(tmp_path: Path) -> No
     squared = book.square().sum(1)
     rounded = squared[:, None] + squared - 2 * book @ book.T  # what torch.cdist does with so many
     table = rounded.fill_diagonal_(-1e9).argsort(1)[:, 1:].numpy()
-    assert not np.array_equal(table, codebook.nearest(book, 63).numpy())
+    assert not np.array_equal(table, codebook.nearest_codes(book, 63).numpy())
     np.save(tmp_path / "rounded.npy", table)
-    np.save(tmp_path / "right.npy", codebook.nearest(book, 63).numpy())
+    np.save(tmp_path / "right.npy", codebook.nearest_codes(book, 63).numpy())
     assert "out of order" in (codebook.check_table(tmp_path / "rounded.npy", book) or "")
     assert codebook.check_table(tmp_path / "right.npy", book) is None
     np.save(tmp_path / "wrong.npy", table[:, ::-1])
@@ -710,12 +710,14 @@ def test_published_neighbours_equal_computed_ones(
     np.save(tmp_path / "table.npy", table)
     book = opened(public, TEXT).codebook
     codebook.check_table(tmp_path / "table.npy", book)
-    assert torch.equal(codebook.read_table(tmp_path / "table.npy", 20), codebook.nearest(book, 20))
+    assert torch.equal(
+        codebook.read_table(tmp_path / "table.npy", 20), codebook.nearest_codes(book, 20)
+    )
 
 
 def test_computed_neighbours_are_kept_and_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
     book = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
-    want = codebook.nearest(book, 7)
+    want = codebook.nearest_codes(book, 7)
     assert torch.equal(codebook.kept_nearest(book, 7), want)
     (file,) = (tmp_path / "cache" / "neighbours").iterdir()
     assert torch.equal(codebook.kept_nearest(book, 7), want)

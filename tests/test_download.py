@@ -17,7 +17,7 @@ from lantern_hpu.commands import download
 from lantern_hpu.files import sha256
 from lantern_hpu.zoo import fetch as fetching
 from lantern_hpu.zoo import located, registry
-from lantern_hpu.zoo.located import locate
+from lantern_hpu.zoo.located import locate_model
 from lantern_hpu.zoo.registry import KnownModel, entries
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, in_cache
 
@@ -106,8 +106,8 @@ def refused(capsys: pytest.CaptureFixture[str], *args: str) -> str:
 def test_a_model_is_fetched_once(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     text = fetch(capsys, T2I)
     assert "11.4 GB" in text and "Apache-2.0" in text and "MIT" in text
-    assert locate(entries()[T2I]).missing() == []
-    assert str(locate(entries()[T2I])["target"]) in text
+    assert locate_model(entries()[T2I]).missing() == []
+    assert str(locate_model(entries()[T2I])["target"]) in text
     hub.asked.clear()
     assert "here already" in fetch(capsys, T2I)
     assert hub.asked == []
@@ -115,9 +115,9 @@ def test_a_model_is_fetched_once(hub: Hub, capsys: pytest.CaptureFixture[str]) -
 
 def test_only_some_parts(hub: Hub, capsys: pytest.CaptureFixture[str]) -> None:
     assert "it still lacks: target" in fetch(capsys, ANOLE, "--only", "vq,neighbours")
-    assert set(locate(entries()[ANOLE]).absent) == {"target", "drafter"}
+    assert set(locate_model(entries()[ANOLE]).absent) == {"target", "drafter"}
     assert fetch(capsys, ANOLE, "--without-drafter").strip().endswith("--method ar")
-    assert set(locate(entries()[ANOLE]).absent) == {"drafter"}
+    assert set(locate_model(entries()[ANOLE]).absent) == {"drafter"}
 
 
 def test_a_folder_gets_a_subfolder_for_each_part(
@@ -130,7 +130,7 @@ def test_a_folder_gets_a_subfolder_for_each_part(
     assert not list(folder.rglob(".*"))
     entry = located.of_folder(folder)
     assert entry is not None and entry.name == T2I
-    assert locate(entry, folder).missing() == []
+    assert locate_model(entry, folder).missing() == []
     assert f"--model {folder}" in text and not empty_cache.exists()
     said = refused(capsys, ANOLE, "--to", str(folder))
     assert f"{folder} holds {T2I}" in said
@@ -231,7 +231,7 @@ def test_interrupted_nothing_is_taken_for_whole(
     hub.fails = KeyboardInterrupt()
     assert download.main([C2I, "--to", str(folder)]) == 130
     assert "interrupted" in capsys.readouterr().err
-    assert not any(locate(entries()[C2I], folder).values())
+    assert not any(locate_model(entries()[C2I], folder).values())
     assert list(staged.iterdir())  # a version that resumes can go on
     hub.fails = None
     fetch(capsys, C2I, "--to", str(folder))
@@ -250,18 +250,18 @@ def test_a_file_in_the_cache_that_was_not_checked_is_checked_by_the_next_run(
     monkeypatch.setattr(fetching, "sha256", killed)
     assert download.main([C2I, "--only", "target"]) == 130
     part = entry.parts["target"]
-    folder = located.snapshot(part)
+    folder = located.cached_folder(part)
     assert folder is not None and part.absent(folder) == ()  # it has its final name
-    assert locate(entry)["target"] is None
-    assert locate(entry).absent["target"] == part.files
+    assert locate_model(entry)["target"] is None
+    assert locate_model(entry).absent["target"] == part.files
     monkeypatch.setattr(fetching, "sha256", sha256)
     capsys.readouterr()
     if damaged:
         assert "came damaged" in refused(capsys, C2I, "--only", "target")
-        assert part.absent(located.snapshot(part)) == part.files
+        assert part.absent(located.cached_folder(part)) == part.files
     else:
         fetch(capsys, C2I, "--only", "target")
-        assert locate(entry)["target"] is not None
+        assert locate_model(entry)["target"] is not None
     assert located.unchecked(part.repo) == set()
     assert not (located.store(part.repo) / located.UNCHECKED).exists()
 

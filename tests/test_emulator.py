@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from lantern_hpu.backends.hpu.emulator import ROOT, RULES, emulate
 from lantern_hpu.backends.hpu.emulator.compiled import compile_on_host
 from lantern_hpu.backends.hpu.emulator.device import Device
-from lantern_hpu.backends.hpu.emulator.ops import describe, lists
+from lantern_hpu.backends.hpu.emulator.ops import lists, op_of
 from lantern_hpu.backends.hpu.releases import RELEASES, Release
 
 
@@ -435,15 +435,14 @@ def test_operator_table_agrees_with_what_falls_back(release: Release) -> None:
         packet, _, overload = name.partition(".")
         found = getattr(torch.ops.aten, packet, None)
         if found is not None and (overload or "default") in found.overloads():
-            assert not describe(getattr(found, overload or "default"), release).native, name
+            assert not op_of(getattr(found, overload or "default"), release).native, name
     for func in (torch.ops.aten.mm.default, torch.ops.aten.index_copy_.default):
-        assert describe(func, release).native
+        assert op_of(func, release).native
 
 
 def native(names: str, release: Release) -> dict[str, bool]:
     return {
-        name: describe(getattr(torch.ops.aten, name).default, release).native
-        for name in names.split()
+        name: op_of(getattr(torch.ops.aten, name).default, release).native for name in names.split()
     }
 
 

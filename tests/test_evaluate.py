@@ -14,7 +14,7 @@ import pytest
 from lantern_hpu.commands.evaluate import main
 from lantern_hpu.lab.evaluate import workers as drawing_workers
 from lantern_hpu.lab.evaluate.folder import read_picture
-from lantern_hpu.lab.evaluate.rounds import columns
+from lantern_hpu.lab.evaluate.rounds import settings_columns
 from lantern_hpu.methods.relaxation import Additive, Multiplicative
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.pipeline import LanternPipeline
@@ -122,15 +122,15 @@ def test_pieces_done_by_others_in_any_order_are_the_same_evaluation(
     def shared(
         opener: str, arguments: list[Any], work: list[list[int]], workers: int, *device: Any
     ) -> Iterator[tuple[list[int], Any]]:
-        assert opener == "lantern_hpu.lab.evaluate.workers:open_worker" and workers == 2
+        assert opener == "lantern_hpu.lab.evaluate.workers:open_picture_worker" and workers == 2
         hands = [
-            drawing_workers.open_worker(*pickle.loads(pickle.dumps(arguments)))
+            drawing_workers.open_picture_worker(*pickle.loads(pickle.dumps(arguments)))
             for _ in range(workers)
         ]
         for i, numbers in enumerate(reversed(work)):
             yield numbers, hands[i % workers](numbers)
 
-    monkeypatch.setattr(drawing_workers, "shared", shared)
+    monkeypatch.setattr(drawing_workers, "share_work", shared)
     assert evaluated(model, tmp_path / "out", "--workers", "2") == 0
     assert figures(tmp_path / "out") == figures(finished)
     for file in sorted((finished / "pictures").rglob("*.png"))[::16]:
@@ -219,7 +219,7 @@ def test_settings_by_values() -> None:
 def test_each_tree_goes_to_the_methods_that_can_draft_it(model: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
     settings = [Setting.parse(name) for name in ("ar", "eagle", "lantern", "scd", "sjd-pac")]
-    found = columns(pipeline, settings, "chain,dynamic:3x2x8,scd:4", 1, floor=False)
+    found = settings_columns(pipeline, settings, "chain,dynamic:3x2x8,scd:4", 1, floor=False)
     trees = [column.setting.tree.name for column in found]
     assert trees[1:4] == ["chain", "dynamic:3x2x8", "scd:4:law"]
     assert trees[0] == "root" and trees[4].startswith("sjd-pac:")

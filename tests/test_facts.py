@@ -16,12 +16,15 @@ from lantern_hpu.backends.hpu.emulator.facts import (
     Fact,
     Refuted,
     Unanswered,
-    facts_of,
+    release_facts,
 )
 from lantern_hpu.backends.hpu.releases import RELEASES, VARIABLE
 
 CASES = [
-    (name, fact) for name in RELEASES for lazy in (True, False) for fact in facts_of(name, lazy)
+    (name, fact)
+    for name in RELEASES
+    for lazy in (True, False)
+    for fact in release_facts(name, lazy)
 ]
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from lantern_hpu.commands.fidelity import main
 from lantern_hpu.decode.accept import Acceptance, Bounds
 from lantern_hpu.decode.clusters import Clusters
-from lantern_hpu.lab.fidelity import Place, averaged, distance, find_places
+from lantern_hpu.lab.fidelity import Place, averaged_expectation, find_places, tv_at
 from lantern_hpu.methods.relaxation import (
     EXACT,
     Additive,
@@ -87,7 +87,7 @@ def test_expectation_is_the_average_over_real_acceptance(name: str, drawn: bool)
 
 @pytest.mark.parametrize("name", RULES)
 def test_average_over_drawn_drafts_is_the_sum_over_all_of_them(name: str) -> None:
-    """`averaged`, which draws the refused drafts alone, against every sequence of children by itself."""
+    """`averaged_expectation`, which draws the refused drafts alone, against every sequence of children by itself."""
     rule, (p, q) = RULES[name], two_distributions(1)
     acceptance, bounds = acceptance_of(rule), Bounds.of([rule], 1)
     want = torch.zeros_like(p)
@@ -97,7 +97,7 @@ def test_average_over_drawn_drafts_is_the_sum_over_all_of_them(name: str) -> Non
         children, exists = torch.tensor([tokens]), torch.ones(1, 2, dtype=torch.bool)
         want += chance * acceptance.expectation(p, q, children, exists, bounds, 0)
     uniform = torch.rand(TRIES, 2, generator=torch.Generator().manual_seed(2))
-    got = averaged(acceptance, p, q, uniform.double(), bounds).mean(0, keepdim=True)
+    got = averaged_expectation(acceptance, p, q, uniform.double(), bounds).mean(0, keepdim=True)
     assert float((got - want).abs().max()) < 0.002
     assert float(got.sum()) == pytest.approx(1)
 
@@ -106,9 +106,9 @@ def test_broad_laws_leave_exact_acceptance_next_to_no_noise() -> None:
     p, q = torch.randn(2, 1, 4096, generator=torch.Generator().manual_seed(4)).softmax(-1)
     uniform = torch.rand(64, 5, generator=torch.Generator().manual_seed(5))
     place = Place(p, q, torch.zeros(1, 5, dtype=torch.int32), torch.ones(1, 5, dtype=torch.bool))
-    assert distance(place, acceptance_of(EXACT), Bounds.of([EXACT], 1), uniform) < 0.002
+    assert tv_at(place, acceptance_of(EXACT), Bounds.of([EXACT], 1), uniform) < 0.002
     doubled = Annealed(omega=2.0)
-    assert distance(place, acceptance_of(doubled), Bounds.of([doubled], 1), uniform) > 0.05
+    assert tv_at(place, acceptance_of(doubled), Bounds.of([doubled], 1), uniform) > 0.05
 
 
 def test_expectation_of_exact_acceptance_of_sure_drafts_is_the_targets() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
-from lantern_hpu.backends.hpu.env import LAZY, checks, prepare
+from lantern_hpu.backends.hpu.env import LAZY, checks, prepare_flags
 from lantern_hpu.cli import module_of
 from lantern_hpu.errors import CaptureError, DeviceError
 
@@ -43,7 +43,7 @@ def bare_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def pretend(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
     """These distributions are installed and no other."""
     known = {name.replace("_", "-"): version for name, version in versions.items()}
-    monkeypatch.setattr(hpu_env, "installed", known.get)
+    monkeypatch.setattr(hpu_env, "version_of", known.get)
 
 
 def load(monkeypatch: pytest.MonkeyPatch, lazy: bool) -> None:
@@ -79,7 +79,7 @@ def found(name: str) -> hpu_env.Check:
 @pytest.mark.parametrize("mode", LAZY)
 def test_a_named_mode_decides(mode: str) -> None:
     env: dict[str, str] = {}
-    flags = prepare(mode, environ=env)
+    flags = prepare_flags(mode, environ=env)
     assert flags.lazy == LAZY[mode]
     assert mode in flags.why
     assert env["PT_HPU_LAZY_MODE"] == str(int(LAZY[mode]))
@@ -94,7 +94,7 @@ def test_auto_is_lazy_with_gaudis_own_torch_alone(
     monkeypatch: pytest.MonkeyPatch, torch: str | None, lazy: bool
 ) -> None:
     pretend(monkeypatch, **({"torch": torch} if torch else {}))
-    flags = prepare(environ={})
+    flags = prepare_flags(environ={})
     assert flags.lazy == lazy
     assert str(torch) in flags.why
 
@@ -105,7 +105,7 @@ def test_auto_follows_the_users_flag(
 ) -> None:
     pretend(monkeypatch, torch=STOCK if lazy else FORK)
     env = {"PT_HPU_LAZY_MODE": value}
-    flags = prepare(environ=env)
+    flags = prepare_flags(environ=env)
     assert flags.lazy == lazy
     assert env["PT_HPU_LAZY_MODE"] == value
     assert flags.respected == {"PT_HPU_LAZY_MODE": value}
@@ -115,7 +115,7 @@ def test_auto_follows_the_users_flag(
 def test_what_the_user_set_is_left_and_reported() -> None:
     mine = {"PT_HPU_WEIGHT_SHARING": "1", "PT_ENABLE_INT64_SUPPORT": "1", "HABANA_LOGS": "/tmp/x"}
     env = {**mine, "HOME": "/root"}
-    flags = prepare("compile", environ=env)
+    flags = prepare_flags("compile", environ=env)
     assert flags.respected == mine
     assert {name: env[name] for name in mine} == mine
     assert not set(flags.chosen) & set(mine)
@@ -123,7 +123,7 @@ def test_what_the_user_set_is_left_and_reported() -> None:
 
 def test_every_flag_that_is_set_is_reported_and_none_else() -> None:
     env: dict[str, str] = {}
-    flags = prepare("hpu_graph", environ=env)
+    flags = prepare_flags("hpu_graph", environ=env)
     del env[hpu_env.MARK]
     assert env == flags.chosen
     assert env["PT_HPU_WEIGHT_SHARING"] == "0"
@@ -134,7 +134,7 @@ def test_every_flag_that_is_set_is_reported_and_none_else() -> None:
 def test_a_mode_against_the_users_flag_is_refused_and_both_named(mode: str, value: str) -> None:
     env = {"PT_HPU_LAZY_MODE": value}
     with pytest.raises(DeviceError) as refused:
-        prepare(mode, environ=env)
+        prepare_flags(mode, environ=env)
     said = str(refused.value)
     assert mode in said and f"PT_HPU_LAZY_MODE={value}" in said and "unset" in said
     assert env == {"PT_HPU_LAZY_MODE": value}
@@ -142,14 +142,14 @@ def test_a_mode_against_the_users_flag_is_refused_and_both_named(mode: str, valu
 
 def test_an_unknown_mode_is_refused_with_the_known_ones() -> None:
     with pytest.raises(DeviceError, match="one of auto, hpu_graph, hpu_graph_split, compile"):
-        prepare("strict", environ={})
+        prepare_flags("strict", environ={})
 
 
 def test_the_emulator_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, torch=STOCK)
     load(monkeypatch, lazy=False)
     env: dict[str, str] = {}
-    flags = prepare(emulate=True, environ=env)
+    flags = prepare_flags(emulate=True, environ=env)
     assert flags.lazy and flags.mode == "hpu_graph"
     assert flags.chosen["PT_HPU_LAZY_MODE"] == "1"
     assert env == {}
@@ -158,12 +158,12 @@ def test_the_emulator_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_our_own_flags_are_never_taken_for_the_users() -> None:
     """A second call, or one in a child process, may decide otherwise."""
     env = {"HABANA_LOGS": "/tmp/x"}
-    prepare("hpu_graph", environ=env)
-    again = prepare("compile", environ=dict(env))
+    prepare_flags("hpu_graph", environ=env)
+    again = prepare_flags("compile", environ=dict(env))
     assert again.respected == {"HABANA_LOGS": "/tmp/x"}
     assert again.chosen["PT_HPU_LAZY_MODE"] == "0"
     env["PT_HPU_LAZY_MODE"] = "0"  # changed by someone after us: it is theirs now
-    assert prepare(environ=env).respected["PT_HPU_LAZY_MODE"] == "0"
+    assert prepare_flags(environ=env).respected["PT_HPU_LAZY_MODE"] == "0"
 
 
 @pytest.mark.parametrize("lazy", [True, False])
@@ -172,7 +172,7 @@ def test_what_is_loaded_already_is_followed(monkeypatch: pytest.MonkeyPatch, laz
     pretend(monkeypatch, torch=STOCK if lazy else FORK)
     load(monkeypatch, lazy)
     env: dict[str, str] = {}
-    flags = prepare(environ=env)
+    flags = prepare_flags(environ=env)
     assert flags.lazy == lazy
     assert "already loaded" in flags.why
     assert flags.chosen == {} and env == {}
@@ -186,30 +186,30 @@ def test_a_change_after_loading_comes_too_late(
 ) -> None:
     load(monkeypatch, lazy=False)
     with pytest.raises(DeviceError, match="comes too late") as refused:
-        prepare(mode, environ=env)
+        prepare_flags(mode, environ=env)
     assert "PT_HPU_LAZY_MODE=1 in the shell" in str(refused.value)
 
 
 def test_flags_stay_reported_after_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     env: dict[str, str] = {}
-    before = prepare("hpu_graph", environ=env)
+    before = prepare_flags("hpu_graph", environ=env)
     load(monkeypatch, lazy=True)
-    assert prepare("hpu_graph", environ=env) == before
+    assert prepare_flags("hpu_graph", environ=env) == before
 
 
 @pytest.mark.parametrize("name", ["WORLD_SIZE", "OMPI_COMM_WORLD_SIZE"])
 def test_lazy_collectives_need_lazy_mode_and_several_processes(name: str) -> None:
     flag = "PT_HPU_ENABLE_LAZY_COLLECTIVES"
-    assert prepare("hpu_graph", environ={name: "8"}).chosen[flag] == "true"
-    assert flag not in prepare("hpu_graph", environ={name: "1"}).chosen
-    assert flag not in prepare("hpu_graph", environ={}).chosen
-    assert flag not in prepare("compile", environ={name: "8"}).chosen
+    assert prepare_flags("hpu_graph", environ={name: "8"}).chosen[flag] == "true"
+    assert flag not in prepare_flags("hpu_graph", environ={name: "1"}).chosen
+    assert flag not in prepare_flags("hpu_graph", environ={}).chosen
+    assert flag not in prepare_flags("compile", environ={name: "8"}).chosen
 
 
 def test_recipe_cache_is_one_local_folder_for_all_ranks(tmp_path: Path) -> None:
     """The bare path: three fields are refused by some releases, four by others, this form by none."""
     kept = {
-        prepare("hpu_graph", environ={"XDG_CACHE_HOME": str(tmp_path), "RANK": rank}).chosen[
+        prepare_flags("hpu_graph", environ={"XDG_CACHE_HOME": str(tmp_path), "RANK": rank}).chosen[
             "PT_HPU_RECIPE_CACHE_CONFIG"
         ]
         for rank in "01"
@@ -226,7 +226,7 @@ def test_recipe_cache_is_off_where_it_would_fail(
 ) -> None:
     (tmp_path / "mounts").write_text(f"/dev/a / ext4 rw 0 0\nserver:/h /home {kind} rw 0 0\n")
     env = {"XDG_CACHE_HOME": home}
-    assert "PT_HPU_RECIPE_CACHE_CONFIG" not in prepare("hpu_graph", environ=env).chosen
+    assert "PT_HPU_RECIPE_CACHE_CONFIG" not in prepare_flags("hpu_graph", environ=env).chosen
     folder, why = hpu_env.recipe_folder(env)
     assert folder is None and reason in why
 
@@ -315,7 +315,7 @@ def test_what_lacks_for_a_mode_is_named_before_the_plugin_is_loaded(
 ) -> None:
     add_plugin(monkeypatch, tmp_path, torch, libraries)
     pretend(monkeypatch, torch=torch)
-    why = hpu_env.unfit(lazy)
+    why = hpu_env.unfit_plugin(lazy)
     assert (why is None) == (said is None)
     assert said is None or said in str(why)
 
@@ -325,7 +325,7 @@ def test_without_the_lazy_library_the_default_is_compile_mode(
 ) -> None:
     add_plugin(monkeypatch, tmp_path, FORK, "2_plugin")
     pretend(monkeypatch, torch=FORK)
-    flags = prepare(environ={})
+    flags = prepare_flags(environ={})
     assert not flags.lazy and "libhabana_pytorch_plugin.so" in flags.why
     assert not found("torch").ok and "no HPU graphs" in found("torch").detail
 
@@ -340,7 +340,7 @@ def test_the_plugins_version_picks_the_release(
     pretend(monkeypatch, torch=FORK, habana_torch_plugin=version)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert prepare(environ={}).release == release
+        assert prepare_flags(environ={}).release == release
     known = version.startswith(release)
     assert [str(w.message) for w in said] == (
         [] if known else [f"bridge {version[:4]} was not read; the contract of {release} is used"]
@@ -358,9 +358,9 @@ def test_compile_mode_sets_what_keeps_state_right(
     monkeypatch: pytest.MonkeyPatch, version: str, flag: str
 ) -> None:
     pretend(monkeypatch, torch=FORK, habana_torch_plugin=version)
-    assert prepare("compile", environ={}).chosen[flag] == "0"
-    assert flag not in prepare("hpu_graph", environ={}).chosen
-    mine = prepare("compile", environ={flag: "1"})
+    assert prepare_flags("compile", environ={}).chosen[flag] == "0"
+    assert flag not in prepare_flags("hpu_graph", environ={}).chosen
+    mine = prepare_flags("compile", environ={flag: "1"})
     assert flag not in mine.chosen and mine.respected == {flag: "1"}
     assert any(setting.name == flag and setting.otherwise for setting in mine.settings)
 
@@ -387,10 +387,10 @@ def test_a_value_that_ends_the_process_is_refused_first_with_the_reason(
     value = value.format(link=tmp_path / "link", file=tmp_path / "file")
     pretend(monkeypatch, torch=FORK, habana_torch_plugin="1.24.0")
     with pytest.raises(DeviceError) as refused:
-        prepare(environ={flag: value})
+        prepare_flags(environ={flag: value})
     assert f"{flag}={value}" in refused.value.what and why in refused.value.why
     pretend(monkeypatch, torch=FORK, habana_torch_plugin="1.19.0")
-    prepare(environ={flag: value})
+    prepare_flags(environ={flag: value})
 
 
 def test_good_values_are_let_through() -> None:
@@ -398,7 +398,7 @@ def test_good_values_are_let_through() -> None:
         "PT_HPU_ENABLE_LAZY_COLLECTIVES": "TRUE",
         "PT_HPU_RECIPE_CACHE_CONFIG": "/tmp,false,1024,true",
     }
-    assert prepare("hpu_graph", environ=dict(good)).respected == good
+    assert prepare_flags("hpu_graph", environ=dict(good)).respected == good
 
 
 @pytest.mark.parametrize("node", ["accel/accel0", "hl0"])
@@ -507,7 +507,7 @@ def test_every_known_error_has_a_message_here() -> None:
 @pytest.mark.parametrize("index", range(len(MESSAGES)))
 def test_known_errors_are_explained_with_something_to_try(index: int) -> None:
     known, message = hpu_errors.KNOWN[index], MESSAGES[index]
-    error = hpu_errors.explain(RuntimeError(f"first line\n  {message}\nlast line"))
+    error = hpu_errors.explain_gaudi(RuntimeError(f"first line\n  {message}\nlast line"))
     assert error is not None
     assert (error.what, error.why, error.hint) == (known.what, message, known.hint)
 
@@ -526,14 +526,14 @@ def test_known_errors_are_explained_with_something_to_try(index: int) -> None:
     ],
 )
 def test_other_wordings_mean_the_same(message: str, index: int) -> None:
-    error = hpu_errors.explain(message)
+    error = hpu_errors.explain_gaudi(message)
     assert error is not None and error.what == hpu_errors.KNOWN[index].what
 
 
 def test_the_cause_of_an_error_is_looked_at() -> None:
     outer = ImportError("cannot load the device")
     outer.__cause__ = OSError(next(m for m in MESSAGES if "undefined symbol" in m))
-    error = hpu_errors.explain(outer)
+    error = hpu_errors.explain_gaudi(outer)
     assert error is not None and "torch was replaced" in error.what
 
 
@@ -542,7 +542,7 @@ def test_the_cause_of_an_error_is_looked_at() -> None:
 )
 def test_other_errors_are_not_claimed(error: BaseException | str) -> None:
     """Our own errors have said what they have to say."""
-    assert hpu_errors.explain(error) is None
+    assert hpu_errors.explain_gaudi(error) is None
 
 
 def test_hints_name_what_exists() -> None:

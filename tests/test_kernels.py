@@ -26,7 +26,7 @@ from torch import Tensor
 from lantern_hpu.backends import OWN_KERNELS
 from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.backends.cuda.backend import CUDABackend
-from lantern_hpu.backends.cuda.kernels import checks, fused
+from lantern_hpu.backends.cuda.kernels import checks, triton_kernels
 from lantern_hpu.decode.accept import Acceptance, Bounds, Verdict
 from lantern_hpu.decode.tree_tables import StaticTables
 from lantern_hpu.graphs.strict import check_rules
@@ -647,7 +647,7 @@ class Compiled:
 def test_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The interpreter takes what the compiler refuses, so both must see a kernel."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    calls = checks.examples(torch.device("cpu"), torch.bfloat16)
+    calls = checks.kernel_examples(torch.device("cpu"), torch.bfloat16)
     kernels()
     stand_ins = []
     for name in MODULES:
@@ -668,7 +668,7 @@ def test_kernels_compile_for_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 def test_fused_kernels_that_agree_serve(device: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        served = fused.__wrapped__(torch.device(device), torch.float32)
+        served = triton_kernels.__wrapped__(torch.device(device), torch.float32)
     assert served == kernels()
     assert served.names()["walk"] == "triton_walk"
 
@@ -687,7 +687,7 @@ def test_kernel_that_is_wrong_or_fails_is_replaced(device: str) -> None:
         with pytest.warns(
             UserWarning, match="probs: .* plain one gives; walk: RuntimeError: no comp"
         ) as said:
-            served = fused.__wrapped__(torch.device(device), torch.float32)
+            served = triton_kernels.__wrapped__(torch.device(device), torch.float32)
     finally:
         probs.triton_probs, walk.triton_walk = kept
     assert len(said) == 1
@@ -696,7 +696,7 @@ def test_kernel_that_is_wrong_or_fails_is_replaced(device: str) -> None:
 
 
 def test_kernel_that_writes_nothing_is_found() -> None:
-    calls = checks.examples(torch.device("cpu"), torch.float32)["rotate_into"]
+    calls = checks.kernel_examples(torch.device("cpu"), torch.float32)["rotate_into"]
 
     def fault(kernel: Any) -> str:
         return checks.fault(Candidate(lambda: kernel, calls, 1e-5))
@@ -711,7 +711,7 @@ def test_without_triton_the_plain_kernels_serve(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.delattr(f"lantern_hpu.backends.cuda.kernels.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.warns(UserWarning, match="plain kernels serve: .*triton") as said:
-        assert fused.__wrapped__(torch.device("cpu"), torch.float32) is PLAIN
+        assert triton_kernels.__wrapped__(torch.device("cpu"), torch.float32) is PLAIN
     assert len(said) == 1
     assert CUDABackend().kernels("plain") is PLAIN
     assert set(PLAIN.names().values()) == {"plain"}

@@ -14,7 +14,7 @@ from PIL import Image
 from lantern_hpu.commands import generate
 from lantern_hpu.decode.engine import MAX_ENGINES
 from lantern_hpu.errors import OptionError
-from lantern_hpu.methods.relaxation import EXACT, PRESETS, Additive, Relaxation, read
+from lantern_hpu.methods.relaxation import EXACT, PRESETS, Additive, Relaxation, read_relaxation
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.models.vq import VQModel
@@ -97,7 +97,7 @@ def test_code_vectors_are_what_the_tokenizer_looks_up(model: Path) -> None:
 
 @pytest.mark.parametrize("relaxation", [EXACT, *PRESETS.values()], ids=str)
 def test_a_relaxation_is_read_as_it_was_written(relaxation: Relaxation) -> None:
-    assert read(relaxation.as_json()) == relaxation
+    assert read_relaxation(relaxation.as_json()) == relaxation
 
 
 def test_relaxations_without_clusters_are_written_as_they_always_were() -> None:
@@ -108,9 +108,9 @@ def test_relaxations_without_clusters_are_written_as_they_always_were() -> None:
 def test_a_relaxation_of_an_unknown_rule_is_refused() -> None:
     for values in ({}, EXACT.as_json() | {"rule": "generous"}):
         with pytest.raises(OptionError, match="no relaxation of this version"):
-            read(values)
+            read_relaxation(values)
 
 
 def test_a_stored_relaxation_out_of_range_is_refused() -> None:
     with pytest.raises(OptionError, match="--relax-delta"):
-        read(replace(Additive(5, bound=0.5)).as_json() | {"bound": 2.0})
+        read_relaxation(replace(Additive(5, bound=0.5)).as_json() | {"bound": 2.0})

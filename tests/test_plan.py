@@ -131,7 +131,7 @@ def test_the_text_encoder_is_counted_as_it_is_loaded(public: Path, dtype: str) -
     option = {"torch_dtype": getattr(torch, dtype)}
     encoder = transformers.T5EncoderModel.from_pretrained(folder, **option)
     rows = memory.text_weights(counted(folder.parent), setup(dtype))
-    assert memory.total(rows) == sum(p.nbytes for p in encoder.parameters())
+    assert memory.summed(rows) == sum(p.nbytes for p in encoder.parameters())
 
 
 def test_the_known_text_encoder_has_the_known_size() -> None:
@@ -165,7 +165,7 @@ def test_int8_blocks_are_as_small_as_they_become(public: Path, name: str) -> Non
     assert dict(memory.weights(model, setup(quantize="int8", tree=None)))["target weights"] == held
     full = memory.weights(model, setup(tree=None))
     loading = memory.phases(model, setup(quantize="int8", tree=None))[memory.LOADING]
-    assert memory.total(loading) > memory.total(full)  # it is loaded before it is made smaller
+    assert memory.summed(loading) > memory.summed(full)  # it is loaded before it is made smaller
 
 
 def test_prompts_are_encoded_when_all_else_is_on_the_device(
@@ -193,7 +193,7 @@ def test_the_text_encoder_leaves_before_images_are_drawn() -> None:
 
     def needed(**options: Any) -> dict[str, int]:
         found = memory.phases(model, setup(**options))
-        return {phase: memory.total(rows) for phase, rows in found.items()}
+        return {phase: memory.summed(rows) for phase, rows in found.items()}
 
     host, free, device = (needed(keep_text=keep) for keep in ("host", "free", "device"))
     assert host == free

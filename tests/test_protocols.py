@@ -317,7 +317,7 @@ def test_missing_weights_are_all_named_with_where_they_come_from(
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(networks, "in_hub_cache", lambda source: None)
     with pytest.raises(WeightsError) as raised:
-        networks.locate(Library(PRESETS["lantern"]))
+        networks.locate_networks(Library(PRESETS["lantern"]))
     for name in ("--inception", "6726825d.pth", "--vgg", "--clip", "HPS_v2.1_compressed.pt"):
         assert name in str(raised.value)
 
@@ -327,9 +327,9 @@ def test_weights_of_another_network_are_refused(tmp_path: Path) -> None:
     torch.save({"fc.weight": torch.zeros(2)}, file)
     library = Library(PRESETS["sjd"], metrics=("fid",), inception=file)
     with pytest.raises(WeightsError, match="SHA-256 does not begin with 6726825d"):
-        networks.locate(library)
+        networks.locate_networks(library)
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
-    networks.check_digest(file, PictureSource("--x", "x", "there", digest[:8]))
+    networks.check_network(file, PictureSource("--x", "x", "there", digest[:8]))
     need("torch_fidelity")
     with pytest.raises(WeightsError, match="does not hold this network's weights"):
         networks.inception(file, PRESETS["sjd"])

@@ -26,7 +26,7 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.replicas import deployment, drain
-from lantern_hpu.workers import pieces, share_of, shared
+from lantern_hpu.workers import pieces, share_of, share_work
 
 ray = pytest.importorskip("ray")
 ROOT = Path(__file__).parent.parent
@@ -70,7 +70,7 @@ def test_a_worker_that_dies_loses_no_image_and_draws_none_twice(
     assert main(options_for(model, tmp_path, alone)) == 0
     args = make_parser().parse_args(options_for(model, tmp_path, many))
     work = pieces(COUNT, 2, 2)
-    found = list(shared("tests.ray_worker:open_mortal", [args, str(notes)], work, 2))
+    found = list(share_work("tests.ray_worker:open_mortal", [args, str(notes)], work, 2))
     assert sorted(number for numbers, _ in found for number in numbers) == list(range(COUNT))
     assert (notes / "died").exists()
     written = {file.name: read_png(file) for file in many.iterdir()}

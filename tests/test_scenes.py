@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lantern_hpu.lab.scenes import Noise, Scene, describe, paint, render, sample
+from lantern_hpu.lab.scenes import (
+    Noise,
+    Scene,
+    caption_of,
+    paint_picture,
+    render_scene,
+    sample_scene,
+)
 from lantern_hpu.lab.scenes.palette import DYES
 from lantern_hpu.lab.scenes.scene import LANDS, SEASONS, STILL, THINGS, TIMES, WEATHERS
 from lantern_hpu.models.text.words import WordConditioner
@@ -24,20 +31,20 @@ def noise() -> Noise:
 @pytest.fixture(scope="module")
 def scenes() -> list[Scene]:
     rng = np.random.default_rng(1)
-    return [sample(rng) for _ in range(4000)]
+    return [sample_scene(rng) for _ in range(4000)]
 
 
 def pictures(scene: Scene, count: int, noise: Noise) -> NDArray[np.float32]:
     """[count, S, S, 3]"""
-    drawn = [render(scene, np.random.default_rng(seed), noise) for seed in range(count)]
+    drawn = [render_scene(scene, np.random.default_rng(seed), noise) for seed in range(count)]
     return np.stack(drawn).astype(np.float32)
 
 
 def test_a_number_is_one_picture(noise: Noise) -> None:
-    one, other = paint(7, noise), paint(7, Noise(2 * SIDE))
+    one, other = paint_picture(7, noise), paint_picture(7, Noise(2 * SIDE))
     assert np.array_equal(one.pixels, other.pixels) and one.caption == other.caption
     assert one.pixels.shape == (SIDE, SIDE, 3) and one.pixels.dtype == np.uint8
-    assert not np.array_equal(one.pixels, paint(8, noise).pixels)
+    assert not np.array_equal(one.pixels, paint_picture(8, noise).pixels)
 
 
 def test_everything_occurs(scenes: list[Scene]) -> None:
@@ -62,7 +69,7 @@ def test_captions_name_only_what_is_there(scenes: list[Scene]) -> None:
     """Of each attribute: its words are in a caption only if the scene has it."""
     rng, said = np.random.default_rng(2), Counter[str]()
     for scene in scenes:
-        words = set(WordConditioner.split(describe(scene, rng)))
+        words = set(WordConditioner.split(caption_of(scene, rng)))
         true = {scene.land, scene.colour, scene.wall, *str(scene.thing).split()}
         true |= {scene.season} if scene.season else set()
         true |= {"snow" if scene.season == "winter" else ""}
@@ -80,9 +87,9 @@ def test_captions_name_only_what_is_there(scenes: list[Scene]) -> None:
 
 def test_captions_leave_things_out(scenes: list[Scene]) -> None:
     rng, scene = np.random.default_rng(3), Scene("sea", "night", thing="sailboat", colour="red")
-    captions = {describe(scene, rng) for _ in range(200)}
+    captions = {caption_of(scene, rng) for _ in range(200)}
     assert {"a red sailboat on the sea at night", "a sailboat on the sea"} <= captions
-    assert "" not in {describe(s, rng, terse=1.0) for s in scenes}
+    assert "" not in {caption_of(s, rng, terse=1.0) for s in scenes}
 
 
 def test_one_scene_has_endless_pictures(noise: Noise) -> None:
@@ -142,8 +149,8 @@ def test_a_snowy_land_is_white(noise: Noise) -> None:
 def test_a_picture_is_the_same_at_twice_the_size(noise: Noise) -> None:
     """Averaged over 2 x 2 pixels the larger one is the smaller one, but for grain; no other picture is as close."""
     larger = Noise(4 * SIDE)
-    small = [paint(seed, noise) for seed in range(16)]
-    large = [paint(seed, larger) for seed in range(16)]
+    small = [paint_picture(seed, noise) for seed in range(16)]
+    large = [paint_picture(seed, larger) for seed in range(16)]
     assert [p.caption for p in small] == [p.caption for p in large]
     assert large[0].pixels.shape == (2 * SIDE, 2 * SIDE, 3)
     shrunk = [p.pixels.reshape(SIDE, 2, SIDE, 2, 3).mean((1, 3)) for p in large]

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from lantern_hpu.lab.evaluate.attributes import Classifier
-from lantern_hpu.lab.scenes import describe, sample
+from lantern_hpu.lab.scenes import caption_of, sample_scene
 from scripts import training
 from scripts.picture_losses import PerceptualLoss, balanced
 from scripts.pictures import Stream, painted, to_float
@@ -46,8 +46,8 @@ def run(folder: Path, *command: str) -> None:
 
 @pytest.mark.slow
 def test_all_stages_run_one_after_the_other(tmp_path: Path) -> None:
-    scenes = [sample(np.random.default_rng(i)) for i in range(12)]
-    captions = {describe(scene, np.random.default_rng(0)) for scene in scenes}
+    scenes = [sample_scene(np.random.default_rng(i)) for i in range(12)]
+    captions = {caption_of(scene, np.random.default_rng(0)) for scene in scenes}
     (tmp_path / "prompts.txt").write_text("\n".join(captions))
     for stage in STAGES:
         module, *options = stage.split()

@@ -21,7 +21,7 @@ from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.lab.bench import measure, rates
-from lantern_hpu.lab.bench.report import problems, read_report
+from lantern_hpu.lab.bench.report import read_report, schema_errors
 from lantern_hpu.lab.bench.text import tables
 from lantern_hpu.lab.compare.comparison import load
 from lantern_hpu.lab.compare.document import document
@@ -326,7 +326,7 @@ def test_bench_measures_whole_images_and_says_what_they_are(
     assert f"stretched to {known}, float32" in text and "| x ar |" in text
     assert f"stretched to {known}" in document(load([file]), []).lead
     older = {name: value for name, value in report.items() if name != "stretched"}
-    assert not problems(older) and "stretched" in document(load([file]), []).title
+    assert not schema_errors(older) and "stretched" in document(load([file]), []).title
     older |= {"model": "as it comes", "notes": []}
     assert "stretched to" not in tables(older)
 
@@ -334,14 +334,14 @@ def test_bench_measures_whole_images_and_says_what_they_are(
 def test_what_a_stretched_benchmark_measures_fits_its_methods() -> None:
     def settings(*options: str) -> list[str]:
         parsed = bench.make_parser().parse_args(["--stretch", "llamagen-xl", *options])
-        return [*map(str, bench.read_options(parsed).settings)]
+        return [*map(str, bench.bench_request(parsed).settings)]
 
     usual = settings()
     assert "eagle@flat_4" in usual and "scd@8" in usual and len(usual) == 6
     assert settings("--methods", "ar,scd") == ["ar", "scd@2", "scd@8"]
     assert settings("--methods", "ar,eagle2") == ["ar", "eagle2"]
     assert settings("--methods", "eagle", "--trees", "chain") == ["eagle@chain"]
-    plain = bench.read_options(bench.make_parser().parse_args([]))
+    plain = bench.bench_request(bench.make_parser().parse_args([]))
     assert (plain.images, plain.batches, len(plain.settings)) == (8, [1, 8], 8)
 
 
@@ -463,7 +463,7 @@ def test_what_the_host_cannot_hold_is_refused_before_it_is_made(
 ) -> None:
     """Only where weights are made: those in files need not all be in memory."""
     monkeypatch.setattr(host, "available_bytes", lambda: 2 * 10**9)
-    monkeypatch.setattr(stretch, "fill", None)
+    monkeypatch.setattr(stretch, "fill_stretched", None)
     given = ["--stretch", "llamagen-xl", "--device", "cpu", "--prompt", "x"]
     assert generate.main([*given, "--dtype", "float32"]) == 2
     error = capsys.readouterr().err

@@ -27,7 +27,7 @@ from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.train import wiring
 from lantern_hpu.train.drafter import DrafterTraining, begin, chain
-from lantern_hpu.train.samples import draw, read_tokens, split
+from lantern_hpu.train.samples import draw_samples, read_encoded, split
 from lantern_hpu.train.unroll import Lesson, Unrolled
 from lantern_hpu.tree import DraftTree
 from tests.folder import write_folder
@@ -172,17 +172,17 @@ def test_drafter_of_a_bfloat16_target_is_trained_in_float32(
 
 def test_interrupted_sampling_goes_on(model: Path, tmp_path: Path) -> None:
     pipeline, accelerator = LanternPipeline.from_pretrained(str(model)), Accelerator(cpu=True)
-    before = draw(pipeline, PROMPTS, 20, tmp_path, accelerator)
+    before = draw_samples(pipeline, PROMPTS, 20, tmp_path, accelerator)
     files = sorted(tmp_path.glob("*.npz"))
     times = {file: file.stat().st_mtime_ns for file in files}
     assert len(files) == 3 and len(before.prompts) == 20
     files[1].unlink()
-    after = draw(pipeline, PROMPTS, 20, tmp_path, accelerator)
+    after = draw_samples(pipeline, PROMPTS, 20, tmp_path, accelerator)
     assert torch.equal(before.tokens, after.tokens)
     for file in files:
         assert (file.stat().st_mtime_ns == times[file]) == (file != files[1])
     with pytest.raises(WeightsError, match="from other prompts"):
-        draw(pipeline, PROMPTS[1:], 20, tmp_path, accelerator)
+        draw_samples(pipeline, PROMPTS[1:], 20, tmp_path, accelerator)
 
 
 def write_tokens(file: Path, tokens: Any, captions: list[str]) -> Path:
@@ -212,8 +212,8 @@ def test_pictures_as_tokens_are_learned_from_but_for_held_out_captions(
 
 def test_drawn_and_given_tokens_are_learned_from_together(model: Path, tmp_path: Path) -> None:
     pipeline, file = LanternPipeline.from_pretrained(str(model)), known_tokens(tmp_path)
-    drawn = draw(pipeline, PROMPTS, 8, tmp_path / "samples", Accelerator(cpu=True))
-    both = drawn + read_tokens(file, pipeline.model.target.config, held_out=PROMPTS[:1])
+    drawn = draw_samples(pipeline, PROMPTS, 8, tmp_path / "samples", Accelerator(cpu=True))
+    both = drawn + read_encoded(file, pipeline.model.target.config, held_out=PROMPTS[:1])
     assert both.tokens.shape == (8 + 2 * (len(PROMPTS) - 1), 16) and both.file
     assert both.prompts[8:] == [p for p in PROMPTS * 2 if p != PROMPTS[0]]
 
@@ -395,7 +395,7 @@ def test_held_out_prompts_are_apart_and_do_not_depend_on_their_order() -> None:
 def test_target_as_its_own_drafter_has_everything_accepted(prefix: int, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "tiny", prefix=prefix)
     pipeline = LanternPipeline.from_pretrained(str(folder))
-    assert wiring.check(pipeline, "red apple") == 0
+    assert wiring.wasted_steps(pipeline, "red apple") == 0
 
 
 def test_wiring_check_notices_a_shifted_feature(
@@ -408,7 +408,7 @@ def test_wiring_check_notices_a_shifted_feature(
 
     monkeypatch.setattr(wiring.Echo, "forward", shifted)
     with pytest.raises(WeightsError, match="drafting for itself"):
-        wiring.check(LanternPipeline.from_pretrained(str(model)), "red apple")
+        wiring.wasted_steps(LanternPipeline.from_pretrained(str(model)), "red apple")
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ from lantern_hpu.lab.tune.options import TUNABLE, TuneOptions
 from lantern_hpu.lab.tune.profile import read_profile
 from lantern_hpu.lab.tune.result import Figures, TunedRow, TuningResult
 from lantern_hpu.lab.tune.search import Solver, best_tree, most_reached, ms_per_token
-from lantern_hpu.lab.tune.text import figures_table, verdict
+from lantern_hpu.lab.tune.text import fastest_text, tuning_table
 from lantern_hpu.methods.relaxation import EXACT, Multiplicative
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.methods.table import METHODS
@@ -319,14 +319,14 @@ def test_choice_decides_the_method_only_if_none_is_named(model: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model))
     tree = DraftTree.from_paths("tuned_2", [[0], [0, 0]])
     for method, ar_wins in (("lantern++", True), ("eagle", False)):
-        tuned_trees.save(pipeline.situation(method, 2), tuned_trees.TunedTree(tree, ar_wins))
+        tuned_trees.save_tree(pipeline.situation(method, 2), tuned_trees.TunedTree(tree, ar_wins))
     relaxed = pipeline.resolve("lantern++").relaxation
     assert pipeline.resolve("auto@auto", 2) == Resolved("ar")
     assert pipeline.resolve("lantern++@auto", 2) == Resolved("lantern++", relaxed, tree)
     assert pipeline.resolve("eagle@auto", 2) == Resolved("eagle", EXACT, tree)
     mine = pipeline.resolve("auto:lambda=2:k=3@auto", 2)
     assert mine == Resolved("lantern++", Multiplicative(3, lam=2.0), tree)
-    tuned_trees.save(pipeline.situation("lantern++", 2), tuned_trees.TunedTree(tree, False))
+    tuned_trees.save_tree(pipeline.situation("lantern++", 2), tuned_trees.TunedTree(tree, False))
     assert pipeline.resolve("auto@auto", 2) == Resolved("lantern++", relaxed, tree)
     with pytest.raises(OptionError, match="none was tuned") as refused:
         pipeline.resolve("eagle@auto", 5)
@@ -346,14 +346,14 @@ def test_situations_that_differ_have_choices_of_their_own(model: Path) -> None:
 def test_damaged_choice_is_refused(model: Path) -> None:
     situation = LanternPipeline.from_pretrained(str(model)).situation("eagle", 1)
     tree = DraftTree.from_paths("x", [[0]])
-    file = tuned_trees.save(situation, tuned_trees.TunedTree(tree, False))
-    assert tuned_trees.find(situation) == tuned_trees.TunedTree(tree, False)
+    file = tuned_trees.save_tree(situation, tuned_trees.TunedTree(tree, False))
+    assert tuned_trees.find_tree(situation) == tuned_trees.TunedTree(tree, False)
     file.write_bytes(tuned_trees.tree_file(tree))
     with pytest.raises(TreeError, match="is damaged"):
-        tuned_trees.find(situation)
+        tuned_trees.find_tree(situation)
     file.write_text("[")
     with pytest.raises(TreeError, match="cannot read the tree"):
-        tuned_trees.find(situation)
+        tuned_trees.find_tree(situation)
 
 
 @pytest.mark.parametrize(
@@ -419,13 +419,13 @@ def test_verdict_goes_by_what_was_measured() -> None:
     ar, tuned, chain = rows = row(AR, 10, 10), row(TUNED, 5, 8), row(CHAIN, 8, 9)
     found = tuning(*rows)
     assert (found.best, found.ar_wins, found.fastest) == (tuned, False, "tuned_4")
-    assert verdict(found) == "tuned_4 draws 1.25 times as fast as ar (expected 2.00)"
+    assert fastest_text(found) == "tuned_4 draws 1.25 times as fast as ar (expected 2.00)"
     found = tuning(row(AR, 10, 6), tuned, chain)
     assert (found.best, found.ar_wins, found.fastest) == (tuned, True, "ar")
-    said = verdict(found)
+    said = fastest_text(found)
     assert said.startswith("ar wins: the fastest tree, tuned_4, draws 0.75 times as fast")
     found = tuning(ar, row(TUNED, 5, 12), chain)
     assert found.best is chain
-    assert "chain was measured 1.33 times as fast as tuned_4" in verdict(found)
-    shown = figures_table(tuning(*rows))
+    assert "chain was measured 1.33 times as fast as tuned_4" in fastest_text(found)
+    shown = tuning_table(tuning(*rows))
     assert "| tuned_4 | 2 | 1 |" in shown and "5.00 -> 8.00" in shown

@@ -28,7 +28,7 @@ from lantern_hpu.lab.verify.items import (
     items_of,
     stages_of,
 )
-from lantern_hpu.lab.verify.page import page
+from lantern_hpu.lab.verify.page import verify_page
 from tests.folder import write_folder
 from tests.marks import mostly_slow
 
@@ -123,7 +123,7 @@ def test_page_escapes_what_devices_say() -> None:
         **{"emulated": False, "hardware": {"card": "<i>"}, "checks": [], "seconds": 1.0},
         "results": [result.as_json()],
     }
-    shown = page(report)
+    shown = verify_page(report)
     assert "&lt;b&gt;" in shown and "&lt;i&gt;" in shown and "ms 1.5" in shown
 
 
@@ -173,14 +173,14 @@ def asked(kind: str, graphs: str = "hpu_graph", model: str = "") -> Iterator[Ask
 def test_wrong_kernel_is_refuted_though_another_serves(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, operator = hpex.run, {"attention": "sdpa", "rotate": "rope"}.get(name, name)
+    real, operator = hpex.run_fused, {"attention": "sdpa", "rotate": "rope"}.get(name, name)
     with asked("kernels") as question:
         assert question.answer(name)[0] == "confirmed"
 
     def half(kernel: str, *rest: Any) -> Any:
         return real(kernel, *rest) * (0.5 if kernel == operator else 1.0)
 
-    monkeypatch.setattr(hpex, "run", half)
+    monkeypatch.setattr(hpex, "run_fused", half)
     with asked("kernels") as question:
         state, detail, numbers = question.answer(name)
         assert state == "refuted" and "is allowed" in detail

@@ -342,12 +342,12 @@ def test_tuned_windows_are_what_auto_takes_without_a_drafter(
     for method, spent in (("scd", 3.0), ("sjd-pac", 2.0), ("jacobi", 4.0)):
         tree = Window.of(METHODS[method].rule or "scd", 7)
         here = pipeline.situation(method, 1)
-        tuned_trees.save(here, tuned_trees.TunedTree(tree, False, spent))
+        tuned_trees.save_tree(here, tuned_trees.TunedTree(tree, False, spent))
     chosen = pipeline.resolve("auto")
     assert (chosen.method, chosen.tree) == ("sjd-pac", Window.of("sjd-pac", 7))
     assert pipeline.resolve("auto:lambda=2:k=3").method == "sjd-pac"
     assert pipeline.resolve("scd@auto").tree == Window.of("scd", 7)
-    tuned_trees.save(
+    tuned_trees.save_tree(
         pipeline.situation("sjd-pac", 1), tuned_trees.TunedTree(tree, True, 1.0)
     )  # ar won there
     assert pipeline.resolve("auto").method == "scd"

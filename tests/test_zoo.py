@@ -18,8 +18,8 @@ from lantern_hpu.models.families import FAMILIES
 from lantern_hpu.models.text.classes import class_index
 from lantern_hpu.zoo import fetch, located, registry
 from lantern_hpu.zoo.find import find_parts
-from lantern_hpu.zoo.located import locate
-from lantern_hpu.zoo.registry import KnownModel, Part, entries, find
+from lantern_hpu.zoo.located import locate_model
+from lantern_hpu.zoo.registry import KnownModel, Part, entries, find_model_by_name
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, in_cache, whole
 
 ROOT = Path(__file__).parent.parent
@@ -133,16 +133,16 @@ def test_files_are_as_large_as_their_parameters(entry: KnownModel) -> None:
 
 
 def test_found_by_name_and_by_hub_id() -> None:
-    assert find(T2I) is entries()[T2I]
-    found = find("jadohu/LlamaGen-T2I")
+    assert find_model_by_name(T2I) is entries()[T2I]
+    found = find_model_by_name("jadohu/LlamaGen-T2I")
     assert found is not None and found.name == T2I
     assert found.parts["target"].repo == "jadohu/LlamaGen-T2I"
     assert found.parts["target"].instead[0].repo == "peizesun/llamagen_t2i"
-    found = find("FoundationVision/LlamaGen/c2i_B_256.pt")
+    found = find_model_by_name("FoundationVision/LlamaGen/c2i_B_256.pt")
     assert found is not None and found.name == C2I
-    assert find("leloy/Anole-7b-v0.1-hf") == entries()[ANOLE]
-    assert find("FoundationVision/LlamaGen") is None  # seven models
-    assert find("nobody/nothing") is None
+    assert find_model_by_name("leloy/Anole-7b-v0.1-hf") == entries()[ANOLE]
+    assert find_model_by_name("FoundationVision/LlamaGen") is None  # seven models
+    assert find_model_by_name("nobody/nothing") is None
 
 
 def test_an_id_of_several_models_names_them() -> None:
@@ -156,43 +156,45 @@ def test_an_id_of_several_models_names_them() -> None:
 
 
 def test_nothing_is_here_without_a_cache() -> None:
-    located = locate(entries()[T2I])
+    located = locate_model(entries()[T2I])
     assert set(located) == {"target", "drafter", "vq", "text"}
     assert not any(located.values())
-    assert [part.role for part in locate(entries()[T2I]).missing()] == [
+    assert [part.role for part in locate_model(entries()[T2I]).missing()] == [
         "target",
         "drafter",
         "vq",
         "text",
     ]
-    assert "drafter" not in [part.role for part in locate(entries()[T2I]).missing(drafting=False)]
+    assert "drafter" not in [
+        part.role for part in locate_model(entries()[T2I]).missing(drafting=False)
+    ]
 
 
 def test_a_cache_is_recognised(empty_cache: Path) -> None:
     entry = entries()[T2I]
     whole(empty_cache, entry)
-    found = locate(entry)
+    found = locate_model(entry)
     assert found.missing() == []
     assert found["target"] is not None and found["target"].name == "t2i_XL_stage1_256.pt"
     assert found["vq"] is not None and found["vq"].name == "vq_ds16_t2i.pt"
     assert found["text"] is not None and (found["text"] / "config.json").is_file()
-    assert located.require(entry)["drafter"] == found["drafter"]
+    assert located.require_parts(entry)["drafter"] == found["drafter"]
 
 
 def test_without_huggingface_hub_only_folders_are_looked_at(
     monkeypatch: pytest.MonkeyPatch, empty_cache: Path
 ) -> None:
     whole(empty_cache, entries()[C2I])
-    assert locate(entries()[C2I]).missing() == []
+    assert locate_model(entries()[C2I]).missing() == []
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    assert locate(entries()[C2I])["target"] is None
+    assert locate_model(entries()[C2I])["target"] is None
 
 
 def test_either_of_two_files_and_of_two_repositories(empty_cache: Path) -> None:
     entry = entries()[T2I]
     in_cache(empty_cache, entry.parts["drafter"].repo, "config.json", "pytorch_model.bin")
     in_cache(empty_cache, "jadohu/LlamaGen-T2I", "config.json", "model.safetensors")
-    found = locate(entry)
+    found = locate_model(entry)
     assert found["drafter"] is not None and found["drafter"].is_dir()
     assert found["target"] is not None and (found["target"] / "model.safetensors").is_file()
 
@@ -201,12 +203,12 @@ def test_a_part_with_a_missing_or_broken_file_is_not_here(empty_cache: Path) -> 
     entry = entries()[ANOLE]
     part = entry.parts["target"]
     folder = in_cache(empty_cache, part.repo, *part.files)
-    assert locate(entry)["target"] == folder
+    assert locate_model(entry)["target"] == folder
     shard = folder / "model-00002-of-00003.safetensors"
     shard.resolve().rename(
         shard.resolve().with_suffix(".incomplete")
     )  # as an interrupted run leaves it
-    found = locate(entry)
+    found = locate_model(entry)
     assert found["target"] is None
     assert found.absent["target"] == (shard.name,)
 
@@ -214,7 +216,7 @@ def test_a_part_with_a_missing_or_broken_file_is_not_here(empty_cache: Path) -> 
 def test_what_is_missing_is_listed_at_once_with_sizes(empty_cache: Path) -> None:
     whole(empty_cache, entries()[T2I], "vq")
     with pytest.raises(WeightsError) as caught:
-        located.require(entries()[T2I])
+        located.require_parts(entries()[T2I])
     said = str(caught.value)
     for words in (
         "target 3.11 GB (t2i_XL_stage1_256.pt of peizesun/llamagen_t2i)",
@@ -247,10 +249,10 @@ def test_what_is_missing_and_the_command_name_the_same_repository(
     assert f"(config.json, model.safetensors of {name})" in caught.value.why
     assert f"download {name};" in caught.value.hint
     entry = registry.get(name)
-    assert fetch.choose(entry, "target", True)[0].repo == name
+    assert fetch.choose_parts(entry, "target", True)[0].repo == name
     text = listed(capsys, name)
     assert f"download {name}" in text and f"--model {name} " in text
-    assert find("leloy/Anole-7b-v0.1-hf") == entries()[ANOLE]
+    assert find_model_by_name("leloy/Anole-7b-v0.1-hf") == entries()[ANOLE]
 
 
 # The list
@@ -318,7 +320,7 @@ def test_one_model_is_shown_with_files_settings_and_commands(
         "--cfg-scale 7.5 --temperature 1 --top-k 1000 --top-p 1",
         "lantern-hpu download llamagen-t2i-256",
         'python -m lantern_hpu.generate --model llamagen-t2i-256 --prompt "a red apple"',
-        str(locate(entries()[T2I])["vq"]),
+        str(locate_model(entries()[T2I])["vq"]),
         "licence not stated",
     ):
         assert words in text

@@ -237,13 +237,13 @@ def measured_shares(layers: Sequence[nn.Linear], forms: Sequence[str]) -> Shares
     shares: Shares = {name: {} for name in forms}
     for rows in ROWS:
         inputs = [torch.ones(rows, each.in_features, dtype=each.weight.dtype) for each in sample]
-        plain_s, *others_s = fastest(shaped, inputs)
+        plain_s, *others_s = time_forms(shaped, inputs)
         for name, seconds in zip(forms, others_s, strict=True):
             shares[name][rows] = seconds / plain_s
     return shares
 
 
-def fastest(
+def time_forms(
     forms: Sequence[Sequence[Callable[[Tensor], Tensor]]], inputs: Sequence[Tensor]
 ) -> list[float]:
     """Least seconds of each form over all inputs; they take turns, so that a busy moment meets all."""

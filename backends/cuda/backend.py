@@ -90,10 +90,12 @@ class CUDABackend(Backend):
         return memory
 
     def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
-        from lantern_hpu.backends.cuda.kernels import fused
+        from lantern_hpu.backends.cuda.kernels import triton_kernels
 
         super().kernels(choice)
-        return fused(self.device, dtype or self.tuning.dtype()) if choice == "auto" else PLAIN
+        return (
+            triton_kernels(self.device, dtype or self.tuning.dtype()) if choice == "auto" else PLAIN
+        )
 
     @cached_property
     def graph_pool(self) -> Any:

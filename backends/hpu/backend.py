@@ -102,7 +102,7 @@ class HPUBackend(Backend):
             DeviceError: the flags contradict the graph mode, or would end the process.
             ImportError: the software does not fit the torch that is installed.
         """
-        self.flags = hpu_env.prepare(self.wanted, self.emulated)
+        self.flags = hpu_env.prepare_flags(self.wanted, self.emulated)
         if self.emulated:
             from lantern_hpu.backends.hpu.emulator import emulate
 
@@ -110,7 +110,7 @@ class HPUBackend(Backend):
             self.card = self.stack.enter_context(emulate(self.flags.lazy, flags))
             self.modules = self.card.modules
         else:
-            if why := hpu_env.unfit(self.flags.lazy):
+            if why := hpu_env.unfit_plugin(self.flags.lazy):
                 raise ImportError(why)
             for name in ("torch", "torch.core", "torch.hpu"):
                 self.modules[f"{ROOT}.{name}"] = import_module(f"{ROOT}.{name}")
@@ -170,7 +170,7 @@ class HPUBackend(Backend):
                     return True, f"{self.hpu.get_device_name()}, {why}"
                 reasons.append(f"{ROOT} finds no card")
             except (ImportError, RuntimeError, AssertionError, OSError) as error:
-                known = hpu_errors.explain(error)
+                known = hpu_errors.explain_gaudi(error)
                 reasons.append(str(known) if known else f"{type(error).__name__}: {error}")
         # Only now: the checks ask hl-smi, which a card that works need not wait for.
         missing = [check for check in hpu_env.checks() if not check.ok]
@@ -196,10 +196,10 @@ class HPUBackend(Backend):
             rehearse(self.card, body, state)
 
     def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
-        from lantern_hpu.backends.hpu.kernels import fused
+        from lantern_hpu.backends.hpu.kernels import hpu_kernels
 
         super().kernels(choice)
-        return fused(self) if choice == "auto" else PLAIN
+        return hpu_kernels(self) if choice == "auto" else PLAIN
 
     def compile(self, function: nn.Module) -> Callable[[Any], Tensor]:
         if self.card is not None:
@@ -213,7 +213,7 @@ class HPUBackend(Backend):
         try:
             yield
         except (RuntimeError, AssertionError) as error:
-            known = hpu_errors.explain(error)
+            known = hpu_errors.explain_gaudi(error)
             if known is None:
                 raise
             raise known from error
@@ -226,7 +226,7 @@ class HPUBackend(Backend):
             "torch": torch.__version__,
             "plugin": f"emulator of {self.card.release}"
             if self.card is not None
-            else hpu_env.installed(hpu_env.PLUGIN),
+            else hpu_env.version_of(hpu_env.PLUGIN),
             "lazy": self.lazy,
             "flags": self.flags.chosen | self.flags.respected if self.flags else {},
         }

@@ -1,7 +1,7 @@
 """Gaudi's environment: which flags must be set before its software is imported, and what of it is here.
 
 Gaudi reads its flags while `habana_frameworks` is imported, which `import torch` may do by itself, and the default of
-the most important one differs between releases. So `prepare` sets them all explicitly, before either is imported.
+the most important one differs between releases. So `prepare_flags` sets them all explicitly, before either is imported.
 This module imports neither.
 """
 
@@ -31,7 +31,9 @@ PLUGIN = "habana-torch-plugin"  # and the distribution that has it
 LAZY_MODE = "PT_HPU_LAZY_MODE"
 RECIPE_CACHE = "PT_HPU_RECIPE_CACHE_CONFIG"
 PREFIXES = ("PT_", "HABANA_")
-MARK = "LANTERN_HPU_FLAGS"  # what `prepare` set, as JSON, so that it is not taken for the user's
+MARK = (
+    "LANTERN_HPU_FLAGS"  # what `prepare_flags` set, as JSON, so that it is not taken for the user's
+)
 
 # Where things are on a machine with a Gaudi.
 DEV = Path("/dev")
@@ -78,7 +80,7 @@ class Check:
     detail: str
 
 
-def prepare(
+def prepare_flags(
     mode: str = "auto", emulate: bool = False, environ: MutableMapping[str, str] | None = None
 ) -> Flags:
     """Decide between lazy mode and the other, and set the flags that the user has not set.
@@ -122,7 +124,7 @@ def release_of(emulate: bool) -> Release:
     if emulate:
         return releases.emulated()
     loaded = getattr(sys.modules.get(f"{ROOT}.torch.version"), "__version__", None)
-    return releases.nearest(loaded or installed(PLUGIN) or DEFAULT.name)
+    return releases.nearest_release(loaded or version_of(PLUGIN) or DEFAULT.name)
 
 
 def refuse_fatal(release: Release, flags: Mapping[str, str]) -> None:
@@ -131,7 +133,7 @@ def refuse_fatal(release: Release, flags: Mapping[str, str]) -> None:
         DeviceError: a flag has a value that would end the process while the plugin is loaded.
     """
     for name, value in flags.items():
-        why = releases.fatal(release, name, value)
+        why = releases.fatal_flag(release, name, value)
         if why is not None:
             what = f"{name}={value} would end Gaudi's software when it is loaded"
             raise DeviceError(what, f"{release}: {why}", f"unset {name}, or give it such a value")
@@ -161,7 +163,7 @@ def _decide(mode: str, flag: str | None, emulate: bool) -> tuple[bool, str]:
         return flag != "0", f"{LAZY_MODE}={flag} was set already"
     if emulate:
         return True, "the emulator stands in for lazy mode, where HPU graphs are"
-    torch = installed("torch")
+    torch = version_of("torch")
     if not is_fork(torch):
         return (
             False,
@@ -241,7 +243,7 @@ def recipe_folder(env: Mapping[str, str]) -> tuple[str | None, str]:
     disk = _disk_type(folder)
     if disk in NETWORK_DISKS or disk.startswith("fuse"):
         return None, f"{folder} is on a network disk ({disk}), where file locks do not hold"
-    why = releases.unfit(folder)
+    why = releases.unfit_cache(folder)
     return (folder, folder) if why is None else (None, why)
 
 
@@ -259,7 +261,7 @@ def _disk_type(folder: str) -> str:
     return found
 
 
-def installed(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
     """The version of a distribution, without importing it."""
     try:
         return metadata.version(distribution)
@@ -298,7 +300,7 @@ def checks() -> list[Check]:
 
 
 def _check_plugin() -> Check:
-    folder, version = plugin_folder(), installed(PLUGIN)
+    folder, version = plugin_folder(), version_of(PLUGIN)
     if folder is None:
         return Check("plugin", False, "habana_frameworks is not installed (Gaudi's images have it)")
     return Check(
@@ -308,7 +310,7 @@ def _check_plugin() -> Check:
 
 def _check_torch() -> Check:
     """Whether torch is the one that the plugin was built for; pip likes to replace it."""
-    torch, folder = installed("torch"), plugin_folder()
+    torch, folder = version_of("torch"), plugin_folder()
     if torch is None:
         return Check("torch", False, "torch is not installed")
     if folder is None:
@@ -342,9 +344,9 @@ def missing_library(torch: str | None, lazy: bool) -> str | None:
     return name if folder is not None and not (folder / name).exists() else None
 
 
-def unfit(lazy: bool) -> str | None:
+def unfit_plugin(lazy: bool) -> str | None:
     """Why the plugin cannot be loaded with the torch that is installed; None if it can, or is not here."""
-    torch = installed("torch") or ""
+    torch = version_of("torch") or ""
     if plugin_folder() is None:
         return None
     if not is_fork(torch):
@@ -378,7 +380,7 @@ def _check_nodes() -> Check:
 
 
 def _check_driver() -> Check:
-    driver, plugin = _read(DRIVER), installed(PLUGIN)
+    driver, plugin = _read(DRIVER), version_of(PLUGIN)
     if driver is None:
         return Check("driver", False, "habanalabs is not loaded")
     if plugin and _release(plugin) != _release(driver):
@@ -422,7 +424,7 @@ def _check_recipes() -> Check:
     """Where compiled graphs are kept between runs."""
     given = os.environ.get(RECIPE_CACHE)
     if given is not None and RECIPE_CACHE not in _ours(os.environ):
-        why = releases.fatal(release_of(emulate=False), RECIPE_CACHE, given)
+        why = releases.fatal_flag(release_of(emulate=False), RECIPE_CACHE, given)
         return Check(
             "recipe cache", why is None, f"{RECIPE_CACHE}={given}" + (f": {why}" if why else "")
         )

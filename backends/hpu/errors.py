@@ -152,7 +152,7 @@ KNOWN = (
 )
 
 
-def explain(error: BaseException | str) -> DeviceError | None:
+def explain_gaudi(error: BaseException | str) -> DeviceError | None:
     """The error in plain words, or None if it is not known to be Gaudi's. Looks at its causes as well."""
     if isinstance(error, LanternError):
         return None

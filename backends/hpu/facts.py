@@ -8,7 +8,7 @@ import torch
 
 from lantern_hpu.backends.base import Backend
 from lantern_hpu.backends.hpu.backend import HPUBackend
-from lantern_hpu.backends.hpu.emulator.facts import FACTS, Card, Refuted, Unanswered, facts_of
+from lantern_hpu.backends.hpu.emulator.facts import FACTS, Card, Refuted, Unanswered, release_facts
 from lantern_hpu.backends.hpu.env import LAZY
 
 Answer = Literal["confirmed", "refuted", "unanswered"]
@@ -16,7 +16,7 @@ Answer = Literal["confirmed", "refuted", "unanswered"]
 
 def facts_for(graphs: str, release: str) -> list[tuple[str, str]]:
     """(name, source) of the facts of a release that a graph mode can be asked."""
-    facts = facts_of(release, LAZY[graphs])
+    facts = release_facts(release, LAZY[graphs])
     return [(fact.name, fact.source) for fact in facts]
 
 

@@ -66,7 +66,7 @@ def make_rotate(backend: HPUBackend) -> Callable[[Tensor, Tensor, bool], Tensor]
     return fused_rope
 
 
-def candidates(backend: HPUBackend) -> dict[str, Candidate]:
+def hpu_candidates(backend: HPUBackend) -> dict[str, Candidate]:
     """All fused kernels, whether or not they are in this release and agree with the plain ones.
 
     A card multiplies in lower precision inside of attention; norm and rotary embedding have no products of matrices.
@@ -101,10 +101,10 @@ def candidates(backend: HPUBackend) -> dict[str, Candidate]:
     }
 
 
-def fused(backend: HPUBackend) -> Kernels:
+def hpu_kernels(backend: HPUBackend) -> Kernels:
     """The fused kernels that are here and agree with the plain ones."""
     served = Kernels(attention=matmul_attention)
-    for name, candidate in candidates(backend).items():
+    for name, candidate in hpu_candidates(backend).items():
         with suppress(*LACKING):
             if candidate.agrees():
                 served = replace(served, **{name: candidate.make()})

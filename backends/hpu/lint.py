@@ -128,7 +128,7 @@ def text(findings: Sequence[Finding]) -> str:
     return "\n".join(blocks)
 
 
-def summary(cards: Sequence[Device]) -> dict[str, int]:
+def lint_counts(cards: Sequence[Device]) -> dict[str, int]:
     """Counts over all runs."""
     counts = [card.counts for card in cards]
     return {

@@ -135,25 +135,25 @@ RELEASES = {
 DEFAULT = RELEASES["1.24"]
 
 
-def number(version: str | None) -> tuple[int, int] | None:
+def version_number(version: str | None) -> tuple[int, int] | None:
     """(major, minor) of a version, None if it has none."""
     found = re.match(r"\D*(\d+)\.(\d+)", version or "")
     return (int(found[1]), int(found[2])) if found else None
 
 
-def nearest(version: str) -> Release:
+def nearest_release(version: str) -> Release:
     """The release that a version is held to; a version that was not read is warned of once."""
-    asked = number(version)
+    asked = version_number(version)
     if asked is None:
         return DEFAULT
     major, minor = asked
 
     def apart(release: Release) -> tuple[int, int]:
-        known = number(release.name) or asked
+        known = version_number(release.name) or asked
         return abs(known[0] - major), abs(known[1] - minor)
 
     found = min(RELEASES.values(), key=apart)
-    if number(found.name) != asked:
+    if version_number(found.name) != asked:
         warnings.warn(
             f"bridge {major}.{minor} was not read; the contract of {found.name} is used",
             stacklevel=2,
@@ -161,7 +161,7 @@ def nearest(version: str) -> Release:
     return found
 
 
-def choose(name: str | None) -> None:
+def choose_release(name: str | None) -> None:
     """Let the emulator of this process and of those that it starts be of a release.
 
     Raises:
@@ -169,10 +169,10 @@ def choose(name: str | None) -> None:
     """
     if name is None:
         return
-    if number(name) is None:
+    if version_number(name) is None:
         hint = f"one of {', '.join(RELEASES)}; another version takes the nearest one's contract"
         raise OptionError(f"--bridge is {name!r}", "it is a release of Gaudi's software", hint)
-    os.environ[VARIABLE] = nearest(name).name
+    os.environ[VARIABLE] = nearest_release(name).name
 
 
 # Flags that take 0, 1, true and false alone (scripts/env_flags.yaml). All names with these beginnings are booleans.
@@ -197,7 +197,7 @@ CACHE_FORM = re.compile(
 UNSAFE = re.compile(r"""[\s"'\\<>|&;$%*?\[\]{}^~`]""")
 
 
-def fatal(release: Release, name: str, value: str) -> str | None:
+def fatal_flag(release: Release, name: str, value: str) -> str | None:
     """Why a flag's value ends the process while the plugin is loaded; None if it does not.
 
     From backend/synapse_helpers/env_flags_impl.cpp and scripts/env_flags.yaml of 1.24.
@@ -212,11 +212,15 @@ def fatal(release: Release, name: str, value: str) -> str | None:
         return f"it takes {', '.join(MORE_WORDS)} alone"
     if name == "PT_HPU_RECIPE_CACHE_CONFIG":
         form = CACHE_FORM.fullmatch(value)
-        return "its form is PATH[,true|false,MB[,true|false]]" if form is None else unfit(form[1])
+        return (
+            "its form is PATH[,true|false,MB[,true|false]]"
+            if form is None
+            else unfit_cache(form[1])
+        )
     return None
 
 
-def unfit(folder: str) -> str | None:
+def unfit_cache(folder: str) -> str | None:
     """Why a folder cannot keep recipes; None if it can. One that is not there yet is made by the bridge."""
     if UNSAFE.search(folder):
         return f"{folder} has characters that are refused in a path"
@@ -230,5 +234,5 @@ def unfit(folder: str) -> str | None:
 
 
 def emulated() -> Release:
-    """The release that the emulator stands in for: 1.24, unless `choose` or the variable says otherwise."""
-    return nearest(os.environ.get(VARIABLE, DEFAULT.name))
+    """The release that the emulator stands in for: 1.24, unless `choose_release` or the variable says otherwise."""
+    return nearest_release(os.environ.get(VARIABLE, DEFAULT.name))

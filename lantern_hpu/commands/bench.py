@@ -40,7 +40,7 @@ from lantern_hpu.lab.bench.cases import (
     settings_for,
 )
 from lantern_hpu.lab.bench.text import tables
-from lantern_hpu.lab.rows import show
+from lantern_hpu.lab.rows import show_report
 from lantern_hpu.methods.setting import FORM, Setting
 from lantern_hpu.methods.table import AUTO
 from lantern_hpu.models.options import DeviceOptions
@@ -84,7 +84,7 @@ def fill_in(args: argparse.Namespace, usual: Mapping[str, object]) -> None:
             setattr(args, name, value)
 
 
-def read_options(args: argparse.Namespace) -> BenchRequest:
+def bench_request(args: argparse.Namespace) -> BenchRequest:
     """
     Raises:
         LanternError: one is out of range, or contradicts another one.
@@ -121,14 +121,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(given)
 
     def command() -> None:
-        wanted = read_options(args)
+        wanted = bench_request(args)
         if args.output:
             check_free([args.output], args.force)
         began = time.perf_counter()
         prepare(wanted.device, wanted.mode)  # before torch is imported
-        from lantern_hpu.lab.bench.run import run
+        from lantern_hpu.lab.bench.run import run_bench
 
-        result = run(wanted, given, time.perf_counter() - began)
-        show(result, tables(result), args.output, args.force)
+        result = run_bench(wanted, given, time.perf_counter() - began)
+        show_report(result, tables(result), args.output, args.force)
 
     return exit_code(command)

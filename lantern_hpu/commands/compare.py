@@ -17,8 +17,8 @@ from lantern_hpu.errors import OutputError, exit_code, needing
 from lantern_hpu.files import write_file
 from lantern_hpu.lab.compare.comparison import load
 from lantern_hpu.lab.compare.document import csv_text, document, main_table, notes
-from lantern_hpu.lab.compare.plots import draw
-from lantern_hpu.lab.pages import render
+from lantern_hpu.lab.compare.plots import draw_charts
+from lantern_hpu.lab.pages import render_page
 
 NAME = "comparison"  # of the table and the page
 
@@ -34,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check(folder: Path, force: bool) -> None:
+def check_compare(folder: Path, force: bool) -> None:
     """Refuse what can be refused before anything is read or drawn.
 
     Raises:
@@ -51,13 +51,15 @@ def check(folder: Path, force: bool) -> None:
         import jinja2  # noqa: F401
 
 
-def run(args: argparse.Namespace) -> None:
+def compare_reports(args: argparse.Namespace) -> None:
     """Check, compare, print the table, write the files."""
-    check(args.output, args.force)
+    check_compare(args.output, args.force)
     comparison = load(args.reports)
-    pictures = draw(comparison)
+    pictures = draw_charts(comparison)
     whole = document(comparison, pictures)
-    texts = {suffix: render(f"comparison.{suffix}", document=whole) for suffix in ("html", "md")}
+    texts = {
+        suffix: render_page(f"comparison.{suffix}", document=whole) for suffix in ("html", "md")
+    }
     texts["csv"] = csv_text(comparison)
     files = {f"{NAME}.{suffix}": text.encode() for suffix, text in texts.items()}
     for picture in pictures:
@@ -73,4 +75,4 @@ def run(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """The `compare` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    return exit_code(lambda: run(args))
+    return exit_code(lambda: compare_reports(args))

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from lantern_hpu import __version__
 from lantern_hpu.backends.examine import Facts, examine
 from lantern_hpu.methods.table import METHODS
-from lantern_hpu.results.tables import columns
+from lantern_hpu.results.tables import aligned
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -42,39 +42,39 @@ def examine_all() -> Facts:
     }
 
 
-def report(facts: Facts) -> str:
+def doctor_report(facts: Facts) -> str:
     """The facts as text in short aligned sections."""
     versions = [
         ("lantern_hpu", facts["lantern_hpu"]),
         ("python", f"{facts['python']} on {facts['platform']}"),
         ("torch", facts["torch"] or "not installed"),
     ]
-    parts = [table(versions)]
+    parts = [section(versions)]
     for name, found in facts["devices"].items():
         state = f"available, {found['why']}" if found["available"] else "not available"
-        parts.append(table(describe_device(found), f"{name}: {state}"))
+        parts.append(section(describe_device(found), f"{name}: {state}"))
     marks = {True: "ok", False: "--"}
     rows = [(c["name"], f"{marks[c['ok']]}  {c['detail']}") for c in facts["gaudi"]["checks"]]
-    parts.append(table(rows, "gaudi"))
+    parts.append(section(rows, "gaudi"))
     if facts["gaudi"]["flags"]["active"]:
-        parts.append(table(describe_flags(facts["gaudi"]["flags"]), "flags"))
+        parts.append(section(describe_flags(facts["gaudi"]["flags"]), "flags"))
     names = [
         (name, method["about"] + (", needs a drafter" if method["needs_drafter"] else ""))
         for name, method in facts["methods"].items()
     ]
-    parts.append(table(names, "methods"))
+    parts.append(section(names, "methods"))
     default = facts["default"]
     parts.append(f"default: {default['device'] or 'no device'}, because {default['why']}")
     return "\n\n".join(parts)
 
 
-def table(rows: Sequence[tuple[str, str]], *head: str) -> str:
+def section(rows: Sequence[tuple[str, str]], *head: str) -> str:
     """Two aligned columns, indented, below a line if one is given."""
     cells = []
     for name, text in rows:
         first, *more = text.split("\n")
         cells += [(f"  {name}", first), *(("", line) for line in more)]
-    return "\n".join([*head, columns(cells)]).rstrip()
+    return "\n".join([*head, aligned(cells)]).rstrip()
 
 
 def describe_device(found: Facts) -> list[tuple[str, str]]:
@@ -87,10 +87,10 @@ def describe_device(found: Facts) -> list[tuple[str, str]]:
     rows += [("memory", ", ".join(known))] if known else []
     for key in ("dtypes", "graph_modes"):
         rows += [(key.replace("_", " "), ", ".join(found[key]))] if found.get(key) else []
-    return [*rows, *problems(details), *problems(memory), *problems(found)]
+    return [*rows, *error_rows(details), *error_rows(memory), *error_rows(found)]
 
 
-def problems(found: Facts) -> Iterator[tuple[str, str]]:
+def error_rows(found: Facts) -> Iterator[tuple[str, str]]:
     """Rows of an error, if there is one."""
     for name in ("error", "meaning", "hint"):
         if found.get(name):
@@ -100,7 +100,7 @@ def problems(found: Facts) -> Iterator[tuple[str, str]]:
 def describe_flags(flags: Facts) -> list[tuple[str, str]]:
     """Rows of the flags: the mode and why; each that this project sets, with its reason; the user's."""
     if "error" in flags:
-        return list(problems(flags))
+        return list(error_rows(flags))
     rows = [
         ("mode", f"{'lazy' if flags['lazy'] else 'eager and compile'}: {flags['why']}"),
         ("release", f"the contract of bridge {flags['release']}"),
@@ -125,5 +125,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The `doctor` command; the exit code is 0 whatever it finds."""
     args = make_parser().parse_args(argv)
     facts = examine_all()
-    print(json.dumps(facts, indent=2, default=str) if args.json else report(facts))
+    print(json.dumps(facts, indent=2, default=str) if args.json else doctor_report(facts))
     return 0

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lantern_hpu.errors import OptionError, OutputError, exit_code
-from lantern_hpu.zoo.fetch import announce, choose, fetch_all
-from lantern_hpu.zoo.located import Located, draw_command, locate, of_folder
+from lantern_hpu.zoo.fetch import choose_parts, fetch_all, fetch_text
+from lantern_hpu.zoo.located import Located, draw_command, locate_model, of_folder
 from lantern_hpu.zoo.registry import KnownModel, get
 
 INTERRUPTED = 130  # what a shell returns for it
@@ -43,23 +43,23 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(args: argparse.Namespace) -> None:
+def download_parts(args: argparse.Namespace) -> None:
     if args.name == "builtin":
         raise OptionError("builtin is here already", "it comes with the package", "--model builtin")
     entry, to = get(args.name), args.to
-    parts = choose(entry, args.only, not args.without_drafter)
+    parts = choose_parts(entry, args.only, not args.without_drafter)
     other = of_folder(to) if to else None
     if other is not None and other.name != entry.name:
         raise OutputError(f"{to} holds {other.name}", "one folder, one model", "another --to")
-    located = locate(entry, to)
-    print(announce(entry, parts, located), flush=True)
+    located = locate_model(entry, to)
+    print(fetch_text(entry, parts, located), flush=True)
     lacking = [part for part in parts if located[part.role] is None]
     if lacking:
         fetch_all(entry, lacking, located, to)
-    print(summary(entry, locate(entry, to), to))
+    print(download_summary(entry, locate_model(entry, to), to))
 
 
-def summary(entry: KnownModel, located: Located, to: Path | None) -> str:
+def download_summary(entry: KnownModel, located: Located, to: Path | None) -> str:
     """Where the parts are, and how to draw with them or what it still takes."""
     lines = [f"{role}: {path}" for role, path in located.items() if path is not None]
     lacking = [part.role for part in located.missing(drafting=False)]
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The `download` command: 0; 2 after an error; 130 if interrupted."""
     args = make_parser().parse_args(argv)
     try:
-        return exit_code(lambda: run(args))
+        return exit_code(lambda: download_parts(args))
     except KeyboardInterrupt:
         said = "interrupted: files that are whole stay, the same command fetches the others"
         print(f"\n{said}", file=sys.stderr)

@@ -117,7 +117,7 @@ def library_of(args: argparse.Namespace, preset: str) -> Library:
     return Library(**taken(Library, args) | {"preset": preset_of(preset), "metrics": metrics})
 
 
-def read_options(args: argparse.Namespace) -> EvaluateRequest:
+def evaluate_request(args: argparse.Namespace) -> EvaluateRequest:
     """
     Raises:
         OptionError: one is out of range, or contradicts another one.
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(given)
 
     def command() -> None:
-        print(evaluate(read_options(args), given))
+        print(evaluate(evaluate_request(args), given))
         print(f"wrote {args.output / 'evaluation.json'}, .md and the plots beside them")
 
     return exit_code(command)

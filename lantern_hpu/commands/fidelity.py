@@ -20,7 +20,7 @@ from lantern_hpu.commands.options import add_device_options, add_fields, device_
 from lantern_hpu.errors import exit_code, listed
 from lantern_hpu.files import check_free
 from lantern_hpu.lab.evaluate.options import FidelityOptions
-from lantern_hpu.lab.rows import heading, show
+from lantern_hpu.lab.rows import heading, show_report
 from lantern_hpu.methods.relaxation import EXACT, PRESETS
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.methods.table import METHODS
@@ -52,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def report(
+def fidelity_report(
     model: str,
     device: DeviceOptions,
     settings: Sequence[Setting],
@@ -63,17 +63,19 @@ def report(
     prepare(device.device, device.graphs)  # before torch is imported
     from tqdm import tqdm
 
-    from lantern_hpu.lab.fidelity import measure, total
+    from lantern_hpu.lab.fidelity import fidelity_rows, images_total
     from lantern_hpu.pipeline import LanternPipeline
 
     with closing(LanternPipeline.from_pretrained(model, **vars(device))) as pipeline:
-        with tqdm(total=total(pipeline, settings, options), unit="image", file=sys.stderr) as bar:
-            rows = list(measure(pipeline, settings, options, bar))
+        with tqdm(
+            total=images_total(pipeline, settings, options), unit="image", file=sys.stderr
+        ) as bar:
+            rows = list(fidelity_rows(pipeline, settings, options, bar))
         sizes = {name: value for name, value in asdict(options).items() if name != "seed"}
         return heading("lantern_hpu.fidelity", pipeline, argv) | sizes | {"rows": rows}
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
     head = ("method", "setting", "tokens a step", "ms an image", "TV of the next token")
     lines = []
@@ -81,11 +83,11 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         method, _, preset = row["row"].partition(":")
         setting = preset or ("default" if METHODS[method].relaxation else "exact")
         figures = f"{row['tokens_per_step']:.2f}", f"{row['ms_per_image']:.0f}"
-        lines.append((method, setting, *figures, distance(row)))
+        lines.append((method, setting, *figures, tv_text(row)))
     return markdown(head, lines)
 
 
-def distance(row: dict[str, Any]) -> str:
+def tv_text(row: dict[str, Any]) -> str:
     """The figure with its interval; an exact method's is what the estimate's noise leaves."""
     around = row["tv_interval"]
     figure = f"{row['tv']:.3f}" + ("" if around is None else f" ± {around:.3f}")
@@ -94,19 +96,19 @@ def distance(row: dict[str, Any]) -> str:
     return f"0 (measured {figure})" if row["relaxation"] == EXACT.as_json() else figure
 
 
-def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+def measure_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Check the options, measure, print and write."""
     settings = [Setting.parse(text) for text in listed(args.rows, "--rows")]
     options = FidelityOptions(**taken(FidelityOptions, args))
     if args.output:
         check_free([args.output], args.force)
     device = replace(device_options(args), graphs="eager")
-    result = report(args.model, device, settings, options, argv)
-    show(result, table(result["rows"]), args.output, args.force)
+    result = fidelity_report(args.model, device, settings, options, argv)
+    show_report(result, fidelity_table(result["rows"]), args.output, args.force)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `fidelity` command; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     args = make_parser().parse_args(given)
-    return exit_code(lambda: run(args, given))
+    return exit_code(lambda: measure_fidelity(args, given))

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from lantern_hpu import __version__
 from lantern_hpu.commands import options
-from lantern_hpu.commands.generate_job import draw, draw_with_workers
+from lantern_hpu.commands.generate_job import draw_job, draw_with_workers
 from lantern_hpu.errors import exit_code
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def add_where(group: argparse._ArgumentGroup) -> None:
     add("--preview-every", type=int, default=0, metavar="ROWS", help=every)
 
 
-def summary(result: GenerationResult, output: Path) -> str:
+def generate_summary(result: GenerationResult, output: Path) -> str:
     """One line for the user."""
     from lantern_hpu.results.images import mean_tv, tokens_per_step
 
@@ -95,9 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.workers is not None:
             print(f"{draw_with_workers(args)} image(s) drawn -> {args.output}")
             return
-        result = draw(args)
+        result = draw_job(args)
         where = args.output if not result or result.images else args.save_tokens
-        print(summary(result, where) if result else f"every image is in {where}")
+        print(generate_summary(result, where) if result else f"every image is in {where}")
 
     try:
         return exit_code(command)

@@ -138,7 +138,7 @@ def job_again(args: argparse.Namespace) -> GenerateJob:
     )
 
 
-def settle(
+def settled_job(
     job: GenerateJob, pipeline: LanternPipeline, args: argparse.Namespace
 ) -> tuple[Resolved, Sampling]:
     """What was left to the model and the device, or is that of the image to draw again.
@@ -177,14 +177,14 @@ def outputs_of(args: argparse.Namespace, prompts: Sequence[str]) -> Outputs:
 # ------------------------------------------------------------------------------------ drawing
 
 
-def draw(args: argparse.Namespace) -> GenerationResult | None:
+def draw_job(args: argparse.Namespace) -> GenerationResult | None:
     """The whole command after parsing; None if every image was there already."""
     job = job_of(args)
     outputs = outputs_of(args, job.prompts)
     began = time.perf_counter()
     prepare(job.device.device, job.device.graphs, job.device.emulate)
     from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.results.outputs import Keeper, save
+    from lantern_hpu.results.outputs import Keeper, save_outputs
     from lantern_hpu.results.progress import Bar
 
     imported = time.perf_counter() - began
@@ -200,7 +200,7 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
         if job.labels and not pipeline.model.condition.takes_classes:
             why = f"{pipeline.model.name} draws from text"
             raise OptionError("--class-label cannot be used", why, "--prompt")
-        chosen, sampling = settle(job, pipeline, args)
+        chosen, sampling = settled_job(job, pipeline, args)
         requests = requests_of(job, chosen, sampling)
         if job.setting.method == AUTO and chosen.method == "ar" and len(requests) > 1:
             print(ONE_TOKEN, file=sys.stderr)
@@ -213,14 +213,14 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
             return None
         bar = Bar(outputs.preview, args.preview_every)
         keep = Keeper(left, outputs.images, args.force)
-        result = run(pipeline, [requests[i] for i in left], chosen, job.batch_size, bar, keep)
+        result = draw_shown(pipeline, [requests[i] for i in left], chosen, job.batch_size, bar, keep)
         if args.verbose:
             show_decided(pipeline, "threads")
     if line := warm_up_line(result):
         print(line, file=sys.stderr)
     result.timing.import_s = imported
     columns = args.num_images if 1 < (args.num_images or 1) < len(result.images) else None
-    save(result, outputs, columns, args.force)
+    save_outputs(result, outputs, columns, args.force)
     return result
 
 
@@ -228,7 +228,7 @@ def draw_with_workers(args: argparse.Namespace) -> int:
     """The whole command, drawn by other processes; the images are those of one process. -> how many were drawn"""
     from tqdm import tqdm
 
-    from lantern_hpu.workers import pieces, shared
+    from lantern_hpu.workers import pieces, share_work
 
     job = job_of(args)
     require(1 <= args.workers <= 4096, "--workers", args.workers, "1 to 4096")
@@ -239,10 +239,10 @@ def draw_with_workers(args: argparse.Namespace) -> int:
     outputs_of(args, job.prompts)
     count = len(job.prompts)
     work = pieces(count, args.workers, together(count, job.batch_size))
-    opener, device = "lantern_hpu.commands.generate_job:open_worker", job.device
+    opener, device = "lantern_hpu.commands.generate_job:open_job_worker", job.device
     bar, drawn = tqdm(total=count, unit="image", file=sys.stderr, dynamic_ncols=True), 0
     with closing(bar):
-        for numbers, new in shared(
+        for numbers, new in share_work(
             opener, [args], work, args.workers, device.device, device.emulate
         ):
             drawn += new
@@ -250,7 +250,7 @@ def draw_with_workers(args: argparse.Namespace) -> int:
     return drawn
 
 
-def open_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
+def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
     """What a worker does: the images of these numbers that are not there yet. -> how many it drew"""
     job = job_of(args)
     prepare(job.device.device, job.device.graphs, job.device.emulate)
@@ -259,7 +259,7 @@ def open_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
     from lantern_hpu.results.outputs import Keeper
 
     pipeline = LanternPipeline.from_pretrained(job.model, given=job.given, **vars(job.device))
-    chosen, sampling = settle(job, pipeline, args)
+    chosen, sampling = settled_job(job, pipeline, args)
     files, _ = image_files(args.output, job.prompts, False)
     requests, again = requests_of(job, chosen, sampling), set[int]()
     size = together(len(requests), job.batch_size)
@@ -336,7 +336,7 @@ def check_kept(
             raise OutputError(f"{file} is another image", why, "another --output")
 
 
-def run(
+def draw_shown(
     pipeline: LanternPipeline,
     requests: Sequence[Request],
     chosen: Resolved,

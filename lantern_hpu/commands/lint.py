@@ -17,8 +17,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lantern_hpu.backends.hpu.lint import RECOMPILING, lint_script, merged, summary, text
-from lantern_hpu.backends.hpu.releases import choose, emulated
+from lantern_hpu.backends.hpu.lint import RECOMPILING, lint_counts, lint_script, merged, text
+from lantern_hpu.backends.hpu.releases import choose_release, emulated
 from lantern_hpu.commands.options import add_bridge_option
 from lantern_hpu.errors import LanternError, OptionError, choices, exit_code, require
 from lantern_hpu.graphs import RUNNERS
@@ -51,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check(args: argparse.Namespace) -> None:
+def check_lint_options(args: argparse.Namespace) -> None:
     """Raise an OptionError if an option is out of range."""
     require(args.timeout > 0, "--timeout", args.timeout, "more than 0")
     require(args.profile in PROFILES, "--profile", args.profile, choices(PROFILES))
@@ -59,7 +59,7 @@ def check(args: argparse.Namespace) -> None:
         raise OptionError(f"unknown method {args.method!r}", hint=choices(["all", *METHODS]))
 
 
-def run(args: argparse.Namespace) -> int:
+def lint_all(args: argparse.Namespace) -> int:
     """Print the findings. -> 1 if the program died, or there is what `--strict` refuses"""
     if args.script:
         card, ended = lint_script(args.script, args.args, args.profile == "lazy", args.timeout)
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
             args.timeout,
             lambda line: print(line, file=sys.stderr),
         )
-    findings, counts, release = merged(cards), summary(cards), emulated()
+    findings, counts, release = merged(cards), lint_counts(cards), emulated()
     if args.json:
         rows = [finding.as_dict() for finding in findings]
         print(json.dumps({"release": release.name, "findings": rows, "counts": counts}, indent=2))
@@ -104,9 +104,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> None:
         nonlocal refused
-        check(args)
-        choose(args.bridge)
-        refused = run(args)
+        check_lint_options(args)
+        choose_release(args.bridge)
+        refused = lint_all(args)
 
     code = exit_code(work)
     return code or refused

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 
 from lantern_hpu.errors import exit_code
-from lantern_hpu.results.tables import amount, columns, paragraph
+from lantern_hpu.results.tables import aligned, amount, paragraph
 from lantern_hpu.zoo.facts import Facts, all_facts, facts_by_name
 
 
@@ -27,7 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
 # ------------------------------------------------------------------------------------ text
 
 
-def table(models: Sequence[Facts]) -> str:
+def models_table(models: Sequence[Facts]) -> str:
     """One line a model, in columns."""
     rows = [("model", "pixels", "family", "size", "licence", "on this machine")]
     for model in models:
@@ -39,7 +39,7 @@ def table(models: Sequence[Facts]) -> str:
         image, size = str(model["image_size"]), amount(model["bytes"])
         licence = model["licence"].replace(" (label)", "*")
         rows.append((model["name"], image, model["family"], size, licence, here))
-    return columns(rows)
+    return aligned(rows)
 
 
 ADVICE = """
@@ -51,7 +51,7 @@ The size is that of all files it draws with, the licence its target's: a part ma
 * as its page is labelled; see the model's note."""
 
 
-def describe(model: Facts) -> str:
+def model_text(model: Facts) -> str:
     """One model: what it is, its parts, its settings, and the commands."""
     side, grid = model["image_size"], model["grid"]
     image = f"{side} x {side} px, {grid[0]} x {grid[1]} tokens, prefix of {model['prefix']}"
@@ -100,16 +100,16 @@ def options(sampling: Mapping[str, float]) -> str:
 # ------------------------------------------------------------------------------------ the command
 
 
-def run(args: argparse.Namespace) -> None:
+def print_models(args: argparse.Namespace) -> None:
     if args.name is not None:
         model = facts_by_name(args.name)
-        print(json.dumps(model, indent=2) if args.json else describe(model))
+        print(json.dumps(model, indent=2) if args.json else model_text(model))
         return
     models = all_facts()
-    print(json.dumps(models, indent=2) if args.json else table(models) + "\n" + ADVICE)
+    print(json.dumps(models, indent=2) if args.json else models_table(models) + "\n" + ADVICE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `models` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    return exit_code(lambda: run(args))
+    return exit_code(lambda: print_models(args))

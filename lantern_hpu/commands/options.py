@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from lantern_hpu.backends import BACKENDS
-from lantern_hpu.backends.hpu.releases import DEFAULT, RELEASES, choose
+from lantern_hpu.backends.hpu.releases import DEFAULT, RELEASES, choose_release
 from lantern_hpu.errors import allowed_range, option_name
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.relaxation import RelaxationOptions
@@ -107,7 +107,7 @@ def device_options(args: argparse.Namespace) -> DeviceOptions:
     Raises:
         OptionError: one is out of range.
     """
-    choose(getattr(args, "bridge", None))
+    choose_release(getattr(args, "bridge", None))
     return DeviceOptions(**taken(DeviceOptions, args))
 
 

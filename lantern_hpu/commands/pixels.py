@@ -62,7 +62,7 @@ def check_tokens(tokens: NDArray[np.int64], config: TransformerConfig, file: Pat
         raise OptionError(what, why, hint)
 
 
-def check_digest(saved: SavedTokens, digest: str, file: Path) -> None:
+def check_tokenizer(saved: SavedTokens, digest: str, file: Path) -> None:
     """Raise a WeightsError if the tokens were drawn beside another tokenizer."""
     known = [one.get("config", {}).get("weights", {}).get(VQ) for one in saved.metadata]
     if any(other not in (None, digest) for other in known):
@@ -70,11 +70,11 @@ def check_digest(saved: SavedTokens, digest: str, file: Path) -> None:
         raise WeightsError(what, "it has other weights", "--model and --vq as they were drawn with")
 
 
-def run(args: argparse.Namespace) -> str:
+def decode_saved(args: argparse.Namespace) -> str:
     """The whole command after parsing. -> what was done"""
-    from lantern_hpu.results.images import encode, image_files, read_tokens, with_metadata
+    from lantern_hpu.results.images import encode, image_files, read_saved_tokens, with_metadata
 
-    saved = read_tokens(args.tokens)
+    saved = read_saved_tokens(args.tokens)
     files, _ = image_files(args.output, saved.prompts, False)
     check_free(files, args.force)
     device = options.device_options(args)
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> str:
     check_tokens(saved.tokens, config, args.tokens)
     with closing(get_backend(device.device, "eager")) as backend, backend.errors():
         vq, digest = opened.load_vq(opened.source.weights(), backend.device)
-        check_digest(saved, digest, args.tokens)
+        check_tokenizer(saved, digest, args.tokens)
         for file, row, settings in zip(
             tqdm(files, unit="image"), saved.tokens, saved.metadata, strict=True
         ):
@@ -105,4 +105,4 @@ def run(args: argparse.Namespace) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The `decode` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    return exit_code(lambda: print(run(args)))
+    return exit_code(lambda: print(decode_saved(args)))

@@ -12,11 +12,11 @@ import json
 from collections.abc import Sequence
 
 from lantern_hpu.commands.options import add_fields, add_part_options, given_parts
-from lantern_hpu.decode.memory import DTYPES, verdict
+from lantern_hpu.decode.memory import DTYPES, fit_report
 from lantern_hpu.errors import exit_code
 from lantern_hpu.methods.table import DEFAULT_TREE, METHODS
 from lantern_hpu.models.options import DeviceOptions
-from lantern_hpu.plan.report import facts, find_device, find_model, report, setup_of
+from lantern_hpu.plan.report import facts, find_device, find_model, plan_report, setup_of
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(args: argparse.Namespace) -> None:
+def print_plan(args: argparse.Namespace) -> None:
     model = find_model(args.name, given_parts(args))
     device = find_device(args.device, args.memory)
     setup = setup_of(
@@ -54,11 +54,11 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(facts(model.config, setup, device), indent=2))
         return
-    print(report(args.name, model.config, setup))
-    print("\n".join(verdict(model.config, setup, device)))
+    print(plan_report(args.name, model.config, setup))
+    print("\n".join(fit_report(model.config, setup, device)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `plan` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    return exit_code(lambda: run(args))
+    return exit_code(lambda: print_plan(args))

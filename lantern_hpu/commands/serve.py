@@ -53,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_options(args: argparse.Namespace) -> ServeOptions:
+def serve_request(args: argparse.Namespace) -> ServeOptions:
     """
     Raises:
         OptionError: one is out of range.
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         nonlocal code
-        asked = read_options(args)
+        asked = serve_request(args)
         if args.replicas > 1:
             from lantern_hpu.serve.replicas import serve_replicas
 

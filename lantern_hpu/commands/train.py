@@ -43,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_options(args: argparse.Namespace) -> TrainRequest:
+def train_request(args: argparse.Namespace) -> TrainRequest:
     """
     Raises:
         OptionError: one is out of range.
@@ -53,7 +53,7 @@ def read_options(args: argparse.Namespace) -> TrainRequest:
     return TrainRequest(**taken(TrainRequest, args) | parts)
 
 
-def summary(report: dict[str, Any], folder: Path) -> str:
+def training_summary(report: dict[str, Any], folder: Path) -> str:
     """What came out, in a few lines."""
     exact, relaxed = report["eagle"], report["lantern++"]
     depths = ", ".join(f"{share:.2f}" for share in exact["by_depth"])
@@ -64,12 +64,12 @@ def summary(report: dict[str, Any], folder: Path) -> str:
     )
 
 
-def run(args: argparse.Namespace) -> None:
-    if report := train(read_options(args)):
-        print(summary(report, args.output))
+def train_drafter(args: argparse.Namespace) -> None:
+    if report := train(train_request(args)):
+        print(training_summary(report, args.output))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `train` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    return exit_code(lambda: run(args))
+    return exit_code(lambda: train_drafter(args))

@@ -59,12 +59,12 @@ def grow(
         number = 0
         for number, made in enumerate(engine.trace(pipeline.prefix(engine, requests), requests)):
             if number == step:
-                return snapshot(made.drafts)
+                return grown_tree(made.drafts)
     why = f"the image ends with step {number + 1}"
     raise OptionError(f"--step is {step}", why, f"--step 0 to {number}")
 
 
-def snapshot(drafts: Drafts, image: int = 0) -> tuple[DraftTree, list[str]]:
+def grown_tree(drafts: Drafts, image: int = 0) -> tuple[DraftTree, list[str]]:
     """One image's tree with its nodes named by ranks, and labels."""
     child = drafts.tables.child[image].tolist()  # [M][C]
     paths: dict[int, Path] = {0: ()}
@@ -75,7 +75,7 @@ def snapshot(drafts: Drafts, image: int = 0) -> tuple[DraftTree, list[str]]:
     return tree, [f"token {token[path]}" for path in tree.paths]
 
 
-def show(args: argparse.Namespace) -> None:
+def show_tree(args: argparse.Namespace) -> None:
     """Print one tree, and draw it if asked."""
     tree, labels = load_tree(args.name), None
     if isinstance(tree, DynamicTree):
@@ -111,4 +111,4 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """The `tree` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    return exit_code(lambda: list_trees() if args.command == "list" else show(args))
+    return exit_code(lambda: list_trees() if args.command == "list" else show_tree(args))

@@ -85,10 +85,10 @@ def check_outputs(files: Sequence[Path | None], force: bool) -> None:
     check_free(asked, force)
 
 
-def save(tuning: TuningResult, situation: tuned_trees.Situation, args: argparse.Namespace) -> None:
+def save_fastest(tuning: TuningResult, situation: tuned_trees.Situation, args: argparse.Namespace) -> None:
     """Keep the fastest tree for `--tree auto`, and print the command that draws with it."""
     best = tuning.best
-    file = tuned_trees.save(
+    file = tuned_trees.save_tree(
         situation, tuned_trees.TunedTree(best.tree, tuning.ar_wins, best.measured.ms_per_token)
     )
     print(f"saved {file}\nto draw with the fastest:\n  {command(tuning, situation, args)}")
@@ -109,7 +109,7 @@ def command(
     return shlex.join([*words, "--prompt", "a red apple"])
 
 
-def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
+def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Measure, search, measure again; print, write and save."""
     if args.stretch is not None:
         stretch_sizes(args.stretch, given_parts(args))
@@ -122,9 +122,9 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
     counts, earlier = read_profile(args.profile) if args.profile else (None, None)
     device = device_options(args)
     with needing("scipy", "what steps cost is fitted with it", "tune"):
-        from lantern_hpu.lab.tune.text import summary
+        from lantern_hpu.lab.tune.text import tuning_text
     prepare(device.device, device.graphs)  # before torch is imported
-    from lantern_hpu.lab.tune.run import check_model, measure, measure_windows, report
+    from lantern_hpu.lab.tune.run import check_model, measure_windows, run_tuning, tuning_report
     from lantern_hpu.pipeline import LanternPipeline
 
     loaded = LanternPipeline.from_pretrained(args.model, given=given_parts(args), **vars(device))
@@ -136,21 +136,21 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> None:
         if is_window:
             tuning = measure_windows(pipeline, options, prompts)
         else:
-            tuning = measure(pipeline, options, prompts, counts)
-        print(summary(tuning))
+            tuning = run_tuning(pipeline, options, prompts, counts)
+        print(tuning_text(tuning))
         if pipeline.model.stretched is not None:
             print(f"{pipeline.model.name}: times at that size, acceptance of the small model")
-        whole = report(pipeline, options, tuning, situation, KIND, argv)
+        whole = tuning_report(pipeline, options, tuning, situation, KIND, argv)
     tree = tuned_trees.tree_file(tuning.best.tree)
     for file, data in ((args.output, tree), (args.report, json.dumps(whole, indent=1).encode())):
         if file is not None:
             write_file(file, data, args.force)
             print(f"wrote {file}")
-    save(tuning, situation, args)
+    save_fastest(tuning, situation, args)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `tune` command; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     args = make_parser().parse_args(given)
-    return exit_code(lambda: run(args, given))
+    return exit_code(lambda: tune_trees(args, given))

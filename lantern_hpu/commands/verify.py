@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lantern_hpu.backends import BACKENDS, EMULATED
-from lantern_hpu.backends.hpu.releases import choose
+from lantern_hpu.backends.hpu.releases import choose_release
 from lantern_hpu.commands.options import add_bridge_option
 from lantern_hpu.errors import OptionError, choices, exit_code, require
 from lantern_hpu.files import write_file
-from lantern_hpu.lab.verify.page import counts, page, summary
+from lantern_hpu.lab.verify.page import counts, verify_page, verify_summary
 from lantern_hpu.lab.verify.run import VerifyRequest, resumed, verify
 
 
@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def check(args: argparse.Namespace) -> VerifyRequest:
+def check_verify_options(args: argparse.Namespace) -> VerifyRequest:
     """
     Raises:
         OptionError: an option is out of range. OutputError: the file is no place to write to.
@@ -57,7 +57,7 @@ def check(args: argparse.Namespace) -> VerifyRequest:
         raise OptionError(f"unknown device {args.device!r}", hint=choices(BACKENDS))
     if args.emulate and args.device != EMULATED:
         raise OptionError(f"{args.device} cannot be emulated", hint=f"--device {EMULATED}")
-    choose(args.bridge)
+    choose_release(args.bridge)
     require(args.minutes > 0, "--minutes", args.minutes, "more than 0")
     require(args.output.suffix == ".json", "--output", args.output, "a name that ends in .json")
     return VerifyRequest(args.device, args.emulate, args.model, args.output, args.minutes)
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> None:
         nonlocal fine
-        wanted = check(args)
+        wanted = check_verify_options(args)
         if args.force:
             wanted.output.unlink(missing_ok=True)
         report = resumed(wanted, lambda line: print(line, file=sys.stderr, flush=True))
@@ -80,8 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             verify(report)
         finally:  # also of a run that was interrupted
             found = report.as_json()
-            write_file(shown, page(found).encode(), force=True)
-        print(f"{summary(found)}\n{wanted.output} and {shown} are written")
+            write_file(shown, verify_page(found).encode(), force=True)
+        print(f"{verify_summary(found)}\n{wanted.output} and {shown} are written")
         numbers = counts(found)
         fine = numbers["confirmed"] > 0 and not numbers["refuted"]
 

@@ -13,7 +13,7 @@ from lantern_hpu.tree import DraftTree, Path
 KINDS = ("first", "later")  # of parents: the root and first children; all others
 
 
-def kind(path: Path) -> int:
+def kind_of(path: Path) -> int:
     """Which of `KINDS` a node is."""
     return int(bool(path) and path[-1] > 0)
 
@@ -40,9 +40,9 @@ class ChildCounts:
         path = tree.paths[node]
         for depth in range(min(len(path) + 1, room, tree.depth)):
             parent = path[:depth]
-            self.offered[kind(parent), depth, : len(tree.children[tree.ids[parent]])] += 1
+            self.offered[kind_of(parent), depth, : len(tree.children[tree.ids[parent]])] += 1
             if depth < len(path):
-                self.accepted[kind(parent), depth, path[depth]] += 1
+                self.accepted[kind_of(parent), depth, path[depth]] += 1
 
     def __add__(self, other: ChildCounts) -> ChildCounts:
         """Of both; the trees need not be the same."""

@@ -106,16 +106,16 @@ def phases(model: ModelConfig, setup: Setup) -> dict[str, Rows]:
 
 def largest_phase(model: ModelConfig, setup: Setup) -> tuple[str, Rows]:
     """The phase that needs most, and what it needs."""
-    return max(phases(model, setup).items(), key=lambda phase: total(phase[1]))
+    return max(phases(model, setup).items(), key=lambda phase: summed(phase[1]))
 
 
-def total(rows: Rows) -> int:
+def summed(rows: Rows) -> int:
     return sum(count for _, count in rows)
 
 
 def peak(model: ModelConfig, setup: Setup) -> int:
     """Bytes that a run needs."""
-    return total(largest_phase(model, setup)[1])
+    return summed(largest_phase(model, setup)[1])
 
 
 def weights(model: ModelConfig, setup: Setup) -> Rows:
@@ -235,7 +235,7 @@ def remedies(model: ModelConfig, setup: Setup, device: DeviceMemory) -> Iterator
             yield name, peak(model, setup)
 
 
-def verdict(model: ModelConfig, setup: Setup, device: DeviceMemory) -> list[str]:
+def fit_report(model: ModelConfig, setup: Setup, device: DeviceMemory) -> list[str]:
     """Whether it fits, and what would if it does not."""
     memory, need = device.memory, peak(model, setup)
     if memory is None:
@@ -282,7 +282,7 @@ def check_room(
         return
     best = next(iter(backend.dtypes))
     device = DeviceMemory(free, f"free on {backend.name}", best, backend.tuning.quantized, is_host)
-    why, *fitting = verdict(model, setup, device)
+    why, *fitting = fit_report(model, setup, device)
     hint = " ".join(line.strip() for line in fitting)
     raise DeviceError(f"{name} needs {amount(need)}", why, hint)
 
@@ -291,7 +291,7 @@ def batch_bytes(model: ModelConfig, spec: Spec, dtype: str) -> int:
     """What the host needs for a batch beside the weights; it records nothing."""
     setup = Setup(dtype, spec.images, spec.guidance, spec.tree, neighbours=spec.neighbours)
     rows = state(model, setup) + working(model, setup)
-    return total([row for row in rows if row[0] != POOL])
+    return summed([row for row in rows if row[0] != POOL])
 
 
 def check_batch(model: ModelConfig, spec: Spec, backend: Backend, dtype: str) -> None:

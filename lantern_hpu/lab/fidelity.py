@@ -8,9 +8,9 @@ and
     TV = 1/2 sum |method's - p|
 
 is the share of next tokens that are not the model's own choice. A dynamic tree's drafts are not drawn, so one
-evaluation is exact. A static tree's are: `averaged` sums over all codes that a child may be, and draws only which
-code the refused siblings before it were. That leaves little noise even where thousands of codes are likely, and the
-figure of `eagle`, whose TV is 0, says how much. The interval is that of the mean over the places.
+evaluation is exact. A static tree's are: `averaged_expectation` sums over all codes that a child may be, and draws
+only which code the refused siblings before it were. That leaves little noise even where thousands of codes are
+likely, and the figure of `eagle`, whose TV is 0, says how much. The interval is that of the mean over the places.
 
 The measured token is the first of a step. Tokens a step and milliseconds an image are those of real drawing.
 """
@@ -115,7 +115,7 @@ def all_places(
 # ------------------------------------------------------------------------------------ distances
 
 
-def distances(
+def tv_distances(
     pipeline: LanternPipeline,
     tree: Tree,
     places: Sequence[Place],
@@ -133,11 +133,11 @@ def distances(
     generator, found = torch.Generator().manual_seed(options.seed), []
     for place in places:
         uniform = torch.rand(options.draws, place.tokens.shape[1], generator=generator)
-        found.append(distance(place, acceptance, bounds, uniform.to(device)))
+        found.append(tv_at(place, acceptance, bounds, uniform.to(device)))
     return found
 
 
-def distance(place: Place, acceptance: Acceptance, bounds: Bounds, uniform: Tensor) -> float:
+def tv_at(place: Place, acceptance: Acceptance, bounds: Bounds, uniform: Tensor) -> float:
     """The TV at a place.
 
     Args:
@@ -149,12 +149,15 @@ def distance(place: Place, acceptance: Acceptance, bounds: Bounds, uniform: Tens
     else:
         together = max(1, MOST_NUMBERS // (place.p.shape[1] * acceptance.width))
         parts = uniform[:, : int(place.exists.sum())].split(together)
-        sums = [averaged(acceptance, place.p, place.q, part, bounds).sum(0) for part in parts]
+        sums = [
+            averaged_expectation(acceptance, place.p, place.q, part, bounds).sum(0)
+            for part in parts
+        ]
         expected = torch.stack(sums).sum(0) / len(uniform)
     return float((expected - place.p).abs().sum()) / 2
 
 
-def averaged(
+def averaged_expectation(
     acceptance: Acceptance, p: Tensor, q: Tensor, uniform: Tensor, bounds: Bounds
 ) -> Tensor:
     """`Acceptance.expectation` averaged over drawn children, but for the codes of the refused ones, which are drawn.
@@ -211,7 +214,7 @@ def speed(
 
 
 @torch.no_grad()
-def measure(
+def fidelity_rows(
     pipeline: LanternPipeline,
     settings: Sequence[Setting],
     options: FidelityOptions,
@@ -234,7 +237,7 @@ def measure(
         if tries_drafts(setting):
             if tree not in places:
                 places[tree] = all_places(pipeline, tree, options, bar)
-            tv = distances(pipeline, tree, places[tree], setting.relaxation, options)
+            tv = tv_distances(pipeline, tree, places[tree], setting.relaxation, options)
         bar.update(options.images)
         drawn = speed(pipeline, setting, options)
         bar.update(options.timed)
@@ -249,8 +252,10 @@ def measure(
         }
 
 
-def total(pipeline: LanternPipeline, settings: Sequence[Setting], options: FidelityOptions) -> int:
-    """Images that the bar of `measure` counts."""
+def images_total(
+    pipeline: LanternPipeline, settings: Sequence[Setting], options: FidelityOptions
+) -> int:
+    """Images that the bar of `fidelity_rows` counts."""
     resolved = [pipeline.resolve(setting) for setting in settings]
     trees = {setting.tree for setting in resolved if tries_drafts(setting)}
     return options.images * (len(trees) + len(settings)) + options.timed * len(settings)

@@ -51,13 +51,13 @@ def lint_model(
             cards.append(card)
             try:
                 with limited(timeout):
-                    draw(pipeline, method)
+                    draw_two(pipeline, method)
             except (Exception, TimeOver) as error:  # what was found before it counts all the same
                 ended = error
     return cards, ended
 
 
-def draw(pipeline: LanternPipeline, method: str) -> None:
+def draw_two(pipeline: LanternPipeline, method: str) -> None:
     chosen, sampling = pipeline.resolve(method), pipeline.model.sampling
     requests = [Request(p, i, sampling, chosen.relaxation) for i, p in enumerate(PROMPTS)]
     pipeline.draw(requests, chosen, batch_size=1)

@@ -41,7 +41,7 @@ def write_rows(file: Path, report: Mapping[str, Any], force: bool = False) -> No
     write_file(file, json.dumps(report, indent=1).encode(), force)
 
 
-def show(report: Mapping[str, Any], text: str, output: Path | None, force: bool) -> None:
+def show_report(report: Mapping[str, Any], text: str, output: Path | None, force: bool) -> None:
     """Print the tables of a report, and write it where a file is named.
 
     Args:

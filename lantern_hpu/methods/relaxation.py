@@ -204,7 +204,7 @@ RULES: dict[str, type[Any]] = {
 }
 
 
-def read(values: Mapping[str, Any]) -> Relaxation:
+def read_relaxation(values: Mapping[str, Any]) -> Relaxation:
     """What `as_json` wrote.
 
     Raises:
@@ -337,11 +337,11 @@ def parse(text: str, default: Relaxation | None = None) -> Relaxation | None:
         key = VALUES[name] if equals else "preset"
         if key in given:
             raise OptionError(f"{name} is given twice" if equals else "two presets are given")
-        given[key] = number(name, value) if equals else part
+        given[key] = number_of(name, value) if equals else part
     return RelaxationOptions(**given).relaxation(default)
 
 
-def number(name: str, text: str) -> Any:
+def number_of(name: str, text: str) -> Any:
     """
     Raises:
         OptionError: the value is no number.

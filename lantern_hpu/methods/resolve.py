@@ -69,7 +69,7 @@ def with_tuned_tree(setting: Setting, here: Here) -> Setting:
     wanted = situation | {"method": str(relaxed)}
     if not tuned_trees.file_of(wanted).is_file():
         wanted = situation | {"method": name}
-    tuned = tuned_trees.find(wanted)
+    tuned = tuned_trees.find_tree(wanted)
     if tuned.ar_wins and setting == Setting(AUTO, None, AUTO):
         return Setting("ar")
     return Setting(name, setting.relaxation, tuned.tree)
@@ -78,12 +78,12 @@ def with_tuned_tree(setting: Setting, here: Here) -> Setting:
 def with_method(setting: Setting, here: Here) -> Setting:
     """`auto` by its name."""
     if setting == Setting(AUTO):
-        return fastest(here)
+        return fastest_method(here)
     name = "sjd-pac" if setting.tree is None and not here.has_drafter else setting.drafting
     return Setting(name, setting.relaxation, setting.tree)
 
 
-def fastest(here: Here) -> Setting:
+def fastest_method(here: Here) -> Setting:
     """As measured with this model; without a drafter only what needs none."""
     if here.fastest is not None and (
         here.has_drafter or not METHODS[here.fastest[0]].needs_drafter
@@ -92,7 +92,7 @@ def fastest(here: Here) -> Setting:
         return Setting.of(method, tree=tree)
     if here.has_drafter:
         return Setting("lantern++")
-    tuned = [] if here.situation is None else tuned_trees.windows(here.situation, WINDOWS)
+    tuned = [] if here.situation is None else tuned_trees.tuned_windows(here.situation, WINDOWS)
     best = min(tuned, default=None, key=lambda window: window[0])
     return Setting("ar") if best is None else Setting(best[1], tree=best[2])
 

@@ -138,7 +138,7 @@ class Resolved(Setting):
         name = values["tree"]
         is_named = method_of(values["method"]).tree in ("dynamic", "window")
         tree = load_tree(name) if is_named else DraftTree.from_paths(name, values["tree_paths"])
-        return cls(values["method"], relaxations.read(values["relaxation"]), tree)
+        return cls(values["method"], relaxations.read_relaxation(values["relaxation"]), tree)
 
 
 # ------------------------------------------------------------------------------------ trees

@@ -19,7 +19,7 @@ ROUNDED = 0.01  # of a code's length: how far distances by a float32 product of 
 CHECKED_ROWS = 16  # rows of a published table that are compared with the codebook
 
 
-def nearest(codebook: Tensor, k: int, chunk: int = 1024) -> Tensor:
+def nearest_codes(codebook: Tensor, k: int, chunk: int = 1024) -> Tensor:
     """The k nearest other codes of each code, by L2 distance of the raw rows, nearest first.
 
     Distances are computed in float64 and equal ones ordered by code, so that every device gets the same
@@ -41,12 +41,12 @@ def nearest(codebook: Tensor, k: int, chunk: int = 1024) -> Tensor:
     rows = codebook.detach().cpu().double()
     result = []
     for start in range(0, size, chunk):
-        distance = distances(rows, torch.arange(start, min(start + chunk, size)))
+        distance = code_distances(rows, torch.arange(start, min(start + chunk, size)))
         result.append(distance.sort(dim=-1, stable=True).indices[:, :k])
     return torch.cat(result).int()
 
 
-def distances(codebook: Tensor, index: Tensor) -> Tensor:
+def code_distances(codebook: Tensor, index: Tensor) -> Tensor:
     """L2 distance of some codes [n] to all others, infinite to themselves: [n, V]."""
     exact = "donot_use_mm_for_euclid_dist"
     result = torch.cdist(codebook[index], codebook, compute_mode=exact)  # [n, V]
@@ -58,7 +58,7 @@ def distances(codebook: Tensor, index: Tensor) -> Tensor:
 
 
 def kept_nearest(codebook: Tensor, k: int) -> Tensor:
-    """`nearest`, from the cache if this codebook's table is there; it is put there otherwise.
+    """`nearest_codes`, from the cache if this codebook's table is there; it is put there otherwise.
 
     Where nothing can be written the table is computed every time.
     """
@@ -71,7 +71,7 @@ def kept_nearest(codebook: Tensor, k: int) -> Tensor:
             return torch.from_numpy(np.load(file, allow_pickle=False)[:, :k].copy())
         except (OSError, ValueError):
             file.unlink(missing_ok=True)  # damaged: made anew
-    table, content = nearest(rows, width), io.BytesIO()
+    table, content = nearest_codes(rows, width), io.BytesIO()
     np.save(content, table.numpy(), allow_pickle=False)
     with suppress(OutputError):
         write_file(file, content.getvalue(), force=True)
@@ -124,8 +124,8 @@ def check_table(path: Path, codebook: Tensor) -> str | None:
         raise WeightsError(f"the neighbours in {path} cannot be used", why)
     if bool((neighbours < 0).any()) or bool((neighbours >= size).any()):
         raise WeightsError(foreign, "codes beyond it")
-    listed = distances(rows, index).gather(1, neighbours)  # [n, K], infinite nowhere
-    closest = distances(rows, index).amin(1, keepdim=True)
+    listed = code_distances(rows, index).gather(1, neighbours)  # [n, K], infinite nowhere
+    closest = code_distances(rows, index).amin(1, keepdim=True)
 
     def sorted_within(slack: Tensor) -> bool:  # [n, 1]
         rising = listed[:, 1:] >= listed[:, :-1] - slack - 1e-3 * listed[:, 1:]

@@ -157,7 +157,7 @@ def never(shape: Sequence[int], allowed: int, dtype: torch.dtype) -> Tensor:
     return bias
 
 
-def fill(new: nn.Module, old: nn.Module, share: float, bar: tqdm[None]) -> None:
+def fill_stretched(new: nn.Module, old: nn.Module, share: float, bar: tqdm[None]) -> None:
     """Give a module that lies on `meta` what it is made of, one tensor at a time, on the old one's device."""
     known = dict(old.named_parameters())
     like = next(iter(known.values()))
@@ -231,7 +231,7 @@ class Stretched:
         total = sum(len(list(new.parameters())) for new, _ in pairs)
         with tqdm(total=total, desc="stretching", file=sys.stderr, leave=False) as bar:
             for new, old in pairs:
-                fill(new, old, share, bar)
+                fill_stretched(new, old, share, bar)
         return replace(
             base,
             name=f"{base.name} stretched to {self.name}",

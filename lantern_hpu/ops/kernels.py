@@ -134,10 +134,10 @@ class Kernels:
     def names(self) -> dict[str, str]:
         """Each kernel and the function that serves it, for reports; those left out (None) are plain too."""
         served = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: describe(function) for name, function in served.items() if function}
+        return {name: kernel_name(function) for name, function in served.items() if function}
 
 
-def describe(function: Callable[..., Any]) -> str:
+def kernel_name(function: Callable[..., Any]) -> str:
     """`plain`, or the name of a device's own form."""
     return "plain" if function.__module__ in (__name__, sampling.__name__) else function.__name__
 

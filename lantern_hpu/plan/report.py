@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import BACKENDS, HOST, get_backend, prepare
-from lantern_hpu.decode.memory import DeviceMemory, Setup, largest_phase, phases, total
+from lantern_hpu.decode.memory import DeviceMemory, Setup, largest_phase, phases, summed
 from lantern_hpu.decode.spec import capacity, class_of
 from lantern_hpu.errors import DeviceError, OptionError, choices
 from lantern_hpu.methods.resolve import Here
@@ -22,7 +22,7 @@ from lantern_hpu.models.files.names import CONFIG, read_config, with_text
 from lantern_hpu.models.files.parts import Given, Parts
 from lantern_hpu.results.tables import amount
 from lantern_hpu.zoo.find import exists, find_parts
-from lantern_hpu.zoo.located import locate
+from lantern_hpu.zoo.located import locate_model
 from lantern_hpu.zoo.registry import get
 
 if TYPE_CHECKING:
@@ -44,12 +44,12 @@ def find_model(name: str, given: Given) -> Counted:
         OptionError: there is no such model. WeightsError: its files cannot be read, or parts are missing.
     """
     if name == "builtin" or exists(Path(name)) or given != Given():
-        return Counted(config_of(find_parts(name, given)))
+        return Counted(planned_config(find_parts(name, given)))
     entry = get(name, "a folder or a weights file")
-    return Counted(entry.config, locate(entry).get("drafter") is not None)
+    return Counted(entry.config, locate_model(entry).get("drafter") is not None)
 
 
-def config_of(parts: Parts) -> ModelConfig:
+def planned_config(parts: Parts) -> ModelConfig:
     """Of what lies here; a folder of ours describes itself, for all else checkpoints are opened."""
     if (parts.target / CONFIG).is_file() and parts.vq is None and parts.drafter is None:
         return with_text(read_config(parts.target)[1], parts.text)
@@ -148,7 +148,7 @@ def setup_of(
     )
 
 
-def report(name: str, model: ModelConfig, setup: Setup) -> str:
+def plan_report(name: str, model: ModelConfig, setup: Setup) -> str:
     """The table of the phase that needs most, with its total and those of the others."""
     phase, rows = largest_phase(model, setup)
     guided = "with guidance" if setup.guidance else "without guidance"
@@ -158,8 +158,8 @@ def report(name: str, model: ModelConfig, setup: Setup) -> str:
     head = (
         f"{name}, {dtype}, {images}, {guided}, tree {setup.tree.name}, {positions} positions a row"
     )
-    sums = [(f"total while {phase}", total(rows))]
-    sums += [(f"(while {p}", total(r)) for p, r in phases(model, setup).items() if p != phase]
+    sums = [(f"total while {phase}", summed(rows))]
+    sums += [(f"(while {p}", summed(r)) for p, r in phases(model, setup).items() if p != phase]
     width = max(len(label) for label, _ in rows + sums)
     lines = [f"  {label:<{width}}  {amount(count):>9}" for label, count in rows + sums]
     lines = [line + ")" * line.startswith("  (") for line in lines]
@@ -171,13 +171,13 @@ def report(name: str, model: ModelConfig, setup: Setup) -> str:
 def facts(model: ModelConfig, setup: Setup, device: DeviceMemory) -> dict[str, Any]:
     """What the report says, for programs; `fits` is None where that is unknown."""
     phase, rows = largest_phase(model, setup)
-    need, memory, unknown = total(rows), device.memory, model.lacks_text
+    need, memory, unknown = summed(rows), device.memory, model.lacks_text
     fits = None if memory is None or (unknown and need <= memory) else need <= memory
     return {
         "phase": phase,
         "bytes": dict(rows),
         "total": need,
-        "phases": {name: total(result) for name, result in phases(model, setup).items()},
+        "phases": {name: summed(result) for name, result in phases(model, setup).items()},
         "not_counted": ["text encoder weights"] if unknown else [],
         "memory": memory,
         "memory_from": device.where,

@@ -306,7 +306,7 @@ class SavedTokens:
     metadata: list[dict[str, Any]]
 
 
-def read_tokens(path: Path) -> SavedTokens:
+def read_saved_tokens(path: Path) -> SavedTokens:
     """A .npz with `tokens` [images, N], `prompts` and `metadata` if it has them; or a .npy of tokens alone.
 
     Raises:

@@ -96,7 +96,9 @@ class Keeper:
             drawn.record.file = str(file)
 
 
-def save(result: GenerationResult, outputs: Outputs, columns: int | None, force: bool) -> None:
+def save_outputs(
+    result: GenerationResult, outputs: Outputs, columns: int | None, force: bool
+) -> None:
     """Write sheet, tokens and report, in this order."""
     if outputs.sheet:
         write_file(outputs.sheet, encode(grid(result.images, columns)), force)

@@ -8,7 +8,7 @@ from textwrap import wrap
 WIDTH = 100
 
 
-def columns(rows: Sequence[Sequence[str]], gap: int = 2) -> str:
+def aligned(rows: Sequence[Sequence[str]], gap: int = 2) -> str:
     """Rows of cells with each column as wide as its widest cell."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = [

@@ -149,7 +149,7 @@ async def readyz(decoder: TheDecoder, response: Response) -> protocol.Status:
 
 
 @router.get("/version")
-async def version() -> protocol.Version:
+async def version_route() -> protocol.Version:
     return protocol.Version(version=__version__)
 
 
@@ -176,7 +176,7 @@ async def models(decoder: TheDecoder) -> protocol.ModelList:
 
 
 @router.get("/", include_in_schema=False)
-async def page() -> FileResponse:
+async def start_page() -> FileResponse:
     return FileResponse(HERE / "page.html", headers={"Cache-Control": "no-cache"})
 
 
@@ -189,7 +189,7 @@ async def script() -> FileResponse:
 
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "With `stream`: `PartialImage` events, then a `CompletedImage`.",
+        "description": "With `event_stream`: `PartialImage` events, then a `CompletedImage`.",
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
 }
@@ -223,7 +223,7 @@ async def generate_images(
     waiting = Waiting(decoder, call, options.timeout)
     answer = Answer(decoder, call)
     if call.stream:
-        events = stream(waiting, answer, record)
+        events = event_stream(waiting, answer, record)
         headers = {"Cache-Control": "no-store"}
         return StreamingResponse(events, media_type="text/event-stream", headers=headers)
     images = await unless_gone(request, waiting)
@@ -297,7 +297,7 @@ async def disconnected(request: Request) -> None:
         pass
 
 
-async def stream(waiting: Waiting, answer: Answer, record: Record) -> AsyncIterator[str]:
+async def event_stream(waiting: Waiting, answer: Answer, record: Record) -> AsyncIterator[str]:
     """Server-sent events; where the client goes away, the generator is closed and the image given up."""
     record.status, index = CLOSED, 0
     try:

@@ -92,7 +92,7 @@ def read_call(asked: ImagesRequest, menu: Menu) -> Call:
         sampling = replace(menu.sampling, **{n: given[n] for n in SAMPLED if n in given})
         if sampling.top_k > menu.vocabulary:
             raise refuse("top_k", sampling.top_k, f"0 (off) to {menu.vocabulary}")
-        relaxation = read_relaxation(given, served, menu)
+        relaxation = request_relaxation(given, served, menu)
         seed = given.get("seed", secrets.randbelow(1 << 53))
         if seed > MAX_SEED - count:
             raise refuse("seed", seed, f"0 to {MAX_SEED - count}")
@@ -125,7 +125,7 @@ def read_method(given: Mapping[str, Any], menu: Menu) -> Served:
     return served
 
 
-def read_relaxation(given: Mapping[str, Any], served: Served, menu: Menu) -> Relaxation:
+def request_relaxation(given: Mapping[str, Any], served: Served, menu: Menu) -> Relaxation:
     loose = {kind: given[name] for name, kind in RELAXED.items() if name in given}
     setting = served.setting
     asked = RelaxationOptions(**loose).relaxation(setting.relaxation)

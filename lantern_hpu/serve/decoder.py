@@ -478,7 +478,9 @@ def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
                 continue  # `auto` may be one that is named as well
             why = "requests choose by the name of the method"
             raise OptionError(f"--methods has {setting.method} twice", why, "one setting of each")
-        spec = pipeline.spec(examples(pipeline, setting, options), setting.tree, options.slots)
+        spec = pipeline.spec(
+            warm_up_requests(pipeline, setting, options), setting.tree, options.slots
+        )
         served[setting.method] = Served(setting, spec)
     for name in PRESETS.keys() & set(options.allow):
         if not any(METHODS[method].takes_relaxation(PRESETS[name]) for method in served):
@@ -493,7 +495,9 @@ def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
     return Menu(model.name, *sizes, model.sampling, served, spec_of)
 
 
-def examples(pipeline: LanternPipeline, setting: Resolved, options: ServeOptions) -> list[Request]:
+def warm_up_requests(
+    pipeline: LanternPipeline, setting: Resolved, options: ServeOptions
+) -> list[Request]:
     """Requests that between them need all that a step is to do."""
     usual = pipeline.model.sampling
     kinds = [usual]

@@ -159,7 +159,7 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
         )
         server = Server(config, decoder, options.shutdown)
         port = listening.getsockname()[1]
-        threading.Thread(target=announce, args=(decoder, host, port), daemon=True).start()
+        threading.Thread(target=announce_address, args=(decoder, host, port), daemon=True).start()
         asyncio.run(server.serve(sockets=[listening]))
     finally:
         listening.close()
@@ -177,7 +177,7 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
     return int(server.lost)
 
 
-def announce(decoder: DecodeThread, host: str, port: int) -> None:
+def announce_address(decoder: DecodeThread, host: str, port: int) -> None:
     """Say once where it serves what."""
     began = time.monotonic()
     served = ", ".join(str(served.setting) for served in decoder.menu.methods.values())

@@ -90,7 +90,7 @@ def like_the_target(target: Target, own: DrafterConfig) -> Drafter:
     return drafter.to(target.device)
 
 
-def config_of(model: ImageModel) -> DrafterConfig:
+def drafter_config(model: ImageModel) -> DrafterConfig:
     """That of the model's own drafter; but a new one is trained on shifted tokens, whatever that was."""
     return replace(model.config.drafter or DrafterConfig(), shift=1)
 
@@ -105,7 +105,7 @@ def begin(model: ImageModel, finetune: bool, seed: int) -> Drafter:
         OptionError: it has none.
     """
     torch.manual_seed(seed)
-    drafter = like_the_target(model.target, config_of(model))
+    drafter = like_the_target(model.target, drafter_config(model))
     if finetune:
         if model.drafter is None:
             hint = "--drafter FILE, or without --finetune"

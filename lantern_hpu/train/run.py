@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 NEEDED = ("accelerate", "matplotlib")
 
 
-def check(wanted: TrainRequest) -> None:
+def check_training(wanted: TrainRequest) -> None:
     """Refuse what can be refused before torch is loaded.
 
     Raises:
@@ -46,9 +46,9 @@ def train(wanted: TrainRequest) -> dict[str, Any]:
     """Draw, train, measure; only the main process has a report, the others an empty one.
 
     Raises:
-        LanternError: see `check`, `samples.read_tokens` and `DrafterTraining`.
+        LanternError: see `check_training`, `samples.read_encoded` and `DrafterTraining`.
     """
-    check(wanted)
+    check_training(wanted)
     options = wanted.options
     prompts = read_prompts(wanted.data)
     device = replace(wanted.device, graphs="eager", layout="plain")
@@ -64,7 +64,7 @@ def train(wanted: TrainRequest) -> dict[str, Any]:
         LanternPipeline.from_pretrained(wanted.model, given=wanted.given, **vars(device))
     ) as pipeline:
         target = pipeline.model.target.config
-        known = wanted.tokens and samples.read_tokens(wanted.tokens, target, held_out)
+        known = wanted.tokens and samples.read_encoded(wanted.tokens, target, held_out)
         start = begin(pipeline.model, wanted.finetune, options.seed)
         precision = wanted.mixed_precision
         accelerator = Accelerator(cpu=pipeline.backend.name == HOST, mixed_precision=precision)
@@ -72,7 +72,9 @@ def train(wanted: TrainRequest) -> dict[str, Any]:
 
         def drawn(prompts: Sequence[str], count: int, folder: str) -> samples.Samples:
             place = wanted.output / folder
-            return samples.draw(pipeline, prompts, count, place, accelerator, seed=options.seed)
+            return samples.draw_samples(
+                pipeline, prompts, count, place, accelerator, seed=options.seed
+            )
 
         lessons = drawn(learned, wanted.samples, "samples")
         if known:
@@ -90,7 +92,7 @@ def check_wiring(pipeline: LanternPipeline, prompt: str, shown: bool) -> None:
     """Raise a WeightsError if the target does not agree with itself; print how well it does."""
     from lantern_hpu.train import wiring
 
-    more = wiring.check(pipeline, prompt)
+    more = wiring.wasted_steps(pipeline, prompt)
     if shown:
         result = f"{more} steps more than the fewest" if more else "all of its drafts accepted"
         print(f"wiring: the target as its own drafter, {result}", file=sys.stderr)

@@ -59,14 +59,16 @@ def split(prompts: Sequence[str]) -> tuple[list[str], list[str]]:
     return different[held:], different[:held]
 
 
-def key(pipeline: LanternPipeline, prompts: Sequence[str], sampling: Sampling, seed: int) -> str:
+def samples_key(
+    pipeline: LanternPipeline, prompts: Sequence[str], sampling: Sampling, seed: int
+) -> str:
     """What samples depend on: samples of another target or other settings would teach the wrong probabilities."""
     files = {name: digest for name, digest in pipeline.model.files.items() if "drafter" not in name}
     what = [files, list(prompts), asdict(sampling), seed]
     return hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()
 
 
-def draw(
+def draw_samples(
     pipeline: LanternPipeline,
     prompts: Sequence[str],
     count: int,
@@ -87,7 +89,7 @@ def draw(
     whole = -(-count // batch) * batch
     requests = in_turn(prompts, range(whole), seed, sampling)
     files = {folder / f"{start:06d}.npz": start for start in range(0, count, batch)}
-    stamp = key(pipeline, prompts, sampling, seed)
+    stamp = samples_key(pipeline, prompts, sampling, seed)
     # Shared out before looking what is there: all processes must see the same list.
     share = list(files)[accelerator.process_index :: accelerator.num_processes]
     mine = [file for file in share if not file.exists()]
@@ -99,11 +101,11 @@ def draw(
         write_file(file, content.getvalue())
     accelerator.wait_for_everyone()
     none = np.zeros((0, pipeline.model.target.config.tokens), np.int64)
-    rows = np.concatenate([none, *(read(file, stamp) for file in files)])
+    rows = np.concatenate([none, *(read_samples(file, stamp) for file in files)])
     return Samples(torch.from_numpy(rows[:count]), [r.prompt for r in requests[:count]])
 
 
-def read(file: Path, stamp: str) -> NDArray[np.int64]:
+def read_samples(file: Path, stamp: str) -> NDArray[np.int64]:
     """Tokens [b, N] of a file with this key."""
     with np.load(file) as saved:
         if str(saved["key"]) != stamp:
@@ -112,7 +114,7 @@ def read(file: Path, stamp: str) -> NDArray[np.int64]:
         return saved["tokens"].astype(np.int64)
 
 
-def read_tokens(file: Path, config: TransformerConfig, held_out: Sequence[str]) -> Samples:
+def read_encoded(file: Path, config: TransformerConfig, held_out: Sequence[str]) -> Samples:
     """Captioned pictures as the model's tokenizer encodes them, without those of held-out captions.
 
     Args:

@@ -74,7 +74,7 @@ def wasted(pipeline: LanternPipeline, prompt: str, seed: int = 0) -> int:
     return steps - fewest
 
 
-def check(pipeline: LanternPipeline, prompt: str) -> int:
+def wasted_steps(pipeline: LanternPipeline, prompt: str) -> int:
     """How many steps were wasted, if there were few.
 
     Raises:

@@ -46,7 +46,7 @@ def tree_file(tree: DraftTree, about: dict[str, Any] | None = None) -> bytes:
     return json.dumps(data).encode()
 
 
-def save(situation: Situation, tuned: TunedTree) -> Path:
+def save_tree(situation: Situation, tuned: TunedTree) -> Path:
     """Keep a tree in place of an earlier one. -> its file
 
     Raises:
@@ -62,7 +62,7 @@ def save(situation: Situation, tuned: TunedTree) -> Path:
     return file
 
 
-def find(situation: Situation) -> TunedTree:
+def find_tree(situation: Situation) -> TunedTree:
     """The tree of a situation.
 
     Raises:
@@ -92,12 +92,14 @@ def find(situation: Situation) -> TunedTree:
         ) from error
 
 
-def windows(situation: Situation, methods: Iterable[str]) -> Iterator[tuple[float, str, Window]]:
+def tuned_windows(
+    situation: Situation, methods: Iterable[str]
+) -> Iterator[tuple[float, str, Window]]:
     """Windows of these methods that were tuned in a situation and beat one token a step: ms a token, method, tree."""
     for method in methods:
         here = situation | {"method": method}
         if file_of(here).is_file():
-            result = find(here)
+            result = find_tree(here)
             if isinstance(result.tree, Window) and result.ms_per_token and not result.ar_wins:
                 yield result.ms_per_token, method, result.tree
 

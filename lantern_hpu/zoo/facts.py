@@ -7,7 +7,7 @@ from typing import Any
 from lantern_hpu.files import reading
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.names import BUILTIN, CONFIG
-from lantern_hpu.zoo.located import Located, draw_command, locate
+from lantern_hpu.zoo.located import Located, draw_command, locate_model
 from lantern_hpu.zoo.registry import KnownModel, Part, entries, get
 
 Facts = dict[str, Any]
@@ -15,7 +15,7 @@ Facts = dict[str, Any]
 
 def all_facts() -> list[Facts]:
     """The embedded model and every known one."""
-    return [builtin(), *(facts_of(entry) for entry in entries().values())]
+    return [builtin(), *(model_facts(entry) for entry in entries().values())]
 
 
 def facts_by_name(name: str) -> Facts:
@@ -23,7 +23,7 @@ def facts_by_name(name: str) -> Facts:
     Raises:
         OptionError: no model of that name is known.
     """
-    return builtin() if name == "builtin" else facts_of(get(name))
+    return builtin() if name == "builtin" else model_facts(get(name))
 
 
 def builtin() -> Facts:
@@ -55,9 +55,9 @@ def builtin() -> Facts:
     }
 
 
-def facts_of(entry: KnownModel) -> Facts:
+def model_facts(entry: KnownModel) -> Facts:
     """What there is to say of a known model."""
-    located = locate(entry)
+    located = locate_model(entry)
     return {
         "name": entry.name,
         "title": entry.title,

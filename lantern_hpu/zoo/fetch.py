@@ -29,7 +29,7 @@ from lantern_hpu.errors import (
     needing,
 )
 from lantern_hpu.files import sha256
-from lantern_hpu.results.tables import WIDTH, amount, columns
+from lantern_hpu.results.tables import WIDTH, aligned, amount
 from lantern_hpu.zoo.located import LABEL, UNCHECKED, Located, briefly, cached, hub_cache, store
 from lantern_hpu.zoo.registry import KnownModel, Part
 
@@ -52,7 +52,7 @@ class File:
     sha256: str | None
 
 
-def choose(entry: KnownModel, only: str | None, drafting: bool) -> list[Part]:
+def choose_parts(entry: KnownModel, only: str | None, drafting: bool) -> list[Part]:
     """The parts to have: those named, or all that drawing needs.
 
     Raises:
@@ -123,7 +123,7 @@ def fetch(hub: ModuleType, file: File, to: Path | None) -> None:
             reference = store(file.part.repo) / "refs" / "main"
             reference.parent.mkdir(exist_ok=True)
             reference.write_text(file.commit)
-        check(file, found)
+        check_sum(file, found)
     if to is not None:
         place = to / file.part.role / file.name
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def marked(file: File) -> Iterator[None]:
                 mark.parent.parent.rmdir()
 
 
-def check(file: File, found: Path) -> None:
+def check_sum(file: File, found: Path) -> None:
     """Compare a fetched file's digest with the stated one, if there is one; see `fetch`."""
     if file.sha256 and (got := sha256(found)) != file.sha256:
         real = found.resolve()  # in the cache the file is a link
@@ -180,13 +180,15 @@ def plainly(entry: KnownModel, part: Part, where: Path) -> Iterator[None]:
     except LanternError:
         raise
     except Exception as error:
-        known = explain(error, entry, part, where)
+        known = explain_download(error, entry, part, where)
         if known is None:
             raise
         raise known from error
 
 
-def explain(error: Exception, entry: KnownModel, part: Part, where: Path) -> LanternError | None:
+def explain_download(
+    error: Exception, entry: KnownModel, part: Part, where: Path
+) -> LanternError | None:
     """A known error in plain words. Classes go by name: not every version of huggingface_hub has them all."""
     kinds = {cls.__name__ for cls in type(error).__mro__}
     text = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -217,13 +219,13 @@ def explain(error: Exception, entry: KnownModel, part: Part, where: Path) -> Lan
     return None
 
 
-def announce(entry: KnownModel, parts: Sequence[Part], located: Located) -> str:
+def fetch_text(entry: KnownModel, parts: Sequence[Part], located: Located) -> str:
     """What will be fetched: parts, sizes, licences, and what is here already."""
     rows = []
     for part in parts:
         here = "here already" if located[part.role] else amount(part.bytes)
         rows.append((part.role, here, part.licence, f"{part.repo}: {briefly(part.files)}"))
-    lines = [f"{entry.name}: {entry.title}", *(f"  {x}" for x in columns(rows).split("\n"))]
+    lines = [f"{entry.name}: {entry.title}", *(f"  {x}" for x in aligned(rows).split("\n"))]
     note = f"note: {entry.note}" if entry.note else ""
     lines += wrap(note, WIDTH, initial_indent="  ", subsequent_indent="  ")
     return "\n".join(lines)

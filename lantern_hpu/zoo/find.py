@@ -61,7 +61,7 @@ def parts_of(model: str, given: Collection[str], spared: Collection[str] = ()) -
         return Parts(path.stem, str(path.resolve()), path, **beside(path.parent, path, given))
     if model in registry.entries() or registry.sources(model):
         entry = registry.get(model)
-        return known(entry, located.require(entry, given=(*given, *spared)), entry.name)
+        return known(entry, located.require_parts(entry, given=(*given, *spared)), entry.name)
     why = "neither a known name nor a file or folder"
     raise WeightsError(f"unknown model {model!r}", why, choices(["builtin", *registry.entries()]))
 
@@ -92,7 +92,7 @@ def from_folder(folder: Path, given: Collection[str], spared: Collection[str] = 
         return Parts(name, found, folder)
     entry = located.of_folder(folder)
     if entry is not None:
-        return known(entry, located.require(entry, folder, (*given, *spared)), found)
+        return known(entry, located.require_parts(entry, folder, (*given, *spared)), found)
     target = target_in(folder)
     if target is None:
         why = f"it has neither a {CONFIG} nor weights of a target"
@@ -134,7 +134,7 @@ def beside(folder: Path, target: Path, given: Collection[str]) -> dict[str, Any]
         paths = next(filter(None, matching), [])
         if len(paths) > 1:
             # vq_ds16_t2i.pt and vq_ds16_c2i.pt may lie side by side; a target's name says which it is.
-            paths = [p for p in paths if kind(p) == kind(target)] or paths
+            paths = [p for p in paths if condition_kind(p) == condition_kind(target)] or paths
         if len(paths) > 1:
             why, hint = ", ".join(path.name for path in paths), f"{OPTIONS[part]} with one of them"
             raise WeightsError(f"{folder} holds several parts of one kind", why, hint)
@@ -148,6 +148,6 @@ def may_be(part: str, path: Path) -> bool:
     return part != "drafter" or path.is_dir() or path.suffix in (SAFE, *PICKLES)
 
 
-def kind(path: Path) -> str:
+def condition_kind(path: Path) -> str:
     """`t2i` or `c2i`, where a name has it."""
     return next((kind for kind in ("t2i", "c2i") if kind in path.name), "")

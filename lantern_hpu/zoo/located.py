@@ -62,7 +62,7 @@ def cached(repo: str, name: str) -> Path | None:
     return Path(file) if isinstance(file, str) else None
 
 
-def snapshot(part: Part) -> Path | None:
+def cached_folder(part: Part) -> Path | None:
     """The cache's folder with the files of a part, or None where not one of them is there."""
     for name in (name for spec in part.files for name in spec.split("|")):
         if file := cached(part.repo, name):
@@ -93,7 +93,7 @@ def of_folder(folder: Path) -> KnownModel | None:
     return entry
 
 
-def locate(entry: KnownModel, folder: Path | None = None) -> Located:
+def locate_model(entry: KnownModel, folder: Path | None = None) -> Located:
     """Where the parts of a model are: in a folder with a subfolder for each, or in the Hugging Face cache.
 
     A part counts only when all its files are there. huggingface_hub gives a file its name when it is whole, so
@@ -111,18 +111,20 @@ def locate(entry: KnownModel, folder: Path | None = None) -> Located:
 
 def look(part: Part, folder: Path | None) -> tuple[Path | None, tuple[str, ...]]:
     """Where a part is, or None and the files that lack."""
-    place = folder / part.role if folder else snapshot(part)
+    place = folder / part.role if folder else cached_folder(part)
     absent = part.absent(place, unchecked(part.repo) if place and not folder else ())
     return (part.path(place) if place and not absent else None), absent
 
 
-def require(entry: KnownModel, folder: Path | None = None, given: Collection[str] = ()) -> Located:
+def require_parts(
+    entry: KnownModel, folder: Path | None = None, given: Collection[str] = ()
+) -> Located:
     """Where the parts are, if all that drawing without a drafter needs are here, or given in their place.
 
     Raises:
         WeightsError: some are not; the error lists all of their missing files, with sizes and how to get them.
     """
-    located = locate(entry, folder)
+    located = locate_model(entry, folder)
     lacking = [part for part in located.missing(drafting=False) if part.role not in given]
     if not lacking:
         return located

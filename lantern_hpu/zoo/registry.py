@@ -66,15 +66,15 @@ class Part:
         return tuple(
             spec
             for spec in self.files
-            if not any(file.name not in without for file in either(spec, folder))
+            if not any(file.name not in without for file in alternative_files(spec, folder))
         )
 
     def path(self, folder: Path) -> Path:
         """What a loader opens: the file where there is one, else the folder."""
-        return next(either(self.files[0], folder)) if len(self.files) == 1 else folder
+        return next(alternative_files(self.files[0], folder)) if len(self.files) == 1 else folder
 
 
-def either(spec: str, folder: Path) -> Iterator[Path]:
+def alternative_files(spec: str, folder: Path) -> Iterator[Path]:
     """Those of the names `a|b` that are files in a folder."""
     return (folder / name for name in spec.split("|") if (folder / name).is_file())
 
@@ -146,7 +146,7 @@ def read_part(role: str, values: Mapping[str, Any]) -> Part:
     return Part(**{**values, **own})
 
 
-def find(name: str) -> KnownModel | None:
+def find_model_by_name(name: str) -> KnownModel | None:
     """The model of a name, or of its target's Hub id; None if there is none, or an id stands for several.
 
     By the id of another repository with the same weights, the entry prefers that one. An id may be followed by a
@@ -184,7 +184,7 @@ def get(name: str, *others: str) -> KnownModel:
     Raises:
         OptionError: there is none, or several lie in that repository; the error lists what there is.
     """
-    entry = find(name)
+    entry = find_model_by_name(name)
     if entry is not None:
         return entry
     several = [entry.name for entry, _ in sources(name)]

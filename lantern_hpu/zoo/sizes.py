@@ -26,7 +26,7 @@ def stretch_sizes(name: str, given: Given = Given()) -> KnownModel:
         OptionError: there is none of that name, it is of another family, or a drafter is given that would have to be
             widened too.
     """
-    found = registry.find(LLAMAGEN.get(name, name))
+    found = registry.find_model_by_name(LLAMAGEN.get(name, name))
     if found is None or not found.family.startswith("llamagen"):
         why = "no sizes are known of it" if found is None else f"it is of the family {found.family}"
         raise OptionError(f"--stretch is {name!r}", why, choices(LLAMAGEN))

@@ -1,6 +1,6 @@
 """Triton forms of what a step does besides its matrices, each with a plain twin it must agree with.
 
-Importing this package does not import Triton; `fused` does.
+Importing this package does not import Triton; `triton_kernels` does.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lantern_hpu.ops.kernels import PLAIN, Kernels
 
 
 @cache
-def fused(device: torch.device, dtype: torch.dtype) -> Kernels:
+def triton_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     """The Triton kernels that run on this device and agree there with the plain ones.
 
     Args:
@@ -26,7 +26,7 @@ def fused(device: torch.device, dtype: torch.dtype) -> Kernels:
     Warns if some do not, or if there is no Triton; the second call finds the answer of the first.
     """
     try:
-        found = candidates(device, dtype)
+        found = triton_candidates(device, dtype)
     except ImportError as error:
         warnings.warn(f"plain kernels serve: {error}; pip install triton", stacklevel=2)
         return PLAIN
@@ -40,7 +40,7 @@ def fused(device: torch.device, dtype: torch.dtype) -> Kernels:
     return replace(PLAIN, **served)
 
 
-def candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Candidate]:
+def triton_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Candidate]:
     """All kernels, whether or not they agree here with the plain ones.
 
     Raises:
@@ -67,7 +67,7 @@ def candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Candidate]
         "sample_distinct": distinct.triton_distinct,
         "walk": walk.triton_walk,
     }
-    examples, slack = checks.examples(device, dtype), checks.tolerance(dtype)
+    examples, slack = checks.kernel_examples(device, dtype), checks.tolerance(dtype)
     return {
         name: Candidate(lambda kernel=kernel: kernel, examples[name], slack)  # type: ignore[misc]
         for name, kernel in kernels.items()

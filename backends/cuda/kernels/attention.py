@@ -110,7 +110,7 @@ def combine_kernel(
     tl.store(out + query * HD + feature, mixed / tl.sum(weight, 0), mask=feature < HD)
 
 
-def shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+def attention_out(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """In memory [R, T, h, hd], which is how the next matrix reads it."""
     rows, heads, tokens, width = q.shape
     return q.new_empty(rows, tokens, heads, width).transpose(1, 2)
@@ -121,8 +121,8 @@ def splits_of(slots: int, block: int) -> int:
     return max(1, min(MOST_SPLITS, triton.cdiv(slots, block) // 2))
 
 
-@operator("attention(Tensor q, Tensor k, Tensor v, Tensor mask) -> Tensor", shape)
-def launch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+@operator("attention(Tensor q, Tensor k, Tensor v, Tensor mask) -> Tensor", attention_out)
+def launch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     if k.stride() != v.stride() or k.stride(-1) != 1:
         k, v = k.contiguous(), v.contiguous()
     q, mask = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, mask))
@@ -131,7 +131,7 @@ def launch(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     most, keys = (64, 64) if q.element_size() == 2 else (FEWEST, 32)
     queries, slots = min(most, max(FEWEST, block_of(tokens))), k.shape[2]
     splits = splits_of(slots, keys)
-    out = parts = shape(q, k, v, mask)
+    out = parts = attention_out(q, k, v, mask)
     sizes = None
     if splits > 1:
         parts = q.new_empty(rows, tokens, heads, splits, width, dtype=torch.float32)
@@ -184,4 +184,4 @@ def triton_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     mixed = len({x.dtype for x in (q, k, v, mask)}) > 1
     if torch.is_grad_enabled() or mixed or q.shape[-1] > WIDEST:
         return attention(q, k, v, mask)
-    return launch(q, k, v, mask)
+    return launch_attention(q, k, v, mask)

@@ -38,7 +38,7 @@ def fault(candidate: Candidate) -> str:
         return f"{type(error).__name__}: {lines[-1] if lines else 'no reason given'}"
 
 
-def examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[Example]]:
+def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[Example]]:
     """Calls of each kernel, with what comes of its plain twin."""
     generator = torch.Generator().manual_seed(0)
 

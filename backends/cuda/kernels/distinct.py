@@ -42,14 +42,14 @@ def distinct_kernel(
         left = tl.where(token == drawn, 0.0, left)
 
 
-def shape(probs: Tensor, uniform: Tensor) -> Tensor:
+def distinct_out(probs: Tensor, uniform: Tensor) -> Tensor:
     return uniform.new_empty(uniform.shape, dtype=torch.int32)
 
 
-@operator("distinct(Tensor probs, Tensor uniform) -> Tensor", shape)
-def launch(probs: Tensor, uniform: Tensor) -> Tensor:
+@operator("distinct(Tensor probs, Tensor uniform) -> Tensor", distinct_out)
+def launch_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
     """probs [..., V], uniform [..., draws] -> [..., draws] int32."""
-    out = shape(probs, uniform)
+    out = distinct_out(probs, uniform)
     vocabulary, draws = probs.shape[-1], uniform.shape[-1]
     block = block_of(vocabulary)
     distinct_kernel[(out.numel() // draws,)](
@@ -69,11 +69,11 @@ def triton_sample(probs: Tensor, uniform: Tensor) -> Tensor:
     """`sampling.sample`: probs [..., V], uniform [...] -> [...] int32."""
     if probs.shape[-1] > LARGEST:
         return sampling.sample(probs, uniform)
-    return launch(probs, uniform[..., None])[..., 0]
+    return launch_distinct(probs, uniform[..., None])[..., 0]
 
 
 def triton_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
     """`sampling.sample_distinct`: probs [..., V], uniform [..., c] -> [..., c] int32."""
     if probs.shape[-1] > LARGEST:
         return sampling.sample_distinct(probs, uniform)
-    return launch(probs, uniform)
+    return launch_distinct(probs, uniform)

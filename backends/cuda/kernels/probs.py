@@ -67,7 +67,7 @@ def probs_kernel(
     tl.store(out + row * V + token, mass / tl.sum(mass, 0), mask=there)
 
 
-def shape(
+def probs_out(
     logits: Tensor, cfg: Tensor, heat: Tensor, top_k: Tensor, guidance: bool, most: int
 ) -> Tensor:
     rows, tokens, vocabulary = logits.shape
@@ -78,9 +78,9 @@ def shape(
 @operator(
     "probs(Tensor logits, Tensor cfg_scale, Tensor temperature, Tensor top_k, bool guidance, int most)"
     " -> Tensor",
-    shape,
+    probs_out,
 )
-def launch(
+def launch_probs(
     logits: Tensor,
     cfg_scale: Tensor,
     temperature: Tensor,
@@ -88,7 +88,7 @@ def launch(
     guidance: bool,
     most: int,
 ) -> Tensor:
-    out = shape(logits, cfg_scale, temperature, top_k, guidance, most)
+    out = probs_out(logits, cfg_scale, temperature, top_k, guidance, most)
     images, tokens, vocabulary = out.shape
     block = block_of(vocabulary)
     probs_kernel[(images * tokens,)](
@@ -126,4 +126,6 @@ def triton_probs(
     """
     if use_top_p or logits.shape[-1] > LARGEST:
         return guided_probs(logits, params, guidance, max_top_k, use_top_p, top_p_first)
-    return launch(logits, params.cfg_scale, params.temperature, params.top_k, guidance, max_top_k)
+    return launch_probs(
+        logits, params.cfg_scale, params.temperature, params.top_k, guidance, max_top_k
+    )

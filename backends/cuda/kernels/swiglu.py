@@ -32,13 +32,13 @@ def swiglu_kernel(
     tl.store(out + vector * F + feature, open * up, mask=there)
 
 
-def shape(gate_up: Tensor) -> Tensor:
+def swiglu_out(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-@operator("swiglu(Tensor gate_up) -> Tensor", shape)
-def launch(gate_up: Tensor) -> Tensor:
-    out = shape(gate_up)
+@operator("swiglu(Tensor gate_up) -> Tensor", swiglu_out)
+def launch_swiglu(gate_up: Tensor) -> Tensor:
+    out = swiglu_out(gate_up)
     features = out.shape[-1]
     swiglu_kernel[(out.numel() // features, triton.cdiv(features, BLOCK))](
         gate_up.contiguous(), out, features, BLOCK=BLOCK, num_warps=warps(BLOCK), **EXACTLY
@@ -50,4 +50,4 @@ def triton_swiglu(gate_up: Tensor) -> Tensor:
     """`kernels.swiglu`: gate_up [..., 2 F] in any dtype."""
     if torch.is_grad_enabled():
         return swiglu(gate_up)
-    return launch(gate_up)
+    return launch_swiglu(gate_up)

@@ -159,7 +159,7 @@ def shapes(
     " Tensor k, Tensor delta, Tensor factor, Tensor weight) -> (Tensor, Tensor, Tensor, Tensor)",
     shapes,
 )
-def launch(
+def launch_walk(
     p: Tensor,
     q: Tensor,
     tokens: Tensor,
@@ -221,4 +221,4 @@ def triton_walk(
     weight: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `lantern_hpu.kernels.Walk`."""
-    return launch(p, q, tokens, child, row, uniform, neighbours, k, delta, factor, weight)
+    return launch_walk(p, q, tokens, child, row, uniform, neighbours, k, delta, factor, weight)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lantern_hpu.backends.hpu.emulator.device import Counts, Device, current, installed, listening
+from lantern_hpu.backends.hpu.emulator.device import Counts, Device, as_current, current, listening
 from lantern_hpu.backends.hpu.emulator.graphs import abandoned_on_error
 from lantern_hpu.backends.hpu.emulator.habana import dump_asked_for, modules
 from lantern_hpu.backends.hpu.emulator.lint_rules import RULES, Finding, Rule
@@ -59,7 +59,7 @@ def emulate(
     """
     card = Device(lazy, flags, release)
     with ExitStack() as stack:
-        stack.enter_context(installed(card))
+        stack.enter_context(as_current(card))
         card.modules = modules(card)
         stack.enter_context(abandoned_on_error(card))
         stack.enter_context(device_module(card.modules[f"{ROOT}.torch.hpu"]))

@@ -21,10 +21,10 @@ from lantern_hpu.backends.hpu.emulator.lowering import lower, watched
 from lantern_hpu.backends.hpu.emulator.tensor import HPUTensor
 
 
-def on_host(value: Any) -> Any:
+def host_twin(value: Any) -> Any:
     """A module or dataclass with the CPU tensors behind its device tensors; nothing is copied."""
     memo: dict[int, Any] = {}
-    for tensor in tensors_of(value):
+    for tensor in device_tensors(value):
         raw: Tensor = tensor.raw
         if isinstance(tensor, nn.Parameter):
             raw = nn.Parameter(raw, requires_grad=False)
@@ -32,14 +32,14 @@ def on_host(value: Any) -> Any:
     return copy.deepcopy(value, memo)
 
 
-def tensors_of(value: Any) -> list[HPUTensor]:
+def device_tensors(value: Any) -> list[HPUTensor]:
     """Device tensors of a module, or of a dataclass and what it holds."""
     if isinstance(value, nn.Module):
         tensors: list[Any] = [*value.parameters(), *value.buffers()]
     elif is_dataclass(value):
-        tensors = tensors_of(tuple(getattr(value, field.name) for field in fields(value)))
+        tensors = device_tensors(tuple(getattr(value, field.name) for field in fields(value)))
     elif isinstance(value, tuple):
-        tensors = [t for part in value for t in tensors_of(part)]
+        tensors = [t for part in value for t in device_tensors(part)]
     else:
         tensors = [value]
     return [tensor for tensor in tensors if isinstance(tensor, HPUTensor)]
@@ -58,13 +58,13 @@ def compile_on_host(card: Device, function: nn.Module) -> Callable[[Any], Tensor
     def backend(graph: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         return watched(card, site, traced(graph, inputs))
 
-    compiled = torch.compile(on_host(function), backend=backend, fullgraph=True, dynamic=False)
+    compiled = torch.compile(host_twin(function), backend=backend, fullgraph=True, dynamic=False)
     twins: dict[int, Any] = {}
     held: list[Any] = []  # states stay alive, so that their ids stay theirs
 
     def call(state: Any) -> Tensor:
         if id(state) not in twins:
-            twins[id(state)] = on_host(state)
+            twins[id(state)] = host_twin(state)
             held.append(state)
         with card.aside():
             result: Tensor = compiled(twins[id(state)])

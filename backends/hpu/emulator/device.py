@@ -112,7 +112,7 @@ class Device:
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator with a device tensor among its arguments, or a factory on the device."""
-        op = ops.describe(func, self.release)
+        op = ops.op_of(func, self.release)
         if op.packet in SPECIAL:
             return SPECIAL[op.packet](self, op, func, args, kwargs)
         return self.operate(op, func, args, kwargs)
@@ -128,10 +128,10 @@ class Device:
         if not op.native or lint_checks.falls_back(self, op, args, kwargs):
             self.fall_back(op)
         if self.recording is not None:
-            for target in ops.written(op, raw_args, raw_kwargs):
+            for target in ops.written_arguments(op, raw_args, raw_kwargs):
                 self.recording.keep(target)
         if self.rehearsed is not None:
-            for target in ops.written(op, raw_args, raw_kwargs):
+            for target in ops.written_arguments(op, raw_args, raw_kwargs):
                 self.rehearsed.keep(target)
         seed = self.next_seed(kwargs.get("generator")) if op.random else None
         result = self.compute(op, func, raw_args, raw_kwargs, seed)
@@ -157,7 +157,7 @@ class Device:
             # The device does not check bounds. It was reported; here the nearest element is taken.
             result = execute(func, lint_checks.clamped(op, args), kwargs, seed)
         if op.view_of is None:
-            lint_checks.narrow(self, op, (result, *ops.written(op, args, kwargs)))
+            lint_checks.narrow(self, op, (result, *ops.written_arguments(op, args, kwargs)))
         return result
 
     def unwrap(self, op: ops.Op, value: Any, held: dict[int, HPUTensor]) -> Any:
@@ -214,9 +214,9 @@ class Device:
 
     def book(self, op: ops.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Add an operator to the graph that is being gathered."""
-        self.pending.append(ops.key(op, args, kwargs))
+        self.pending.append(ops.recipe_key(op, args, kwargs))
         self.sites.append(call_site() if op.packet in SITED and self.recording is None else None)
-        for target in ops.written(op, args, kwargs):
+        for target in ops.written_arguments(op, args, kwargs):
             if isinstance(target, HPUTensor):
                 self.written.add(target.raw.untyped_storage().data_ptr())
         if len(self.pending) == GATHERED:
@@ -452,7 +452,7 @@ def read_scalar(
     return func(device.read(args[0], "item", "H001"))
 
 
-def compare(
+def compare_on_host(
     device: Device, op: ops.Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     device.sync(op.packet, "H004")
@@ -502,7 +502,7 @@ def stay(
 
 SPECIAL = {
     "_local_scalar_dense": read_scalar,
-    "equal": compare,
+    "equal": compare_on_host,
     "_to_copy": to_copy,
     "copy_": copy,
     "lift_fresh": stay,
@@ -530,7 +530,7 @@ def listening() -> bool:
 
 
 @contextmanager
-def installed(device: Device) -> Iterator[Device]:
+def as_current(device: Device) -> Iterator[Device]:
     _cards.append(device)
     try:
         yield device

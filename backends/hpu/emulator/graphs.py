@@ -26,7 +26,7 @@ from lantern_hpu.backends.hpu.emulator import lint_checks, ops
 from lantern_hpu.backends.hpu.emulator.device import Device, current, flag
 from lantern_hpu.backends.hpu.emulator.lint_checks import raw
 from lantern_hpu.backends.hpu.emulator.nested import mapped, tensors_in
-from lantern_hpu.backends.hpu.emulator.rehearsal import rehearse, tensors_of
+from lantern_hpu.backends.hpu.emulator.rehearsal import module_tensors, rehearse
 from lantern_hpu.backends.hpu.emulator.tensor import DEVICE, HPUTensor
 
 GARBAGE = -(2**31)
@@ -175,7 +175,7 @@ def spoil(raw: Tensor) -> None:
     raw.fill_(float("nan") if raw.is_floating_point() else GARBAGE if raw.dtype.itemsize > 2 else 1)
 
 
-def fatal(device: Device, message: str) -> RuntimeError:
+def fatal_error(device: Device, message: str) -> RuntimeError:
     device.findings.hit("H066", message, "error")
     return RuntimeError(message)
 
@@ -205,7 +205,7 @@ class HPUGraph:
 
         device = self.device
         if device.recording is not None:
-            raise fatal(device, "graph Capture already in progress")
+            raise fatal_error(device, "graph Capture already in progress")
         if int(device.flags.get("WORLD_SIZE", 1)) > 1 and not flag(
             device.flags, "PT_HPU_ENABLE_LAZY_COLLECTIVES"
         ):
@@ -220,9 +220,9 @@ class HPUGraph:
 
         device = self.device
         if device.recording is None or device.recording is not self.recording:
-            raise fatal(device, "capture_end without a capture of this graph")
+            raise fatal_error(device, "capture_end without a capture of this graph")
         if self.stream is not current_stream():
-            raise fatal(device, "capture must end on the stream it began on")
+            raise fatal_error(device, "capture must end on the stream it began on")
         device.flush("capture end")
         device.recording = None
         self.recording.close()
@@ -231,9 +231,9 @@ class HPUGraph:
     def replay(self, asynchronous: bool = False) -> None:
         device = self.device
         if device.recording is not None:
-            raise fatal(device, "replay while a graph is captured")
+            raise fatal_error(device, "replay while a graph is captured")
         if self.recording is None:
-            raise fatal(device, "replay of a graph that was never captured")
+            raise fatal_error(device, "replay of a graph that was never captured")
         self.rerun({})
 
     def rerun(self, live: dict[int, Tensor]) -> dict[int, Tensor]:
@@ -476,7 +476,9 @@ class Wrapped:
         for tensor in tensors_in(inputs):
             if tensor.base is not None or not tensor.is_contiguous():
                 device.findings.hit("H062", "view or not contiguous")
-        rehearse(device, lambda: self.func(*inputs[0], **inputs[1]), lambda: tensors_of(self.func))
+        rehearse(
+            device, lambda: self.func(*inputs[0], **inputs[1]), lambda: module_tensors(self.func)
+        )
         made = HPUGraph()
         made.capture_begin(self.dry_run or self.live)
         if device.release.name != "1.19":

@@ -27,7 +27,7 @@ from lantern_hpu.backends.hpu.emulator.device import LIMIT, Device, current
 from lantern_hpu.backends.hpu.emulator.scope import beyond
 from lantern_hpu.backends.hpu.emulator.tensor import DEVICE, HPUTensor
 from lantern_hpu.backends.hpu.env import ROOT
-from lantern_hpu.backends.hpu.releases import number
+from lantern_hpu.backends.hpu.releases import version_number
 from lantern_hpu.files import write_file
 
 NAME = "GAUDI2"
@@ -478,7 +478,7 @@ IDENTITY = {
     "get_device_name": lambda device=None: NAME,
     "get_device_capability": lambda device=None: version(),
     "get_device_properties": lambda device=None: DeviceProperties(
-        NAME, LIMIT, *(number(version()) or ())
+        NAME, LIMIT, *(version_number(version()) or ())
     ),
     "get_arch_list": lambda: [NAME.lower()],
     "get_gencode_flags": lambda: "",

@@ -84,7 +84,7 @@ class Fused(torch.autograd.Function):
         return None, None, *grads
 
 
-def run(name: str, plain: Callable[..., Tensor], *inputs: Any) -> Tensor:
+def run_fused(name: str, plain: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """One operator of the device, with gradients where somebody learns."""
     kernel = getattr(torch.ops.hpu_emulated, name)
     learns = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
@@ -158,7 +158,7 @@ class FusedSDPA:
             need(padding in ("left", "right"), f"unknown seq_padding_type {seq_padding_type!r}")
             allowed = allowed_pairs(q, k, is_causal, valid_seq_len, padding, window)
             attn_mask, is_causal = joined(attn_mask, allowed), False
-        return run("sdpa", sdpa, q, k, v, attn_mask, dropout_p, is_causal, scale)
+        return run_fused("sdpa", sdpa, q, k, v, attn_mask, dropout_p, is_causal, scale)
 
 
 def allowed_pairs(
@@ -211,7 +211,7 @@ class FusedRMSNorm:
         /,
     ) -> Tensor:
         wanted = torch.promote_types(data_in.dtype, gamma.dtype)
-        return run("rms_norm", rms_norm, data_in.to(wanted), gamma.to(wanted), eps).to(
+        return run_fused("rms_norm", rms_norm, data_in.to(wanted), gamma.to(wanted), eps).to(
             data_in.dtype
         )
 
@@ -244,7 +244,7 @@ def apply_rotary_pos_emb(
         dim = -2 if cos.dim() == 2 or cos.shape[0] == 1 else 0
         cos, sin = (t.narrow(dim, offset, p.shape[dim]) for t in (cos, sin))
     need(cos.shape[-1] == p.shape[-1], "cos and sin must be as wide as the features")
-    return run("rope", rope, p, cos, sin, mode == RotaryPosEmbeddingMode.PAIRWISE)
+    return run_fused("rope", rope, p, cos, sin, mode == RotaryPosEmbeddingMode.PAIRWISE)
 
 
 def rotate_cached(p: Tensor, rope_cache: Tensor) -> Tensor:
@@ -252,7 +252,7 @@ def rotate_cached(p: Tensor, rope_cache: Tensor) -> Tensor:
     length, width = p.shape[0], 2 * rope_cache.shape[-2]
     angles = rope_cache[:length].reshape(length, -1, 1, width // 2, 2)
     cos, sin = (angles[..., i].repeat_interleave(2, -1).to(p.dtype) for i in (0, 1))
-    turned = run("rope", rope, p[..., :width], cos, sin, True)
+    turned = run_fused("rope", rope, p[..., :width], cos, sin, True)
     return torch.cat([turned, p[..., width:]], -1)
 
 

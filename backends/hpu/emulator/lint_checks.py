@@ -52,7 +52,7 @@ def before(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
         dynamic(device, op, DYNAMIC[op.packet])
     if op.packet == "repeat_interleave" and kwargs.get("output_size") is None:
         dynamic(device, op, "H011")
-    for target in ops.written(op, args, kwargs):
+    for target in ops.written_arguments(op, args, kwargs):
         if isinstance(target, HPUTensor):
             view_write(device, op, target)
     if op.packet.startswith(COMPLEX) or (first is not None and first.is_complex()):

@@ -35,14 +35,14 @@ class Rule:
         return f"{self.id} {self.name}"
 
 
-def table(*rows: tuple[str, str, Severity, Severity, str, str]) -> dict[str, Rule]:
+def rule_table(*rows: tuple[str, str, Severity, Severity, str, str]) -> dict[str, Rule]:
     return {
         id: Rule(id, name, why, instead, severity, captured)
         for id, name, severity, captured, why, instead in rows
     }
 
 
-RULES = table(
+RULES = rule_table(
     # Host reads
     (
         "H001",

@@ -53,7 +53,7 @@ def lower(card: Device, graph: fx.GraphModule) -> Lowered:
     if cuts and not flag(card.flags, "PT_HPU_USE_EAGER_FALLBACK", True):
         names = ", ".join(sorted({name_of(card, node) for node, _ in cuts}))
         raise AssertionError(f"eager fallback of {names}, and PT_HPU_USE_EAGER_FALLBACK=0")
-    launches = parts({node for node, _ in cuts}, graph)
+    launches = launches_of({node for node, _ in cuts}, graph)
     for node, why in cuts:
         card.counts.cuts[name_of(card, node)] += 1
         if why is not FALLBACK:  # a rule of its own
@@ -69,7 +69,7 @@ def operators(graph: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def name_of(card: Device, node: fx.Node) -> str:
-    return ops.describe(node.target, card.release).name
+    return ops.op_of(node.target, card.release).name
 
 
 def values(arguments: Any) -> Any:
@@ -84,7 +84,7 @@ FALLBACK = "runs on the CPU"
 
 def cut(card: Device, node: fx.Node) -> str:
     """Why an operator is cut out of the graph; empty if it is not."""
-    op = ops.describe(node.target, card.release)
+    op = ops.op_of(node.target, card.release)
     args, kwargs = values(node.args), values(node.kwargs)
     if op.packet in lint_checks.DYNAMIC:
         card.findings.hit(lint_checks.DYNAMIC[op.packet], op.name, site=source(node))
@@ -127,7 +127,7 @@ def symbolic(value: Any) -> bool:
     return isinstance(value, Tensor) and any(isinstance(n, torch.SymInt) for n in value.shape)
 
 
-def parts(cuts: set[fx.Node], graph: fx.GraphModule) -> int:
+def launches_of(cuts: set[fx.Node], graph: fx.GraphModule) -> int:
     """Launches of a call: runs of operators between cuts, in the graph's order, and the cuts."""
     count, inside = len(cuts), False
     for node in operators(graph):

@@ -71,11 +71,11 @@ class Operators(TorchDispatchMode):
         if made_here or HPUTensor in types:
             return self.card.run(func, args, kwargs)
         if self.card.recording is not None:
-            on_host(self.card, func)
+            host_operator(self.card, func)
         return func(*args, **kwargs)
 
 
-def on_host(card: Device, func: Any) -> None:
+def host_operator(card: Device, func: Any) -> None:
     """An operator on CPU tensors while a graph is captured: the recording will not see it."""
     packet = func._schema.name.partition("::")[2]
     if packet in RANDOM:
@@ -139,7 +139,7 @@ class Across(torch.autograd.Function):
         return crossed(ctx.card, grad, reason, "H002"), None, None, None
 
 
-def to_host(
+def read_to_host(
     card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """`cpu` and `numpy`."""
@@ -241,8 +241,8 @@ def pickled(
 
 HANDLERS: dict[Callable[..., Any], Handler] = {
     Tensor.to: move,
-    Tensor.cpu: to_host,
-    Tensor.numpy: to_host,
+    Tensor.cpu: read_to_host,
+    Tensor.numpy: read_to_host,
     Tensor.new_tensor: make_like,
     Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
     Tensor.__deepcopy__: deep_copy,

@@ -106,7 +106,7 @@ def mark(index: int, argument: Any) -> int | str:
 
 
 @cache
-def describe(func: Any, release: Release) -> Op:
+def op_of(func: Any, release: Release) -> Op:
     """What a release knows of an `OpOverload`."""
     schema = func._schema
     packet = schema.name.partition("::")[2]
@@ -178,7 +178,7 @@ def takes(op: Op, dtype: torch.dtype, lazy: bool, release: Release) -> bool:
     return row is None or dtype in row or dtype not in IN_TABLE
 
 
-def written(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def written_arguments(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The arguments that an operator changes."""
     return [kwargs.get(mark) if isinstance(mark, str) else args[mark] for mark in op.writes]
 
@@ -196,7 +196,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float))
 
 
-def key(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def recipe_key(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """An operator's part of a recipe key; the value of a device scalar does not belong to it."""
     parts = tuple(
         (name, type(value).__name__ if name in op.scalars and is_number(value) else spec(value))

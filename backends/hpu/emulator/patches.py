@@ -56,7 +56,7 @@ def overwrites(card: Device) -> Iterator[None]:
     def saving(real: Any) -> Any:
         @wraps(real)
         def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
-            real(mapped(obj, to_host), f, *args, **kwargs)
+            real(mapped(obj, detached_copy), f, *args, **kwargs)
 
         return save
 
@@ -86,7 +86,7 @@ def overwrites(card: Device) -> Iterator[None]:
         yield
 
 
-def to_host(tensor: Tensor) -> Tensor:
+def detached_copy(tensor: Tensor) -> Tensor:
     """A checkpoint's tensor: off the device, and out of autograd."""
     return tensor.detach().cpu() if isinstance(tensor, HPUTensor) else tensor
 

@@ -92,14 +92,14 @@ def rehearse(
             setattr(card, name, value)
         card.generator.set_state(seed)
         card.findings.muted = False
-    compare(card, runs[0], runs[1])
+    compare_runs(card, runs[0], runs[1])
     for name, tensor in state().items():
         if bound.get(name, id(tensor)) != id(tensor) and isinstance(tensor, HPUTensor):
             _, site = runs[1].made.get(id(tensor.raw), (None, None))
             card.findings.hit("H069", name, "error", site)
 
 
-def compare(card: Device, first: Run, second: Run) -> None:
+def compare_runs(card: Device, first: Run, second: Run) -> None:
     """Report the first operator whose constants differ, and tensors carried from run to run."""
     for (then, _), (now, site) in zip(first.steps, second.steps, strict=False):
         if then != now:
@@ -117,7 +117,7 @@ def compare(card: Device, first: Run, second: Run) -> None:
             return
 
 
-def tensors_of(function: Callable[..., Any]) -> dict[str, Tensor]:
+def module_tensors(function: Callable[..., Any]) -> dict[str, Tensor]:
     """The tensors that a method's module holds, by name."""
     owner = getattr(function, "__self__", None)
     if not isinstance(owner, nn.Module):

@@ -149,7 +149,7 @@ class Launched(fx.Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not isinstance(target, torch._ops.OpOverload):
             return super().call_function(target, args, kwargs)
-        op = ops.describe(target, self.card.release)
+        op = ops.op_of(target, self.card.release)
         if op.packet in lint_checks.INDEXED and not lint_checks.masked(op, args):
             indices = lint_checks.index_tensors(op, args)
             accumulates = len(args) > 3 and args[3] is True

@@ -121,7 +121,7 @@ def find_entry(name: str) -> registry.KnownModel:
     Raises:
         OptionError: there is none.
     """
-    found = registry.find(RANDOM.get(name, name))
+    found = registry.find_model_by_name(RANDOM.get(name, name))
     if found is None:
         hint = choices([*RANDOM, *registry.entries()])
         raise OptionError(f"no sizes are known of {name!r}", "--random-weights", hint)
@@ -143,7 +143,9 @@ class Case:
         return f"{self.setting.method}, {self.setting.tree.name}, {self.mode}, batch {self.batch}"
 
 
-def settle(backend: Backend, modes: Sequence[str], by_name: bool) -> tuple[list[str], list[str]]:
+def measurable_modes(
+    backend: Backend, modes: Sequence[str], by_name: bool
+) -> tuple[list[str], list[str]]:
     """The graph modes to measure, and what to say about those that are not.
 
     Raises:

@@ -78,7 +78,7 @@ def step_sizes(entry: KnownModel) -> ModelConfig:
     )
 
 
-def fill(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+def fill_randomly(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Give a module that lies on `meta` random weights on the device."""
     module.to(dtype).to_empty(device=device)
     for part in module.modules():
@@ -115,7 +115,7 @@ def make_model(
         target = Target(config.target, chosen)
         drafter = Drafter(config.target, config.drafter, chosen)
     for module in (target, drafter):
-        fill(module, number, device)
+        fill_randomly(module, number, device)
     name = f"{entry.name}, random weights"
     return RandomModel(
         name=name,

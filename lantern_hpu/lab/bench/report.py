@@ -141,7 +141,7 @@ def schema() -> dict[str, Any]:
     return found
 
 
-def problems(data: Any) -> list[str]:
+def schema_errors(data: Any) -> list[str]:
     """What in a report breaks the schema, each with its place.
 
     Raises:
@@ -173,7 +173,7 @@ def check_report(data: Any, name: str) -> Report:
         newer = isinstance(version, int) and version > VERSION
         hint = "a newer lantern_hpu, as wrote it" if newer else AGAIN
         raise OptionError(what, "a newer program wrote it" if newer else "it is too old", hint)
-    found = problems(data)
+    found = schema_errors(data)
     if found:
         more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         raise OptionError(f"{name} is damaged", "; ".join(found[:SHOWN]) + more, AGAIN)

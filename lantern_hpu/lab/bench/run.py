@@ -20,7 +20,7 @@ from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.host import processor_name
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.graphs import check_mode
-from lantern_hpu.lab.bench.cases import BenchRequest, Case, cases_of, settle
+from lantern_hpu.lab.bench.cases import BenchRequest, Case, cases_of, measurable_modes
 from lantern_hpu.lab.bench.measure import BRIEF_WARM_UP, WARM_UP, Meter
 from lantern_hpu.lab.bench.random_weights import make_model
 from lantern_hpu.lab.bench.rates import measure_rates
@@ -33,7 +33,7 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import usual_prompts
 
 
-def run(wanted: BenchRequest, argv: Sequence[str], import_s: float) -> dict[str, Any]:
+def run_bench(wanted: BenchRequest, argv: Sequence[str], import_s: float) -> dict[str, Any]:
     """The report.
 
     Args:
@@ -43,7 +43,7 @@ def run(wanted: BenchRequest, argv: Sequence[str], import_s: float) -> dict[str,
         DeviceError: not a single row could be measured.
     """
     with closing(open_pipeline(wanted)) as pipeline:
-        modes, notes = settle(pipeline.backend, wanted.modes, wanted.by_name)
+        modes, notes = measurable_modes(pipeline.backend, wanted.modes, wanted.by_name)
         cases = cases_of(pipeline, wanted, modes)
         dtype = pipeline.model.target.dtype
         measured = measure_rates(pipeline.backend, dtype)
@@ -127,7 +127,7 @@ def measure_all(
                 drawing = LanternPipeline(pipeline.model, pipeline.backend, mode)
                 show = bar.set_postfix_str
                 try:
-                    rows.append(measure(drawing, wanted, case, rates, startup_s, show))
+                    rows.append(measure_case(drawing, wanted, case, rates, startup_s, show))
                 except DeviceError as error:  # too little memory for this row may do for others
                     missed.append(f"not measured: {case}: {error.what}: {error.why}")
                     drawing.engines.shrink(0)
@@ -141,7 +141,7 @@ def measure_all(
     return rows, missed
 
 
-def measure(
+def measure_case(
     pipeline: LanternPipeline,
     wanted: BenchRequest,
     case: Case,

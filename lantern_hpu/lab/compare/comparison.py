@@ -212,10 +212,10 @@ def keys_of(runs: Sequence[ComparedRun]) -> list[Key]:
                 eager = any(r.graphs == EAGER for other in others for r in other.rows)
                 kinds = ({BEST} if others else {EAGER}) | ({EAGER} if eager else set())
             found |= {replace(run.key(row), graphs=kind) for kind in kinds}
-    return sorted(found, key=place)
+    return sorted(found, key=row_order)
 
 
-def place(key: Key) -> tuple[Any, ...]:
+def row_order(key: Key) -> tuple[Any, ...]:
     """Of a row in the table."""
     graphs = {EAGER: 0, BEST: 1}.get(key.graphs, 2)
     method = list(METHODS).index(key.method)

@@ -123,12 +123,12 @@ def main_table(comparison: Comparison) -> Table:
     lines = []
     for key in comparison.keys:
         rows = [run.find(key) for run in comparison.runs]
-        cells = [cell(row, rows[0] if i else None) for i, row in enumerate(rows)]
+        cells = [run_cell(row, rows[0] if i else None) for i, row in enumerate(rows)]
         lines.append([key.method, key.tree, key.graphs, str(key.batch), key.dtype, *cells])
     return Table(["method", "tree", "graphs", "batch", "format", *heads(comparison)], lines)
 
 
-def cell(row: SpeedRow | None, first: SpeedRow | None) -> str:
+def run_cell(row: SpeedRow | None, first: SpeedRow | None) -> str:
     """What one run has to say in a row: its time, then its speeds."""
     if row is None:
         return ""

@@ -57,7 +57,7 @@ class Chart:
     svg: bytes
 
 
-def draw(comparison: Comparison) -> list[Chart]:
+def draw_charts(comparison: Comparison) -> list[Chart]:
     """All pictures that the runs have figures for."""
     with in_style("compare"):
         return [

@@ -88,19 +88,19 @@ def phrases() -> dict[str, Values]:
     return found
 
 
-def either(names: Sequence[str]) -> str:
+def alternatives(names: Sequence[str]) -> str:
     return "|".join(sorted(names, key=len, reverse=True))
 
 
 PHRASES = phrases()
 LOOKS = {"snowy": "winter", "autumn": "autumn", "green": "summer"}
 THING = re.compile(
-    rf"(?:an? |two )?(?:(?P<colour>{either(tuple(DYES))}) )?(?P<thing>{either((*THINGS, *STILL))})s?\b"
+    rf"(?:an? |two )?(?:(?P<colour>{alternatives(tuple(DYES))}) )?(?P<thing>{alternatives((*THINGS, *STILL))})s?\b"
 )
 LAND = re.compile(
-    rf"\b(?:(?P<look>{either(tuple(LOOKS))}) )?(?:mountain )?(?P<land>{either(LANDS)})\b"
+    rf"\b(?:(?P<look>{alternatives(tuple(LOOKS))}) )?(?:mountain )?(?P<land>{alternatives(LANDS)})\b"
 )
-END = re.compile(rf"\b({either(tuple(PHRASES))})$")
+END = re.compile(rf"\b({alternatives(tuple(PHRASES))})$")
 
 
 def caption_attributes(caption: str) -> Values:

@@ -122,7 +122,7 @@ def check_same(file: Path, about: Mapping[str, Any], what: str) -> None:
         raise OutputError(f"{what} are of another run", f"other {', '.join(sorted(names))}", HINT)
 
 
-def open_folder(folder: Path, about: Mapping[str, Any]) -> None:
+def open_evaluation(folder: Path, about: Mapping[str, Any]) -> None:
     """Begin an evaluation there, or go on with it.
 
     Raises:

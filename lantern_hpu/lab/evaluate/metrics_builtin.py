@@ -45,7 +45,14 @@ from lantern_hpu.lab.evaluate.statistics import (
     frechet_metric,
     ratio_metric,
 )
-from lantern_hpu.lab.scenes import Noise, Scene, describe, paint, render, sample
+from lantern_hpu.lab.scenes import (
+    Noise,
+    Scene,
+    caption_of,
+    paint_picture,
+    render_scene,
+    sample_scene,
+)
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
 
@@ -72,8 +79,8 @@ class Painted:
 
     def items(self) -> list[Item]:
         """What is to be drawn: captions that leave things out, as users' do, then panels of complete ones."""
-        single = [Item(f"{i:06d}", describe(*scene_of(CAPTIONS + i))) for i in range(self.images)]
-        panels = [describe(*scene_of(PANELS + p), terse=0.0) for p in range(self.panels)]
+        single = [Item(f"{i:06d}", caption_of(*scene_of(CAPTIONS + i))) for i in range(self.images)]
+        panels = [caption_of(*scene_of(PANELS + p), terse=0.0) for p in range(self.panels)]
         copies = range(REPEATS)
         return single + [
             Item(f"panel-{p:04d}-{k}", text) for p, text in enumerate(panels) for k in copies
@@ -89,14 +96,14 @@ class Painted:
         panels = [(PANELS + p, k) for p in range(self.panels) for k in range(REPEATS)]
         for number, k in tqdm([*singles, *panels], desc="painting captions", unit="picture"):
             scene, _ = scene_of(number)
-            yield render(scene, np.random.default_rng((number, k)), self.noise)
+            yield render_scene(scene, np.random.default_rng((number, k)), self.noise)
 
     def fresh(self) -> Array:
         """Features of the reference pictures [reference, FEATURES]."""
         numbers, found = tqdm(range(self.reference), desc="painting reference", unit="picture"), []
         batch: list[Pixels] = []
         for i in numbers:
-            batch.append(averaged(paint(REFERENCE + i, self.noise).pixels))
+            batch.append(as_classified(paint_picture(REFERENCE + i, self.noise).pixels))
             if len(batch) == 64 or i == self.reference - 1:
                 found.append(self.classifier.classify(np.stack(batch)).features)
                 batch = []
@@ -138,7 +145,7 @@ class Painted:
 def scene_of(number: int) -> tuple[Scene, Generator]:
     """A scene, and the random numbers for a caption of it."""
     rng = np.random.default_rng(number)
-    return sample(rng), rng
+    return sample_scene(rng), rng
 
 
 def within(pixels: NDArray[np.uint8], panels: int) -> Array:
@@ -149,7 +156,7 @@ def within(pixels: NDArray[np.uint8], panels: int) -> Array:
     return np.asarray(np.mean(each, 0))
 
 
-def averaged(pixels: Pixels) -> Pixels:
+def as_classified(pixels: Pixels) -> Pixels:
     """A picture [S, S, 3] as the network reads it, [SIDE, SIDE, 3]."""
     return small(Image.fromarray(pixels))
 
@@ -181,7 +188,7 @@ class PaintedScorer:
         return self._generated
 
     def of_generator(self) -> Rows:
-        pixels = np.stack([averaged(one) for one in self.generated])
+        pixels = np.stack([as_classified(one) for one in self.generated])
         distances = within(pixels[self.painted.images :], self.painted.panels)
         return self.painted.rows(self.items, pixels, distances) | {"distances": distances}
 

@@ -18,7 +18,7 @@ import torch
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import reported_as
 from lantern_hpu.lab.evaluate.folder import Cache, stamps
-from lantern_hpu.lab.evaluate.networks import NETWORKS, importing, locate, rows_of
+from lantern_hpu.lab.evaluate.networks import NETWORKS, importing, locate_networks, rows_of
 from lantern_hpu.lab.evaluate.protocols import FEW, NEEDS, Library
 from lantern_hpu.lab.evaluate.report import QualityRow
 from lantern_hpu.lab.evaluate.sets import read_set
@@ -113,7 +113,7 @@ class LibraryScorer:
             why = f"its metrics need {least} or more"
             raise OptionError(f"a set of {len(self.items)} pictures is too small", why)
         self.reference = Reference.of(library.reference, library)
-        self.paths = locate(library)
+        self.paths = locate_networks(library)
 
     def prepare(self) -> None:
         """Read the networks and the reference: what takes time, once the pictures are drawn."""

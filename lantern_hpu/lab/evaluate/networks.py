@@ -56,7 +56,7 @@ def in_hub_cache(source: PictureSource) -> Path | None:
     return Path(file).parent if is_folder else Path(file)
 
 
-def locate(library: Library) -> dict[str, Path]:
+def locate_networks(library: Library) -> dict[str, Path]:
     """The weights of all networks that the metrics need.
 
     Raises:
@@ -72,11 +72,11 @@ def locate(library: Library) -> dict[str, Path]:
     here = {name: place for name, place in places.items() if place is not None}
     for name, place in here.items():
         if not library.any_weights:
-            check_digest(place, sources[name])
+            check_network(place, sources[name])
     return here
 
 
-def check_digest(file: Path, source: PictureSource) -> None:
+def check_network(file: Path, source: PictureSource) -> None:
     """
     Raises:
         WeightsError: the file is not the published one.

@@ -83,7 +83,7 @@ def judged(rows: Sequence[QualityRow], again: QualityRow | None) -> list[Quality
 # ------------------------------------------------------------------------------------ text
 
 
-def cell(metric: QualityMetric, row: QualityRow) -> str:
+def metric_cell(metric: QualityMetric, row: QualityRow) -> str:
     """A figure with its interval, marked where it may be noise."""
     if metric.name not in row.figures:
         return ""
@@ -92,21 +92,21 @@ def cell(metric: QualityMetric, row: QualityRow) -> str:
     return plus_minus(one.value, one.around, metric.digits) + f" {NOISE}" * noise
 
 
-def distance(row: QualityRow) -> str:
+def tv_cell(row: QualityRow) -> str:
     """The total variation of the next token."""
     tv = row.extra.get("tv")
     return "" if tv is None else plus_minus(tv, row.extra.get("tv_interval") or 0.0)
 
 
-def figures_table(rows: Sequence[QualityRow], metrics: Sequence[QualityMetric]) -> Table:
+def quality_table(rows: Sequence[QualityRow], metrics: Sequence[QualityMetric]) -> Table:
     """Method by figure."""
     shown = [m for m in (*PACE, *metrics) if any(m.name in row.figures for row in rows)]
     columns: Columns = {
         "method": lambda row: row.name,
-        **{metric.title: partial(cell, metric) for metric in shown},
+        **{metric.title: partial(metric_cell, metric) for metric in shown},
     }
     if any("tv" in row.extra for row in rows):
-        columns = {**columns, "TV of the next token": distance}
+        columns = {**columns, "TV of the next token": tv_cell}
     return Table.of(columns, rows)
 
 

@@ -46,7 +46,7 @@ class Column:
         return {name: about[name] for name in ("method", "tree", "relaxation")}
 
 
-def columns(
+def settings_columns(
     pipeline: LanternPipeline, settings: Sequence[Setting], tree: str | None, size: int, floor: bool
 ) -> list[Column]:
     """What the settings come to with this model; and `ar` once more, for the floor.
@@ -148,7 +148,7 @@ class Drawing:
         result = self.pipeline.draw(requests, column.setting, self.size)
         spent = result.timing
         seconds = (spent.text_s + spent.generate_s + spent.decode_s) / self.size
-        pictures, lines = written(result, self.items, indices, seconds)
+        pictures, lines = pictures_of(result, self.items, indices, seconds)
         self.folder_of(column).write(pictures, lines)
         return lines
 
@@ -163,7 +163,7 @@ def in_rounds(wanted: Sequence[Column], left: dict[str, list[int]], size: int) -
                 yield column, mine[first : first + size]
 
 
-def written(
+def pictures_of(
     result: GenerationResult, items: Sequence[Item], indices: Sequence[int], seconds: float
 ) -> tuple[list[bytes], list[Line]]:
     """PNG files of a batch, and their lines."""

@@ -12,23 +12,23 @@ from tqdm import tqdm
 
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import write_file
-from lantern_hpu.lab.evaluate.folder import open_folder
+from lantern_hpu.lab.evaluate.folder import open_evaluation
 from lantern_hpu.lab.evaluate.metrics_builtin import extra_of
 from lantern_hpu.lab.evaluate.options import EvaluateOptions, FidelityOptions
 from lantern_hpu.lab.evaluate.report import (
     NOISE,
     PACE,
     QualityRow,
-    figures_table,
     judged,
     pace,
     plot,
+    quality_table,
 )
-from lantern_hpu.lab.evaluate.rounds import AGAIN, Column, Drawing, RemoteDrawing, columns
+from lantern_hpu.lab.evaluate.rounds import AGAIN, Column, Drawing, RemoteDrawing, settings_columns
 from lantern_hpu.lab.evaluate.sets import Item, digest
 from lantern_hpu.lab.evaluate.statistics import QualityMetric, Rows, figures
-from lantern_hpu.lab.fidelity import measure, total
-from lantern_hpu.lab.pages import render
+from lantern_hpu.lab.fidelity import fidelity_rows, images_total
+from lantern_hpu.lab.pages import render_page
 from lantern_hpu.lab.plots import in_style
 from lantern_hpu.lab.rows import write_rows
 from lantern_hpu.methods.request import Sampling
@@ -97,9 +97,9 @@ class Evaluation:
             pass
         outside = {name: self.outside(folder) for name, folder in self.folders.items()}
         identity = self.identity()
-        open_folder(self.output, identity)
+        open_evaluation(self.output, identity)
         options, drawing = self.options, self.drawing()
-        wanted = columns(
+        wanted = settings_columns(
             self.pipeline, self.settings, options.tree, options.batch_size, options.floor
         )
         drawing.draw(wanted, self.workers)
@@ -127,7 +127,7 @@ class Evaluation:
     def places(self) -> dict[str, dict[str, Path]]:
         """The pictures of each setting, by its folder's name and the items' ids."""
         options, drawing = self.options, self.drawing()
-        wanted = columns(
+        wanted = settings_columns(
             self.pipeline, self.settings, options.tree, options.batch_size, options.floor
         )
         return {column.slug: drawing.folder_of(column).places for column in wanted}
@@ -179,9 +179,9 @@ class Evaluation:
             known = data["rows"] if data["key"] == key else {}
         missing = [setting for setting in self.settings if str(setting) not in known]
         if missing:
-            images = total(self.pipeline, missing, options)
+            images = images_total(self.pipeline, missing, options)
             with tqdm(total=images, desc="fidelity", unit="image") as bar:
-                for row in measure(self.pipeline, missing, options, bar):
+                for row in fidelity_rows(self.pipeline, missing, options, bar):
                     known[row["row"]] = {name: row[name] for name in ("tv", "tv_interval")}
             write_file(file, json.dumps({"key": key, "rows": known}).encode(), force=True)
         return known
@@ -210,8 +210,8 @@ class Evaluation:
         axes = {"quality-tokens": PACE[0], "quality-seconds": PACE[1]} if metrics else {}
         timed = [row for row in rows if row.about]
         files = {f"{n}.png": plot(timed, baselines, metrics, axis) for n, axis in axes.items()}
-        table = figures_table(everything, metrics)
-        page = render("evaluation.md", about=about, table=table)
+        table = quality_table(everything, metrics)
+        page = render_page("evaluation.md", about=about, table=table)
         write_rows(self.output / "evaluation.json", document, force=True)
         for name, data in {**files, "evaluation.md": page.encode()}.items():
             write_file(self.output / name, data, force=True)

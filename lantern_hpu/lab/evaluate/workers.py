@@ -19,12 +19,12 @@ from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.options import DeviceOptions
-from lantern_hpu.workers import shared
+from lantern_hpu.workers import share_work
 
 if TYPE_CHECKING:
     from lantern_hpu.lab.evaluate.rounds import Batch, Column
 
-OPENER = "lantern_hpu.lab.evaluate.workers:open_worker"
+OPENER = "lantern_hpu.lab.evaluate.workers:open_picture_worker"
 
 
 @dataclass(frozen=True)
@@ -54,27 +54,27 @@ class Workers:
         """Batches of these settings, in the order in which they are done.
 
         Raises:
-            LanternError: see `workers.shared`.
+            LanternError: see `workers.share_work`.
         """
         # A picture's number: the place of its setting times the number of items, and its own
         device, images = self.order.device, len(self.order.items)
         start = {column.name: place * images for place, column in enumerate(wanted)}
         work = [[start[column.name] + i for i in indices] for column, indices in batches]
         given = (OPENER, [self.order], work, self.count, device.device, device.emulate)
-        for numbers, lines in shared(*given):
+        for numbers, lines in share_work(*given):
             yield wanted[numbers[0] // images], lines
 
 
-def open_worker(order: Order) -> Callable[[list[int]], list[Line]]:
+def open_picture_worker(order: Order) -> Callable[[list[int]], list[Line]]:
     """What a worker does: the pictures of these numbers, all of one setting. -> their lines"""
     device, options = order.device, order.options
     prepare(device.device, device.graphs, device.emulate)
-    from lantern_hpu.lab.evaluate.rounds import Drawing, columns
+    from lantern_hpu.lab.evaluate.rounds import Drawing, settings_columns
     from lantern_hpu.pipeline import LanternPipeline
 
     pipeline = LanternPipeline.from_pretrained(order.model, given=order.given, **vars(device))
     size, images = options.batch_size, len(order.items)
-    wanted = columns(pipeline, order.settings, options.tree, size, options.floor)
+    wanted = settings_columns(pipeline, order.settings, options.tree, size, options.floor)
     drawing = Drawing(pipeline, order.items, order.sampling, options.seed, size, order.folder)
 
     def draw_piece(numbers: list[int]) -> list[Line]:

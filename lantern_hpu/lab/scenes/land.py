@@ -12,7 +12,7 @@ from lantern_hpu.lab.scenes.scene import STILL
 MIRRORED = ("pine trees", "house", "balloon")  # stand behind a lake; the others float on it
 
 
-def paint(c: Canvas) -> None:
+def paint_scene(c: Canvas) -> None:
     """The whole picture."""
     {
         "mountains": mountains,
@@ -20,7 +20,7 @@ def paint(c: Canvas) -> None:
         "desert": desert,
         "sea": sea,
         "lake": lake,
-        "table": table,
+        "table": still_life,
     }[c.scene.land](c)
     if c.scene.storm:
         falling(c, c.scene.storm)
@@ -117,7 +117,7 @@ def lake(c: Canvas) -> None:
         shore(c, c.between(0.8, 0.9), c.pick(colours))
 
 
-def table(c: Canvas) -> None:
+def still_life(c: Canvas) -> None:
     """A wall, a table, a thing or two on it, lit from one side."""
     kind, edge = str(c.scene.thing), c.between(0.56, 0.68)
     wall = (

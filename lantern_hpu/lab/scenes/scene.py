@@ -107,7 +107,7 @@ class Scene:
         return "sand" if self.land == "desert" else "snow" if self.season == "winter" else "rain"
 
 
-def sample(rng: Generator, still: float = 0.25) -> Scene:
+def sample_scene(rng: Generator, still: float = 0.25) -> Scene:
     """A scene; a share of `still` are still lifes."""
     if rng.random() < still:
         thing = _pick(rng, tuple(STILL))
@@ -126,7 +126,7 @@ def sample(rng: Generator, still: float = 0.25) -> Scene:
     return Scene(land, time, weather, season, thing_name, colour_name, moon=bool(moon))
 
 
-def describe(scene: Scene, rng: Generator, terse: float = 0.15) -> str:
+def caption_of(scene: Scene, rng: Generator, terse: float = 0.15) -> str:
     """A caption; each part of it is left out with probability `terse`, but never all of them."""
 
     def say() -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lantern_hpu.decode.child_counts import ChildCounts, kind
+from lantern_hpu.decode.child_counts import ChildCounts, kind_of
 from lantern_hpu.tree import DraftTree
 
 # [D, 2, C] chance of each child of a node at a depth, given that the node was accepted; by the node's kind
@@ -34,14 +34,14 @@ def estimate(counts: ChildCounts, depth: int | None = None) -> ChanceTable:
     offered, accepted = (np.pad(table, room) for table in (counts.offered, counts.accepted))
     # There is one root; for the depth below to lean on, it is of the other kind too.
     root = np.repeat(accepted[:1, 0] / offered[:1, 0].clip(min=1), 2, 0)  # [2, C]
-    found = [shared(root)]
+    found = [shares(root)]
     for level in range(1, depth):
         seen = accepted[:, level] + SEEN * found[-1]
-        found.append(shared(seen / (offered[:, level] + SEEN)))
+        found.append(shares(seen / (offered[:, level] + SEEN)))
     return np.array(found[:depth])
 
 
-def shared(chances: NDArray[np.float64]) -> NDArray[np.float64]:
+def shares(chances: NDArray[np.float64]) -> NDArray[np.float64]:
     """[2, C] chances of a node's children, of which one is accepted at most."""
     return chances / chances.sum(1, keepdims=True).clip(min=1)
 
@@ -51,7 +51,7 @@ def reach(tree: DraftTree, chances: ChanceTable) -> list[float]:
     found = [1.0]
     for node in range(1, tree.size):
         *parent, rank = tree.paths[node]
-        chance = chances[len(parent), kind(tuple(parent)), rank]
+        chance = chances[len(parent), kind_of(tuple(parent)), rank]
         found.append(found[tree.parent[node]] * float(chance))
     return found
 

@@ -16,7 +16,7 @@ from lantern_hpu.lab.rows import heading
 from lantern_hpu.lab.tune.options import TuneOptions
 from lantern_hpu.lab.tune.result import TuningResult
 from lantern_hpu.lab.tune.tuner import Tuner
-from lantern_hpu.lab.tune.windows import SMALL_WIDTHS, WIDTHS, windows
+from lantern_hpu.lab.tune.windows import SMALL_WIDTHS, WIDTHS, measured_windows
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.methods.table import METHODS, WINDOWS
 from lantern_hpu.pipeline import LanternPipeline
@@ -39,12 +39,12 @@ def measure_windows(
 ) -> TuningResult:
     """All widths, with a bar."""
     widths = WIDTHS if pipeline.model.stretched is None else SMALL_WIDTHS
-    trees = windows(options.setting.method, pipeline.model.target.config.tokens, widths)
+    trees = measured_windows(options.setting.method, pipeline.model.target.config.tokens, widths)
     with tqdm(total=len(trees) + 1, unit="part", file=sys.stderr, dynamic_ncols=True) as bar:
         return Tuner(pipeline, options, prompts, bar).tune_windows(trees)
 
 
-def measure(
+def run_tuning(
     pipeline: LanternPipeline,
     options: TuneOptions,
     prompts: Sequence[str],
@@ -57,7 +57,7 @@ def measure(
         return tuner.tune(counts)
 
 
-def report(
+def tuning_report(
     pipeline: LanternPipeline,
     options: TuneOptions,
     tuning: TuningResult,

@@ -15,7 +15,7 @@ from itertools import count
 import numpy as np
 from numpy.typing import NDArray
 
-from lantern_hpu.decode.child_counts import kind
+from lantern_hpu.decode.child_counts import kind_of
 from lantern_hpu.lab.tune.costs import Costs
 from lantern_hpu.lab.tune.expectation import ChanceTable, expected_tokens
 from lantern_hpu.tree import DraftTree, Path
@@ -67,7 +67,7 @@ class Solver:
         """Drafts of the best subtree of a node, by walking back through the tables."""
         if len(path) == self.depth:
             return []
-        forest = self.forests[len(path)][kind(path)]
+        forest = self.forests[len(path)][kind_of(path)]
         gains = [table[nodes, inner] for table in forest]
         least = 0 if path else 1
         children = least + int(np.argmax(gains[least:]))
@@ -81,9 +81,9 @@ class Solver:
     def share(self, path: Path, rank: int, nodes: int, inner: int) -> tuple[int, int]:
         """Nodes, and nodes with children, that go to the last of `rank` + 1 children of a node."""
         depth = len(path)
-        others = self.forests[depth][kind(path)][rank]
+        others = self.forests[depth][kind_of(path)][rank]
         subtree = self.values[depth + 1][min(rank, 1)]
-        chance = self.chances[depth, kind(path), rank]
+        chance = self.chances[depth, kind_of(path), rank]
         left = inner - (rank == 0)  # the first child makes its parent one with children
         kept = others[nodes - 1 :: -1, left::-1]  # [y - 1, j]: by what the last child takes away
         gain = kept + chance * subtree[1 : nodes + 1, : left + 1]
@@ -166,6 +166,6 @@ def most_reached(name: str, chances: ChanceTable, nodes: int) -> DraftTree:
         reached, path = heapq.heappop(heap)
         paths.append(path)
         if len(path) < len(chances):
-            for rank, chance in enumerate(chances[len(path), kind(path)]):
+            for rank, chance in enumerate(chances[len(path), kind_of(path)]):
                 heapq.heappush(heap, (reached * chance, (*path, rank)))
     return DraftTree.from_paths(name, paths)

@@ -13,15 +13,15 @@ from lantern_hpu.lab.tune.result import TuningResult
 FIGURES = "tokens a step, ms a step, ms a token, x ar".split(", ")
 
 
-def summary(tuning: TuningResult) -> str:
+def tuning_text(tuning: TuningResult) -> str:
     """All of it."""
-    parts = [figures_table(tuning), verdict(tuning)]
+    parts = [tuning_table(tuning), fastest_text(tuning)]
     if tuning.costs is not None and tuning.counts is not None:
         parts = [costs_text(tuning.costs), chances_text(estimate(tuning.counts)), *parts]
     return "\n\n".join(parts)
 
 
-def figures_table(tuning: TuningResult) -> str:
+def tuning_table(tuning: TuningResult) -> str:
     """The rows as a Markdown table; every figure as expected, if that is known, then as measured."""
     ar, tuned, *_ = tuning.rows
     of_trees = tuned.expected is not None
@@ -63,7 +63,7 @@ def chances_text(chances: ChanceTable) -> str:
     return "\n".join(lines)
 
 
-def verdict(tuning: TuningResult) -> str:
+def fastest_text(tuning: TuningResult) -> str:
     """Which tree or window is fastest, and whether `ar` is faster still."""
     ar, tuned, *_ = tuning.rows
     best = tuning.best

@@ -12,7 +12,7 @@ WIDTHS = (8, 16, 32, 64)
 SMALL_WIDTHS = (2, 4, 8, 16)
 
 
-def windows(method: str, tokens: int, widths: Sequence[int] = WIDTHS) -> list[Window]:
+def measured_windows(method: str, tokens: int, widths: Sequence[int] = WIDTHS) -> list[Window]:
     """Those that are measured for images of so many tokens: the widths that fit, or the longest that does."""
     rule, most = METHODS[method].rule, tokens - 1
     assert rule is not None

@@ -15,11 +15,11 @@ from lantern_hpu.backends.base import Backend
 from lantern_hpu.backends.candidates import LACKING, candidates_of, difference
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.decode.engine import Engine, GraphReport
-from lantern_hpu.decode.memory import DeviceMemory, Setup, largest_phase, total
+from lantern_hpu.decode.memory import DeviceMemory, Setup, largest_phase, summed
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import LanternError
 from lantern_hpu.lab.bench.cases import BenchRequest
-from lantern_hpu.lab.bench.run import run as run_bench
+from lantern_hpu.lab.bench.run import run_bench
 from lantern_hpu.lab.verify.items import Question, Result, Stage, State
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Setting
@@ -208,7 +208,7 @@ class Asked:
         setup: Setup = setup_of(
             Counted(pipeline.model.config), counted, "float32", method, None, **how
         )
-        planned = total(largest_phase(pipeline.model.config, setup)[1])
+        planned = summed(largest_phase(pipeline.model.config, setup)[1])
         return {"peak bytes": peak, "planned bytes": planned}
 
     # Benchmark
@@ -245,7 +245,7 @@ def explained(error: BaseException) -> str:
     """An error in one line, in plain words where it is a known one."""
     if isinstance(error, LanternError):
         return f"{error.what}: {error.why}" if error.why else error.what
-    known = hpu_errors.explain(error) if isinstance(error, Exception) else None
+    known = hpu_errors.explain_gaudi(error) if isinstance(error, Exception) else None
     if known is not None:
         return f"{known.what} ({known.hint})"
     lines = str(error).strip().splitlines()

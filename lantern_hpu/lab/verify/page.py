@@ -6,7 +6,7 @@ from collections import Counter
 from itertools import groupby
 from typing import Any
 
-from lantern_hpu.lab.pages import render
+from lantern_hpu.lab.pages import render_page
 
 STATES = ("refuted", "unanswered", "confirmed")  # as the page sorts them
 MARKS = {"confirmed": "yes", "refuted": "NO", "unanswered": "open"}
@@ -18,14 +18,14 @@ def counts(report: dict[str, Any]) -> dict[str, int]:
     return {state: found[state] for state in MARKS}
 
 
-def summary(report: dict[str, Any]) -> str:
+def verify_summary(report: dict[str, Any]) -> str:
     """The report in one line."""
     counted = ", ".join(f"{count} {state}" for state, count in counts(report).items())
     emulated = ", emulated: nothing ran on a card" if report["emulated"] else ""
     return f"{report['device']}{emulated}: {counted}, in {report['seconds']:.0f} seconds"
 
 
-def page(report: dict[str, Any]) -> str:
+def verify_page(report: dict[str, Any]) -> str:
     """A whole HTML document."""
     names = ("model", "torch", "lantern_hpu")
     about = {"device": report["device"] + (" (emulated)" if report["emulated"] else "")}
@@ -38,4 +38,4 @@ def page(report: dict[str, Any]) -> str:
         states = Counter(result["state"] for result in worst_first)
         stages.append({"name": stage, "results": worst_first, "counts": states})
     shown = {"about": about, "stages": stages, "states": STATES, "marks": MARKS}
-    return render("verify.html", report=report, summary=summary(report), **shown)
+    return render_page("verify.html", report=report, summary=verify_summary(report), **shown)

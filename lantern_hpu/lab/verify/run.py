@@ -56,7 +56,7 @@ class Report:
         return {
             "kind": KIND,
             "lantern_hpu": __version__,
-            "torch": hpu_env.installed("torch"),
+            "torch": hpu_env.version_of("torch"),
             "device": self.wanted.device,
             "emulated": self.wanted.emulate,
             "release": self.release,

@@ -31,7 +31,7 @@ def is_chameleon(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) ->
     return "model.layers.0.self_attn.q_norm.weight" in checkpoint
 
 
-def config_of(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
+def chameleon_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
     """Sizes, from the tensors and config.json."""
     rows, dim = checkpoint.shapes["model.embed_tokens.weight"]
     rope = about.get("rope_parameters") or {}
@@ -71,7 +71,7 @@ def check_draws(checkpoint: Checkpoint, about: dict[str, Any], config: Transform
         raise WeightsError(f"{checkpoint.path} cannot draw", why, "Anole: --model anole-7b")
 
 
-def target_recipe(config: TransformerConfig) -> Recipe:
+def chameleon_recipe(config: TransformerConfig) -> Recipe:
     """Recipe of `target.*`."""
     first, table = FIRST_IMAGE_TOKEN, AnoleFrame.order.stretches(config.embed_rows or 0)
     recipe = {
@@ -84,14 +84,14 @@ def target_recipe(config: TransformerConfig) -> Recipe:
     return recipe
 
 
-def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
+def read_chameleon(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
     """
     Raises:
         WeightsError: it cannot draw.
     """
-    config = config_of(checkpoint, about)
+    config = chameleon_config(checkpoint, about)
     check_draws(checkpoint, about, config)
-    condition, recipe = ConditionConfig("tokens"), target_recipe(config)
+    condition, recipe = ConditionConfig("tokens"), chameleon_recipe(config)
     tokenizer = tokenizer_of(checkpoint)
     return Published("chameleon", config, condition, checkpoint, recipe, tokenizer)
 
@@ -104,7 +104,7 @@ def tokenizer_of(checkpoint: Checkpoint) -> Checkpoint | None:
 
 FAMILY = Family(
     recognises=is_chameleon,
-    read=read,
+    read=read_chameleon,
     ignored=IGNORED,
     sampling=SAMPLING,
     normalized_codes=False,

@@ -69,7 +69,7 @@ class PublishedDrafter:
         self.path, self.about = path, settings_beside(path)
         self.checkpoint = open_checkpoint(path).within("module.")
         with reported_as(f"{path} does not describe a model"):
-            self.config = config_of(self.checkpoint, self.about, target)
+            self.config = eagle_config(self.checkpoint, self.about, target)
 
     def fill(self, drafter: Drafter, model: ImageModel, dtype: torch.dtype | None) -> str:
         """Read its weights. -> their digest
@@ -121,7 +121,7 @@ def check_family(drafter: Drafter, target: Target, path: Path) -> None:
     raise WeightsError(f"the drafter {path} is for another target", why, hint)
 
 
-def config_of(
+def eagle_config(
     checkpoint: Checkpoint, about: dict[str, Any], target: TransformerConfig
 ) -> DrafterConfig:
     """A published drafter's kind, if its width and number of tokens are those of the target.

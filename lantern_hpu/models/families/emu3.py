@@ -29,19 +29,19 @@ SAMPLING = {"emu3": Sampling(3.0, 1.0, 2048, 1.0)}
 TOKENIZER = "vqmodel."
 
 
-def authors_name(name: str) -> str:
+def emu3_name(name: str) -> str:
     name = re.sub(r"^(model\.text_model\.|text_model\.model\.)", "model.", name)
     return re.sub(r"^text_model\.lm_head\.", "lm_head.", name).replace("model.vqmodel.", TOKENIZER)
 
 
 def is_emu3(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
     return any(
-        authors_name(name) == "model.embed_tokens.weight" and shape[0] == TOKENS
+        emu3_name(name) == "model.embed_tokens.weight" and shape[0] == TOKENS
         for name, shape in checkpoint.shapes.items()
     )
 
 
-def config_of(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
+def emu3_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
     """Sizes, from the tensors and config.json."""
     language = about.get("text_config") or about
     rope = language.get("rope_parameters") or {}
@@ -68,7 +68,7 @@ def config_of(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfi
     )
 
 
-def target_recipe(config: TransformerConfig) -> Recipe:
+def emu3_recipe(config: TransformerConfig) -> Recipe:
     """Recipe of `target.*`."""
     order = Emu3Frame.order
     table = order.stretches(config.embed_rows or 0)
@@ -82,18 +82,18 @@ def target_recipe(config: TransformerConfig) -> Recipe:
     return recipe
 
 
-def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
-    named = checkpoint.renamed(authors_name)
+def read_emu3(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
+    named = checkpoint.renamed(emu3_name)
     network = named.only(lambda name: not name.startswith(TOKENIZER))
-    config, inside = config_of(network, about), named.under(TOKENIZER)
+    config, inside = emu3_config(network, about), named.under(TOKENIZER)
     tokenizer = inside if inside.shapes else None
     condition = ConditionConfig("tokens", frame="emu3")
-    return Published("emu3", config, condition, network, target_recipe(config), tokenizer)
+    return Published("emu3", config, condition, network, emu3_recipe(config), tokenizer)
 
 
 FAMILY = Family(
     recognises=is_emu3,
-    read=read,
+    read=read_emu3,
     ignored=("rotary_emb.inv_freq",),
     sampling=SAMPLING,
     normalized_codes=False,

@@ -45,7 +45,7 @@ NAMES = (
 )
 
 
-def authors_name(name: str) -> str:
+def janus_name(name: str) -> str:
     for pattern, own in NAMES:
         name = re.sub(pattern, own, name)
     return name
@@ -58,7 +58,7 @@ def is_janus(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> boo
     )
 
 
-def config_of(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
+def janus_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
     """Sizes, from the tensors and what config.json says of the language model."""
     language = about.get("language_config") or about.get("text_config") or {}
     rope = language.get("rope_parameters") or {}
@@ -94,7 +94,7 @@ def grid_of(about: dict[str, Any]) -> tuple[int, int]:
     return side, side
 
 
-def target_recipe(config: TransformerConfig) -> Recipe:
+def janus_recipe(config: TransformerConfig) -> Recipe:
     """Recipe of `target.*`, and of `words`, the language model's table."""
     recipe = {
         "words.weight": take(f"{LANGUAGE}embed_tokens.weight"),
@@ -113,15 +113,15 @@ def target_recipe(config: TransformerConfig) -> Recipe:
     return recipe
 
 
-def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
+def read_janus(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
     """The language model's own head, and what reads pictures, is left aside.
 
     Raises:
         WeightsError: sizes that Janus does not have.
     """
-    named = checkpoint.renamed(authors_name)
+    named = checkpoint.renamed(janus_name)
     drawing = named.only(lambda name: name.startswith(DRAWING))
-    config = config_of(drawing, about)
+    config = janus_config(drawing, about)
     if config.heads * config.head_dim != config.dim or config.heads % config.kv:
         why = f"{config.heads} heads on {config.kv} key heads, width {config.dim}"
         raise WeightsError(f"{checkpoint.path} is of an unknown kind", why)
@@ -130,12 +130,12 @@ def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Publish
     )
     inside = named.under(TOKENIZER)
     tokenizer = inside if inside.shapes else None
-    return Published("janus", config, words, drawing, target_recipe(config), tokenizer)
+    return Published("janus", config, words, drawing, janus_recipe(config), tokenizer)
 
 
 FAMILY = Family(
     recognises=is_janus,
-    read=read,
+    read=read_janus,
     ignored=("rotary_emb.inv_freq",),
     sampling=SAMPLING,
     normalized_codes=True,

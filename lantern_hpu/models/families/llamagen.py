@@ -14,7 +14,7 @@ from lantern_hpu.errors import WeightsError
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import Family, Published
-from lantern_hpu.models.files.checkpoint import Checkpoint, listed
+from lantern_hpu.models.files.checkpoint import Checkpoint, some_names
 from lantern_hpu.models.files.parts import CODE_PIXELS, Parts
 from lantern_hpu.models.files.recipe import Recipe, llama_block, take
 
@@ -60,7 +60,7 @@ def pt_block(goal: str, old: str) -> Recipe:
     }
 
 
-def target_recipe(checkpoint: Checkpoint, layers: int) -> Recipe:
+def llamagen_recipe(checkpoint: Checkpoint, layers: int) -> Recipe:
     """Recipe of `target.*` and of the condition, `condition.*` or `classes.*`."""
     embed, head, block = "tok_embeddings", "output", pt_block
     if "embed_tokens.weight" in checkpoint:
@@ -81,7 +81,9 @@ def target_recipe(checkpoint: Checkpoint, layers: int) -> Recipe:
     }
 
 
-def config_of(checkpoint: Checkpoint, about: dict[str, Any], size: int | None) -> TransformerConfig:
+def llamagen_config(
+    checkpoint: Checkpoint, about: dict[str, Any], size: int | None
+) -> TransformerConfig:
     """Sizes of a target, from its tensors, its config.json if any, and its file's name.
 
     Args:
@@ -96,7 +98,9 @@ def config_of(checkpoint: Checkpoint, about: dict[str, Any], size: int | None) -
     up = "layers.0.feed_forward.w1.weight", "layers.0.mlp.gate_proj.weight"
     ffn = next((checkpoint.shapes[name][0] for name in up if name in checkpoint), 0)
     if not layers or not ffn:
-        raise WeightsError(f"{checkpoint.path} holds no layers", listed(sorted(checkpoint.shapes)))
+        raise WeightsError(
+            f"{checkpoint.path} holds no layers", some_names(sorted(checkpoint.shapes))
+        )
     side = grid_side(checkpoint, about, size)
     return TransformerConfig(
         vocab_size=vocabulary,
@@ -127,7 +131,7 @@ def embedding_shape(checkpoint: Checkpoint) -> tuple[int, int]:
         if name in checkpoint:
             vocabulary, dim = checkpoint.shapes[name]
             return vocabulary, dim
-    result = listed(sorted(checkpoint.shapes))
+    result = some_names(sorted(checkpoint.shapes))
     raise WeightsError(f"{checkpoint.path} holds no token embedding", f"it holds {result}")
 
 
@@ -177,15 +181,15 @@ def grid_side(checkpoint: Checkpoint, about: dict[str, Any], size: int | None) -
     return next(iter(known.values()))
 
 
-def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
+def read_llamagen(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
     """
     Raises:
         WeightsError: its sizes cannot be inferred, or its classes are not ImageNet's.
     """
     # The Hugging Face copies lay the modules in `model.`, all but the head.
     bare = checkpoint.renamed(lambda name: name.removeprefix("model."))
-    config = config_of(bare, about, parts.image_size)
-    recipe = target_recipe(bare, config.layers)
+    config = llamagen_config(bare, about, parts.image_size)
+    recipe = llamagen_recipe(bare, config.layers)
     if by_class(bare):
         classes = bare.shapes["cls_embedding.embedding_table.weight"][0] - 1
         if classes != CLASSES:
@@ -199,7 +203,7 @@ def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Publish
 
 FAMILY = Family(
     recognises=is_llamagen,
-    read=read,
+    read=read_llamagen,
     ignored=BUFFERS,
     sampling=SAMPLING,
     normalized_codes=True,

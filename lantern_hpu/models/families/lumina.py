@@ -50,11 +50,11 @@ def image_size(about: dict[str, Any], parts: Parts) -> int:
     return size
 
 
-def target_recipe(config: TransformerConfig) -> Recipe:
+def lumina_recipe(config: TransformerConfig) -> Recipe:
     """Recipe of `target.*`: Chameleon's, with the end of a row behind the codes."""
     order = LuminaFrame.order
     return {
-        **chameleon.target_recipe(config),
+        **chameleon.chameleon_recipe(config),
         "target.embed.weight": take(
             "model.embed_tokens.weight", rows=order.stretches(config.embed_rows or 0)
         ),
@@ -62,12 +62,15 @@ def target_recipe(config: TransformerConfig) -> Recipe:
     }
 
 
-def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
+def read_lumina(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
     """
     Raises:
         WeightsError: its size is unknown, or no model's.
     """
-    side, plain = image_size(about, parts) // CODE_PIXELS, chameleon.config_of(checkpoint, about)
+    side, plain = (
+        image_size(about, parts) // CODE_PIXELS,
+        chameleon.chameleon_config(checkpoint, about),
+    )
     config = replace(
         plain,
         vocab_size=plain.vocab_size + 1,
@@ -75,14 +78,14 @@ def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Publish
         row_ends=True,
         top_p_first=False,  # transformers' order
     )
-    condition, recipe = ConditionConfig("tokens", frame="lumina"), target_recipe(config)
+    condition, recipe = ConditionConfig("tokens", frame="lumina"), lumina_recipe(config)
     tokenizer = chameleon.tokenizer_of(checkpoint)
     return Published("lumina", config, condition, checkpoint, recipe, tokenizer)
 
 
 FAMILY = Family(
     recognises=is_lumina,
-    read=read,
+    read=read_lumina,
     ignored=chameleon.IGNORED,
     sampling=SAMPLING,
     normalized_codes=False,

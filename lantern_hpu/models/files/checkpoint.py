@@ -77,7 +77,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         WeightsError: nothing there, unreadable, cut off, or a pickle that wants to run code.
     """
     if path.is_dir():
-        return open_folder(path)
+        return open_weights_folder(path)
     if not path.is_file():
         raise WeightsError(f"{path} does not exist")
     if path.suffix == SAFE:
@@ -88,7 +88,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     raise WeightsError(f"{path} is not a weights file", why)
 
 
-def open_folder(folder: Path) -> Checkpoint:
+def open_weights_folder(folder: Path) -> Checkpoint:
     """The weights of a folder in the Hugging Face layout, or its only weights file."""
     for name in INDEXES:
         if (folder / name).is_file():
@@ -114,7 +114,7 @@ def open_shards(folder: Path, index: Path) -> Checkpoint:
     lost = sorted(name for name, file in places.items() if name not in parts[file])
     more = sorted(n for file, part in parts.items() for n in part.shapes if places.get(n) != file)
     if lost or more:
-        why = f"not there: {listed(lost) or 'none'}; not named: {listed(more) or 'none'}"
+        why = f"not there: {some_names(lost) or 'none'}; not named: {some_names(more) or 'none'}"
         raise WeightsError(f"{index} and its files differ", why, "download them again")
     shapes = {name: parts[file].shapes[name] for name, file in places.items()}
     return Checkpoint(folder, shapes, lambda name: parts[places[name]].read(name))
@@ -140,7 +140,7 @@ def open_pickle(path: Path) -> Checkpoint:
     holder = within[0] if within else content
     tensors = {str(name): value for name, value in holder.items() if isinstance(value, Tensor)}
     if not tensors:
-        keys = listed(sorted(map(str, content)))
+        keys = some_names(sorted(map(str, content)))
         raise WeightsError(f"{path} holds no weights", f"its keys are {keys}")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     return Checkpoint(path, shapes, tensors.__getitem__)
@@ -203,7 +203,7 @@ def settings_beside(path: Path) -> dict[str, Any]:
         return result
 
 
-def listed(names: Iterable[str]) -> str:
+def some_names(names: Iterable[str]) -> str:
     """Some names, and how many more there are."""
     every = list(names)
     more = f" and {len(every) - SHOWN} more" if len(every) > SHOWN else ""

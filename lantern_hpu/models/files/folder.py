@@ -32,7 +32,7 @@ from lantern_hpu.models.files.names import (
     TARGET,
     TOKENIZER,
     VQ,
-    check_files,
+    check_sums,
     read_config,
 )
 from lantern_hpu.models.files.parts import Parts
@@ -71,7 +71,7 @@ class ModelFolder:
         Raises:
             WeightsError: files are missing or damaged.
         """
-        check_files(self.path, self.about)
+        check_sums(self.path, self.about)
         files = self.about["files"]
 
         def stored(name: str) -> Stored:
@@ -115,10 +115,10 @@ def write_model(model: ImageModel, folder: Path, progress: Any) -> None:
         text = model.condition.tokenizer.backend_tokenizer.to_str()
         (folder / TOKENIZER).write_text(text)
     files = {file.name: sha256(file) for file in sorted(folder.iterdir())}
-    (folder / CONFIG).write_text(json.dumps(describe(model, files), indent=1))
+    (folder / CONFIG).write_text(json.dumps(model_json(model, files), indent=1))
 
 
-def describe(model: ImageModel, files: dict[str, str]) -> dict[str, Any]:
+def model_json(model: ImageModel, files: dict[str, str]) -> dict[str, Any]:
     """`model.json` of a model whose files have these checksums."""
     config = model.config
     return {

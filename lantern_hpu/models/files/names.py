@@ -47,7 +47,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     return about, config
 
 
-def check_files(folder: Path, config: dict[str, Any]) -> None:
+def check_sums(folder: Path, config: dict[str, Any]) -> None:
     """Raise a WeightsError unless each file has the checksum that `model.json` has of it."""
     for name, digest in config["files"].items():
         if sha256(folder / name) != digest:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.models.files.checkpoint import Checkpoint, listed
+from lantern_hpu.models.files.checkpoint import Checkpoint, some_names
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,9 @@ def mistakes(
         name for name in checkpoint.shapes.keys() - used if not any(i in name for i in ignored)
     )
     if missing:
-        yield f"{len(missing)} tensors missing ({listed(missing)})"
+        yield f"{len(missing)} tensors missing ({some_names(missing)})"
     if unknown:
-        yield f"{len(unknown)} unknown ({listed(unknown)})"
+        yield f"{len(unknown)} unknown ({some_names(unknown)})"
     wrong = []
     for name, source in recipe.items():
         if all(part in checkpoint for part in source.names):
@@ -116,7 +116,7 @@ def mistakes(
                     f"{' + '.join(source.names)} {list(result)} for {list(expected[name])}"
                 )
     if wrong:
-        yield f"{len(wrong)} of another shape ({listed(wrong)})"
+        yield f"{len(wrong)} of another shape ({some_names(wrong)})"
 
 
 def read_source(

@@ -51,7 +51,7 @@ class T5Conditioner:
         keep: str = "host",
     ) -> None:
         require(keep in KEEP_TEXT, "--keep-text", keep, choices(KEEP_TEXT))
-        check_files(folder)
+        check_t5_files(folder)
         self.folder, self.prefix, self.dtype, self.device = folder, prefix, dtype, device
         self.keep = keep
         with reading(folder / "config.json", HINT) as about:
@@ -174,7 +174,7 @@ class T5Conditioner:
             raise WeightsError(what, str(error), HINT) from error
 
 
-def check_files(folder: Path) -> None:
+def check_t5_files(folder: Path) -> None:
     """Raise unless a folder has all files of a T5 encoder, every part of divided weights included.
 
     Raises:
