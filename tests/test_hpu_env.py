@@ -238,7 +238,7 @@ def test_neither_torch_nor_gaudi_is_imported(
     add_plugin(monkeypatch, tmp_path, FORK)
     script = (
         "import sys; from lantern_hpu.backends.hpu import env as e, errors\n"
-        "e.prepare(environ={}); assert e.checks()[0].ok\n"
+        "e.prepare_flags(environ={}); assert e.checks()[0].ok\n"
         "sys.exit(bool({'torch', 'habana_frameworks'} & set(sys.modules)))"
     )
     environ = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
