@@ -28,7 +28,7 @@ from lantern_hpu.lab.bench.cases import (
     measurable_modes,
     settings_for,
 )
-from lantern_hpu.lab.bench.measure import Meter
+from lantern_hpu.lab.bench.measure import RunMeter
 from lantern_hpu.lab.bench.random_weights import make_model, step_sizes
 from lantern_hpu.lab.bench.report import (
     PARTS,
@@ -233,7 +233,7 @@ def test_published_results_can_be_read() -> None:
 def test_measuring_leaves_the_engine_as_it_was(pipeline: LanternPipeline) -> None:
     case, requests = case_of(pipeline, "eagle", "chain")
     before = pipeline.draw(requests, case.setting, 1).tokens
-    meter = Meter(pipeline, case, requests, RATES, 0.0)
+    meter = RunMeter(pipeline, case, requests, RATES, 0.0)
     engine, prefix = meter.engine, pipeline.prefix(meter.engine, requests)
     parts = measure.split_step(engine, prefix, requests, 2)
     assert set(parts) == set(PARTS) and parts["tables"] == 0
@@ -260,14 +260,14 @@ def test_a_run_that_ends_after_some_steps_has_drawn_the_beginning_of_the_image(
 
 def test_steps_are_timed_even_past_the_end_of_an_image(pipeline: LanternPipeline) -> None:
     case, requests = case_of(pipeline, "ar")
-    row = Meter(pipeline, case, requests, RATES, 1.0).steps(20)  # an image takes 15
+    row = RunMeter(pipeline, case, requests, RATES, 1.0).steps(20)  # an image takes 15
     assert row.steps == 20
     assert row.startup_s == 1.0 + row.warmup_s
 
 
 def test_an_image_of_few_steps_is_split_all_the_same(pipeline: LanternPipeline) -> None:
     case, requests = case_of(pipeline, "eagle", "chain")
-    meter = Meter(pipeline, case, requests, RATES, 0.0)
+    meter = RunMeter(pipeline, case, requests, RATES, 0.0)
     prefix = pipeline.prefix(meter.engine, requests)
     assert measure.split_step(meter.engine, prefix, requests, 1000)["verify"] > 0
 

@@ -78,7 +78,7 @@ def split_step(
     return {part: 1000 * spent / len(timed) for part, spent in parts.items()}
 
 
-class Meter:
+class RunMeter:
     """Measures one case. Its engine is warmed up as `WARM_UP` says, and that is timed as well."""
 
     def __init__(

@@ -21,7 +21,7 @@ from lantern_hpu.backends.host import processor_name
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.graphs import check_mode
 from lantern_hpu.lab.bench.cases import BenchRequest, Case, cases_of, measurable_modes
-from lantern_hpu.lab.bench.measure import BRIEF_WARM_UP, WARM_UP, Meter
+from lantern_hpu.lab.bench.measure import BRIEF_WARM_UP, WARM_UP, RunMeter
 from lantern_hpu.lab.bench.random_weights import make_model
 from lantern_hpu.lab.bench.rates import measure_rates
 from lantern_hpu.lab.bench.report import EAGER, KIND, VERSION, SpeedRow, with_speeds
@@ -155,7 +155,7 @@ def measure_case(
     prompts = usual_prompts(model.condition.takes_classes)
     requests = in_turn(prompts, range(images), wanted.seed, model.sampling, case.setting.relaxation)
     with pipeline.backend.errors(), torch.no_grad():
-        meter = Meter(pipeline, case, requests, rates, startup_s, show)
+        meter = RunMeter(pipeline, case, requests, rates, startup_s, show)
         return meter.steps(wanted.steps) if wanted.entry else meter.images()
 
 
