@@ -213,7 +213,9 @@ def draw_job(args: argparse.Namespace) -> GenerationResult | None:
             return None
         bar = Bar(outputs.preview, args.preview_every)
         keep = Keeper(left, outputs.images, args.force)
-        result = draw_shown(pipeline, [requests[i] for i in left], chosen, job.batch_size, bar, keep)
+        result = draw_shown(
+            pipeline, [requests[i] for i in left], chosen, job.batch_size, bar, keep
+        )
         if args.verbose:
             show_decided(pipeline, "threads")
     if line := warm_up_line(result):

@@ -85,7 +85,9 @@ def check_outputs(files: Sequence[Path | None], force: bool) -> None:
     check_free(asked, force)
 
 
-def save_fastest(tuning: TuningResult, situation: tuned_trees.Situation, args: argparse.Namespace) -> None:
+def save_fastest(
+    tuning: TuningResult, situation: tuned_trees.Situation, args: argparse.Namespace
+) -> None:
     """Keep the fastest tree for `--tree auto`, and print the command that draws with it."""
     best = tuning.best
     file = tuned_trees.save_tree(
