@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 
-from lantern_hpu.backends.hpu.emulator import emulate
+from lantern_hpu.backends.hpu.emulator import ROOT, Device, emulate, scope
 from lantern_hpu.backends.hpu.lint import lint_script
 from lantern_hpu.backends.hpu.releases import RELEASES, Release
 from lantern_hpu.commands.lint import main
@@ -153,6 +154,62 @@ def test_compiled_call_gives_the_cpus_numbers(name: str, tmp_path: Path) -> None
     assert card.counts.graphs["launches"] >= 2 and card.counts.fallbacks.total() == 0
     errors = {f.rule.id for f in card.findings.errors}
     assert errors <= ({"H001", "H002"} if name.startswith("reads") else set()), errors
+
+
+# What is out of scope: on a card it works, here its use is one sentence
+
+VENDORS = (
+    *("convert_from_int4", "convert_from_uint4", "cast_to_fp8_v2", "fp8_gemm_v2", "softmax_fp8"),
+    *("fp8_sdpa", "mixture_of_experts"),
+)
+PAGE = (Path(__file__).parent.parent / "docs" / "gaudi.md").read_text()
+
+
+def outside() -> Iterator[tuple[str, Callable[[Device], object]]]:
+    """(name, use) of everything that is refused."""
+    for module, names in scope.NAMES.items():
+        for name in names:
+            yield name, lambda card, m=module, n=name: getattr(part(card, m), n)()  # type: ignore[misc]
+    for module in scope.WHOLE:
+        yield module, lambda card, m=module: part(card, m).Linear(4, 4)  # type: ignore[misc]
+    for name in VENDORS:
+        yield name, lambda card, n=name: getattr(torch.ops.hpu, n)(torch.ones(2, device="hpu"))  # type: ignore[misc]
+
+    def attend(card: Device, *more: object) -> object:
+        q = torch.ones(1, 1, 2, 4, device="hpu")
+        arguments = (None, 0.0, False, None, "None", None, None, "left", *more)
+        return part(card, "hpex.kernels").FusedSDPA.apply(q, q, q, *arguments)
+
+    yield "sink", lambda card: attend(card, False, False, (-1, -1), torch.ones(1))
+    yield "more results", lambda card: attend(card, True, False)
+
+
+def part(card: Device, name: str) -> ModuleType:
+    return card.modules[f"{ROOT}.torch.{name}"]
+
+
+@pytest.mark.parametrize(("name", "use"), outside(), ids=[name for name, _ in outside()])
+def test_out_of_scope_is_one_sentence_and_on_the_page(
+    name: str, use: Callable[[Device], object]
+) -> None:
+    with emulate() as card, pytest.raises(scope.OutOfScope) as refused:
+        use(card)
+    said = str(refused.value)
+    assert "is out of the emulator's scope; on a card it works. Meanwhile: " in said
+    assert name in PAGE and "\n" not in said
+
+
+def test_out_of_scope_may_be_imported(tmp_path: Path) -> None:
+    """A program that does not come to use it runs."""
+    file = tmp_path / "imports.py"
+    file.write_text(
+        "import habana_frameworks.torch.hpex.experimental.transformer_engine as te\n"
+        "from habana_frameworks.torch.hpex.experimental.transformer_engine import recipe\n"
+        "from habana_frameworks.torch.hpex.optimizers import FusedAdamW, FusedLamb\n"
+        "assert hasattr(te, 'Linear')\n"
+    )
+    _, ended = lint_script(file, [], lazy=True)
+    assert ended is None, repr(ended)
 
 
 START = "import torch\nimport habana_frameworks.torch as ht\n"

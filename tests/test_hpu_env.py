@@ -320,6 +320,24 @@ def test_what_lacks_for_a_mode_is_named_before_the_plugin_is_loaded(
     assert said is None or said in str(why)
 
 
+@pytest.mark.parametrize(
+    ("torch", "libraries", "said"),
+    [
+        (FORK, "2_plugin", "lacks lib/libhabana_pytorch_plugin.so: no HPU graphs"),
+        (FORK, "_plugin", "lacks lib/libhabana_pytorch2_plugin.so: no compile and eager"),
+        (STOCK, FORKS, "lacks lib/libhabana_pytorch2_plugin.upstream.so"),
+        ("2.10.0+cu128", UPSTREAM, "a stock torch must be a +cpu build"),
+    ],
+)
+def test_doctor_names_the_library_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, torch: str, libraries: str, said: str
+) -> None:
+    add_plugin(monkeypatch, tmp_path, torch, libraries)
+    pretend(monkeypatch, torch=torch)
+    check = found("torch")
+    assert not check.ok and said in check.detail
+
+
 def test_without_the_lazy_library_the_default_is_compile_mode(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

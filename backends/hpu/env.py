@@ -331,8 +331,10 @@ def _check_torch() -> Check:
         return Check("torch", False, f"{torch}, but the plugin lacks {lacking[0]}: no {modes}")
     if "cpu" not in torch.partition("+")[2]:
         return _replaced(torch, "a stock torch must be a +cpu build")
-    if is_fork(built_for) or missing_library(torch, lazy=False):
-        return _replaced(torch, "the plugin has no part for a stock torch")
+    missing = missing_library(torch, lazy=False)
+    if is_fork(built_for) or missing:
+        why = f"lacks {missing}" if missing else f"was built for {built_for}"
+        return _replaced(torch, f"the plugin {why}")
     return Check("torch", True, f"{torch}, a stock build: compile and eager, and no HPU graphs")
 
 

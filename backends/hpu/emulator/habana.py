@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lantern_hpu.backends.hpu.emulator import graphs, hpex
 from lantern_hpu.backends.hpu.emulator.device import LIMIT, Device, current
-from lantern_hpu.backends.hpu.emulator.scope import beyond
+from lantern_hpu.backends.hpu.emulator.scope import WHOLE, BeyondModule, names_of
 from lantern_hpu.backends.hpu.emulator.tensor import DEVICE, HPUTensor
 from lantern_hpu.backends.hpu.env import ROOT
 from lantern_hpu.backends.hpu.releases import version_number
@@ -525,13 +525,16 @@ class HPUModule(ModuleType):
 
 
 def module(name: str, **members: Any) -> ModuleType:
-    kind = HPUModule if name == f"{ROOT}.torch.hpu" else ModuleType
+    below = name.partition(".torch.")[2]
+    kind = HPUModule if below == "hpu" else BeyondModule if below in WHOLE else ModuleType
     made = kind(name)
     made.__path__ = []  # a package: its parts are imported by name
     made.__spec__ = ModuleSpec(
         name, None, origin="emulated", is_package=True
     )  # `find_spec` finds it
-    made.__dict__.update(members)
+    made.__dict__.update(names_of(below) | members)
+    if isinstance(made, BeyondModule):
+        made.meanwhile = WHOLE[below]
     return made
 
 
@@ -569,10 +572,6 @@ def modules(device: Device) -> dict[str, ModuleType]:
             "_get_device_type": lambda: SynDeviceType.synDeviceGaudi2,
             "synDeviceType": SynDeviceType,
             "_compute_stream": lambda: 0,
-            "data_dynamicity": beyond("data_dynamicity", "the lint counts recipes itself"),
-            "detect_recompilation_auto_model": beyond(
-                "detect_recompilation_auto_model", "the lint names what recompiles"
-            ),
         },
         ".torch.internal": {},
         ".torch.internal.bridge_config": {"env_setting": env_setting},
@@ -589,16 +588,15 @@ def modules(device: Device) -> dict[str, ModuleType]:
             name: getattr(hpex, name)
             for name in "FusedSDPA RotaryPosEmbeddingMode apply_rotary_pos_emb RotaryPosEmbeddingHelperV1 "
             "RotaryPosEmbeddingHelperV2 RotaryPosEmbeddingHelperV3 CustomSoftmax".split()
-        }
-        | {
-            "fp8_fused_sdpa": beyond("fp8_fused_sdpa", "FusedSDPA in bfloat16"),
-            "CTCLoss": beyond("CTCLoss", "torch.nn.CTCLoss"),
         },
         ".torch.hpex.normalization": {
             "FusedRMSNorm": hpex.FusedRMSNorm,
             "FusedClipNorm": hpex.FusedClipNorm,
         },
         ".torch.hpex.optimizers": {"FusedAdamW": hpex.FusedAdamW},
+        ".torch.hpex.movingavrg": {},
+        ".torch.hpex.experimental": {},
+        **{f".torch.{name}": {} for name in WHOLE},
         ".torch.core.quantization": {n: CORE[n] for n in CORE if n.startswith("hpu_")},
         ".torch.hpu.streams": {n: STREAMS[n] for n in STREAMS if n != "Event"},
         ".torch.hpu.events": {"Event": Event},
