@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.metadata
 import inspect
+import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -77,14 +79,38 @@ def exit_code(command: Callable[[], object]) -> int:
 def needing(package: str, purpose: str, extra: str = "models") -> Iterator[None]:
     """Around imports of an optional package: where they fail, say what it does here and which extra has it.
 
+    One that is there and does not load is named as well: transformers beside a torchvision of another torch.
+
     Raises:
-        OptionError: instead of an ImportError.
+        OptionError: instead of what the import raises.
     """
     try:
         yield
-    except ImportError as error:
-        why, hint = f"{purpose} ({error})", f'pip install -e ".[{extra}]"'
-        raise OptionError(f"{package} is not installed", why, hint) from error
+    except (ImportError, RuntimeError, OSError, AttributeError) as error:
+        misfit = torchvision_misfit()
+        if isinstance(error, ImportError) and (error.name or not misfit):
+            why, hint = f"{purpose} ({error})", f'pip install "lantern-hpu[{extra}]"'
+            raise OptionError(f"{package} is not installed", why, hint) from error
+        hint = "pip uninstall torchvision" if misfit else f'pip install "lantern-hpu[{extra}]"'
+        raise OptionError(
+            f"{package} does not load", f"{purpose} ({misfit or error})", hint
+        ) from error
+
+
+def torchvision_misfit() -> str:
+    """What is wrong with a torchvision that was built for another torch; empty if nothing is.
+
+    transformers imports it wherever it is there, and fails with "operator torchvision::nms does not exist".
+    """
+    try:
+        asked = importlib.metadata.requires("torchvision") or []
+        torch, vision = map(importlib.metadata.version, ("torch", "torchvision"))
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    wanted = next((m[1] for line in asked if (m := re.match(r"torch\s*\(?==([\d.]+)", line))), "")
+    if not wanted or torch.partition("+")[0] == wanted:
+        return ""
+    return f"torchvision {vision} is built for torch {wanted}, and torch is {torch}"
 
 
 def choices(names: Iterable[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.metadata
 import json
 import shutil
 import subprocess
@@ -23,7 +24,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, T5Config, T5EncoderModel, T5ForConditionalGeneration
 
-from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.errors import OptionError, WeightsError, needing, torchvision_misfit
 from lantern_hpu.models.text import t5
 from lantern_hpu.models.text.classes import class_index, class_name
 from lantern_hpu.models.text.cleaning import clean, clean_caption
@@ -329,7 +330,19 @@ def test_missing_packages_are_named(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(OptionError, match=package) as caught:
         conditioner(folder)
-    assert caught.value.hint == 'pip install -e ".[models]"'
+    assert caught.value.hint == 'pip install "lantern-hpu[models]"'
+
+
+def test_a_torchvision_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"torch": "2.9.0+cpu", "torchvision": "0.28.0"}
+    monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: ["numpy", "torch==2.13.0"])
+    with pytest.raises(OptionError, match="does not load") as caught, needing("transformers", "x"):
+        raise RuntimeError("operator torchvision::nms does not exist")
+    assert "built for torch 2.13.0, and torch is 2.9.0+cpu" in caught.value.why
+    assert caught.value.hint == "pip uninstall torchvision"
+    versions["torch"] = "2.13.0+cu130"
+    assert torchvision_misfit() == ""
 
 
 def test_unknown_place_names_the_known_ones(folder: Path) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from lantern_hpu import __version__
 from lantern_hpu.backends.examine import Facts, examine
+from lantern_hpu.errors import torchvision_misfit
 from lantern_hpu.methods.table import METHODS
 from lantern_hpu.results.tables import aligned
 
@@ -35,6 +36,7 @@ def examine_all() -> Facts:
         "python": platform.python_version(),
         "platform": platform.platform(),
         **examine(),
+        "torchvision": torchvision_misfit() or None,
         "methods": {
             name: {"about": method.about, "needs_drafter": method.needs_drafter}
             for name, method in METHODS.items()
@@ -49,6 +51,9 @@ def doctor_report(facts: Facts) -> str:
         ("python", f"{facts['python']} on {facts['platform']}"),
         ("torch", facts["torch"] or "not installed"),
     ]
+    if facts["torchvision"]:
+        remedy = "transformers will not load; try: pip uninstall torchvision"
+        versions.append(("wrong", f"{facts['torchvision']}: {remedy}"))
     parts = [section(versions)]
     for name, found in facts["devices"].items():
         state = f"available, {found['why']}" if found["available"] else "not available"

@@ -28,7 +28,7 @@ def check_training(wanted: TrainRequest) -> None:
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        hint = 'pip install -e ".[train]"'
+        hint = 'pip install "lantern-hpu[train]"'
         raise OptionError(f"training needs {' and '.join(missing)}", "not installed", hint)
     state = wanted.output / "state.pt"
     if state.exists() and not wanted.resume:

@@ -15,10 +15,10 @@ from zipfile import BadZipFile
 import numpy as np
 import torch
 
-from lantern_hpu.errors import OptionError
+from lantern_hpu.errors import OptionError, needing
 from lantern_hpu.files import reported_as
 from lantern_hpu.lab.evaluate.folder import Cache, stamps
-from lantern_hpu.lab.evaluate.networks import NETWORKS, importing, locate_networks, rows_of
+from lantern_hpu.lab.evaluate.networks import NETWORKS, locate_networks, rows_of
 from lantern_hpu.lab.evaluate.protocols import FEW, NEEDS, Library
 from lantern_hpu.lab.evaluate.report import QualityRow
 from lantern_hpu.lab.evaluate.sets import read_set
@@ -181,7 +181,7 @@ class LibraryScorer:
 
     def kid(self, rows: Array) -> float:
         """torch-fidelity's, 100 subsets of 1,000 pictures, or of all where there are fewer."""
-        with importing("torch-fidelity", "it has KID"):
+        with needing("torch-fidelity", "it has KID", "evaluate"):
             from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
 
         real = self.real["inception"]
@@ -238,7 +238,7 @@ def inside(points: Array, others: Array) -> Array:
 
 def inception_score(rows: Array) -> float:
     """torch-fidelity's, of logits [n, 1008] in ten parts."""
-    with importing("torch-fidelity", "it has the inception score"):
+    with needing("torch-fidelity", "it has the inception score", "evaluate"):
         from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, isc_features_to_metric
 
     found = isc_features_to_metric(torch.from_numpy(rows), splits=min(10, len(rows)))

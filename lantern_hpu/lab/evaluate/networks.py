@@ -135,20 +135,6 @@ def cleanly(image: Image.Image, side: int) -> Image.Image:
 
 
 @contextmanager
-def importing(package: str, purpose: str) -> Iterator[None]:
-    """Around imports of a library: also one that is there and does not load, as a torchvision of another torch.
-
-    Raises:
-        OptionError: it cannot be used.
-    """
-    with needing(package, purpose, "evaluate"):
-        try:
-            yield
-        except (RuntimeError, OSError, AttributeError) as error:
-            raise ImportError(f"it does not load: {error}") from error
-
-
-@contextmanager
 def loading(place: Path) -> Iterator[None]:
     """Around the making of a network.
 
@@ -169,7 +155,7 @@ def stacked(images: Pictures) -> Tensor:
 
 def inception(file: Path, preset: Preset) -> Network:
     """Rows `inception` [b, 2048] and `logits` [b, 1008] of torch-fidelity's InceptionV3."""
-    with importing("torch-fidelity", "it has the network of FID"):
+    with needing("torch-fidelity", "it has the network of FID", "evaluate"):
         from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
     load_state(file)
     layers, where = ["2048", "logits_unbiased"], {"feature_extractor_weights_path": str(file)}
@@ -185,7 +171,7 @@ def inception(file: Path, preset: Preset) -> Network:
 
 def vgg(file: Path, preset: Preset) -> Network:
     """Rows `vgg` [b, 4096] of torch-fidelity's VGG16: fc2 before its ReLU."""
-    with importing("torch-fidelity", "it has the network of precision and recall"):
+    with needing("torch-fidelity", "it has the network of precision and recall", "evaluate"):
         from torch_fidelity.feature_extractor_vgg16 import FeatureExtractorVGG16
     load_state(file)
     with loading(file):
@@ -195,7 +181,7 @@ def vgg(file: Path, preset: Preset) -> Network:
 
 def clip(folder: Path, preset: Preset) -> Network:
     """Rows `clip` [b]: cosine of picture and caption by transformers' CLIP, times the protocol's scale."""
-    with importing("transformers", "it has CLIP"):
+    with needing("transformers", "it has CLIP", "evaluate"):
         from transformers import CLIPModel, CLIPProcessor
     with loading(folder):
         model = CLIPModel.from_pretrained(folder, local_files_only=True).eval()
@@ -212,7 +198,7 @@ def clip(folder: Path, preset: Preset) -> Network:
 
 def hps(file: Path, preset: Preset) -> Network:
     """Rows `hps` [b]: HPSv2's cosine of picture and caption, by open_clip with its checkpoint."""
-    with importing("open_clip", "it has the network of HPSv2"):
+    with needing("open_clip", "it has the network of HPSv2", "evaluate"):
         import open_clip
     state = load_state(file)
     with loading(file):
