@@ -65,14 +65,13 @@ class TrainingError(LanternError):
     """A training run cannot go on."""
 
 
-def exit_code(command: Callable[[], object]) -> int:
-    """Run a command; 0, or 2 after printing what a LanternError has to say."""
+def exit_code(command: Callable[[], int | None]) -> int:
+    """Run a command; the code it returns, 0 if none, or 2 after printing what a LanternError has to say."""
     try:
-        command()
+        return command() or 0
     except LanternError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
 
 
 @contextmanager
@@ -145,6 +144,7 @@ def option(
     help: str,
     *,
     name: str = "",
+    positional: bool = False,
     metavar: str | None = None,
     low: float | None = None,
     high: float | None = None,
@@ -155,11 +155,13 @@ def option(
     `commands.options.add_fields` declares it; `check_ranges` holds it to its range.
 
     Args:
-        name: of the option, if it is not the field's. metavar: of its value in the help.
+        default: `dataclasses.MISSING` where it must be given.
+        name: of the option, if it is not the field's. positional: it is given by its place, without a name.
+        metavar: of its value in the help.
         low, high: the least and the largest value. marks: what a value at an end of the range means.
     """
     described = {"help": help, "option": name, "metavar": metavar, "low": low, "high": high}
-    return field(default=default, metadata=described | {"marks": marks})
+    return field(default=default, metadata=described | {"marks": marks, "positional": positional})
 
 
 def option_name(part: Field[Any]) -> str:

@@ -6,7 +6,7 @@ import math
 import re
 from argparse import ArgumentParser
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -14,7 +14,7 @@ from typing import Any, get_args
 
 import pytest
 
-from lantern_hpu.commands.options import add_fields, taken
+from lantern_hpu.commands.options import add_fields, filled, taken
 from lantern_hpu.errors import OptionError, check_ranges, option
 from lantern_hpu.methods.relaxation import (
     EXACT,
@@ -386,7 +386,25 @@ def test_options_are_declared_by_the_dataclass_that_they_fill() -> None:
     assert "--iced with icing" in shown and "baker" not in shown
     assert taken(Cake, parser.parse_args([])) == {}
     args = parser.parse_args(["--layers", "3", "--sweetness", "1.5", "--iced"])
-    assert Cake(**taken(Cake, args)) == Cake(3, 1.5, True)
+    assert filled(Cake, args) == Cake(3, 1.5, True)
+
+
+@dataclass(frozen=True)
+class Order:
+    cakes: tuple[int, ...] = option(MISSING, "numbers of cakes", positional=True)
+    to: Path = option(MISSING, "where it goes")
+    names: tuple[str, ...] = option((), "of the guests")
+
+
+def test_options_may_be_required_or_given_by_their_place() -> None:
+    parser = ArgumentParser(exit_on_error=False)
+    add_fields(parser, Order)
+    args = parser.parse_args(["2", "5", "--to", "home", "--names", "Ada", "Max"])
+    assert filled(Order, args) == Order((2, 5), Path("home"), ("Ada", "Max"))
+    assert filled(Order, args, cakes=(1,)).cakes == (1,)
+    for lacking in (["--to", "home"], ["2"]):
+        with pytest.raises(SystemExit):
+            parser.parse_args(lacking)
 
 
 @pytest.mark.parametrize("options", [{"layers": 0}, {"layers": 10}, {"sugar": -1.0}], ids=str)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
 from itertools import chain
 from pathlib import Path
 
-from lantern_hpu.errors import OutputError, exit_code, needing
+from lantern_hpu.commands.options import add_fields, filled
+from lantern_hpu.errors import OutputError, exit_code, needing, option
 from lantern_hpu.files import write_file
 from lantern_hpu.lab.compare.comparison import load
 from lantern_hpu.lab.compare.document import csv_text, document, main_table, notes
@@ -23,26 +25,36 @@ from lantern_hpu.lab.pages import render_page
 NAME = "comparison"  # of the table and the page
 
 
+@dataclass(frozen=True)
+class CompareRequest:
+    """What is compared, and where the files go."""
+
+    reports: tuple[Path, ...] = option(
+        MISSING, "of lantern-hpu bench", metavar="REPORT.json", positional=True
+    )
+    output: Path = option(MISSING, "of the table, the plots and the page", metavar="FOLDER")
+    force: bool = option(False, "write into a folder that exists")
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lantern-hpu compare",
-        description="Put reports of lantern_hpu.lab.bench beside each other: table, plots, page.",
+        description="Put reports of lantern-hpu bench beside each other: table, plots, page.",
     )
-    parser.add_argument("reports", type=Path, nargs="+", metavar="REPORT.json")
-    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--force", action="store_true", help="write into a folder that exists")
+    add_fields(parser, CompareRequest)
     return parser
 
 
-def check_compare(folder: Path, force: bool) -> None:
+def check_compare(asked: CompareRequest) -> None:
     """Refuse what can be refused before anything is read or drawn.
 
     Raises:
         OutputError: the folder exists, unless forced, or is a file. OptionError: a library is missing.
     """
+    folder = asked.output
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{folder} is a file", "a folder was to be written there")
-    if folder.exists() and not force:
+    if folder.exists() and not asked.force:
         why = "nothing is overwritten unasked"
         raise OutputError(f"{folder} exists", why, "--force or another --output")
     with needing("matplotlib", "it draws the plots", "compare"):
@@ -51,10 +63,10 @@ def check_compare(folder: Path, force: bool) -> None:
         import jinja2  # noqa: F401
 
 
-def compare_reports(args: argparse.Namespace) -> None:
+def compare_reports(asked: CompareRequest) -> None:
     """Check, compare, print the table, write the files."""
-    check_compare(args.output, args.force)
-    comparison = load(args.reports)
+    check_compare(asked)
+    comparison = load(asked.reports)
     pictures = draw_charts(comparison)
     whole = document(comparison, pictures)
     texts = {
@@ -68,11 +80,11 @@ def compare_reports(args: argparse.Namespace) -> None:
     for entry in chain(*notes(comparison).values()):
         print(f"note: {entry}")
     for name, data in files.items():
-        write_file(args.output / name, data, args.force)
-    print(f"wrote {args.output / NAME}.html, .md and .csv, and the plots beside them")
+        write_file(asked.output / name, data, asked.force)
+    print(f"wrote {asked.output / NAME}.html, .md and .csv, and the plots beside them")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `compare` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    return exit_code(lambda: compare_reports(args))
+    return exit_code(lambda: compare_reports(filled(CompareRequest, args)))

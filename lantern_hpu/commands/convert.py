@@ -17,25 +17,32 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from lantern_hpu.commands.options import add_part_options, given_parts
-from lantern_hpu.errors import OptionError, OutputError, choices, exit_code
+from lantern_hpu.commands.options import add_fields, add_part_options, filled, given_parts
+from lantern_hpu.errors import OptionError, OutputError, choices, exit_code, option
 from lantern_hpu.models.files.parts import Given
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ConvertRequest:
+    """What is converted, and where it goes."""
+
+    source: str = option(MISSING, "what `generate --model` takes", positional=True)
+    output: Path = option(MISSING, "folder to write; must not exist", positional=True)
+    dtype: str = option("auto", f"{choices(DTYPES)}; auto: as stored")
+    given: Given = Given()
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lantern-hpu convert", description="Turn published checkpoints into one model folder."
     )
-    parser.add_argument("source", help="what `generate --model` takes")
-    parser.add_argument("output", type=Path, help="folder to write; must not exist")
+    add_fields(parser, ConvertRequest)
     add_part_options(parser.add_argument_group("parts"))
-    parser.add_argument(
-        "--dtype", default="auto", help=f"{choices(DTYPES)}; auto: as stored (auto)"
-    )
     return parser
 
 
@@ -67,12 +74,13 @@ def staged(output: Path) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def convert(source: str, output: Path, given: Given, dtype: str) -> str:
+def convert(asked: ConvertRequest) -> str:
     """Write the folder. -> what it holds
 
     Raises:
         LanternError: the source cannot be loaded, or the output exists or cannot be written.
     """
+    output, dtype = asked.output, asked.dtype
     if dtype not in DTYPES:
         raise OptionError(f"--dtype is {dtype}", hint=choices(DTYPES))
     if output.exists():
@@ -85,7 +93,7 @@ def convert(source: str, output: Path, given: Given, dtype: str) -> str:
     from lantern_hpu.models.model import Placement
     from lantern_hpu.zoo.find import find_parts
 
-    opened = open_model(find_parts(source, given))
+    opened = open_model(find_parts(asked.source, asked.given))
     number = None if dtype == "auto" else getattr(torch, dtype)
     parts = 3 + (opened.config.drafter is not None)
     with tqdm(total=parts, unit="part", file=sys.stderr) as progress:
@@ -103,6 +111,9 @@ def convert(source: str, output: Path, given: Given, dtype: str) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The `convert` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    return exit_code(
-        lambda: print(convert(args.source, args.output, given_parts(args), args.dtype))
-    )
+
+    def command() -> None:
+        given = given_parts(args)
+        print(convert(filled(ConvertRequest, args, given=given)))
+
+    return exit_code(command)

@@ -13,19 +13,28 @@ import argparse
 import json
 import platform
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from lantern_hpu import __version__
 from lantern_hpu.backends.examine import Facts, examine
-from lantern_hpu.errors import torchvision_misfit
+from lantern_hpu.commands.options import add_fields, filled
+from lantern_hpu.errors import option, torchvision_misfit
 from lantern_hpu.methods.table import METHODS
 from lantern_hpu.results.tables import aligned
+
+
+@dataclass(frozen=True)
+class DoctorRequest:
+    """For whom the facts are."""
+
+    json: bool = option(False, "everything, for a bug report")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lantern-hpu doctor", description="What this machine offers, and what is wrong with it."
     )
-    parser.add_argument("--json", action="store_true", help="everything, for a bug report")
+    add_fields(parser, DoctorRequest)
     return parser
 
 
@@ -128,7 +137,7 @@ def describe_flags(flags: Facts) -> list[tuple[str, str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `doctor` command; the exit code is 0 whatever it finds."""
-    args = make_parser().parse_args(argv)
+    asked = filled(DoctorRequest, make_parser().parse_args(argv))
     facts = examine_all()
-    print(json.dumps(facts, indent=2, default=str) if args.json else doctor_report(facts))
+    print(json.dumps(facts, indent=2, default=str) if asked.json else doctor_report(facts))
     return 0

@@ -11,14 +11,34 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from lantern_hpu.errors import OptionError, OutputError, exit_code
+from lantern_hpu.commands.options import add_fields, filled
+from lantern_hpu.errors import OptionError, OutputError, exit_code, option
 from lantern_hpu.zoo.fetch import choose_parts, fetch_all, fetch_text
 from lantern_hpu.zoo.located import Located, draw_command, locate_model, of_folder
 from lantern_hpu.zoo.registry import KnownModel, get
 
 INTERRUPTED = 130  # what a shell returns for it
+
+
+@dataclass(frozen=True)
+class DownloadRequest:
+    """What is fetched, and where it goes."""
+
+    name: str = option(
+        MISSING, "a known model, or the Hub id of its target", metavar="NAME", positional=True
+    )
+    only: str | None = option(
+        None, "these parts alone: target, drafter, vq, ...", metavar="PART,..."
+    )
+    to: Path | None = option(
+        None,
+        "a folder with a subfolder for each part (default: the Hugging Face cache)",
+        metavar="FOLDER",
+    )
+    without_drafter: bool = option(False, "enough for --method ar: one token a step")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -27,27 +47,15 @@ def make_parser() -> argparse.ArgumentParser:
         description="Fetch a known model from the Hugging Face Hub.",
         epilog="lantern-hpu models lists the known models.",
     )
-    parser.add_argument("name", metavar="NAME", help="a known model, or the Hub id of its target")
-    parser.add_argument(
-        "--only", metavar="PART,...", help="these parts alone: target, drafter, vq, ..."
-    )
-    parser.add_argument(
-        "--to",
-        type=Path,
-        metavar="FOLDER",
-        help="a folder with a subfolder for each part (default: the Hugging Face cache)",
-    )
-    parser.add_argument(
-        "--without-drafter", action="store_true", help="enough for --method ar: one token a step"
-    )
+    add_fields(parser, DownloadRequest)
     return parser
 
 
-def download_parts(args: argparse.Namespace) -> None:
-    if args.name == "builtin":
+def download_parts(asked: DownloadRequest) -> None:
+    if asked.name == "builtin":
         raise OptionError("builtin is here already", "it comes with the package", "--model builtin")
-    entry, to = get(args.name), args.to
-    parts = choose_parts(entry, args.only, not args.without_drafter)
+    entry, to = get(asked.name), asked.to
+    parts = choose_parts(entry, asked.only, not asked.without_drafter)
     other = of_folder(to) if to else None
     if other is not None and other.name != entry.name:
         raise OutputError(f"{to} holds {other.name}", "one folder, one model", "another --to")
@@ -73,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The `download` command: 0; 2 after an error; 130 if interrupted."""
     args = make_parser().parse_args(argv)
     try:
-        return exit_code(lambda: download_parts(args))
+        return exit_code(lambda: download_parts(filled(DownloadRequest, args)))
     except KeyboardInterrupt:
         said = "interrupted: files that are whole stay, the same command fetches the others"
         print(f"\n{said}", file=sys.stderr)

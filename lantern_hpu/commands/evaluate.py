@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lantern_hpu.commands import options
-from lantern_hpu.commands.options import add_fields, taken
+from lantern_hpu.commands.options import add_fields, filled, taken
 from lantern_hpu.errors import OptionError, choices, exit_code, listed
 from lantern_hpu.lab.evaluate.evaluate import EvaluateRequest, evaluate, folders_of
 from lantern_hpu.lab.evaluate.options import EvaluateOptions, PaintedOptions
@@ -114,7 +114,7 @@ def library_of(args: argparse.Namespace, preset: str) -> Library:
     if args.metrics is not None:
         none = args.metrics == NO_METRIC
         metrics = () if none else tuple(listed(args.metrics, "--metrics", "metric", tuple(NEEDS)))
-    return Library(**taken(Library, args) | {"preset": preset_of(preset), "metrics": metrics})
+    return filled(Library, args, **{"preset": preset_of(preset), "metrics": metrics})
 
 
 def evaluate_request(args: argparse.Namespace) -> EvaluateRequest:
@@ -128,14 +128,14 @@ def evaluate_request(args: argparse.Namespace) -> EvaluateRequest:
     made = {
         "settings": [Setting.parse(text) for text in listed(rows, "--rows")],
         "library": library,
-        "painted": PaintedOptions(**taken(PaintedOptions, args) if library is None else {}),
-        "options": EvaluateOptions(**taken(EvaluateOptions, args), floor=not args.no_floor),
+        "painted": filled(PaintedOptions, args) if library is None else PaintedOptions(),
+        "options": filled(EvaluateOptions, args, floor=not args.no_floor),
         "sampling": taken(Sampling, args),
         "given": options.given_parts(args),
         "device": options.device_options(args),
         "folders": folders_of(args.folder),
     }
-    return EvaluateRequest(**taken(EvaluateRequest, args) | made)
+    return filled(EvaluateRequest, args, **made)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

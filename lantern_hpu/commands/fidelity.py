@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.backends import prepare
-from lantern_hpu.commands.options import add_device_options, add_fields, device_options, taken
+from lantern_hpu.commands.options import add_device_options, add_fields, device_options, filled
 from lantern_hpu.errors import exit_code, listed
 from lantern_hpu.files import check_free
 from lantern_hpu.lab.evaluate.options import FidelityOptions
@@ -99,7 +99,7 @@ def tv_text(row: dict[str, Any]) -> str:
 def measure_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Check the options, measure, print and write."""
     settings = [Setting.parse(text) for text in listed(args.rows, "--rows")]
-    options = FidelityOptions(**taken(FidelityOptions, args))
+    options = filled(FidelityOptions, args)
     if args.output:
         check_free([args.output], args.force)
     device = replace(device_options(args), graphs="eager")

@@ -9,18 +9,29 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from lantern_hpu.errors import exit_code
+from lantern_hpu.commands.options import add_fields, filled
+from lantern_hpu.errors import exit_code, option
 from lantern_hpu.results.tables import aligned, amount, paragraph
 from lantern_hpu.zoo.facts import Facts, all_facts, facts_by_name
+
+
+@dataclass(frozen=True)
+class ModelsRequest:
+    """Which models, and for whom."""
+
+    name: str | None = option(
+        None, "show one model with its files", metavar="NAME", positional=True
+    )
+    json: bool = option(False, "everything, for programs")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lantern-hpu models", description="The known models, and which of them are here."
     )
-    parser.add_argument("name", nargs="?", metavar="NAME", help="show one model with its files")
-    parser.add_argument("--json", action="store_true", help="everything, for programs")
+    add_fields(parser, ModelsRequest)
     return parser
 
 
@@ -100,16 +111,16 @@ def options(sampling: Mapping[str, float]) -> str:
 # ------------------------------------------------------------------------------------ the command
 
 
-def print_models(args: argparse.Namespace) -> None:
-    if args.name is not None:
-        model = facts_by_name(args.name)
-        print(json.dumps(model, indent=2) if args.json else model_text(model))
+def print_models(asked: ModelsRequest) -> None:
+    if asked.name is not None:
+        model = facts_by_name(asked.name)
+        print(json.dumps(model, indent=2) if asked.json else model_text(model))
         return
     models = all_facts()
-    print(json.dumps(models, indent=2) if args.json else models_table(models) + "\n" + ADVICE)
+    print(json.dumps(models, indent=2) if asked.json else models_table(models) + "\n" + ADVICE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `models` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    return exit_code(lambda: print_models(args))
+    return exit_code(lambda: print_models(filled(ModelsRequest, args)))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields, replace
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from lantern_hpu.backends import BACKENDS
 from lantern_hpu.backends.hpu.releases import DEFAULT, RELEASES, choose_release
@@ -20,6 +20,8 @@ from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.tree import DYNAMIC, DynamicTree
 from lantern_hpu.tree.named import NAMED
 
+UNSAID = (None, MISSING, (), "")  # defaults that the help does not name
+T = TypeVar("T")
 Group = argparse._ActionsContainer  # a parser, or a group of one
 
 
@@ -29,7 +31,7 @@ def add_fields(group: Group, kind: type[Any], *names: str, **helps: str) -> None
     A command's options are a dataclass whose fields are made by `errors.option(default, help, low=, high=)`:
 
         add_fields(parser, TuneOptions)              # --method, --batch-size, ...: type, default and range in the help
-        TuneOptions(**taken(TuneOptions, args))      # what was given; the dataclass fills in and checks the rest
+        filled(TuneOptions, args)      # what was given; the dataclass fills in and checks the rest
 
     What was not given is None in `args`, so that `taken` can leave it to the dataclass. A bool is a switch.
 
@@ -41,26 +43,38 @@ def add_fields(group: Group, kind: type[Any], *names: str, **helps: str) -> None
     for part in fields(kind):
         if "help" not in part.metadata or (names and part.name not in names):
             continue
-        what, default = helps.get(part.name, part.metadata["help"]), part.default
-        allowed = [allowed_range(part)] if part.metadata["low"] is not None else []
-        details = (
-            [*allowed, str(default)] if default is not None and default is not False else allowed
-        )
-        what += f" ({'; '.join(details)})" if details else ""
-        if types[part.name] is bool:
+        what, kind_of = helps.get(part.name, part.metadata["help"]), types[part.name]
+        if kind_of is bool:
             group.add_argument(option_name(part), action="store_true", default=None, help=what)
             continue
-        value = next(iter(get_args(types[part.name])), types[part.name])  # of `int | None`: int
-        kinds: dict[str, Any] = {} if value not in (int, float, Path) else {"type": value}
-        metavar = part.metadata["metavar"]
-        group.add_argument(option_name(part), metavar=metavar, help=what, **kinds)
+        details = [allowed_range(part)] if part.metadata["low"] is not None else []
+        details += [] if part.default in UNSAID else [str(part.default)]
+        what += f" ({'; '.join(details)})" if details else ""
+        value = next(iter(get_args(kind_of)), kind_of)  # of `int | None` and `tuple[int, ...]`: int
+        more: dict[str, Any] = {} if value not in (int, float, Path) else {"type": value}
+        required, many = part.default is MISSING, get_origin(kind_of) is tuple
+        if many or (part.metadata["positional"] and not required):
+            more["nargs"] = "?" if not many else "+" if required else "*"
+        if required and not part.metadata["positional"]:
+            more["required"] = True
+        name = part.name if part.metadata["positional"] else option_name(part)
+        group.add_argument(name, metavar=part.metadata["metavar"], help=what, **more)
 
 
 def taken(kind: type[Any], args: argparse.Namespace) -> dict[str, Any]:
     """The fields of a dataclass that a command has options for and that were given."""
     dests = {part.name: option_name(part)[2:].replace("-", "_") for part in fields(kind)}
-    found = {name: getattr(args, dest, None) for name, dest in dests.items()}
-    return {name: value for name, value in found.items() if value is not None}
+    given = {name: getattr(args, dest, None) for name, dest in dests.items()}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in given.items()
+        if value is not None
+    }
+
+
+def filled(kind: type[T], args: argparse.Namespace, **made: Any) -> T:
+    """A dataclass of what was given, and what the command made of it."""
+    return kind(**taken(kind, args) | made)
 
 
 # ------------------------------------------------------------------------------------ model and device
@@ -108,7 +122,7 @@ def device_options(args: argparse.Namespace) -> DeviceOptions:
         OptionError: one is out of range.
     """
     choose_release(getattr(args, "bridge", None))
-    return DeviceOptions(**taken(DeviceOptions, args))
+    return filled(DeviceOptions, args)
 
 
 def add_part_options(group: Group) -> None:
@@ -118,7 +132,7 @@ def add_part_options(group: Group) -> None:
 
 def given_parts(args: argparse.Namespace) -> Given:
     """Parts named on the command line."""
-    return Given(**taken(Given, args))
+    return filled(Given, args)
 
 
 # ------------------------------------------------------------------------------------ method and sampling
@@ -153,9 +167,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
     method = args.method or AUTO
     setting = Setting.of(method)
     tree = window_tree(setting.method, args.tree, args.window, args.window_tree)
-    bounds = RelaxationOptions(**taken(RelaxationOptions, args)).relaxation(
-        METHODS[setting.drafting].relaxation
-    )
+    bounds = filled(RelaxationOptions, args).relaxation(METHODS[setting.drafting].relaxation)
     return Setting.of(method, bounds, tree)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,26 +20,38 @@ from numpy.typing import NDArray
 
 from lantern_hpu.backends import prepare
 from lantern_hpu.commands import options
-from lantern_hpu.errors import OptionError, WeightsError, exit_code
+from lantern_hpu.errors import OptionError, WeightsError, exit_code, option
 from lantern_hpu.files import check_free, write_file
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.files.names import VQ
+from lantern_hpu.models.files.parts import Given
+from lantern_hpu.models.options import DeviceOptions
 
 if TYPE_CHECKING:
     from lantern_hpu.results.images import SavedTokens
+
+
+@dataclass(frozen=True)
+class PixelsRequest:
+    """Which tokens, of which model, and where the pictures go."""
+
+    tokens: Path = option(
+        MISSING, "of `generate --save-tokens`; or a .npy", metavar="TOKENS.npz", positional=True
+    )
+    model: str = option("builtin", "that drew them")
+    output: Path = option(Path("out"), "a .png file, or a folder")
+    force: bool = option(False, "replace existing files")
+    given: Given = field(default_factory=Given)
+    device: DeviceOptions = field(default_factory=DeviceOptions)
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lantern-hpu pixels", description="Make pictures of saved tokens."
     )
-    add = parser.add_argument
-    add("tokens", type=Path, metavar="TOKENS.npz", help="of `generate --save-tokens`; or a .npy")
-    add("--model", default="builtin", help="that drew them (builtin)")
+    options.add_fields(parser, PixelsRequest)
     options.add_part_options(parser)
     options.add_device_options(parser, graphs=False)
-    add("--output", type=Path, default=Path("out"), help="a .png file, or a folder (out)")
-    add("--force", action="store_true", help="replace existing files")
     return parser
 
 
@@ -70,14 +83,13 @@ def check_tokenizer(saved: SavedTokens, digest: str, file: Path) -> None:
         raise WeightsError(what, "it has other weights", "--model and --vq as they were drawn with")
 
 
-def decode_saved(args: argparse.Namespace) -> str:
+def decode_saved(asked: PixelsRequest) -> str:
     """The whole command after parsing. -> what was done"""
     from lantern_hpu.results.images import encode, image_files, read_saved_tokens, with_metadata
 
-    saved = read_saved_tokens(args.tokens)
-    files, _ = image_files(args.output, saved.prompts, False)
-    check_free(files, args.force)
-    device = options.device_options(args)
+    saved, device = read_saved_tokens(asked.tokens), asked.device
+    files, _ = image_files(asked.output, saved.prompts, False)
+    check_free(files, asked.force)
     prepare(device.device, "eager")
     from tqdm import tqdm
 
@@ -86,23 +98,27 @@ def decode_saved(args: argparse.Namespace) -> str:
     from lantern_hpu.models.files.load import open_model
     from lantern_hpu.zoo.find import find_parts
 
-    opened = open_model(find_parts(args.model, options.given_parts(args), spared=("text",)))
+    opened = open_model(find_parts(asked.model, asked.given, spared=("text",)))
     config = opened.config.target
-    check_tokens(saved.tokens, config, args.tokens)
+    check_tokens(saved.tokens, config, asked.tokens)
     with closing(get_backend(device.device, "eager")) as backend, backend.errors():
         vq, digest = opened.load_vq(opened.source.weights(), backend.device)
-        check_tokenizer(saved, digest, args.tokens)
+        check_tokenizer(saved, digest, asked.tokens)
         for file, row, settings in zip(
             tqdm(files, unit="image"), saved.tokens, saved.metadata, strict=True
         ):
             (image,) = decode_pixels(vq, config, backend, row[None])
-            write_file(
-                file, with_metadata(image, settings) if settings else encode(image), args.force
-            )
-    return f"{len(files)} image(s) -> {args.output}"
+            data = with_metadata(image, settings) if settings else encode(image)
+            write_file(file, data, asked.force)
+    return f"{len(files)} image(s) -> {asked.output}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `decode` command; returns the exit code."""
+    """The `pixels` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    return exit_code(lambda: print(decode_saved(args)))
+
+    def command() -> None:
+        parts = {"given": options.given_parts(args), "device": options.device_options(args)}
+        print(decode_saved(options.filled(PixelsRequest, args, **parts)))
+
+    return exit_code(command)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from lantern_hpu import __version__
 from lantern_hpu.backends import prepare
 from lantern_hpu.commands import options
-from lantern_hpu.commands.options import add_fields, taken
+from lantern_hpu.commands.options import add_fields, filled
 from lantern_hpu.errors import exit_code, require
 from lantern_hpu.methods.setting import FORM
 from lantern_hpu.methods.table import METHODS
@@ -68,25 +68,23 @@ def serve_request(args: argparse.Namespace) -> ServeOptions:
         "allow_host": (args.host, *names(args.allow_host, "--allow-host")),
         "api_key": args.api_key or os.environ.get("LANTERN_HPU_API_KEY") or None,
     }
-    return ServeOptions(**taken(ServeOptions, args) | made)
+    return filled(ServeOptions, args, **made)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `serve` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    code = 0
 
-    def command() -> None:
-        nonlocal code
+    def command() -> int:
         asked = serve_request(args)
         if args.replicas > 1:
             from lantern_hpu.serve.replicas import serve_replicas
 
             serve_replicas(asked, args.host, args.port, args.replicas)
-            return
+            return 0
         prepare(asked.device.device, asked.device.graphs, asked.device.emulate)
         from lantern_hpu.serve.process import serve
 
-        code = serve(asked, args.host, args.port)
+        return serve(asked, args.host, args.port)
 
-    return exit_code(command) or code
+    return exit_code(command)

@@ -20,8 +20,8 @@ from lantern_hpu.commands.options import (
     add_fields,
     add_part_options,
     device_options,
+    filled,
     given_parts,
-    taken,
 )
 from lantern_hpu.errors import exit_code
 from lantern_hpu.train.options import TrainOptions, TrainRequest
@@ -32,10 +32,6 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("lantern-hpu train", description="Train a drafter.")
     commands = parser.add_subparsers(dest="command", required=True)
     drafter = commands.add_parser("drafter", help="for a target, from prompts alone")
-    drafter.add_argument(
-        "--data", type=Path, required=True, metavar="FILE", help="prompts: .txt, .tsv or .json"
-    )
-    drafter.add_argument("--output", type=Path, required=True, metavar="FOLDER")
     add_fields(drafter, TrainRequest)
     add_fields(drafter, TrainOptions)
     add_device_options(drafter, graphs=False)
@@ -48,9 +44,9 @@ def train_request(args: argparse.Namespace) -> TrainRequest:
     Raises:
         OptionError: one is out of range.
     """
-    options = TrainOptions(**taken(TrainOptions, args))
+    options = filled(TrainOptions, args)
     parts = {"options": options, "device": device_options(args), "given": given_parts(args)}
-    return TrainRequest(**taken(TrainRequest, args) | parts)
+    return filled(TrainRequest, args, **parts)
 
 
 def training_summary(report: dict[str, Any], folder: Path) -> str:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from contextlib import closing
+from dataclasses import MISSING, dataclass
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
-from lantern_hpu.errors import OptionError, exit_code, require
+from lantern_hpu.commands.options import add_fields, filled
+from lantern_hpu.errors import OptionError, check_ranges, exit_code, option
 from lantern_hpu.files import write_file
 from lantern_hpu.tree import (
     DYNAMIC,
@@ -30,6 +32,24 @@ if TYPE_CHECKING:
     from lantern_hpu.decode.drafting import Drafts
 
 
+@dataclass(frozen=True)
+class ShowRequest:
+    """The options of `tree show`; all but the last two are of a dynamic tree."""
+
+    name: str = option(
+        MISSING, "a named tree, a .json file, or `dynamic` with a prompt", positional=True
+    )
+    prompt: str | None = option(None, "of a dynamic tree: the image")
+    step: int = option(0, "of a dynamic tree: steps before it", low=0)
+    seed: int = option(0, "of a dynamic tree")
+    model: str = option("builtin", "of a dynamic tree")
+    svg: FilePath | None = option(None, "also write an SVG picture", metavar="FILE")
+    force: bool = option(False, "replace an existing SVG")
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+
+
 def list_trees() -> None:
     """Print the named trees' sizes."""
     for name in NAMED:
@@ -39,29 +59,26 @@ def list_trees() -> None:
     print(f"the most probable of {tree.candidates} candidates, grown anew at each step")
 
 
-def grow(
-    tree: DynamicTree, prompt: str, model: str = "builtin", seed: int = 0, step: int = 0
-) -> tuple[DraftTree, list[str]]:
-    """The tree that exact decoding verifies after `step` steps, and a label with the token of each node.
+def grow(tree: DynamicTree, asked: ShowRequest) -> tuple[DraftTree, list[str]]:
+    """The tree that exact decoding verifies after some steps, and a label with the token of each node.
 
     Raises:
-        LanternError: the model or an option is unusable, or the image ends before that step.
+        LanternError: the model is unusable, or the image ends before that step.
     """
-    require(step >= 0, "--step", step, "0 or more")
     import torch
 
     from lantern_hpu.methods.request import Request
     from lantern_hpu.pipeline import LanternPipeline
 
-    with closing(LanternPipeline.from_pretrained(model)) as pipeline, torch.no_grad():
-        requests = [Request(prompt, seed, pipeline.model.sampling)]
+    with closing(LanternPipeline.from_pretrained(asked.model)) as pipeline, torch.no_grad():
+        requests = [Request(asked.prompt or "", asked.seed, pipeline.model.sampling)]
         engine = pipeline.engines.make(pipeline.spec(requests, tree, 1), mode="eager")
         number = 0
         for number, made in enumerate(engine.trace(pipeline.prefix(engine, requests), requests)):
-            if number == step:
+            if number == asked.step:
                 return grown_tree(made.drafts)
     why = f"the image ends with step {number + 1}"
-    raise OptionError(f"--step is {step}", why, f"--step 0 to {number}")
+    raise OptionError(f"--step is {asked.step}", why, f"--step 0 to {number}")
 
 
 def grown_tree(drafts: Drafts, image: int = 0) -> tuple[DraftTree, list[str]]:
@@ -75,40 +92,34 @@ def grown_tree(drafts: Drafts, image: int = 0) -> tuple[DraftTree, list[str]]:
     return tree, [f"token {token[path]}" for path in tree.paths]
 
 
-def show_tree(args: argparse.Namespace) -> None:
+def show_tree(asked: ShowRequest) -> None:
     """Print one tree, and draw it if asked."""
-    tree, labels = load_tree(args.name), None
+    tree, labels = load_tree(asked.name), None
     if isinstance(tree, DynamicTree):
-        if not args.prompt:
+        if not asked.prompt:
             why = "a dynamic tree depends on the image, and on the step"
             raise OptionError("there is nothing to show yet", why, '--prompt "a red apple"')
-        tree, labels = grow(tree, args.prompt, args.model, args.seed, args.step)
-    elif args.prompt:
-        raise OptionError(
-            f"--prompt has no meaning for {args.name}", "it is the same at every step"
-        )
+        tree, labels = grow(tree, asked)
+    elif asked.prompt:
+        what = f"--prompt has no meaning for {asked.name}"
+        raise OptionError(what, "it is the same at every step")
     print(as_text(tree, labels))
-    if args.svg:
-        write_file(args.svg, as_svg(tree).encode(), args.force)
-        print(f"wrote {args.svg}")
+    if asked.svg:
+        write_file(asked.svg, as_svg(tree).encode(), asked.force)
+        print(f"wrote {asked.svg}")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("lantern-hpu tree", description="List and draw draft trees.")
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="the named trees and their sizes")
-    show = commands.add_parser("show", help="draw a tree")
-    show.add_argument("name", help="a named tree, a .json file, or `dynamic` with a prompt")
-    show.add_argument("--prompt", help="of a dynamic tree: the image")
-    show.add_argument("--step", type=int, default=0, help="of a dynamic tree: steps before it (0)")
-    show.add_argument("--seed", type=int, default=0, help="of a dynamic tree (0)")
-    show.add_argument("--model", default="builtin", help="of a dynamic tree (builtin)")
-    show.add_argument("--svg", type=FilePath, metavar="FILE", help="also write an SVG picture")
-    show.add_argument("--force", action="store_true", help="replace an existing SVG")
+    add_fields(commands.add_parser("show", help="draw a tree"), ShowRequest)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `tree` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    return exit_code(lambda: list_trees() if args.command == "list" else show_tree(args))
+    if args.command == "list":
+        return exit_code(list_trees)
+    return exit_code(lambda: show_tree(filled(ShowRequest, args)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,8 @@ class TrainOptions:
 class TrainRequest:
     """What is trained, from what, and where it goes."""
 
-    data: Path
-    output: Path
+    data: Path = option(MISSING, "prompts: .txt, .tsv or .json", metavar="FILE")
+    output: Path = option(MISSING, "of the drafter and its checkpoints", metavar="FOLDER")
     options: TrainOptions = field(default_factory=TrainOptions)
     device: DeviceOptions = field(default_factory=DeviceOptions)
     given: Given = field(default_factory=Given)

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu import __version__
-from lantern_hpu.backends import EMULATED
+from lantern_hpu.backends import BACKENDS, EMULATED
 from lantern_hpu.backends.hpu import env as hpu_env
-from lantern_hpu.errors import OutputError
+from lantern_hpu.errors import OptionError, OutputError, choices, option, require
 from lantern_hpu.files import reading
 from lantern_hpu.lab.rows import write_rows
 from lantern_hpu.lab.verify.items import Question, Result, Stage, items_of, stages_of
@@ -26,15 +26,29 @@ SLOWEST = 300.0  # seconds that one question may take
 LEAST = 5.0  # seconds that are worth beginning a stage for
 
 
-@dataclass
+@dataclass(frozen=True)
 class VerifyRequest:
-    """The options of a run."""
+    """The options of a run.
 
-    device: str
-    emulate: bool
-    model: str
-    output: Path
-    minutes: float
+    Raises:
+        OptionError: one is out of range, or contradicts another one.
+    """
+
+    device: str = option(EMULATED, ", ".join(BACKENDS))
+    emulate: bool = option(False, "ask the emulator instead of a card")
+    model: str = option("builtin", "`builtin`, or a model folder")
+    output: Path = option(Path("verify.json"), "the one file", metavar="FILE.json")
+    minutes: float = option(10.0, "what is not asked by then is left open: more than 0")
+    force: bool = option(False, "begin anew, whatever is in the file")
+
+    def __post_init__(self) -> None:
+        if self.device not in BACKENDS:
+            raise OptionError(f"unknown device {self.device!r}", hint=choices(BACKENDS))
+        if self.emulate and self.device != EMULATED:
+            raise OptionError(f"{self.device} cannot be emulated", hint=f"--device {EMULATED}")
+        require(self.minutes > 0, "--minutes", self.minutes, "more than 0")
+        json = self.output.suffix == ".json"
+        require(json, "--output", self.output, "a name that ends in .json")
 
 
 @dataclass
