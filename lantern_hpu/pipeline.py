@@ -592,7 +592,7 @@ class LanternPipeline:
     def record(self, done: Finished) -> ImageRecord:
         total = self.model.target.config.tokens
         spent: tuple[float, float] | tuple[None, None] = done.spent or (0.0, 0.0)
-        if done.spent is None and done.request.relaxation.active:
+        if done.request.relaxation.active and not done.request.relaxation.metered:
             spent = (None, None)
         return ImageRecord(
             file=None,

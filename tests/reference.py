@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lantern_hpu.tree import DraftTree
 
@@ -26,6 +26,8 @@ class Relaxed:
     weights: Sequence[float] = ()  # of each depth
     codes: Sequence[Sequence[float]] = ()  # the vector of each code
     limits: tuple[int, float, float] = (0, 0.0, 0.0)  # of a cluster: ranks, gap, squared distance
+    tv: float = 0.0
+    budget: float = math.inf  # of the tokens to come
 
     def weight(self, depth: int) -> float:
         return self.weights[depth] if self.weights else 1.0
@@ -74,6 +76,15 @@ def raised_mass(
         share = 1.0 if q is None else q[token] / sum(q[y] for y in together)
         return sum(p[y] for y in together) * share
     return rule.weight(depth) * p[token] + sum(p[other] for other in lenders(p, token, rule))
+
+
+def blend(p: Probs, q: Probs | None, rule: Relaxed) -> tuple[float, float]:
+    """h of h q + (1 - h) p, and the total variation between that and p."""
+    if q is None:
+        return 0.0, 0.0
+    distance = sum(max(a - b, 0.0) for a, b in zip(p, q, strict=True))
+    spent = min(distance, rule.tv, max(rule.budget, 0.0))
+    return (spent / distance if distance > 0 else 0.0), spent
 
 
 def normalised(values: Probs) -> Probs | None:
@@ -127,8 +138,10 @@ def walk(
     """
     if not tree.children[node]:
         return Outcome(node, None)
-    left, depth, spent = list(p[node]), tree.depths[node], 0.0
+    left, depth = list(p[node]), tree.depths[node]
     drawn = list(q[node]) if q is not None else None
+    share, spent = blend(left, drawn, rule)
+    rule = replace(rule, budget=rule.budget - spent)
     for rank, child in enumerate(tree.children[node]):
         token = tokens[child]
         chance = 1.0 if drawn is None else drawn[token]
@@ -136,6 +149,8 @@ def walk(
             bar = uniform[depth][rank] * chance
             mass = raised_mass(left, token, rule, depth, drawn)
             spent += max(min(1.0, mass / chance) - min(1.0, left[token] / chance), 0.0)
+            if rank == 0:  # with a chance of `share` whatever the target says
+                mass = max(mass, share * chance + (1.0 - share) * mass)
             if bar < mass:
                 after = walk(tree, p, q, tokens, uniform, rule, child)
                 relaxed = [not bar < left[token], *after.relaxed]

@@ -40,6 +40,8 @@ RULES = {
     "multiplicative official": Relaxed(k=6, lam=3.0, residual="official"),
     "annealed": Relaxed(weights=(1.8, 1.2, 0.8, 0.5)),
     "clusters": Relaxed(codes=CODES, limits=(3, 0.3, 1.2)),
+    "tv": Relaxed(tv=0.15),
+    "tv budget": Relaxed(tv=0.15, budget=0.2),
 }
 KINDS = {
     "drawn": True,
@@ -52,6 +54,8 @@ EXACT_RULES = [
     Relaxed(k=0, delta=0.5),
     Relaxed(k=0, lam=9.0),
     Relaxed(weights=(1.0,) * 4),
+    Relaxed(tv=0.0),
+    Relaxed(tv=0.5, budget=0.0),
     *(Relaxed(codes=CODES, limits=limits) for limits in EMPTY.values()),
 ]
 
@@ -63,14 +67,16 @@ def bounds_of(rule: Relaxed, images: int, depth: int = 4) -> Bounds:
     weight = torch.tensor([rule.weight(d) for d in range(depth)], dtype=torch.float64)
     k = torch.full((images,), rule.k)
     limits = torch.tensor(rule.limits, dtype=torch.float64).expand(images, -1)
-    return Bounds(k, each(rule.delta), each(rule.lam - 1), weight.expand(images, -1), limits)
+    shared = (k, each(rule.delta), each(rule.lam - 1), weight.expand(images, -1), limits)
+    return Bounds(*shared, each(rule.tv), each(rule.budget))
 
 
 def acceptance_of(tree: DraftTree, rule: Relaxed, vocabulary: int = V) -> Acceptance:
     residual: Residual = "official" if rule.residual == "official" else "sound"
     near = ring(vocabulary) if rule.k else None
     clusters = Clusters(circle(vocabulary), 7) if rule.codes else None
-    return Acceptance(tree, near, residual, bool(rule.weights), clusters=clusters, metered=True)
+    how = near, residual, bool(rule.weights)
+    return Acceptance(tree, *how, clusters=clusters, metered=True, blended=rule.tv > 0)
 
 
 def with_neighbours(rule: Relaxed) -> Relaxed:
@@ -145,7 +151,8 @@ def test_vectorised_rule_is_the_textbook_rule(name: str, kind: str) -> None:
                 )
             reached |= {("depth", case.tree.depths[want.node]), ("helped", any(want.relaxed))}
     assert {("depth", d) for d in range(4)} < reached
-    assert (("helped", True) in reached) == (name != "exact")
+    moved = name != "exact" and (drawn or not name.startswith("tv"))
+    assert (("helped", True) in reached) == moved
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -165,7 +172,16 @@ def test_greedy_rule_is_the_textbook_rule(name: str) -> None:
 @pytest.mark.parametrize(
     "rule",
     EXACT_RULES,
-    ids=["lambda 1", "delta 0", "k 0 additive", "k 0 multiplicative", "weight 1", *EMPTY],
+    ids=[
+        "lambda 1",
+        "delta 0",
+        "k 0 additive",
+        "k 0 multiplicative",
+        "weight 1",
+        "tv 0",
+        "budget 0",
+        *EMPTY,
+    ],
 )
 def test_relaxed_with_zero_bound_is_exact(rule: Relaxed, residual: str, kind: str) -> None:
     zero, drawn = replace(rule, residual=residual), KINDS[kind]
@@ -173,7 +189,7 @@ def test_relaxed_with_zero_bound_is_exact(rule: Relaxed, residual: str, kind: st
         # All tables are given even for k = 0, so that the neighbours really are looked up and found too many.
         official: Residual = "official" if residual == "official" else "sound"
         clusters = Clusters(circle(V), 7)
-        acceptance = Acceptance(case.tree, ring(V), official, True, clusters=clusters)
+        acceptance = Acceptance(case.tree, ring(V), official, True, clusters=clusters, blended=True)
         relaxed = case.sampled(zero, drawn, acceptance=acceptance)
         exact = case.sampled(Relaxed(), drawn)
         assert torch.equal(relaxed.node, exact.node)

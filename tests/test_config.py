@@ -21,6 +21,7 @@ from lantern_hpu.methods.relaxation import (
     PRESETS,
     Additive,
     Annealed,
+    Blended,
     Clustered,
     Multiplicative,
     Relaxation,
@@ -219,6 +220,7 @@ def resolved(text: str, here: Here = HERE) -> tuple[str, str, Relaxation]:
         ("scd@scd:8:left", "scd", "scd:8:left", EXACT),
         ("sjd-pac:omega=2:nu=0.2@8:3x1", "sjd-pac", "sjd-pac:8:3x1:law", PRESETS["omega-2"]),
         ("jacobi@0", "jacobi", "jacobi:0:law", EXACT),
+        ("scd:tv=0.25", "scd", "scd:16:law", Blended(tv=0.25)),
     ],
 )
 def test_settings_mean_what_is_written(
@@ -234,6 +236,7 @@ def test_settings_mean_what_is_written(
         *("auto", "eagle", "scd@16", "lantern:delta-0.1", "lantern++:lambda=5:k=10@broad_7"),
         *("lantern@dynamic:4x3x12", "sjd-pac@8:3x1", "scd@8:left", "eagle@auto"),
         *("lantern++:lambda=2:k=30:residual=official", "scd:distance=0.2:ranks=3:gap=0.5"),
+        *("scd:tv=0.25:budget=4@8", "lantern++:tv@broad_7"),
     ],
 )
 def test_settings_are_written_as_they_are_read(text: str) -> None:
@@ -254,6 +257,7 @@ def random_setting(random: Random) -> Setting:
             Additive(random.randrange(50), residual, bound=share),
             Annealed(0, residual, omega=3 * share, nu=share - 0.5, mu=random.uniform(-1e-7, 1e-7)),
             Clustered(0, residual, distance=share, ranks=random.randrange(9), gap=share / 3),
+            Blended(0, residual, tv=share, budget=random.choice([None, 9 * share])),
         ]
     )
     if relaxation is not None and not method.takes_relaxation(relaxation):

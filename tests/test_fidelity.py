@@ -18,6 +18,7 @@ from lantern_hpu.methods.relaxation import (
     EXACT,
     Additive,
     Annealed,
+    Blended,
     Clustered,
     Multiplicative,
     Relaxation,
@@ -39,6 +40,7 @@ RULES = {
     "official": Additive(6, "official", 0.2),
     "annealed": Annealed(omega=1.6),
     "clusters": Clustered(distance=1.2),
+    "tv": Blended(tv=0.15),
 }
 FLAT = DraftTree.from_paths("flat", [[rank] for rank in range(CHILDREN)])
 
@@ -46,7 +48,8 @@ FLAT = DraftTree.from_paths("flat", [[rank] for rank in range(CHILDREN)])
 def acceptance_of(rule: Relaxation) -> Acceptance:
     near = ring(V) if rule.lends else None
     clusters = Clusters(circle(V), 7) if rule.clusters else None
-    return Acceptance(FLAT, near, rule.residual, rule.weighs, clusters=clusters)
+    how = near, rule.residual, rule.weighs
+    return Acceptance(FLAT, *how, clusters=clusters, blended=rule.tv > 0)
 
 
 def two_distributions(seed: int) -> tuple[Tensor, Tensor]:
@@ -71,14 +74,16 @@ def test_expectation_is_the_average_over_real_acceptance(name: str, drawn: bool)
         return x.expand(TRIES, -1)
 
     uniform = torch.rand(TRIES, CHILDREN, generator=torch.Generator().manual_seed(2))
+    bounds = Bounds.of([rule] * TRIES, 1)
     passed, rest, *_ = acceptance.siblings(
         many(p),
         many(q) if drawn else None,
         many(tokens),
         many(exists),
         uniform.double(),
-        Bounds.of([rule] * TRIES, 1),
+        bounds,
         0,
+        acceptance.blend(many(p)[:, None], many(q)[:, None] if drawn else None, bounds),
     )
     seen = torch.zeros_like(many(p)).scatter(1, many(tokens), passed.double())
     seen = torch.where(passed.any(1, keepdim=True), seen, rest).mean(0)

@@ -69,13 +69,18 @@ def test_same_tokens_as_the_cpu(model: Path, method: str, graphs: str) -> None:
         assert not error_rules(pipeline)
 
 
+@pytest.mark.parametrize("preset", ["gsd", "tv"])
 @pytest.mark.parametrize("method", mostly_slow(["lantern++", "scd", "sjd-pac"], "scd"))
-def test_clusters_are_recorded_and_draw_the_tokens_of_the_cpu(model: Path, method: str) -> None:
+def test_rules_that_ask_for_q_are_recorded_and_draw_the_tokens_of_the_cpu(
+    model: Path, method: str, preset: str
+) -> None:
     want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
     with emulated(model) as pipeline:
-        got = pipeline(PROMPTS, seed=3, method=method, relax=PRESETS["gsd"])
-        expected = want(PROMPTS, seed=3, method=method, relax=PRESETS["gsd"])
+        got = pipeline(PROMPTS, seed=3, method=method, relax=PRESETS[preset])
+        expected = want(PROMPTS, seed=3, method=method, relax=PRESETS[preset])
         assert got.tokens.tolist() == expected.tokens.tolist()
+        costs = [r.tv_sum for r in got.records], [r.tv_sum for r in expected.records]
+        assert costs[0] == pytest.approx(costs[1], rel=1e-4) and all(costs[0])
         assert (got.graph["captures"], got.graph["recompiles_after_warmup"]) == (2, 0)
         device = got.graph["device"]
         assert device["cpu_fallbacks"] == device["lint_errors"] == device["lint_warnings"] == 0

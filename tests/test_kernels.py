@@ -280,6 +280,7 @@ RULES = {  # k, delta, factor, weight at each depth
     "additive": (6, 0.2, 0.0, (1.0, 1.0, 1.0, 1.0)),
     "multiplicative": (3, 0.0, 2.0, (1.0, 1.0, 1.0, 1.0)),
     "annealed": (0, 0.0, 0.0, (1.8, 1.2, 0.8, 0.5)),
+    "blended": (0, 0.0, 0.0, (1.0, 1.0, 1.0, 1.0)),
 }
 V, B = 13, 3
 
@@ -314,16 +315,18 @@ class Walked:
             return torch.full((B,), value, dtype=dtype, device=self.device)
 
         weights = torch.tensor(weight, device=self.device)[: self.tree.depth].expand(B, -1)
-        return Bounds(each(k, torch.int32), each(delta), each(factor), weights)
+        budget = torch.tensor([9.0, 0.3, 0.2], device=self.device)
+        found = Bounds(each(k, torch.int32), each(delta), each(factor), weights)
+        return replace(found, tv=each(0.2), budget=budget)
 
     def both(self, name: str) -> tuple[Verdict, Verdict]:
         rule = RULES[name]
         table = ring(V).int()[:, :6] if rule[0] else None
-        annealed = name == "annealed"
+        annealed, blended = name == "annealed", name == "blended"
         tables = StaticTables(self.tree).to(self.device)(B)
         args = (self.p, self.q, self.tokens, tables, self.uniform, self.bounds(rule))
         verdicts = [
-            Acceptance(self.tree, table, "sound", annealed, walk, metered=True)
+            Acceptance(self.tree, table, "sound", annealed, walk, None, True, blended)
             .to(self.device)
             .sampled(*args)
             for walk in (kernels().walk, None)

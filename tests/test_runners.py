@@ -14,7 +14,7 @@ from lantern_hpu.backends import get_backend
 from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs import RUNNERS, check_mode, make_runner
 from lantern_hpu.graphs.strict import StrictRunner
-from lantern_hpu.methods.relaxation import PRESETS, Additive, Annealed, Multiplicative
+from lantern_hpu.methods.relaxation import PRESETS, Additive, Annealed, Blended, Multiplicative
 from lantern_hpu.methods.request import Request
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
 from tests.marks import mostly_slow
@@ -40,6 +40,10 @@ METHODS: dict[str, tuple[Tree, dict[str, Any]]] = {
         load_static("mc_sim_7b_63"),
         {"relaxation": Annealed(omega=1.5, nu=0.5)},
     ),
+    "lantern++ tv": (
+        load_static("mc_sim_7b_63"),
+        {"relaxation": Blended(tv=0.2, budget=1.0)},
+    ),
     "lantern++ clusters": (load_static("mc_sim_7b_63"), {"relaxation": PRESETS["gsd"]}),
     "eagle2": (DynamicTree(), {}),
     "eagle2 greedy": (GROWN, {"temperature": 0.0}),
@@ -52,14 +56,16 @@ METHODS: dict[str, tuple[Tree, dict[str, Any]]] = {
     "scd": (load_tree("scd:6"), {"top_k": 8, "top_p": 0.9}),
     "scd relaxed": (load_tree("scd:6:left"), {"relaxation": RELAXED}),
     "scd clusters": (load_tree("scd:6"), {"relaxation": PRESETS["gsd"], "top_k": 20}),
+    "scd tv": (load_tree("scd:6"), {"relaxation": Blended(tv=0.2, budget=1.0), "top_k": 20}),
     "sjd-pac": (load_tree("sjd-pac:6:3x2"), {}),
     "sjd-pac greedy": (load_tree("sjd-pac:6:3x2:random"), {"temperature": 0.0}),
     "sjd-pac relaxed": (load_tree("sjd-pac:6"), {"relaxation": RELAXED}),
+    "sjd-pac tv": (load_tree("sjd-pac:6"), {"relaxation": PRESETS["tv"]}),
     "sjd-pac clusters": (load_tree("sjd-pac:6"), {"relaxation": PRESETS["gsd"]}),
 }
 
 
-QUICK = ("ar", "lantern++", "jacobi", "sjd-pac")
+QUICK = ("ar", "lantern++", "jacobi", "sjd-pac", "scd tv")
 WINDOWS = [load_tree("scd:6"), load_tree("sjd-pac:6:3x2")]
 
 
@@ -99,6 +105,7 @@ def test_mixed_batch_is_capture_legal(tree: Tree) -> None:
         request("ab", 1),
         request("xyz", 2, temperature=0.0),
         request("q", 3, relaxation=RELAXED),
+        *([] if tree is GROWN else [request("q", 3, relaxation=Blended(tv=0.3))]),
     ]
     models = tiny_models()
     strict = sample(models, tree, requests, mode="strict")
@@ -122,10 +129,13 @@ def test_kwargs_are_not_part_of_graph_key() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("preset", ["gsd", "tv"])
 @pytest.mark.parametrize("name", ["scd:2", "sjd-pac:2:2x1"])
-def test_compiled_step_with_clusters_draws_the_same_image(name: str) -> None:
+def test_compiled_step_that_asks_what_drafts_were_drawn_with_draws_the_same_image(
+    name: str, preset: str
+) -> None:
     models = tiny_models(tiny_config(vocab_size=16, dim=16, layers=1, ffn_dim=16, grid=(2, 4)))
-    requests, tree = batch(relaxation=PRESETS["gsd"]), load_tree(name)
+    requests, tree = batch(relaxation=PRESETS[preset]), load_tree(name)
     engine = make_engine(models, spec_for(tree, requests), "compile")
     decoded = draw(engine, requests)
     assert decoded.tokens.tolist() == sample(models, tree, requests).tokens.tolist()

@@ -19,7 +19,14 @@ from lantern_hpu.decode.accept import Acceptance, Bounds
 from lantern_hpu.decode.clusters import Clusters
 from lantern_hpu.decode.tree_tables import StaticTables
 from lantern_hpu.errors import OptionError
-from lantern_hpu.methods.relaxation import EXACT, Annealed, Clustered, Multiplicative, Relaxation
+from lantern_hpu.methods.relaxation import (
+    EXACT,
+    Annealed,
+    Blended,
+    Clustered,
+    Multiplicative,
+    Relaxation,
+)
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.table import METHODS
 from lantern_hpu.ops.race import FACTORS, race
@@ -195,7 +202,13 @@ def test_the_script_measures_windows_of_any_model(
 
 @pytest.mark.parametrize(
     "rule",
-    [EXACT, Multiplicative(6, lam=4.0), Annealed(omega=2.0, nu=0.2), Clustered(distance=1.2)],
+    [
+        EXACT,
+        Multiplicative(6, lam=4.0),
+        Annealed(omega=2.0, nu=0.2),
+        Clustered(distance=1.2),
+        Blended(tv=0.08, budget=0.3),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["scd:6", "sjd-pac:6:4x3", "sjd-pac:3:2x3"])
@@ -214,7 +227,8 @@ def test_the_walk_along_a_spine_is_the_walk_by_levels(name: str, rule: Relaxatio
     tries = torch.rand(images, tree.depth, tree.max_children, generator=generator)
     near = ring(vocabulary) if rule.lends else None
     clusters = Clusters(circle(vocabulary), 7) if rule.clusters else None
-    acceptance = Acceptance(tree, near, annealed=rule.weighs, clusters=clusters)
+    how: dict[str, Any] = {"annealed": rule.weighs, "clusters": clusters, "blended": rule.tv > 0}
+    acceptance = Acceptance(tree, near, **how, metered=True)
     given = (p, q, tokens, tables, tries, Bounds.of([rule] * images, tree.depth))
     fast, slow = acceptance.sampled(*given), acceptance.by_level(*given)
     assert acceptance.spine is not None and fast.node.tolist() == slow.node.tolist()
@@ -224,6 +238,9 @@ def test_the_walk_along_a_spine_is_the_walk_by_levels(name: str, rule: Relaxatio
     inside = torch.arange(tree.depth) < counts[:, None]
     assert (fast.relaxed & inside).tolist() == (slow.relaxed & inside).tolist()
     assert bool((slow.relaxed & inside).any()) == rule.active
+    assert fast.spent is not None and slow.spent is not None
+    torch.testing.assert_close(fast.spent, slow.spent, rtol=0, atol=1e-6)
+    assert bool(slow.spent.any()) == rule.active
 
 
 # Options, and what they are chosen by

@@ -13,6 +13,11 @@ within a bound: delta (additive) or (lambda - 1) p(x) (multiplicative).
 Relaxed by depth (annealed; Cool-SD, arXiv 2601.09212): x is accepted with probability min(1, w p(x) / q(x)), where
 w falls with depth; the residual is [p - min(q, w p)]+. It is exact as long as w is at most 1.
 
+Relaxed by blending: the next token follows h q + (1 - h) p, where h is the largest that keeps its total variation from
+p, which is h sum [p - q]+, within a bound. So the first child of a node, drawn from q, is accepted with h + (1 - h)
+min(1, p / q); after a rejection all is as in the exact rule. An image may have a budget: once its tokens have spent it
+together, h is 0.
+
 Relaxed by clusters (GSD, arXiv 2508.07747): x is accepted with the chance of its cluster, min(1, p(G) / q(G)); see
 `decode/clusters.py`.
 
@@ -21,8 +26,9 @@ Relaxed by clusters (GSD, arXiv 2508.07747): x is accepted with the chance of it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -47,6 +53,10 @@ class Bounds:
     weight: Tensor  # [B, D] float32, w at each depth (1 under other rules)
     # [B, 3] float32, what keeps clusters small (0 under other rules); None where no image has any
     limits: Tensor | None = None
+    tv: Tensor | None = (
+        None  # [B] float32, total variation of a token (0 under other rules); None as above
+    )
+    budget: Tensor | None = None  # [B] float32, what is left of it for the tokens to come
 
     @classmethod
     def of(
@@ -63,6 +73,8 @@ class Bounds:
             each(r.factor for r in relaxations),
             each(r.weights(depth) for r in relaxations),
             each(r.limits for r in relaxations),
+            each(r.tv for r in relaxations),
+            each(math.inf if r.budget is None else r.budget for r in relaxations),
         )
 
     def weight_at(self, depth: int | Tensor) -> Tensor:
@@ -102,6 +114,22 @@ class Lenders:
 
 
 @dataclass
+class Blend:
+    """How much of the drafter's distribution the tokens of n places take on."""
+
+    share: Tensor  # [B, n] h
+    spent: Tensor  # [B, n] the total variation that it costs
+
+    def raised(self, mass: Tensor, drawn: Tensor) -> Tensor:
+        """What first children are accepted with, from their own mass and the drafter's; all [B, n]."""
+        return mass + self.share * (drawn - mass).clamp(min=0)
+
+    def at(self, place: Tensor) -> Blend:
+        """Of one place an image [B]."""
+        return Blend(*(gather(x, 1, place[:, None]) for x in (self.share, self.spent)))
+
+
+@dataclass
 class Trial:
     """One child of a node, when it is its turn to be tried."""
 
@@ -109,6 +137,7 @@ class Trial:
     prob: Tensor  # [B, 1] its probability
     drawn: Tensor | None  # [B, 1] the drafter's; None: it was not drawn
     mass: Tensor  # [B, 1] what it is accepted with, relaxation included
+    cost: Tensor | None  # [B, 1] see `gain`, without what a blend costs; None: it is not metered
     rest: Tensor  # [B, V] what is left of p once it is refused
     others: Tensor | None  # [B, V] the drafter's probabilities without it
 
@@ -125,6 +154,7 @@ class Acceptance(nn.Module):
         walk: Walk | None = None,
         clusters: Clusters | None = None,
         metered: bool = False,
+        blended: bool = False,
     ) -> None:
         """
         Args:
@@ -136,11 +166,12 @@ class Acceptance(nn.Module):
             annealed: whether weights other than 1 are ever given.
             walk: the device's own form of `sampled`, for what it serves.
             clusters: None leaves them out.
-            metered: whether the verdict says what relaxation cost; it takes the sound residual.
+            metered: whether the verdict says what relaxation cost; it means nothing under the official residual.
+            blended: whether total variations other than 0 are ever given.
         """
         super().__init__()
         self.residual, self.annealed, self.clusters = residual, annealed, clusters
-        self.metered = metered
+        self.metered, self.blended = metered or blended, blended  # a budget is metered
         served = clusters is None and (residual == "sound" or neighbours is None)
         self.walk = walk if served else None
         # Most children of a node at each depth: no walk tries more there
@@ -161,6 +192,18 @@ class Acceptance(nn.Module):
         return max(1, neighbours, self.clusters.width if self.clusters is not None else 0)
 
     # -- one draft
+
+    def blend(self, p: Tensor, q: Tensor | None, bounds: Bounds) -> Blend | None:
+        """Of n places in a row that are all tried if the last one is; p and q [B, n, V]."""
+        if not self.blended or q is None:
+            return None
+        assert bounds.tv is not None and bounds.budget is not None
+        distance = (p - q).clamp(min=0).sum(-1)  # [B, n]
+        most = torch.minimum(distance, bounds.tv[:, None])
+        before = most.cumsum(1) - most  # as long as the budget lasts; after that it is no less
+        left = (bounds.budget[:, None] - before).clamp(min=0)
+        spent = torch.minimum(most, left)
+        return Blend(spent / distance.clamp(min=TINY), spent)
 
     def lenders(self, p: Tensor, token: Tensor, prob: Tensor, bounds: Bounds) -> Lenders | None:
         """Who lends to each token, within the bound; None without a table.
@@ -257,8 +300,13 @@ class Acceptance(nn.Module):
         whole: Tensor,  # [B, V] p at the node before any refusal
         bounds: Bounds,
         depth: int | Tensor,
+        blend: Blend | None = None,
     ) -> Trial:
-        """One child of a node, `depth` drafts below the root, that all siblings before it left to be tried."""
+        """One child of a node, `depth` drafts below the root, that all siblings before it left to be tried.
+
+        Args:
+            blend: of the node, for its first child.
+        """
         prob, weight = gather(p, 1, token), bounds.weight_at(depth)  # [B, 1]
         drawn = None if q is None else gather(q, 1, token)  # [B, 1]
         if drawn is not None:
@@ -267,7 +315,11 @@ class Acceptance(nn.Module):
         lenders = self.lenders(p, token, prob, bounds)
         mass = self.raised(p, q, token, prob, weight, lenders, bounds)
         rest = self.rest(p, q, token, prob, weight, lenders, bounds, whole)
-        return Trial(exists, prob, drawn, mass, rest, None if q is None else without(q, token))
+        cost = gain(mass, prob, drawn) if self.metered else None
+        if blend is not None and drawn is not None:
+            mass = blend.raised(mass, drawn)
+        others = None if q is None else without(q, token)
+        return Trial(exists, prob, drawn, mass, cost, rest, others)
 
     def siblings(
         self,
@@ -278,6 +330,7 @@ class Acceptance(nn.Module):
         uniform: Tensor,  # [B, c]
         bounds: Bounds,
         depth: int | Tensor,  # of the node, or of each image's [B]
+        blend: Blend | None = None,  # of the node
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Try the children of one node, `depth` drafts below the root, one after the other.
 
@@ -285,19 +338,21 @@ class Acceptance(nn.Module):
         accepted one needed the relaxation [B] bool, and the total variation spent on those tried [B].
         """
         whole, waiting = p, torch.ones_like(exists[:, 0])
-        relaxed, spent = torch.zeros_like(waiting), torch.zeros_like(p[:, 0])
+        relaxed = torch.zeros_like(waiting)
+        spent = torch.zeros_like(p[:, 0]) if blend is None else blend.spent[:, 0] * exists[:, 0]
         accepted = []
         for child in range(tokens.shape[1]):
             token, bar = tokens[:, child : child + 1], uniform[:, child : child + 1]
-            trial = self.trial(p, q, token, exists[:, child], whole, bounds, depth)
+            first = blend if child == 0 else None
+            trial = self.trial(p, q, token, exists[:, child], whole, bounds, depth, first)
             if trial.drawn is not None:
                 bar = bar * trial.drawn
             tried = trial.exists & waiting
             # Strictly below: a token of probability 0 is never accepted, whatever u.
             passed = tried & (bar < trial.mass)[:, 0]
             relaxed = relaxed | (passed & ~(bar < trial.prob)[:, 0])
-            if self.metered:
-                spent = spent + (gain(trial.mass, trial.prob, trial.drawn)[:, 0] * tried)
+            if trial.cost is not None:
+                spent = spent + trial.cost[:, 0] * tried
             p, q = torch.where((tried & ~passed)[:, None], trial.rest, p), trial.others
             waiting = waiting & ~passed
             accepted.append(passed)
@@ -315,9 +370,11 @@ class Acceptance(nn.Module):
         """`siblings` averaged over its uniforms: probabilities of the token after the node [B, V]."""
         whole, result = p, torch.zeros_like(p)
         left = torch.ones_like(p[:, :1])  # [B, 1] chance that every child so far was refused
+        blend = self.blend(p[:, None], None if q is None else q[:, None], bounds)
         for child in range(tokens.shape[1]):
             token = tokens[:, child : child + 1]
-            trial = self.trial(p, q, token, exists[:, child], whole, bounds, depth)
+            first = blend if child == 0 else None
+            trial = self.trial(p, q, token, exists[:, child], whole, bounds, depth, first)
             mass = trial.mass if trial.drawn is None else trial.mass / trial.drawn
             tried = trial.exists[:, None]
             chance = mass.clamp(max=1).where(tried, 0.0)  # [B, 1]
@@ -339,13 +396,10 @@ class Acceptance(nn.Module):
     ) -> Verdict:
         """Walk from the root, one level at a time, to the last accepted node."""
         if self.walk is not None and q is not None:
-            neighbours, each = (
-                self.neighbours,
-                (bounds.k, bounds.delta, bounds.factor, bounds.weight),
-            )
-            return Verdict(
-                *self.walk(p, q, tokens, tables.child, tables.row, uniform, neighbours, *each)
-            )
+            tried = (p, q, tokens, tables.child, tables.row, uniform, self.neighbours)
+            each = (bounds.k, bounds.delta, bounds.factor, bounds.weight)
+            blended = (bounds.tv, bounds.budget) if self.blended else (None, None)
+            return Verdict(*self.walk(*tried, *each, *blended))
         if self.spine is not None and q is not None:
             return self.along_spine(self.spine, p, q, tokens, tables, uniform, bounds)
         return self.by_level(p, q, tokens, tables, uniform, bounds)
@@ -367,7 +421,9 @@ class Acceptance(nn.Module):
         drafts = tokens.index_select(1, spine[1:])  # [B, W]
         prob, drawn = (gather(x, 2, drafts[..., None])[..., 0] for x in (p, q))
         lenders = self.lenders(p, drafts, prob, bounds)
-        mass = self.raised(p, q, drafts, prob, bounds.weight, lenders, bounds)
+        own = self.raised(p, q, drafts, prob, bounds.weight, lenders, bounds)
+        blend = self.blend(p, q, bounds)
+        mass = own if blend is None else blend.raised(own, drawn)
         bar = uniform[..., 0] * drawn
         passed = (drawn > 0) & (bar < mass)
         taken = ((~passed).cumsum(1) == 0).sum(1, dtype=torch.int32)  # [B]
@@ -382,13 +438,17 @@ class Acceptance(nn.Module):
             rows_at(uniform, stop),
             bounds,
             stop,
+            None if blend is None else blend.at(stop),
         )
         node = torch.where(chosen.any(1), (children * chosen).sum(1, dtype=torch.int32), node)
-        here = tables.depth.index_select(1, spine[1:]) > taken[:, None]
+        level = tables.depth.index_select(1, spine[1:])  # [B, W] 1 .. W
+        here = level > taken[:, None]
         relaxed = torch.where(here, helped[:, None], ~(bar < prob))
         if paid is None:
             return Verdict(node, rest, relaxed)
-        spent = torch.where(here, paid[:, None], gain(mass, prob, drawn))
+        spent = gain(own, prob, drawn)
+        spent = spent if blend is None else spent + blend.spent
+        spent = torch.where(here, paid[:, None], spent) * (level <= taken[:, None] + 1)
         return Verdict(node, rest, relaxed, spent)
 
     def by_level(
@@ -404,25 +464,30 @@ class Acceptance(nn.Module):
         node = torch.zeros_like(tokens[:, 0])
         residual = p[:, 0]
         walking = torch.ones_like(node, dtype=torch.bool)
-        relaxed, spent = [], []
+        relaxed, spent, left = [], [], bounds
         for depth, width in enumerate(self.widest):
             children = rows_at(tables.child, node)[:, :width]  # [B, c]
             walking = walking & (children[:, 0] > 0)
             row = gather(tables.row, 1, node[:, None])[:, 0]
+            here, drawn = rows_at(p, row), None if q is None else rows_at(q, row)  # [B, V]
+            blend = self.blend(here[:, None], None if drawn is None else drawn[:, None], left)
             passed, rest, helped, paid = self.siblings(
-                rows_at(p, row),
-                None if q is None else rows_at(q, row),
+                here,
+                drawn,
                 gather(tokens, 1, children),
                 (children > 0) & walking[:, None],
                 uniform[:, depth, :width],
                 bounds,
                 depth,
+                blend,
             )
             residual = torch.where(walking[:, None], rest, residual)
             walking = walking & passed.any(1)
             node = torch.where(walking, (children * passed).sum(1, dtype=torch.int32), node)
             relaxed.append(helped)
             spent += [] if paid is None else [paid]
+            if paid is not None and left.budget is not None:
+                left = replace(left, budget=left.budget - paid)
         cost = torch.stack(spent, 1) if spent else None
         return Verdict(node, residual, torch.stack(relaxed, 1), cost)
 

@@ -240,7 +240,7 @@ class Engine:
         for goal, values in ((entry.sampling, sampling), (entry.bounds, bounds)):
             for item in fields(values):
                 room = getattr(goal, item.name)
-                if room is not None:  # limits of clusters, where the spec has none
+                if room is not None:  # of a rule that no image of the spec has
                     upload(getattr(values, item.name), room)
         first = [noise.uniforms(request.seed, 0, 1)[0] for request in requests]
         upload(torch.tensor(first, dtype=torch.float32), entry.first_uniform)

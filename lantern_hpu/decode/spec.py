@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from lantern_hpu.errors import OptionError, require
 from lantern_hpu.methods.relaxation import Residual
 from lantern_hpu.methods.request import Request
-from lantern_hpu.methods.setting import NO_BOUND, check_clusters
+from lantern_hpu.methods.setting import NO_BOUND, check_drawn
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.tree import Tree, Window
 
@@ -39,6 +39,7 @@ class Spec:
     neighbours: int = 0  # K, neighbours kept; 0: no image lends their mass
     annealed: bool = False  # some image weighs its drafts by depth
     ranks: int = 0  # most ranks that a cluster reaches up and down; 0: no image has clusters
+    blended: bool = False  # some image blends the drafter's distribution into the target's
     residual: Residual = "sound"
     metered: bool = False  # what relaxation costs an image is added up
     open: bool = False  # images are also admitted one by one, while others go on
@@ -75,7 +76,7 @@ class Spec:
         option = "--window-tree" if isinstance(tree, Window) else "--tree"
         require(tree.max_children <= codes, option, tree.name, allowed)
         for request in requests:
-            check_clusters(tree, request.relaxation)
+            check_drawn(tree, request.relaxation)
         reach = max((r.relaxation.limits[0] for r in requests if r.relaxation.clusters), default=0)
         if isinstance(tree, Window):
             check_window(tree, requests, config)
@@ -91,11 +92,9 @@ class Spec:
             neighbours=min(class_of(need), listed),
             annealed=any(r.relaxation.weighs for r in requests),
             ranks=(1 << max(reach, LEAST_RANKS).bit_length()) - 1 if reach else 0,
-            residual=(residual := residuals.pop()),
-            # What the published residual costs cannot be told from the drafts that are tried
-            metered=residual == "sound"
-            and any(r.relaxation.active for r in requests)
-            and tree.depth > 0,
+            blended=any(r.relaxation.tv > 0 for r in requests),
+            residual=residuals.pop(),
+            metered=tree.depth > 0 and any(r.relaxation.metered for r in requests),
         )
 
     @property

@@ -88,6 +88,10 @@ class Entry:
             pairs.append((held.weight, bounds.weight))
         if held.limits is not None and bounds.limits is not None:
             pairs.append((held.limits, bounds.limits))
+        if held.tv is not None and bounds.tv is not None:
+            pairs.append((held.tv, bounds.tv))
+        if held.budget is not None and bounds.budget is not None:
+            pairs.append((held.budget, bounds.budget))
         return pairs
 
 
@@ -108,7 +112,8 @@ def no_sampling(images: int, vocabulary: int, device: torch.device) -> SamplingP
 def no_bounds(images: int, spec: Spec, device: torch.device) -> Bounds:
     zero, weight = real(device, images), real(device, images, spec.tree.depth)
     limits = real(device, images, 3) if spec.ranks else None
-    return Bounds(whole(device, images), zero, zero.clone(), weight, limits)
+    tv, budget = (real(device, images) if spec.blended else None for _ in range(2))
+    return Bounds(whole(device, images), zero, zero.clone(), weight, limits, tv, budget)
 
 
 @dataclass

@@ -69,7 +69,7 @@ class Step(nn.Module):
         if drafting is not None:
             rule = neighbours, spec.residual, spec.annealed, target.kernels.walk
             clusters = Clusters(codes, spec.ranks) if codes is not None else None
-            self.acceptance = Acceptance(tree, *rule, clusters, spec.metered)
+            self.acceptance = Acceptance(tree, *rule, clusters, spec.metered, spec.blended)
         self.alone = StaticTables(DraftTree.root_only())
         # [I] nodes whose children may be tried; which they are is not known of a dynamic tree
         judged = tree.judged if isinstance(tree, DraftTree) else None
@@ -249,4 +249,7 @@ class Step(nn.Module):
             state.relaxed.add_((accepted.relaxed & counted).sum(1, dtype=torch.int32))
             if state.meter is not None and accepted.spent is not None:
                 tried = (depth <= taken[:, None] + 1) & inside  # the draft that was refused, too
-                state.meter.add(accepted.spent * tried)
+                spent = accepted.spent * tried
+                state.meter.add(spent)
+                if state.bounds.budget is not None:
+                    state.bounds.budget.sub_(spent.sum(1))

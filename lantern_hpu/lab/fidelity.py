@@ -127,7 +127,8 @@ def tv_distances(
     spec, device = pipeline.spec([request], tree, 1), pipeline.backend.device
     near, codes = pipeline.model.code_tables(spec.neighbours, spec.ranks)
     clusters = Clusters(codes, spec.ranks) if codes is not None else None
-    rule = Acceptance(tree, near, spec.residual, spec.annealed, clusters=clusters)
+    how = near, spec.residual, spec.annealed
+    rule = Acceptance(tree, *how, clusters=clusters, blended=spec.blended)
     acceptance = rule.to(device)
     bounds = Bounds.of([relaxation], 1, device)
     generator, found = torch.Generator().manual_seed(options.seed), []
@@ -172,10 +173,13 @@ def averaged_expectation(
     q = q.expand_as(p)
     every = torch.arange(p.shape[1], device=p.device).expand_as(p)  # [n, V] codes a child may be
     result, left = torch.zeros_like(p), torch.ones_like(p[:, :1])
+    blend = acceptance.blend(p[:, None], q[:, None], bounds)
     for child in range(uniform.shape[1]):
         # [n, V] what each code would be accepted with
         lenders = acceptance.lenders(p, every, p, bounds)
         mass = acceptance.raised(p, q, every, p, bounds.weight[:, :1], lenders, bounds)
+        if blend is not None and child == 0:
+            mass = blend.raised(mass, q)
         passed = torch.minimum(mass, q)  # [n, V] drawn and accepted
         result = result + left * passed
         refused = (q - passed).clamp(min=0)  # [n, V] drawn and refused

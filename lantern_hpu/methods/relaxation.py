@@ -1,4 +1,4 @@
-"""How far acceptance may depart from the exact rule: four types, and the published settings. Needs no torch.
+"""How far acceptance may depart from the exact rule: five types, and the published settings. Needs no torch.
 
 Written as `delta-0.1`, the name of a published setting, or as values between colons: `lambda=2:k=30`.
 The algorithm is `decode/accept.py`; what each rule bounds and what it does not: docs/methods.md.
@@ -60,6 +60,16 @@ class Relaxation:
         return 0, 0.0, 0.0
 
     @property
+    def tv(self) -> float:
+        """Total variation that the first child of a node may cost; 0 is exact."""
+        return 0.0
+
+    @property
+    def budget(self) -> float | None:
+        """What all tokens of an image may cost together, where it is bounded."""
+        return None
+
+    @property
     def lends(self) -> bool:
         """Whether neighbours can lend anything; k = 0, delta = 0 and lambda = 1 are all exact."""
         return self.k > 0 and self.delta + self.factor > 0
@@ -77,7 +87,17 @@ class Relaxation:
     @property
     def active(self) -> bool:
         """Whether it can change what is accepted."""
-        return self.lends or self.weighs or self.clusters
+        return self.lends or self.weighs or self.clusters or self.tv > 0
+
+    @property
+    def needs_draws(self) -> bool:
+        """Whether it holds the target's mass against what drafts were drawn with."""
+        return self.clusters or self.tv > 0
+
+    @property
+    def metered(self) -> bool:
+        """Whether what it costs can be told from the drafts that are tried."""
+        return self.active and not (self.lends and self.residual == "official")
 
     def fitted(self, codes: int) -> Relaxation:
         """A published setting with no more neighbours than a codebook of so many codes has; others as they are."""
@@ -198,9 +218,33 @@ class Clustered(Relaxation):
         return self.ranks, self.gap, self.distance
 
 
+@dataclass(frozen=True)
+class Blended(Relaxation):
+    """A token follows h q + (1 - h) p, h being the largest that keeps it within a total variation `tv` of p.
+
+    No neighbour lends anything. Only the first child of a node is relaxed.
+
+    Attributes:
+        tv: of a token.
+        budget: of all tokens of an image together; None is no bound.
+    """
+
+    rule, bound_name = "tv", "tv"
+    more = ("budget",)
+    tv: float = 0.0
+    budget: float | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.k == 0, "--relax-k", self.k, "0, as no neighbour lends mass to --relax-tv")
+        require(0 <= self.tv <= 1, "--relax-tv", self.tv, "0 (exact) to 1")
+        fits = self.budget is None or 0 <= self.budget < math.inf
+        require(fits, "--relax-budget", self.budget, "0 (exact) or more")
+
+
 # By their names; each takes k, residual and bound, and what it has more
 RULES: dict[str, type[Any]] = {
-    kind.rule: kind for kind in (Multiplicative, Additive, Annealed, Clustered)
+    kind.rule: kind for kind in (Multiplicative, Additive, Annealed, Clustered, Blended)
 }
 
 
@@ -231,6 +275,7 @@ PRESETS: dict[str, Relaxation] = {
     "lambda-20": Multiplicative(5, lam=20.0, published=True),
     "omega-2": Annealed(omega=2.0, nu=0.2, published=True),
     "gsd": Clustered(distance=0.5, published=True),
+    "tv": Blended(tv=0.1, published=True),
 }
 # By the name of a bound: what else holds where the bound alone is given
 USUAL: dict[str, Relaxation] = {
@@ -238,6 +283,7 @@ USUAL: dict[str, Relaxation] = {
     "delta": PRESETS["delta-0.2"],
     "omega": Annealed(published=True),
     "distance": PRESETS["gsd"],
+    "tv": PRESETS["tv"],
 }
 BOUNDS = {"lam": "lambda", "bound": "delta"}  # fields that are written otherwise
 
@@ -245,6 +291,8 @@ BOUNDS = {"lam": "lambda", "bound": "delta"}  # fields that are written otherwis
 LENDERS = "neighbours that may stand in (lantern: 1000, lantern++: 10)"
 WEIGHTED = "annealed: weight OMEGA exp(-NU i - MU) of a draft i after the first; exact where that is at most 1"
 DISTANCE = "squared distance in the codebook within which codes stand in for a draft (gsd: 0.5)"
+TV = "total variation between a token's distribution and the target's, at most (tv: 0.1)"
+BUDGET = "the same of all tokens of an image together; then it goes on exactly (no bound)"
 REST = "what is left after a relaxed rejection: sound, or official as published (sound)"
 
 
@@ -270,6 +318,8 @@ class RelaxationOptions:
     gap: float | None = option(
         None, "of them, in probability (gsd: 0.15)", name="--relax-gap", metavar="P"
     )
+    tv: float | None = option(None, TV, name="--relax-tv", metavar="T")
+    budget: float | None = option(None, BUDGET, name="--relax-budget", metavar="B")
     residual: Residual | None = option(None, REST)
 
     def relaxation(self, default: Relaxation | None = None) -> Relaxation | None:
@@ -286,16 +336,18 @@ class RelaxationOptions:
         base = PRESETS[self.preset] if self.preset else default or PRESETS["lambda-5"]
         bounds = {"lambda": ("lam", self.lam), "delta": ("bound", self.delta)}
         bounds |= {"omega": ("omega", self.omega), "distance": ("distance", self.distance)}
+        bounds |= {"tv": ("tv", self.tv)}
         for name, (key, bound) in bounds.items():
             if bound is not None:
                 base = replace(USUAL[name], **{key: bound})  # type: ignore[arg-type]
-        names = ("k", "residual", "ranks", "gap", "nu", "mu")
+        names = ("k", "residual", "ranks", "gap", "nu", "mu", "budget")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         return replace(base, **given, published=self.k is None)
 
     def _check(self) -> None:
         rules = {"--relax-delta": self.delta, "--relax-lambda": self.lam}
         rules |= {"--relax-omega": self.omega, "--relax-distance": self.distance}
+        rules |= {"--relax-tv": self.tv}
         given = [name for name, value in rules.items() if value is not None]
         if len(given) > 1:
             why = "they are different rules"
@@ -310,6 +362,9 @@ class RelaxationOptions:
         if not clustered and (self.ranks is not None or self.gap is not None):
             what = "--relax-ranks and --relax-gap belong to --relax-distance"
             raise OptionError(what, hint="--relax gsd, for the published distance")
+        if self.budget is not None and self.tv is None and self.preset != "tv":
+            why = "of the other rules it is not known what a token costs before it is drawn"
+            raise OptionError("--relax-budget belongs to --relax-tv", why, "--relax tv")
         if self.omega is not None:
             why = "none, as no neighbour lends mass to --relax-omega"
             require(self.k is None, "--relax-k", self.k, why)

@@ -43,7 +43,7 @@ class Setting:
     def __post_init__(self) -> None:
         check_relaxation(self.drafting, self.relaxation)
         check_tree(self.drafting, self.tree)
-        check_clusters(self.tree or METHODS[self.drafting].default_tree, self.relaxation)
+        check_drawn(self.tree or METHODS[self.drafting].default_tree, self.relaxation)
 
     @property
     def drafting(self) -> str:
@@ -108,7 +108,7 @@ class Resolved(Setting):
     tree: Tree = ROOT
 
     def __post_init__(self) -> None:
-        check_clusters(self.tree, self.relaxation)
+        check_drawn(self.tree, self.relaxation)
 
     def __str__(self) -> str:
         """Without what the method has no use for: a relaxation that is exact, the tree of `ar`."""
@@ -214,12 +214,12 @@ def window_tree(method: str, tree: str | None, width: int | None, front: str | N
 def check_relaxation(name: str, relaxation: Relaxation | None) -> None:
     """Raise an OptionError where a method is exact and would be relaxed."""
     method = method_of(name)
-    if relaxation in (None, EXACT) or method.relaxes:
+    if relaxation is None or relaxation == EXACT or method.relaxes:
         return
     if method.rule == "jacobi":
-        raise OptionError("jacobi takes no relaxation", NO_BOUND, "--method scd")
-    hint = "--method " + " or ".join(other for other, entry in METHODS.items() if entry.relaxes)
-    raise OptionError(f"{name} is exact", "relaxation options need a relaxed method", hint)
+        raise OptionError("jacobi takes no relaxation", NO_BOUND, takers(relaxation))
+    why = "relaxation options need a relaxed method"
+    raise OptionError(f"{name} is exact", why, takers(relaxation))
 
 
 def drafts_nothing(name: str) -> OptionError:
@@ -247,12 +247,19 @@ def check_tree(name: str, tree: Tree | str | None) -> None:
         raise OptionError(f"--tree {tree.name} does not fit {name}", why, f"--method {fits}")
 
 
-def check_clusters(tree: Tree | str | None, relaxation: Relaxation | None) -> None:
-    """Raise an OptionError where clusters meet a tree whose drafts were not drawn."""
-    if relaxation is not None and relaxation.clusters and isinstance(tree, DynamicTree):
-        why = "a cluster's mass is held against what its codes were drawn with, and such drafts are not drawn"
-        hint = "--method lantern++, scd or sjd-pac"
-        raise OptionError("no clusters with a dynamic tree", why, hint)
+def check_drawn(tree: Tree | str | None, relaxation: Relaxation | None) -> None:
+    """Raise an OptionError where a rule that asks what drafts were drawn with meets a tree that draws none."""
+    if relaxation is None or not relaxation.needs_draws or not isinstance(tree, DynamicTree):
+        return
+    rule = "clusters" if relaxation.clusters else "--relax-tv"
+    why = "what drafts were drawn with is needed, and such drafts are not drawn"
+    raise OptionError(f"no {rule} with a dynamic tree", why, takers(relaxation))
+
+
+def takers(relaxation: Relaxation) -> str:
+    """The methods that can be relaxed in this way, as an option."""
+    found = [name for name, method in METHODS.items() if method.takes_relaxation(relaxation)]
+    return "--method " + " or ".join(found)
 
 
 def check_drafter(method: str, drafter: object) -> None:

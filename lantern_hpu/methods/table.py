@@ -48,7 +48,7 @@ class Method:
 
     def takes_relaxation(self, relaxation: Relaxation) -> bool:
         """Whether it can be relaxed in this way."""
-        return self.relaxes and not (relaxation.clusters and self.tree == "dynamic")
+        return self.relaxes and not (relaxation.needs_draws and self.tree == "dynamic")
 
     @property
     def tunable(self) -> bool:

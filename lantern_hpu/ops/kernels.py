@@ -109,6 +109,8 @@ class Walk(Protocol):
         delta: Tensor,  # [B] float32, bound on what they lend
         factor: Tensor,  # [B] float32, the same in units of the draft's own mass
         weight: Tensor,  # [B, D] float32, of the own mass at each depth
+        tv: Tensor | None = None,  # [B] float32, total variation of a token; None: no image blends
+        budget: Tensor | None = None,  # [B] float32, of all tokens to come
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """A `Verdict`: node [B] int32, residual [B, V] float32, relaxed [B, D] bool, spent [B, D] float32."""
 

@@ -12,7 +12,7 @@ from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import LanternError
 from lantern_hpu.methods.relaxation import Relaxation, RelaxationOptions
 from lantern_hpu.methods.request import MAX_SEED, Request, Sampling
-from lantern_hpu.methods.setting import Resolved, check_clusters, check_relaxation
+from lantern_hpu.methods.setting import Resolved, check_drawn, check_relaxation
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest, refuse
 from lantern_hpu.tree import Tree
 
@@ -64,6 +64,8 @@ RELAXED = {
     "relax_distance": "distance",
     "relax_ranks": "ranks",
     "relax_gap": "gap",
+    "relax_tv": "tv",
+    "relax_budget": "budget",
     "residual": "residual",
 }
 SAMPLED = ("cfg_scale", "temperature", "top_k", "top_p")
@@ -132,7 +134,7 @@ def request_relaxation(given: Mapping[str, Any], served: Served, menu: Menu) -> 
     if asked is None:
         return setting.relaxation
     check_relaxation(setting.method, asked)
-    check_clusters(setting.tree, asked)
+    check_drawn(setting.tree, asked)
     return asked.fitted(menu.codes)
 
 
@@ -158,6 +160,8 @@ def check_graph(need: Spec, served: Served, menu: Menu, given: Mapping[str, Any]
         most = f"up to {has.ranks}" if has.ranks else "none; some where the server has --allow gsd"
         asked = next((name for name in CLUSTERS if name in given), "relax")
         raise refuse(asked, given.get(asked), most)
+    if need.blended and not has.blended:
+        raise refuse("relax_tv", "given", "0; more where the server has --allow tv")
     if need.neighbours and need.residual != has.residual:
         raise refuse("residual", need.residual, has.residual)
 

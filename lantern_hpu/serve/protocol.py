@@ -137,6 +137,8 @@ class ImagesRequest(BaseModel):
     relax_distance: Number = None
     relax_ranks: int | None = None
     relax_gap: Number = None
+    relax_tv: Number = Field(None, description="total variation that a token may cost, at most")
+    relax_budget: Number = Field(None, description="the same of all tokens of an image together")
     residual: str | None = None
 
     def given(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """The walk down a verified tree in one program an image: all levels, and the children of a node in turn.
 
 The rule is that of `accept.py`, with its residual [p - q]+: exact, relaxed by neighbours (LANTERN, arXiv
-2410.03355; LANTERN++, arXiv 2502.06352) or by depth (Cool-SD, arXiv 2601.09212). Exact is relaxed with nothing.
+2410.03355; LANTERN++, arXiv 2502.06352), by depth (Cool-SD, arXiv 2601.09212) or by blending. Exact is relaxed with
+nothing.
 The probabilities at a node stay in registers while its children are tried. The target's is also kept in memory, where
 single entries of it are read.
 """
@@ -69,6 +70,8 @@ def walk_kernel(
     delta,  # [B]
     factor,  # [B]
     weights,  # [B, D]
+    tv,  # [B]
+    budget,  # [B]
     node_out,  # [B]
     left_out,  # [B, V]
     relaxed_out,  # [B, D]
@@ -83,6 +86,7 @@ def walk_kernel(
     widest,  # C
     V: tl.constexpr,
     K: tl.constexpr,
+    BLENDED: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
@@ -97,6 +101,8 @@ def walk_kernel(
     weights += image * weight_step
     left_out += image * V
     count, base, share = tl.load(k + image), tl.load(delta + image), tl.load(factor + image)
+    if BLENDED:
+        cost, left = tl.load(tv + image), tl.load(budget + image)
     node = tl.full([], 0, tl.int32)
     walking = node == 0
     for depth in range(depths):
@@ -109,6 +115,11 @@ def walk_kernel(
             q = tl.load(q_probs + whole, mask=there, other=0.0)
             keep(left_out + index, p, there)
             weight = tl.load(weights + depth)
+            if BLENDED:
+                distance = tl.sum(tl.maximum(p - q, 0.0), 0)
+                spent = tl.minimum(tl.minimum(distance, cost), tl.maximum(left, 0.0))
+                blend = spent / tl.maximum(distance, TINY)
+                left -= spent
             above = node
             waiting = walking
             for rank in range(widest):
@@ -127,6 +138,8 @@ def walk_kernel(
                     if drawn > 0:
                         more = tl.minimum(mass, drawn) - tl.minimum(own, drawn)
                         spent += tl.maximum(more, 0.0) / tl.maximum(drawn, TINY)
+                        if BLENDED:
+                            mass += tl.where(rank == 0, blend, 0.0) * tl.maximum(drawn - mass, 0.0)
                         if bar < mass:
                             node = draft
                             waiting = node < 0
@@ -156,7 +169,8 @@ def shapes(
 
 @operator(
     "walk(Tensor p, Tensor q, Tensor tokens, Tensor child, Tensor row, Tensor uniform, Tensor? neighbours,"
-    " Tensor k, Tensor delta, Tensor factor, Tensor weight) -> (Tensor, Tensor, Tensor, Tensor)",
+    " Tensor k, Tensor delta, Tensor factor, Tensor weight, Tensor? tv=None, Tensor? budget=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
     shapes,
 )
 def launch_walk(
@@ -171,6 +185,8 @@ def launch_walk(
     delta: Tensor,
     factor: Tensor,
     weight: Tensor,
+    tv: Tensor | None = None,
+    budget: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     node, left, relaxed, spent = shapes(p, q, tokens, child, row, uniform)
     images, inner, vocabulary = p.shape
@@ -189,6 +205,8 @@ def launch_walk(
         delta,
         factor,
         weight,
+        tv,
+        budget,
         node,
         left,
         relaxed,
@@ -199,6 +217,7 @@ def launch_walk(
         *uniform.shape[1:],
         V=vocabulary,
         K=lenders,
+        BLENDED=tv is not None,
         BLOCK=block,
         BLOCK_K=block_of(max(lenders, 1)),
         num_warps=warps(block),
@@ -219,6 +238,9 @@ def triton_walk(
     delta: Tensor,
     factor: Tensor,
     weight: Tensor,
+    tv: Tensor | None = None,
+    budget: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `lantern_hpu.kernels.Walk`."""
-    return launch_walk(p, q, tokens, child, row, uniform, neighbours, k, delta, factor, weight)
+    each = (k, delta, factor, weight, tv, budget)
+    return launch_walk(p, q, tokens, child, row, uniform, neighbours, *each)
