@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lantern_hpu.backends import HOST
 from lantern_hpu.errors import DeviceError, OptionError, choices, require
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 
@@ -87,6 +88,11 @@ class Tuning:
         self.quantized = quantized or self.quantized
         self.measured_as = measured_as or name
         self.decided: dict[str, str] = {}
+
+    @property
+    def idle_arithmetic(self) -> bool:
+        """Whether one token a step leaves the arithmetic idle, so that dozens of drafts are verified at little cost."""
+        return self.measured_as != HOST
 
     def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
         """The fastest number format for a model of so many parameters, and why."""

@@ -351,6 +351,8 @@ class LanternPipeline:
                 has_drafter=self.model.drafter is not None,
                 fastest=known.get(f"{device}:{size}") or known.get(device),
                 situation=self.situation(asked.drafting, size),
+                idle_arithmetic=self.backend.tuning.idle_arithmetic,
+                images=size,
             ),
         )
 

@@ -205,7 +205,7 @@ def resolved(text: str, here: Here = HERE) -> tuple[str, str, Relaxation]:
     [
         ("ar", "ar", "root", EXACT),
         ("eagle", "eagle", "naive_extend_57", EXACT),
-        ("auto", "lantern++", "naive_extend_57", Multiplicative(10, lam=5.0)),
+        ("auto", "eagle", "naive_extend_57", EXACT),
         ("lantern++", "lantern++", "naive_extend_57", Multiplicative(10, lam=5.0)),
         ("lantern++:lambda=2", "lantern++", "naive_extend_57", Multiplicative(10, lam=2.0)),
         ("lantern++:lambda=2:k=3@chain", "lantern++", "chain", Multiplicative(3, lam=2.0)),
@@ -307,12 +307,38 @@ def test_auto_is_what_was_measured_unless_something_is_asked_for() -> None:
     here = replace(HERE, fastest=("scd", "scd:8"))
     assert resolved("auto", here)[:2] == ("scd", "scd:8:law")
     assert resolved("auto:lambda-5", here)[:2] == ("lantern++", "naive_extend_57")
-    assert resolved("auto@chain", here)[:2] == ("lantern++", "chain")
+    assert resolved("auto@chain", here)[:2] == ("eagle", "chain")
     alone = replace(HERE, has_drafter=False)
-    assert resolved("auto", alone)[0] == "ar"
-    assert resolved("auto", replace(alone, fastest=("eagle", None)))[0] == "ar"
-    assert resolved("auto", replace(alone, fastest=("scd", None)))[0] == "scd"
+    assert resolved("auto", alone)[:2] == ("scd", "scd:16:law")
+    assert resolved("auto", replace(alone, fastest=("eagle", None)))[0] == "scd"
+    assert resolved("auto", replace(alone, fastest=("scd", "scd:4")))[1] == "scd:4:law"
     assert resolved("auto:lambda-5", alone)[0] == "sjd-pac"
+
+
+@pytest.mark.parametrize("fastest", [None, ("lantern++", None), ("lantern", None), ("ar", None)])
+@pytest.mark.parametrize("idle", [True, False])
+@pytest.mark.parametrize("has_drafter", [True, False])
+@pytest.mark.parametrize("images", [1, 8])
+def test_auto_is_lossless_everywhere(
+    fastest: tuple[str, None] | None, idle: bool, has_drafter: bool, images: int
+) -> None:
+    here = replace(
+        HERE,
+        fastest=fastest,
+        idle_arithmetic=idle,
+        has_drafter=has_drafter,
+        images=images,
+    )
+    assert resolve(Setting.parse("auto"), here).relaxation == EXACT
+
+
+def test_processors_have_small_trees() -> None:
+    here = replace(HERE, idle_arithmetic=False)
+    assert resolved("eagle", here)[1] == resolved("lantern++", here)[1] == "broad_7"
+    assert resolved("eagle2", here)[1] == resolved("lantern", here)[1] == "dynamic:4x3x12"
+    assert resolved("scd", here)[1] == "scd:16:law" and resolved("ar", here)[1] == "root"
+    assert resolved("auto", here)[1] == "scd:2:law"
+    assert resolved("auto", replace(here, images=4))[0] == "ar"
 
 
 def test_a_resolved_setting_is_not_resolved_again() -> None:

@@ -279,7 +279,7 @@ def test_without_huggingface_hub(
 ) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     said = refused(capsys, C2I)
-    assert "huggingface_hub is not installed" in said and ".[models]" in said
+    assert "huggingface_hub is not installed" in said and "lantern-hpu[models]" in said
 
 
 def test_offline_by_environment(tmp_path: Path) -> None:

@@ -132,7 +132,8 @@ def test_image_does_not_depend_on_batch_size(model: Path, tmp_path: Path) -> Non
 
 
 def test_saved_tokens_are_each_images_own(model: Path, tmp_path: Path) -> None:
-    options = ("--prompt", "red cat", "--num-images", 3, "--output", tmp_path / "out")
+    asked = ("--prompt", "red cat", "--method", "eagle", "--num-images", 3)
+    options = (*asked, "--output", tmp_path / "out")
     for size in (1, 3):
         file = tmp_path / f"{size}.npz"
         assert (
@@ -231,6 +232,8 @@ def test_grid_tokens_and_previews_are_written(model: Path, tmp_path: Path) -> No
     options = (
         "--prompt",
         "cat",
+        "--method",
+        "eagle",
         "--num-images",
         3,
         "--grid",

@@ -272,7 +272,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"partial_images": 99, "stream": True}, "0 to 3"),
     ({"method": "magic"}, "lantern++, ar, eagle2"),
     ({"method": "eagle"}, "lantern++, ar, eagle2"),
-    ({"tree": "chain"}, "naive_extend_57"),
+    ({"tree": "chain"}, "broad_7"),
     ({"seed": -1}, "greater than or equal to 0"),
     ({"seed": 2**80}, "less than or equal to"),
     ({"seed": 2**63 - 1}, "0 to"),

@@ -303,8 +303,8 @@ def test_auto_without_a_tuned_tree_says_how_to_tune(
     given = ["--model", str(model), "--prompt", "red cat", "--output", str(tmp_path)]
     assert generate.main([*given, "--tree", "auto", "--num-images", "3"]) == 2
     said = capsys.readouterr().err
-    assert "--tree auto knows no tree: none was tuned for lantern++ and batches of 3" in said
-    assert "lantern-hpu tune --method lantern++ --batch-size 3" in said
+    assert "--tree auto knows no tree: none was tuned for eagle and batches of 3" in said
+    assert "lantern-hpu tune --method eagle --batch-size 3" in said
 
 
 @pytest.mark.parametrize("method", sorted(set(METHODS) - set(TUNABLE)))
@@ -318,7 +318,7 @@ def test_auto_is_refused_where_no_tree_can_be_tuned(
 def test_choice_decides_the_method_only_if_none_is_named(model: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model))
     tree = DraftTree.from_paths("tuned_2", [[0], [0, 0]])
-    for method, ar_wins in (("lantern++", True), ("eagle", False)):
+    for method, ar_wins in (("eagle", True), ("lantern++", False)):
         tuned_trees.save_tree(pipeline.situation(method, 2), tuned_trees.TunedTree(tree, ar_wins))
     relaxed = pipeline.resolve("lantern++").relaxation
     assert pipeline.resolve("auto@auto", 2) == Resolved("ar")
@@ -326,8 +326,8 @@ def test_choice_decides_the_method_only_if_none_is_named(model: Path) -> None:
     assert pipeline.resolve("eagle@auto", 2) == Resolved("eagle", EXACT, tree)
     mine = pipeline.resolve("auto:lambda=2:k=3@auto", 2)
     assert mine == Resolved("lantern++", Multiplicative(3, lam=2.0), tree)
-    tuned_trees.save_tree(pipeline.situation("lantern++", 2), tuned_trees.TunedTree(tree, False))
-    assert pipeline.resolve("auto@auto", 2) == Resolved("lantern++", relaxed, tree)
+    tuned_trees.save_tree(pipeline.situation("eagle", 2), tuned_trees.TunedTree(tree, False))
+    assert pipeline.resolve("auto@auto", 2) == Resolved("eagle", EXACT, tree)
     with pytest.raises(OptionError, match="none was tuned") as refused:
         pipeline.resolve("eagle@auto", 5)
     assert "there is one for batches of 2" in str(refused.value)
@@ -386,7 +386,7 @@ def test_missing_scipy_is_said_before_anything_is_measured(
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     assert command.main([]) == 2
     said = capsys.readouterr().err
-    assert "scipy is not installed" in said and ".[tune]" in said
+    assert "scipy is not installed" in said and "lantern-hpu[tune]" in said
 
 
 def test_profile_without_counts_is_refused(tmp_path: Path) -> None:

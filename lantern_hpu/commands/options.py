@@ -14,7 +14,7 @@ from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.relaxation import RelaxationOptions
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import Setting, window_tree
-from lantern_hpu.methods.table import AUTO, DEFAULT_TREE, DEFAULT_WINDOW, METHODS
+from lantern_hpu.methods.table import AUTO, DEFAULT_TREE, DEFAULT_WINDOW, METHODS, SMALL_TREE
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.tree import DYNAMIC, DynamicTree
@@ -146,7 +146,7 @@ def add_method_options(group: Group) -> None:
     add(
         "--tree",
         help=f"{', '.join(NAMED)}, a .json file, or {AUTO}: the one that `lantern-hpu tune` found for this model "
-        f"and device ({DEFAULT_TREE}); for eagle2 and lantern {DYNAMIC}, or "
+        f"and device ({DEFAULT_TREE}, on processors {SMALL_TREE}); for eagle2 and lantern {DYNAMIC}, or "
         f"{DYNAMIC}:KxExN for top-k K, E expansions and N drafts ({DynamicTree().name})",
     )
     add("--window", type=int, metavar="W", help=f"drafts of a window ({DEFAULT_WINDOW})")

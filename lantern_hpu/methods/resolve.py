@@ -10,6 +10,10 @@ from lantern_hpu.methods.setting import Resolved, Setting
 from lantern_hpu.methods.table import AUTO, METHODS, WINDOWS
 from lantern_hpu.tree import Tree, Window, tuned_trees
 
+NARROW = Window.of(
+    "scd", 2
+)  # pays on processors of every kind that was measured, at LlamaGen-XL's size
+
 
 @dataclass(frozen=True)
 class Here:
@@ -19,6 +23,7 @@ class Here:
         codes: a token may be. tokens: of an image.
         fastest: the method measured to be fastest here, and its tree, if any was.
         situation: what trees are tuned for; None where none can be.
+        idle_arithmetic: whether the device verifies dozens of drafts at little cost. images: decoded together.
     """
 
     codes: int
@@ -26,15 +31,20 @@ class Here:
     has_drafter: bool
     fastest: tuple[str, str | None] | None = None
     situation: tuned_trees.Situation | None = None
+    idle_arithmetic: bool = True
+    images: int = 1
 
 
 def resolve(setting: Setting, here: Here) -> Resolved:
     """What draws.
 
-    `auto` is the fastest method measured with this model on this device. A tree or a relaxation, or a device
-    without a measurement, makes it `lantern++`. Without a drafter it is the fastest window tuned here, or `ar`, and
-    `sjd-pac` with a relaxation. The tree `auto` is the one tuned for this model, device and batch size; if one token
-    a step was faster and neither method nor relaxation is given, the method is `ar`.
+    `auto` is lossless unless a relaxation is given: the fastest lossless method measured with this model on this
+    device; where none was, `eagle` on a device with idle arithmetic and a drafter, the fastest window tuned here, or
+    a short one, and `ar` for several images on a processor. With a tree it is `eagle`; with a relaxation `lantern++`,
+    or `sjd-pac` without a drafter. The tree `auto` is the one tuned for this model, device and batch size; if one
+    token a step was faster and neither method nor relaxation is given, the method is `ar`.
+
+    The default tree of a method is small on a device without idle arithmetic.
 
     Published numbers of neighbours and usual windows are lowered to what the model has.
 
@@ -50,7 +60,8 @@ def resolve(setting: Setting, here: Here) -> Resolved:
     method, tree = METHODS[setting.method], setting.tree
     relaxation = setting.relaxation or method.relaxation or EXACT
     if tree is None:
-        tree = shortened(method.default_tree, here.tokens)
+        usual = method.default_tree if here.idle_arithmetic else method.small_tree
+        tree = shortened(usual, here.tokens)
     assert not isinstance(tree, str)
     return Resolved(setting.method, relaxation.fitted(here.codes), tree)
 
@@ -84,17 +95,21 @@ def with_method(setting: Setting, here: Here) -> Setting:
 
 
 def fastest_method(here: Here) -> Setting:
-    """As measured with this model; without a drafter only what needs none."""
-    if here.fastest is not None and (
-        here.has_drafter or not METHODS[here.fastest[0]].needs_drafter
-    ):
-        method, tree = here.fastest
-        return Setting.of(method, tree=tree)
-    if here.has_drafter:
-        return Setting("lantern++")
+    """As measured with this model, if it is lossless; without a drafter only what needs none."""
+    if here.fastest is not None:
+        name, tree = here.fastest
+        method = METHODS[name]
+        if method.relaxation is None and (here.has_drafter or not method.needs_drafter):
+            return Setting.of(name, tree=tree)
+    if here.has_drafter and here.idle_arithmetic:
+        return Setting("eagle")
     tuned = [] if here.situation is None else tuned_trees.tuned_windows(here.situation, WINDOWS)
     best = min(tuned, default=None, key=lambda window: window[0])
-    return Setting("ar") if best is None else Setting(best[1], tree=best[2])
+    if best is not None:
+        return Setting(best[1], tree=best[2])
+    if not here.idle_arithmetic and here.images > 1:
+        return Setting("ar")
+    return Setting("scd", tree=None if here.idle_arithmetic else NARROW)
 
 
 def shortened(tree: Tree, tokens: int) -> Tree:

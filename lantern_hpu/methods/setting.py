@@ -47,8 +47,10 @@ class Setting:
 
     @property
     def drafting(self) -> str:
-        """The method that the rest is for: `auto` with a tree or a relaxation is `lantern++`."""
-        return "lantern++" if self.method == AUTO else self.method
+        """The method that the rest is for: `auto` with a relaxation is `lantern++`, with a tree alone `eagle`."""
+        if self.method != AUTO:
+            return self.method
+        return "eagle" if self.relaxation in (None, EXACT) else "lantern++"
 
     @classmethod
     def parse(cls, text: str) -> Setting:

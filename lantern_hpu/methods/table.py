@@ -14,6 +14,8 @@ AUTO: Final = (
     "auto"  # of methods, the fastest measured here; of trees, the tuned one: see `resolve`
 )
 DEFAULT_TREE = "naive_extend_57"
+# Where arithmetic is scarce, as on processors, verifying 58 drafts costs more than they bring.
+SMALL_TREE, SMALL_DYNAMIC = "broad_7", "dynamic:4x3x12"
 DEFAULT_WINDOW = 16
 
 
@@ -62,6 +64,13 @@ class Method:
         if self.rule is not None:
             return Window.of(self.rule, DEFAULT_WINDOW)
         return load_tree(DYNAMIC if self.tree == "dynamic" else DEFAULT_TREE)
+
+    @property
+    def small_tree(self) -> Tree:
+        """Instead of `default_tree`, on a device without idle arithmetic."""
+        if not self.needs_drafter:
+            return self.default_tree
+        return load_tree(SMALL_DYNAMIC if self.tree == "dynamic" else SMALL_TREE)
 
     def takes(self, tree: Tree) -> bool:
         """Whether it can draft this tree."""

@@ -20,7 +20,7 @@ HELD_OUT = 1_000_000  # added to the seeds of images that check what was expecte
 class TuneOptions:
     """Which trees may be found, for what, and how many images are drawn with each that is measured."""
 
-    method: str = option("lantern++", f"{', '.join(TUNABLE)}, or a setting without a tree")
+    method: str = option("eagle", f"{', '.join(TUNABLE)}, or a setting without a tree")
     batch_size: int = option(1, "images decoded together", low=1)
     max_nodes: int = option(
         64, f"with the root; stretched {LARGE['max_nodes']}", low=2, high=MOST_NODES
