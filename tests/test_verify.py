@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from lantern_hpu.backends import OWN_KERNELS
-from lantern_hpu.backends.candidates import candidates_of
-from lantern_hpu.backends.hpu.emulator import hpex
+from lantern_hpu.backends.candidates import Candidate, candidates_of
+from lantern_hpu.backends.cuda import kernels as triton
+from lantern_hpu.backends.cuda.kernels import checks
+from lantern_hpu.backends.hpu.emulator import hpex, lowering
 from lantern_hpu.backends.hpu.emulator.device import Device
 from lantern_hpu.backends.hpu.emulator.graphs import Recording
 from lantern_hpu.commands.verify import main
+from lantern_hpu.decode.engine import Engine, GraphReport
 from lantern_hpu.lab.verify import run
 from lantern_hpu.lab.verify.ask import Asked
 from lantern_hpu.lab.verify.items import (
@@ -29,6 +34,8 @@ from lantern_hpu.lab.verify.items import (
     stages_of,
 )
 from lantern_hpu.lab.verify.page import verify_page
+from lantern_hpu.methods.table import METHODS
+from lantern_hpu.ops.kernels import PLAIN, Kernels
 from tests.folder import write_folder
 from tests.marks import mostly_slow
 
@@ -125,6 +132,18 @@ def test_page_escapes_what_devices_say() -> None:
     }
     shown = verify_page(report)
     assert "&lt;b&gt;" in shown and "&lt;i&gt;" in shown and "ms 1.5" in shown
+
+
+def test_page_has_the_release_and_the_flags() -> None:
+    """All that an owner needs to send beside the file."""
+    report = {
+        **dict.fromkeys(("kind", "device", "model", "torch", "lantern_hpu"), "x"),
+        **{"release": "1.24", "emulated": False, "checks": [], "seconds": 1.0, "results": []},
+        "hardware": {"flags": {"PT_HPU_LAZY_MODE": "1", "PT_HPU_WEIGHT_SHARING": "0"}},
+    }
+    shown = verify_page(report)
+    assert "<td>1.24</td>" in shown
+    assert "PT_HPU_LAZY_MODE=1, PT_HPU_WEIGHT_SHARING=0" in shown
 
 
 def test_every_device_has_its_stages() -> None:
@@ -228,8 +247,60 @@ def test_lost_write_into_a_cache_is_refuted(
         assert state == "refuted" and "differ" in detail and numbers["wrong"]
 
 
-def test_wrong_products_of_matrices_are_refuted_by_the_tokens(
+@pytest.mark.slow
+@pytest.mark.parametrize("method", CACHES)
+def test_write_that_a_compiler_loses_is_refuted(
+    model: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same in compile mode: a pass throws one write into a cache away."""
+    with asked("caches", "compile", str(model)) as question:
+        assert question.answer(method)[0] == "confirmed"
+    real = lowering.put_in_place
+
+    def losing(card: Device, graph: fx.GraphModule) -> int:
+        left = real(card, graph)
+        writes = [n for n in graph.graph.nodes if n.target == torch.ops.aten.index_copy_.default]
+        for node in writes[:1]:
+            node.replace_all_uses_with(node.args[0])
+            graph.graph.erase_node(node)
+        graph.recompile()
+        return left
+
+    monkeypatch.setattr(lowering, "put_in_place", losing)
+    with asked("caches", "compile", str(model)) as question:
+        state, detail, numbers = question.answer(method)
+        assert state == "refuted" and "differ" in detail and numbers["wrong"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", CACHES)
+def test_operator_that_is_cut_out_of_a_compiled_step_is_refuted(
+    model: Path, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in Stage("cuts", "compile").flags.items():
+        monkeypatch.setenv(name, value)
+    with asked("cuts", "compile", str(model)) as question:
+        assert question.answer(method)[0] == "confirmed"
+    monkeypatch.setattr(lowering, "ALWAYS_CUT", lowering.ALWAYS_CUT | {"cumsum"})
+    with asked("cuts", "compile", str(model)) as question:
+        state, detail, _ = question.answer(method)
+        assert state == "refuted" and "eager fallback of cumsum" in detail
+
+
+def test_failure_that_is_no_cut_leaves_the_question_open(
     model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(question: Asked, *rest: Any) -> None:
+        raise RuntimeError("synStatus=26")
+
+    monkeypatch.setattr(Asked, "steps", failing)
+    with asked("cuts", "compile", str(model)) as question, pytest.raises(RuntimeError):
+        question.answer("ar")
+
+
+@pytest.mark.parametrize("method", mostly_slow(METHODS, "ar"))
+def test_wrong_products_of_matrices_are_refuted_by_the_tokens(
+    model: Path, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = Device.compute
 
@@ -239,20 +310,112 @@ def test_wrong_products_of_matrices_are_refuted_by_the_tokens(
 
     monkeypatch.setattr(Device, "compute", wrong)
     with asked("methods", model=str(model)) as question:
-        state, detail, _ = question.answer("ar")
+        state, detail, _ = question.answer(method)
         assert state == "refuted" and "tokens differ" in detail
 
 
-def test_compilation_after_the_warm_up_is_refuted(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("what", ["graph compilations", "cpu fallbacks", "captures after warm-up"])
+def test_what_a_step_does_after_the_warm_up_is_refuted(
+    what: str, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Recording.run
+    real, report = Recording.run, Engine.report
 
-    def compiling(recording: Recording, live: Any) -> Any:
-        recording.device.counts.recipes += 1
+    def replayed(recording: Recording, live: Any) -> Any:
+        counts = recording.device.counts
+        if what == "graph compilations":
+            counts.recipes += 1
+        elif what == "cpu fallbacks":
+            counts.fallbacks["i0"] += 1
         return real(recording, live)
 
-    monkeypatch.setattr(Recording, "run", compiling)
+    def reported(engine: Engine) -> GraphReport:
+        captures = int(what == "captures after warm-up")
+        return replace(report(engine), recompiles_after_warmup=captures)
+
+    monkeypatch.setattr(Recording, "run", replayed)
+    monkeypatch.setattr(Engine, "report", reported)
     with asked("methods", model=str(model)) as question:
         state, detail, _ = question.answer("ar")
-        assert state == "refuted" and "graph compilations while drawing" in detail
+        assert state == "refuted" and f"{what} while drawing" in detail
+
+
+# On CUDA all nine Triton kernels are asked; here plain forms stand in for them
+
+
+class OneCard:
+    """What a question about kernels needs of a backend."""
+
+    name, device = "cuda", torch.device("cpu")
+
+    def kernels(self, choice: str, dtype: torch.dtype) -> Kernels:
+        return PLAIN
+
+
+def stand_in(name: str) -> Callable[..., Any]:
+    if name == "walk":
+        return lambda *given: checks.worked_walk(OneCard.device)[1]
+    return checks.TWINS[name]
+
+
+def halved(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel whose results, and what it writes, are wrong."""
+
+    def wrong(*given: Any) -> Any:
+        results = function(*given)
+        for tensor in results if isinstance(results, tuple) else (results,):
+            tensor += torch.ones_like(tensor)
+        return results
+
+    return wrong
+
+
+@pytest.mark.parametrize("wrong", OWN_KERNELS["cuda"])
+def test_each_triton_kernel_is_asked_and_can_be_refuted(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Candidate]:
+        examples = checks.kernel_examples(device, dtype)
+        made = {name: stand_in(name) for name in examples}
+        made[wrong] = halved(made[wrong])
+        slack = checks.tolerance(dtype)
+        return {n: Candidate(lambda n=n: made[n], examples[n], slack) for n in made}  # type: ignore[misc]
+
+    monkeypatch.setattr(triton, "triton_candidates", candidates)
+    stage = Stage("kernels", "auto", "cuda")
+    question = Asked(stage, "cuda", False, "")
+    vars(question)["backend"] = OneCard()
+    answers = {item: question.answer(item)[0] for item, _ in items_of(stage)}
+    assert len(answers) == 9
+    assert {item for item, state in answers.items() if state == "refuted"} == {wrong}
+    assert set(answers.values()) == {"refuted", "confirmed"}
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="no Triton")
+def test_every_triton_kernel_is_a_question() -> None:
+    found = triton.triton_candidates(torch.device("cpu"), torch.float32)
+    assert set(found) == set(OWN_KERNELS["cuda"])
+
+
+def test_plain_twins_of_triton_kernels_run_on_the_processor() -> None:
+    """So that a wrong result of the card's own plain form confirms nothing."""
+    seen: set[str] = set()
+
+    def noted(name: str) -> Callable[..., Any]:
+        def twin(*given: Any) -> Any:
+            seen.update(x.device.type for x in given if isinstance(x, Tensor))
+            return real[name](*given)
+
+        return twin
+
+    real = dict(checks.TWINS)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in real:
+            patch.setitem(checks.TWINS, name, noted(name))
+        checks.kernel_examples(torch.device("meta"), torch.float32)
+    assert seen == {"cpu"}
+
+
+def test_every_kind_of_question_has_a_planted_fault() -> None:
+    """The tests above, and `test_facts.py`; a benchmark measures and claims nothing."""
+    kinds = {stage.kind for stage in stages_of("hpu", emulate=True)}
+    assert kinds == {"facts", "kernels", "caches", "methods", "cuts", "bench"}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -39,22 +40,22 @@ def fault(candidate: Candidate) -> str:
 
 
 def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[Example]]:
-    """Calls of each kernel, with what comes of its plain twin."""
+    """Calls of each kernel on a device, with what comes of its plain twin on the CPU."""
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device, dtype)
+        return torch.randn(shape, generator=generator).to(dtype)
 
     def grains(*shape: int) -> Tensor:
         """Whole numbers: as masses they add up to the same in any order."""
-        return torch.randint(4, shape, generator=generator).float().to(device)
+        return torch.randint(4, shape, generator=generator).float()
 
     params = SamplingParams(
-        torch.tensor([3.0, 1.5], device=device),
-        torch.tensor([0.7, 1.0], device=device),
-        torch.tensor([50, 1000], dtype=torch.int32, device=device),
-        torch.ones(2, device=device),
-        torch.zeros(2, dtype=torch.bool, device=device),
+        torch.tensor([3.0, 1.5]),
+        torch.tensor([0.7, 1.0]),
+        torch.tensor([50, 1000], dtype=torch.int32),
+        torch.ones(2),
+        torch.zeros(2, dtype=torch.bool),
     )
     masses, uniform = grains(2, 3, 1000), grains(2, 3, 4) / 4
 
@@ -62,15 +63,15 @@ def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[
         """A few queries and a cache of which the second row sees less than the first."""
         keys, values = (some(2, slots, 1, width).transpose(1, 2) for _ in range(2))
         slot, start = torch.arange(slots), torch.tensor([slots // 2, 2])[:, None, None]
-        unseen = (slot > start + torch.arange(queries)[:, None]).to(device, dtype)  # [2, T, slots]
+        unseen = (slot > start + torch.arange(queries)[:, None]).to(dtype)  # [2, T, slots]
         mask = unseen * torch.finfo(dtype).min
         return some(2, queries, 2, width).transpose(1, 2), keys, values, mask[:, None]
 
     wide, rope = some(2, 3, 8, 32), some(2, 3, 2, 16)
-    kept = some(24, 2, 32), some(24, 2, 32), torch.tensor([1, 2, 3, 16, 17, 18]).int().to(device)
+    kept = some(24, 2, 32), some(24, 2, 32), torch.tensor([1, 2, 3, 16, 17, 18]).int()
     # One of each row moves in the same write.
-    more = torch.tensor([0, 1, 2, 3, 15, 16, 17, 18]).int().to(device)
-    source = torch.tensor([2, 20]).int().to(device)
+    more = torch.tensor([0, 1, 2, 3, 15, 16, 17, 18]).int()
+    source = torch.tensor([2, 20]).int()
     calls: dict[str, list[tuple[Any, ...]]] = {
         "attention": [looks(40), looks(260), looks(260, 58, 128)],
         "rms_norm": [(some(2, 3, 96), some(96), 1e-5)],
@@ -89,12 +90,23 @@ def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[
     }
     with torch.no_grad():
         judged: dict[str, list[Example]] = {
-            name: [(call, outcome(TWINS[name], call)) for call in several]
+            name: [(moved(call, device), outcome(TWINS[name], call)) for call in several]
             for name, several in calls.items()
         }
     call, results = worked_walk(device)
     judged["walk"] = [(call, [*results, *tensors(call)])]
     return judged
+
+
+def moved(call: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
+    """Arguments on a device."""
+
+    def move(value: Any) -> Any:
+        if isinstance(value, SamplingParams):
+            return SamplingParams(*(getattr(value, f.name).to(device) for f in fields(value)))
+        return value.to(device) if isinstance(value, Tensor) else value
+
+    return tuple(map(move, call))
 
 
 def worked_walk(device: torch.device) -> Example:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from functools import cached_property
 from typing import Any
@@ -20,7 +20,7 @@ from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import LanternError
 from lantern_hpu.lab.bench.cases import BenchRequest
 from lantern_hpu.lab.bench.run import run_bench
-from lantern_hpu.lab.verify.items import Question, Result, Stage, State
+from lantern_hpu.lab.verify.items import CUTS_REFUSED, Question, Result, Stage, State
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.ops.kv_cache import KVCache
@@ -37,6 +37,7 @@ CACHE_STEPS = 12  # after which the caches are compared
 CACHE_TOLERANCE = (
     2e-2  # sums of several layers, in another order and on a card in lower precision inside
 )
+CUT_STEPS = 2  # the first compiles all that a step is made of
 Answer = tuple[State, str, dict[str, Any]]
 
 
@@ -116,6 +117,7 @@ class Asked:
             "kernels": self.kernel,
             "caches": self.caches,
             "methods": self.method,
+            "cuts": self.cuts,
             "bench": self.bench,
         }[self.stage.kind](item)
 
@@ -211,6 +213,20 @@ class Asked:
         planned = summed(largest_phase(pipeline.model.config, setup)[1])
         return {"peak bytes": peak, "planned bytes": planned}
 
+    # Cuts
+
+    def cuts(self, item: str) -> Answer:
+        """Whether steps are compiled whole: with the flag of the stage the compiler raises where it would run an
+        operator eagerly, or on the CPU."""
+        try:
+            self.steps(self.pipeline, item, CUT_STEPS)
+        except Exception as error:
+            refusals = [line for cause in causes(error) if (line := refusal_of_a_cut(cause))]
+            if not refusals:
+                raise
+            return "refuted", refusals[-1], {}
+        return "confirmed", f"compiled whole with {CUTS_REFUSED}=0", {}
+
     # Benchmark
 
     def bench(self, item: str) -> Answer:
@@ -239,6 +255,22 @@ class Asked:
 def drafter_cache(state: DecodeState) -> KVCache | None:
     """The cache of a drafter that has one."""
     return getattr(state.drafting, "kv_cache", None)
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def refusal_of_a_cut(error: BaseException) -> str:
+    """The line of an error by which a compiler refuses to cut; empty if it is another's."""
+    lines = str(error).splitlines() or [""]
+    named = [line.strip() for line in lines if "fallback" in line.lower()]
+    if named or isinstance(error, AssertionError):
+        return f"{type(error).__name__}: {[*named, lines[0]][0]}"
+    return ""
 
 
 def explained(error: BaseException) -> str:

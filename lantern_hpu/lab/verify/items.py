@@ -12,7 +12,11 @@ from lantern_hpu.backends.hpu import releases
 from lantern_hpu.methods.table import METHODS
 
 State = Literal["confirmed", "refuted", "unanswered"]
-CACHES = ("ar", "lantern++")  # a method without a drafter, and one with it
+CUTS_REFUSED = "PT_HPU_USE_EAGER_FALLBACK"  # 0: the compiler raises where it would cut a graph
+CACHES = (
+    "ar",
+    "lantern++",
+)  # a method without a drafter, and one with it: caches and cuts are asked of these
 
 
 @dataclass(frozen=True)
@@ -20,7 +24,7 @@ class Stage:
     """A process: one graph mode of one device.
 
     Attributes:
-        kind: `facts`, `kernels`, `caches`, `methods` or `bench`.
+        kind: `facts`, `kernels`, `caches`, `methods`, `cuts` or `bench`.
         release: of Gaudi's software, whose facts are asked.
     """
 
@@ -32,6 +36,11 @@ class Stage:
     @property
     def name(self) -> str:
         return f"{self.kind} {self.graphs}"
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """What the environment of its process has, whatever the user set."""
+        return {CUTS_REFUSED: "0"} if self.kind == "cuts" else {}
 
 
 class Question(NamedTuple):
@@ -68,6 +77,7 @@ def stages_of(device: str, emulate: bool = False) -> list[Stage]:
     pairs = [("facts", mode) for mode in ("hpu_graph", "eager") if device == EMULATED]
     pairs += [("kernels", modes[0])] if device in OWN_KERNELS else []
     pairs += [(kind, mode) for kind in ("caches", "methods") for mode in modes]
+    pairs += [("cuts", "compile")] if device == EMULATED else []
     release = hpu_env.release_of(emulate).name
     return [Stage(*pair, device, release) for pair in [*pairs, ("bench", modes[0])]]
 
@@ -83,6 +93,8 @@ def items_of(stage: Stage) -> Iterator[Question]:
         yield from (Question(name, "its plain twin") for name in OWN_KERNELS[stage.device])
     elif stage.kind == "caches":
         yield from (Question(name, "the plain step on the CPU") for name in CACHES)
+    elif stage.kind == "cuts":
+        yield from (Question(name, f"{CUTS_REFUSED}=0") for name in CACHES)
     elif stage.kind == "methods":
         yield from (Question(name, "the CPU's tokens") for name in METHODS)
     else:

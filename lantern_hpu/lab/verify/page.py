@@ -25,13 +25,20 @@ def verify_summary(report: dict[str, Any]) -> str:
     return f"{report['device']}{emulated}: {counted}, in {report['seconds']:.0f} seconds"
 
 
+def on_one_line(value: object) -> object:
+    """Flags and the like on one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={part}" for name, part in value.items())
+    return value
+
+
 def verify_page(report: dict[str, Any]) -> str:
     """A whole HTML document."""
-    names = ("model", "torch", "lantern_hpu")
+    names = ("release", "model", "torch", "lantern_hpu")  # the release of Gaudi's software
     about = {"device": report["device"] + (" (emulated)" if report["emulated"] else "")}
-    about |= {name: report[name] for name in names}
+    about |= {name: report[name] for name in names if report.get(name)}
     hardware = {n: v for n, v in report["hardware"].items() if n not in ("device", "torch")}
-    about |= {name: value for name, value in hardware.items() if not isinstance(value, dict)}
+    about |= {name: on_one_line(value) for name, value in hardware.items()}
     stages = []
     for stage, results in groupby(report["results"], lambda result: result["stage"]):
         worst_first = sorted(results, key=lambda result: STATES.index(result["state"]))

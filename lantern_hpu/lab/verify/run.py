@@ -215,6 +215,7 @@ def answer_in_process(
     """What the process of a stage does; all it prints goes into the log."""
     # Flags that the parent has set would count as the user's.
     os.environ.pop(hpu_env.LAZY_MODE, None)
+    os.environ.update(stage.flags)
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
     for stream in (sys.stdout, sys.stderr):
         os.dup2(descriptor, stream.fileno())
