@@ -33,7 +33,7 @@ from lantern_hpu.commands.serve import main
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, OptionError
-from lantern_hpu.methods.relaxation import EXACT
+from lantern_hpu.methods.relaxation import EXACT, Blended
 from lantern_hpu.methods.request import Request
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
@@ -289,6 +289,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"relax_k": -1}, "0 (exact) or more"),
     ({"relax_lambda": 0.1}, "1 (exact) or more"),
     ({"relax_omega": 0.5}, "relax_omega"),
+    ({"relax_tv": 0.1}, "--allow tv"),
+    ({"relax_tv": 2}, "0 (exact) to 1"),
+    ({"relax_tv": 0.1, "relax_budget": -1}, "0 (exact) or more"),
     ({"relax_lambda": 2, "relax_delta": 0.1}, "exclude each other"),
     ({"residual": "official"}, "sound"),
     ({"relax": "odd"}, "unknown preset"),
@@ -511,6 +514,28 @@ def test_greedy_and_weaker_relaxations_share_the_graph(
     drawn = pixels(exact["data"][0]["b64_json"])
     assert np.array_equal(drawn, wanted(pipeline, "cat", 4, "eagle"))
     assert server.metric("recompiles_after_readiness") == 0
+
+
+def test_a_request_bounds_what_its_tokens_cost(model: Path, pipeline: LanternPipeline) -> None:
+    options = ServeOptions(str(model), methods=("scd", "lantern++"), slots=2, allow=("tv",))
+    with served(options) as server:
+        asked = {"relax_tv": 0.2, "relax_budget": 0.9}
+        answer = server.post(prompt="cat", method="scd", seed=3, **asked).json()
+        drawn = pixels(answer["data"][0]["b64_json"])
+        result = pipeline("cat", seed=3, method="scd", relax=Blended(tv=0.2, budget=0.9))
+        assert np.array_equal(drawn, np.asarray(result.images[0]))
+        metrics, record = answer["data"][0]["metrics"], result.records[0]
+        assert [metrics[n] for n in ("tv_mean", "tv_max", "tv_sum")] == pytest.approx(
+            [record.tv_mean, record.tv_max, record.tv_sum]
+        )
+        assert 0 < metrics["tv_max"] < 0.2001 < metrics["tv_sum"] < 0.9001
+        exact = server.post(prompt="cat", method="scd", seed=3, relax_tv=0).json()["data"][0]
+        assert exact["metrics"]["tv_sum"] == 0
+        assert server.metric("spec_decode_tv_total") == pytest.approx(metrics["tv_sum"])
+        assert server.metric("tv_mean_count") == 2
+        none = server.post(prompt="cat", relax_budget=2, method="scd")
+        assert none.status_code == 400 and "relax_budget" in none.json()["error"]["message"]
+        assert server.metric("recompiles_after_readiness") == 0
 
 
 def test_presets_that_were_allowed_relax_a_window(model: Path, pipeline: LanternPipeline) -> None:

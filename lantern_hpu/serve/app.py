@@ -355,6 +355,9 @@ class Answer:
             tokens_per_step=record.tokens_per_step,
             accepted_by_depth=by_depth,
             relaxed_accepts=record.relaxed_accepts,
+            tv_mean=record.tv_mean,
+            tv_max=record.tv_max,
+            tv_sum=record.tv_sum,
             speculative_decoding=protocol.SpeculativeDecoding.of(record.steps, by_depth)
             if drafts
             else None,

@@ -28,7 +28,7 @@ from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.methods.table import AUTO, METHODS
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import Drawn
+from lantern_hpu.results.images import Drawn, ImageRecord
 from lantern_hpu.results.prompts import usual_prompts
 from lantern_hpu.serve.calls import Menu, Served, translated
 from lantern_hpu.serve.metrics import Metrics
@@ -425,14 +425,14 @@ class DecodeThread:
         began = time.monotonic()
         drawn = self.pipeline.drawn(done, self.described[job.method], self.environment)
         now = time.monotonic()
-        self.count(lane, done)
+        self.count(lane, done, drawn.record)
         self.metrics.latency.labels(self.menu.model).observe(now - job.queued)
         spent = now - job.admitted
         self.seconds = 0.8 * self.seconds + 0.2 * spent if self.seconds else spent
         times = (job.admitted - job.queued, job.begun - job.admitted, began - job.begun)
         self.close(job, Done(drawn, *times, now - began))
 
-    def count(self, lane: Lane, done: Finished) -> None:
+    def count(self, lane: Lane, done: Finished, record: ImageRecord) -> None:
         model, method, metrics = self.menu.model, lane.served.setting.method, self.metrics
         metrics.success.labels(model, method).inc()
         metrics.tokens.labels(model, method).inc(len(done.tokens))
@@ -442,6 +442,10 @@ class DecodeThread:
             metrics.draft_tokens.labels(model, method).inc(verified)
             metrics.accepted.labels(model, method).inc(sum(done.accepted))
             metrics.relaxed.labels(model, method).inc(done.relaxed)
+            if record.tv_sum is not None and record.tv_mean is not None:
+                metrics.tv.labels(model, method).inc(record.tv_sum)
+                metrics.tv_mean.labels(model, method).observe(record.tv_mean)
+                metrics.tv_max.labels(model, method).observe(record.tv_max or 0.0)
             for position, accepted in enumerate(done.accepted):
                 metrics.per_pos.labels(model, method, str(position)).inc(accepted)
 

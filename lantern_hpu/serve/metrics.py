@@ -10,6 +10,7 @@ with needing("prometheus_client", "the server counts with it", "serve"):
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250)
+TV = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.5, 1)
 STEP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
 
 
@@ -44,6 +45,11 @@ class Metrics:
         self.per_pos = counter(name, each, "method", "position")
         relaxed = "Drafts accepted only thanks to relaxation"
         self.relaxed = counter("spec_decode_num_relaxed_tokens", relaxed, "method")
+        spent = "Total variation that relaxation cost, summed over the tokens of finished images"
+        self.tv = counter("spec_decode_tv", spent, "method")
+        mean = "Total variation of a token, mean of an image"
+        self.tv_mean = histogram("tv_mean", mean, TV, "method")
+        self.tv_max = histogram("tv_max", "The largest of an image's tokens", TV, "method")
         self.queue = histogram("request_queue_time_seconds", "From arrival to a slot", SECONDS)
         latency = "From arrival to the picture"
         self.latency = histogram("e2e_request_latency_seconds", latency, SECONDS)

@@ -94,7 +94,9 @@ async function draw(method) {
       const seconds = ((performance.now() - began) / 1000).toFixed(2);
       const { steps, tokens_per_step: rate } = event.metrics;
       shown.show(event.b64_json);
-      shown.facts({ steps, "tokens a step": rate.toFixed(2), seconds });
+      const { tv_mean: mean, tv_max: most, tv_sum: sum } = event.metrics;
+      const tv = mean == null ? {} : { "TV a token": mean.toFixed(3), largest: most.toFixed(3), sum: sum.toFixed(1) };
+      shown.facts({ steps, "tokens a step": rate.toFixed(2), seconds, ...tv });
       if (event.type === "image_generation.completed") {
         shown.progress(rows);
         shown.bars(event.metrics.accepted_by_depth, steps);

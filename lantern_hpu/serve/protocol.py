@@ -182,6 +182,11 @@ class ImageMetrics(BaseModel):
     tokens_per_step: float
     accepted_by_depth: list[int] = Field(description="steps that accepted a draft at depth 1, ...")
     relaxed_accepts: int = Field(description="drafts accepted only because of the relaxation")
+    tv_mean: float | None = Field(
+        description="total variation that relaxation cost a token; null where it is not metered"
+    )
+    tv_max: float | None
+    tv_sum: float | None
     speculative_decoding: SpeculativeDecoding | None = Field(description="null without drafts")
 
 
