@@ -77,7 +77,10 @@ def test_a_run_leaves_rows_a_page_and_plots(finished: Path) -> None:
     # Its own pictures are nearer to its own than those of a model that knows nothing
     assert generator["frechet"] < rows["ar"]["frechet"] / 2
     assert generator["agreement"] > 0.75 > rows["ar"]["agreement"] + 0.2
-    for name in ("evaluation.md", "quality-tokens.png", "quality-seconds.png"):
+    assert rows["ar"]["tv_per_token"] == 0 < rows["lantern++:lambda=3"]["tv_per_token"] < 1
+    plots = ("quality-tokens", "quality-seconds", "quality-tv", "tokens-tv")
+    assert all(f"({name}.png)" in (finished / "evaluation.md").read_text() for name in plots)
+    for name in ("evaluation.md", *(f"{name}.png" for name in plots)):
         assert (finished / name).stat().st_size > 500
     assert "lantern++:lambda=3" in (finished / "evaluation.md").read_text()
 

@@ -40,6 +40,7 @@ class Line:
 
     Attributes:
         steps: until it was done. seconds: prompt to pixels, of its batch over the batch's size.
+        tv: total variation that relaxation cost its tokens together; None where it was not metered.
     """
 
     id: str
@@ -47,6 +48,7 @@ class Line:
     tokens: int
     steps: int
     seconds: float
+    tv: float | None = None
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 STEPS = ratio_metric("tokens_per_step", "tokens a step", "higher", 2)
 SECONDS = ratio_metric("seconds_per_image", "seconds an image", "lower", 3)
-PACE = (STEPS, SECONDS)
+SPENT = ratio_metric("tv_per_token", "TV a token", "lower", 3)
+PACE = (STEPS, SPENT, SECONDS)
 NOISE = "≈"  # behind a figure that chance alone could have moved as far from that of `ar`
 
 
@@ -56,10 +57,14 @@ class QualityRow:
 
 
 def pace(lines: Sequence[Line]) -> dict[str, Array]:
-    """Rows of tokens a step and seconds an image; the token that prefill draws takes no step."""
+    """Rows of tokens a step, TV a token and seconds an image; the token that prefill draws takes no step."""
     steps = [(line.tokens - 1, max(line.steps, 1)) for line in lines]
     seconds = [(line.seconds, 1.0) for line in lines]
-    return {STEPS.name: np.asarray(steps, float), SECONDS.name: np.asarray(seconds, float)}
+    found = {STEPS.name: np.asarray(steps, float), SECONDS.name: np.asarray(seconds, float)}
+    spent = [(line.tv, line.tokens - 1) for line in lines]
+    if all(tv is not None for tv, _ in spent):
+        found[SPENT.name] = np.asarray(spent, float)
+    return found
 
 
 def judged(rows: Sequence[QualityRow], again: QualityRow | None) -> list[QualityRow]:
@@ -140,7 +145,7 @@ def draw_metric(
     axes: Axes, rows: Sequence[QualityRow], metric: QualityMetric, pace: QualityMetric
 ) -> None:
     """A line for each method through its settings."""
-    shown = [row for row in rows if metric.name in row.figures]
+    shown = [row for row in rows if metric.name in row.figures and pace.name in row.figures]
     shown.sort(key=lambda row: row.figures[pace.name].value)
     methods = dict.fromkeys(str(row.about["method"]) for row in rows)
     for i, method in enumerate(methods):

@@ -168,7 +168,14 @@ def pictures_of(
 ) -> tuple[list[bytes], list[Line]]:
     """PNG files of a batch, and their lines."""
     lines = [
-        Line(items[index].id, record.seed, record.tokens, record.steps, round(seconds, 6))
+        Line(
+            items[index].id,
+            record.seed,
+            record.tokens,
+            record.steps,
+            round(seconds, 6),
+            record.tv_sum,
+        )
         for index, record in zip(indices, result.records, strict=True)
     ]
     return [result.png(i) for i in range(len(lines))], lines

@@ -18,6 +18,9 @@ from lantern_hpu.lab.evaluate.options import EvaluateOptions, FidelityOptions
 from lantern_hpu.lab.evaluate.report import (
     NOISE,
     PACE,
+    SECONDS,
+    SPENT,
+    STEPS,
     QualityRow,
     judged,
     pace,
@@ -207,11 +210,17 @@ class Evaluation:
             "rows": [row.as_json() for row in rows],
             "baselines": [row.as_json() for row in baselines],
         }
-        axes = {"quality-tokens": PACE[0], "quality-seconds": PACE[1]} if metrics else {}
         timed = [row for row in rows if row.about]
+        axes = {"quality-tokens": STEPS, "quality-seconds": SECONDS} if metrics else {}
+        metered = [row for row in timed if SPENT.name in row.figures]
+        if any(row.figures[SPENT.name].value for row in metered):
+            axes |= {"quality-tv": SPENT} if metrics else {}
         files = {f"{n}.png": plot(timed, baselines, metrics, axis) for n, axis in axes.items()}
+        if "quality-tv" in axes:
+            files["tokens-tv.png"] = plot(metered, [], [STEPS, SECONDS], SPENT)
         table = quality_table(everything, metrics)
-        page = render_page("evaluation.md", about=about, table=table)
+        names = [name.removesuffix(".png") for name in files]
+        page = render_page("evaluation.md", about=about, table=table, plots=names)
         write_rows(self.output / "evaluation.json", document, force=True)
         for name, data in {**files, "evaluation.md": page.encode()}.items():
             write_file(self.output / name, data, force=True)
