@@ -27,14 +27,15 @@ from lantern_hpu.errors import OptionError, choices, nearest_keyword, require
 from lantern_hpu.graphs import check_mode
 from lantern_hpu.methods.arguments import per_prompt, relaxation_of, seeds_of
 from lantern_hpu.methods.relaxation import Relaxation
-from lantern_hpu.methods.request import Request
+from lantern_hpu.methods.request import Request, size_of
 from lantern_hpu.methods.resolve import Here, resolve
 from lantern_hpu.methods.setting import Resolved, Setting, window_tree
 from lantern_hpu.methods.table import AUTO, WINDOWS
+from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.files.load import Opened, open_model
 from lantern_hpu.models.files.parts import Given
-from lantern_hpu.models.model import ImageModel, Placement
+from lantern_hpu.models.model import ImageModel, Placement, grid_of
 from lantern_hpu.models.quantize import quantize as quantize_weights
 from lantern_hpu.models.stretch import Stretched
 from lantern_hpu.models.text.prefix import Prefix
@@ -50,8 +51,12 @@ StepEnd = Callable[["LanternPipeline", int, int, dict[str, Any]], object]
 
 def settings_of(request: Request) -> dict[str, Any]:
     """What an image's metadata say of its own settings."""
-    found = {"sampling": asdict(request.sampling), "relaxation": request.relaxation.as_json()}
-    return found | ({} if request.negative is None else {"negative": request.negative})
+    found: dict[str, Any] = {
+        "sampling": asdict(request.sampling),
+        "relaxation": request.relaxation.as_json(),
+    }
+    found |= {} if request.negative is None else {"negative": request.negative}
+    return found | ({} if request.size is None else {"size": list(request.size)})
 
 
 def device_name(device: str | torch.device) -> str:
@@ -111,6 +116,7 @@ class LanternPipeline:
         stretch: str | None = None,
         layout: str = "auto",
         threads: int = 0,
+        size: tuple[int, int] | None = None,
     ) -> LanternPipeline:
         """Load a model.
 
@@ -129,6 +135,7 @@ class LanternPipeline:
             stretch: a known model to whose sizes it is widened, computing what it computed: see `models.stretch`.
             layout: of the matrices: `auto`, the fastest, or one the device offers; for training `plain`.
             threads: of the processor; 0 for the fastest number.
+            size: height and width of pictures to come, refused before weights are read where they cannot be drawn.
 
         Raises:
             LanternError: unknown or unusable model, device, dtype or graph mode.
@@ -148,6 +155,7 @@ class LanternPipeline:
             if quantize is not None:
                 backend.tuning.check_quantized(quantize)
             small, name = open_model(resolve_model(model, given, spared)), model
+            grid_of(small.config.target, size, model)
             opened: Opened | Stretched = small
             if stretch is not None:
                 name = f"{model} stretched to {stretch}"
@@ -239,6 +247,8 @@ class LanternPipeline:
         relax: str | Relaxation | None = None,
         window: int | None = None,
         tree: Tree | str | None = None,
+        height: int | None = None,
+        width: int | None = None,
         batch_size: int | None = None,
         output_type: OutputType = "pil",
         callback_on_step_end: StepEnd | None = None,
@@ -254,6 +264,7 @@ class LanternPipeline:
             relax: how a relaxed method accepts: `lambda-5`, values such as `lambda=5:k=10`, or a `Relaxation`.
             window: places of a window, for methods without a drafter.
             tree: name, file or `auto`, for methods that draft.
+            height, width: in pixels, for models that draw many sizes; either alone is both.
             batch_size: images decoded together, at most 8 if not given. It does not change the images.
             output_type: of `result.images`: "pil", "np" [B, H, W, 3] and "pt" [B, 3, H, W] of float32 in 0 to 1, or
                 "tokens" [B, N], which decodes no pixels.
@@ -297,6 +308,7 @@ class LanternPipeline:
                 sampling,
                 setting.relaxation,
                 negatives[i // num_images_per_prompt],
+                size_of(height, width),
             )
             for i in range(count)
         ]
@@ -389,25 +401,26 @@ class LanternPipeline:
             what = f"the tree {tree.name} cannot be drafted"
             raise OptionError(what, why, f"--method {hint}, or --drafter FOLDER")
         model = self.model
-        return Spec.of(requests, tree, size, model.target.config, model.listed_neighbours)
+        return Spec.of(requests, tree, size, model.sizes(requests), model.listed_neighbours)
 
     def warm_up(self, engine: Engine, request: Request) -> None:
         """Whatever the device compiles for these shapes - text, prefill, step, pixels - is compiled here."""
         if engine.warm:
             return
-        tokens, images = self.model.target.config.tokens, engine.spec.images
+        config, images = engine.target.config, engine.spec.images
         with self.backend.errors(), self.backend.queue.warming_up(), torch.no_grad():
             engine.place(self.prefix(engine, [request] * images), engine.state.entry)
             if engine.one is not None:
                 engine.place(self.prefix(engine, [request]), engine.one.entry)
             engine.warm_up()
             engine.result()
-            self.pixels(np.zeros((1, tokens), np.int64))
+            self.pixels(np.zeros((1, config.tokens), np.int64), config)
 
     def prefix(self, engine: Engine, requests: Sequence[Request]) -> Prefix:
         """The condition of a batch, as the engine takes it; a graph of its own where the device gathers operators."""
         self.backend.queue.flush()
-        texts, condition = [request.prompt for request in requests], self.model.condition
+        texts = [request.prompt for request in requests]
+        condition = self.model.condition.sized(engine.target.config)
         if all(request.negative is None for request in requests):
             return condition.rows(texts, engine.spec.guidance)
         if not (isinstance(condition, TokenConditioner) and condition.takes_negative):
@@ -416,9 +429,12 @@ class LanternPipeline:
         negatives = [request.negative for request in requests]
         return condition.rows(texts, engine.spec.guidance, negatives)
 
-    def pixels(self, tokens: NDArray[np.int64]) -> list[Image.Image]:
-        """Images of finished tokens [b, N]."""
-        return decode_pixels(self.model.vq, self.model.target.config, self.backend, tokens)
+    def pixels(
+        self, tokens: NDArray[np.int64], config: TransformerConfig | None = None
+    ) -> list[Image.Image]:
+        """Images of finished tokens [b, N], of the model's own size if `config` does not say another."""
+        config = config or self.model.target.config
+        return decode_pixels(self.model.vq, config, self.backend, tokens)
 
     def notes(self, requests: Sequence[Request]) -> list[tuple[str, str]]:
         """Each prompt with what the model cannot do with it, once."""
@@ -566,9 +582,10 @@ class LanternPipeline:
 
     def event(self, batch: Batch, done: Sequence[Finished], images: int) -> Event:
         """How far a run of so many images is."""
-        rows, columns = self.model.target.config.grid[0], self.model.target.config.columns
+        config = batch.engine.target.config
+        rows = config.grid[0]
         seats = [(slot, seat) for slot, seat in enumerate(batch.seats) if seat is not None]
-        whole = sum(min(seat.known // columns, rows) for _, seat in seats) + rows * len(done)
+        whole = sum(config.rows_known(seat.known) for _, seat in seats) + rows * len(done)
         gained = sum(seat.known - 1 for _, seat in seats) + (batch.total - 1) * len(done)
         taken = sum(seat.step - 1 - seat.pending for _, seat in seats)
         taken += sum(image.steps for image in done)
@@ -592,7 +609,7 @@ class LanternPipeline:
     # -- reporting
 
     def record(self, done: Finished) -> ImageRecord:
-        total = self.model.target.config.tokens
+        total = len(done.tokens)
         spent: tuple[float, float] | tuple[None, None] = done.spent or (0.0, 0.0)
         if done.request.relaxation.active and not done.request.relaxation.metered:
             spent = (None, None)

@@ -35,6 +35,7 @@ from scripts.synthetic_files import (
     write_safetensors,
     write_shards,
 )
+from scripts.synthetic_glm_image import write_glm_image
 from scripts.synthetic_language_models import (
     write_authors_emu3,
     write_emu3,
@@ -680,6 +681,7 @@ WRITERS = {
     "janus-pro-hub": write_hub_janus,
     "emu3": write_emu3,
     "emu3-authors": write_authors_emu3,
+    "glm-image": write_glm_image,
 }
 
 

@@ -31,16 +31,23 @@ JANUS_TOKENS = {
 
 
 def write_byte_tokenizer(
-    folder: Path, special: Mapping[str, int], others: Mapping[str, int] = MappingProxyType({})
+    folder: Path,
+    special: Mapping[str, int],
+    others: Mapping[str, int] = MappingProxyType({}),
+    first: int = 0,
 ) -> None:
-    """tokenizer.json of bytes, words and special tokens with these ids, and others that no text gives."""
+    """tokenizer.json of bytes, words and special tokens with these ids, and others that no text gives.
+
+    Args:
+        first: the id of the first byte.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     pieces = [
         *sorted(pre_tokenizers.ByteLevel.alphabet()),
         *dict.fromkeys(a + b for a, b in merges()),
     ]
-    vocabulary = {piece: i for i, piece in enumerate(pieces)} | dict(special) | dict(others)
+    vocabulary = {piece: i for i, piece in enumerate(pieces, first)} | dict(special) | dict(others)
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges()))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

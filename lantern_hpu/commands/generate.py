@@ -57,6 +57,9 @@ def add_what(group: argparse._ArgumentGroup) -> None:
     add("--prompts-file", type=Path, metavar="FILE", help=".txt (one a line), .tsv or .json")
     add("--from-png", type=Path, metavar="FILE", help="draw the same image again")
     add("--num-images", type=int, help="images of each prompt (1)")
+    pixels = "pixels, for models that draw many sizes; either alone is both (the model's own)"
+    add("--height", type=int, metavar="PIXELS", help=pixels)
+    add("--width", type=int, metavar="PIXELS", help="see --height")
     add("--seed", type=int, help="of the first image; the next take the next numbers (0)")
 
 

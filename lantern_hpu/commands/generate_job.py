@@ -18,7 +18,7 @@ from lantern_hpu.backends import HOST, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.decode.spec import together
 from lantern_hpu.errors import OptionError, OutputError, require
-from lantern_hpu.methods.request import Request, Sampling
+from lantern_hpu.methods.request import Request, Sampling, size_of
 from lantern_hpu.methods.setting import Resolved, Setting, check_drafter
 from lantern_hpu.methods.table import AUTO
 from lantern_hpu.models.files.parts import Given
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 # What an image to draw again already says; giving one of these beside it is a contradiction.
 SETTLED = (
-    "prompt negative_prompt class_label prompts_file num_images seed dtype quantize stretch method tree window "
-    "window_tree relax relax_k relax_delta relax_lambda relax_omega relax_nu relax_mu relax_distance relax_ranks "
-    "relax_gap residual cfg_scale temperature top_k top_p"
+    "prompt negative_prompt class_label prompts_file num_images height width seed dtype quantize stretch method "
+    "tree window window_tree relax relax_k relax_delta relax_lambda relax_omega relax_nu relax_mu relax_distance "
+    "relax_ranks relax_gap residual cfg_scale temperature top_k top_p"
 ).split()
 
 
@@ -59,13 +59,14 @@ class GenerateJob:
     batch_size: int | None = None
     labels: bool = False
     negative: str | None = None
+    size: tuple[int, int] | None = None
     setting: Setting = field(default_factory=Setting)
     known: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         together(len(self.prompts), self.batch_size)
         for index, prompt in enumerate(self.prompts):
-            Request(prompt, self.seed + index)
+            Request(prompt, self.seed + index, size=self.size)
 
 
 def job_of(args: argparse.Namespace) -> GenerateJob:
@@ -103,6 +104,7 @@ def new_job(args: argparse.Namespace) -> GenerateJob:
         batch_size=args.batch_size,
         labels=bool(args.class_label),
         negative=args.negative_prompt,
+        size=size_of(args.height, args.width),
         setting=setting,
     )
     options.sampling_options(args, Sampling())
@@ -134,6 +136,7 @@ def job_again(args: argparse.Namespace) -> GenerateJob:
         device=replace(options.device_options(args), **settled),
         batch_size=args.batch_size,
         negative=config.get("negative"),
+        size=tuple(size) if (size := config.get("size")) else None,
         known=config,
     )
 
@@ -189,7 +192,11 @@ def draw_job(args: argparse.Namespace) -> GenerationResult | None:
 
     imported = time.perf_counter() - began
     pipeline = LanternPipeline.from_pretrained(
-        job.model, given=job.given, pictures=not outputs.tokens, **vars(job.device)
+        job.model,
+        given=job.given,
+        pictures=not outputs.tokens,
+        size=job.size,
+        **vars(job.device),
     )
     with closing(pipeline):
         show_geometry(pipeline)
@@ -260,7 +267,9 @@ def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
     from lantern_hpu.results.images import image_files
     from lantern_hpu.results.outputs import Keeper
 
-    pipeline = LanternPipeline.from_pretrained(job.model, given=job.given, **vars(job.device))
+    pipeline = LanternPipeline.from_pretrained(
+        job.model, given=job.given, size=job.size, **vars(job.device)
+    )
     chosen, sampling = settled_job(job, pipeline, args)
     files, _ = image_files(args.output, job.prompts, False)
     requests, again = requests_of(job, chosen, sampling), set[int]()
@@ -311,7 +320,7 @@ def show_decided(pipeline: LanternPipeline, *what: str) -> None:
 
 def requests_of(job: GenerateJob, chosen: Resolved, sampling: Sampling) -> list[Request]:
     """One an image, each with the next seed."""
-    shared = (sampling, chosen.relaxation, job.negative)
+    shared = (sampling, chosen.relaxation, job.negative, job.size)
     return [Request(p, job.seed + i, *shared) for i, p in enumerate(job.prompts)]
 
 
@@ -331,7 +340,9 @@ def check_kept(
         file, request = files[index], requests[index]
         there, mine = read_png(file), described | settings_of(request)
         details = there["config"]
-        others = [n for n in (*REPLAYED, "stretch", "negative") if details.get(n) != mine.get(n)]
+        others = [
+            n for n in (*REPLAYED, "stretch", "negative", "size") if details.get(n) != mine.get(n)
+        ]
         others += [name for name in ("prompt", "seed") if there[name] != getattr(request, name)]
         if others:
             why = f"{', '.join(others)} differ from what is asked for"

@@ -37,7 +37,7 @@ from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.transformer import Target
 
-MAX_ENGINES = 4  # engines of a model
+MAX_ENGINES = 8  # engines of a model: two sizes of pictures and three of prefixes are six
 
 
 @dataclass
@@ -95,7 +95,8 @@ class Engine:
             neighbours: [V, K or more] int32, for specs with neighbours.
             codes: [V, dim] float32, for specs with clusters.
         """
-        self.target, self.spec, self.backend = target, spec, backend
+        self.target = target = target.sized(spec.sizes(target.config))
+        self.spec, self.backend = spec, backend
         self.mode, device = check_mode(backend, mode), target.device
         drafting = make_drafting(target, drafter, spec)
         drafting_state = None if drafting is None else drafting.allocate(target.dtype, device)

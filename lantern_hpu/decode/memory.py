@@ -290,6 +290,7 @@ def check_room(
 def batch_bytes(model: ModelConfig, spec: Spec, dtype: str) -> int:
     """What the host needs for a batch beside the weights; it records nothing."""
     setup = Setup(dtype, spec.images, spec.guidance, spec.tree, neighbours=spec.neighbours)
+    model = replace(model, target=spec.sizes(model.target))
     rows = state(model, setup) + working(model, setup)
     return summed([row for row in rows if row[0] != POOL])
 

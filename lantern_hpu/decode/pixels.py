@@ -25,9 +25,10 @@ def decode_pixels(
 
 
 def codes_of(config: TransformerConfig, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The codes [b, rows * columns] of tokens [b, N]: without what closes rows."""
+    """The codes [b, rows * columns] of tokens [b, N]: without the preview, and without what closes rows."""
     rows, columns = config.grid
-    kept = tokens.reshape(-1, rows, config.columns)[:, :, :columns]
+    picture = tokens[:, config.preview_tokens :]
+    kept = picture.reshape(-1, rows, config.columns)[:, :, :columns]
     return np.ascontiguousarray(kept.reshape(-1, rows * columns))
 
 
@@ -61,7 +62,7 @@ def preview(
         tokens: [b, N]. known: [b], how many of each image mean something.
     """
     rows, columns = model.target.config.grid
-    full = [min(k // model.target.config.columns, rows) for k in known]
+    full = [model.target.config.rows_known(k) for k in known]
     held = codes_of(model.target.config, tokens)
     for image, count in enumerate(full):
         # What comes after is not decided: repeat the last known token so that the seam stays clean.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from lantern_hpu.decode.spec import Spec, capacity
 from lantern_hpu.decode.state import DecodeState, Entry, Moves
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.transformer import rope_table
+from lantern_hpu.models.transformer import Rotary
 from lantern_hpu.ops.buffers import arange32, constant
 from lantern_hpu.ops.masks import causal_mask
 from lantern_hpu.ops.sampling import gather
@@ -23,10 +23,9 @@ class Positions(nn.Module):
         size = capacity(config, tree)
         self.images, self.guidance = spec.images, spec.guidance
         self.prefix, self.size, self.nodes, self.depth = config.prefix, size, tree.size, tree.depth
-        self.skips_pads = config.rope == "1d"
         width = max(config.prefix, tree.depth + 1)
         last = config.prefix + config.tokens + tree.depth
-        self.rotations = constant(rope_table(config, last + 1))
+        self.rotary = Rotary(config, last + 1)
         self.positions = constant(arange32(size))  # [S]
         self.row_start = constant(arange32(spec.rows) * size)  # [R]
         self.causal = constant(causal_mask(width))
@@ -41,10 +40,8 @@ class Positions(nn.Module):
         return torch.cat([slot, slot + self.images]) if self.guidance else slot
 
     def rope(self, position: Tensor, state: DecodeState | Entry) -> Tensor:
-        """Cosines and sines at cache positions [R, T]: [R, T, 2, hd / 2]. Where text is 1-D, pads do not count."""
-        if self.skips_pads:
-            position = (position - state.pads[:, None]).clamp(min=0)
-        return self.rotations[position].to(state.dtype)
+        """Cosines and sines at cache positions [R, T]: [R, T, 2, hd / 2]."""
+        return self.rotary(position, state.pads).to(state.dtype)
 
     def cache_index(self, start: Tensor, width: int) -> Tensor:
         """Storage indices of `width` positions from start [R]: [R * width]."""

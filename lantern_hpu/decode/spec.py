@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lantern_hpu.errors import OptionError, require
 from lantern_hpu.methods.relaxation import Residual
@@ -43,6 +43,8 @@ class Spec:
     residual: Residual = "sound"
     metered: bool = False  # what relaxation costs an image is added up
     open: bool = False  # images are also admitted one by one, while others go on
+    grid: tuple[int, int] | None = None  # of the picture; None: the model's
+    prefix: int | None = None  # P; None: the model's
 
     @classmethod
     def of(
@@ -56,6 +58,7 @@ class Spec:
         """What these requests need, in a batch of so many images; whatever none of them uses is left out.
 
         Args:
+            config: of the target, for the size of these requests.
             listed: neighbours that are known of each code, if not all are.
 
         Raises:
@@ -95,7 +98,15 @@ class Spec:
             blended=any(r.relaxation.tv > 0 for r in requests),
             residual=residuals.pop(),
             metered=tree.depth > 0 and any(r.relaxation.metered for r in requests),
+            grid=config.grid if config.code_pixels else None,
+            prefix=config.prefix if config.prefixes else None,
         )
+
+    def sizes(self, config: TransformerConfig) -> TransformerConfig:
+        """A target's, as these images need them."""
+        grid, prefix = self.grid or config.grid, self.prefix or config.prefix
+        same = (grid, prefix) == (config.grid, config.prefix)
+        return config if same else replace(config, grid=grid, prefix=prefix)
 
     @property
     def rows(self) -> int:

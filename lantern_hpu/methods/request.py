@@ -45,6 +45,7 @@ class Request:
 
     Attributes:
         negative: what guidance draws away from, for models that read one; None: the model's own.
+        size: height and width in pixels, for models that draw many; None: the model's own.
     """
 
     prompt: str
@@ -52,6 +53,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     relaxation: Relaxation = EXACT
     negative: str | None = None
+    size: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt.strip():
@@ -59,6 +61,12 @@ class Request:
                 "the prompt is empty", "there is nothing to draw", '--prompt "a red apple"'
             )
         require(0 <= self.seed <= MAX_SEED, "--seed", self.seed, f"0 to {MAX_SEED}")
+
+
+def size_of(height: int | None, width: int | None) -> tuple[int, int] | None:
+    """Height and width of a picture; one alone is both, and neither is the model's own size."""
+    first = height if width is None else width
+    return None if first is None else (first if height is None else height, first)
 
 
 def in_turn(

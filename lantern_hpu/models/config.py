@@ -6,6 +6,7 @@ counts from these.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
@@ -25,8 +26,9 @@ class TransformerConfig:
     kv_heads: int | None = None  # None: as many as heads
     norm_eps: float = 1e-5
     rope_base: float = 10000.0
-    # By grid row and column (LlamaGen), or by position (Chameleon)
-    rope: Literal["2d", "1d"] = "2d"
+    # By grid row and column (LlamaGen), by position (Chameleon), or by three positions, each for a share of the
+    # frequencies: a word's place three times, or the picture's start and a code's row and column (GLM-Image)
+    rope: Literal["2d", "1d", "mrope"] = "2d"
     # Which features form a pair: (0, 1), (2, 3), ... as in LlamaGen's files, or (0, hd/2), ... as in
     # Chameleon's. "half" reads memory in order; the two differ by a permutation of q and k features.
     rope_pairs: Literal["interleaved", "half"] = "interleaved"
@@ -45,29 +47,86 @@ class TransformerConfig:
     top_p_first: bool = False
     # The last tokens of the vocabulary that stand for nothing: the head computes them, and they are never drawn
     spare_codes: int = 0
+    qkv_bias: bool = False
+    # Norms also of what attention and SwiGLU return, before it is added (GLM)
+    sandwich_norms: bool = False
+    # How many features of a head are rotated; None: all. Those that are not form pairs too, behind the rotated ones.
+    rotary_dim: int | None = None
+    # Frequencies of each axis of "mrope"
+    rope_sections: tuple[int, ...] = ()
+    # A smaller picture in the same proportions is drawn first, of about this many codes squared; 0: none (GLM-Image)
+    preview: int = 0
+    # Pixels along a code, where requests choose the picture's size; 0: all pictures are of `grid` (GLM-Image)
+    code_pixels: int = 0
+    # Shorter prefixes, rising, for prompts that fit into one; they take less to read (GLM-Image)
+    prefixes: tuple[int, ...] = ()
+    max_positions: int | None = None  # of the rotary embedding, as it was trained
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "grid", tuple(self.grid))  # JSON has no tuples
+        for name in ("grid", "rope_sections", "prefixes"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has no tuples
         sizes = (self.vocab_size, self.dim, self.layers, self.heads, self.ffn_dim, self.prefix)
         if min(*sizes, *self.grid) < 1 or self.dim % self.heads:
             why = f"{self.heads} heads of width {self.dim}, {self.layers} layers, grid {self.grid}"
             raise ValueError(f"sizes that no model has: {why}")
         if self.row_ends and self.rope == "2d":
             raise ValueError("a row's end has no place on a 2-D grid of positions")
+        pairs = self.rotated // 2
+        if self.rope == "mrope" and (
+            len(self.rope_sections) != 3 or sum(self.rope_sections) != pairs
+        ):
+            raise ValueError(f"sections {self.rope_sections} of {pairs} frequencies")
+        if self.rotated % 2 or not 0 < self.rotated <= self.head_dim:
+            raise ValueError(f"{self.rotated} rotated features of {self.head_dim}")
+        if self.preview and (self.row_ends or self.rope != "mrope" or not min(self.preview_grid)):
+            raise ValueError(f"a preview of {self.preview_grid} codes beside {self.grid}")
         if not 0 <= self.spare_codes < self.vocab_size - self.row_ends or (
             self.spare_codes and (self.row_ends or self.head_hidden is not None)
         ):
             raise ValueError(f"{self.spare_codes} spare codes of {self.vocab_size}")
+
+    def of_grid(self, grid: tuple[int, int] | None, words: int = 0) -> TransformerConfig:
+        """The same for pictures of another grid, and for prompts of so many tokens: with the shortest prefix for them.
+
+        Args:
+            grid: None: the model's own. words: 0: as many as fit.
+
+        Raises:
+            ValueError: the grid leaves no preview, or has places beyond the positions.
+        """
+        prefix = next((p for p in self.prefixes if 0 < words <= p), self.prefix)
+        if (grid or self.grid, prefix) == (self.grid, self.prefix):
+            return self
+        other = replace(self, grid=grid or self.grid, prefix=prefix)
+        last = self.prefix + max(other.grid) + max(other.preview_grid)
+        if self.max_positions is not None and last > self.max_positions:
+            raise ValueError(f"it takes {last} positions, {self.max_positions} were trained")
+        return other
 
     @property
     def columns(self) -> int:
         """Tokens of a row: its codes, and what closes it."""
         return self.grid[1] + self.row_ends
 
+    def rows_known(self, known: int) -> int:
+        """Whole rows of the picture that the first `known` tokens hold."""
+        return min(max(known - self.preview_tokens, 0) // self.columns, self.grid[0])
+
+    @property
+    def preview_grid(self) -> tuple[int, int]:
+        """Rows and columns of the preview; zeros if there is none."""
+        ratio = self.grid[0] / self.grid[1]
+        return int(math.sqrt(ratio) * self.preview), int(math.sqrt(1 / ratio) * self.preview)
+
+    @property
+    def preview_tokens(self) -> int:
+        """Tokens that are drawn before those of the picture."""
+        return math.prod(self.preview_grid)
+
     @property
     def tokens(self) -> int:
-        """N, image tokens of one image."""
-        return self.grid[0] * self.columns
+        """N, image tokens of one image, its preview included."""
+        return self.preview_tokens + self.grid[0] * self.columns
 
     @property
     def codes(self) -> int:
@@ -77,6 +136,11 @@ class TransformerConfig:
     @property
     def head_dim(self) -> int:
         return self.dim // self.heads
+
+    @property
+    def rotated(self) -> int:
+        """Features of a head that are rotated."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
     def kv(self) -> int:
@@ -107,7 +171,8 @@ class TransformerConfig:
         """Attention, SwiGLU and norms of one layer."""
         matrices = sum(rows * columns for rows, columns in self.block_matrices)
         norms = 2 * (self.width + self.kv_width) if self.qk_norm else 0
-        return matrices + (1 + input_norm) * self.dim + norms
+        bias = self.width + 2 * self.kv_width if self.qkv_bias else 0
+        return matrices + (1 + input_norm + 2 * self.sandwich_norms) * self.dim + norms + bias
 
     @property
     def table_parameters(self) -> int:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.errors import WeightsError
-from lantern_hpu.methods.request import Sampling
+from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.models import neighbours
-from lantern_hpu.models.config import ModelConfig, VQConfig
+from lantern_hpu.models.config import ModelConfig, TransformerConfig, VQConfig
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.emu3_vq import Emu3VQ
 from lantern_hpu.models.text.prefix import Conditioner
@@ -36,6 +37,32 @@ Tokenizer = VQModel | Emu3VQ  # of pictures
 def make_vq(config: VQConfig) -> Tokenizer:
     """A tokenizer of its kind."""
     return Emu3VQ(config) if config.kind == "video" else VQModel(config)
+
+
+def grid_of(
+    config: TransformerConfig, size: tuple[int, int] | None, name: str
+) -> tuple[int, int] | None:
+    """Rows and columns of codes of a picture of this height and width in pixels; None: as the model has them.
+
+    Raises:
+        OptionError: the model does not draw it.
+    """
+    if size is None:
+        return None
+    pixels, (height, width) = config.code_pixels, size
+    asked = f"--height {height} --width {width}"
+    if not pixels:
+        raise OptionError(f"{asked} cannot be drawn", f"{name} draws one size", "leave them out")
+    if min(size) < pixels or height % pixels or width % pixels:
+        raise OptionError(asked, f"allowed: multiples of {pixels}", f"--height {32 * pixels}")
+    grid = height // pixels, width // pixels
+    try:
+        config.of_grid(grid)
+    except ValueError as error:
+        raise OptionError(
+            f"{asked} cannot be drawn", str(error), f"--height {32 * pixels}"
+        ) from error
+    return grid
 
 
 @dataclass(kw_only=True)
@@ -74,6 +101,20 @@ class ImageModel:
     def codes(self) -> int:
         """Image tokens that are codes of the tokenizer."""
         return self.target.config.codes
+
+    def sizes(self, requests: Sequence[Request]) -> TransformerConfig:
+        """The target's for these requests: of the grid that they ask for, and the shortest prefix for their prompts.
+
+        Raises:
+            OptionError: a size that the model does not draw, two sizes, or a prompt that is too long.
+        """
+        config = self.target.config
+        grids = {grid_of(config, request.size, self.name) for request in requests}
+        if len(grids) > 1:
+            why = "a batch has one size of picture"
+            raise OptionError(f"{len(grids)} sizes are asked for", why, "a call for each size")
+        words = max(self.condition.length(r.prompt) for r in requests) if config.prefixes else 0
+        return config.of_grid(grids.pop(), words)
 
     @property
     def codebook(self) -> Tensor:

@@ -28,7 +28,7 @@ from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.files.load import Opened
 from lantern_hpu.models.files.recipe import shapes_only
 from lantern_hpu.models.model import ImageModel, Placement
-from lantern_hpu.models.text.prefix import Conditioner, Prefix, wordless
+from lantern_hpu.models.text.prefix import Conditioner, FixedPrefix, Prefix, wordless
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.grammar import NEVER
 
@@ -182,7 +182,7 @@ def fill_stretched(new: nn.Module, old: nn.Module, share: float, bar: tqdm[None]
 # ------------------------------------------------------------------------------------ models
 
 
-class StretchedCondition:
+class StretchedCondition(FixedPrefix):
     """A small model's prefix, its features repeated, behind more padding."""
 
     def __init__(self, small: Conditioner, config: TransformerConfig) -> None:

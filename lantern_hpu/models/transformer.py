@@ -6,6 +6,7 @@ static cache. The module reads no Python value that varies between calls, so a g
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lantern_hpu.models.config import TransformerConfig
+from lantern_hpu.ops.buffers import constant
 from lantern_hpu.ops.kernels import PLAIN, Kernels, rotate_into
 from lantern_hpu.ops.kv_cache import KVCache, LayerCache
 
@@ -22,13 +24,16 @@ def rope_table(config: TransformerConfig, positions: int) -> Tensor:
     """Cosines and sines for the first `positions` of a sequence.
 
     2-D (LlamaGen): half of the angles go with the grid row, half with the column, row-major after
-    the prefix; positions past the grid are zero. 1-D (Chameleon): the usual angles of the position.
+    the prefix; positions past the grid are zero. Else (Chameleon): the usual angles of the position.
 
     Returns [positions, 2, head_dim / 2] float32: cosines, then sines.
     """
-    if config.rope == "1d":
-        pairs = config.head_dim // 2
+    if config.rope != "2d":
+        pairs = config.rotated // 2
         frequency = config.rope_base ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
+        frequency = F.pad(
+            frequency, (0, config.head_dim // 2 - pairs)
+        )  # pairs that stay as they are
         angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequency
         return torch.stack([angles.cos(), angles.sin()], 1).float()
     half = config.head_dim // 2
@@ -45,6 +50,66 @@ def rope_table(config: TransformerConfig, positions: int) -> Tensor:
     if config.rope_prefix == "identity":
         table[: config.prefix, 0] = 1.0
     return table
+
+
+def rope_axes(config: TransformerConfig, positions: int) -> Tensor:
+    """Where the first `positions` of a sequence stand on the axes of "mrope", counted from the prompt's end.
+
+    Words stand at their place on all three. The codes of the preview and then of the picture stand at its start, their
+    row and their column; what follows begins behind the longer side.
+
+    Returns [3, positions] int32.
+    """
+    prefix, base = config.prefix, 0
+    axes = [torch.arange(-prefix, 0).expand(3, -1)]
+    for rows, columns in (config.preview_grid, config.grid):
+        code = torch.arange(rows * columns)
+        side = max(columns, 1)
+        axes.append(base + torch.stack([0 * code, code // side, code % side]))
+        base += max(rows, columns)
+    behind = max(positions - prefix - config.tokens, 0)
+    axes.append((base + torch.arange(behind)).expand(3, -1))
+    return torch.cat(axes, 1)[:, :positions].int()
+
+
+class Axis(nn.Module):
+    """One axis of "mrope": where positions stand on it, and the angles of its frequencies there."""
+
+    def __init__(self, place: Tensor, table: Tensor) -> None:
+        super().__init__()
+        self.place, self.table = constant(place), constant(table)
+
+    def forward(self, position: Tensor, length: Tensor) -> Tensor:
+        """[R, T] of prompts with `length` [R] words: [R, T, 2, frequencies]."""
+        return self.table[(self.place[position] + length[:, None]).clamp(min=0)]
+
+
+class Rotary(nn.Module):
+    """Cosines and sines at the positions of left-padded sequences; where text is 1-D, pads do not count.
+
+    Args:
+        positions: of a sequence, at most.
+    """
+
+    def __init__(self, config: TransformerConfig, positions: int) -> None:
+        super().__init__()
+        self.rule, self.prefix = config.rope, config.prefix
+        if self.rule != "mrope":
+            self.table = constant(rope_table(config, positions))
+            return
+        axes = rope_axes(config, positions)  # [3, positions]
+        first, second, _ = config.rope_sections
+        table = rope_table(config, config.prefix + int(axes.max()) + 1)
+        parts = table.split([first, second, table.shape[-1] - first - second], -1)
+        self.axes = nn.ModuleList(Axis(*pair) for pair in zip(axes, parts, strict=True))
+
+    def forward(self, position: Tensor, pads: Tensor) -> Tensor:
+        """[R, T] of rows with so many pads [R]: [R, T, 2, hd / 2] float32."""
+        if self.rule == "mrope":
+            return torch.cat([axis(position, self.prefix - pads) for axis in self.axes], -1)
+        if self.rule == "1d":
+            position = (position - pads[:, None]).clamp(min=0)
+        return self.table[position]
 
 
 class RMSNorm(nn.Module):
@@ -81,7 +146,8 @@ class SelfAttention(nn.Module):
         self.interleaved = config.rope_pairs == "interleaved"
         self.kernels = kernels
         self.rotate_into = kernels.rotate_into or partial(rotate_into, rotate=kernels.rotate)
-        self.qkv = nn.Linear(config.dim, (self.heads + 2 * self.kv) * self.head_dim, bias=False)
+        rows = (self.heads + 2 * self.kv) * self.head_dim
+        self.qkv = nn.Linear(config.dim, rows, bias=config.qkv_bias)
         self.out = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
         if config.qk_norm:
             self.q_norm: nn.Module = HeadNorm(self.heads, self.head_dim)
@@ -125,7 +191,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. The LlamaGen drafter's has no norm before its attention."""
+    """One layer. The LlamaGen drafter's has no norm before its attention, GLM's has norms behind both parts too."""
 
     def __init__(
         self, config: TransformerConfig, kernels: Kernels, input_norm: bool = True
@@ -135,6 +201,11 @@ class Block(nn.Module):
         self.attention = SelfAttention(config, kernels)
         self.ffn_norm = RMSNorm(config, kernels)
         self.ffn = FeedForward(config, kernels)
+        if config.sandwich_norms:
+            self.attention_post_norm: nn.Module = RMSNorm(config, kernels)
+            self.ffn_post_norm: nn.Module = RMSNorm(config, kernels)
+        else:
+            self.attention_post_norm, self.ffn_post_norm = nn.Identity(), nn.Identity()
 
     def forward(
         self,
@@ -145,8 +216,15 @@ class Block(nn.Module):
         index: Tensor | None = None,
         source: Tensor | None = None,
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rope, mask, cache, index, source)
-        return x + self.ffn(self.ffn_norm(x))
+        mixed = self.attention(self.attention_norm(x), rope, mask, cache, index, source)
+        x = x + self.attention_post_norm(mixed)
+        return x + self.ffn_post_norm(self.ffn(self.ffn_norm(x)))
+
+    def last_scales(self) -> tuple[Tensor, Tensor]:
+        """The last weights that attention and SwiGLU pass; where they are zero, the block adds nothing."""
+        norms: tuple[Any, Any] = (self.attention_post_norm, self.ffn_post_norm)
+        last = norms if isinstance(norms[0], RMSNorm) else (self.attention.out, self.ffn.down)
+        return last[0].weight, last[1].weight
 
 
 class CodeEmbedding(nn.Module):
@@ -190,6 +268,14 @@ class Target(nn.Module):
             if config.head_hidden is None
             else MLPHead(config.dim, config.head_hidden, config.vocab_size)
         )
+
+    def sized(self, config: TransformerConfig) -> Target:
+        """The same weights for pictures and prefixes of other sizes."""
+        if config == self.config:
+            return self
+        other = copy.copy(self)  # which shares modules
+        other.config = config
+        return other
 
     @property
     def dtype(self) -> torch.dtype:

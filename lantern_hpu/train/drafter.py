@@ -72,7 +72,8 @@ def like_the_target(target: Target, own: DrafterConfig) -> Drafter:
     """A drafter to begin with: it passes the feature on, with the target's embedding and last block at hand.
 
     The block adds nothing at first: what it adds in the target is meant for the stream before the final norm,
-    and features come after it.
+    and features come after it. Where norms scale what it adds, they are zero, else the last matrices: a norm of zeros
+    has gradients without bound.
     """
     drafter = Drafter(target.config, own, target.kernels)
     dim = target.config.dim
@@ -82,8 +83,8 @@ def like_the_target(target: Target, own: DrafterConfig) -> Drafter:
         known = target.layers[-1].state_dict()
         wanted = drafter.block.state_dict()
         drafter.block.load_state_dict({name: known[name] for name in wanted})
-        drafter.block.attention.out.weight.zero_()
-        drafter.block.ffn.down.weight.zero_()
+        for part in drafter.block.last_scales():
+            part.zero_()
         drafter.fc.weight.normal_(std=0.02)
         drafter.fc.weight[:, dim:] += torch.eye(dim, device=drafter.fc.weight.device)
         drafter.fc.bias.zero_()

@@ -17,22 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lantern_hpu.decode.sampler import make_grammar, sampling_params
-from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.model import ImageModel
-from lantern_hpu.models.transformer import Target, rope_table
+from lantern_hpu.models.transformer import Rotary, Target
 from lantern_hpu.ops.masks import additive_mask, causal_mask, prefix_mask
 from lantern_hpu.ops.sampling import apply_guidance, to_probs
 
 CROSS, FEATURE = 0.3, 0.2  # weights of cross-entropy and feature distance beside 1 - overlap
-
-
-def rope_of(config: TransformerConfig, valid: Tensor, length: int) -> Tensor:
-    """Rotary angles at the first `length` positions of rows with these pads [R, P]: [R, length, 2, hd / 2]."""
-    positions = torch.arange(length, device=valid.device).expand(len(valid), -1)
-    if config.rope == "1d":
-        positions = (positions - (~valid).sum(1, keepdim=True)).clamp(min=0)
-    return rope_table(config, length).to(valid.device)[positions]
 
 
 class Lesson:
@@ -55,7 +46,11 @@ class Lesson:
         prefix, valid, words = model.condition.rows(prompts, self.guidance)
         rows = tokens.repeat(2, 1) if self.guidance else tokens  # [R, N]
         length = config.prefix + config.tokens - 1
-        rope = rope_of(config, valid, length).to(tokens.device, prefix.dtype)
+        position = torch.arange(length, device=valid.device).expand(len(valid), -1)
+        rotary = Rotary(config, length).to(valid.device)
+        rope = rotary(position, (~valid).sum(1)).to(
+            tokens.device, prefix.dtype
+        )  # [R, P + N - 1, ..]
         valid = F.pad(valid, (0, config.tokens - 1), value=True)  # [R, P + N - 1]
         causal = causal_mask(length).to(tokens.device)
         # The entry that holds token 0, from which the loss counts

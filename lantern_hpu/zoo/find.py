@@ -26,6 +26,8 @@ BESIDE = {
     "text": ("text", "text_encoder", "flan-t5*", "t5*"),
     "neighbours": ("neighbours", "neighbours.npy", "vq_distances", "top_*_indices.npy"),
 }
+# Folders of a pipeline of diffusers whose codes come from a language model (GLM-Image)
+AUTOREGRESSIVE, PROCESSOR, DIFFUSION = "vision_language_encoder", "processor", "transformer"
 
 
 def find_parts(model: str, given: Given = Given(), spared: tuple[str, ...] = ()) -> Parts:
@@ -46,7 +48,7 @@ def find_parts(model: str, given: Given = Given(), spared: tuple[str, ...] = ())
     if wanted is not None and size not in (None, wanted):
         why = f"{model} draws {size} x {size} pixels"
         raise WeightsError(f"--image-size is {wanted}", why, "leave it out")
-    found = replace(found, image_size=wanted or size, spared=spared)
+    found = replace(in_pipeline(found), image_size=wanted or size, spared=spared)
     return replace(found, **own)  # type: ignore[arg-type]
 
 
@@ -64,6 +66,18 @@ def parts_of(model: str, given: Collection[str], spared: Collection[str] = ()) -
         return known(entry, located.require_parts(entry, given=(*given, *spared)), entry.name)
     why = "neither a known name nor a file or folder"
     raise WeightsError(f"unknown model {model!r}", why, choices(["builtin", *registry.entries()]))
+
+
+def in_pipeline(parts: Parts) -> Parts:
+    """The parts by their own folders, where the target's is a pipeline of diffusers, which has a folder for each."""
+    root = parts.target
+    if not (root / AUTOREGRESSIVE).is_dir():
+        return parts
+    text = parts.text or root
+    if (text / PROCESSOR).is_dir():
+        text = text / PROCESSOR
+    pixels = parts.pixels or (root if (root / DIFFUSION).is_dir() else None)
+    return replace(parts, target=root / AUTOREGRESSIVE, text=text, pixels=pixels)
 
 
 def exists(path: Path) -> bool:
@@ -93,6 +107,8 @@ def from_folder(folder: Path, given: Collection[str], spared: Collection[str] = 
     entry = located.of_folder(folder)
     if entry is not None:
         return known(entry, located.require_parts(entry, folder, (*given, *spared)), found)
+    if (folder / AUTOREGRESSIVE).is_dir():
+        return Parts(name, found, folder)
     target = target_in(folder)
     if target is None:
         why = f"it has neither a {CONFIG} nor weights of a target"

@@ -6,6 +6,7 @@ neither can be had from these. Weights are made on the device in its number form
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,6 +42,15 @@ class RandomCondition:
     def __init__(self, config: TransformerConfig, dtype: torch.dtype, device: torch.device) -> None:
         # [P, H]
         self.prefix = torch.empty(config.prefix, config.dim, dtype=dtype, device=device).normal_()
+
+    def sized(self, config: TransformerConfig) -> RandomCondition:
+        """Its first positions."""
+        other = copy.copy(self)
+        other.prefix = self.prefix[: config.prefix]
+        return other
+
+    def length(self, prompt: str) -> int:
+        return len(prompt.split())
 
     def prepare(self, prompts: Sequence[str]) -> None:
         """Nothing: there is no text encoder."""

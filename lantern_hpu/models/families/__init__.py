@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.models.families import chameleon, emu3, janus, llamagen, lumina
+from lantern_hpu.models.families import chameleon, emu3, glm_image, janus, llamagen, lumina
 from lantern_hpu.models.families.base import Family
 from lantern_hpu.models.families.unsupported import check_supported
 from lantern_hpu.models.files.checkpoint import Checkpoint
@@ -16,6 +16,7 @@ FAMILIES: dict[str, Family] = {
     "lumina": lumina.FAMILY,
     "chameleon": chameleon.FAMILY,
     "emu3": emu3.FAMILY,
+    "glm-image": glm_image.FAMILY,
     "janus": janus.FAMILY,
     "llamagen": llamagen.FAMILY,
 }

@@ -50,6 +50,14 @@ class Checkpoint:
         shapes = {name.removeprefix(prefix): self.shapes[name] for name in own}
         return Checkpoint(self.path, shapes, lambda name: self.read(prefix + name))
 
+    def beside(self, name: str, tensor: Tensor) -> Checkpoint:
+        """With one more tensor."""
+
+        def read(wanted: str) -> Tensor:
+            return tensor if wanted == name else self.read(wanted)
+
+        return Checkpoint(self.path, {**self.shapes, name: tuple(tensor.shape)}, read)
+
     def only(self, wanted: Callable[[str], bool]) -> Checkpoint:
         """Only the tensors whose names are wanted."""
         shapes = {name: shape for name, shape in self.shapes.items() if wanted(name)}

@@ -26,6 +26,7 @@ class Parts:
     vq: Path | None = None
     text: Path | None = None  # text encoder, or tokenizer
     neighbours: Path | None = None
+    pixels: Path | None = None  # a pipeline of diffusers that makes pictures of tokens
     image_size: int | None = None
     sampling: dict[str, Any] | None = None
     spared: tuple[str, ...] = ()

@@ -27,7 +27,8 @@ class Source:
     """What one of our tensors is made of: published tensors put one under another, or some rows of one.
 
     Attributes:
-        rows: from and to, of each stretch of rows in the order in which they are wanted; None takes all.
+        rows: from and to, of each stretch of rows in the order in which they are wanted; None takes all. Of several
+            tensors they count through, and all rows are wanted.
     """
 
     names: tuple[str, ...]
@@ -128,8 +129,13 @@ def read_source(
         part = checkpoint.read(name)
         if not part.is_floating_point():
             raise WeightsError(f"{checkpoint.path} does not fit", f"{name} holds {part.dtype}")
-        stretches = [part] if source.rows is None else [part[a:b] for a, b in source.rows]
-        parts += [stretch.to(device, dtype or part.dtype) for stretch in stretches]
+        parts.append(part)
+    if source.rows is not None:
+        # Of several tensors many short stretches: put in order on the host, so that one copy goes up
+        whole = parts[0] if len(parts) == 1 else torch.cat(parts)
+        parts = [whole[start:end] for start, end in source.rows]
+        parts = parts if len(source.names) == 1 else [torch.cat(parts)]
+    parts = [part.to(device, dtype or part.dtype) for part in parts]
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     return whole.contiguous()  # where nothing had to be done it stays in the mapped file
 
@@ -211,8 +217,8 @@ def fingerprint(checkpoint: Checkpoint, recipe: Recipe) -> str:
 def sampled_rows(source: Source, checkpoint: Checkpoint) -> Iterator[Tensor]:
     """Four rows of what a recipe makes, in the file's order: the first, the last, and two between."""
     parts = [checkpoint.read(name) for name in source.names]
-    if source.rows is not None:
-        parts = [part[start:end] for part in parts for start, end in sorted(source.rows)]
+    if source.rows is not None and len(parts) == 1:
+        parts = [parts[0][start:end] for start, end in sorted(source.rows)]
     parts = [part if part.dim() else part[None] for part in parts]
     ends = list(accumulate(len(part) for part in parts))
     for i in range(4):

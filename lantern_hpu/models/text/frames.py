@@ -6,11 +6,12 @@ picture. The row without a prompt is what guidance subtracts, and differs most b
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lantern_hpu.errors import WeightsError
+from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.models.config import TransformerConfig
 
 Words = Callable[[str], list[int]]
@@ -84,6 +85,12 @@ class Frame:
         self.before: list[int] = []
         self.closing: list[int] = []  # the template's end, which is kept where a prompt is cut
         self.after: list[int] = []
+
+    def sized(self, config: TransformerConfig) -> Frame:
+        """The same of pictures and prefixes of other sizes, for families that say nothing of them."""
+        other = copy.copy(self)
+        other.config = config
+        return other
 
     def text(self, prompt: str) -> str:
         """The template with the prompt in it."""
@@ -222,11 +229,64 @@ class Emu3Frame(Frame):
         return [*self.before, *words[: self.room], *self.after]
 
 
+class GlmImageFrame(Frame):
+    """The prompt, then the grids of picture and preview as numbers, and what begins a picture.
+
+    A prompt is never cut: what it says of the picture may stand at its end.
+    """
+
+    family = "GLM-Image"
+    BEGIN, END = "<sop>", "<eop>"
+    special = dict.fromkeys((BEGIN, END))
+
+    def __init__(
+        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
+    ) -> None:
+        start = f"<|dit_token_{config.codes}|>"
+        if vocabulary.get(start) != config.codes:
+            why = f"{start} is {vocabulary.get(start)}, expected token {config.codes}"
+            raise WeightsError(f"the tokenizer in {where} is not {self.family}'s", why)
+        super().__init__(words, vocabulary, config, where)
+        self.after = self.grids(config)
+
+    def grids(self, config: TransformerConfig) -> list[int]:
+        """Those of picture and preview as numbers, and what begins a picture."""
+        found = []
+        for rows, columns in (config.grid, config.preview_grid):
+            size = self.words(f"{rows} {columns}")
+            found += [self.id[self.BEGIN], *size, self.id[self.END]]
+        return [*found, config.codes]
+
+    def sized(self, config: TransformerConfig) -> Frame:
+        other = super().sized(config)
+        other.after = self.grids(config)
+        return other
+
+    def ids(self, prompt: str) -> list[int]:
+        """
+        Raises:
+            OptionError: the prompt is too long.
+        """
+        words = self.words(prompt)
+        if len(words) > self.room:
+            why = f"{self.family} reads prompts of up to {self.room}"
+            raise OptionError(f"the prompt has {len(words)} tokens", why, "a shorter prompt")
+        return [*words, *self.after]
+
+    def without(self, ids: list[int], negative: str | None = None) -> list[int]:
+        """What `--cfg-scale` subtracts; the authors draw without guidance."""
+        return list(self.after)
+
+    def note(self, prompt: str) -> str | None:
+        return None
+
+
 FRAMES: dict[str, type[Frame]] = {
     "anole": AnoleFrame,
     "lumina": LuminaFrame,
     "janus": JanusFrame,
     "emu3": Emu3Frame,
+    "glm-image": GlmImageFrame,
 }
 
 

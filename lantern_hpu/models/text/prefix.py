@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.text.classes import class_index
 from lantern_hpu.models.text.words import TextConditioner
 
@@ -38,6 +39,18 @@ class Conditioner(Protocol):
         """
         ...
 
+    def sized(self, config: TransformerConfig) -> Conditioner:
+        """The same for a target of other sizes, where those are chosen by request."""
+        ...
+
+    def length(self, prompt: str) -> int:
+        """Positions that a prompt takes; 0 where that is always the whole prefix.
+
+        Raises:
+            OptionError: it is too long for a family that cuts none.
+        """
+        ...
+
     def notes(self, prompt: str) -> list[str]:
         """Warnings for the user: words that were cut or that the model does not know."""
         ...
@@ -45,6 +58,16 @@ class Conditioner(Protocol):
     def parts(self) -> dict[str, nn.Module]:
         """What is stored with the target, by the names it is stored under."""
         ...
+
+
+class FixedPrefix:
+    """What conditioners have in common whose model has one size of picture and prefix."""
+
+    def sized(self, config: TransformerConfig) -> Any:
+        return self
+
+    def length(self, prompt: str) -> int:
+        return 0
 
 
 def wordless(embeddings: Tensor, valid: Tensor) -> Prefix:
@@ -70,7 +93,7 @@ class CaptionProjection(nn.Module):
         return self.fc2(F.gelu(self.fc1(features), approximate="tanh"))
 
 
-class CaptionConditioner:
+class CaptionConditioner(FixedPrefix):
     """Captions through a text encoder and LlamaGen's projection."""
 
     takes_classes = False
@@ -101,7 +124,7 @@ class CaptionConditioner:
         return stored | ({"words": self.text} if isinstance(self.text, nn.Module) else {})
 
 
-class ClassConditioner:
+class ClassConditioner(FixedPrefix):
     """Class labels through LlamaGen's table; its last row means "no class"."""
 
     takes_classes = True

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.errors import WeightsError, needing
+from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.text.frames import Frame
 from lantern_hpu.models.text.prefix import Prefix
 
@@ -52,6 +53,24 @@ class TokenConditioner:
         """
         self.tokenizer, self.frame, self.embed, self.own = tokenizer, frame, embed, own
         self.width = frame.config.prefix
+        self.others: dict[TransformerConfig, TokenConditioner] = {}  # of other sizes
+
+    def sized(self, config: TransformerConfig) -> TokenConditioner:
+        """The same for a target of other sizes."""
+        if config == self.frame.config:
+            return self
+        if config not in self.others:
+            frame = self.frame.sized(config)
+            self.others[config] = TokenConditioner(self.tokenizer, frame, self.embed, self.own)
+        return self.others[config]
+
+    def length(self, prompt: str) -> int:
+        """Tokens of a framed prompt.
+
+        Raises:
+            OptionError: it is too long for a family that cuts none.
+        """
+        return len(self.frame.ids(prompt))
 
     def prepare(self, prompts: Sequence[str]) -> None:
         """Nothing: tokens are quick."""

@@ -1,0 +1,147 @@
+"""GLM-Image's autoregressive stage: names and sizes of the files.
+
+A GLM with grouped queries, biases, norms around both parts of a block, and rotary positions of three axes. One table
+begins with the codes, then come special tokens, then words; the head has the rows of the first two. It draws a small
+preview, then the picture; pixels are made by the diffusion model that is published with it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lantern_hpu.errors import WeightsError
+from lantern_hpu.methods.request import Sampling
+from lantern_hpu.models.config import ConditionConfig, TransformerConfig
+from lantern_hpu.models.families.base import Family, Published
+from lantern_hpu.models.files.checkpoint import Checkpoint
+from lantern_hpu.models.files.parts import Parts
+from lantern_hpu.models.files.recipe import Recipe, llama_block, take
+from lantern_hpu.ops.grammar import NEVER
+
+SAMPLING = {"glm-image": Sampling(1.0, 0.9, 50, 0.75)}
+PIXELS = 32  # along a code
+GRID = (32, 32)  # 1024 x 1024 pixels, where no size is asked for
+PREVIEW = 16  # codes along the preview of a square picture
+PREFIX, PREFIXES = (
+    1024,
+    (64, 256),
+)  # tokens of a framed prompt: at most, and classes of shorter ones
+TEXT = "model.language_model."
+LAYER = TEXT + "layers.{}."
+CODEBOOK = "model.vqmodel.quantize.embedding.weight"
+SPARE = "spare"  # the head's bias that forbids special tokens, which is in no file
+
+
+def is_glm_image(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
+    return LAYER.format(0) + "post_mlp_layernorm.weight" in checkpoint
+
+
+def config_of(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
+    """Sizes, from the tensors and config.json.
+
+    Raises:
+        KeyError: config.json lacks one. WeightsError: it has another network.
+    """
+    text = about["text_config"]
+    rope, first = text["rope_parameters"], LAYER.format(0)
+    codes, heads = int(about["vq_config"]["num_embeddings"]), int(text["num_attention_heads"])
+    rows, dim = checkpoint.shapes[TEXT + "embed_tokens.weight"]
+    head_dim = dim // heads
+    vocabulary = checkpoint.shapes["lm_head.weight"][0]
+    for name, value, known in (
+        ("text_config.hidden_act", text.get("hidden_act", "silu"), "silu"),
+        ("text_config.rope_parameters.rope_type", rope.get("rope_type", "default"), "default"),
+        ("image_start_token_id", int(about["image_start_token_id"]), codes),
+        ("text_config.vision_vocab_size", text.get("vision_vocab_size", vocabulary), vocabulary),
+    ):
+        if value != known:
+            why = f"{name} is {value}, where {known} is known"
+            raise WeightsError(f"{checkpoint.path} is of an unknown kind", why)
+    return TransformerConfig(
+        vocab_size=vocabulary,
+        dim=dim,
+        layers=int(text["num_hidden_layers"]),
+        heads=heads,
+        kv_heads=checkpoint.shapes[first + "self_attn.k_proj.weight"][0] // head_dim,
+        ffn_dim=checkpoint.shapes[first + "mlp.down_proj.weight"][1],
+        prefix=PREFIX,
+        grid=GRID,
+        norm_eps=float(text["rms_norm_eps"]),
+        rope_base=float(rope["rope_theta"]),
+        rope="mrope",
+        rope_pairs="half",
+        rope_prefix="identity",
+        embed_rows=rows,
+        spare_codes=vocabulary - codes,
+        qkv_bias=first + "self_attn.q_proj.bias" in checkpoint,
+        sandwich_norms=True,
+        rotary_dim=int(head_dim * float(rope.get("partial_rotary_factor", 1.0))),
+        rope_sections=tuple(rope["mrope_section"]),
+        preview=PREVIEW,
+        code_pixels=PIXELS,
+        prefixes=PREFIXES,
+        max_positions=int(text["max_position_embeddings"]),
+    )
+
+
+def paired_rows(config: TransformerConfig) -> tuple[tuple[int, int], ...]:
+    """Rows of queries, keys and values one under another, such that feature i of a head pairs with i + hd / 2.
+
+    In the files i pairs with i + rotated / 2, and the features behind the rotated ones stay as they are. Here those
+    form pairs too, whose angle is 0, so that every kernel that rotates whole heads serves.
+    """
+    size, half = config.head_dim, config.rotated // 2
+    middle = half + size // 2
+    rows = []
+    for head in range(config.heads + config.kv):
+        start = head * size
+        pieces = (0, half), (2 * half, middle), (half, 2 * half), (middle, size)
+        rows += [(start + a, start + b) for a, b in pieces if a < b]
+    end = (config.heads + config.kv) * size
+    return (*rows, (end, end + config.kv_width))
+
+
+def target_recipe(config: TransformerConfig) -> Recipe:
+    """Recipe of `target.*`."""
+    recipe = {
+        "target.embed.weight": take(TEXT + "embed_tokens.weight"),
+        "target.norm.weight": take(TEXT + "norm.weight"),
+        "target.head.weight": take("lm_head.weight"),
+        "target.head.bias": take(SPARE),
+    }
+    rows = paired_rows(config)
+    for i in range(config.layers):
+        goal, old = f"target.layers.{i}.", LAYER.format(i)
+        recipe |= llama_block(goal, old)
+        for kind in ("weight", "bias")[: 1 + config.qkv_bias]:
+            names = (f"{old}self_attn.{p}_proj.{kind}" for p in "qkv")
+            recipe[f"{goal}attention.qkv.{kind}"] = take(*names, rows=rows)
+        recipe[f"{goal}ffn.gate_up.weight"] = take(f"{old}mlp.gate_up_proj.weight")
+        post = {"attention": "post_self_attn", "ffn": "post_mlp"}
+        for part, name in post.items():
+            recipe[f"{goal}{part}_post_norm.weight"] = take(f"{old}{name}_layernorm.weight")
+    return recipe
+
+
+def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
+    """
+    Raises:
+        WeightsError: it has another network.
+    """
+    config = config_of(checkpoint, about)
+    spare = torch.zeros(config.vocab_size)
+    spare[config.codes :] = NEVER
+    condition, recipe = ConditionConfig("tokens", frame="glm-image"), target_recipe(config)
+    return Published("glm-image", config, condition, checkpoint.beside(SPARE, spare), recipe)
+
+
+FAMILY = Family(
+    recognises=is_glm_image,
+    read=read,
+    ignored=("model.visual.", "model.vqmodel."),  # which read pictures
+    sampling=SAMPLING,
+    normalized_codes=True,
+    code_pixels=PIXELS,
+)

@@ -1,0 +1,209 @@
+"""A small random GLM-Image in the layout that is published: a pipeline of diffusers. See `make_synthetic_checkpoints`.
+
+Names, files and rules are real: preview grids, special tokens behind the codes, words behind those. Sizes are tiny. The
+diffusion model is written where diffusers is installed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Generator
+
+from scripts.synthetic_files import fill, write_json, write_shards
+from scripts.synthetic_language_models import write_byte_tokenizer
+
+CODES, SPECIAL, DIM, HEADS, LAYERS = 64, 128, 64, 4, 2
+WORDS_FROM = CODES + SPECIAL
+NAMED = ("<sop>", "<eop>", "<|image|>", "<|endoftext|>")
+ROWS = 1024  # of the table
+GLYPHS = 32  # width of the encoder of quoted text
+TEMPLATE = (
+    "{%- for m in messages -%}{%- for c in m.content -%}{{ c.text }}{%- endfor -%}{%- endfor -%}"
+)
+
+
+def special_ids() -> dict[str, int]:
+    return {name: ROWS - len(NAMED) + i for i, name in enumerate(NAMED)}
+
+
+def write_processor(folder: Path) -> None:
+    """The tokenizer and what frames a prompt."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.models.glm_image.image_processing_pil_glm_image import (
+        GlmImageImageProcessorPil,
+    )
+    from transformers.models.glm_image.processing_glm_image import GlmImageProcessor
+
+    start = f"<|dit_token_{CODES}|>"
+    codes = {f"<|dit_token_{i}|>": i for i in range(WORDS_FROM)}
+    write_byte_tokenizer(folder, special_ids() | {start: CODES}, codes, first=WORDS_FROM)
+    make: Any = PreTrainedTokenizerFast
+    tokenizer = make(
+        tokenizer_file=str(folder / "tokenizer.json"),
+        padding_side="left",
+        bos_token=start,
+        eos_token=f"<|dit_token_{CODES + 1}|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens={
+            "image_token": "<|image|>",
+            "grid_bos_token": "<sop>",
+            "grid_eos_token": "<eop>",
+        },
+    )
+    processor: Any = GlmImageProcessor(GlmImageImageProcessorPil(), tokenizer, TEMPLATE)
+    processor.save_pretrained(folder)
+
+
+def autoregressive_model(generator: Generator) -> Any:
+    """A GlmImageForConditionalGeneration of tiny sizes."""
+    from transformers import GlmImageConfig, GlmImageForConditionalGeneration
+
+    named = special_ids()
+    config = GlmImageConfig(
+        text_config={
+            "vocab_size": ROWS,
+            "vision_vocab_size": WORDS_FROM,
+            "hidden_size": DIM,
+            "intermediate_size": 96,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": HEADS,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 4096,
+            "rms_norm_eps": 1e-5,
+            "pad_token_id": named["<|endoftext|>"],
+            "eos_token_id": CODES + 1,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 10000.0,
+                "mrope_section": [1, 2, 1],
+                "partial_rotary_factor": 0.5,
+            },
+        },
+        vision_config={
+            "depth": 1,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_heads": 2,
+            "patch_size": 16,
+            "image_size": 64,
+        },
+        vq_config={"embed_dim": 24, "latent_channels": 32, "num_embeddings": CODES},
+        image_token_id=named["<|image|>"],
+        image_start_token_id=CODES,
+        image_end_token_id=CODES + 1,
+    )
+    model: Any = GlmImageForConditionalGeneration(config)
+    fill(model, generator)
+    return model.eval()
+
+
+def diffusion_parts(generator: Generator) -> dict[str, Any]:
+    """What makes pixels: diffusers' own classes, tiny."""
+    from diffusers import (
+        AutoencoderKL,
+        FlowMatchEulerDiscreteScheduler,
+        GlmImageTransformer2DModel,
+    )
+    from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
+
+    make: Any = T5Config
+    encoder = T5EncoderModel(
+        make(vocab_size=384, d_model=GLYPHS, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    )
+    transformer = GlmImageTransformer2DModel(
+        in_channels=4,
+        out_channels=4,
+        num_layers=1,
+        attention_head_dim=8,
+        num_attention_heads=2,
+        text_embed_dim=GLYPHS,
+        time_embed_dim=16,
+        condition_dim=8,
+        prior_vq_quantizer_codebook_size=CODES,
+    )
+    vae = AutoencoderKL(
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        block_out_channels=(8, 8, 8, 8),
+        latent_channels=4,
+        norm_num_groups=4,
+        latents_mean=[0.0] * 4,
+        latents_std=[1.0] * 4,
+        use_quant_conv=False,
+        use_post_quant_conv=False,
+        mid_block_add_attention=False,
+    )
+    modules: list[Any] = [encoder, transformer, vae]
+    for module in modules:
+        fill(module, generator)
+    scheduler = FlowMatchEulerDiscreteScheduler(
+        use_dynamic_shifting=True, time_shift_type="linear", base_shift=0.25, max_shift=0.75
+    )
+    return {
+        "tokenizer": ByT5Tokenizer(),
+        "text_encoder": encoder,
+        "transformer": transformer,
+        "vae": vae,
+        "scheduler": scheduler,
+    }
+
+
+def write_glm_image(root: Path, generator: Generator) -> Iterator[dict[str, Any]]:
+    """The published layout: a folder a part, the autoregressive stage in four shards of bfloat16."""
+    try:
+        from transformers import GlmImageConfig  # noqa: F401
+    except ImportError:  # before 5.0
+        return
+    folder, inner = root / "glm-image", root / "glm-image" / "vision_language_encoder"
+    model = autoregressive_model(generator)
+    state = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
+    write_shards(inner, state, 4)
+    model.config.dtype = "bfloat16"
+    model.config.architectures = ["GlmImageForConditionalGeneration"]
+    model.config.save_pretrained(inner)
+    drawing = {"do_sample": True, "temperature": 0.9, "top_p": 0.75, "eos_token_id": CODES + 1}
+    pad = special_ids()["<|image|>"]
+    write_json(inner / "generation_config.json", drawing | {"pad_token_id": pad})
+    write_processor(folder / "processor")
+    kinds = {
+        "processor": ["transformers", "GlmImageProcessor"],
+        "vision_language_encoder": ["transformers", "GlmImageForConditionalGeneration"],
+        "tokenizer": ["transformers", "ByT5Tokenizer"],
+        "text_encoder": ["transformers", "T5EncoderModel"],
+        "transformer": ["diffusers", "GlmImageTransformer2DModel"],
+        "vae": ["diffusers", "AutoencoderKL"],
+        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    }
+    write_json(folder / "model_index.json", {"_class_name": "GlmImagePipeline"} | kinds)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parts = diffusion_parts(generator)
+    except ImportError:
+        parts = {}
+    for name, part in parts.items():
+        part.save_pretrained(folder / name)
+    yield {
+        "name": folder.name,
+        "family": "glm-image",
+        "model": folder.name,
+        "prompt": "a photo of a red apple",
+        "class_label": None,
+        "image_size": 1024,
+        "tokens": 1280,
+        "grid": [32, 32],
+        "codes": CODES,
+        "dim": DIM,
+        "heads": HEADS,
+        "layers": LAYERS,
+        "norm_eps": 1e-5,
+        "dtype": "bfloat16",
+        "vq": None,
+        "pixels": bool(parts),
+        "drafter": None,
+        "neighbours": None,
+    }

@@ -1,0 +1,202 @@
+"""GLM-Image: equal to transformers' own class on small random weights, in sizes by request, with pixels by diffusers.
+
+The files are those of `scripts/synthetic_glm_image.py`; the loader does not know them, transformers wrote them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lantern_hpu.methods.request import Request, Sampling
+from lantern_hpu.models.config import TransformerConfig
+from lantern_hpu.models.files.load import open_model
+from lantern_hpu.models.model import ImageModel, Placement
+from lantern_hpu.models.transformer import Rotary
+from lantern_hpu.ops.masks import additive_mask, prefix_mask
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.tree import DraftTree
+from lantern_hpu.zoo.find import find_parts
+
+pytest.importorskip("transformers.models.glm_image")
+
+PROMPTS = ("a red apple on the tree", "dog", 'the photo of a green house that says "sky"')
+GRIDS = ((4, 6), (7, 3), (5, 5))
+
+
+@pytest.fixture(scope="session")
+def folder(public: Path) -> Path:
+    return public / "glm-image"
+
+
+@cache
+def opened(folder: Path) -> ImageModel:
+    return open_model(find_parts(str(folder))).load(Placement())
+
+
+@cache
+def reference(folder: Path) -> tuple[Any, Any]:
+    """transformers' model and processor."""
+    from transformers import GlmImageForConditionalGeneration, GlmImageProcessor
+
+    model: Any = GlmImageForConditionalGeneration.from_pretrained(
+        folder / "vision_language_encoder", dtype=torch.float32
+    )
+    processor: Any = GlmImageProcessor.from_pretrained(folder / "processor")
+    return model.eval(), processor
+
+
+def inputs_of(processor: Any, prompts: Sequence[str], grid: tuple[int, int]) -> Any:
+    """What transformers' processor makes of prompts, padded on the left."""
+    messages = [[{"role": "user", "content": [{"type": "text", "text": p}]}] for p in prompts]
+    return processor.apply_chat_template(
+        messages,
+        tokenize=True,
+        padding=True,
+        target_h=32 * grid[0],
+        target_w=32 * grid[1],
+        return_dict=True,
+        return_tensors="pt",
+    )
+
+
+def sized(model: ImageModel, grid: tuple[int, int], prefix: int = 64) -> TransformerConfig:
+    return replace(model.target.config, grid=grid, prefix=prefix)
+
+
+def their_logits(model: Any, inputs: Any, tokens: Tensor) -> Tensor:
+    """Of each of these tokens [B, N], over whole sequences and with transformers' own positions: [B, N, V]."""
+    stack = model.model
+    first, _ = stack.get_rope_index(
+        inputs["input_ids"],
+        inputs["image_grid_thw"],
+        inputs["images_per_sample"],
+        inputs["attention_mask"],
+    )
+    drawn = stack._cached_decode_position_ids[:, :, : tokens.shape[1] - 1]  # [B, 3, N - 1]
+    at = torch.cat([first, drawn.movedim(1, 0)], 2)  # [3, B, P + N - 1]
+    rows = torch.cat([inputs["input_ids"], tokens[:, :-1]], 1)
+    mask = torch.cat([inputs["attention_mask"], torch.ones_like(tokens[:, :-1])], 1)
+    out = stack.language_model(
+        input_ids=rows, attention_mask=mask, position_ids=at, use_cache=False
+    )
+    return model.lm_head(out[0][:, inputs["input_ids"].shape[1] - 1 :])
+
+
+def my_logits(
+    model: ImageModel, config: TransformerConfig, prompts: Sequence[str], tokens: Tensor
+) -> Tensor:
+    """The same by ours, in one pass without a cache."""
+    prefix = model.condition.sized(config).rows(prompts, False)
+    x = torch.cat([prefix.embeddings, model.target.embed(tokens[:, :-1])], 1)
+    valid = torch.cat([prefix.valid, torch.ones_like(tokens[:, :-1], dtype=torch.bool)], 1)
+    length = x.shape[1]
+    mask = prefix_mask(valid, torch.ones(length, length, dtype=torch.bool).tril())
+    place = torch.arange(length).expand(len(x), -1)
+    rope = Rotary(config, length)(place, (~prefix.valid).sum(1))
+    hidden = model.target(x, rope, additive_mask(mask, x.dtype))
+    return model.target.head(hidden[:, config.prefix - 1 :])
+
+
+@pytest.mark.parametrize("grid", GRIDS)
+def test_logits_are_those_of_transformers(folder: Path, grid: tuple[int, int]) -> None:
+    """Of every token of preview and picture, of prompts of different lengths in one batch and alone."""
+    model, (theirs, processor) = opened(folder), reference(folder)
+    config = sized(model, grid)
+    random = torch.Generator().manual_seed(3)
+    for prompts in (PROMPTS, PROMPTS[:1]):
+        tokens = torch.randint(config.codes, (len(prompts), config.tokens), generator=random)
+        with torch.no_grad():
+            want = their_logits(theirs, inputs_of(processor, prompts, grid), tokens)
+            got = my_logits(model, config, prompts, tokens)
+        assert want.std() > 0.5
+        torch.testing.assert_close(
+            got[..., : config.codes], want[..., : config.codes], atol=1e-4, rtol=0
+        )
+        assert (got[..., config.codes :] < -1e29).all()
+
+
+# ------------------------------------------------------------------------------------ drawing
+
+
+@cache
+def pipeline_of(folder: Path) -> LanternPipeline:
+    return LanternPipeline.from_pretrained(
+        str(folder), device="cpu", dtype="float32", pictures=False
+    )
+
+
+def drawn(
+    pipeline: LanternPipeline,
+    prompts: Sequence[str],
+    size: tuple[int, int],
+    method: str = "ar",
+    sampling: Sampling | None = None,
+    batch: int | None = None,
+) -> Any:
+    settings = sampling or pipeline.model.sampling
+    requests = [Request(p, i, settings, size=size) for i, p in enumerate(prompts)]
+    return pipeline.draw(requests, pipeline.resolve(method), batch, decode=False)
+
+
+GREEDY = Sampling(1.0, 0.0)
+
+
+def test_greedy_pictures_are_those_of_transformers(folder: Path) -> None:
+    """To the last token of preview and picture, of prompts of different lengths in one batch, and of one alone."""
+    pipeline, (theirs, processor) = pipeline_of(folder), reference(folder)
+    for prompts, grid in ((PROMPTS, (4, 6)), (PROMPTS[:1], (7, 3))):
+        config = sized(pipeline.model, grid)
+        want = theirs.generate(
+            **(inputs := inputs_of(processor, prompts, grid)),
+            max_new_tokens=config.tokens,
+            do_sample=False,
+            suppress_tokens=list(range(config.codes, config.vocab_size)),
+        )
+        want = want[:, inputs["input_ids"].shape[1] :]
+        result = drawn(pipeline, prompts, (32 * grid[0], 32 * grid[1]), sampling=GREEDY)
+        assert torch.equal(torch.from_numpy(result.tokens), want)
+        assert len(want.unique()) > 4
+
+
+def test_nothing_is_captured_anew_for_lengths_and_sizes_seen_before(folder: Path) -> None:
+    """Ten prompts of ten lengths in two sizes, after one prompt of each class in each size."""
+    pipeline = LanternPipeline.from_pretrained(
+        str(folder), device="cpu", dtype="float32", graphs="strict", pictures=False
+    )
+    sizes = ((64, 96), (96, 64))
+    word = ("apple " * 300).split()
+    for size in sizes:
+        for words in (20, 100, 280):
+            drawn(pipeline, [" ".join(word[:words])], size)
+    before = {spec: engine.captures for spec, engine in pipeline.engines.engines.items()}
+    assert len(before) == 6
+    for i in range(10):
+        result = drawn(pipeline, [" ".join(word[: 3 + 28 * i])], sizes[i % 2])
+        assert result.graph["recompiles_after_warmup"] == 0
+    after = {spec: engine.captures for spec, engine in pipeline.engines.engines.items()}
+    assert after == before
+
+
+def test_a_short_prompt_takes_the_shortest_prefix(folder: Path) -> None:
+    pipeline = pipeline_of(folder)
+    for words, prefix in ((3, 64), (100, 256), (300, 1024)):
+        request = Request("apple " * words, 0, GREEDY, size=(64, 96))
+        spec = pipeline.spec([request], DraftTree.root_only(), 1)
+        assert (spec.prefix, spec.grid) == (prefix, (2, 3))
+
+
+@pytest.mark.parametrize("method", ["jacobi", "scd", "sjd-pac"])
+def test_windows_draw_what_ar_draws_where_they_must(folder: Path, method: str) -> None:
+    """Greedy pictures."""
+    pipeline = pipeline_of(folder)
+    want = drawn(pipeline, PROMPTS, (64, 96), sampling=GREEDY)
+    got = drawn(pipeline, PROMPTS, (64, 96), method, GREEDY)
+    assert (got.tokens == want.tokens).all()
