@@ -35,7 +35,7 @@ from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.files.load import Opened, open_model
 from lantern_hpu.models.files.parts import Given
-from lantern_hpu.models.model import ImageModel, Placement, grid_of
+from lantern_hpu.models.model import ImageModel, Placement, grid_by_size
 from lantern_hpu.models.quantize import quantize as quantize_weights
 from lantern_hpu.models.stretch import Stretched
 from lantern_hpu.models.text.prefix import Prefix
@@ -155,7 +155,7 @@ class LanternPipeline:
             if quantize is not None:
                 backend.tuning.check_quantized(quantize)
             small, name = open_model(resolve_model(model, given, spared)), model
-            grid_of(small.config.target, size, model)
+            grid_by_size(small.config.target, size, model)
             opened: Opened | Stretched = small
             if stretch is not None:
                 name = f"{model} stretched to {stretch}"

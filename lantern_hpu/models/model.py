@@ -39,7 +39,7 @@ def make_vq(config: VQConfig) -> Tokenizer:
     return Emu3VQ(config) if config.kind == "video" else VQModel(config)
 
 
-def grid_of(
+def grid_by_size(
     config: TransformerConfig, size: tuple[int, int] | None, name: str
 ) -> tuple[int, int] | None:
     """Rows and columns of codes of a picture of this height and width in pixels; None: as the model has them.
@@ -109,7 +109,7 @@ class ImageModel:
             OptionError: a size that the model does not draw, two sizes, or a prompt that is too long.
         """
         config = self.target.config
-        grids = {grid_of(config, request.size, self.name) for request in requests}
+        grids = {grid_by_size(config, request.size, self.name) for request in requests}
         if len(grids) > 1:
             why = "a batch has one size of picture"
             raise OptionError(f"{len(grids)} sizes are asked for", why, "a call for each size")

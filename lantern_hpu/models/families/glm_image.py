@@ -38,7 +38,7 @@ def is_glm_image(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) ->
     return LAYER.format(0) + "post_mlp_layernorm.weight" in checkpoint
 
 
-def config_of(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
+def glm_image_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
     """Sizes, from the tensors and config.json.
 
     Raises:
@@ -103,7 +103,7 @@ def paired_rows(config: TransformerConfig) -> tuple[tuple[int, int], ...]:
     return (*rows, (end, end + config.kv_width))
 
 
-def target_recipe(config: TransformerConfig) -> Recipe:
+def glm_image_recipe(config: TransformerConfig) -> Recipe:
     """Recipe of `target.*`."""
     recipe = {
         "target.embed.weight": take(TEXT + "embed_tokens.weight"),
@@ -125,21 +125,21 @@ def target_recipe(config: TransformerConfig) -> Recipe:
     return recipe
 
 
-def read(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
+def read_glm_image(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
     """
     Raises:
         WeightsError: it has another network.
     """
-    config = config_of(checkpoint, about)
+    config = glm_image_config(checkpoint, about)
     spare = torch.zeros(config.vocab_size)
     spare[config.codes :] = NEVER
-    condition, recipe = ConditionConfig("tokens", frame="glm-image"), target_recipe(config)
+    condition, recipe = ConditionConfig("tokens", frame="glm-image"), glm_image_recipe(config)
     return Published("glm-image", config, condition, checkpoint.beside(SPARE, spare), recipe)
 
 
 FAMILY = Family(
     recognises=is_glm_image,
-    read=read,
+    read=read_glm_image,
     ignored=("model.visual.", "model.vqmodel."),  # which read pictures
     sampling=SAMPLING,
     normalized_codes=True,

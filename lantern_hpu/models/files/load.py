@@ -22,7 +22,7 @@ from lantern_hpu.models.files.names import CONFIG, DRAFTER_WEIGHTS, TARGET, VQ, 
 from lantern_hpu.models.files.parts import Parts
 from lantern_hpu.models.files.recipe import Stored, Weights, shapes_only
 from lantern_hpu.models.files.tokenizers import check_vq, open_vq
-from lantern_hpu.models.model import ImageModel, Placement, Tokenizer, grid_of, make_vq
+from lantern_hpu.models.model import ImageModel, Placement, Tokenizer, grid_by_size, make_vq
 from lantern_hpu.models.transformer import Target
 
 VQ_MISSING = "the VQ tokenizer (--vq; FoundationVision/LlamaGen vq_ds16_*.pt; Anole: vqgan.ckpt)"
@@ -146,7 +146,7 @@ def open_model(parts: Parts) -> Opened:
     config, drafter = with_text(source.config, parts.text), None
     height, width = (side * source.code_pixels for side in config.target.grid)
     if parts.image_size and config.target.code_pixels:
-        grid = grid_of(config.target, (parts.image_size, parts.image_size), parts.name)
+        grid = grid_by_size(config.target, (parts.image_size, parts.image_size), parts.name)
         config = replace(config, target=config.target.of_grid(grid))
     elif parts.image_size not in (None, height):
         why = f"{parts.name} draws {width} x {height} pixels"
