@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from lantern_hpu.decode.accept import Acceptance, Bounds
@@ -18,6 +20,7 @@ from lantern_hpu.tree import DraftTree, Tree, Window, load_tree
 from tests.marks import mostly_slow
 from tests.reference import Relaxed
 from tests.test_accept import random_probs, siblings_probs
+from tests.test_generate import generate
 from tests.test_step import DISTRIBUTIONS, SETTINGS, SMALL, count_images, exact_probs, surprise
 from tests.tiny import (
     SMALL_TREE,
@@ -340,3 +343,19 @@ def test_values_out_of_range(setting: str, says: str) -> None:
     with pytest.raises(OptionError) as caught:
         Setting.parse(setting)
     assert says in str(caught.value)
+
+
+def test_a_picture_says_what_it_spent_and_is_drawn_again(model: Path, tmp_path: Path) -> None:
+    first, again, report = tmp_path / "a.png", tmp_path / "b.png", tmp_path / "r.json"
+    options = ("--method", "scd", "--window", 4, "--relax-tv", 0.2, "--relax-budget", 0.7)
+    asked = ("--prompt", "cat", "--seed", 5, *options, "--output", first, "--report", report)
+    assert generate(model, *asked) == 0
+    assert generate(model, "--from-png", first, "--output", again) == 0
+    assert Image.open(first).tobytes() == Image.open(again).tobytes()
+    data = json.loads(report.read_text())
+    (image,), rule = data["images"], data["config"]["relaxation"]
+    assert rule["rule"] == "tv" and (rule["bound"], rule["budget"]) == (0.2, 0.7)
+    assert 0.2 < image["tv_sum"] < 0.7 + 1e-5 and image["tv_max"] < 0.2 + 1e-6
+    with Image.open(again) as drawn:
+        kept = json.loads(drawn.text["lantern_hpu"])["tv"]
+    assert kept == {"sum": image["tv_sum"], "mean": image["tv_mean"], "max": image["tv_max"]}
