@@ -1,4 +1,4 @@
-"""Each command and the Python example of the README do what it says, and its test command is the one CI runs."""
+"""Commands and examples of README and docs/recipes.md do what they say, and the test command is the one CI runs."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.folder import write_folder
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
+RECIPES = (ROOT / "docs" / "recipes.md").read_text()
 # A benchmark is shortened: its figures are not the point here. The first image is drawn with the embedded model, the
 # others with a tiny one, or one with as many codes as they ask for: what their options do is the point.
 FIRST = 'python -m lantern_hpu.generate --prompt "a red apple" --output apple.png'
@@ -39,9 +40,9 @@ htcore.mark_step()
 
 
 def commands() -> list[str]:
-    """Every command of the README's tables that ends by itself, in its order, after the first one."""
+    """Every command of the tables that ends by itself, in their order, after the first one."""
     listed = re.findall(
-        r"\| `((?:python -m lantern_hpu\.generate|lantern-hpu) [^`]+)` \|$", TEXT, re.M
+        r"\| `((?:python -m lantern_hpu\.generate|lantern-hpu) [^`]+)` \|$", TEXT + RECIPES, re.M
     )
     return list(dict.fromkeys([FIRST, *(line for line in listed if line != "lantern-hpu serve")]))
 
@@ -103,7 +104,8 @@ def test_command_runs(folder: Path, command: str) -> None:
 
 
 def test_first_command_is_there() -> None:
-    assert FIRST in TEXT and len(LISTED) >= 8
+    assert FIRST in TEXT and len(LISTED) >= 20
+    assert len(TEXT.splitlines()) <= 120
 
 
 def test_python_example_runs(folder: Path) -> None:

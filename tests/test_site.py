@@ -87,3 +87,28 @@ def test_each_page_of_the_site_is_listed() -> None:
         name = page.relative_to(DOCS).with_suffix("").as_posix()
         if name != "index" and "generated" not in name:
             assert f"\n{name}\n" in listed, name
+
+
+def test_tables_of_figures_are_those_of_their_raw_files() -> None:
+    from scripts.figures import MARKED, PAGES, rewritten
+
+    marked = [name for page in PAGES for _, name, *_ in MARKED.findall(page.read_text("utf-8"))]
+    assert len(marked) >= 6 and len(set(marked)) == len(marked), "each file stands in one place"
+    for page in PAGES:
+        assert rewritten(page.read_text("utf-8")) == page.read_text("utf-8"), page
+
+
+def test_links_of_the_front_page_can_be_made_absolute() -> None:
+    from scripts.absolute_links import LINK, absolute
+
+    text = (ROOT / "README.md").read_text("utf-8")
+    made = absolute(text, "https://raw", "https://pages")
+    assert "![" in made and not LINK.search(made)
+    assert made.count("(https://raw/docs/images/") == text.count("![")
+
+
+def test_the_version_is_the_same_everywhere() -> None:
+    from lantern_hpu import __version__
+
+    assert f"\nversion: {__version__}\n" in (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"## {__version__}" in (ROOT / "CHANGELOG.md").read_text("utf-8")

@@ -1,0 +1,151 @@
+"""Tables and the chart of speeds in the pages, made from the raw files of `lantern-hpu bench`.
+
+    python -m scripts.figures            # rewrite the tables between their marks, and docs/images/speed.png
+    python -m scripts.figures --check    # exit with 1 if a page has other figures than its raw file
+
+A page marks a table with the comments `figures: FILE.json` and `end of figures`; the file lies in
+benchmarks/results. After it a graph mode may follow, in place of the best one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lantern_hpu.files import write_file
+from lantern_hpu.lab import plots
+from lantern_hpu.methods.relaxation import PRESETS, read_relaxation
+from lantern_hpu.methods.table import METHODS
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+MARKED = re.compile(
+    r"(<!-- figures: (\S+)(?: (\w+))? -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL
+)
+# Panels of the chart: a title, and the files of each machine
+PANELS: dict[str, dict[str, tuple[str, ...]]] = {
+    "LlamaGen-XL's sizes": {
+        "2 cores with AMX": ("xl-amx-default.json", "xl-amx-relaxed.json"),
+        "2 cores, AVX2": ("llamagen-xl-stretched-cpu.json",),
+    },
+    "the embedded model, 13 M": {
+        "2 cores with AMX": ("embedded-amx.json",),
+        "2 cores, AVX2": ("cpu-2-cores.json",),
+    },
+}
+
+
+@dataclass(frozen=True)
+class Speed:
+    """A line of a benchmark.
+
+    Attributes:
+        label: the setting. ratio: images a second, in units of `ar` in the same file.
+    """
+
+    label: str
+    exact: bool
+    seconds: float
+    tokens_per_step: float
+    ms_per_step: float
+    ratio: float
+
+
+def speeds(file: str, graphs: str | None = None) -> list[Speed]:
+    """The lines of a raw file that were measured in one graph mode, its best if none is named, one image at a time."""
+    data = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    mode = graphs or data["graphs"]["best"]
+    rows = [r for r in data["rows"] if r["batch_size"] == 1 and r["graphs"] == mode]
+    ar = next(row["seconds_per_image"] for row in rows if row["method"] == "ar")
+    return [
+        Speed(
+            label_of(row),
+            not read_relaxation(row["relaxation"]).active,
+            row["seconds_per_image"],
+            row["tokens_per_step"],
+            row["ms_per_step"],
+            ar / row["seconds_per_image"],
+        )
+        for row in rows
+    ]
+
+
+def label_of(row: dict[str, Any]) -> str:
+    """The setting of a row, short: `scd@8`, `lantern++@flat_4`, `scd:lambda-5@16`."""
+    method, relaxation = METHODS[row["method"]], read_relaxation(row["relaxation"])
+    tree = row["tree"].removeprefix(f"{row['method']}:").removesuffix(":law")
+    preset = next((name for name, known in PRESETS.items() if known == relaxation), None)
+    label = row["method"]
+    if relaxation.active and relaxation != method.relaxation:
+        label += f":{preset or relaxation}"
+    return label + (f"@{tree}" if method.drafts else "")
+
+
+def table(file: str, graphs: str | None = None) -> str:
+    """The rows of a raw file as Markdown, fastest first."""
+    head = "| setting | lossless | s an image | tokens a step | ms a step | speed against `ar` |"
+    lines = [head, "|---|---|---|---|---|---|"]
+    for row in sorted(speeds(file, graphs), key=lambda row: -row.ratio):
+        figures = f"{row.seconds:.3g} | {row.tokens_per_step:.2f} | {row.ms_per_step:.3g} | {row.ratio:.2f}"
+        lines.append(f"| `{row.label}` | {'yes' if row.exact else 'no'} | {figures} |")
+    return "\n".join(lines) + "\n"
+
+
+def rewritten(text: str) -> str:
+    """A page with its tables made anew."""
+    return MARKED.sub(lambda match: match[1] + table(match[2], match[3]) + match[5], text)
+
+
+def chart() -> bytes:
+    """Speed by setting, one colour a machine, with a line at `ar`."""
+    with plots.in_style("compare"):
+        figure, axes = plots.panels(9, 4, columns=len(PANELS), sharey=False)
+        for panel, (title, machines) in zip(axes, PANELS.items(), strict=True):
+            draw_panel(panel, title, machines)
+        plots.legend_under(figure, axes[0], 2)
+        return plots.saved(figure, "png")
+
+
+def draw_panel(panel: Any, title: str, machines: dict[str, tuple[str, ...]]) -> None:
+    """Bars of each machine, side by side at the settings that it was measured with."""
+    found = {
+        machine: {row.label: row.ratio for f in files for row in speeds(f) if row.label != "ar"}
+        for machine, files in machines.items()
+    }
+    settings = dict.fromkeys(label for ratios in found.values() for label in ratios)
+    best = {label: max(ratios.get(label, 0) for ratios in found.values()) for label in settings}
+    order = sorted(best, key=lambda label: best[label])
+    height = 0.8 / len(found)
+    for index, (machine, ratios) in enumerate(found.items()):
+        places = [order.index(label) + (0.5 - index) * height for label in ratios]
+        panel.barh(places, list(ratios.values()), height, label=machine)
+    panel.axvline(1, color="black", linewidth=0.8)
+    panel.set_yticks(range(len(order)), order)
+    panel.set_xlabel("speed against ar on the same machine")
+    panel.set_title(title)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Make the tables and the chart of the pages anew.")
+    parser.add_argument("--check", action="store_true", help="change nothing; 1 if a page differs")
+    check, wrong = parser.parse_args().check, []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        if rewritten(text) != text:
+            wrong.append(page.name)
+            if not check:
+                write_file(page, rewritten(text).encode(), force=True)
+    if not check:
+        write_file(ROOT / "docs" / "images" / "speed.png", chart(), force=True)
+    print(f"{'differ' if check else 'rewritten'}: {', '.join(wrong) or 'none'}")
+    return int(check and bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
