@@ -31,8 +31,8 @@ Function = nn.Module
 
 def stages(function: Function) -> tuple[Callable[..., Any], ...]:
     """Where a function may be cut."""
-    found: tuple[Callable[..., Any], ...] = getattr(function, "parts", (function,))
-    return found
+    result: tuple[Callable[..., Any], ...] = getattr(function, "parts", (function,))
+    return result
 
 
 @dataclass

@@ -19,9 +19,9 @@ UNASKED = "nothing is overwritten unasked"
 
 def cache_folder() -> Path:
     """Where what was computed once is kept: LANTERN_HPU_CACHE, else the user's cache folder."""
-    own = os.environ.get("LANTERN_HPU_CACHE")
-    if own:
-        return Path(own)
+    folder = os.environ.get("LANTERN_HPU_CACHE")
+    if folder:
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lantern_hpu"
 
 
@@ -45,10 +45,10 @@ def reported_as(what: str, hint: str = "") -> Iterator[None]:
 def reading(file: Path, hint: str = "") -> Iterator[dict[str, Any]]:
     """The object in a JSON file; what goes wrong while it is read and used is a WeightsError that names the file."""
     with reported_as(f"cannot read {file}", hint):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
+        result = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(result, dict):
             raise ValueError("it is not an object")
-        yield found
+        yield result
 
 
 def sha256(path: Path) -> str:

@@ -51,12 +51,12 @@ StepEnd = Callable[["LanternPipeline", int, int, dict[str, Any]], object]
 
 def settings_of(request: Request) -> dict[str, Any]:
     """What an image's metadata say of its own settings."""
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "sampling": asdict(request.sampling),
         "relaxation": request.relaxation.as_json(),
     }
-    found |= {} if request.negative is None else {"negative": request.negative}
-    return found | ({} if request.size is None else {"size": list(request.size)})
+    result |= {} if request.negative is None else {"negative": request.negative}
+    return result | ({} if request.size is None else {"size": list(request.size)})
 
 
 def device_name(device: str | torch.device) -> str:
@@ -479,10 +479,10 @@ class LanternPipeline:
             timing.decode_s += time.perf_counter() - began
             if keep is not None:
                 keep(index, drawn[index])
-        found = [drawn[index] for index in range(len(requests))]
+        result = [drawn[index] for index in range(len(requests))]
         return GenerationResult(
-            pictures=[one.image for one in found if one.image is not None],
-            records=[one.record for one in found],
+            pictures=[one.image for one in result if one.image is not None],
+            records=[one.record for one in result],
             tokens=np.stack([tokens[index] for index in range(len(requests))]),
             timing=timing,
             graph=self.graph_report(engine, before, counted),
@@ -530,8 +530,8 @@ class LanternPipeline:
         Args:
             timing: what is spent is added here.
         """
-        found = dict(self.stream(engine, requests, timing, callback))
-        return [found[index] for index in range(len(requests))]
+        result = dict(self.stream(engine, requests, timing, callback))
+        return [result[index] for index in range(len(requests))]
 
     def batch(self, engine: Engine) -> Batch:
         """Empty slots of an engine."""
@@ -584,25 +584,25 @@ class LanternPipeline:
         """How far a run of so many images is."""
         config = batch.engine.target.config
         rows = config.grid[0]
-        seats = [(slot, seat) for slot, seat in enumerate(batch.seats) if seat is not None]
-        whole = sum(config.rows_known(seat.known) for _, seat in seats) + rows * len(done)
-        gained = sum(seat.known - 1 for _, seat in seats) + (batch.total - 1) * len(done)
-        taken = sum(seat.step - 1 - seat.pending for _, seat in seats)
+        states = [(slot, state) for slot, state in enumerate(batch.slots) if state is not None]
+        whole = sum(config.rows_known(state.known) for _, state in states) + rows * len(done)
+        gained = sum(state.known - 1 for _, state in states) + (batch.total - 1) * len(done)
+        taken = sum(state.step - 1 - state.pending for _, state in states)
         taken += sum(image.steps for image in done)
 
         def draw() -> list[Image.Image]:
-            slots = [slot for slot, _ in seats]
-            known = [seat.known for _, seat in seats]
+            slots = [slot for slot, _ in states]
+            known = [state.known for _, state in states]
             return preview(self.model, self.backend, batch.engine.partial()[slots], known)
 
         rate = gained / taken if taken else 0.0
         return Event(
             rows=whole,
             total_rows=rows * images,
-            running=len(seats),
+            running=len(states),
             tokens_per_step=rate,
             steps=batch.timing.count,
-            tokens=gained + len(seats) + len(done),
+            tokens=gained + len(states) + len(done),
             preview=draw,
         )
 

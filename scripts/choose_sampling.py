@@ -60,7 +60,7 @@ def main() -> None:
     pipeline = LanternPipeline.from_pretrained(arguments.model, device="cpu")
     painted = Painted(arguments.images, arguments.panels, arguments.fresh, drawn_side(pipeline))
     items, metrics = painted.items(), painted.metrics(painted.fresh())
-    own = within(
+    limit = within(
         np.stack([as_classified(p) for p in painted.generated()[arguments.images :]]),
         arguments.panels,
     )
@@ -69,7 +69,7 @@ def main() -> None:
         chosen = setting(text)
         asked = [Request(item.prompt, seed, chosen) for seed, item in enumerate(items)]
         pixels = np.stack([small(image) for image in draw(pipeline, asked, text)])
-        found = figures(metrics, painted.rows(items, pixels, own), 0)
+        found = figures(metrics, painted.rows(items, pixels, limit), 0)
         lines.append((text, *(f"{found[metric.name].value:.3f}" for metric in metrics)))
         print(*lines[-1], file=sys.stderr)
         shown = [Request(prompt, seed, chosen) for prompt in PROMPTS for seed in SEEDS]

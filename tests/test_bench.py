@@ -192,10 +192,12 @@ def test_acceptance_is_counted_by_depth(report: Report) -> None:
 def test_speed_is_against_ar_and_against_the_own_eager_run(report: Report) -> None:
     for row in report["rows"]:
         (base,) = rows_of(report, method="ar", graphs=row["graphs"], batch_size=row["batch_size"])
-        (own,) = rows_of(report, method=row["method"], graphs="eager", batch_size=row["batch_size"])
+        (eager,) = rows_of(
+            report, method=row["method"], graphs="eager", batch_size=row["batch_size"]
+        )
         seconds = row["seconds_per_image"]
         assert row["speed_against_ar"] == pytest.approx(base["seconds_per_image"] / seconds)
-        assert row["speed_against_eager"] == pytest.approx(own["seconds_per_image"] / seconds)
+        assert row["speed_against_eager"] == pytest.approx(eager["seconds_per_image"] / seconds)
 
 
 def test_printed_tables_have_every_row(report: Report) -> None:
@@ -417,8 +419,8 @@ def test_random_weights_are_made_in_their_format_and_finite() -> None:
             assert weight.dtype == torch.bfloat16 and weight.isfinite().all()
     assert float(model.target.norm.weight.float().std()) == 0
     assert 0.01 < float(model.target.head.weight.float().std()) < 0.03
-    near, own = model.nearest(5), torch.arange(64)[:, None]  # [V, 5], [V, 1]
-    assert near.shape == (64, 5) and not (near == own).any()
+    near, codes = model.nearest(5), torch.arange(64)[:, None]  # [V, 5], [V, 1]
+    assert near.shape == (64, 5) and not (near == codes).any()
 
 
 # ------------------------------------------------------------------------------------ options

@@ -172,8 +172,8 @@ def test_an_image_leaves_at_the_host_read_that_shows_it_done(models: Models) -> 
             batch.advance(soon=True)
         for done in batch.finished():
             assert done.slot in batch.free
-            seat_steps = [seat.step - 1 for seat in batch.seats if seat is not None]
-            assert all(steps >= done.steps for steps in seat_steps)  # they began together
+            slot_steps = [state.step - 1 for state in batch.slots if state is not None]
+            assert all(steps >= done.steps for steps in slot_steps)  # they began together
             assert batch.timing.count - done.steps <= 1
 
 

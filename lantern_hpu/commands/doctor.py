@@ -64,9 +64,9 @@ def doctor_report(facts: Facts) -> str:
         remedy = "transformers will not load; try: pip uninstall torchvision"
         versions.append(("wrong", f"{facts['torchvision']}: {remedy}"))
     parts = [section(versions)]
-    for name, found in facts["devices"].items():
-        state = f"available, {found['why']}" if found["available"] else "not available"
-        parts.append(section(describe_device(found), f"{name}: {state}"))
+    for name, result in facts["devices"].items():
+        state = f"available, {result['why']}" if result["available"] else "not available"
+        parts.append(section(describe_device(result), f"{name}: {state}"))
     marks = {True: "ok", False: "--"}
     rows = [(c["name"], f"{marks[c['ok']]}  {c['detail']}") for c in facts["gaudi"]["checks"]]
     parts.append(section(rows, "gaudi"))

@@ -125,9 +125,9 @@ def job_again(args: argparse.Namespace) -> GenerateJob:
     config: dict[str, Any] = data["config"]
     settled = {"dtype": config["dtype"]} | {n: config.get(n) for n in ("quantize", "stretch")}
     settled["layout"] = args.layout or config.get("layout", "plain")
-    kept, own = config.get("parts", {}), options.given_parts(args)
+    kept, parts_given = config.get("parts", {}), options.given_parts(args)
     # By name: a picture of a stranger may hold anything.
-    parts = {f.name: getattr(own, f.name) or kept.get(f.name) for f in fields(Given)}
+    parts = {f.name: getattr(parts_given, f.name) or kept.get(f.name) for f in fields(Given)}
     return GenerateJob(
         prompts=[data["prompt"]],
         seed=data["seed"],

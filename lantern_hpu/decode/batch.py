@@ -32,7 +32,7 @@ class Timing:
 
 
 @dataclass
-class Seat:
+class SlotState:
     """An image in its slot."""
 
     request: Request
@@ -71,7 +71,7 @@ class Batch:
         """
         engine.warm_up()
         self.engine, self.encode = engine, encode
-        self.seats: list[Seat | None] = [None] * engine.spec.images
+        self.slots: list[SlotState | None] = [None] * engine.spec.images
         self.timing = Timing()
         self.total = engine.target.config.tokens  # N
         self.queued = 0  # steps asked for, of which `timing.count` are known to be done
@@ -81,22 +81,22 @@ class Batch:
     @property
     def active(self) -> list[bool]:
         """[B] which slots hold an image. What runs in the others is not looked at, so the device need not know."""
-        return [seat is not None for seat in self.seats]
+        return [state is not None for state in self.slots]
 
     @property
     def free(self) -> list[int]:
         """Slots that hold none."""
-        return [slot for slot, seat in enumerate(self.seats) if seat is None]
+        return [slot for slot, state in enumerate(self.slots) if state is None]
 
     @property
     def known(self) -> list[int]:
         """[B] tokens known of each image, 0 where there is none."""
-        return [0 if seat is None else seat.known for seat in self.seats]
+        return [0 if state is None else state.known for state in self.slots]
 
     @property
     def running(self) -> bool:
         """Whether some image is not done."""
-        return any(seat is not None and seat.known < self.total for seat in self.seats)
+        return any(state is not None and state.known < self.total for state in self.slots)
 
     # -- coming and going
 
@@ -109,9 +109,9 @@ class Batch:
         assert len(slots) == len(requests), "more images than free slots"
         empty = not any(self.active)
         for slot, request in zip(slots, requests, strict=True):
-            self.seats[slot] = Seat(request)
+            self.slots[slot] = SlotState(request)
         # A few images cost less one by one than as a whole batch
-        if empty and (not self.engine.spec.open or 2 * len(slots) > len(self.seats)):
+        if empty and (not self.engine.spec.open or 2 * len(slots) > len(self.slots)):
             self.begin(requests)
         else:
             for slot, request in zip(slots, requests, strict=True):
@@ -120,7 +120,7 @@ class Batch:
 
     def begin(self, requests: Sequence[Request]) -> None:
         """The first slots at once; in those left over the last image is begun as well, and not looked at."""
-        padded = [*requests, *[requests[-1]] * (len(self.seats) - len(requests))]
+        padded = [*requests, *[requests[-1]] * (len(self.slots) - len(requests))]
         prefix = self.encoded(padded)
         began = time.perf_counter()
         self.engine.start(prefix, padded)
@@ -140,7 +140,7 @@ class Batch:
 
     def release(self, slot: int) -> None:
         """Give up an image; its slot is free at once."""
-        self.seats[slot] = None
+        self.slots[slot] = None
 
     # -- going on
 
@@ -155,15 +155,18 @@ class Batch:
             CaptureError: something was captured again after warm-up.
         """
         began, engine, longest = time.perf_counter(), self.engine, self.engine.longest
-        there = [seat for seat in self.seats if seat is not None]
+        there = [state for state in self.slots if state is not None]
         needs = [
             -(
-                -((seat.preview_at if seat.preview_at > seat.known else self.total) - seat.known)
+                -(
+                    (state.preview_at if state.preview_at > state.known else self.total)
+                    - state.known
+                )
                 // longest
             )
-            - seat.pending
-            for seat in there
-            if seat.known < self.total
+            - state.pending
+            for state in there
+            if state.known < self.total
         ]
         count = min(
             min(needs) if soon else max(needs), engine.spec.block, most or engine.spec.block
@@ -173,12 +176,12 @@ class Batch:
             known, ahead, count = engine.read(engine.known), False, 0
         else:
             ahead = engine.backend.queue.runs_ahead and count > 1
-            seeds = [None if seat is None else seat.request.seed for seat in self.seats]
-            first = [1 if seat is None else seat.step for seat in self.seats]
+            seeds = [None if state is None else state.request.seed for state in self.slots]
+            first = [1 if state is None else state.step for state in self.slots]
             known = engine.advance(seeds, first, count, ahead)
-        for seat, tokens in zip(self.seats, known, strict=True):
-            if seat is not None:
-                seat.known, seat.step, seat.pending = tokens, seat.step + count, int(ahead)
+        for state, tokens in zip(self.slots, known, strict=True):
+            if state is not None:
+                state.known, state.step, state.pending = tokens, state.step + count, int(ahead)
         self.queued += count
         self.timing.count = self.queued - ahead
         self.timing.steps += time.perf_counter() - began
@@ -188,18 +191,18 @@ class Batch:
         """Images that are done, in the order of their slots; they leave."""
         slots = [
             slot
-            for slot, seat in enumerate(self.seats)
-            if seat is not None and seat.known >= self.total
+            for slot, state in enumerate(self.slots)
+            if state is not None and state.known >= self.total
         ]
         if not slots:
             return []
-        found, done = self.engine.result(slots), []
+        result, done = self.engine.result(slots), []
         for i, slot in enumerate(slots):
-            seat = self.seats[slot]
-            assert seat is not None
-            counts = (found.steps[i], found.accepted[i], found.relaxed[i])
-            spent = None if found.spent is None else found.spent[i]
-            done.append(Finished(slot, seat.request, found.tokens[i], *counts, spent))
+            state = self.slots[slot]
+            assert state is not None
+            counts = (result.steps[i], result.accepted[i], result.relaxed[i])
+            spent = None if result.spent is None else result.spent[i]
+            done.append(Finished(slot, state.request, result.tokens[i], *counts, spent))
             self.release(slot)
         return done
 

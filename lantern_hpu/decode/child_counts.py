@@ -62,10 +62,12 @@ class ChildCounts:
             KeyError, TypeError, ValueError: it is nothing of the kind.
         """
         names = ("offered", "accepted")
-        found = cls(*(np.array([values[kind][name] for kind in KINDS], np.int64) for name in names))
-        if found.offered.ndim != 3 or found.offered.shape != found.accepted.shape:
+        result = cls(
+            *(np.array([values[kind][name] for kind in KINDS], np.int64) for name in names)
+        )
+        if result.offered.ndim != 3 or result.offered.shape != result.accepted.shape:
             raise ValueError("no counts by depth and rank")
-        return found
+        return result
 
 
 def padded_sum(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.int64]:

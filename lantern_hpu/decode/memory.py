@@ -90,18 +90,18 @@ def phases(model: ModelConfig, setup: Setup) -> dict[str, Rows]:
         what = f"the tree {setup.tree.name} needs a drafter"
         raise OptionError(what, "the model has none", "--method ar or scd")
     held, text = weights(model, setup) + state(model, setup), text_weights(model, setup)
-    found: dict[str, Rows] = {}
+    result: dict[str, Rows] = {}
     if setup.quantize:
         largest = max(map(prod, model.target.block_matrices))
         turned = [("a matrix on its way to int8 (estimate)", QUANTIZING * largest)]
-        found[LOADING] = weights(model, replace(setup, quantize=None)) + turned
+        result[LOADING] = weights(model, replace(setup, quantize=None)) + turned
     if model.condition.kind == "t5":
         # What T5 computes for one prompt; prompts are encoded one at a time
         features = model.target.prefix * model.condition.dim * setup.bytes
         one = ("encoding a prompt (estimate)", PROMPT_FEATURES * features)
-        found[ENCODING] = [*held, *text, one]
-    found[DRAWING] = held + (text if setup.text_stays else []) + working(model, setup)
-    return {phase: [(name, n) for name, n in rows if n] for phase, rows in found.items()}
+        result[ENCODING] = [*held, *text, one]
+    result[DRAWING] = held + (text if setup.text_stays else []) + working(model, setup)
+    return {phase: [(name, n) for name, n in rows if n] for phase, rows in result.items()}
 
 
 def largest_phase(model: ModelConfig, setup: Setup) -> tuple[str, Rows]:

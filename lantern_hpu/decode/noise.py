@@ -43,12 +43,12 @@ def block(
         first: number of the first of these steps, for all images or each one's own.
     """
     first = [first] * len(seeds) if isinstance(first, int) else first
-    found = np.zeros((steps, len(seeds), count), np.float32)
+    result = np.zeros((steps, len(seeds), count), np.float32)
     for image, (seed, begin) in enumerate(zip(seeds, first, strict=True)):
         if seed is not None:
             for step in range(steps):
-                found[step, image] = uniforms(seed, begin + step, count)
-    return found
+                result[step, image] = uniforms(seed, begin + step, count)
+    return result
 
 
 def keys(seed: int, places: int) -> NDArray[np.int32]:

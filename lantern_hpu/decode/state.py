@@ -232,9 +232,9 @@ class DecodeState:
     @property
     def counters(self) -> list[Tensor]:
         """What begins at zero with each image: [B, ..]."""
-        found = [self.count, self.steps, self.relaxed]
+        result = [self.count, self.steps, self.relaxed]
         metered = [] if self.meter is None else [self.meter.total, self.meter.largest]
-        return [*found, *metered, *([self.accepted] if self.accepted.shape[1] else [])]
+        return [*result, *metered, *([self.accepted] if self.accepted.shape[1] else [])]
 
     def tensors(self) -> dict[str, Tensor]:
         """All tensors by dotted name, those of nested dataclasses included."""

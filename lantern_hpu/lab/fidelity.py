@@ -87,29 +87,29 @@ def find_places(
     # One step past its place an image must not be over.
     last = pipeline.model.target.config.tokens - 1 - engine.longest
     until = [max(1, round(share * last)) for share in shares]
-    found: dict[int, Place] = {}
+    result: dict[int, Place] = {}
     for step in engine.trace(pipeline.prefix(engine, requests), requests):
         for image, known in enumerate(step.before):
-            if image not in found and known >= until[image]:
-                found[image] = Place.of(step, image)
-        if len(found) == len(requests):
+            if image not in result and known >= until[image]:
+                result[image] = Place.of(step, image)
+        if len(result) == len(requests):
             break
-    return [found[image] for image in range(len(requests))]
+    return [result[image] for image in range(len(requests))]
 
 
 def all_places(
     pipeline: LanternPipeline, tree: Tree, options: FidelityOptions, bar: tqdm[Any]
 ) -> list[Place]:
     """As many as asked for, one an image and evenly over the images, which are drawn exactly."""
-    found: list[Place] = []
+    result: list[Place] = []
     for start in range(0, options.images, BATCH):
         index = range(start, min(options.images, start + BATCH))
         requests = in_turn(prompts_of(pipeline), index, options.seed, pipeline.model.sampling)
         # Neighbours in the list lie far apart in the image, so that a batch has both ends of it.
         shares = [(i * 0.618 + 0.5 / options.images) % 1 for i in index]
-        found += find_places(pipeline, tree, requests, shares)
+        result += find_places(pipeline, tree, requests, shares)
         bar.update(len(index))
-    return found
+    return result
 
 
 # ------------------------------------------------------------------------------------ distances
@@ -125,17 +125,17 @@ def tv_distances(
     """The TV at each of the places."""
     request = Request("any", sampling=pipeline.model.sampling, relaxation=relaxation)
     spec, device = pipeline.spec([request], tree, 1), pipeline.backend.device
-    near, codes = pipeline.model.code_tables(spec.neighbours, spec.ranks)
+    neighbours, codes = pipeline.model.code_tables(spec.neighbours, spec.ranks)
     clusters = Clusters(codes, spec.ranks) if codes is not None else None
-    how = near, spec.residual, spec.annealed
+    how = neighbours, spec.residual, spec.annealed
     rule = Acceptance(tree, *how, clusters=clusters, blended=spec.blended)
     acceptance = rule.to(device)
     bounds = Bounds.of([relaxation], 1, device)
-    generator, found = torch.Generator().manual_seed(options.seed), []
+    generator, result = torch.Generator().manual_seed(options.seed), []
     for place in places:
         uniform = torch.rand(options.draws, place.tokens.shape[1], generator=generator)
-        found.append(tv_at(place, acceptance, bounds, uniform.to(device)))
-    return found
+        result.append(tv_at(place, acceptance, bounds, uniform.to(device)))
+    return result
 
 
 def tv_at(place: Place, acceptance: Acceptance, bounds: Bounds, uniform: Tensor) -> float:

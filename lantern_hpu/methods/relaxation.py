@@ -257,8 +257,8 @@ def read_relaxation(values: Mapping[str, Any]) -> Relaxation:
     try:
         make = RULES[values["rule"]]
         fields = ("k", "residual", "bound", *make.more)
-        found: Relaxation = make(*(values[name] for name in fields))
-        return found
+        result: Relaxation = make(*(values[name] for name in fields))
+        return result
     except (KeyError, TypeError) as error:
         raise OptionError("no relaxation of this version", str(error)) from error
 

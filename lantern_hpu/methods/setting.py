@@ -260,8 +260,8 @@ def check_drawn(tree: Tree | str | None, relaxation: Relaxation | None) -> None:
 
 def takers(relaxation: Relaxation) -> str:
     """The methods that can be relaxed in this way, as an option."""
-    found = [name for name, method in METHODS.items() if method.takes_relaxation(relaxation)]
-    return "--method " + " or ".join(found)
+    result = [name for name, method in METHODS.items() if method.takes_relaxation(relaxation)]
+    return "--method " + " or ".join(result)
 
 
 def check_drafter(method: str, drafter: object) -> None:

@@ -220,8 +220,8 @@ class DrafterConfig:
 
     def sizes(self, target: TransformerConfig) -> TransformerConfig:
         """The block's, with the target's `layers` left as it is."""
-        own = {name: getattr(self, name) for name in ("norm_eps", "ffn_dim", "qk_norm")}
-        return replace(target, **{n: value for n, value in own.items() if value is not None})
+        changed = {name: getattr(self, name) for name in ("norm_eps", "ffn_dim", "qk_norm")}
+        return replace(target, **{n: value for n, value in changed.items() if value is not None})
 
     def parameters(self, target: TransformerConfig) -> int:
         """Embedding, fc over [embedding, feature] with bias, block."""

@@ -22,19 +22,19 @@ class Drafter(nn.Module):
     def __init__(
         self,
         target: TransformerConfig,
-        own: DrafterConfig = DrafterConfig(),
+        drafter_config: DrafterConfig = DrafterConfig(),
         kernels: Kernels = PLAIN,
     ) -> None:
         """
         Args:
-            target: sizes of the target. own: where the drafter differs.
+            target: sizes of the target. drafter_config: where the drafter differs.
         """
         super().__init__()
-        self.own, self.config = own, own.sizes(target)
-        self.sees_pads, self.shift = own.sees_pads, own.shift
+        self.drafter_config, self.config = drafter_config, drafter_config.sizes(target)
+        self.sees_pads, self.shift = drafter_config.sees_pads, drafter_config.shift
         self.embed = nn.Embedding(target.embed_rows or target.vocab_size, target.dim)
         self.fc = nn.Linear(2 * target.dim, target.dim)
-        self.block = Block(self.config, kernels, own.input_norm)
+        self.block = Block(self.config, kernels, drafter_config.input_norm)
 
     def forward(
         self,

@@ -404,22 +404,22 @@ class DecodeThread:
             return
         tokens, known = lane.batch.engine.partial(), lane.batch.known
         for slot in wanted:
-            seat = lane.batch.seats[slot]
-            assert seat is not None
+            state = lane.batch.slots[slot]
+            assert state is not None
             pictures = preview(
                 self.pipeline.model, self.pipeline.backend, tokens[[slot]], [known[slot]]
             )
-            steps = seat.step - 1 - seat.pending
+            steps = state.step - 1 - state.pending
             shown = Partial(pictures[0], known[slot] // columns, known[slot], steps)
             lane.jobs[slot].send(shown)
             self.look_at(lane, slot)
 
     def look_at(self, lane: Lane, slot: int) -> None:
         """Have the host read when the next partial picture of a slot may be there."""
-        seat, shows = lane.batch.seats[slot], lane.jobs[slot].shows
+        state, shows = lane.batch.slots[slot], lane.jobs[slot].shows
         columns = self.pipeline.model.target.config.columns
-        if seat is not None:
-            seat.preview_at = shows[0] * columns if shows else 0
+        if state is not None:
+            state.preview_at = shows[0] * columns if shows else 0
 
     def finish(self, lane: Lane, job: Job, done: Finished) -> None:
         began = time.monotonic()
@@ -515,8 +515,8 @@ def warm_up_requests(
     presets = [PRESETS[name] for name in options.allow if name in PRESETS]
     codes = pipeline.model.codes
     lent = [rule.fitted(codes) for rule in presets if method.takes_relaxation(rule)]
-    found = [Request("any", 0, kind, setting.relaxation) for kind in kinds]
-    return found + [Request("any", 0, usual, relaxation) for relaxation in lent]
+    result = [Request("any", 0, kind, setting.relaxation) for kind in kinds]
+    return result + [Request("any", 0, usual, relaxation) for relaxation in lent]
 
 
 def check_replay(pipeline: LanternPipeline, engine: Engine, request: Request) -> None:

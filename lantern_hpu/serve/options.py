@@ -56,8 +56,8 @@ class ServeOptions:
         Raises:
             OptionError, TreeError: it cannot be read, or the tree fits none.
         """
-        found = [Setting.parse(text) for text in self.methods or DEFAULT]
-        return found if self.tree is None else with_tree(found, self.tree)
+        result = [Setting.parse(text) for text in self.methods or DEFAULT]
+        return result if self.tree is None else with_tree(result, self.tree)
 
     def __post_init__(self) -> None:
         for text in self.methods:

@@ -37,16 +37,16 @@ def bound(host: str, port: int) -> socket.socket:
         OptionError: the port is taken, or the address is not ours.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    result = socket.socket(family)
+    result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        found.bind((host, port))
-        found.listen(1024)  # whoever else asks for the port is refused from here on
+        result.bind((host, port))
+        result.listen(1024)  # whoever else asks for the port is refused from here on
     except (OSError, OverflowError) as error:
-        found.close()
+        result.close()
         why = getattr(error, "strerror", None) or str(error)
         raise OptionError(f"cannot listen on {host}:{port}", why, "another --port") from error
-    return found
+    return result
 
 
 def opener(options: ServeOptions) -> Callable[[], DecodeThread]:

@@ -68,14 +68,14 @@ class Progress:
     losses: list[float] = field(default_factory=list)  # of every step
 
 
-def like_the_target(target: Target, own: DrafterConfig) -> Drafter:
+def like_the_target(target: Target, config: DrafterConfig) -> Drafter:
     """A drafter to begin with: it passes the feature on, with the target's embedding and last block at hand.
 
     The block adds nothing at first: what it adds in the target is meant for the stream before the final norm,
     and features come after it. Where norms scale what it adds, they are zero, else the last matrices: a norm of zeros
     has gradients without bound.
     """
-    drafter = Drafter(target.config, own, target.kernels)
+    drafter = Drafter(target.config, config, target.kernels)
     dim = target.config.dim
     with torch.no_grad():
         rows = torch.arange(drafter.embed.num_embeddings, device=target.device)
@@ -145,8 +145,8 @@ class DrafterTraining:
 
     def lesson(self) -> Lesson:
         """This step's images of this process."""
-        processes, own = self.accelerator.num_processes, self.accelerator.process_index
-        number = self.progress.step * processes + own  # of all lessons of all processes
+        processes, rank = self.accelerator.num_processes, self.accelerator.process_index
+        number = self.progress.step * processes + rank  # of all lessons of all processes
         generator = torch.Generator().manual_seed(self.options.seed + (number << 20))
         index = torch.randint(len(self.samples.prompts), (self.options.batch,), generator=generator)
         prompts = [self.samples.prompts[i] for i in index]
@@ -275,7 +275,7 @@ class DrafterTraining:
         self.write(DRAFTER_WEIGHTS, save({n: t.contiguous() for n, t in tensors.items()}))
         about = {
             "target": self.pipeline.model.fingerprint,
-            "options": self.drafter.own.as_json(),
+            "options": self.drafter.drafter_config.as_json(),
             "step": self.progress.step,
         }
         self.write(DRAFTER, json.dumps(about, indent=1).encode())

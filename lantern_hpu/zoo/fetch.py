@@ -80,7 +80,7 @@ def list_files(hub: ModuleType, part: Part, absent: Sequence[str]) -> list[File]
     """
     info = hub.HfApi().model_info(part.repo, files_metadata=True)
     there = {sibling.rfilename: sibling for sibling in info.siblings or ()}
-    found, gone = [], []
+    result, gone = [], []
     for spec in absent:
         name = next((name for name in spec.split("|") if name in there), None)
         if name is None:
@@ -91,10 +91,10 @@ def list_files(hub: ModuleType, part: Part, absent: Sequence[str]) -> list[File]
         if known and stated and known != stated:
             why = f"its sha256 is {stated} there, {known} here"
             raise WeightsError(f"{part.repo} has another {name} than the known one", why, part.page)
-        found.append(File(part, info.sha, name, there[name].size, known or stated))
+        result.append(File(part, info.sha, name, there[name].size, known or stated))
     if gone:
         raise WeightsError(f"{part.repo} lacks files", ", ".join(gone), part.page)
-    return found
+    return result
 
 
 def check_space(files: Sequence[File], where: Path) -> None:
@@ -116,18 +116,18 @@ def fetch(hub: ModuleType, file: File, to: Path | None) -> None:
     staging = None if to is None else to / STAGING / file.part.role
     with nullcontext() if to else marked(file):
         where = {"revision": file.commit, "local_dir": staging}
-        found = Path(hub.hf_hub_download(file.part.repo, file.name, **where))
+        result = Path(hub.hf_hub_download(file.part.repo, file.name, **where))
         if (
             to is None
         ):  # where `main` is looked up later: a file asked for by its commit leaves no such entry
             reference = store(file.part.repo) / "refs" / "main"
             reference.parent.mkdir(exist_ok=True)
             reference.write_text(file.commit)
-        check_sum(file, found)
+        check_sum(file, result)
     if to is not None:
         place = to / file.part.role / file.name
         place.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(found, place)
+        os.replace(result, place)
 
 
 @contextmanager

@@ -39,17 +39,19 @@ def find_parts(model: str, given: Given = Given(), spared: tuple[str, ...] = ())
     Raises:
         WeightsError: nothing of that name; parts that are not here, all of them listed.
     """
-    own = {name: Path(value) for name in OPTIONS if (value := getattr(given, name)) is not None}
-    absent = [f"{OPTIONS[name]} {path}" for name, path in own.items() if not exists(path)]
+    given_paths = {
+        name: Path(value) for name in OPTIONS if (value := getattr(given, name)) is not None
+    }
+    absent = [f"{OPTIONS[name]} {path}" for name, path in given_paths.items() if not exists(path)]
     if absent:
         raise WeightsError("no such file or folder", ", ".join(absent), "check the path")
-    found, wanted = parts_of(model, tuple(own), spared), given.image_size
-    size = found.image_size
+    result, wanted = parts_of(model, tuple(given_paths), spared), given.image_size
+    size = result.image_size
     if wanted is not None and size not in (None, wanted):
         why = f"{model} draws {size} x {size} pixels"
         raise WeightsError(f"--image-size is {wanted}", why, "leave it out")
-    found = replace(in_pipeline(found), image_size=wanted or size, spared=spared)
-    return replace(found, **own)  # type: ignore[arg-type]
+    result = replace(in_pipeline(result), image_size=wanted or size, spared=spared)
+    return replace(result, **given_paths)  # type: ignore[arg-type]
 
 
 def parts_of(model: str, given: Collection[str], spared: Collection[str] = ()) -> Parts:
@@ -91,8 +93,8 @@ def exists(path: Path) -> bool:
 def known(entry: KnownModel, found: Located, where: str) -> Parts:
     """The parts of a known model, wherever they are."""
     size, sampling, paths = entry.image_size, dict(entry.sampling), found.items()
-    own: dict[str, Any] = {role: path for role, path in paths if path is not None}
-    return Parts(entry.name, where, **own, image_size=size, sampling=sampling)
+    roles: dict[str, Any] = {role: path for role, path in paths if path is not None}
+    return Parts(entry.name, where, **roles, image_size=size, sampling=sampling)
 
 
 def from_folder(folder: Path, given: Collection[str], spared: Collection[str] = ()) -> Parts:
@@ -101,21 +103,21 @@ def from_folder(folder: Path, given: Collection[str], spared: Collection[str] = 
     Raises:
         WeightsError: it is neither, or it is not clear which files to take.
     """
-    name, found = folder.resolve().name, str(folder.resolve())
+    name, result = folder.resolve().name, str(folder.resolve())
     if (folder / CONFIG).is_file():
-        return Parts(name, found, folder)
+        return Parts(name, result, folder)
     entry = located.of_folder(folder)
     if entry is not None:
-        return known(entry, located.require_parts(entry, folder, (*given, *spared)), found)
+        return known(entry, located.require_parts(entry, folder, (*given, *spared)), result)
     if (folder / AUTOREGRESSIVE).is_dir():
-        return Parts(name, found, folder)
+        return Parts(name, result, folder)
     target = target_in(folder)
     if target is None:
         why = f"it has neither a {CONFIG} nor weights of a target"
         inside = [path.name for path in sorted(folder.iterdir()) if path.is_dir()]
         hint = f"one of the folders in it ({', '.join(inside)})" if inside else "another folder"
         raise WeightsError(f"{folder} is not a model", why, hint)
-    return Parts(name, found, target, **beside(folder, target, given))
+    return Parts(name, result, target, **beside(folder, target, given))
 
 
 def target_in(folder: Path) -> Path | None:
@@ -139,7 +141,7 @@ def beside(folder: Path, target: Path, given: Collection[str]) -> dict[str, Any]
     Raises:
         WeightsError: several would do.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for part, names in BESIDE.items():
         if part in given:
             continue
@@ -155,8 +157,8 @@ def beside(folder: Path, target: Path, given: Collection[str]) -> dict[str, Any]
             why, hint = ", ".join(path.name for path in paths), f"{OPTIONS[part]} with one of them"
             raise WeightsError(f"{folder} holds several parts of one kind", why, hint)
         if paths:
-            found[part] = paths[0]
-    return found
+            result[part] = paths[0]
+    return result
 
 
 def may_be(part: str, path: Path) -> bool:

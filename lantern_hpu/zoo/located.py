@@ -102,10 +102,10 @@ def locate_model(entry: KnownModel, folder: Path | None = None) -> Located:
     paths: dict[str, Path | None] = {}
     absent: dict[str, tuple[str, ...]] = {}
     for role, part in entry.parts.items():
-        found = [look(source, folder) for source in part.sources]
-        paths[role] = next((path for path, _ in found if path), None)
+        result = [look(source, folder) for source in part.sources]
+        paths[role] = next((path for path, _ in result if path), None)
         if paths[role] is None:
-            absent[role] = found[0][1]
+            absent[role] = result[0][1]
     return Located(entry, paths, absent)
 
 

@@ -123,8 +123,8 @@ def entries() -> dict[str, KnownModel]:
         WeightsError: the file with the facts is unreadable.
     """
     with reading(FILE, "install the package again") as data:
-        found = [read_entry(values, data) for values in data["models"]]
-    return {entry.name: entry for entry in found}
+        result = [read_entry(values, data) for values in data["models"]]
+    return {entry.name: entry for entry in result}
 
 
 def read_entry(values: Mapping[str, Any], data: Mapping[str, Any]) -> KnownModel:
@@ -142,8 +142,8 @@ def read_entry(values: Mapping[str, Any], data: Mapping[str, Any]) -> KnownModel
 def read_part(role: str, values: Mapping[str, Any]) -> Part:
     instead = tuple(read_part(role, other) for other in values.get("instead", ()))
     files, digests = tuple(values["files"]), values["sha256"] or {}
-    own = {"role": role, "files": files, "sha256": digests, "instead": instead}
-    return Part(**{**values, **own})
+    replaced = {"role": role, "files": files, "sha256": digests, "instead": instead}
+    return Part(**{**values, **replaced})
 
 
 def find_model_by_name(name: str) -> KnownModel | None:
@@ -155,10 +155,10 @@ def find_model_by_name(name: str) -> KnownModel | None:
     known = entries()
     if name in known:
         return known[name]
-    found = sources(name)
-    if len(found) != 1:
+    result = sources(name)
+    if len(result) != 1:
         return None
-    entry, target = found[0]
+    entry, target = result[0]
     usual = entry.parts["target"]
     others = tuple(source for source in usual.sources if source is not target)
     parts = {**entry.parts, "target": replace(target, instead=others)}

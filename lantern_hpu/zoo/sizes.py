@@ -26,11 +26,13 @@ def stretch_sizes(name: str, given: Given = Given()) -> KnownModel:
         OptionError: there is none of that name, it is of another family, or a drafter is given that would have to be
             widened too.
     """
-    found = registry.find_model_by_name(LLAMAGEN.get(name, name))
-    if found is None or not found.family.startswith("llamagen"):
-        why = "no sizes are known of it" if found is None else f"it is of the family {found.family}"
+    result = registry.find_model_by_name(LLAMAGEN.get(name, name))
+    if result is None or not result.family.startswith("llamagen"):
+        why = (
+            "no sizes are known of it" if result is None else f"it is of the family {result.family}"
+        )
         raise OptionError(f"--stretch is {name!r}", why, choices(LLAMAGEN))
     if given.drafter is not None:
         why = "the model's own drafter is widened with it"
         raise OptionError("--stretch and --drafter exclude each other", why, "leave --drafter out")
-    return found
+    return result

@@ -26,17 +26,17 @@ def triton_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
     Warns if some do not, or if there is no Triton; the second call finds the answer of the first.
     """
     try:
-        found = triton_candidates(device, dtype)
+        result = triton_candidates(device, dtype)
     except ImportError as error:
         warnings.warn(f"plain kernels serve: {error}; pip install triton", stacklevel=2)
         return PLAIN
     from lantern_hpu.backends.cuda.kernels.checks import fault
 
-    refused = {name: why for name, candidate in found.items() if (why := fault(candidate))}
+    refused = {name: why for name, candidate in result.items() if (why := fault(candidate))}
     if refused:
         why = "; ".join(f"{name}: {why}" for name, why in refused.items())
         warnings.warn(f"plain kernels serve in place of {why}", stacklevel=2)
-    served = {name: candidate.make() for name, candidate in found.items() if name not in refused}
+    served = {name: candidate.make() for name, candidate in result.items() if name not in refused}
     return replace(PLAIN, **served)
 
 

@@ -22,12 +22,12 @@ def kth_largest(x, k):
     """The k-th largest of a float32 vector; equal entries count each."""
     bits = x.to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    found = tl.full([], -(2**31), tl.int32)
+    result = tl.full([], -(2**31), tl.int32)
     for place in range(32):
         # The first trial turns the sign, which is set in the lowest number; the others set a bit.
-        trial = found ^ (tl.full([], 1, tl.int32) << (31 - place))
-        found = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= k, trial, found)
-    bits = found ^ ((found >> 31) & 0x7FFFFFFF)  # what turned the bits turns them back
+        trial = result ^ (tl.full([], 1, tl.int32) << (31 - place))
+        result = tl.where(tl.sum((key >= trial).to(tl.int32), 0) >= k, trial, result)
+    bits = result ^ ((result >> 31) & 0x7FFFFFFF)  # what turned the bits turns them back
     return bits.to(tl.float32, bitcast=True)
 
 

@@ -37,8 +37,8 @@ def expand(probs: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
     Returns their tokens [B, w * count] int32 and scores [B, w * count].
     """
     tokens = topk_tokens(probs, count)  # [B, w, count]
-    found = scores[..., None] + gather(probs, -1, tokens).log()
-    return tokens.flatten(1), found.flatten(1)
+    result = scores[..., None] + gather(probs, -1, tokens).log()
+    return tokens.flatten(1), result.flatten(1)
 
 
 class DynamicDrafting(EagleDrafting):

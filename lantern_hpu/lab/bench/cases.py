@@ -89,14 +89,16 @@ def settings_for(
         require(relax in PRESETS, "--relax", relax, f"one of {', '.join(PRESETS)}")
     asked = [relaxed(Setting.parse(text), relax) for text in texts]
     drafting = {tree: methods_for(tree) for tree in trees}
-    found = []
+    result = []
     for setting in asked:
         fitting = [] if setting.tree else [t for t in trees if setting.method in drafting[t]]
-        found += [replace(setting, tree=read_tree(setting.method, t)) for t in fitting] or [setting]
+        result += [replace(setting, tree=read_tree(setting.method, t)) for t in fitting] or [
+            setting
+        ]
     for tree, methods in drafting.items():
         if not any(setting.method in methods for setting in asked):
             raise OptionError(f"--trees {tree} fits none of {', '.join(texts)}")
-    return found
+    return result
 
 
 def relaxed(setting: Setting, preset: str | None) -> Setting:
@@ -121,11 +123,11 @@ def find_entry(name: str) -> registry.KnownModel:
     Raises:
         OptionError: there is none.
     """
-    found = registry.find_model_by_name(RANDOM.get(name, name))
-    if found is None:
+    result = registry.find_model_by_name(RANDOM.get(name, name))
+    if result is None:
         hint = choices([*RANDOM, *registry.entries()])
         raise OptionError(f"no sizes are known of {name!r}", "--random-weights", hint)
-    return found
+    return result
 
 
 # ------------------------------------------------------------------------------------ rows
@@ -152,14 +154,14 @@ def measurable_modes(
         DeviceError: the device does not offer a mode that was asked for by name.
     """
     best = check_mode(backend, AUTO)
-    found: list[str] = []
+    result: list[str] = []
     notes = []
     for mode in modes:
         real = best if mode == AUTO else mode
-        if real in found:
+        if real in result:
             notes.append(f"`auto` is `{real}` on this device: measured once")
         elif real in backend.graph_modes:
-            found.append(real)
+            result.append(real)
         elif by_name:
             hint = choices([AUTO, *backend.graph_modes])
             why = f"beside {best}, in one process"
@@ -169,7 +171,7 @@ def measurable_modes(
                 f"`{real}` is not offered beside `{best}` in one process: measure it with --graphs {real} "
                 "into a second file; lantern_hpu.lab.compare takes both"
             )
-    return found, notes
+    return result, notes
 
 
 def cases_of(pipeline: LanternPipeline, wanted: BenchRequest, modes: Sequence[str]) -> list[Case]:
@@ -178,13 +180,13 @@ def cases_of(pipeline: LanternPipeline, wanted: BenchRequest, modes: Sequence[st
     Raises:
         OptionError: no tree was tuned for a method and batch, or two trees have one name.
     """
-    found: dict[tuple[str, Relaxation, str, int], Resolved] = {}
+    result: dict[tuple[str, Relaxation, str, int], Resolved] = {}
     for batch in wanted.batches:
         for setting in wanted.settings:
             chosen = pipeline.resolve(setting, batch)
             key = (chosen.method, chosen.relaxation, chosen.tree.name, batch)
             # The tuned tree may be a named one that is asked for as well.
-            if found.setdefault(key, chosen) != chosen:
+            if result.setdefault(key, chosen) != chosen:
                 why = f"--trees has two different ones of the name {chosen.tree.name!r}"
                 raise OptionError("rows are identified by the names of trees", why)
-    return [Case(setting, mode, batch) for mode in modes for (*_, batch), setting in found.items()]
+    return [Case(setting, mode, batch) for mode in modes for (*_, batch), setting in result.items()]

@@ -117,18 +117,18 @@ def with_speeds(rows: Sequence[SpeedRow]) -> list[SpeedRow]:
     """
     base = {(row.graphs, row.batch_size): row.cost for row in rows if row.method == "ar"}
     eager = {row.draft: row.cost for row in rows if row.graphs == EAGER}
-    found = []
+    result = []
     for row in rows:
         against = base.get((row.graphs, row.batch_size)) if row.images else None
         unrecorded = eager.get(row.draft)
-        found.append(
+        result.append(
             replace(
                 row,
                 speed_against_ar=against and against / row.cost,
                 speed_against_eager=unrecorded and unrecorded / row.cost,
             )
         )
-    return found
+    return result
 
 
 # ------------------------------------------------------------------------------------ reading
@@ -137,8 +137,8 @@ def with_speeds(rows: Sequence[SpeedRow]) -> list[SpeedRow]:
 @cache
 def schema() -> dict[str, Any]:
     """The schema of a report."""
-    found: dict[str, Any] = json.loads(SCHEMA.read_text())
-    return found
+    result: dict[str, Any] = json.loads(SCHEMA.read_text())
+    return result
 
 
 def schema_errors(data: Any) -> list[str]:
@@ -149,12 +149,12 @@ def schema_errors(data: Any) -> list[str]:
     """
     with needing("jsonschema", "it checks reports", "compare"):
         from jsonschema import Draft202012Validator
-    found = []
+    result = []
     for error in Draft202012Validator(schema()).iter_errors(data):
         place = error.json_path.removeprefix("$").removeprefix(".")
         text = f"{place or 'the report'}: {error.message}"
-        found.append(text if len(text) <= LONGEST else text[: LONGEST - 3] + "...")
-    return found
+        result.append(text if len(text) <= LONGEST else text[: LONGEST - 3] + "...")
+    return result
 
 
 def check_report(data: Any, name: str) -> Report:
@@ -173,10 +173,10 @@ def check_report(data: Any, name: str) -> Report:
         newer = isinstance(version, int) and version > VERSION
         hint = "a newer lantern_hpu, as wrote it" if newer else AGAIN
         raise OptionError(what, "a newer program wrote it" if newer else "it is too old", hint)
-    found = schema_errors(data)
-    if found:
-        more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        raise OptionError(f"{name} is damaged", "; ".join(found[:SHOWN]) + more, AGAIN)
+    result = schema_errors(data)
+    if result:
+        more = f"; and {len(result) - SHOWN} more" if len(result) > SHOWN else ""
+        raise OptionError(f"{name} is damaged", "; ".join(result[:SHOWN]) + more, AGAIN)
     return dict(data)
 
 

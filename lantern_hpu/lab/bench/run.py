@@ -205,23 +205,23 @@ def device_title(environment: Mapping[str, Any], processor: str) -> str:
 
 def silences(pipeline: LanternPipeline, wanted: BenchRequest) -> list[str]:
     """What the figures leave out."""
-    found = []
+    result = []
     if wanted.entry is not None:
-        found.append(
+        result.append(
             "random weights: steps were timed; images and tokens a step mean nothing, so none are given, and "
             "text encoding and pixels were left out"
         )
         if wanted.entry.config.drafter is None:
-            found.append(
+            result.append(
                 f"no drafter is published for {wanted.entry.name}: one of LlamaGen's kind was made, at its width"
             )
     base = pipeline.model.base
     if base is not None:
         more = pipeline.model.config.target.layers - base.config.target.layers
-        found.append(
+        result.append(
             f"{pipeline.model.name}: it computes what {base.name} computes, so pictures and tokens a step are "
             f"that model's, and times are of the large sizes; of {more} added layers the output projections are zero"
         )
     if pipeline.backend.memory().peak is None:
-        found.append("the device does not tell its peak of memory")
-    return found
+        result.append("the device does not tell its peak of memory")
+    return result

@@ -186,14 +186,14 @@ def titles_of(files: Sequence[Path], reports: Sequence[Report]) -> list[str]:
     """The devices; runs of one tell themselves apart by number format, or by their files."""
     formats = [(report["device_title"], report["dtype"]) for report in reports]
     devices = [device for device, _ in formats]
-    found = []
+    result = []
     for file, (device, dtype) in zip(files, formats, strict=True):
         more = f" ({dtype})" if devices.count(device) > 1 else ""
         alike = formats.count((device, dtype)) > 1
-        found.append(device + (f" ({file.stem})" if alike else more))
+        result.append(device + (f" ({file.stem})" if alike else more))
     # Files of one name in several folders
     return [
-        f"{title} {i + 1}" if found.count(title) > 1 else title for i, title in enumerate(found)
+        f"{title} {i + 1}" if result.count(title) > 1 else title for i, title in enumerate(result)
     ]
 
 
@@ -203,7 +203,7 @@ def keys_of(runs: Sequence[ComparedRun]) -> list[Key]:
     A device whose best mode is its eager one stands beside the others' best, and beside their eager runs if there
     are any; alone, its rows are called what they are.
     """
-    found = set()
+    result = set()
     for run in runs:
         others = [other for other in runs if other.dtype == run.dtype and other.best != EAGER]
         for row in run.rows:
@@ -211,8 +211,8 @@ def keys_of(runs: Sequence[ComparedRun]) -> list[Key]:
             if run.best == EAGER and row.graphs == EAGER:
                 eager = any(r.graphs == EAGER for other in others for r in other.rows)
                 kinds = ({BEST} if others else {EAGER}) | ({EAGER} if eager else set())
-            found |= {replace(run.key(row), graphs=kind) for kind in kinds}
-    return sorted(found, key=row_order)
+            result |= {replace(run.key(row), graphs=kind) for kind in kinds}
+    return sorted(result, key=row_order)
 
 
 def row_order(key: Key) -> tuple[Any, ...]:

@@ -100,8 +100,8 @@ def sections(comparison: Comparison, pictures: Sequence[Chart]) -> Iterator[Sect
 def notes(comparison: Comparison) -> dict[str, list[str]]:
     """Lists under their titles; empty ones are left out."""
     lines = [f"{run.title}: {note}" for run in comparison.runs for note in run.report["notes"]]
-    found = {"What differs": list(comparison.differences), "Notes of the runs": lines}
-    return {title: entries for title, entries in found.items() if entries}
+    result = {"What differs": list(comparison.differences), "Notes of the runs": lines}
+    return {title: entries for title, entries in result.items() if entries}
 
 
 # ------------------------------------------------------------------------------------ tables

@@ -127,12 +127,12 @@ class Series:
 
 def all_series(comparison: Comparison) -> list[Series]:
     """One a run, in the best of its modes that was measured."""
-    found = []
+    result = []
     for index, run in enumerate(comparison.runs):
         modes = {row.graphs for row in run.rows}
         best = run.best if run.best in modes else min(modes)
-        found.append(Series(run, best, f"C{index}"))
-    return found
+        result.append(Series(run, best, f"C{index}"))
+    return result
 
 
 def lines_of(comparison: Comparison) -> dict[Line, str]:
@@ -140,11 +140,11 @@ def lines_of(comparison: Comparison) -> dict[Line, str]:
 
     That is its method, with tree or setting where the method occurs more than once.
     """
-    found = {(key.method, key.tree, key.setting) for key in comparison.keys}
+    result = {(key.method, key.tree, key.setting) for key in comparison.keys}
     order = list(METHODS)
     names = {}
-    for line in sorted(found, key=lambda line: (order.index(line[0]), *line[1:])):
-        others = [other for other in found if other[0] == line[0]]
+    for line in sorted(result, key=lambda line: (order.index(line[0]), *line[1:])):
+        others = [other for other in result if other[0] == line[0]]
         more = [line[i] for i in (1, 2) if len({other[i] for other in others}) > 1]
         names[line] = "\n".join([line[0], *more])
     return names
@@ -197,8 +197,8 @@ def latency(comparison: Comparison) -> Figure:
 
 def p95(row: SpeedRow) -> float:
     """Of the row's cost; the cost itself where that is more, as a single slow batch can make it."""
-    found = row.p95_ms_per_step if row.seconds_per_image is None else row.p95_seconds_per_image
-    return max(row.cost, found or 0.0)
+    result = row.p95_ms_per_step if row.seconds_per_image is None else row.p95_seconds_per_image
+    return max(row.cost, result or 0.0)
 
 
 def draw_bars(

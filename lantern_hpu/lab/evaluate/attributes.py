@@ -79,13 +79,13 @@ def scene_attributes(scene: Scene) -> Values:
 
 def phrases() -> dict[str, Values]:
     """Time and weather, by the phrases at the ends of captions."""
-    found: dict[str, Values] = {"in the fog": {"weather": "fog"}}
-    found |= {phrase: {"time": time} for time, known in WHEN.items() for phrase in known}
-    found |= {phrase: {"time": "night"} for phrase in MOONLIT}
-    found |= {phrase: {"weather": "storm"} for known in STORMY.values() for phrase in known}
+    result: dict[str, Values] = {"in the fog": {"weather": "fog"}}
+    result |= {phrase: {"time": time} for time, known in WHEN.items() for phrase in known}
+    result |= {phrase: {"time": "night"} for phrase in MOONLIT}
+    result |= {phrase: {"weather": "storm"} for known in STORMY.values() for phrase in known}
     for weather, known in {"cloudy": CLOUDY, "fog": FOGGY}.items():
-        found |= {phrase: {"time": time, "weather": weather} for time, phrase in known.items()}
-    return found
+        result |= {phrase: {"time": time, "weather": weather} for time, phrase in known.items()}
+    return result
 
 
 def alternatives(names: Sequence[str]) -> str:
@@ -105,18 +105,18 @@ END = re.compile(rf"\b({alternatives(tuple(PHRASES))})$")
 
 def caption_attributes(caption: str) -> Values:
     """The attributes that a caption of the generator names; of what it leaves out nothing is known."""
-    found: Values = {}
+    result: Values = {}
     if thing := THING.match(caption):
-        found |= {name: value for name, value in thing.groupdict().items() if value}
+        result |= {name: value for name, value in thing.groupdict().items() if value}
     if land := LAND.search(caption):
-        found["terrain"] = land["land"]
+        result["terrain"] = land["land"]
         if land["look"]:
-            found["season"] = LOOKS[land["look"]]
+            result["season"] = LOOKS[land["look"]]
     elif " on a table" in caption:
-        found["terrain"] = "table"
+        result["terrain"] = "table"
     if end := END.search(caption):
-        found |= PHRASES[end[1]]
-    return found
+        result |= PHRASES[end[1]]
+    return result
 
 
 # ------------------------------------------------------------------------------------ the network

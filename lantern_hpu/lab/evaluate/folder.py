@@ -77,7 +77,7 @@ class SettingFolder:
 
     def drawn(self) -> dict[str, Line]:
         """Lines of the pictures that are there, by id; half a line at the end is of a picture that does not count."""
-        file, places, found = self.folder / "drawn.jsonl", self.places, {}
+        file, places, result = self.folder / "drawn.jsonl", self.places, {}
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         for line in lines:
             try:
@@ -85,8 +85,8 @@ class SettingFolder:
             except (ValueError, TypeError):
                 continue
             if one.id in places and places[one.id].exists():
-                found[one.id] = one
-        return found
+                result[one.id] = one
+        return result
 
     def write(self, pictures: Iterable[bytes], lines: Sequence[Line]) -> None:
         """Write PNG files, which count once `note` has their lines."""
@@ -186,11 +186,11 @@ class Cache:
         """Those of this name and key that were kept, or made now."""
         full = json.loads(json.dumps([self.network, key]))
         file = self.folder / "features" / f"{name}.npz"
-        found = kept_rows(file, full)
-        if found is None:
-            found = dict(make())
-            keep_rows(file, full, found)
-        return found
+        result = kept_rows(file, full)
+        if result is None:
+            result = dict(make())
+            keep_rows(file, full, result)
+        return result
 
 
 def keep_rows(file: Path, key: object, rows: Rows) -> None:

@@ -100,14 +100,14 @@ class Painted:
 
     def fresh(self) -> Array:
         """Features of the reference pictures [reference, FEATURES]."""
-        numbers, found = tqdm(range(self.reference), desc="painting reference", unit="picture"), []
+        numbers, result = tqdm(range(self.reference), desc="painting reference", unit="picture"), []
         batch: list[Pixels] = []
         for i in numbers:
             batch.append(as_classified(paint_picture(REFERENCE + i, self.noise).pixels))
             if len(batch) == 64 or i == self.reference - 1:
-                found.append(self.classifier.classify(np.stack(batch)).features)
+                result.append(self.classifier.classify(np.stack(batch)).features)
                 batch = []
-        return np.concatenate(found).astype(np.float64)
+        return np.concatenate(result).astype(np.float64)
 
     def metrics(self, fresh: Array) -> list[QualityMetric]:
         """
@@ -204,7 +204,7 @@ class PaintedScorer:
 
     def baselines(self, rounds: int) -> list[QualityRow]:
         """The generator's own pictures of the captions, and these through the tokenizer."""
-        found = {GENERATOR: self.generator}
+        result = {GENERATOR: self.generator}
         if encoded_side(self.pipeline) == self.painted.side:
 
             def through() -> Rows:
@@ -212,10 +212,10 @@ class PaintedScorer:
                 return self.painted.rows(self.items, pixels, self.generator["distances"])
 
             files = self.pipeline.model.files
-            found[TOKENIZER] = self.cache.rows("tokenizer", files, through)
+            result[TOKENIZER] = self.cache.rows("tokenizer", files, through)
         return [
             QualityRow(name, {}, figures(self.metrics, rows, rounds), extra_of(rows))
-            for name, rows in found.items()
+            for name, rows in result.items()
         ]
 
     def protocol(self) -> str:

@@ -84,13 +84,13 @@ def read_statistics(file: Path, preset: str) -> Gaussian:
         try:
             with np.load(file, allow_pickle=False) as data:
                 made = str(data["protocol"]) if "protocol" in data.files else "imagenet"
-                found = Gaussian(data["mu"].astype(np.float64), data["sigma"].astype(np.float64))
+                result = Gaussian(data["mu"].astype(np.float64), data["sigma"].astype(np.float64))
         except (BadZipFile, EOFError) as error:
             raise ValueError(str(error)) from error
     if made != preset:
         why = f"it was made for {made}, and figures would not be comparable"
         raise OptionError(f"{file} is no reference of {preset}", why, f"--preset {made}")
-    return found
+    return result
 
 
 class LibraryScorer:
@@ -241,6 +241,6 @@ def inception_score(rows: Array) -> float:
     with needing("torch-fidelity", "it has the inception score", "evaluate"):
         from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, isc_features_to_metric
 
-    found = isc_features_to_metric(torch.from_numpy(rows), splits=min(10, len(rows)))
-    value = float(found[KEY_METRIC_ISC_MEAN])
+    result = isc_features_to_metric(torch.from_numpy(rows), splits=min(10, len(rows)))
+    value = float(result[KEY_METRIC_ISC_MEAN])
     return value if math.isfinite(value) else math.nan

@@ -192,5 +192,5 @@ class Library:
         return list(dict.fromkeys(NEEDS[name][0] for name in self.wanted))
 
     def given(self, network: str) -> Path | None:
-        found: Path | None = getattr(self, network)
-        return found
+        result: Path | None = getattr(self, network)
+        return result

@@ -73,7 +73,7 @@ def judged(rows: Sequence[QualityRow], again: QualityRow | None) -> list[Quality
     if first is None:
         return list(rows)
     floor = floors(first.figures, again.figures) if again else {}
-    found = []
+    result = []
     for row in rows:
         names = [] if row is first else [n for n in row.figures if n in first.figures]
         against = {
@@ -81,8 +81,8 @@ def judged(rows: Sequence[QualityRow], again: QualityRow | None) -> list[Quality
             for name in names
             if len(row.figures[name].draws) == len(first.figures[name].draws)
         }
-        found.append(QualityRow(row.name, row.about, row.figures, row.extra, against))
-    return found
+        result.append(QualityRow(row.name, row.about, row.figures, row.extra, against))
+    return result
 
 
 # ------------------------------------------------------------------------------------ text

@@ -56,14 +56,14 @@ def settings_columns(
         size: of a batch.
     """
     trees = [load_tree(name) for name in tree.split(",")] if tree else []
-    found = []
+    result = []
     for setting in settings:
         name, takes = str(setting), METHODS[setting.drafting].takes
-        if setting.tree is None and (own := next(filter(takes, trees), None)):
-            setting = replace(setting, tree=own)
-        found.append(Column(name, pipeline.resolve(setting, size)))
-    first = [column for column in found if column.name == "ar"]
-    return found + [replace(column, name=AGAIN, shift=OTHER_SEEDS) for column in first if floor]
+        if setting.tree is None and (chosen := next(filter(takes, trees), None)):
+            setting = replace(setting, tree=chosen)
+        result.append(Column(name, pipeline.resolve(setting, size)))
+    first = [column for column in result if column.name == "ar"]
+    return result + [replace(column, name=AGAIN, shift=OTHER_SEEDS) for column in first if floor]
 
 
 Batch = tuple[Column, list[int]]  # a setting, and numbers of items

@@ -159,14 +159,14 @@ class Evaluation:
         lines, files = pictures.drawn(), list(pictures.places.values())
         rows = self.scorer.rows(column.slug, files)
         paces = pace([lines[item.id] for item in drawing.items])
-        found = figures([*PACE, *self.scorer.metrics], {**rows, **paces}, self.options.rounds)
-        return QualityRow(column.name, column.about(), found, {**extra_of(rows), **extra})
+        result = figures([*PACE, *self.scorer.metrics], {**rows, **paces}, self.options.rounds)
+        return QualityRow(column.name, column.about(), result, {**extra_of(rows), **extra})
 
     def scored(self, name: str, files: Sequence[Path]) -> QualityRow:
         """Figures of pictures that were drawn elsewhere."""
         rows = self.scorer.rows(f"folder-{name}", files)
-        found = figures(self.scorer.metrics, rows, self.options.rounds)
-        return QualityRow(name, {}, found, extra_of(rows))
+        result = figures(self.scorer.metrics, rows, self.options.rounds)
+        return QualityRow(name, {}, result, extra_of(rows))
 
     def fidelity(self) -> dict[str, dict[str, Any]]:
         """By setting, how far it moves the distribution of the next token."""

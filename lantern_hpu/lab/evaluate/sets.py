@@ -71,12 +71,12 @@ def listed_in(file: Path, name: str) -> list[Any]:
         OptionError: unreadable, or it is not there.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))[name]
+        result = json.loads(file.read_text(encoding="utf-8"))[name]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OptionError(f"cannot read captions from {file}", str(error), COCO_HINT) from error
-    if not isinstance(found, list):
+    if not isinstance(result, list):
         raise OptionError(f"cannot read captions from {file}", f"{name} is no list", COCO_HINT)
-    return found
+    return result
 
 
 def plain(file: Path) -> list[Item]:
@@ -131,10 +131,10 @@ def read_set(name: str, file: Path | None, rule: str, count: int | None) -> list
         raise OptionError("--prompts-file is missing", why, f"--prompts-file FILE; {WHERE[name]}")
     if name.startswith("coco"):
         most = 30_000 if name.endswith("30k") else None
-        found = coco(file, rule, most)
+        result = coco(file, rule, most)
     else:
-        found = {"parti": plain, "file": plain, "geneval": geneval, "dpg": dpg}[name](file)
-    return found[:count]
+        result = {"parti": plain, "file": plain, "geneval": geneval, "dpg": dpg}[name](file)
+    return result[:count]
 
 
 WHERE = {

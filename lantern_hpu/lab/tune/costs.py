@@ -63,9 +63,9 @@ def fit_costs(alone: float, trees: Sequence[DraftTree], measured: Sequence[float
     past = np.clip((sizes - np.array(widths[:-1])) / gaps, 0, 1)
     shape = [[t.depth, len(t.expanded), sum(t.widest)] for t in trees]
     factors = np.hstack([np.ones_like(sizes), past, np.array(shape)])
-    found, _ = nnls(factors / np.array(measured)[:, None], np.ones(len(trees)))
-    verify = np.cumsum(found[: len(widths)])
-    level, node, child = (float(x) for x in found[len(widths) :])
+    result, _ = nnls(factors / np.array(measured)[:, None], np.ones(len(trees)))
+    verify = np.cumsum(result[: len(widths)])
+    level, node, child = (float(x) for x in result[len(widths) :])
     return Costs(alone, tuple(widths), tuple(map(float, verify)), level, node, child)
 
 
@@ -91,11 +91,11 @@ def probes(nodes: int, depth: int, most: int) -> list[DraftTree]:
     sizes = [2]
     while sizes[-1] < nodes:
         sizes.append(min(2 * sizes[-1], nodes))
-    found: dict[tuple[Path, ...], DraftTree] = {}
+    result: dict[tuple[Path, ...], DraftTree] = {}
     for size in sizes:
         deep = min(depth, size - 1)
         shapes = [*((level, most) for level in range(1, deep + 1)), (deep, 1), (deep, 3)]
         trees = [even_tree(size - 1, level, parents, most) for level, parents in shapes]
         flat = [tree for tree in trees[:deep] if tree is not None][:1]
-        found |= {tree.paths: tree for tree in (*flat, *trees[deep - 1 :]) if tree is not None}
-    return list(found.values())
+        result |= {tree.paths: tree for tree in (*flat, *trees[deep - 1 :]) if tree is not None}
+    return list(result.values())

@@ -34,11 +34,11 @@ def estimate(counts: ChildCounts, depth: int | None = None) -> ChanceTable:
     offered, accepted = (np.pad(table, room) for table in (counts.offered, counts.accepted))
     # There is one root; for the depth below to lean on, it is of the other kind too.
     root = np.repeat(accepted[:1, 0] / offered[:1, 0].clip(min=1), 2, 0)  # [2, C]
-    found = [shares(root)]
+    result = [shares(root)]
     for level in range(1, depth):
-        seen = accepted[:, level] + SEEN * found[-1]
-        found.append(shares(seen / (offered[:, level] + SEEN)))
-    return np.array(found[:depth])
+        seen = accepted[:, level] + SEEN * result[-1]
+        result.append(shares(seen / (offered[:, level] + SEEN)))
+    return np.array(result[:depth])
 
 
 def shares(chances: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -48,12 +48,12 @@ def shares(chances: NDArray[np.float64]) -> NDArray[np.float64]:
 
 def reach(tree: DraftTree, chances: ChanceTable) -> list[float]:
     """[M] chance that each node is accepted together with all its ancestors."""
-    found = [1.0]
+    result = [1.0]
     for node in range(1, tree.size):
         *parent, rank = tree.paths[node]
         chance = chances[len(parent), kind_of(tuple(parent)), rank]
-        found.append(found[tree.parent[node]] * float(chance))
-    return found
+        result.append(result[tree.parent[node]] * float(chance))
+    return result
 
 
 def expected_tokens(tree: DraftTree, chances: ChanceTable) -> float:

@@ -71,12 +71,12 @@ class Solver:
         gains = [table[nodes, inner] for table in forest]
         least = 0 if path else 1
         children = least + int(np.argmax(gains[least:]))
-        found: list[Path] = []
+        result: list[Path] = []
         for rank in reversed(range(children)):
             y, j = self.share(path, rank, nodes, inner)
-            found += [(*path, rank), *self.paths((*path, rank), y, j)]
+            result += [(*path, rank), *self.paths((*path, rank), y, j)]
             nodes, inner = nodes - y, inner - j - (rank == 0)
-        return found
+        return result
 
     def share(self, path: Path, rank: int, nodes: int, inner: int) -> tuple[int, int]:
         """Nodes, and nodes with children, that go to the last of `rank` + 1 children of a node."""

@@ -153,8 +153,10 @@ class Tuner:
             pipeline = self.counting
             engine = pipeline.engines.make(pipeline.spec(requests, tree, size), "eager")
             encode = partial(pipeline.prefix, engine)
-            found = profile(engine, encode, requests, lambda known: self.show_row(known // columns))
-        return found.counts
+            result = profile(
+                engine, encode, requests, lambda known: self.show_row(known // columns)
+            )
+        return result.counts
 
     def draw(self, tree: DraftTree) -> Figures:
         """Whole batches of images with a tree; the time of a step is the median of the batches'."""

@@ -149,8 +149,8 @@ class Asked:
         """Keys and values of all layers after a few steps."""
         with self.without_emulator():
             wanted = self.kept(self.host, item)
-        found = self.kept(self.pipeline, item)
-        apart = {name: difference(found[name], want) for name, want in wanted.items()}
+        result = self.kept(self.pipeline, item)
+        apart = {name: difference(result[name], want) for name, want in wanted.items()}
         worst = max(apart, key=lambda name: apart[name])
         wrong = [name for name, value in apart.items() if not value <= CACHE_TOLERANCE]
         numbers = {"largest difference": apart[worst], "tolerance": CACHE_TOLERANCE}

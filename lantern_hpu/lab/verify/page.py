@@ -14,8 +14,8 @@ MARKS = {"confirmed": "yes", "refuted": "NO", "unanswered": "open"}
 
 def counts(report: dict[str, Any]) -> dict[str, int]:
     """How many answers there are of each state."""
-    found = Counter(result["state"] for result in report["results"])
-    return {state: found[state] for state in MARKS}
+    results = Counter(result["state"] for result in report["results"])
+    return {state: results[state] for state in MARKS}
 
 
 def verify_summary(report: dict[str, Any]) -> str:

@@ -148,7 +148,7 @@ def eagle_config(
         "ffn_dim": gate[0] if gate else target.ffn_dim,
         "qk_norm": "layers.0.self_attn.q_norm.weight" in checkpoint,
     }
-    own: dict[str, Any] = {n: size for n, size in sizes.items() if size != getattr(target, n)}
+    changed: dict[str, Any] = {n: size for n, size in sizes.items() if size != getattr(target, n)}
     # A LlamaGen drafter was trained without a mask for pads.
     input_norm, sees_pads = "layers.0.input_layernorm.weight" in checkpoint, target.rope == "2d"
-    return DrafterConfig(input_norm, sees_pads, int(shift), **own)
+    return DrafterConfig(input_norm, sees_pads, int(shift), **changed)

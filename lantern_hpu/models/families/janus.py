@@ -46,8 +46,8 @@ NAMES = (
 
 
 def janus_name(name: str) -> str:
-    for pattern, own in NAMES:
-        name = re.sub(pattern, own, name)
+    for pattern, ours in NAMES:
+        name = re.sub(pattern, ours, name)
     return name
 
 

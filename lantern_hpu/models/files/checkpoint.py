@@ -46,8 +46,8 @@ class Checkpoint:
 
     def under(self, prefix: str) -> Checkpoint:
         """Only the tensors whose names begin with a prefix, without it."""
-        own = {name for name in self.shapes if name.startswith(prefix)}
-        shapes = {name.removeprefix(prefix): self.shapes[name] for name in own}
+        names = {name for name in self.shapes if name.startswith(prefix)}
+        shapes = {name.removeprefix(prefix): self.shapes[name] for name in names}
         return Checkpoint(self.path, shapes, lambda name: self.read(prefix + name))
 
     def beside(self, name: str, tensor: Tensor) -> Checkpoint:

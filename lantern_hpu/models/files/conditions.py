@@ -43,8 +43,8 @@ def make_condition(
         words, vocabulary = splitter(tokenizer), tokenizer.get_vocab()
         frame = FRAMES[config.frame](words, vocabulary, target.config, folder)
         with shapes_only():
-            own = nn.Embedding(config.rows, dim) if config.rows else None
-        return TokenConditioner(tokenizer, frame, target.embed, own)
+            word_table = nn.Embedding(config.rows, dim) if config.rows else None
+        return TokenConditioner(tokenizer, frame, target.embed, word_table)
     with shapes_only():
         if config.kind == "classes":
             return ClassConditioner(nn.Embedding(config.classes + 1, dim))

@@ -57,12 +57,12 @@ class ModelFolder:
             self.sampling = Sampling(**self.about["sampling"])
             fastest = self.about["fastest"].items()
             self.fastest = {device: (method, tree) for device, (method, tree) in fastest}
-        own = self.config.vq
-        assert own is not None
-        self.code_pixels = own.downsample
+        config = self.config.vq
+        assert config is not None
+        self.code_pixels = config.downsample
         if parts.vq is not None:
-            vq, self.vq = open_vq(open_checkpoint(parts.vq), own.normalize_codebook)
-            check_vq(vq, self.config.target, own.downsample, parts.vq)
+            vq, self.vq = open_vq(open_checkpoint(parts.vq), config.normalize_codebook)
+            check_vq(vq, self.config.target, config.downsample, parts.vq)
             self.config = replace(self.config, vq=vq)
 
     def weights(self) -> Weights:

@@ -45,13 +45,18 @@ class TokenConditioner:
     takes_classes = False
 
     def __init__(
-        self, tokenizer: Any, frame: Frame, embed: nn.Module, own: nn.Embedding | None = None
+        self, tokenizer: Any, frame: Frame, embed: nn.Module, word_table: nn.Embedding | None = None
     ) -> None:
         """
         Args:
-            embed: the target's embedding, which looks the words up too. own: a table of words in its place.
+            embed: the target's embedding, which looks the words up too. word_table: a table of words in its place.
         """
-        self.tokenizer, self.frame, self.embed, self.own = tokenizer, frame, embed, own
+        self.tokenizer, self.frame, self.embed, self.word_table = (
+            tokenizer,
+            frame,
+            embed,
+            word_table,
+        )
         self.width = frame.config.prefix
         self.others: dict[TransformerConfig, TokenConditioner] = {}  # of other sizes
 
@@ -99,10 +104,12 @@ class TokenConditioner:
         valid = torch.arange(self.width, device=device) >= self.width - lengths[:, None]
         padded = [[self.frame.pad] * (self.width - len(row)) + row for row in rows]
         ids = torch.tensor([[self.place(t) for t in row] for row in padded], device=device)
-        table = self.own or self.embed
+        table = self.word_table or self.embed
         embeddings: Tensor = table(ids)  # [R, P, H]
         # A drafter has a table like the target's; words that it does not hold are token 0 to it.
-        return Prefix(embeddings, valid, ids.int() if self.own is None else torch.zeros_like(ids))
+        return Prefix(
+            embeddings, valid, ids.int() if self.word_table is None else torch.zeros_like(ids)
+        )
 
     def place(self, token: int) -> int:
         """The row of the table that holds a token."""
@@ -114,4 +121,4 @@ class TokenConditioner:
         return [note] if note else []
 
     def parts(self) -> dict[str, nn.Module]:
-        return {"words": self.own} if self.own is not None else {}
+        return {"words": self.word_table} if self.word_table is not None else {}
