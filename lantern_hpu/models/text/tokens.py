@@ -66,7 +66,9 @@ class TokenConditioner:
             return self
         if config not in self.others:
             frame = self.frame.sized(config)
-            self.others[config] = TokenConditioner(self.tokenizer, frame, self.embed, self.word_table)
+            self.others[config] = TokenConditioner(
+                self.tokenizer, frame, self.embed, self.word_table
+            )
         return self.others[config]
 
     def length(self, prompt: str) -> int:
