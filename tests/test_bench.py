@@ -28,18 +28,10 @@ from lantern_hpu.lab.bench.cases import (
     measurable_modes,
     settings_for,
 )
+from lantern_hpu.lab.bench.columns import PARTS, SpeedRow, with_speeds
 from lantern_hpu.lab.bench.measure import RunMeter
 from lantern_hpu.lab.bench.random_weights import make_model, step_sizes
-from lantern_hpu.lab.bench.report import (
-    PARTS,
-    VERSION,
-    SpeedRow,
-    check_report,
-    read_report,
-    schema,
-    schema_errors,
-    with_speeds,
-)
+from lantern_hpu.lab.bench.report import VERSION, check_report, read_report, schema, schema_errors
 from lantern_hpu.lab.bench.roofline import (
     Floor,
     Pass,

@@ -263,7 +263,7 @@ def test_resume_refuses_images_of_other_settings(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert folder_run(model, tmp_path) == 0
-    assert folder_run(model, tmp_path, "--resume", "--seed", 9, "--method", "ar") == 2
+    assert folder_run(model, tmp_path, "--resume", "--seed", 9, "--method", "scd") == 2
     said = capsys.readouterr().err
     assert "another image" in said and "method" in said and "seed" in said
     assert folder_run(model, tmp_path, "--resume", "--grid") == 2

@@ -8,7 +8,7 @@ from typing import Any
 
 from lantern_hpu.errors import needing
 from lantern_hpu.files import ASSETS
-from lantern_hpu.lab.tables import Table
+from lantern_hpu.results.tables import Table
 
 SHORT, NO_BREAK = 20, "\N{NO-BREAK SPACE}"
 INNER_GAP = re.compile(r"(?<!,) ")  # a space that does not follow a comma

@@ -1,11 +1,13 @@
-"""How commands lay out what they print: columns, Markdown tables, figures, amounts."""
+"""How commands lay out what they print: columns, Markdown tables, figures, amounts. Needs no torch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from textwrap import wrap
+from typing import Any, NamedTuple
 
 WIDTH = 100
+Columns = Mapping[str, Callable[[Any], str]]  # by their heads, what each shows of a row
 
 
 def aligned(rows: Sequence[Sequence[str]], gap: int = 2) -> str:
@@ -37,11 +39,37 @@ def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(x)} |" for x in lines)])
 
 
+class Table(NamedTuple):
+    """Cells under their heads."""
+
+    head: list[str]
+    lines: list[list[str]]
+
+    @classmethod
+    def of(cls, columns: Columns, rows: Iterable[Any]) -> Table:
+        """A line for each row."""
+        return cls(list(columns), [[show(row) for show in columns.values()] for row in rows])
+
+    def markdown(self) -> str:
+        return markdown(self.head, self.lines)
+
+
 def figure(value: float | None) -> str:
     """Three digits and no powers of ten; empty where there is none."""
     if value is None:
         return ""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def ratio(value: float | None) -> str:
+    """With two digits; empty where there is none."""
+    return "" if value is None else f"{value:.2f}"
+
+
+def plus_minus(value: float, around: float | None, digits: int = 3) -> str:
+    """A figure with half of its interval, where it has one (None or NaN: it has not)."""
+    known = around is not None and around == around
+    return f"{value:.{digits}f}" + (f" ± {around:.{digits}f}" if known else "")
 
 
 def percent(share: float | None) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 from lantern_hpu.decode.batch import Finished
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.lab.bench.cases import Case
-from lantern_hpu.lab.bench.report import PARTS, SpeedRow
+from lantern_hpu.lab.bench.columns import PARTS, SpeedRow
 from lantern_hpu.lab.bench.roofline import Rates, StepPasses, floor
 from lantern_hpu.lab.clock import StepClock, device_time, quantile, seconds_of
 from lantern_hpu.methods.request import Request

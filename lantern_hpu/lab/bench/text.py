@@ -5,40 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lantern_hpu.lab.bench.report import PARTS, SpeedRow
-from lantern_hpu.lab.tables import Columns, Table, ratio
-from lantern_hpu.results.tables import figure, percent
-
-NAMES: Columns = {
-    "method": lambda row: row.method,
-    "tree": lambda row: row.tree,
-    "graphs": lambda row: row.graphs,
-    "batch": lambda row: str(row.batch_size),
-}
-FLOOR: Columns = {
-    "host": lambda row: percent(row.host_share),
-    "floor ms": lambda row: figure(row.floor_ms),
-    "reached": lambda row: percent(row.floor_ratio),
-}
-OF_IMAGES: Columns = {
-    "s an image": lambda row: figure(row.seconds_per_image),
-    "p50": lambda row: figure(row.p50_seconds_per_image),
-    "p95": lambda row: figure(row.p95_seconds_per_image),
-    "images/s": lambda row: figure(row.images_per_second),
-    "tokens a step": lambda row: ratio(row.tokens_per_step),
-    "ms a step": lambda row: figure(row.ms_per_step),
-    "x ar": lambda row: ratio(row.speed_against_ar),
-    "x eager": lambda row: ratio(row.speed_against_eager),
-    **FLOOR,
-    "host reads": lambda row: figure(row.host_reads_per_image),
-}
-OF_STEPS: Columns = {
-    "ms a step": lambda row: figure(row.ms_per_step),
-    "p50": lambda row: figure(row.p50_ms_per_step),
-    "p95": lambda row: figure(row.p95_ms_per_step),
-    "x eager": lambda row: ratio(row.speed_against_eager),
-    **FLOOR,
-}
+from lantern_hpu.lab.bench.columns import NAMES, OF_IMAGES, OF_STEPS, PARTS, SpeedRow
+from lantern_hpu.results.tables import Columns, Table, figure, percent, ratio
 
 
 def rows_table(rows: Sequence[SpeedRow]) -> str:

@@ -11,12 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 
-from lantern_hpu.lab.bench.report import EAGER, PARTS, SpeedRow
-from lantern_hpu.lab.bench.text import NAMES, OF_IMAGES
+from lantern_hpu.lab.bench.columns import EAGER, NAMES, OF_IMAGES, PARTS, SpeedRow
 from lantern_hpu.lab.compare.comparison import BEST, ComparedRun, Comparison, setting
 from lantern_hpu.lab.compare.plots import Chart
-from lantern_hpu.lab.tables import Columns, Table
-from lantern_hpu.results.tables import amount, figure
+from lantern_hpu.results.tables import Columns, Table, amount, figure
 
 AGAINST_AR = " x ar: speed against ar of the same device, graph mode and batch."
 AGAINST_FIRST = " x A: speed against the first column."

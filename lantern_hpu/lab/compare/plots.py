@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lantern_hpu.lab.bench.report import EAGER, PARTS, SpeedRow
+from lantern_hpu.lab.bench.columns import EAGER, PARTS, SpeedRow
 from lantern_hpu.lab.compare.comparison import ComparedRun, Comparison, Key
 from lantern_hpu.lab.plots import (
     MARKERS,

@@ -20,7 +20,7 @@ from lantern_hpu.lab.evaluate.statistics import (
     floors,
     ratio_metric,
 )
-from lantern_hpu.lab.tables import Columns, Table, plus_minus
+from lantern_hpu.results.tables import Columns, Table, plus_minus
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

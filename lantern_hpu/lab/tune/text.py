@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from lantern_hpu.decode.child_counts import KINDS
-from lantern_hpu.lab.tables import Table
 from lantern_hpu.lab.tune.costs import Costs
 from lantern_hpu.lab.tune.expectation import ChanceTable, estimate
 from lantern_hpu.lab.tune.result import TuningResult
+from lantern_hpu.results.tables import Table
 
 FIGURES = "tokens a step, ms a step, ms a token, x ar".split(", ")
 
