@@ -1,4 +1,4 @@
-"""Pages of the reference that are made from the code: commands, HTTP, metrics, methods, lint rules."""
+"""Pages of the reference that are made from the code: commands, HTTP, metrics, methods, lint rules, Gaudi."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 
 def write_all(folder: Path) -> None:
@@ -22,6 +23,7 @@ def write_all(folder: Path) -> None:
         ("metrics", metrics()),
         ("methods", methods()),
         ("lint-rules", lint_rules()),
+        ("gaudi-contract", gaudi_contract()),
     ):
         file, text = folder / f"{name}.md", "\n".join(page) + "\n"
         if not file.is_file() or file.read_text(encoding="utf-8") != text:
@@ -167,3 +169,58 @@ def lint_rules() -> Iterator[str]:
         for rule in RULES.values()
     ]
     yield from ("", *table(("rule", "name", "severity", "why", "instead"), rows))
+
+
+def gaudi_contract() -> Iterator[str]:
+    """Flags that are set on a Gaudi, facts of its bridge, and what its emulator leaves out."""
+    from lantern_hpu.backends.hpu.emulator import scope
+    from lantern_hpu.backends.hpu.emulator.facts import FACTS
+    from lantern_hpu.backends.hpu.releases import RELEASES
+
+    yield from (
+        "# Gaudi's contract",
+        "",
+        "What this project holds to, by release of Gaudi's PyTorch bridge:",
+        "",
+    )
+    yield from (f"- {release.name}: {release.source}" for release in RELEASES.values())
+    yield from ("", "## Flags", "")
+    yield from table(
+        ("flag", "value", "why", "another value", "release, mode"), sorted(gaudi_flags())
+    )
+    yield from (
+        "",
+        "## Facts",
+        "",
+        "Each is asked by `lantern-hpu verify`; the source is a file of the bridge.",
+        "",
+    )
+    rows = [
+        (f.name, f.source, "lazy" if f.lazy else "eager and compile", f.only or "both")
+        for f in FACTS
+    ]
+    yield from table(("fact", "source", "mode", "release"), rows)
+    yield from ("", "## What the emulator leaves out", "")
+    yield from ("Below `habana_frameworks.torch`; its use is refused.", "")
+    names = [(f"`{m}.{n}`", why) for m, known in scope.NAMES.items() for n, why in known.items()]
+    names += [(f"`{module}`", why) for module, why in scope.WHOLE.items()]
+    names += [(f"`torch.ops.hpu.*{part}*`", why) for part, why in scope.OPERATORS.items()]
+    yield from table(("name", "what to use while checking"), names)
+
+
+def gaudi_flags() -> Iterator[tuple[str, ...]]:
+    """(flag, value, why, what another value does, where it is set) of both releases and modes."""
+    from lantern_hpu.backends.hpu.env import RECIPE_CACHE, prepare_flags
+    from lantern_hpu.backends.hpu.releases import RELEASES, VARIABLE
+
+    places: dict[tuple[str, ...], list[str]] = {}
+    for release in RELEASES:
+        for mode, kind in (("hpu_graph", "lazy"), ("compile", "compile")):
+            with mock.patch.dict(os.environ, {VARIABLE: release}):
+                settings = prepare_flags(mode, emulate=True, environ={"WORLD_SIZE": "2"}).settings
+            for flag in settings:
+                value = "a folder" if flag.name == RECIPE_CACHE else flag.value
+                row = (f"`{flag.name}`", value, flag.why, flag.otherwise)
+                places.setdefault(row, []).append(f"{release} {kind}")
+    for row, where in places.items():
+        yield *row, ", ".join(where) if len(where) < 4 else "all"

@@ -1,4 +1,4 @@
-"""`docs/gaudi.md` says what is so: its programs print what stands below them, and its figures are counted here."""
+"""The pages about Gaudi say what is so: programs print what stands below them, and figures are counted here."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ import pytest
 
 from lantern_hpu.backends.hpu.emulator import RULES
 from lantern_hpu.backends.hpu.emulator.facts import FACTS
+from lantern_hpu.backends.hpu.releases import RELEASES
 from lantern_hpu.commands.lint import main
+from scripts.reference_pages import gaudi_flags
 from tests import test_faults, test_foreign, test_idioms, test_lint, test_lint_compiled
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "gaudi.md").read_text()
+PAGE = (ROOT / "docs" / "gaudi-lint.md").read_text()
+GAUDI = (ROOT / "docs" / "gaudi.md").read_text()
 FLAT = re.sub(r"\s+", " ", PAGE)
 EXAMPLE = r"```python\n(.*?)```\n\n`lantern-hpu lint ([^`]*)` prints\n\n```text\n(.*?)```"
 EXAMPLES = [(*match[:2], match[2]) for match in re.findall(EXAMPLE, PAGE, re.S)]
@@ -58,6 +61,33 @@ def test_lint_prints_what_the_page_says(
 )
 def test_figures_of_contract_checked_are_counted(figure: str) -> None:
     assert figure in FLAT
+
+
+def test_flags_of_the_page_are_those_that_are_set() -> None:
+    in_code = {(row[0].strip("`"), row[1]) for row in gaudi_flags()}
+    section = GAUDI[GAUDI.index("## Flags") : GAUDI.index("## Several cards")]
+    assert set(re.findall(r"`(PT_\w+)", section)) == {name for name, _ in in_code}
+    assert set(re.findall(r"`(PT_\w+)=(\w+)`", section)) <= in_code
+
+
+def test_bases_and_sources_of_the_page_are_those_of_the_code() -> None:
+    docker = (ROOT / "docker" / "hpu.Dockerfile").read_text()
+    base = re.search(r"ARG BASE=vault.habana.ai/gaudi-docker/(\S+):latest", docker)
+    assert base is not None and f"`{base[1]}`" in GAUDI
+    assert all(
+        release.source.split(" (")[0].split(" at ")[-1] in GAUDI for release in RELEASES.values()
+    )
+
+
+@pytest.mark.parametrize("page", ["gaudi.md", "gaudi-lint.md"])
+def test_files_that_a_page_links_exist(page: str) -> None:
+    text = (ROOT / "docs" / page).read_text()
+    links = re.findall(r"\]\((?!http|#)([^)#]+)", text)
+    assert links and all((ROOT / "docs" / link).exists() for link in links)
+
+
+def test_page_stays_short() -> None:
+    assert len(GAUDI.split()) <= 1250
 
 
 @pytest.mark.slow
