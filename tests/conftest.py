@@ -18,6 +18,7 @@ import torch
 
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import LanternPipeline
+    from tests.tiny import Models
 
 torch.set_num_threads(1)
 
@@ -37,6 +38,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.folder import write_folder
 
     return write_folder(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    """A tiny target and its drafter, without files."""
+    from tests.tiny import tiny_models
+
+    return tiny_models()
 
 
 @pytest.fixture(scope="module")

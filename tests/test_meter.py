@@ -20,7 +20,6 @@ from tests.tiny import (
     prefix_for,
     request,
     spec_for,
-    tiny_models,
 )
 
 V = 6
@@ -32,11 +31,6 @@ RELAXATIONS = {
     "clusters": Clustered(distance=1.2),
 }
 TREES = [SMALL_TREE, load_tree("scd:3"), load_tree("sjd-pac:3:2x1"), DynamicTree(3, 2, 7)]
-
-
-@pytest.fixture(scope="module")
-def models() -> Models:
-    return tiny_models()
 
 
 def mean_gain(p: Tensor, q: Tensor, rule: Relaxed) -> float:

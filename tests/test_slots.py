@@ -45,11 +45,6 @@ SLOTS = 3
 PROMPTS = ["abcd", "xy", "q", "abc", "zebra", "a", "bcd"]
 
 
-@pytest.fixture(scope="module")
-def models() -> Models:
-    return tiny_models()
-
-
 def images(**settings: Any) -> list[Request]:
     """More than there are slots, no two with the same settings."""
     return [

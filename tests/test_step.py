@@ -58,11 +58,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 PROMPTS = ["abcd", "xy", "q", "abc"]
 
 
-@pytest.fixture(scope="module")
-def models() -> Models:
-    return tiny_models()
-
-
 def batch(**settings: Any) -> list[Request]:
     return [request(prompt, 10 + seed, **settings) for seed, prompt in enumerate(PROMPTS)]
 

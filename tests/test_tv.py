@@ -39,11 +39,6 @@ TREES = [SMALL_TREE, load_tree("scd:3"), load_tree("sjd-pac:3:2x1")]
 PAIRS, V = 4096, 9
 
 
-@pytest.fixture(scope="module")
-def models() -> Models:
-    return tiny_models()
-
-
 def total_variation(a: Tensor, b: Tensor) -> Tensor:
     """Over the last dimension."""
     return (a - b).abs().sum(-1) / 2

@@ -43,11 +43,6 @@ PROMPTS = ["abcd", "xy", "q", "abc"]
 GUESSES = ("law", "left", "above", "random")
 
 
-@pytest.fixture(scope="module")
-def models() -> Models:
-    return tiny_models()
-
-
 def batch(**settings: Any) -> list[Request]:
     return [request(prompt, 10 + seed, **settings) for seed, prompt in enumerate(PROMPTS)]
 
