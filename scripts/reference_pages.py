@@ -222,5 +222,5 @@ def gaudi_flags() -> Iterator[tuple[str, ...]]:
                 value = "a folder" if flag.name == RECIPE_CACHE else flag.value
                 row = (f"`{flag.name}`", value, flag.why, flag.otherwise)
                 places.setdefault(row, []).append(f"{release} {kind}")
-    for row, where in places.items():
-        yield *row, ", ".join(where) if len(where) < 4 else "all"
+    for key, where in places.items():
+        yield *key, ", ".join(where) if len(where) < 4 else "all"

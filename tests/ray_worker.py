@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from lantern_hpu.commands.generate_job import open_job_worker
+from lantern_hpu.commands.generate_workers import open_job_worker
 from lantern_hpu.pipeline import LanternPipeline
 
 

@@ -2,7 +2,7 @@
 
     python -m lantern_hpu.generate --prompt "a red apple" --output apple.png
 
-Options, one call and what is printed; the call is `commands/generate_job.py`, which hands over to `LanternPipeline`.
+Options, one call and what is printed; the call is `commands/generate_draw.py`, which hands over to `LanternPipeline`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from lantern_hpu import __version__
 from lantern_hpu.commands import options
-from lantern_hpu.commands.generate_job import draw_job, draw_with_workers
+from lantern_hpu.commands.generate_draw import draw_job
+from lantern_hpu.commands.generate_workers import draw_with_workers
 from lantern_hpu.errors import exit_code
 
 if TYPE_CHECKING:

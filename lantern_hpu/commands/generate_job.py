@@ -1,26 +1,18 @@
-"""What `generate` does once its options are parsed: check, load, resolve, draw and keep, here or in workers.
-
-torch is imported only once everything that can be refused without it has been refused.
-"""
+"""What `generate` is to draw, and with what: checked as far as it can be before torch is imported."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.backends import HOST, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.decode.spec import together
 from lantern_hpu.errors import OptionError, OutputError, require
 from lantern_hpu.methods.request import Request, Sampling, size_of
 from lantern_hpu.methods.setting import Resolved, Setting, check_drafter
-from lantern_hpu.methods.table import AUTO
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.models.text.classes import class_index
@@ -29,9 +21,7 @@ from lantern_hpu.zoo.sizes import stretch_sizes
 
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.results.images import GenerationResult
-    from lantern_hpu.results.outputs import Keeper, Outputs
-    from lantern_hpu.results.progress import Bar
+    from lantern_hpu.results.outputs import Outputs
 
 # What an image to draw again already says; giving one of these beside it is a contradiction.
 SETTLED = (
@@ -177,147 +167,6 @@ def outputs_of(args: argparse.Namespace, prompts: Sequence[str]) -> Outputs:
     )
 
 
-# ------------------------------------------------------------------------------------ drawing
-
-
-def draw_job(args: argparse.Namespace) -> GenerationResult | None:
-    """The whole command after parsing; None if every image was there already."""
-    job = job_of(args)
-    outputs = outputs_of(args, job.prompts)
-    began = time.perf_counter()
-    prepare(job.device.device, job.device.graphs, job.device.emulate)
-    from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.results.outputs import Keeper, save_outputs
-    from lantern_hpu.results.progress import Bar
-
-    imported = time.perf_counter() - began
-    pipeline = LanternPipeline.from_pretrained(
-        job.model,
-        given=job.given,
-        pictures=not outputs.tokens,
-        size=job.size,
-        **vars(job.device),
-    )
-    with closing(pipeline):
-        show_geometry(pipeline)
-        if pipeline.model.vq is None:
-            outputs = outputs.of_tokens(pipeline.model.name)
-        if args.verbose:
-            show_decided(pipeline, "dtype", "layout")
-        if job.labels and not pipeline.model.condition.takes_classes:
-            why = f"{pipeline.model.name} draws from text"
-            raise OptionError("--class-label cannot be used", why, "--prompt")
-        chosen, sampling = settled_job(job, pipeline, args)
-        requests = requests_of(job, chosen, sampling)
-        if job.setting.method == AUTO and chosen.method == "ar" and len(requests) > 1:
-            print(ONE_TOKEN, file=sys.stderr)
-        left = [
-            i for i in range(len(requests)) if not args.resume or not outputs.images[i].exists()
-        ]
-        kept = set(range(len(requests))) - set(left)
-        check_kept(pipeline, requests, chosen, outputs.images, kept)
-        if not left:
-            return None
-        bar = Bar(outputs.preview, args.preview_every)
-        keep = Keeper(left, outputs.images, args.force)
-        result = draw_shown(
-            pipeline, [requests[i] for i in left], chosen, job.batch_size, bar, keep
-        )
-        if args.verbose:
-            show_decided(pipeline, "threads")
-    if line := warm_up_line(result):
-        print(line, file=sys.stderr)
-    result.timing.import_s = imported
-    columns = args.num_images if 1 < (args.num_images or 1) < len(result.images) else None
-    save_outputs(result, outputs, columns, args.force)
-    return result
-
-
-def draw_with_workers(args: argparse.Namespace) -> int:
-    """The whole command, drawn by other processes; the images are those of one process. -> how many were drawn"""
-    from tqdm import tqdm
-
-    from lantern_hpu.workers import pieces, share_work
-
-    job = job_of(args)
-    require(1 <= args.workers <= 4096, "--workers", args.workers, "1 to 4096")
-    if args.grid or args.report or args.save_tokens or args.preview_every or args.from_png:
-        what = "--workers excludes --grid, --report, --save-tokens, --preview-every and --from-png"
-        raise OptionError(what, "workers leave images, each a file of its own")
-    args.output = args.output.resolve()  # workers may run elsewhere
-    outputs_of(args, job.prompts)
-    count = len(job.prompts)
-    work = pieces(count, args.workers, together(count, job.batch_size))
-    opener, device = "lantern_hpu.commands.generate_job:open_job_worker", job.device
-    bar, drawn = tqdm(total=count, unit="image", file=sys.stderr, dynamic_ncols=True), 0
-    with closing(bar):
-        for numbers, new in share_work(
-            opener, [args], work, args.workers, device.device, device.emulate
-        ):
-            drawn += new
-            bar.update(len(numbers))
-    return drawn
-
-
-def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
-    """What a worker does: the images of these numbers that are not there yet. -> how many it drew"""
-    job = job_of(args)
-    prepare(job.device.device, job.device.graphs, job.device.emulate)
-    from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.results.images import image_files
-    from lantern_hpu.results.outputs import Keeper
-
-    pipeline = LanternPipeline.from_pretrained(
-        job.model, given=job.given, size=job.size, **vars(job.device)
-    )
-    chosen, sampling = settled_job(job, pipeline, args)
-    files, _ = image_files(args.output, job.prompts, False)
-    requests, again = requests_of(job, chosen, sampling), set[int]()
-    size = together(len(requests), job.batch_size)
-
-    def draw_piece(numbers: list[int]) -> int:
-        """With `--force`, what was there before is drawn anew, but what this worker left is not."""
-        kept = [i for i in numbers if files[i].exists() and (not args.force or i in again)]
-        check_kept(pipeline, requests, chosen, files, kept)
-        left = [i for i in numbers if i not in set(kept)]
-        again.update(left)
-        if left:
-            with pipeline.backend.errors():
-                news = [requests[i] for i in left]
-                keep = Keeper(left, files, args.force)
-                pipeline.draw(news, chosen, size, None, keep)
-        return len(left)
-
-    return draw_piece
-
-
-ONE_TOKEN = (
-    "note: auto draws several images together one token a step, as that was measured to be fastest on this device; "
-    "--batch-size 1 draws one after the other, with speculation"
-)
-
-
-def show_geometry(pipeline: LanternPipeline) -> None:
-    """Say what a checkpoint draws: its size is its own, no option changes it."""
-    model = pipeline.model
-    for note in model.notes:
-        print(f"note: {note}", file=sys.stderr)
-    if model.source == "builtin" and model.stretched is None:
-        return
-    (height, width), (rows, columns) = model.config.image_size, model.target.config.grid
-    drafter = "with a drafter" if model.drafter else "no drafter"
-    pixels = f"{width} x {height} pixels" if model.vq else "no VQ tokenizer, so no pictures"
-    print(f"{model.name}: {pixels}, {columns} x {rows} tokens, {drafter}", file=sys.stderr)
-
-
-def show_decided(pipeline: LanternPipeline, *what: str) -> None:
-    """Say what a processor took where that was left to it; a card has little to choose."""
-    decided = pipeline.backend.tuning.decided
-    details = [f"{name} {decided[name]}" for name in what if name in decided]
-    if details and pipeline.backend.name == HOST:
-        print("; ".join(details), file=sys.stderr)
-
-
 def requests_of(job: GenerateJob, chosen: Resolved, sampling: Sampling) -> list[Request]:
     """One an image, each with the next seed."""
     shared = (sampling, chosen.relaxation, job.negative, job.size)
@@ -347,28 +196,3 @@ def check_kept(
         if others:
             why = f"{', '.join(others)} differ from what is asked for"
             raise OutputError(f"{file} is another image", why, "another --output")
-
-
-def draw_shown(
-    pipeline: LanternPipeline,
-    requests: Sequence[Request],
-    chosen: Resolved,
-    batch_size: int | None,
-    bar: Bar,
-    keep: Keeper,
-) -> GenerationResult:
-    """Draw with a progress bar; warnings about prompts come first."""
-    for prompt, note in pipeline.notes(requests):
-        print(f"warning: {prompt!r}: {note}", file=sys.stderr)
-    with closing(bar), pipeline.backend.errors():
-        return pipeline.draw(requests, chosen, batch_size, bar, keep)
-
-
-def warm_up_line(result: GenerationResult) -> str:
-    """What recording the graphs took, if any were recorded."""
-    graph, peak = result.graph, result.environment["peak_memory_bytes"]
-    if not graph["captures"]:
-        return ""
-    memory = f", {peak / 2**20:,.0f} MiB at most" if peak else ""
-    seconds = result.timing.warmup_s
-    return f"warm-up {seconds:.1f} s: {graph['captures']} captures by {graph['runner']}{memory}"

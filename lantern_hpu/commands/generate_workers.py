@@ -1,0 +1,81 @@
+"""`generate --workers`: the images of a job, drawn by other processes, one a card, through Ray."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from typing import TYPE_CHECKING
+
+from lantern_hpu.backends import prepare
+from lantern_hpu.commands.generate_job import (
+    check_kept,
+    job_of,
+    outputs_of,
+    requests_of,
+    settled_job,
+)
+from lantern_hpu.decode.spec import together
+from lantern_hpu.errors import OptionError, require
+
+if TYPE_CHECKING:
+    pass
+
+
+def draw_with_workers(args: argparse.Namespace) -> int:
+    """The whole command, drawn by other processes; the images are those of one process. -> how many were drawn"""
+    from tqdm import tqdm
+
+    from lantern_hpu.workers import pieces, share_work
+
+    job = job_of(args)
+    require(1 <= args.workers <= 4096, "--workers", args.workers, "1 to 4096")
+    if args.grid or args.report or args.save_tokens or args.preview_every or args.from_png:
+        what = "--workers excludes --grid, --report, --save-tokens, --preview-every and --from-png"
+        raise OptionError(what, "workers leave images, each a file of its own")
+    args.output = args.output.resolve()  # workers may run elsewhere
+    outputs_of(args, job.prompts)
+    count = len(job.prompts)
+    work = pieces(count, args.workers, together(count, job.batch_size))
+    opener, device = "lantern_hpu.commands.generate_workers:open_job_worker", job.device
+    bar, drawn = tqdm(total=count, unit="image", file=sys.stderr, dynamic_ncols=True), 0
+    with closing(bar):
+        for numbers, new in share_work(
+            opener, [args], work, args.workers, device.device, device.emulate
+        ):
+            drawn += new
+            bar.update(len(numbers))
+    return drawn
+
+
+def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
+    """What a worker does: the images of these numbers that are not there yet. -> how many it drew"""
+    job = job_of(args)
+    prepare(job.device.device, job.device.graphs, job.device.emulate)
+    from lantern_hpu.pipeline import LanternPipeline
+    from lantern_hpu.results.images import image_files
+    from lantern_hpu.results.outputs import Keeper
+
+    pipeline = LanternPipeline.from_pretrained(
+        job.model, given=job.given, size=job.size, **vars(job.device)
+    )
+    chosen, sampling = settled_job(job, pipeline, args)
+    files, _ = image_files(args.output, job.prompts, False)
+    requests, again = requests_of(job, chosen, sampling), set[int]()
+    size = together(len(requests), job.batch_size)
+
+    def draw_piece(numbers: list[int]) -> int:
+        """With `--force`, what was there before is drawn anew, but what this worker left is not."""
+        kept = [i for i in numbers if files[i].exists() and (not args.force or i in again)]
+        check_kept(pipeline, requests, chosen, files, kept)
+        left = [i for i in numbers if i not in set(kept)]
+        again.update(left)
+        if left:
+            with pipeline.backend.errors():
+                news = [requests[i] for i in left]
+                keep = Keeper(left, files, args.force)
+                pipeline.draw(news, chosen, size, None, keep)
+        return len(left)
+
+    return draw_piece
