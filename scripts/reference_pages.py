@@ -220,7 +220,7 @@ def gaudi_flags() -> Iterator[tuple[str, ...]]:
                 settings = prepare_flags(mode, emulate=True, environ={"WORLD_SIZE": "2"}).settings
             for flag in settings:
                 value = "a folder" if flag.name == RECIPE_CACHE else flag.value
-                row = (f"`{flag.name}`", value, flag.why, flag.otherwise)
+                row: tuple[str, ...] = (f"`{flag.name}`", value, flag.why, flag.otherwise)
                 places.setdefault(row, []).append(f"{release} {kind}")
     for key, where in places.items():
         yield *key, ", ".join(where) if len(where) < 4 else "all"
