@@ -32,7 +32,7 @@ from lantern_hpu.models.transformer import rope_table
 from lantern_hpu.ops.masks import additive_mask, prefix_mask
 from lantern_hpu.ops.sampling import apply_guidance
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.train.drafter import like_the_target
+from lantern_hpu.train.drafter_training import like_the_target
 from lantern_hpu.train.unroll import Lesson, Unrolled
 from lantern_hpu.zoo.find import find_parts
 from tests.marks import mostly_slow

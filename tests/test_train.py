@@ -26,7 +26,7 @@ from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.train import wiring
-from lantern_hpu.train.drafter import DrafterTraining, begin, chain
+from lantern_hpu.train.drafter_training import DrafterTraining, begin, chain
 from lantern_hpu.train.samples import draw_samples, read_encoded, split
 from lantern_hpu.train.unroll import Lesson, Unrolled
 from lantern_hpu.tree import DraftTree
@@ -44,7 +44,7 @@ STEPS = ("--steps", "30")
 def _checkpoints() -> Iterator[None]:
     """Every ten steps, so that short runs have some."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("lantern_hpu.train.drafter.SAVE_EVERY", 10)
+        patch.setattr("lantern_hpu.train.drafter_training.SAVE_EVERY", 10)
         yield
 
 

@@ -57,7 +57,7 @@ def train(wanted: TrainRequest) -> dict[str, Any]:
 
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.train import samples
-    from lantern_hpu.train.drafter import DrafterTraining, begin
+    from lantern_hpu.train.drafter_training import DrafterTraining, begin
 
     learned, held_out = samples.split(prompts)
     with closing(

@@ -21,7 +21,7 @@ from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.options import DeviceOptions
 
 if TYPE_CHECKING:
-    from lantern_hpu.lab.evaluate.run import Scorer
+    from lantern_hpu.lab.evaluate.evaluation import Scorer
     from lantern_hpu.pipeline import LanternPipeline
 
 EXPORTED = ("geneval", "dpg")
@@ -82,8 +82,8 @@ def evaluate(wanted: EvaluateRequest, argv: Sequence[str]) -> str:
     if wanted.workers is not None:  # what cards there are is for those who draw
         device = replace(device, device=HOST, dtype="auto", graphs="auto", emulate=False)
     prepare(device.device, device.graphs, device.emulate)  # before torch is imported
+    from lantern_hpu.lab.evaluate.evaluation import Evaluation
     from lantern_hpu.lab.evaluate.metrics_published import LibraryScorer
-    from lantern_hpu.lab.evaluate.run import Evaluation
     from lantern_hpu.lab.rows import heading
     from lantern_hpu.pipeline import LanternPipeline
 
