@@ -246,6 +246,7 @@ class LanternPipeline:
         method: str = AUTO,
         relax: str | Relaxation | None = None,
         window: int | None = None,
+        commit: int | None = None,
         tree: Tree | str | None = None,
         height: int | None = None,
         width: int | None = None,
@@ -263,6 +264,7 @@ class LanternPipeline:
             method: its name, or a whole setting such as `lantern++:lambda=5@broad_7`: see `methods.setting`.
             relax: how a relaxed method accepts: `lambda-5`, values such as `lambda=5:k=10`, or a `Relaxation`.
             window: places of a window, for methods without a drafter.
+            commit: of those the first so many are made final in each step, whatever they are: a fixed schedule.
             tree: name, file or `auto`, for methods that draft.
             height, width: in pixels, for models that draw many sizes; either alone is both.
             batch_size: images decoded together, at most 8 if not given. It does not change the images.
@@ -296,8 +298,9 @@ class LanternPipeline:
             self.model.sampling,
             **{k: v for k, v in given.items() if v is not None},  # type: ignore[arg-type]
         )
-        if window is not None:
-            tree = window_tree(method, tree if isinstance(tree, str) else None, window, None)
+        if window is not None or commit is not None:
+            named_tree = tree if isinstance(tree, str) else None
+            tree = window_tree(method, named_tree, window, commit=commit)
         asked = Setting.of(method, relaxation_of(relax, method), tree)
         setting = self.resolve(asked, together(count, batch_size))
         seeds = seeds_of(seed, generator, count)

@@ -94,19 +94,35 @@ def test_a_rows_end_is_always_accepted() -> None:
     )  # four ends, of which the first can be the one token that a step needs
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rule", get_args(Rule))
+def test_row_ends_stand_where_they_must_on_a_fixed_schedule(rule: Any, temperature: float) -> None:
+    tree = Window.of(rule, 12, commit=7)  # more than a row in each step
+    requests = [tiny.request(p, 2, temperature=temperature) for p in ("ab", "cdef", "gh")]
+    result = tiny.sample(tiny.tiny_models(CONFIG), tree, requests)
+    assert torch.equal(torch.from_numpy(result.tokens) == CODES, AT_ENDS.expand(3, -1))
+    assert result.steps == [3] * 3
+    alone = tiny.sample(tiny.tiny_models(CONFIG), Window.of(rule, 12, commit=1), requests)
+    plain = tiny.sample(tiny.tiny_models(CONFIG), Window.of("jacobi", 0), requests)
+    assert rule == "sjd-pac" or (alone.tokens == plain.tokens).all()
+
+
+@pytest.mark.parametrize("commit", [None, 5])
 @pytest.mark.parametrize("guess", get_args(Guess))
 @pytest.mark.parametrize("rule", get_args(Rule))
-def test_a_windows_drafts_are_what_may_stand_at_their_places(rule: Any, guess: Any) -> None:
+def test_a_windows_drafts_are_what_may_stand_at_their_places(
+    rule: Any, guess: Any, commit: int | None
+) -> None:
     """The first ones too, which have no distribution of their own, and those that enter behind a row's end."""
-    tree = Window.of(rule, 12, guess=guess)
+    tree = Window.of(rule, 12, guess=guess, commit=commit)
     requests = [tiny.request(p, seed) for seed, p in enumerate(("ab", "cdef", "gh"))]
     engine = tiny.make_engine(
         tiny.tiny_models(CONFIG), tiny.spec_for(tree, requests, config=CONFIG)
     )
-    for steps in range(5):
+    for steps in range(5 if commit is None else 3):
         tiny.advance(engine, requests, steps)
         own = engine.state.drafting
-        place = engine.state.count[:, None] + 1 + torch.arange(tree.depth)  # [B, W]
+        place = engine.state.count[:, None] + 1 + torch.arange(tree.width)  # [B, W]
         inside = place < CONFIG.tokens
         ends = AT_ENDS[place.clamp(max=CONFIG.tokens - 1)]
         assert torch.equal((own.drafts == CODES)[inside], ends[inside])

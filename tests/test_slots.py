@@ -39,6 +39,7 @@ from tests.tiny import (
 
 AR = DraftTree.root_only()
 WINDOWS = [load_tree(name) for name in ("jacobi:6", "scd:6:above", "sjd-pac:6:3x2")]
+SCHEDULED = [load_tree(name) for name in ("scd:6:commit=4", "sjd-pac:6:commit=2:above")]
 GROWN = DynamicTree(top_k=3, expansions=2, drafts=8)
 LENT = Multiplicative(6, lam=4.0)
 SLOTS = 3
@@ -78,13 +79,16 @@ def figures(done: Finished) -> tuple[list[int], int, list[int], int]:
 @pytest.mark.parametrize("mode", mostly_slow(["eager", "strict"], "eager"))
 @pytest.mark.parametrize(
     "tree",
-    mostly_slow([AR, SMALL_TREE, GROWN, *WINDOWS], SMALL_TREE, WINDOWS[0]),
+    mostly_slow(
+        [AR, SMALL_TREE, GROWN, *WINDOWS, *SCHEDULED], SMALL_TREE, WINDOWS[0], SCHEDULED[0]
+    ),
     ids=lambda tree: tree.name,
 )
 def test_an_image_is_the_same_alone_in_company_and_admitted_in_the_middle(
     models: Models, tree: Tree, mode: str
 ) -> None:
-    requests = images(relaxation=None if tree in (AR, load_tree("jacobi:6")) else LENT)
+    exact = (AR, load_tree("jacobi:6"), *SCHEDULED)
+    requests = images(relaxation=None if tree in exact else LENT)
     together = sample(models, tree, requests)
     batch = open_batch(models, tree, requests, mode)
     for order in range(3):
@@ -101,7 +105,7 @@ def test_an_image_is_the_same_alone_in_company_and_admitted_in_the_middle(
         assert report.captures == 3  # of all slots, of one, and of the step
 
 
-@pytest.mark.parametrize("tree", [AR, SMALL_TREE], ids=lambda tree: tree.name)
+@pytest.mark.parametrize("tree", [AR, SMALL_TREE, SCHEDULED[0]], ids=lambda tree: tree.name)
 def test_images_are_the_same_where_the_host_reads_while_the_device_goes_on(
     models: Models, tree: Tree
 ) -> None:

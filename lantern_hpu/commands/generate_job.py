@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # What an image to draw again already says; giving one of these beside it is a contradiction.
 SETTLED = (
     "prompt negative_prompt class_label prompts_file num_images height width seed dtype quantize stretch method "
-    "tree window window_tree relax relax_k relax_delta relax_lambda relax_omega relax_nu relax_mu relax_distance "
-    "relax_ranks relax_gap residual cfg_scale temperature top_k top_p"
+    "tree window window_tree commit relax relax_k relax_delta relax_lambda relax_omega relax_nu relax_mu "
+    "relax_distance relax_ranks relax_gap residual cfg_scale temperature top_k top_p"
 ).split()
 
 

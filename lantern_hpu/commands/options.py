@@ -155,6 +155,8 @@ def add_method_options(group: Group) -> None:
         metavar="KxD",
         help="sjd-pac: K siblings at the first D levels of the window (3x3)",
     )
+    more = "the first C drafts of a window are final in each step, whatever they are: not lossless from 2 on"
+    add("--commit", type=int, metavar="C", help=f"{more}, but a schedule known beforehand")
     add_fields(group, RelaxationOptions)
 
 
@@ -166,7 +168,7 @@ def setting_of(args: argparse.Namespace) -> Setting:
     """
     method = args.method or AUTO
     setting = Setting.of(method)
-    tree = window_tree(setting.method, args.tree, args.window, args.window_tree)
+    tree = window_tree(setting.method, args.tree, args.window, args.window_tree, args.commit)
     bounds = filled(RelaxationOptions, args).relaxation(METHODS[setting.drafting].relaxation)
     return Setting.of(method, bounds, tree)
 

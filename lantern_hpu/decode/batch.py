@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lantern_hpu.decode.engine import Decoded, Engine
+from lantern_hpu.decode.spec import is_scheduled
 from lantern_hpu.methods.request import Request
 from lantern_hpu.models.text.prefix import Prefix
 
@@ -145,7 +146,7 @@ class Batch:
     # -- going on
 
     def advance(self, soon: bool = False, most: int | None = None) -> None:
-        """As many steps as are needed for sure, up to a block; then a host read.
+        """As many steps as are needed for sure, up to a block; then a host read, unless the schedule is fixed.
 
         Args:
             soon: needed until the next image is done, which lets another in; otherwise until all are.
@@ -155,6 +156,7 @@ class Batch:
             CaptureError: something was captured again after warm-up.
         """
         began, engine, longest = time.perf_counter(), self.engine, self.engine.longest
+        scheduled = is_scheduled(engine.spec.tree)
         there = [state for state in self.slots if state is not None]
         needs = [
             -(
@@ -175,10 +177,14 @@ class Batch:
             assert engine.known is not None
             known, ahead, count = engine.read(engine.known), False, 0
         else:
-            ahead = engine.backend.queue.runs_ahead and count > 1
+            ahead = engine.backend.queue.runs_ahead and count > 1 and not scheduled
             seeds = [None if state is None else state.request.seed for state in self.slots]
             first = [1 if state is None else state.step for state in self.slots]
-            known = engine.advance(seeds, first, count, ahead)
+            if scheduled:
+                engine.launch(seeds, first, count)
+                known = [min(tokens + count * longest, self.total) for tokens in self.known]
+            else:
+                known = engine.advance(seeds, first, count, ahead)
         for state, tokens in zip(self.slots, known, strict=True):
             if state is not None:
                 state.known, state.step, state.pending = tokens, state.step + count, int(ahead)
@@ -196,7 +202,10 @@ class Batch:
         ]
         if not slots:
             return []
+        began = time.perf_counter()
         result, done = self.engine.result(slots), []
+        if is_scheduled(self.engine.spec.tree):  # the only time that the host waits for its steps
+            self.timing.steps += time.perf_counter() - began
         for i, slot in enumerate(slots):
             state = self.slots[slot]
             assert state is not None

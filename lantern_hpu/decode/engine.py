@@ -25,7 +25,8 @@ from lantern_hpu.decode.admit import Admit
 from lantern_hpu.decode.drafting import Drafts, make_drafting
 from lantern_hpu.decode.memory import batch_bytes, check_batch
 from lantern_hpu.decode.sampler import sampling_params
-from lantern_hpu.decode.spec import Spec
+from lantern_hpu.decode.scheduled import ScheduledStep
+from lantern_hpu.decode.spec import Spec, is_scheduled
 from lantern_hpu.decode.state import DecodeState, Entry, bits_digest
 from lantern_hpu.decode.step import Accepted, Step
 from lantern_hpu.errors import CaptureError
@@ -103,7 +104,8 @@ class Engine:
         self.state = DecodeState.allocate(target.config, spec, target.dtype, device, drafting_state)
         table = None if neighbours is None else neighbours[:, : spec.neighbours]
         self.prefill_function = Admit(target, drafting, spec).to(device).eval()
-        self.step_function = Step(target, drafting, spec, table, codes).to(device).eval()
+        kind = ScheduledStep if is_scheduled(spec.tree) else Step
+        self.step_function = kind(target, drafting, spec, table, codes).to(device).eval()
         self.prefill = make_runner(self.prefill_function, self.state, backend, self.mode)
         self.step = make_runner(self.step_function, self.state, backend, self.mode)
         self.one: DecodeState | None = None  # the state, with an entry for one image
@@ -133,8 +135,8 @@ class Engine:
 
     @property
     def longest(self) -> int:
-        """D + 1, most tokens that one step can add."""
-        return self.spec.tree.depth + 1
+        """Most tokens that one step can add."""
+        return self.spec.longest
 
     def close(self) -> None:
         """Give back what the device holds for its recordings; the engine is of no use after that."""
@@ -187,7 +189,8 @@ class Engine:
         self.load(requests, self.state.entry)
         with self.pace.held():
             self.known = self.prefill()
-        return self.read(self.known)
+        # On a fixed schedule nobody need look
+        return [1] * self.spec.images if is_scheduled(self.spec.tree) else self.read(self.known)
 
     @torch.no_grad()
     def admit(self, prefix: Prefix, request: Request, slot: int) -> None:
@@ -214,9 +217,7 @@ class Engine:
             ahead: read what is known before the last step, which keeps the device busy while the host decides what
                 comes next.
         """
-        self.feed(seeds, first, count)
-        for _ in range(count - ahead):
-            self.known = self.pace(self.step)
+        self.launch(seeds, first, count, count - ahead)
         assert self.known is not None
         if not ahead:
             return self.read(self.known)
@@ -224,6 +225,23 @@ class Engine:
         self.known = self.pace(self.step)
         self.host_reads += 1
         return asked()
+
+    @torch.no_grad()
+    def launch(
+        self,
+        seeds: Sequence[int | None],
+        first: int | Sequence[int],
+        count: int,
+        steps: int | None = None,
+    ) -> None:
+        """Steps of all slots, and no host read.
+
+        Args:
+            seeds, first, count: see `feed`. steps: so many of them; all if not given.
+        """
+        self.feed(seeds, first, count)
+        for _ in range(count if steps is None else steps):
+            self.known = self.pace(self.step)
 
     def check_captures(self) -> None:
         """Raise a CaptureError if anything was captured since the warm-up."""
@@ -237,7 +255,7 @@ class Engine:
         """Copy the settings of images to where they are admitted from, behind what was launched before."""
         upload = self.backend.queue.upload
         sampling = sampling_params([r.sampling for r in requests], self.target.config.vocab_size)
-        bounds = Bounds.of([request.relaxation for request in requests], self.longest - 1)
+        bounds = Bounds.of([request.relaxation for request in requests], self.spec.tree.depth)
         for goal, values in ((entry.sampling, sampling), (entry.bounds, bounds)):
             for item in fields(values):
                 room = getattr(goal, item.name)

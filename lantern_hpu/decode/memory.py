@@ -159,7 +159,8 @@ def window_bytes(config: TransformerConfig, setup: Setup) -> int:
     tree = setup.tree
     if not isinstance(tree, Window):
         return 0
-    probs = 0 if tree.rule == "jacobi" else tree.depth
+    drawn = tree.rule == "sjd-pac" or (tree.rule == "scd" and not tree.commit)
+    probs = (tree.width if drawn else 0) + max(tree.commit - 1, 0)
     places = config.tokens if keeps_noise(config, tree, setup.batch_size) else 0
     return 4 * setup.batch_size * config.vocab_size * (probs + places)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from lantern_hpu.errors import OptionError, require
 from lantern_hpu.methods.relaxation import Residual
 from lantern_hpu.methods.request import Request
-from lantern_hpu.methods.setting import NO_BOUND, check_drawn
+from lantern_hpu.methods.setting import NO_BOUND, check_drawn, check_schedule
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.tree import Tree, Window
 
@@ -80,6 +80,7 @@ class Spec:
         require(tree.max_children <= codes, option, tree.name, allowed)
         for request in requests:
             check_drawn(tree, request.relaxation)
+            check_schedule(tree, request.relaxation)
         reach = max((r.relaxation.limits[0] for r in requests if r.relaxation.clusters), default=0)
         if isinstance(tree, Window):
             check_window(tree, requests, config)
@@ -97,7 +98,8 @@ class Spec:
             ranks=(1 << max(reach, LEAST_RANKS).bit_length()) - 1 if reach else 0,
             blended=any(r.relaxation.tv > 0 for r in requests),
             residual=residuals.pop(),
-            metered=tree.depth > 0 and any(r.relaxation.metered for r in requests),
+            metered=is_scheduled(tree, 2)
+            or (tree.depth > 0 and any(r.relaxation.metered for r in requests)),
             grid=config.grid if config.code_pixels else None,
             prefix=config.prefix if config.prefixes else None,
         )
@@ -115,14 +117,26 @@ class Spec:
 
     @property
     def draws(self) -> int:
-        """Uniforms a step takes for an image: drafts, acceptance, bonus token."""
-        return self.tree.draws + self.tree.depth * self.tree.max_children + 1
+        """Uniforms a step takes for an image: drafts, acceptance, bonus token; the last is there if no other is."""
+        tries = 0 if is_scheduled(self.tree) else self.tree.depth * self.tree.max_children
+        return self.tree.draws + tries + 1
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that one step can add; on a fixed schedule as many as each step adds."""
+        tree = self.tree
+        return tree.commit if isinstance(tree, Window) and tree.commit else tree.depth + 1
+
+
+def is_scheduled(tree: Tree, least: int = 1) -> bool:
+    """Whether so many tokens or more are made final in each step, whatever they are."""
+    return isinstance(tree, Window) and tree.commit >= least
 
 
 def check_window(tree: Window, requests: Sequence[Request], config: TransformerConfig) -> None:
     """Raise an OptionError for a window that these images cannot be drawn with."""
     most = config.tokens - 1
-    require(tree.depth <= most, "--window", tree.depth, f"at most {most}, the rest of the image")
+    require(tree.width <= most, "--window", tree.width, f"at most {most}, the rest of the image")
     if tree.rule == "jacobi" and any(request.relaxation.active for request in requests):
         raise OptionError("jacobi takes no relaxation", NO_BOUND, "--method scd")
 

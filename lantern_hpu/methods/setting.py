@@ -1,9 +1,10 @@
 """One `Setting`: a method, how its acceptance is relaxed, and its tree or window, with one written form.
 
-    eagle    auto    scd@16    lantern:delta-0.1    lantern++:lambda=5:k=10@broad_7    lantern@dynamic:4x3x12
+    eagle    auto    scd@16    scd@16:commit=4    lantern:delta-0.1    lantern++:lambda=5:k=10@broad_7
 
 The method; after colons a published relaxation or its values; after @ a named tree, a .json file, the width of a
-window, or `auto` for what `lantern-hpu tune` found. What is left open is settled by `resolve`. Needs no torch.
+window and what else differs from the usual, or `auto` for what `lantern-hpu tune` found. What is left open is settled
+by `resolve`. Needs no torch.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ class Setting:
         check_relaxation(self.drafting, self.relaxation)
         check_tree(self.drafting, self.tree)
         check_drawn(self.tree or METHODS[self.drafting].default_tree, self.relaxation)
+        check_schedule(self.tree, self.relaxation)
 
     @property
     def drafting(self) -> str:
@@ -111,6 +113,7 @@ class Resolved(Setting):
 
     def __post_init__(self) -> None:
         check_drawn(self.tree, self.relaxation)
+        check_schedule(self.tree, self.relaxation)
 
     def __str__(self) -> str:
         """Without what the method has no use for: a relaxation that is exact, the tree of `ar`."""
@@ -191,15 +194,22 @@ def tree_text(tree: Tree | str) -> str:
     return tree.name if isinstance(tree, DynamicTree) else tree.file or tree.name
 
 
-def window_tree(method: str, tree: str | None, width: int | None, front: str | None) -> str | None:
-    """The name of the tree that `--window` and `--window-tree` mean; `--tree` itself where neither is given.
+def window_tree(
+    method: str,
+    tree: str | None,
+    width: int | None,
+    front: str | None = None,
+    commit: int | None = None,
+) -> str | None:
+    """The name of the tree that `--window`, `--window-tree` and `--commit` mean; `--tree` itself where none is given.
 
     Raises:
         OptionError, TreeError: they do not fit the method or each other, or one is out of range.
     """
-    if width is None and front is None:
+    options = {"--window": width, "--window-tree": front, "--commit": commit}
+    given = next((name for name, value in options.items() if value is not None), None)
+    if given is None:
         return tree
-    given = "--window" if width is not None else "--window-tree"
     rule = None if method == AUTO else method_of(method).rule
     if rule is None:
         why, hint = f"{method} has no window", "--method " + " or ".join(WINDOWS)
@@ -207,7 +217,8 @@ def window_tree(method: str, tree: str | None, width: int | None, front: str | N
     if tree:
         raise OptionError(f"--tree and {given} exclude each other", "a window is its own tree")
     levels = None if front is None else parse_front(front)
-    return Window.of(rule, DEFAULT_WINDOW if width is None else width, levels).name
+    places = DEFAULT_WINDOW if width is None else width
+    return Window.of(rule, places, levels, commit=commit).name
 
 
 # ------------------------------------------------------------------------------------ what fits
@@ -256,6 +267,15 @@ def check_drawn(tree: Tree | str | None, relaxation: Relaxation | None) -> None:
     rule = "clusters" if relaxation.clusters else "--relax-tv"
     why = "what drafts were drawn with is needed, and such drafts are not drawn"
     raise OptionError(f"no {rule} with a dynamic tree", why, takers(relaxation))
+
+
+def check_schedule(tree: Tree | str | None, relaxation: Relaxation | None) -> None:
+    """Raise an OptionError where acceptance is relaxed that a fixed schedule does not have."""
+    if isinstance(tree, Window) and tree.commit and relaxation is not None and relaxation.active:
+        why = (
+            "the first places of the window are made final whatever they are, so no draft is tried"
+        )
+        raise OptionError("--commit takes no relaxation", why, "leave one of them out")
 
 
 def takers(relaxation: Relaxation) -> str:

@@ -12,7 +12,7 @@ from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import LanternError
 from lantern_hpu.methods.relaxation import Relaxation, RelaxationOptions
 from lantern_hpu.methods.request import MAX_SEED, Request, Sampling
-from lantern_hpu.methods.setting import Resolved, check_drawn, check_relaxation
+from lantern_hpu.methods.setting import Resolved, check_drawn, check_relaxation, check_schedule
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest, refuse
 from lantern_hpu.tree import Tree
 
@@ -135,6 +135,7 @@ def request_relaxation(given: Mapping[str, Any], served: Served, menu: Menu) -> 
         return setting.relaxation
     check_relaxation(setting.method, asked)
     check_drawn(setting.tree, asked)
+    check_schedule(setting.tree, asked)
     return asked.fitted(menu.codes)
 
 

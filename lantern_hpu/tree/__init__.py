@@ -26,6 +26,7 @@ MOST_CHILDREN, MOST_EXPANSIONS, MOST_CANDIDATES = 64, 16, 4200  # of a dynamic t
 
 Rule = Literal["jacobi", "scd", "sjd-pac"]  # how a window's drafts are verified and made
 Guess = Literal["law", "left", "above", "random"]  # what stands at places that have just entered it
+COMMIT = "commit="  # in the name of a window on a fixed schedule
 MOST_WINDOW, FRONT = 256, (3, 3)  # drafts in a row; siblings and levels of sjd-pac's front
 
 
@@ -279,13 +280,18 @@ class Window(DraftTree):
     The first children form a chain of W drafts, the spine. With a front of K x D the first D levels have K siblings
     each, all drawn from the distribution that the spine's draft was drawn from.
 
+    On a fixed schedule the first C places are made final in each step, whatever they are. Their keys are written by the
+    next step, so that the chain is of C final tokens and W drafts.
+
     Attributes:
         rule: how drafts are verified, and what the later places draft next.
         guess: what stands at a place that no step has seen yet.
+        commit: C; 0 where acceptance decides.
     """
 
     rule: Rule = "jacobi"
     guess: Guess = "law"
+    commit: int = 0
 
     @classmethod
     def of(
@@ -294,12 +300,14 @@ class Window(DraftTree):
         width: int,
         front: tuple[int, int] | None = None,
         guess: Guess = "law",
+        commit: int | None = None,
     ) -> Window:
         """The window of a rule.
 
         Args:
             width: W; 0 is one token a step, for `jacobi` with the same noise as any other width.
             front: K siblings at the first D levels, for `sjd-pac`; 3 x 3 if not given.
+            commit: C, for a fixed schedule.
 
         Raises:
             TreeError: a size is out of range, or the rule has no use for it.
@@ -313,6 +321,8 @@ class Window(DraftTree):
         if rule != "sjd-pac" and front is not None:
             why = f"{rule} has one draft at each place"
             raise TreeError("--window-tree has no meaning here", why, "--method sjd-pac")
+        if commit is not None:
+            return cls.scheduled(rule, width, front, guess, commit)
         siblings, levels = front or (FRONT[0], min(FRONT[1], width))
         if not (1 <= siblings <= MOST_CHILDREN and 0 <= levels <= width):
             why = f"1 to {MOST_CHILDREN} siblings at 0 to {width} levels, as many as the window has"
@@ -329,23 +339,53 @@ class Window(DraftTree):
         return cls(f"{rule}:{width}{shape}:{guess}", ((), *paths), rule, guess)
 
     @classmethod
+    def scheduled(
+        cls, rule: Rule, width: int, front: tuple[int, int] | None, guess: Guess, commit: int
+    ) -> Window:
+        """A window on a fixed schedule.
+
+        Raises:
+            TreeError: more places would be final than there are, or it would have siblings.
+        """
+        if width < 1:
+            raise TreeError(f"--commit is {commit}", "a window of no places has none to make final")
+        if not 1 <= commit <= width:
+            allowed = f"1 to {width}, the places of the window"
+            raise TreeError(f"--commit is {commit}; allowed: {allowed}")
+        if front is not None:
+            why = "siblings are tried where a draft is refused, and a fixed schedule refuses none"
+            raise TreeError("--window-tree and --commit exclude each other", why)
+        paths = tuple((0,) * depth for depth in range(commit + width))
+        return cls(f"{rule}:{width}:{COMMIT}{commit}:{guess}", paths, rule, guess, commit)
+
+    @classmethod
     def parse(cls, name: str) -> Window:
-        """`scd:16`, `scd:16:left`, or `sjd-pac:16:3x3:law`: rule, W, K x D and guess; what is usual may be left out.
+        """`scd:16`, `scd:16:left`, `scd:16:commit=4`, or `sjd-pac:16:3x3:law`: rule, W, C or K x D, and guess.
+
+        What is usual may be left out.
 
         Raises:
             TreeError: it cannot be read, or see `of`.
         """
         rule, *parts = name.split(":")
         guess = parts.pop() if parts and parts[-1] in get_args(Guess) else "law"
-        if not 1 <= len(parts) <= 2 or not parts[0].isdecimal():
+        commit = parts.pop().removeprefix(COMMIT) if parts[1:] and COMMIT in parts[-1] else None
+        if not 1 <= len(parts) <= 2 or not all(n.isdecimal() for n in (parts[0], commit or "0")):
             why = "expected rule, width and what else differs from the usual"
-            raise TreeError(f"cannot read the window {name!r}", why, "scd:16 or sjd-pac:16:3x3")
+            hint = "scd:16, scd:16:commit=4 or sjd-pac:16:3x3"
+            raise TreeError(f"cannot read the window {name!r}", why, hint)
         front = parse_front(parts[1]) if len(parts) == 2 else None
-        return cls.of(rule, int(parts[0]), front, guess)  # type: ignore[arg-type]
+        final = None if commit is None else int(commit)
+        return cls.of(rule, int(parts[0]), front, guess, final)  # type: ignore[arg-type]
 
     @property
     def needs_drafter(self) -> bool:
         return False
+
+    @property
+    def width(self) -> int:
+        """W, places that hold drafts."""
+        return self.depth - max(self.commit - 1, 0)
 
     @cached_property
     def spine(self) -> tuple[int, ...]:
@@ -370,7 +410,8 @@ class Window(DraftTree):
     @property
     def draws(self) -> int:
         """Uniforms of `sjd-pac`: one a sibling, and two a place that keeps its draft or draws another."""
-        return len(self.siblings) + 2 * self.depth if self.rule == "sjd-pac" else 0
+        places = self.depth + bool(self.commit)
+        return len(self.siblings) + 2 * places if self.rule == "sjd-pac" else 0
 
     @property
     def scratch(self) -> int:

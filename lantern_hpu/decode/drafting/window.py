@@ -57,9 +57,9 @@ class WindowDrafting(Drafting):
         self.tree, self.spec, self.config = tree, spec, config
         self.sampler, self.tables = Sampler(target, spec), StaticTables(tree)
         self.grammar = self.sampler.grammar
-        self.width, self.front, self.count = tree.depth, tree.front, len(tree.siblings)
+        self.width, self.front, self.count = tree.width, tree.front, len(tree.siblings)
         self.keeps_noise = keeps_noise(config, tree, spec.images)
-        self.place = constant(arange32(tree.depth + 1))  # [W + 1]
+        self.place = constant(arange32(tree.width + 1))  # [W + 1]
         self.token = constant(arange32(config.vocab_size))  # [V]
         self.every = constant(arange32(config.tokens))  # [N]
         self.image = constant(arange32(spec.images)[:, None])  # [B, 1]
