@@ -66,11 +66,19 @@ class TrainingError(LanternError):
 
 
 def exit_code(command: Callable[[], int | None]) -> int:
-    """Run a command; the code it returns, 0 if none, or 2 after printing what a LanternError has to say."""
+    """Run a command; the code it returns, 0 if none, or 2 after printing what a LanternError has to say.
+
+    A file that the system refuses, for example because its name is too long, is an error of the user's as well.
+    """
     try:
         return command() or 0
     except LanternError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.filename is None or error.strerror is None:
+            raise
+        print(f"error: cannot use {error.filename}: {error.strerror}", file=sys.stderr)
         return 2
 
 

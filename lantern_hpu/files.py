@@ -41,11 +41,23 @@ def reported_as(what: str, hint: str = "") -> Iterator[None]:
         raise WeightsError(what, why, hint) from error
 
 
+def parse_json(text: str | bytes, **how: Any) -> Any:
+    """`json.loads`.
+
+    Raises:
+        ValueError: it is no JSON, or nested more deeply than Python reads.
+    """
+    try:
+        return json.loads(text, **how)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
 @contextmanager
 def reading(file: Path, hint: str = "") -> Iterator[dict[str, Any]]:
     """The object in a JSON file; what goes wrong while it is read and used is a WeightsError that names the file."""
     with reported_as(f"cannot read {file}", hint):
-        result = json.loads(file.read_text(encoding="utf-8"))
+        result = parse_json(file.read_text(encoding="utf-8"))
         if not isinstance(result, dict):
             raise ValueError("it is not an object")
         yield result

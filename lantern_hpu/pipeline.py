@@ -27,10 +27,10 @@ from lantern_hpu.errors import OptionError, choices, nearest_keyword, require
 from lantern_hpu.graphs import check_mode
 from lantern_hpu.methods.arguments import per_prompt, relaxation_of, seeds_of
 from lantern_hpu.methods.relaxation import Relaxation
-from lantern_hpu.methods.request import Request, size_of
+from lantern_hpu.methods.request import MAX_IMAGES, Request, size_of
 from lantern_hpu.methods.resolve import Here, resolve
-from lantern_hpu.methods.setting import Resolved, Setting, window_tree
-from lantern_hpu.methods.table import AUTO, WINDOWS
+from lantern_hpu.methods.setting import Resolved, Setting, lacks_drafter, window_tree
+from lantern_hpu.methods.table import AUTO
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.files.load import Opened, open_model
@@ -38,6 +38,7 @@ from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.model import ImageModel, Placement, grid_by_size
 from lantern_hpu.models.quantize import quantize as quantize_weights
 from lantern_hpu.models.stretch import Stretched
+from lantern_hpu.models.text.frames import no_negative
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.results.images import Drawn, GenerationResult, ImageRecord, OutputType, RunTiming
@@ -117,6 +118,7 @@ class LanternPipeline:
         layout: str = "auto",
         threads: int = 0,
         size: tuple[int, int] | None = None,
+        check: Callable[[Opened], None] | None = None,
     ) -> LanternPipeline:
         """Load a model.
 
@@ -136,11 +138,14 @@ class LanternPipeline:
             layout: of the matrices: `auto`, the fastest, or one the device offers; for training `plain`.
             threads: of the processor; 0 for the fastest number.
             size: height and width of pictures to come, refused before weights are read where they cannot be drawn.
+            check: called before weights are read with what is known by then, to refuse the model.
 
         Raises:
             LanternError: unknown or unusable model, device, dtype or graph mode.
         """
-        asked = {k: v for k, v in locals().items() if k not in ("cls", "torch_dtype", "drafter")}
+        asked = {
+            k: v for k, v in locals().items() if k not in ("cls", "torch_dtype", "drafter", "check")
+        }
         began, spared = time.perf_counter(), () if pictures else ("vq",)
         if torch_dtype is not None:
             require(dtype == "auto", "torch_dtype", torch_dtype, "not together with dtype")
@@ -156,6 +161,8 @@ class LanternPipeline:
                 backend.tuning.check_quantized(quantize)
             small, name = open_model(resolve_model(model, given, spared)), model
             grid_by_size(small.config.target, size, model)
+            if check is not None:
+                check(small)
             opened: Opened | Stretched = small
             if stretch is not None:
                 name = f"{model} stretched to {stretch}"
@@ -288,6 +295,7 @@ class LanternPipeline:
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         negatives = per_prompt("negative_prompt", negative_prompt, len(prompts))
         count = len(prompts) * num_images_per_prompt
+        require(count <= MAX_IMAGES, "images of one call", count, f"at most {MAX_IMAGES}")
         given = {
             "cfg_scale": guidance_scale,
             "temperature": temperature,
@@ -400,9 +408,7 @@ class LanternPipeline:
             OptionError: they cannot share one, or the tree needs a drafter and there is none.
         """
         if tree.needs_drafter and (drafter or self.model.drafter) is None:
-            why, hint = f"{self.model.name} has no drafter", ", ".join(["ar", *WINDOWS])
-            what = f"the tree {tree.name} cannot be drafted"
-            raise OptionError(what, why, f"--method {hint}, or --drafter FOLDER")
+            raise lacks_drafter(self.model.name, f"the tree {tree.name}")
         model = self.model
         return Spec.of(requests, tree, size, model.sizes(requests), model.listed_neighbours)
 
@@ -427,8 +433,7 @@ class LanternPipeline:
         if all(request.negative is None for request in requests):
             return condition.rows(texts, engine.spec.guidance)
         if not (isinstance(condition, TokenConditioner) and condition.takes_negative):
-            why = f"guidance of {self.model.name} draws away from no words"
-            raise OptionError("--negative-prompt cannot be used", why, "leave it out")
+            raise no_negative(self.model.name)
         negatives = [request.negative for request in requests]
         return condition.rows(texts, engine.spec.guidance, negatives)
 
@@ -440,9 +445,14 @@ class LanternPipeline:
         return decode_pixels(self.model.vq, config, self.backend, tokens)
 
     def notes(self, requests: Sequence[Request]) -> list[tuple[str, str]]:
-        """Each prompt with what the model cannot do with it, once."""
+        """Each prompt, and each negative one, with what the model cannot do with it, once."""
+        condition = self.model.condition
         prompts = dict.fromkeys(request.prompt for request in requests)
-        return [(text, note) for text in prompts for note in self.model.condition.notes(text)]
+        notes = [(text, note) for text in prompts for note in condition.notes(text)]
+        if isinstance(condition, TokenConditioner):
+            negatives = dict.fromkeys(r.negative for r in requests if r.negative is not None)
+            notes += [(text, note) for text in negatives for note in condition.negative_notes(text)]
+        return notes
 
     # -- drawing
 
@@ -493,6 +503,7 @@ class LanternPipeline:
             config=config,
             environment=self.environment(),
             notes=[note for _, note in self.notes(requests)],
+            tokenizer=self.model.vq_fingerprint,
         )
 
     def drawn(

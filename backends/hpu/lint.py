@@ -71,6 +71,7 @@ def lint_script(
 
     if not file.is_file():
         raise OptionError(f"there is no {file}", hint="the path of a Python program")
+    check_program(file)
     ended: Ended = None
     with started_as(file, args, lazy):
         flags = {n: v for n, v in os.environ.items() if n.startswith(("PT_", "WORLD_SIZE"))}
@@ -86,6 +87,14 @@ def lint_script(
                 card.note_failure(error)
             card.flush("exit")
     return card, ended
+
+
+def check_program(file: Path) -> None:
+    """Raise an OptionError if a file cannot be compiled as Python."""
+    try:
+        compile(file.read_bytes(), str(file), "exec")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise OptionError(f"{file} is no Python program", str(error) or repr(error)) from error
 
 
 @contextmanager

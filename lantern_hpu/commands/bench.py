@@ -16,7 +16,6 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from lantern_hpu.backends import prepare
 from lantern_hpu.commands.options import (
@@ -24,6 +23,7 @@ from lantern_hpu.commands.options import (
     add_fields,
     add_processor_options,
     add_stretch_option,
+    file_path,
     taken,
 )
 from lantern_hpu.errors import OptionError, exit_code, listed, require
@@ -72,7 +72,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--graphs", help=modes)
     add_processor_options(parser)
     add("--batch-sizes", help="comma-separated (1,8; stretched 1)")
-    add("--output", type=Path, metavar="FILE.json")
+    add("--output", type=file_path, metavar="FILE.json")
     add("--force", action="store_true", help="replace an existing file")
     return parser
 

@@ -16,14 +16,16 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import MISSING, dataclass
+from glob import escape
 from pathlib import Path
 
 from lantern_hpu.commands.options import add_fields, add_part_options, filled, given_parts
 from lantern_hpu.errors import OptionError, OutputError, choices, exit_code, option
 from lantern_hpu.models.files.parts import Given
 
+UNFINISHED = ".converting"  # ends the name of a folder that is being written
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -47,6 +49,33 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 @contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """A lock on a folder that ends with its process, however that ends; where there are no such locks, none.
+
+    Raises:
+        OSError: another process holds it.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(opened)
+
+
+def clear_killed(output: Path) -> None:
+    """Remove what runs that were killed left beside an output; folders that another run still fills are held."""
+    for folder in output.parent.glob(f".{escape(output.name)}.*{UNFINISHED}"):
+        with suppress(OSError), held(folder):
+            shutil.rmtree(folder)
+
+
+@contextmanager
 def staged(output: Path) -> Iterator[Path]:
     """A new folder beside the output, which takes its name when all is written, and is removed otherwise.
 
@@ -58,8 +87,10 @@ def staged(output: Path) -> Iterator[Path]:
     folder = None
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        folder = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-        yield folder
+        clear_killed(output)
+        folder = Path(tempfile.mkdtemp(UNFINISHED, f".{output.name}.", output.parent))
+        with held(folder):
+            yield folder
         mask = os.umask(0)
         os.umask(mask)
         folder.chmod(0o777 & ~mask)

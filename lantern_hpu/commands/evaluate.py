@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import add_fields, filled, taken
@@ -48,7 +47,9 @@ def make_parser() -> argparse.ArgumentParser:
     options.add_device_options(how)
     options.add_running_options(how)
     add_fields(how, EvaluateRequest, "workers")
-    how.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="also to go on")
+    how.add_argument(
+        "--output", type=options.file_path, required=True, metavar="FOLDER", help="also to go on"
+    )
     return parser
 
 

@@ -12,11 +12,16 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from lantern_hpu.backends import prepare
-from lantern_hpu.commands.options import add_device_options, add_fields, device_options, filled
+from lantern_hpu.commands.options import (
+    add_device_options,
+    add_fields,
+    device_options,
+    file_path,
+    filled,
+)
 from lantern_hpu.errors import exit_code, listed
 from lantern_hpu.files import check_free
 from lantern_hpu.lab.evaluate.options import FidelityOptions
@@ -47,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
         help=f"comma-separated METHOD or METHOD:PRESET, of {', '.join(PRESETS)} ({DEFAULT_ROWS})",
     )
     add_fields(parser, FidelityOptions)
-    parser.add_argument("--output", type=Path, default=None, metavar="FILE.json")
+    parser.add_argument("--output", type=file_path, default=None, metavar="FILE.json")
     parser.add_argument("--force", action="store_true", help="replace an existing file")
     return parser
 

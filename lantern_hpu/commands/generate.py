@@ -55,8 +55,13 @@ def add_what(group: argparse._ArgumentGroup) -> None:
     negative = "what guidance draws away from, for models that read it (Emu3)"
     add("--negative-prompt", metavar="TEXT", help=negative)
     add("--class-label", action="append", default=[], metavar="LABEL", help=label)
-    add("--prompts-file", type=Path, metavar="FILE", help=".txt (one a line), .tsv or .json")
-    add("--from-png", type=Path, metavar="FILE", help="draw the same image again")
+    add(
+        "--prompts-file",
+        type=options.file_path,
+        metavar="FILE",
+        help=".txt (one a line), .tsv or .json",
+    )
+    add("--from-png", type=options.file_path, metavar="FILE", help="draw the same image again")
     add("--num-images", type=int, help="images of each prompt (1)")
     pixels = "pixels, for models that draw many sizes; either alone is both (the model's own)"
     add("--height", type=int, metavar="PIXELS", help=pixels)
@@ -67,13 +72,23 @@ def add_what(group: argparse._ArgumentGroup) -> None:
 def add_where(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     every = "write a preview each ROWS image rows"
-    add("--output", type=Path, default=Path("out"), help="a .png file, or a folder (out)")
+    add(
+        "--output",
+        type=options.file_path,
+        default=Path("out"),
+        help="a .png file, or a folder (out)",
+    )
     add("--force", action="store_true", help="replace existing files")
     add("--resume", action="store_true", help="keep the images that are there, draw the others")
     add("--grid", action="store_true", help="one sheet of all images")
-    add("--report", type=Path, metavar="FILE.json", help="acceptance, timing, graph, settings")
+    add(
+        "--report",
+        type=options.file_path,
+        metavar="FILE.json",
+        help="acceptance, timing, graph, settings",
+    )
     tokens = "the image tokens, also of a model without its VQ tokenizer; `lantern-hpu pixels` makes pictures of them"
-    add("--save-tokens", type=Path, metavar="FILE.npz", help=tokens)
+    add("--save-tokens", type=options.file_path, metavar="FILE.npz", help=tokens)
     add("--preview-every", type=int, default=0, metavar="ROWS", help=every)
 
 

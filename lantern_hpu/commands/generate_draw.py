@@ -20,7 +20,6 @@ from lantern_hpu.commands.generate_job import (
     requests_of,
     settled_job,
 )
-from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.methods.table import AUTO
@@ -53,6 +52,7 @@ def draw_job(args: argparse.Namespace) -> GenerationResult | None:
         given=job.given,
         pictures=not outputs.tokens,
         size=job.size,
+        check=job.check_model,
         **vars(job.device),
     )
     with closing(pipeline):
@@ -61,9 +61,6 @@ def draw_job(args: argparse.Namespace) -> GenerationResult | None:
             outputs = outputs.of_tokens(pipeline.model.name)
         if args.verbose:
             show_decided(pipeline, "dtype", "layout")
-        if job.labels and not pipeline.model.condition.takes_classes:
-            why = f"{pipeline.model.name} draws from text"
-            raise OptionError("--class-label cannot be used", why, "--prompt")
         chosen, sampling = settled_job(job, pipeline, args)
         requests = requests_of(job, chosen, sampling)
         if job.setting.method == AUTO and chosen.method == "ar" and len(requests) > 1:

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 from lantern_hpu.commands import options
 from lantern_hpu.decode.spec import together
 from lantern_hpu.errors import OptionError, OutputError, require
-from lantern_hpu.methods.request import Request, Sampling, size_of
-from lantern_hpu.methods.setting import Resolved, Setting, check_drafter
+from lantern_hpu.methods.request import MAX_IMAGES, Request, Sampling, size_of
+from lantern_hpu.methods.setting import Resolved, Setting, check_drafter, lacks_drafter
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.models.text.classes import class_index
+from lantern_hpu.models.text.frames import no_negative, takes_negative
 from lantern_hpu.results.prompts import read_prompts
 from lantern_hpu.zoo.sizes import stretch_sizes
 
 if TYPE_CHECKING:
+    from lantern_hpu.models.files.load import Opened
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.results.outputs import Outputs
 
@@ -58,6 +60,22 @@ class GenerateJob:
         for index, prompt in enumerate(self.prompts):
             Request(prompt, self.seed + index, size=self.size)
 
+    def check_model(self, opened: Opened) -> None:
+        """Refuse what a model cannot draw, before its weights are read.
+
+        Raises:
+            OptionError: it reads no class labels or no negative prompt, or has no drafter for the method.
+        """
+        condition, name = opened.config.condition, opened.source.name
+        if self.labels and condition.kind != "classes":
+            why = f"{name} draws from text"
+            raise OptionError("--class-label cannot be used", why, "--prompt")
+        if self.negative is not None and not takes_negative(condition):
+            raise no_negative(name)
+        setting = self.setting if self.known is None else Setting(self.known["method"])
+        if opened.config.drafter is None and setting.needs_drafter:
+            raise lacks_drafter(name, f"--method {setting.method}")
+
 
 def job_of(args: argparse.Namespace) -> GenerateJob:
     """What the options ask for.
@@ -74,11 +92,12 @@ def job_of(args: argparse.Namespace) -> GenerateJob:
 
 def new_job(args: argparse.Namespace) -> GenerateJob:
     listed = read_prompts(args.prompts_file) if args.prompts_file else []
-    prompts = [*args.prompt, *args.class_label, *listed]
+    prompts = [*(prompt.strip() for prompt in args.prompt), *args.class_label, *listed]
     if not prompts:
         raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
     count = 1 if args.num_images is None else args.num_images
-    require(count >= 1, "--num-images", count, "1 or more")
+    most = MAX_IMAGES // len(prompts)
+    require(1 <= count <= most, "--num-images", count, f"1 to {most}")
     for label in args.class_label:
         class_index(label)
     setting = options.setting_of(args)

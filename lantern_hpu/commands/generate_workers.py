@@ -58,7 +58,7 @@ def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
     from lantern_hpu.results.outputs import Keeper
 
     pipeline = LanternPipeline.from_pretrained(
-        job.model, given=job.given, size=job.size, **vars(job.device)
+        job.model, given=job.given, size=job.size, check=job.check_model, **vars(job.device)
     )
     chosen, sampling = settled_job(job, pipeline, args)
     files, _ = image_files(args.output, job.prompts, False)

@@ -51,7 +51,9 @@ def add_fields(group: Group, kind: type[Any], *names: str, **helps: str) -> None
         details += [] if part.default in UNSAID else [str(part.default)]
         what += f" ({'; '.join(details)})" if details else ""
         value = next(iter(get_args(kind_of)), kind_of)  # of `int | None` and `tuple[int, ...]`: int
-        more: dict[str, Any] = {} if value not in (int, float, Path) else {"type": value}
+        more: dict[str, Any] = {"type": file_path if value is Path else value}
+        if value not in (int, float, Path):
+            more = {}
         required, many = part.default is MISSING, get_origin(kind_of) is tuple
         if many or (part.metadata["positional"] and not required):
             more["nargs"] = "?" if not many else "+" if required else "*"
@@ -59,6 +61,13 @@ def add_fields(group: Group, kind: type[Any], *names: str, **helps: str) -> None
             more["required"] = True
         name = part.name if part.metadata["positional"] else option_name(part)
         group.add_argument(name, metavar=part.metadata["metavar"], help=what, **more)
+
+
+def file_path(text: str) -> Path:
+    """A path of the command line, for `type=`; an empty one would be the folder that one is in."""
+    if not text.strip():
+        raise argparse.ArgumentTypeError("it is empty")
+    return Path(text)
 
 
 def taken(kind: type[Any], args: argparse.Namespace) -> dict[str, Any]:

@@ -9,7 +9,7 @@ The pictures are those that `generate` makes of these tokens, and carry what the
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import closing
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
@@ -69,16 +69,27 @@ def check_tokens(tokens: NDArray[np.int64], config: TransformerConfig, file: Pat
     if tokens.shape[1] != config.tokens:
         why = f"a picture of them has {tokens.shape[1]}, the model's have {config.tokens}"
         raise OptionError(what, why, hint)
+    ends = tokens.reshape(-1, config.grid[0], config.columns)[:, :, config.grid[1] :]
+    if (ends != config.vocab_size - 1).any():
+        why = f"a row of codes does not end in token {config.vocab_size - 1}"
+        raise OptionError(what, why, hint)
     codes = codes_of(config, tokens)  # [images, codes of a picture]
     if codes.min() < 0 or codes.max() >= config.codes:
         why = f"they go from {codes.min()} to {codes.max()}, its codes from 0 to {config.codes - 1}"
         raise OptionError(what, why, hint)
 
 
-def check_tokenizer(saved: SavedTokens, digest: str, file: Path) -> None:
-    """Raise a WeightsError if the tokens were drawn beside another tokenizer."""
+def check_tokenizer(saved: SavedTokens, same: Collection[str], file: Path) -> None:
+    """
+    Args:
+        same: digests of the tokenizer at hand: of its file, and of its weights in any container.
+
+    Raises:
+        WeightsError: the tokens were drawn beside another tokenizer.
+    """
     known = [one.get("config", {}).get("weights", {}).get(VQ) for one in saved.metadata]
-    if any(other not in (None, digest) for other in known):
+    stated = {saved.tokenizer} if saved.tokenizer else {other for other in known if other}
+    if not stated <= set(same):
         what = f"the tokens in {file} are of another VQ tokenizer"
         raise WeightsError(what, "it has other weights", "--model and --vq as they were drawn with")
 
@@ -102,8 +113,10 @@ def decode_saved(asked: PixelsRequest) -> str:
     config = opened.config.target
     check_tokens(saved.tokens, config, asked.tokens)
     with closing(get_backend(device.device, "eager")) as backend, backend.errors():
-        vq, digest = opened.load_vq(opened.source.weights(), backend.device)
-        check_tokenizer(saved, digest, asked.tokens)
+        weights = opened.source.weights()
+        vq, digest = opened.load_vq(weights, backend.device)
+        assert weights.vq is not None
+        check_tokenizer(saved, {digest, weights.vq.fingerprint()}, asked.tokens)
         for file, row, settings in zip(
             tqdm(files, unit="image"), saved.tokens, saved.metadata, strict=True
         ):

@@ -30,6 +30,7 @@ from lantern_hpu.commands.options import (
     add_quantize_option,
     add_stretch_option,
     device_options,
+    file_path,
     given_parts,
     taken,
 )
@@ -63,15 +64,17 @@ def make_parser() -> argparse.ArgumentParser:
     add_fields(parser.add_argument_group("which trees"), TuneOptions, "max_nodes", "max_depth")
     how = parser.add_argument_group("how to measure")
     how.add_argument(
-        "--prompts", type=Path, metavar="FILE", help=".txt, .tsv or .json (eight simple ones)"
+        "--prompts", type=file_path, metavar="FILE", help=".txt, .tsv or .json (eight simple ones)"
     )
     add_fields(how, TuneOptions, "images", "seed")
     how.add_argument(
-        "--profile", type=Path, metavar="FILE.json", help="acceptance from an earlier --report"
+        "--profile", type=file_path, metavar="FILE.json", help="acceptance from an earlier --report"
     )
     where = parser.add_argument_group("where it goes")
-    where.add_argument("--output", type=Path, metavar="TREE.json", help="the tree, for --tree")
-    where.add_argument("--report", type=Path, metavar="FILE.json", help="all that was measured")
+    where.add_argument("--output", type=file_path, metavar="TREE.json", help="the tree, for --tree")
+    where.add_argument(
+        "--report", type=file_path, metavar="FILE.json", help="all that was measured"
+    )
     where.add_argument("--force", action="store_true", help="replace existing files")
     return parser
 

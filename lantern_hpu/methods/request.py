@@ -9,6 +9,7 @@ from lantern_hpu.errors import OptionError, check_ranges, option, require
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
 
 MAX_SEED = 2**63 - 1
+MAX_IMAGES = 100_000  # of one run, each with a request of its own
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,13 @@ class Setting:
             return self.method
         return "eagle" if self.relaxation in (None, EXACT) else "lantern++"
 
+    @property
+    def needs_drafter(self) -> bool:
+        """Whether it cannot draw without one, whatever the model; `auto` finds what needs none."""
+        if self.method == AUTO:
+            return not isinstance(self.tree, str | None) and self.tree.needs_drafter
+        return METHODS[self.method].needs_drafter
+
     @classmethod
     def parse(cls, text: str) -> Setting:
         """
@@ -144,6 +151,12 @@ class Resolved(Setting):
         is_named = method_of(values["method"]).tree in ("dynamic", "window")
         tree = load_tree(name) if is_named else DraftTree.from_paths(name, values["tree_paths"])
         return cls(values["method"], relaxations.read_relaxation(values["relaxation"]), tree)
+
+
+def lacks_drafter(model: str, what: str) -> OptionError:
+    """Why a model without a drafter cannot draw with a method or a tree."""
+    hint = f"--method {', '.join(['ar', *WINDOWS])}, or --drafter FOLDER"
+    return OptionError(f"{what} cannot be used", f"{model} has no drafter", hint)
 
 
 # ------------------------------------------------------------------------------------ trees

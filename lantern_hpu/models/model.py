@@ -82,6 +82,7 @@ class ImageModel:
     # Device name, or `cpu:1` for one image at a time, to [method, tree or None]: the fastest that was measured there
     fastest: dict[str, tuple[str, str | None]] = field(default_factory=dict)
     neighbour_table: Path | None = None  # a published one; otherwise one is computed
+    vq_fingerprint: str = ""  # of the tokenizer, the same in any container; empty without one
     notes: list[str] = field(default_factory=list)  # what a user should know of its parts
     stretched: str | None = None  # to the sizes of which known model: see `models/stretch.py`
     base: ImageModel | None = None  # what it was before, which computes the same

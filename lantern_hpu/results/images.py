@@ -17,8 +17,13 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from lantern_hpu.errors import OptionError
+from lantern_hpu.files import parse_json
 
 REPLAYED = ("model", "weights", "method", "tree", "tree_paths", "sampling", "relaxation", "dtype")
+MEASURED = (
+    "decided",
+    "peak_memory_bytes",
+)  # of the environment: what another run measures otherwise
 METADATA = "lantern_hpu"  # key of the PNG text chunk with everything needed to draw the image again
 
 
@@ -90,13 +95,14 @@ class Drawn:
     environment: dict[str, Any]
 
     def metadata(self) -> dict[str, Any]:
-        """What `--from-png` needs."""
+        """What `--from-png` needs; nothing that was measured, so that drawing it again makes the same file."""
+        lasting = {k: v for k, v in self.environment.items() if k not in MEASURED}
         return {
             "prompt": self.record.prompt,
             "seed": self.record.seed,
             "tv": self.record.tv,
             "config": self.settings,
-            "environment": self.environment,
+            "environment": lasting,
         }
 
     def png(self) -> bytes:
@@ -116,6 +122,7 @@ class GenerationResult:
         pictures: empty where the model has nothing that decodes tokens, or pixels were not wanted.
         tokens: [images, N].
         settings: sampling and relaxation of each image.
+        tokenizer: fingerprint of the VQ tokenizer, the same in any container; empty where there is none.
         output_type: what `images` are.
     """
 
@@ -128,6 +135,7 @@ class GenerationResult:
     config: dict[str, Any]
     environment: dict[str, Any]
     notes: list[str]
+    tokenizer: str = ""
     output_type: OutputType = "pil"
 
     @property
@@ -205,7 +213,7 @@ def read_png(path: Path) -> dict[str, Any]:
     try:
         with Image.open(path) as image:
             text = dict(getattr(image, "text", {}))
-            data: dict[str, Any] = json.loads(text[METADATA])
+            data: dict[str, Any] = parse_json(text[METADATA])
             config = dict(data["config"])
             missing = [name for name in REPLAYED if name not in config]
             if missing:
@@ -286,6 +294,7 @@ def tokens_file(result: GenerationResult) -> bytes:
     np.savez_compressed(
         buffer,
         tokens=result.tokens.astype(np.int32),
+        tokenizer=np.asarray(result.tokenizer),
         seeds=np.asarray([record.seed for record in result.records], dtype=np.int64),
         prompts=np.asarray([record.prompt for record in result.records]),
         metadata=np.asarray([json.dumps(result.metadata(i)) for i in range(count)]),
@@ -299,11 +308,13 @@ class SavedTokens:
 
     Attributes:
         metadata: what draws each image again; empty where the file does not say it.
+        tokenizer: fingerprint of the VQ tokenizer that they were drawn beside; empty where the file does not say it.
     """
 
     tokens: NDArray[np.int64]
     prompts: list[str]
     metadata: list[dict[str, Any]]
+    tokenizer: str = ""
 
 
 def read_saved_tokens(path: Path) -> SavedTokens:
@@ -318,7 +329,10 @@ def read_saved_tokens(path: Path) -> SavedTokens:
             held = {"tokens": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)
         tokens = np.atleast_2d(held["tokens"])
         prompts = [str(text) for text in held.get("prompts", [""] * len(tokens))]
-        metadata = [json.loads(str(text)) for text in held.get("metadata", ["{}"] * len(tokens))]
+        metadata = [parse_json(str(text)) for text in held.get("metadata", ["{}"] * len(tokens))]
+        tokenizer = str(held.get("tokenizer", ""))
+        if not all(isinstance(one, dict) for one in metadata):
+            raise ValueError("its metadata are no objects")
     except KeyError as error:
         raise OptionError(f"cannot read tokens from {path}", "it holds no `tokens`") from error
     except (OSError, ValueError, EOFError, BadZipFile) as error:
@@ -328,4 +342,4 @@ def read_saved_tokens(path: Path) -> SavedTokens:
         raise OptionError(f"cannot use the tokens in {path}", why)
     if not len(tokens) == len(prompts) == len(metadata):
         raise OptionError(f"cannot use the tokens in {path}", "not each image has a prompt")
-    return SavedTokens(tokens.astype(np.int64), prompts, metadata)
+    return SavedTokens(tokens.astype(np.int64), prompts, metadata, tokenizer)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import csv
-import json
 from pathlib import Path
 
 from lantern_hpu.errors import OptionError
+from lantern_hpu.files import parse_json
 
 PROMPTS = (
     "a red apple, snowy mountains at sunrise, a lighthouse in a storm, a sailboat on the sea at sunset, "
@@ -32,8 +32,11 @@ def read_prompts(file: Path) -> list[str]:
     try:
         text = file.read_text(encoding="utf-8")
         if file.suffix == ".json":
-            data = json.loads(text)
+            data = parse_json(text)
             rows = [row["prompt"] if isinstance(row, dict) else row for row in data]
+            odd = [place for place, row in enumerate(rows) if not isinstance(row, str)]
+            if odd:
+                raise ValueError(f"entry {odd[0]} is no text")
         elif file.suffix == ".tsv":
             lines = list(csv.reader(text.splitlines(), delimiter="\t"))
             head = [cell.strip().lower() for cell in lines[0]] if lines else []
@@ -45,7 +48,7 @@ def read_prompts(file: Path) -> list[str]:
             raise OptionError(f"{file} is of an unknown kind", "expected .txt, .tsv or .json")
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise OptionError(f"cannot read prompts from {file}", str(error)) from error
-    prompts = [str(row).strip() for row in rows if str(row).strip()]
+    prompts = [row.strip() for row in rows if row.strip()]
     if not prompts:
         raise OptionError(f"{file} holds no prompts")
     return prompts

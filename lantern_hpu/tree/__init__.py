@@ -8,7 +8,6 @@ is a chain, or a chain with some siblings at its front, whose drafts need no dra
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -16,6 +15,7 @@ from pathlib import Path as FilePath
 from typing import Literal, get_args
 
 from lantern_hpu.errors import TreeError, choices
+from lantern_hpu.files import parse_json
 from lantern_hpu.tree.named import NAMED
 
 Path = tuple[int, ...]
@@ -474,7 +474,7 @@ def load_static(name: str, draws: int = DRAWS) -> DraftTree:
         hint = choices([*NAMED, DYNAMIC, "a .json file"])
         raise TreeError(f"unknown tree {name!r}", hint=hint)
     try:
-        data = json.loads(file.read_text())
+        data = parse_json(file.read_text())
     except (OSError, ValueError) as error:
         raise TreeError(f"cannot read the tree {name!r}", str(error)) from error
     paths = data.get("paths") if isinstance(data, dict) else data

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from lantern_hpu.errors import OptionError, TreeError
-from lantern_hpu.files import cache_folder, write_file
+from lantern_hpu.files import cache_folder, parse_json, write_file
 from lantern_hpu.tree import MOST_CHILDREN, DraftTree, Rule, Window, load_static
 
 Situation = dict[str, Any]  # what a tree was tuned for, `batch_size` among it
@@ -84,7 +84,7 @@ def find_tree(situation: Situation) -> TunedTree:
     if tree.name.partition(":")[0] in get_args(Rule):
         tree = Window.parse(tree.name)  # whose name says all there is to know
     try:
-        data = json.loads(file.read_text())
+        data = parse_json(file.read_text())
         return TunedTree(tree, bool(data["ar_wins"]), data.get("ms_per_token"))
     except (KeyError, TypeError) as error:
         raise TreeError(
@@ -108,7 +108,7 @@ def batch_sizes(situation: Situation) -> Iterator[int]:
     """Batch sizes that were tuned in a situation that is the same otherwise."""
     for file in folder().glob("*.json"):
         try:
-            other = json.loads(file.read_text())["tuned_for"]
+            other = parse_json(file.read_text())["tuned_for"]
             if other | {"batch_size": None} == situation | {"batch_size": None}:
                 yield other["batch_size"]
         except (OSError, ValueError, KeyError, TypeError):

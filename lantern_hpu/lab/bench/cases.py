@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lantern_hpu.errors import DeviceError, OptionError, check_ranges, choices, option, require
 from lantern_hpu.graphs import check_mode
 from lantern_hpu.methods.relaxation import PRESETS, Relaxation
-from lantern_hpu.methods.request import Request
+from lantern_hpu.methods.request import MAX_IMAGES, Request
 from lantern_hpu.methods.setting import Resolved, Setting, read_tree
 from lantern_hpu.methods.table import AUTO, METHODS
 from lantern_hpu.tree import load_tree
@@ -59,7 +59,9 @@ class BenchRequest:
     modes: list[str]
     by_name: bool = True
     batches: list[int]
-    images: int = option(8, f"timed images of a row, at least; stretched {LARGE['images']}", low=1)
+    images: int = option(
+        8, f"timed images of a row, at least; stretched {LARGE['images']}", low=1, high=MAX_IMAGES
+    )
     steps: int = option(64, "timed steps of a row with --random-weights", low=1)
     seed: int = option(0, "of the first image")
 

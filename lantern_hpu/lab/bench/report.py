@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.errors import OptionError, needing
-from lantern_hpu.files import ASSETS
+from lantern_hpu.files import ASSETS, parse_json
 
 SCHEMA = ASSETS / "bench.schema.json"
 KIND, VERSION = "lantern_hpu.bench", 2
@@ -87,7 +87,7 @@ def read_report(path: Path) -> Report:
     if not text.strip():
         raise OptionError(f"{path} is empty", "its run was cut off, or wrote elsewhere", AGAIN)
     try:
-        data = json.loads(text, parse_constant=refuse_constant)
+        data = parse_json(text, parse_constant=refuse_constant)
     except ValueError as error:
         raise OptionError(f"{path} is cut off, or is not JSON", str(error), AGAIN) from error
     return check_report(data, str(path))

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from tqdm import tqdm
 
 from lantern_hpu.errors import OptionError
-from lantern_hpu.files import write_file
+from lantern_hpu.files import parse_json, write_file
 from lantern_hpu.lab.evaluate.folder import open_evaluation
 from lantern_hpu.lab.evaluate.metrics_builtin import extra_of
 from lantern_hpu.lab.evaluate.options import EvaluateOptions, FidelityOptions
@@ -178,7 +178,7 @@ class Evaluation:
         key = json.loads(json.dumps([asdict(options), asdict(self.sampling)]))
         known: dict[str, Any] = {}
         if file.exists():
-            data = json.loads(file.read_text(encoding="utf-8"))
+            data = parse_json(file.read_text(encoding="utf-8"))
             known = data["rows"] if data["key"] == key else {}
         missing = [setting for setting in self.settings if str(setting) not in known]
         if missing:

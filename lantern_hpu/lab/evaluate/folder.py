@@ -26,7 +26,7 @@ import numpy as np
 from PIL import Image
 
 from lantern_hpu.errors import OptionError, OutputError
-from lantern_hpu.files import write_file
+from lantern_hpu.files import parse_json, write_file
 from lantern_hpu.lab.evaluate.sets import Item
 from lantern_hpu.lab.evaluate.statistics import Array, Rows
 
@@ -81,7 +81,7 @@ class SettingFolder:
         lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
         for line in lines:
             try:
-                one = Line(**json.loads(line))
+                one = Line(**parse_json(line))
             except (ValueError, TypeError):
                 continue
             if one.id in places and places[one.id].exists():
@@ -116,7 +116,7 @@ def check_same(file: Path, about: Mapping[str, Any], what: str) -> None:
         write_file(file, json.dumps(fresh, indent=1).encode())
         return
     try:
-        known = json.loads(file.read_text(encoding="utf-8"))
+        known = parse_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise OutputError(f"cannot read {file}", str(error)) from error
     if known != fresh:

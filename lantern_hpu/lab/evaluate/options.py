@@ -5,15 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lantern_hpu.errors import check_ranges, option
+from lantern_hpu.methods.request import MAX_IMAGES
 
 
 @dataclass(frozen=True)
 class FidelityOptions:
     """How much is measured."""
 
-    images: int = option(64, "places that are measured, one an image", low=1)
+    images: int = option(64, "places that are measured, one an image", low=1, high=MAX_IMAGES)
     draws: int = option(256, "draws of a static tree's refused drafts at each place", low=1)
-    timed: int = option(8, "images drawn for tokens a step and time", low=1)
+    timed: int = option(8, "images drawn for tokens a step and time", low=1, high=MAX_IMAGES)
     seed: int = option(0, "of the first image")
 
     def __post_init__(self) -> None:
@@ -50,9 +51,11 @@ class EvaluateOptions:
 class PaintedOptions:
     """Pictures of the embedded model's protocol; a Frechet distance of 64 features needs more than 64."""
 
-    images: int = option(400, "captions that are drawn once each", low=65)
-    panels: int = option(25, "captions that are drawn four times each", low=2)
-    fresh: int = option(4000, "fresh pictures of the generator, to compare with", low=65)
+    images: int = option(400, "captions that are drawn once each", low=65, high=MAX_IMAGES)
+    panels: int = option(25, "captions that are drawn four times each", low=2, high=MAX_IMAGES)
+    fresh: int = option(
+        4000, "fresh pictures of the generator, to compare with", low=65, high=MAX_IMAGES
+    )
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from lantern_hpu.errors import OptionError, choices
-from lantern_hpu.files import write_file
+from lantern_hpu.files import parse_json, write_file
 from lantern_hpu.results.images import encode, grid
 from lantern_hpu.results.prompts import read_prompts
 
@@ -71,7 +71,7 @@ def listed_in(file: Path, name: str) -> list[Any]:
         OptionError: unreadable, or it is not there.
     """
     try:
-        result = json.loads(file.read_text(encoding="utf-8"))[name]
+        result = parse_json(file.read_text(encoding="utf-8"))[name]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OptionError(f"cannot read captions from {file}", str(error), COCO_HINT) from error
     if not isinstance(result, list):
@@ -93,7 +93,7 @@ def geneval(file: Path) -> list[Item]:
     """Four pictures of each prompt of GenEval's evaluation_metadata.jsonl."""
     try:
         lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-        prompts = [str(json.loads(line)["prompt"]) for line in lines]
+        prompts = [str(parse_json(line)["prompt"]) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         hint = "evaluation_metadata.jsonl of https://github.com/djghosh13/geneval"
         raise OptionError(f"cannot read prompts from {file}", str(error), hint) from error

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from lantern_hpu.decode.child_counts import ChildCounts
 from lantern_hpu.errors import OptionError
+from lantern_hpu.files import parse_json
 from lantern_hpu.tree import tuned_trees
 
 
@@ -17,7 +17,7 @@ def read_profile(file: Path) -> tuple[ChildCounts, tuned_trees.Situation]:
         OptionError: unreadable, or without counts.
     """
     try:
-        profile = json.loads(file.read_text(encoding="utf-8"))["profile"]
+        profile = parse_json(file.read_text(encoding="utf-8"))["profile"]
         return ChildCounts.from_json(profile), dict(profile["situation"])
     except OSError as error:
         raise OptionError(f"cannot read {file}", str(error)) from error

@@ -93,9 +93,10 @@ class Opened:
         main = nn.ModuleDict({**condition.parts(), "target": target})
         dtype, device = placement.dtype, placement.device
         digest = weights.target.fill(main, dtype, device)
-        vq, files = None, {TARGET: digest}
-        if config.vq is not None:
+        vq, files, vq_fingerprint = None, {TARGET: digest}, ""
+        if config.vq is not None and weights.vq is not None:
             vq, files[VQ] = self.load_vq(weights, device)
+            vq_fingerprint = weights.vq.fingerprint()
         model = ImageModel(
             name=self.source.name,
             source=parts.source,
@@ -109,6 +110,7 @@ class Opened:
             sampling=self.source.sampling,
             fastest=self.source.fastest,
             neighbour_table=parts.neighbours or weights.neighbours,
+            vq_fingerprint=vq_fingerprint,
         )
         if drafter is not None and self.drafter is not None:
             model.files[DRAFTER_WEIGHTS] = self.drafter.fill(drafter, model, dtype)

@@ -179,7 +179,12 @@ class Stored:
             else:
                 owner._buffers[leaf] = tensor
         module.requires_grad_(False).eval()
-        return self.digest or fingerprint(self.checkpoint, recipe)
+        return self.digest or self.fingerprint()
+
+    def fingerprint(self) -> str:
+        """Which weights these are, the same whatever the container."""
+        named = {name: take(name) for name in self.checkpoint.shapes}
+        return fingerprint(self.checkpoint, self.recipe or named)
 
 
 class Weights(NamedTuple):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lantern_hpu.errors import OptionError, WeightsError
-from lantern_hpu.models.config import TransformerConfig
+from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 
 Words = Callable[[str], list[int]]
 FIRST_IMAGE_TOKEN = 4  # of Chameleon's vocabulary
@@ -119,6 +119,13 @@ class Frame:
             return None
         count = len(self.words(prompt))
         return f"the prompt has {count} tokens; those past {count - more} are left out"
+
+    def negative_note(self, negative: str) -> str | None:
+        """What is cut of a negative prompt."""
+        count = len(self.words(negative))
+        if count <= self.room:
+            return None
+        return f"the negative prompt has {count} tokens; those past {self.room} are left out"
 
 
 class AnoleFrame(Frame):
@@ -288,6 +295,17 @@ FRAMES: dict[str, type[Frame]] = {
     "emu3": Emu3Frame,
     "glm-image": GlmImageFrame,
 }
+
+
+def takes_negative(condition: ConditionConfig) -> bool:
+    """Whether guidance subtracts words that a user may choose."""
+    return condition.kind == "tokens" and FRAMES[condition.frame].takes_negative
+
+
+def no_negative(model: str) -> OptionError:
+    """Why a model is given no negative prompt."""
+    why = f"guidance of {model} draws away from no words"
+    return OptionError("--negative-prompt cannot be used", why, "leave it out")
 
 
 def code_name(code: int) -> str:

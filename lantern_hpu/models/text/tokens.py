@@ -122,5 +122,10 @@ class TokenConditioner:
         note = self.frame.note(prompt)
         return [note] if note else []
 
+    def negative_notes(self, negative: str) -> list[str]:
+        """The same of a negative prompt."""
+        note = self.frame.negative_note(negative)
+        return [note] if note else []
+
     def parts(self) -> dict[str, nn.Module]:
         return {"words": self.word_table} if self.word_table is not None else {}

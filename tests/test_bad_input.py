@@ -1,0 +1,245 @@
+"""What commands are given by mistake or with malice: one clear error each, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lantern_hpu.cli import module_of
+from lantern_hpu.commands import convert, generate, pixels
+from lantern_hpu.errors import OptionError
+from lantern_hpu.models.files.load import Opened
+from lantern_hpu.models.files.recipe import Stored
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results.prompts import read_prompts
+
+ROOT = Path(__file__).parent.parent
+LONG = "x" * 300  # longer than file systems allow a name to be
+CAT = "--model MODEL --prompt cat"
+# Commands with a name that is too long, and with a file of brackets
+ODD = [
+    f"generate {CAT} --output {LONG}.png",
+    f"generate {CAT} --output {LONG}",
+    f"generate {CAT} --report {LONG}.json",
+    f"generate {CAT} --tree {LONG}.json --method eagle",
+    f"generate --model MODEL --prompts-file {LONG}.txt",
+    f"generate --from-png {LONG}.png",
+    f"generate --model {LONG} --prompt cat",
+    f"pixels {LONG}.npz",
+    f"convert MODEL {LONG}",
+    f"lint --script {LONG}.py",
+    f"compare {LONG}.json --output o",
+    f"tree show {LONG}.json",
+    f"train drafter --data {LONG}.txt --output o",
+    f"bench --output {LONG}.json",
+    f"fidelity --output {LONG}.json",
+    f"download llamagen-t2i-256 --to {LONG}",
+    f"generate {CAT} --tree brackets.json --method eagle",
+    "generate --model MODEL --prompts-file brackets.json",
+    "generate --model brackets --prompt cat",
+    "compare brackets.json --output o",
+    "tree show brackets.json",
+    "tune --profile brackets.json",
+    "pixels brackets.json",
+    "lint --script brackets.json",
+    "lint --script binary.py",
+    "generate --prompts-file binary.py",
+    f"generate {CAT} --num-images 999999999999",
+    "fidelity --images 999999999999",
+    "evaluate --preset scenes --output o --images 999999999999",
+]
+
+
+@pytest.fixture
+def odd_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with files that nobody means to write, as the current one."""
+    brackets = "[" * 100_000
+    for place in ("brackets.json", "brackets/model.json", "brackets/config.json"):
+        file = tmp_path / place
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(brackets)
+    (tmp_path / "binary.py").write_bytes(np.random.default_rng(0).bytes(4000))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("line", ODD, ids=lambda line: line.replace(LONG, "LONG")[:60])
+def test_odd_input_is_one_clear_error(
+    line: str, model: Path, odd_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path for path in odd_files.rglob("*") if path.is_file()}
+    command, *words = line.replace("MODEL", str(model)).split()
+    assert import_module(module_of(command)).main(words) == 2
+    assert capsys.readouterr().err.startswith(("error: ", "MODEL"))
+    assert {path for path in odd_files.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize("option", ["--output", "--report", "--save-tokens", "--prompts-file"])
+def test_an_empty_path_is_an_error(
+    option: str, model: Path, odd_files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        generate.main(["--model", str(model), "--prompt", "cat", option, ""])
+    assert ended.value.code == 2 and "it is empty" in capsys.readouterr().err
+
+
+def test_a_prompt_that_is_no_text_is_an_error(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.json"
+    for content in ('["cat", null]', '[{"prompt": null}]', '["cat", 7]'):
+        file.write_text(content)
+        with pytest.raises(OptionError, match="no text"):
+            read_prompts(file)
+
+
+def test_prompts_of_a_file_and_of_the_command_line_are_read_alike(
+    model: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_text("  a cat  \n")
+    made = [["--prompt", "  a cat  "], ["--prompts-file", str(file)]]
+    outs = [tmp_path / f"{i}.png" for i in range(2)]
+    for words, out in zip(made, outs, strict=True):
+        assert generate.main(["--model", str(model), *words, "--output", str(out)]) == 0
+    assert outs[0].read_bytes() == outs[1].read_bytes()
+
+
+# Refusals that need no weights
+
+
+@pytest.fixture
+def unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that must not be read."""
+
+    def load(*_: object) -> None:
+        raise AssertionError("weights were read")
+
+    monkeypatch.setattr(Opened, "load", load)
+    monkeypatch.setattr(Stored, "fill", load)
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "says"),
+    [
+        ("lumina-mgpt", "--prompt cat --negative-prompt dog", "--negative-prompt cannot be used"),
+        ("emu3", "--prompt cat --method lantern++", "has no drafter"),
+        ("emu3", "--prompt cat --tree chain", "has no drafter"),
+        ("emu3", "--class-label 3", "draws from text"),
+    ],
+)
+def test_what_needs_no_weights_is_refused_before_they_are_read(
+    name: str,
+    words: str,
+    says: str,
+    public: Path,
+    tmp_path: Path,
+    unread: None,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--model", str(public / name), "--output", str(tmp_path / "x.png"), *words.split()]
+    assert generate.main(given) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_negative_prompt_that_is_cut_is_reported(public: Path) -> None:
+    pipeline = LanternPipeline.from_pretrained(str(public / "emu3"))
+    words = pipeline("cat", negative_prompt="dog " * 600, method="ar", output_type="tokens").notes
+    assert any("the negative prompt has" in note and "left out" in note for note in words)
+    fitting = pipeline("cat", negative_prompt="dog", method="ar", output_type="tokens").notes
+    assert not any("negative" in note for note in fitting)
+
+
+# Tokens and converted folders
+
+
+def test_tokens_are_decoded_by_the_same_model_before_and_after_convert(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published, ours = public / "lumina-mgpt", tmp_path / "ours"
+    assert convert.main([str(published), str(ours)]) == 0
+    for drew, decodes in ((published, ours), (ours, published)):
+        place = tmp_path / drew.name
+        options = f"--model {drew} --prompt cat --save-tokens {place}.npz --output {place}.png"
+        assert generate.main(options.split()) == 0
+        options = f"{place}.npz --model {decodes} --output {place}-again.png"
+        assert pixels.main(options.split()) == 0, capsys.readouterr().err
+        files = [Path(f"{place}.png"), Path(f"{place}-again.png")]
+        assert len({file.read_bytes() for file in files}) == 1
+
+
+def test_tokens_whose_rows_do_not_end_are_refused(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, file = str(public / "lumina-mgpt"), tmp_path / "tokens.npz"
+    given = ["--model", name, "--prompt", "cat", "--save-tokens", str(file)]
+    assert generate.main([*given, "--output", str(tmp_path / "x.png")]) == 0
+    tokens = np.load(file)["tokens"]
+    config = LanternPipeline.from_pretrained(name).model.target.config
+    tokens[0, config.grid[1]] = 0
+    np.save(tmp_path / "wrong.npy", tokens)
+    words = [str(tmp_path / "wrong.npy"), "--model", name, "--output", str(tmp_path / "y.png")]
+    assert pixels.main(words) == 2
+    assert "does not end" in capsys.readouterr().err
+
+
+KILLED = """
+import sys, time
+from lantern_hpu.models.files import folder
+def slow(*_):
+    print("writing", flush=True)
+    time.sleep(60)
+folder.model_json = slow
+from lantern_hpu.commands.convert import main
+main(sys.argv[1:])
+"""
+
+
+def test_what_a_killed_convert_left_is_cleared_by_the_next(model: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-c", KILLED, str(model), str(tmp_path / "ours")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment) as running:
+        assert running.stdout is not None and running.stdout.readline()
+        other = tmp_path / ".ours.friend"  # no folder of ours
+        other.mkdir()
+        assert len(list(tmp_path.iterdir())) == 2
+        # One that still writes is left alone
+        assert convert.main([str(model), str(tmp_path / "ours")]) == 0
+        assert len(list(tmp_path.iterdir())) == 3
+        running.send_signal(signal.SIGKILL)
+    (tmp_path / "ours").rename(tmp_path / "first")
+    assert convert.main([str(model), str(tmp_path / "ours")]) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"ours", "first", ".ours.friend"}
+
+
+def test_a_resumed_image_has_the_bytes_of_an_unbroken_run(model: Path, tmp_path: Path) -> None:
+    def drawn(folder: str, *more: str) -> dict[str, bytes]:
+        code = (
+            "import sys; ballast = bytearray(int(sys.argv.pop(1))); from lantern_hpu.commands."
+            "generate import main; sys.exit(main(sys.argv[1:]))"
+        )
+        size = str(len(more) * 50_000_000)  # another peak of memory
+        words = ["--model", str(model), "--prompt", "cat", "--num-images", "4", "--batch-size", "2"]
+        given = [
+            sys.executable,
+            "-c",
+            code,
+            size,
+            *words,
+            "--output",
+            str(tmp_path / folder),
+            *more,
+        ]
+        subprocess.run(given, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+        return {file.name: file.read_bytes() for file in sorted((tmp_path / folder).iterdir())}
+
+    whole = drawn("whole")
+    (tmp_path / "part").mkdir()
+    for name in list(whole)[::2]:
+        (tmp_path / "part" / name).write_bytes(whole[name])
+    assert drawn("part", "--resume") == whole
