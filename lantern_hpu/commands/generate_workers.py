@@ -6,7 +6,6 @@ import argparse
 import sys
 from collections.abc import Callable
 from contextlib import closing
-from typing import TYPE_CHECKING
 
 from lantern_hpu.backends import prepare
 from lantern_hpu.commands.generate_job import (
@@ -17,10 +16,7 @@ from lantern_hpu.commands.generate_job import (
     settled_job,
 )
 from lantern_hpu.decode.spec import together
-from lantern_hpu.errors import OptionError, require
-
-if TYPE_CHECKING:
-    pass
+from lantern_hpu.errors import OptionError, OutputError, require
 
 
 def draw_with_workers(args: argparse.Namespace) -> int:
@@ -35,8 +31,7 @@ def draw_with_workers(args: argparse.Namespace) -> int:
         what = "--workers excludes --grid, --report, --save-tokens, --preview-every and --from-png"
         raise OptionError(what, "workers leave images, each a file of its own")
     args.output = args.output.resolve()  # workers may run elsewhere
-    outputs_of(args, job.prompts)
-    count = len(job.prompts)
+    files, count = outputs_of(args, job.prompts).images, len(job.prompts)
     work = pieces(count, args.workers, together(count, job.batch_size))
     opener, device = "lantern_hpu.commands.generate_workers:open_job_worker", job.device
     bar, drawn = tqdm(total=count, unit="image", file=sys.stderr, dynamic_ncols=True), 0
@@ -46,6 +41,10 @@ def draw_with_workers(args: argparse.Namespace) -> int:
         ):
             drawn += new
             bar.update(len(numbers))
+    lost = sum(not file.is_file() for file in files)
+    if lost:
+        what, hint = f"{lost} of {count} images are not in {args.output}", "--resume draws them"
+        raise OutputError(what, "the folder went away, or not all machines share it", hint)
     return drawn
 
 
