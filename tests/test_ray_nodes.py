@@ -24,7 +24,7 @@ from lantern_hpu.workers import LOOPBACK, share_of
 ray = pytest.importorskip("ray")
 ROOT = Path(__file__).parent.parent
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
-IMAGES = 24
+IMAGES, MANY = 24, 400
 
 
 class Nodes:
@@ -54,8 +54,8 @@ def nodes() -> Iterator[Nodes]:
     made.close()
 
 
-def options_of(model: Path, out: Path) -> list[str]:
-    given = ("--model", model, "--prompt", "red cat", "--num-images", IMAGES, "--output", out)
+def options_of(model: Path, out: Path, images: int = IMAGES) -> list[str]:
+    given = ("--model", model, "--prompt", "red cat", "--num-images", images, "--output", out)
     return [*map(str, given), "--batch-size", "1", "--method", "ar"]
 
 
@@ -185,14 +185,14 @@ def test_a_machine_whose_ray_dies_is_an_error_that_names_what_is_drawn(
         "LANTERN_TEST": mark,
         "OMP_NUM_THREADS": "1",
     }
-    words = [sys.executable, "-c", ALONE, *options_of(model, out), "--workers", "2"]
+    words = [sys.executable, "-c", ALONE, *options_of(model, out, MANY), "--workers", "2"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, env=environment, text=True) as running:
         after(out, 4, lambda: kill_raylet(mark)).join(120)
         shown = running.communicate(timeout=120)[1]
     assert running.returncode == 2, shown[-2000:]
-    assert f"of {IMAGES} are done" in shown and "--resume" in shown
-    assert main([*options_of(model, out), "--resume"]) == 0
-    assert len(bytes_of(out)) == IMAGES
+    assert f"of {MANY} are done" in shown and "--resume" in shown
+    assert main([*options_of(model, out, MANY), "--resume"]) == 0
+    assert len(bytes_of(out)) == MANY
 
 
 def kill_raylet(mark: str) -> None:

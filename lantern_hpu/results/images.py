@@ -335,7 +335,7 @@ def read_saved_tokens(path: Path) -> SavedTokens:
             raise ValueError("its metadata are no objects")
     except KeyError as error:
         raise OptionError(f"cannot read tokens from {path}", "it holds no `tokens`") from error
-    except (OSError, ValueError, EOFError, BadZipFile) as error:
+    except (OSError, ValueError, TypeError, EOFError, BadZipFile) as error:
         raise OptionError(f"cannot read tokens from {path}", str(error)) from error
     if tokens.ndim != 2 or tokens.dtype.kind not in "iu" or not tokens.size:
         why = f"they are {list(tokens.shape)} of {tokens.dtype}, expected a row of whole numbers an image"

@@ -21,6 +21,7 @@ import numpy as np
 from safetensors.torch import save_file
 from torch import nn
 
+from lantern_hpu.errors import WeightsError
 from lantern_hpu.files import reported_as, sha256
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models import neighbours
@@ -58,7 +59,8 @@ class ModelFolder:
             fastest = self.about["fastest"].items()
             self.fastest = {device: (method, tree) for device, (method, tree) in fastest}
         config = self.config.vq
-        assert config is not None
+        if config is None:
+            raise WeightsError(f"cannot read {self.path / CONFIG}", "vq is missing")
         self.code_pixels = config.downsample
         if parts.vq is not None:
             vq, self.vq = open_vq(open_checkpoint(parts.vq), config.normalize_codebook)

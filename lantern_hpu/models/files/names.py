@@ -40,6 +40,8 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
     """
     with reading(folder / CONFIG) as about:
         config = ModelConfig.from_json(about)
+        if min(config.target.parameters, *config.target.grid) <= 0:
+            raise ValueError("its sizes are not above 0")
         missing = [name for name in about["files"] if not (folder / name).is_file()]
     if missing:
         hint = how_to_renew(folder)

@@ -78,9 +78,23 @@ def shapes_only() -> Iterator[None]:
     """Modules made inside have no storage yet: they lie on `meta`.
 
     Nor are they filled: on `meta` a normal distribution loads torch's compiler, which takes a second and more.
+
+    Raises:
+        WeightsError: no module has such sizes.
     """
-    with torch.device("meta"), Unfilled():
-        yield
+    try:
+        with torch.device("meta"), Unfilled():
+            yield
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        AssertionError,
+        ArithmeticError,
+    ) as error:
+        why = str(error).splitlines()[0] if str(error) else repr(error)
+        raise WeightsError("these sizes do not make a model", why) from error
 
 
 def shape_of(source: Source, checkpoint: Checkpoint) -> tuple[int, ...]:
