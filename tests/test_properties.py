@@ -198,7 +198,7 @@ def changed(draw: st.DrawFn, value: Any) -> Any:
 def test_metadata_of_a_png_are_read_or_refused(png: Path, tmp_path: Path, data: Any) -> None:
     info, file = PngInfo(), tmp_path / "x.png"
     with Image.open(png) as image:
-        known = json.loads(image.text[METADATA])  # type: ignore[attr-defined]
+        known = json.loads(image.text[METADATA])
         info.add_itxt(METADATA, json.dumps(data.draw(changed(known))))
         image.save(file, pnginfo=info)
     found = read_or_refused(read_png, file)
@@ -221,7 +221,7 @@ def test_a_png_that_is_cut_or_damaged_is_read_or_refused(
 def test_saved_tokens_are_read_or_refused(tmp_path: Path, data: Any) -> None:
     kinds = st.sampled_from([np.int32, np.float32, np.str_, np.bool_])
     shape = data.draw(st.lists(st.integers(0, 3), max_size=3))
-    arrays = {
+    arrays: dict[str, Any] = {
         name: np.zeros(shape, data.draw(kinds))
         if data.draw(st.booleans())
         else np.asarray(json.dumps(data.draw(values)))

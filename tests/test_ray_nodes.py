@@ -33,7 +33,7 @@ class Nodes:
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
-        small = {"object_store_memory": 80 * 2**20}
+        small: dict[str, Any] = {"object_store_memory": 80 * 2**20}
         self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **small})
         self.others = [self.cluster.add_node(num_cpus=1, **small) for _ in range(3)]
         environment = {"env_vars": {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}}
