@@ -87,9 +87,9 @@ def test_rules_that_ask_for_q_are_recorded_and_draw_the_tokens_of_the_cpu(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ar", "lantern++"])
+@pytest.mark.parametrize("method", ["ar", "lantern++", "scd:tv=0.3@4"])
 def test_same_tokens_as_the_cpu_when_compiled(model: Path, method: str) -> None:
-    tree = None if method == "ar" else "chain"
+    tree = "chain" if method == "lantern++" else None
     want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
     with emulated(model, "compile") as pipeline:
         got = pipeline(PROMPTS, seed=3, method=method, tree=tree)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +12,7 @@ from torch import Tensor
 from lantern_hpu.decode.accept import gain
 from lantern_hpu.methods.relaxation import Additive, Annealed, Clustered, Multiplicative, Relaxation
 from lantern_hpu.tree import DynamicTree, Tree, Window, load_tree
+from scripts.frontier import main as frontier
 from tests.reference import Relaxed
 from tests.test_accept import RULES, acceptance_of, bounds_of, random_probs, siblings_probs
 from tests.test_step import PROMPTS
@@ -129,3 +133,20 @@ def test_exact_images_are_not_metered_and_beside_relaxed_ones_cost_nothing(model
 def test_published_residual_is_not_metered(models: Models) -> None:
     one = request("abcd", 3, relaxation=Additive(4, "official", 0.3))
     assert draw(make_engine(models, spec_for(Window.of("scd", 3), [one])), [one]).spent is None
+
+
+@pytest.mark.slow
+def test_the_frontier_goes_on_where_it_was_stopped(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, picture = tmp_path / "tv.json", tmp_path / "tv.png"
+    rows = ["scd@3", "scd:tv=0.2@3", "lantern++:lambda=3:k=4@chain"]
+    for some in (rows[:2], rows):
+        options = ["--model", model, "--images", 3, "--output", file, "--plot", picture]
+        monkeypatch.setattr("sys.argv", ["frontier", *map(str, options), "--rows", ",".join(some)])
+        frontier()
+        found = json.loads(file.read_text())["rows"]
+        assert [row["row"] for row in found] == some
+    assert found[0]["tv_per_token"] == 0 < found[1]["tv_per_token"] <= 0.2
+    assert found[1]["tokens_per_step"] > found[0]["tokens_per_step"] > 1
+    assert picture.stat().st_size > 1000
