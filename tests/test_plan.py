@@ -347,7 +347,7 @@ def test_the_plan_of_a_folder_without_a_drafter(
     model = counted(folder)
     assert model == replace(before, drafter=None) and before.drafter
     text = planned(capsys, folder, "--memory", "1GB")
-    assert "tree root" in text and "drafter" not in text
+    assert "tree scd:" in text and "drafter" not in text
     said = not_planned(capsys, folder, "--memory", "1GB", "--method", "eagle")
     assert "the model has none" in said and "--method ar" in said
 

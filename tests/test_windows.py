@@ -350,7 +350,7 @@ def test_tuned_windows_are_what_auto_takes_without_a_drafter(
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
     pipeline.model.drafter = None
     pipeline.model.files = {n: d for n, d in pipeline.model.files.items() if "drafter" not in n}
-    assert pipeline.resolve("auto").method == "ar"  # nothing was measured
+    assert pipeline.resolve("auto").method == "scd"  # nothing was measured
     for method, spent in (("scd", 3.0), ("sjd-pac", 2.0), ("jacobi", 4.0)):
         tree = Window.of(METHODS[method].rule or "scd", 7)
         here = pipeline.situation(method, 1)
