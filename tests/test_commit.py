@@ -14,16 +14,22 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tqdm import tqdm
 
 from lantern_hpu.commands import generate
 from lantern_hpu.decode import noise
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Decoded
 from lantern_hpu.errors import OptionError
+from lantern_hpu.lab.fidelity import FidelityOptions, fidelity_rows
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Resolved, Setting
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.serve.calls import read_call
+from lantern_hpu.serve.decoder import make_menu
+from lantern_hpu.serve.options import ServeOptions
+from lantern_hpu.serve.protocol import ApiError, ImagesRequest
 from lantern_hpu.tree import Window, load_tree
 from tests.marks import mostly_slow
 from tests.test_step import (
@@ -310,6 +316,32 @@ def test_an_image_is_drawn_again_from_its_file(model: Path, tmp_path: Path) -> N
     assert 0 < record["tv_max"] <= record["tv_sum"] == pytest.approx(15 * record["tv_mean"])
     assert generate.main(["--from-png", str(first), "--output", str(again)]) == 0
     assert np.array_equal(np.asarray(Image.open(first)), np.asarray(Image.open(again)))
+
+
+def test_fidelity_reads_the_meter(model: Path) -> None:
+    pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
+    settings = [Setting.parse(f"scd@9:commit={final}") for final in (1, 3)]
+    options = FidelityOptions(images=3, timed=1)
+    exact, lossy = fidelity_rows(pipeline, settings, options, tqdm(disable=True))
+    assert (exact["tv"], exact["tv_interval"], lossy["places"]) == (0, 0, 3)
+    records = pipeline("red cat", num_images_per_prompt=3, method="scd@9:commit=3").records
+    assert 0 < lossy["tv"] < 1 and all(record.tv_mean for record in records)
+
+
+def test_a_server_says_which_schedule_it_serves(model: Path) -> None:
+    pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
+    menu = make_menu(pipeline, ServeOptions(str(model), methods=("scd@9:commit=3", "ar"), slots=2))
+    assert menu.methods["scd"].spec.longest == 3
+    call = read_call(ImagesRequest(prompt="red cat", commit=3), menu)
+    assert call.served.setting.tree.name == "scd:9:commit=3:law"
+    for body, allowed in (
+        ({"commit": 2}, "3, as scd"),
+        ({"method": "ar", "commit": 3}, "0, as ar"),
+    ):
+        with pytest.raises(ApiError, match=allowed):
+            read_call(ImagesRequest.model_validate({"prompt": "red cat", **body}), menu)
+    with pytest.raises(ApiError, match="commit takes no relaxation"):
+        read_call(ImagesRequest(prompt="red cat", relax="lambda-5"), menu)
 
 
 def test_python_takes_the_option(model: Path) -> None:

@@ -273,6 +273,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"method": "magic"}, "lantern++, ar, eagle2"),
     ({"method": "eagle"}, "lantern++, ar, eagle2"),
     ({"tree": "chain"}, "broad_7"),
+    ({"commit": 4}, "0, as lantern++ is served"),
     ({"seed": -1}, "greater than or equal to 0"),
     ({"seed": 2**80}, "less than or equal to"),
     ({"seed": 2**63 - 1}, "0 to"),

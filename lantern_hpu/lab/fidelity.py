@@ -71,9 +71,12 @@ def prompts_of(pipeline: LanternPipeline) -> Sequence[str]:
 
 
 def tries_drafts(setting: Resolved) -> bool:
-    """Whether drafts are tried; `ar` and `jacobi` draw each token from the target's own distribution."""
+    """Whether drafts are tried; `ar` and `jacobi` draw each token from the target's own distribution.
+
+    On a fixed schedule nothing is tried, and the meter tells what that costs.
+    """
     method = METHODS[setting.method]
-    return method.drafts and method.rule != "jacobi"
+    return method.drafts and method.rule != "jacobi" and not setting.commit
 
 
 # ------------------------------------------------------------------------------------ places
@@ -217,6 +220,16 @@ def speed(
     }
 
 
+def metered_tv(
+    pipeline: LanternPipeline, setting: Resolved, options: FidelityOptions
+) -> list[float]:
+    """What the meter says of each of so many images, as the mean of a token."""
+    index, sampling = range(options.images), pipeline.model.sampling
+    requests = in_turn(prompts_of(pipeline), index, options.seed, sampling, setting.relaxation)
+    records = pipeline.draw(requests, setting, BATCH, decode=False).records
+    return [record.tv_mean or 0.0 for record in records]
+
+
 @torch.no_grad()
 def fidelity_rows(
     pipeline: LanternPipeline,
@@ -242,6 +255,8 @@ def fidelity_rows(
             if tree not in places:
                 places[tree] = all_places(pipeline, tree, options, bar)
             tv = tv_distances(pipeline, tree, places[tree], setting.relaxation, options)
+        elif setting.commit > 1:
+            tv = metered_tv(pipeline, setting, options)
         bar.update(options.images)
         drawn = speed(pipeline, setting, options)
         bar.update(options.timed)
@@ -251,7 +266,7 @@ def fidelity_rows(
             "relaxation": setting.relaxation.as_json(),
             "places": len(tv),
             "tv": statistics.fmean(tv),
-            "tv_interval": interval(tv) if tries_drafts(setting) else 0.0,
+            "tv_interval": interval(tv) if tv != [0.0] else 0.0,
             **drawn,
         }
 

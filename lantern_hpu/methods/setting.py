@@ -106,6 +106,11 @@ class Setting:
         return f"{self.method}{relaxed}" + ("" if self.tree is None else f"@{tree_text(self.tree)}")
 
     @property
+    def commit(self) -> int:
+        """Tokens that each step makes final on a fixed schedule; 0 where acceptance decides."""
+        return self.tree.commit if isinstance(self.tree, Window) else 0
+
+    @property
     def slug(self) -> str:
         """As part of a file name."""
         return str(self).replace("/", "-").replace(":", "-")

@@ -124,6 +124,9 @@ def read_method(given: Mapping[str, Any], menu: Menu) -> Served:
     tree = served.setting.tree.name
     if given.get("tree", tree) != tree:
         raise refuse("tree", given["tree"], f"{tree}, which {served.setting.method} serves")
+    final = served.setting.commit
+    if given.get("commit", final) != final:
+        raise refuse("commit", given["commit"], f"{final}, as {served.setting.method} is served")
     return served
 
 

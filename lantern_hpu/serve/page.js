@@ -21,11 +21,17 @@ async function begin() {
   at("about").textContent = `${model.id}, ${model.size} pixels`;
   const names = Object.keys(model.methods);
   for (const id of ["left", "right"]) {
-    at(id).replaceChildren(...names.map((name) => new Option(name, name)));
+    at(id).replaceChildren(...names.map((name) => new Option(titleOf(name, model.methods[name]), name)));
   }
   at("right").append(new Option("(none)", ""));
   at("right").selectedIndex = Math.min(1, names.length);
   at("relax").relaxed = new Set(names.filter((name) => model.methods[name].relaxation.k > 0));
+}
+
+// A fixed schedule is not lossless, and so part of the title.
+function titleOf(name, { tree }) {
+  const schedule = tree.split(":").find((part) => part.startsWith("commit="));
+  return schedule ? `${name}, ${schedule}` : name;
 }
 
 function panel(title) {

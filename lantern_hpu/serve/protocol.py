@@ -123,6 +123,10 @@ class ImagesRequest(BaseModel):
     moderation: Literal["auto", "low"] | None = None
     method: str | None = Field(None, description='a decoding method of `/v1/models`, or "auto"')
     tree: str | None = Field(None, description="the draft tree or window of the method")
+    commit: int | None = Field(
+        None,
+        description="tokens that each step of the method makes final; 0 where acceptance decides",
+    )
     cfg_scale: Number = Field(None, description="strength of guidance; 1 is off")
     temperature: Number = Field(None, description="0 is greedy")
     top_k: int | None = Field(None, ge=0, description="0 is off")
