@@ -62,7 +62,7 @@ GALLERY = {
     "H034": "y = torch.view_as_complex(x.view(4, 2, 2))  # BAD",
     "H040": "capture(lambda: torch.i0(x))  # BAD",
     "H041": "long = torch.ones(64, device='hpu')\ncapture(lambda: long.sort(stable=True))  # BAD",
-    "H042": "capture(lambda: (x > 0).max(-1))  # BAD",
+    "H042": "capture(lambda: x.short().argmax(-1))  # BAD",
     "H043": "i = ids.view(2, 2)\ncapture(lambda: i @ i)  # BAD",
     "H045": "y = torch.ones(1, 1, 1, 1, 1, 2, device='hpu').index_select(5, ids[:1])  # BAD",
     "H050": "y = x[ids - 1]  # BAD",

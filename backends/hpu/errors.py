@@ -11,11 +11,17 @@ from lantern_hpu.errors import DeviceError, LanternError
 
 @dataclass(frozen=True)
 class Known:
-    """A message (regular expression, any case), what it means, and what to try."""
+    """A message of Gaudi's software.
+
+    Attributes:
+        pattern: a regular expression, any case. what: what it means. hint: what to try.
+        only: the one release that was read and has it; None: both, or the driver.
+    """
 
     pattern: str
     what: str
     hint: str
+    only: str | None = None
 
 
 STATUS = r"(?:synStatus[ =]+|synapse error: )"
@@ -98,6 +104,7 @@ KNOWN = (
         r"neither HPU fork nor CPU upstream",
         "torch is of the wrong flavour: Gaudi's plugin takes its own build (+git, +hpu) or a stock +cpu one",
         "a fresh Gaudi image, and pip without constraints.txt or a torch version",
+        "1.24",
     ),
     Known(
         r"libhabana_pytorch\S*\.so not found",
@@ -125,9 +132,16 @@ KNOWN = (
         "`lantern-hpu doctor` shows both; the image must be of the driver's release",
     ),
     Known(
-        r"has no attribute '(?:HPUGraph|wrap_in_hpu_graph\w*|ModuleCacher)'|available in lazy mode only",
+        r"has no attribute '(?:HPUGraph|wrap_in_hpu_graph\w*|ModuleCacher)'",
         "Gaudi's software was loaded without lazy mode, and HPU graphs exist in lazy mode alone",
         "PT_HPU_LAZY_MODE=1 before Python starts, or --graphs compile",
+        "1.19",
+    ),
+    Known(
+        r"available in lazy mode only",
+        "Gaudi's software was loaded without lazy mode, and HPU graphs work in lazy mode alone",
+        "PT_HPU_LAZY_MODE=1 before Python starts, or --graphs compile",
+        "1.24",
     ),
     Known(
         r"invalid backend: '?hpu_backend",
@@ -138,11 +152,13 @@ KNOWN = (
         r"PT_HPU_RECIPE_CACHE_CONFIG",
         "this release of Gaudi's software wants another form of PT_HPU_RECIPE_CACHE_CONFIG",
         "the path alone, which every release takes, or unset it",
+        "1.24",
     ),
     Known(
         r"Flags name: \w+,|Environment flag \w+ is obsolete",
         "Gaudi's software refuses the value of a flag, or the flag",
         "unset it; `lantern-hpu doctor` shows every flag",
+        "1.24",
     ),
     Known(
         rf"{STATUS}\d+",
@@ -160,7 +176,9 @@ def explain_gaudi(error: BaseException | str) -> DeviceError | None:
     for known in KNOWN:
         for message in messages:
             if re.search(known.pattern, message, re.IGNORECASE):
-                return DeviceError(known.what, _line(message, known.pattern), known.hint)
+                line, only = _line(message, known.pattern), known.only
+                why = f"{line} (bridge {only})" if only else line
+                return DeviceError(known.what, why, known.hint)
     return None
 
 

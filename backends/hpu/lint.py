@@ -13,11 +13,13 @@ import signal
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lantern_hpu.backends.hpu.env import LAZY_MODE
-from lantern_hpu.errors import OptionError
+from lantern_hpu.backends.hpu.releases import emulated
+from lantern_hpu.errors import LanternError, OptionError
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu.emulator import (
@@ -25,8 +27,41 @@ if TYPE_CHECKING:
     )  # those who call this name it too
     from lantern_hpu.backends.hpu.emulator import Finding
 
+
+@dataclass(frozen=True)
+class LintRun:
+    """A program under one release of the bridge.
+
+    Attributes:
+        counts: what the device did, by name.
+        ended: what ended the program, with its type; None if it went through.
+    """
+
+    release: str
+    findings: list[Finding]
+    counts: dict[str, int]
+    ended: str | None
+
+    @classmethod
+    def of(cls, cards: Sequence[Device], ended: Ended) -> LintRun:
+        return cls(emulated().name, merged(cards), lint_counts(cards), ending(ended))
+
+    @property
+    def runs(self) -> bool:
+        """Whether a card would run it: nothing ended it, and no finding is an error."""
+        return self.ended is None and all(f.severity != "error" for f in self.findings)
+
+
 RECOMPILING = ("H013", "H014", "H021", "H024")  # rules whose warnings mean a compilation an input
 Ended = BaseException | None  # what ended a program, if something did
+
+
+def ending(error: Ended) -> str | None:
+    """What ended a program, in one line; without the hint of an error of ours, which may advise to run the lint."""
+    if error is None:
+        return None
+    message = f"{error.what}: {error.why}" if isinstance(error, LanternError) else str(error)
+    return f"{type(error).__name__}: {message}"
 
 
 def warmed_up() -> None:
@@ -121,8 +156,12 @@ def merged(cards: Iterable[Device]) -> list[Finding]:
     return together.sorted()
 
 
-def text(findings: Sequence[Finding]) -> str:
-    """One paragraph a finding."""
+def text(findings: Sequence[Finding], named: bool = False) -> str:
+    """One paragraph a finding.
+
+    Args:
+        named: whether the releases that a finding holds for are named.
+    """
     blocks = []
     for finding in findings:
         file = os.path.relpath(finding.file) if os.path.isabs(finding.file) else finding.file
@@ -130,9 +169,10 @@ def text(findings: Sequence[Finding]) -> str:
         captured = " in a capture" if finding.captured else ""
         often = f", {finding.count} times" if finding.count > 1 else ""
         detail = f" ({finding.detail}{often})" if finding.detail else often
+        under = f" under {' and '.join(finding.releases)}" if named else ""
         blocks.append(
-            f"{where}: {finding.severity} {finding.rule.title}{captured}{detail}\n"
-            f"    why: {finding.rule.why}\n    instead: {finding.rule.instead}"
+            f"{where}: {finding.severity} {finding.rule.title}{captured}{under}{detail}\n"
+            f"    why: {finding.rule.reason(finding.releases)}\n    instead: {finding.rule.instead}"
         )
     return "\n".join(blocks)
 

@@ -11,7 +11,7 @@ import os
 import re
 import warnings
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class Release:
         chains_corrupt: whether compile mode keeps only the first of several index_copy_ on one tensor.
         partial_index_rank: the most dimensions of a result that compile mode takes by an index with None.
         state_flags: what keeps state right outside lazy mode.
+        unknown_options: of hpu_backend that the other release has and this one refuses.
         checks_flags: whether a value that a flag does not take ends the process while the plugin is loaded.
     """
 
@@ -68,6 +69,7 @@ class Release:
     chains_corrupt: bool
     partial_index_rank: int
     state_flags: tuple[FlagSetting, ...]
+    unknown_options: frozenset[str]
     checks_flags: bool
 
     @cached_property
@@ -106,6 +108,11 @@ RELEASES = {
                     "1 writes caches in place, right only while a compiled step writes each once",
                 ),
             ),
+            unknown_options=frozenset(
+                "dump_graph_repro joint_graph_constant_folding use_generic_reinplacer enable_synapse_input_reuse "
+                "fallback_dynamic_to_eager enable_flex_attention enable_compile_debug_nan_checks "
+                "enable_bwd_graph_input_reuse enable_waittensor_graph_split".split()
+            ),
             checks_flags=False,
         ),
         Release(
@@ -128,6 +135,7 @@ RELEASES = {
                     "1 saves memory, and a step that is cut in parts may read overwritten state",
                 ),
             ),
+            unknown_options=frozenset({"use_graph_freezing"}),
             checks_flags=True,
         ),
     )
@@ -141,21 +149,21 @@ def version_number(version: str | None) -> tuple[int, int] | None:
     return (int(found[1]), int(found[2])) if found else None
 
 
+@cache
 def nearest_release(version: str) -> Release:
-    """The release that a version is held to; a version that was not read is warned of once."""
+    """The release that a version is held to; a version that was not read is warned of once a process."""
     asked = version_number(version)
     if asked is None:
         return DEFAULT
-    major, minor = asked
 
-    def apart(release: Release) -> tuple[int, int]:
-        known = version_number(release.name) or asked
-        return abs(known[0] - major), abs(known[1] - minor)
+    def apart(release: Release) -> int:
+        major, minor = version_number(release.name) or asked
+        return abs(100 * (major - asked[0]) + minor - asked[1])
 
     found = min(RELEASES.values(), key=apart)
     if version_number(found.name) != asked:
         warnings.warn(
-            f"bridge {major}.{minor} was not read; the contract of {found.name} is used",
+            f"bridge {asked[0]}.{asked[1]} was not read; the contract of {found.name} is used",
             stacklevel=2,
         )
     return found
@@ -167,12 +175,19 @@ def choose_release(name: str | None) -> None:
     Raises:
         OptionError: that is no version.
     """
-    if name is None:
-        return
+    if name is not None:
+        os.environ[VARIABLE] = release_named("--bridge", name).name
+
+
+def release_named(setting: str, name: str) -> Release:
+    """
+    Raises:
+        OptionError: that is no version.
+    """
     if version_number(name) is None:
         hint = f"one of {', '.join(RELEASES)}; another version takes the nearest one's contract"
-        raise OptionError(f"--bridge is {name!r}", "it is a release of Gaudi's software", hint)
-    os.environ[VARIABLE] = nearest_release(name).name
+        raise OptionError(f"{setting} is {name!r}", "it is a release of Gaudi's software", hint)
+    return nearest_release(name)
 
 
 # Flags that take 0, 1, true and false alone (scripts/env_flags.yaml). All names with these beginnings are booleans.
@@ -234,5 +249,9 @@ def unfit_cache(folder: str) -> str | None:
 
 
 def emulated() -> Release:
-    """The release that the emulator stands in for: 1.24, unless `choose_release` or the variable says otherwise."""
-    return nearest_release(os.environ.get(VARIABLE, DEFAULT.name))
+    """The release that the emulator stands in for: 1.24, unless `choose_release` or the variable says otherwise.
+
+    Raises:
+        OptionError: the variable holds no version.
+    """
+    return release_named(VARIABLE, os.environ.get(VARIABLE) or DEFAULT.name)

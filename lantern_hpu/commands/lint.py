@@ -2,6 +2,7 @@
 
     lantern-hpu lint --strict                 the embedded model, every method
     lantern-hpu lint --script my_model.py     your own code
+    lantern-hpu lint --bridge both            under every release of Gaudi's software that was read
 
 Code runs on the emulated card, `backends/hpu/emulator`; `lint_rules.py` there has the rules. Each that is broken is
 printed with the line that broke it, why it matters, and what to write instead. A script may
@@ -15,17 +16,25 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from lantern_hpu.backends.hpu.lint import RECOMPILING, lint_counts, lint_script, merged, text
-from lantern_hpu.backends.hpu.releases import choose_release, emulated
+from lantern_hpu.backends.hpu.lint import RECOMPILING, LintRun, lint_script, text
+from lantern_hpu.backends.hpu.releases import RELEASES, choose_release
 from lantern_hpu.commands.options import add_bridge_option, add_fields, filled
-from lantern_hpu.errors import LanternError, OptionError, choices, exit_code, option, require
+from lantern_hpu.errors import OptionError, choices, exit_code, option, require
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.table import METHODS
 
+if TYPE_CHECKING:
+    from lantern_hpu.backends.hpu.emulator import Finding
+
 PROFILES = ("lazy", "compile")
+BOTH = "both"  # of `--bridge`: one run under each release
 
 
 @dataclass(frozen=True)
@@ -66,46 +75,96 @@ def make_parser() -> argparse.ArgumentParser:
         description="Run code on an emulated Gaudi and name every rule that it breaks.",
     )
     add_fields(parser, LintRequest)
-    add_bridge_option(parser)
+    add_bridge_option(parser, BOTH)
     return parser
 
 
-def lint_all(asked: LintRequest) -> int:
-    """Print the findings. -> 1 if the program died, or there is what `--strict` refuses"""
+def lint_here(asked: LintRequest, bridge: str | None) -> LintRun:
+    """The program or the model under one release, in this process."""
+    choose_release(bridge)
     if asked.script:
         card, ended = lint_script(asked.script, asked.args, asked.profile == "lazy", asked.timeout)
-        cards = [card]
-    else:
-        from lantern_hpu.lab.lint import lint_model
+        return LintRun.of([card], ended)
+    from lantern_hpu.lab.lint import lint_model
 
-        compiles = asked.graphs == "auto" and asked.profile == "compile"
-        cards, ended = lint_model(
-            asked.model,
-            list(METHODS) if asked.method == "all" else [asked.method],
-            "compile" if compiles else asked.graphs,
-            asked.dtype,
-            asked.timeout,
-            lambda line: print(line, file=sys.stderr),
-        )
-    findings, counts, release = merged(cards), lint_counts(cards), emulated()
-    if asked.json:
-        rows = [finding.as_dict() for finding in findings]
-        print(json.dumps({"release": release.name, "findings": rows, "counts": counts}, indent=2))
+    compiles = asked.graphs == "auto" and asked.profile == "compile"
+    cards, ended = lint_model(
+        asked.model,
+        list(METHODS) if asked.method == "all" else [asked.method],
+        "compile" if compiles else asked.graphs,
+        asked.dtype,
+        asked.timeout,
+        lambda line: print(line, file=sys.stderr),
+    )
+    return LintRun.of(cards, ended)
+
+
+def lint_elsewhere(asked: LintRequest, bridge: str) -> LintRun:
+    """The same in a process of its own: a program's imports and flags are those of one release."""
+    fresh = get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=fresh) as process:
+        try:
+            return process.submit(lint_here, asked, bridge).result()
+        except BrokenProcessPool:
+            return LintRun(bridge, [], {}, "the process ended")
+
+
+def lint_all(asked: LintRequest, bridge: str | None) -> int:
+    """Print the findings. -> 1 if the program died, or there is what `--strict` refuses"""
+    if bridge == BOTH:
+        runs = [lint_elsewhere(asked, name) for name in RELEASES]
     else:
-        shown = [f for f in findings if asked.all or f.severity != "info"]
-        if shown:
-            print(text(shown))
-        kinds = [f.severity for f in findings]
-        errors, warnings, notes = (kinds.count(kind) for kind in ("error", "warn", "info"))
-        print(f"{errors} errors, {warnings} warnings, {notes} notes ({release})")
-        print(", ".join(f"{value} {name.replace('_', ' ')}" for name, value in counts.items()))
-    if ended is not None:
-        # Without the hint of an error of ours: it may advise to run the lint.
-        message = f"{ended.what}: {ended.why}" if isinstance(ended, LanternError) else str(ended)
-        print(f"the program ended with {type(ended).__name__}: {message}", file=sys.stderr)
+        runs = [lint_here(asked, bridge)]
+    from lantern_hpu.backends.hpu.emulator.lint_rules import across
+
+    findings = across({run.release: run.findings for run in runs})
+    if asked.json:
+        print_json(runs, findings)
+    else:
+        print_text(runs, findings, asked.all)
+    for run in runs:
+        if run.ended is not None:
+            under = f" under {run.release}" if len(runs) > 1 else ""
+            print(f"the program ended{under} with {run.ended}", file=sys.stderr)
     recompiling = any(f.rule.id in RECOMPILING and f.severity == "warn" for f in findings)
     refused = recompiling or any(f.severity == "error" for f in findings)
-    return 1 if ended is not None or (asked.strict and refused) else 0
+    died = any(run.ended is not None for run in runs)
+    return 1 if died or (asked.strict and refused) else 0
+
+
+def print_json(runs: Sequence[LintRun], findings: Sequence[Finding]) -> None:
+    """For programs; `counts` are those of each release where there is more than one."""
+    counts = {run.release: run.counts for run in runs}
+    report = {
+        "release": runs[0].release if len(runs) == 1 else BOTH,
+        "findings": [finding.as_dict() for finding in findings],
+        "counts": runs[0].counts if len(runs) == 1 else counts,
+        "runs_on": [run.release for run in runs if run.runs],
+        "ended": {run.release: run.ended for run in runs if run.ended is not None},
+    }
+    print(json.dumps(report, indent=2))
+
+
+def print_text(runs: Sequence[LintRun], findings: Sequence[Finding], everything: bool) -> None:
+    """A paragraph a finding, how many there are, and what the device did."""
+    shown = [f for f in findings if everything or f.severity != "info"]
+    if shown:
+        print(text(shown, named=len(runs) > 1))
+    for run in runs:
+        kinds = [f.severity for f in run.findings]
+        errors, warnings, notes = (kinds.count(kind) for kind in ("error", "warn", "info"))
+        print(f"{errors} errors, {warnings} warnings, {notes} notes (bridge {run.release})")
+        print(", ".join(f"{n} {name.replace('_', ' ')}" for name, n in run.counts.items()))
+    if len(runs) > 1:
+        print(verdict(runs))
+
+
+def verdict(runs: Sequence[LintRun]) -> str:
+    """On which releases a program runs, in one line."""
+    good = [run.release for run in runs if run.runs]
+    if len(good) == len(runs):
+        return f"runs on both: bridge {' and '.join(good)}"
+    return f"runs on bridge {good[0]} alone" if good else "runs on neither"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -114,7 +173,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> int:
         asked = filled(LintRequest, args)
-        choose_release(args.bridge)
-        return lint_all(asked)
+        return lint_all(asked, args.bridge)
 
     return exit_code(command)

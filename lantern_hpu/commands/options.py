@@ -104,9 +104,10 @@ def add_running_options(group: Group) -> None:
     add_quantize_option(group)
 
 
-def add_bridge_option(group: Group) -> None:
-    """Which release of Gaudi's software an emulator stands in for."""
-    what = f"release of Gaudi's software to emulate: {', '.join(RELEASES)} ({DEFAULT.name})"
+def add_bridge_option(group: Group, *others: str) -> None:
+    """Which release of Gaudi's software an emulator stands in for, or another word that a command takes."""
+    known = ", ".join([*RELEASES, *others])
+    what = f"release of Gaudi's software to emulate: {known} ({DEFAULT.name})"
     group.add_argument("--bridge", metavar="RELEASE", help=what)
 
 

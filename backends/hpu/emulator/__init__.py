@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,7 +119,7 @@ def imported(card: Device) -> Iterator[None]:
                 return real(model, **options)
             if model is None:
                 return lambda function: compile(function, **options)
-            return compiler_of(card).compile(model, **traced_as(**options))
+            return compiler_of(card).compile(model, **traced_as(card.release, **options))
 
         return compile
 
@@ -145,13 +145,21 @@ def compiler_of(card: Device) -> Compiler:
 
 
 def traced_as(
+    release: Release,
     backend: str,
     fullgraph: bool = False,
     dynamic: bool | None = None,
     options: Any = None,
     **rest: Any,
 ) -> dict[str, Any]:
-    """What of the arguments of `torch.compile` the tracers care for."""
+    """What of the arguments of `torch.compile` the tracers care for.
+
+    Raises:
+        RuntimeError: an option of `hpu_backend` that the release has not.
+    """
+    for name in options or ():
+        if name in release.unknown_options:
+            raise RuntimeError(f"hpu_backend of {release} has no option {name!r}")
     fixed = bool((options or {}).get("force_static_compile"))
     return {"fullgraph": fullgraph, "dynamic": False if fixed else dynamic}
 
@@ -167,8 +175,20 @@ def audit(event: str, arguments: tuple[Any, ...]) -> None:
         current().findings.hit("H082")
         return
     name = os.fsdecode(arguments[0])
-    if current().loaded and name.startswith("PT_") and name not in READ_AT_EACH_CALL:
+    late = current().loaded or autoloaded(current())
+    if late and name.startswith("PT_") and name not in READ_AT_EACH_CALL:
         current().findings.hit("H081", name)
+
+
+def autoloaded(card: Device) -> bool:
+    """Whether the program's `import torch`, by the names of the file that is running, has loaded the bridge."""
+    kept_away = card.lazy or os.environ.get("PT_HPU_AUTOLOAD") == "0"
+    if not card.release.autoloads or kept_away:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "__main__":
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("torch") is torch
 
 
 sys.addaudithook(audit)

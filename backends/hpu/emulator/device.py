@@ -83,7 +83,7 @@ class Device:
         self.modules: dict[str, ModuleType] = {}  # habana_frameworks
         self.counts = Counts()
         self.recording: Recording | None = None
-        self.findings = Findings(lambda: self.recording is not None)
+        self.findings = Findings(lambda: self.recording is not None, self.release.name)
         self.pending: list[tuple[Any, ...]] = []
         self.sites: list[tuple[str, int] | None] = []
         self.written: set[int] = set()  # storages with pending results
@@ -125,11 +125,15 @@ class Device:
         raw_kwargs = {name: self.unwrap(op, value, held) for name, value in kwargs.items()}
         if raw_kwargs.get("device") is not None:
             raw_kwargs["device"] = torch.device("cpu")
-        if not op.native or lint_checks.falls_back(self, op, args, kwargs):
-            self.fall_back(op)
+        why = lint_checks.falls_back(self, op, args, kwargs) if op.native else "no kernel"
+        if why:
+            self.fall_back(op, why)
         if self.recording is not None:
             for target in ops.written_arguments(op, raw_args, raw_kwargs):
                 self.recording.keep(target)
+                if op.packet in lint_checks.INDEX_WRITES and self.recording.write_by_index(target):
+                    # Right in lazy mode; the same function under hpu_backend would be a chain.
+                    self.findings.hit("H092", f"{op.name}; lazy mode keeps both", "info")
         if self.rehearsed is not None:
             for target in ops.written_arguments(op, raw_args, raw_kwargs):
                 self.rehearsed.keep(target)
@@ -344,14 +348,14 @@ class Device:
             self.findings.hit("H084", f"{self.uploaded} uploads since the last launch")
         return values
 
-    def fall_back(self, op: ops.Op) -> None:
+    def fall_back(self, op: ops.Op, why: str) -> None:
         """The operator runs on the host.
 
         Raises:
             RuntimeError: in a capture, or where fallbacks are switched off.
         """
         self.counts.fallbacks[op.name] += 1
-        self.findings.hit("H040", op.name)
+        self.findings.hit("H040", f"{op.name}: {why}")
         allowed = self.flags.get("PT_HPU_PLACE_ON_CPU", "")
         if allowed and op.packet not in allowed.split(","):
             raise RuntimeError(f"{op.name} is not yet supported on HPU.")

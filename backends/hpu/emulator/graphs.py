@@ -65,6 +65,7 @@ class Recording:
         self.segments = 1
         self.before: dict[int, tuple[Tensor, Tensor]] = {}  # what a dry run must undo
         self.rebound: set[int] = set()  # scalars of the host that are read at each replay
+        self.indexed: set[int] = set()  # storages that were written by index
 
     def add(
         self, op: ops.Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -87,6 +88,13 @@ class Recording:
             else:
                 step.results.append(-1)
         self.steps.append(step)
+
+    def write_by_index(self, target: Tensor) -> bool:
+        """Note a write by index into a tensor. -> whether it is not the first into its storage"""
+        key = target.untyped_storage().data_ptr()
+        again = key in self.indexed
+        self.indexed.add(key)
+        return again
 
     def point(self, value: Any) -> Any:
         """An argument, with earlier results replaced by their slots."""
@@ -275,14 +283,16 @@ class HPUGraph:
         """A replay whose scalars on the host are those of this call; from 1.24 on."""
         if self.device.release.name == "1.19":
             raise AttributeError("'HPUGraph' object has no attribute 'replay_with_inputs'")
+        rebinds = flag(self.device.flags, "PT_HPU_ENABLE_H2D_SCALES", True)
         for old, new in zip(self.inputs, tlistI or (), strict=False):
-            if is_host_scalar(old):
+            if rebinds and is_host_scalar(old):
                 old.copy_(new)
         self.replay(asynchronous)
 
     def mark_user_inputs(self, static_tlist: list[Tensor]) -> None:
         self.inputs = list(static_tlist)
-        if self.recording is not None and self.device.release.name != "1.19":
+        rebinds = flag(self.device.flags, "PT_HPU_ENABLE_H2D_SCALES", True)
+        if self.recording is not None and rebinds and self.device.release.name != "1.19":
             self.recording.rebound = {id(t) for t in self.inputs if is_host_scalar(t)}
 
     def mark_user_outputs(self, static_tlist: list[Tensor], free_inplace: bool = True) -> None: ...
@@ -294,6 +304,9 @@ class HPUGraph:
         self.inputs = []
 
     def reset(self) -> None:
+        """Forget the recording; an open one is no longer in the way of others."""
+        if self.device.recording is self.recording:
+            self.device.recording = None
         self.recording = None
 
 

@@ -486,7 +486,6 @@ IDENTITY = {
     "is_bf16_supported": lambda including_emulation=True: True,
     "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
     "synchronize": synchronize,
-    "empty_cache": accept_anything,
     "device": nothing,
     "device_of": nothing,
     "sdp_kernel": nothing,

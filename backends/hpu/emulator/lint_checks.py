@@ -21,7 +21,7 @@ MEGABYTE = 2**20
 DYNAMIC = {
     **dict.fromkeys(("nonzero", "nonzero_numpy", "masked_select", "argwhere"), "H010"),
     **dict.fromkeys(
-        ("_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount", "histc"), "H011"
+        ("_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount"), "H011"
     ),
 }
 COMPLEX = ("view_as_complex", "view_as_real", "polar", "complex", "fft", "_fft")
@@ -41,6 +41,9 @@ INDEXED = frozenset(
     "index_fill index_fill_ scatter scatter_ scatter_add scatter_add_ scatter_reduce take".split()
 )
 WRITES_ONCE = frozenset("index_put index_put_ index_copy index_copy_ scatter scatter_".split())
+INDEX_WRITES = frozenset(
+    "index_copy_ index_put_ index_add_ index_fill_ scatter_ scatter_add_ scatter_reduce_".split()
+)
 WHOLE_COPIES = frozenset("index_put_ index_add_ scatter_add_".split())
 
 
@@ -82,35 +85,49 @@ def sort_dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     return dim
 
 
-def falls_back(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Native operators that fall back for some arguments: the bridge's named checks, then its lists of formats."""
+def falls_back(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why a native operator falls back for these arguments; empty if it does not.
+
+    First the bridge's named checks, then its lists of number formats.
+    """
     hit = device.findings.hit
     first = next((a for a in args if isinstance(a, Tensor)), None)
     if first is None:
-        return False
+        return ""
     given = {a.name: v for a, v in zip(op.arguments, args, strict=False)} | kwargs
     if op.name in ("sort.stable", "sort.values_stable") and given.get("stable"):
         dim = sort_dim(args, kwargs) % max(first.dim(), 1)
         limit = device.release.sort_limit
         if limit is not None and (dim == 0 or first.shape[dim] > limit):
             hit("H041", op.name)
-            return True
-    reduces = op.packet in ("argmax", "argmin") or (
-        op.packet in ("max", "min") and (len(args) > 1 or "dim" in kwargs)
-    )
-    if reduces and first.dtype == torch.bool:
-        hit("H042", op.name)
-        return True
+            return "stable"
+    packets, formats = UNREDUCED[device.release.name]
+    by_dim = op.packet.startswith("arg") or len(args) > 1 or "dim" in kwargs
+    if op.packet in packets and by_dim and first.dtype in formats:
+        hit("H042", f"{op.name} on {format_name(first.dtype)}")
+        return f"on {format_name(first.dtype)}"
     if op.packet in PRODUCTS and not first.is_floating_point() and not first.is_complex():
         hit("H043", op.name)
-        return True
+        return f"on {format_name(first.dtype)}"
     check = FALLBACK_CHECKS.get(op.packet)
     if op.packet == "binary_cross_entropy_with_logits" and not isinstance(first, HPUTensor):
         check = None  # a compiled graph's
     if op.packet in device.release.fallback_checks and check is not None and check(given):
-        return True
+        return "with these arguments"
     promoted = kwargs.get("dtype") or computed_in(op, given, first)
-    return not ops.takes(op, promoted, device.lazy, device.release)
+    taken = ops.takes(op, promoted, device.lazy, device.release)
+    return "" if taken else f"on {format_name(promoted)}"
+
+
+# By release: reductions, and the number formats that they do not take
+UNREDUCED = {
+    "1.19": (frozenset("argmax argmin max min".split()), (torch.bool,)),
+    "1.24": (frozenset("argmax argmin".split()), (torch.bool, torch.int16)),
+}
+
+
+def format_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def computed_in(op: Op, given: dict[str, Any], first: Tensor) -> torch.dtype:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Literal
 
 import torch
+
+from lantern_hpu.backends.hpu.releases import DEFAULT, RELEASES
 
 Severity = Literal["error", "warn", "info"]
 ORDER: tuple[Severity, ...] = ("error", "warn", "info")
@@ -21,18 +23,35 @@ ORDER: tuple[Severity, ...] = ("error", "warn", "info")
 
 @dataclass(frozen=True)
 class Rule:
-    """One line of the contract."""
+    """One line of the contract.
+
+    Attributes:
+        why: the reason in every release; `reasons` has those of rules that differ.
+        captured: the severity inside a capture.
+    """
 
     id: str
     name: str
     why: str
     instead: str
     severity: Severity
-    captured: Severity  # inside a capture
+    captured: Severity
 
     @property
     def title(self) -> str:
         return f"{self.id} {self.name}"
+
+    @property
+    def releases(self) -> tuple[str, ...]:
+        """Releases that have the rule."""
+        return tuple(BY_RELEASE.get(self.id, RELEASES))
+
+    def reason(self, releases: Sequence[str]) -> str:
+        """Why, in these releases."""
+        texts = {name: BY_RELEASE.get(self.id, {}).get(name, self.why) for name in releases}
+        if len(set(texts.values())) == 1:
+            return next(iter(texts.values()))
+        return "; ".join(f"{name}: {text}" for name, text in texts.items())
 
 
 def rule_table(*rows: tuple[str, str, Severity, Severity, str, str]) -> dict[str, Rule]:
@@ -147,8 +166,8 @@ RULES = rule_table(
         "key-alias",
         "error",
         "error",
-        "the key leaves out dtypes and compares hashes only (1, 1.0 and True; -1 and -2): the wrong graph runs",
-        "keep dtypes fixed; a runner with keys of its own",
+        "the key compares hashes only (1, 1.0 and True; -1 and -2): the wrong graph runs",
+        "keep dtypes and Python values of arguments fixed; a runner with keys of its own",
     ),
     (
         "H023",
@@ -229,7 +248,7 @@ RULES = rule_table(
         "bool-reduce",
         "warn",
         "error",
-        "max and argmax over bool fall back",
+        "argmax and argmin over bool and int16 fall back",
         "cast to int32 or float32 first",
     ),
     (
@@ -417,7 +436,7 @@ RULES = rule_table(
         "wrong-mode",
         "error",
         "error",
-        "HPU graphs exist in lazy mode alone, hpu_backend outside it alone",
+        "HPU graphs work in lazy mode alone, hpu_backend outside it alone",
         "PT_HPU_LAZY_MODE=1 for HPU graphs, 0 for torch.compile",
     ),
     (
@@ -468,14 +487,15 @@ RULES = rule_table(
         "warn",
         "warn",
         "hpu_backend does not compile this operator: the graph is cut, and state crosses from part to part",
-        "another operator; PT_HPU_USE_EAGER_FALLBACK=0 makes each cut an error at once",
+        "another operator; PT_HPU_USE_EAGER_FALLBACK=0 makes each cut an error at once; "
+        "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE=0 (from 1.24 on) keeps state right",
     ),
     (
         "H092",
         "index-write-chain",
         "warn",
         "warn",
-        "two writes by index into one tensor: in compile mode 1.19 keeps the first alone, 1.24 copies it whole",
+        "two writes by index into one tensor: compile mode copies the whole tensor for each",
         "a tensor for each write, or one index_copy_ of all rows",
     ),
     (
@@ -487,6 +507,25 @@ RULES = rule_table(
         "each tensor of the state allocated by itself",
     ),
 )
+
+# Rules that one release alone has, or that differ: rule -> release -> why
+BY_RELEASE: dict[str, dict[str, str]] = {
+    "H022": {
+        "1.19": "the key leaves out dtypes and compares hashes only (1, 1.0 and True; -1 and -2): the wrong graph runs",
+        "1.24": RULES["H022"].why,
+    },
+    "H032": {"1.19": RULES["H032"].why},
+    "H041": {"1.19": RULES["H041"].why},
+    "H042": {"1.19": "max, min, argmax and argmin over bool fall back", "1.24": RULES["H042"].why},
+    "H091": {
+        "1.19": RULES["H091"].why,
+        "1.24": f"{RULES['H091'].why}, where reused memory has overwritten it (vllm-gaudi 1753)",
+    },
+    "H092": {
+        "1.19": "two writes by index into one tensor: in compile mode the first alone lasts",
+        "1.24": RULES["H092"].why,
+    },
+}
 
 OWN = (os.path.dirname(os.path.abspath(__file__)) + os.sep,)
 SKIPPED = (*OWN, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<frozen")
@@ -503,9 +542,12 @@ def call_site() -> tuple[str, int]:
     return "unknown", 0
 
 
+Place = tuple[str, str, int, Severity]  # rule, file, line, severity
+
+
 @dataclass
 class Finding:
-    """A rule that was hit at one place."""
+    """A rule that was hit at one place, and the releases that it was hit under."""
 
     rule: Rule
     severity: Severity
@@ -513,7 +555,12 @@ class Finding:
     line: int
     detail: str
     captured: bool
+    releases: tuple[str, ...]
     count: int = 1
+
+    @property
+    def place(self) -> Place:
+        return self.rule.id, self.file, self.line, self.severity
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -525,7 +572,8 @@ class Finding:
             "detail": self.detail,
             "in_capture": self.captured,
             "count": self.count,
-            "why": self.rule.why,
+            "releases": list(self.releases),
+            "why": self.rule.reason(self.releases),
             "instead": self.rule.instead,
         }
 
@@ -535,7 +583,8 @@ class Findings:
     """All findings, one for each rule, place and severity."""
 
     captured: Callable[[], bool]
-    found: dict[tuple[str, str, int, str], Finding] = field(default_factory=dict)
+    release: str = DEFAULT.name
+    found: dict[Place, Finding] = field(default_factory=dict)
     muted: bool = False
 
     def hit(
@@ -545,10 +594,10 @@ class Findings:
         severity: Severity | None = None,
         site: tuple[str, int] | None = None,
     ) -> None:
-        """Note that a rule was hit here, with its own severity unless one is given."""
-        if self.muted:
-            return
+        """Note that a rule that the release has was hit here, with its own severity unless one is given."""
         rule, captured = RULES[rule_id], self.captured()
+        if self.muted or self.release not in rule.releases:
+            return
         severity = severity or (rule.captured if captured else rule.severity)
         file, line = site or call_site()
         known = self.found.get((rule_id, file, line, severity))
@@ -556,7 +605,7 @@ class Findings:
             known.count += 1
             return
         self.found[rule_id, file, line, severity] = Finding(
-            rule, severity, file, line, detail, captured
+            rule, severity, file, line, detail, captured, (self.release,)
         )
 
     def sorted(self) -> list[Finding]:
@@ -566,13 +615,10 @@ class Findings:
             for f in self.found.values()
             if f.severity == "error" and f.rule.id not in ("H068", "H020")
         }
-        return sorted(
-            (
-                f
-                for f in self.found.values()
-                if f.rule.id != "H068" or (f.file, f.line) not in explained
-            ),
-            key=lambda f: (ORDER.index(f.severity), f.rule.id, f.file, f.line),
+        return in_order(
+            f
+            for f in self.found.values()
+            if f.rule.id != "H068" or (f.file, f.line) not in explained
         )
 
     def add(self, other: Findings) -> None:
@@ -588,3 +634,19 @@ class Findings:
     @property
     def errors(self) -> list[Finding]:
         return [finding for finding in self.sorted() if finding.severity == "error"]
+
+
+def in_order(findings: Iterable[Finding]) -> list[Finding]:
+    """Errors first, then by rule and place."""
+    return sorted(findings, key=lambda f: (ORDER.index(f.severity), f.rule.id, f.file, f.line))
+
+
+def across(runs: Mapping[str, Iterable[Finding]]) -> list[Finding]:
+    """Findings of the same program under several releases, each place once, with all releases that it holds for."""
+    together: dict[Place, Finding] = {}
+    for finding in (finding for findings in runs.values() for finding in findings):
+        known = together.get(finding.place, replace(finding, releases=(), count=0))
+        releases = tuple(dict.fromkeys((*known.releases, *finding.releases)))
+        count = max(known.count, finding.count)
+        together[finding.place] = replace(known, releases=releases, count=count)
+    return in_order(together.values())

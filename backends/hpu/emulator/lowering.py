@@ -89,9 +89,10 @@ def cut(card: Device, node: fx.Node) -> str:
     if op.packet in lint_checks.DYNAMIC:
         card.findings.hit(lint_checks.DYNAMIC[op.packet], op.name, site=source(node))
     native = op.native or op.packet in STANDS_IN
-    if not native or lint_checks.falls_back(card, op, args, kwargs):
+    why = lint_checks.falls_back(card, op, args, kwargs) if native else "no kernel"
+    if why:
         card.counts.fallbacks[op.name] += 1
-        card.findings.hit("H040", op.name, "error", site=source(node))
+        card.findings.hit("H040", f"{op.name}: {why}", "error", site=source(node))
         return FALLBACK
     return uncompiled(card, op, args, node.meta.get("val"))
 
