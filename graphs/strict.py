@@ -112,6 +112,7 @@ def check_rules(function: nn.Module, state: State) -> None:
     Raises:
         CaptureError: names the operator and the reason.
     """
+    refuse_shared(function, state)
     mode = FakeTensorMode(allow_non_fake_inputs=False)
     weights = {**dict(function.named_parameters()), **dict(function.named_buffers())}
     with mode:
@@ -126,6 +127,20 @@ def check_rules(function: nn.Module, state: State) -> None:
     except Exception as error:  # fake tensors raise many types for host reads and dynamic shapes
         reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
         raise CaptureError(f"{type(function).__name__} cannot be captured", reason) from error
+
+
+def refuse_shared(function: nn.Module, state: State) -> None:
+    """
+    Raises:
+        CaptureError: two tensors of the state lie in one storage.
+    """
+    names: dict[int, str] = {}
+    for name, tensor in state.tensors().items():
+        address = tensor.untyped_storage().data_ptr()
+        if address and names.setdefault(address, name) != name:  # an empty tensor has none
+            what = f"{type(function).__name__} cannot be captured"
+            both = f"state tensors {names[address]!r} and {name!r} share a storage"
+            raise CaptureError(what, f"{both}; a compiler may take one for the other")
 
 
 class StrictRunner(Runner):

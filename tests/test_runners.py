@@ -289,6 +289,12 @@ ILLEGAL: dict[str, tuple[Callable[[Numbers], Tensor], str]] = {
 }
 
 
+def test_strict_refuses_state_tensors_on_one_storage() -> None:
+    both = torch.arange(12.0).view(2, 6)
+    with pytest.raises(CaptureError, match="'x' and 'total' share a storage"):
+        strict(legal, Numbers(both[0], both[1]))()
+
+
 @pytest.mark.parametrize("name", ILLEGAL)
 def test_strict_refuses(name: str) -> None:
     body, complaint = ILLEGAL[name]
