@@ -116,7 +116,7 @@ def shared_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def engine_on(backend: Any, mode: str) -> Engine:
     """A small model, autoregressive, one image with guidance."""
-    target, drafter = tiny_models(SMALL)
+    target, drafter = (part.to(backend.device) for part in tiny_models(SMALL))
     spec = spec_for(AR, requests(), config=SMALL)
     return Engine(target, drafter, spec, backend, mode)
 
@@ -127,6 +127,7 @@ def requests() -> list[Any]:
 
 def kept(engine: Engine) -> dict[str, Tensor]:
     """Keys and values of each layer after a few steps: [R, known positions, kv_heads, hd]."""
+    engine.warm_up()
     advance(engine, requests(), STEPS)
     known = SMALL.prefix + STEPS
     return {
