@@ -116,9 +116,10 @@ def shared_cache(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def engine_on(backend: Any, mode: str) -> Engine:
     """A small model, autoregressive, one image with guidance."""
-    target, drafter = (part.to(backend.device) for part in tiny_models(SMALL))
+    target, drafter = tiny_models(SMALL)
     spec = spec_for(AR, requests(), config=SMALL)
-    return Engine(target, drafter, spec, backend, mode)
+    device = backend.device
+    return Engine(target.to(device), drafter.to(device), spec, backend, mode)
 
 
 def requests() -> list[Any]:

@@ -75,11 +75,11 @@ def recipes_leave_constants_out(patch: pytest.MonkeyPatch, backend: HPUBackend) 
 
 
 def nothing_falls_back(patch: pytest.MonkeyPatch, backend: HPUBackend) -> None:
-    patch.setattr(Device, "fall_back", lambda card, op: None)
+    patch.setattr(Device, "fall_back", lambda card, op, why: None)
 
 
 def everything_falls_back(patch: pytest.MonkeyPatch, backend: HPUBackend) -> None:
-    patch.setattr(lint_checks, "falls_back", lambda *given: True)
+    patch.setattr(lint_checks, "falls_back", lambda *given: "planted")
 
 
 def nothing_is_checked(patch: pytest.MonkeyPatch, backend: HPUBackend) -> None:
