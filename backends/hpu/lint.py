@@ -24,8 +24,8 @@ from lantern_hpu.errors import LanternError, OptionError
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu.emulator import (
         Device as Device,
-    )  # those who call this name it too
-    from lantern_hpu.backends.hpu.emulator import Finding
+    )  # those who call this name them too
+    from lantern_hpu.backends.hpu.emulator import Finding as Finding
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,13 @@ class LintRun:
     def runs(self) -> bool:
         """Whether a card would run it: nothing ended it, and no finding is an error."""
         return self.ended is None and all(f.severity != "error" for f in self.findings)
+
+
+def findings_of(runs: Sequence[LintRun]) -> list[Finding]:
+    """Findings of the same program under several releases, each once, with those that it holds for."""
+    from lantern_hpu.backends.hpu.emulator.lint_rules import joined_over_releases
+
+    return joined_over_releases({run.release: run.findings for run in runs})
 
 
 RECOMPILING = ("H013", "H014", "H021", "H024")  # rules whose warnings mean a compilation an input

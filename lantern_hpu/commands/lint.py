@@ -23,7 +23,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lantern_hpu.backends.hpu.lint import RECOMPILING, LintRun, lint_script, text
+from lantern_hpu.backends.hpu.lint import RECOMPILING, LintRun, findings_of, lint_script, text
 from lantern_hpu.backends.hpu.releases import RELEASES, choose_release
 from lantern_hpu.commands.options import add_bridge_option, add_fields, filled
 from lantern_hpu.errors import OptionError, choices, exit_code, option, require
@@ -31,7 +31,7 @@ from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.table import METHODS
 
 if TYPE_CHECKING:
-    from lantern_hpu.backends.hpu.emulator import Finding
+    from lantern_hpu.backends.hpu.lint import Finding
 
 PROFILES = ("lazy", "compile")
 BOTH = "both"  # of `--bridge`: one run under each release
@@ -115,9 +115,7 @@ def lint_all(asked: LintRequest, bridge: str | None) -> int:
         runs = [lint_elsewhere(asked, name) for name in RELEASES]
     else:
         runs = [lint_here(asked, bridge)]
-    from lantern_hpu.backends.hpu.emulator.lint_rules import across
-
-    findings = across({run.release: run.findings for run in runs})
+    findings = findings_of(runs)
     if asked.json:
         print_json(runs, findings)
     else:

@@ -641,7 +641,7 @@ def in_order(findings: Iterable[Finding]) -> list[Finding]:
     return sorted(findings, key=lambda f: (ORDER.index(f.severity), f.rule.id, f.file, f.line))
 
 
-def across(runs: Mapping[str, Iterable[Finding]]) -> list[Finding]:
+def joined_over_releases(runs: Mapping[str, Iterable[Finding]]) -> list[Finding]:
     """Findings of the same program under several releases, each place once, with all releases that it holds for."""
     together: dict[Place, Finding] = {}
     for finding in (finding for findings in runs.values() for finding in findings):
