@@ -95,6 +95,7 @@ COMPILED = {
     "tensor of the host moved by name": "x + torch.ones(4).to(x.device.type)",
     "type_as": "x + torch.ones(4, dtype=torch.int32, device=x.device).type_as(x)",
     "sum with relu": "add_relu(x.bfloat16(), 3).float()",
+    "autocast": "cast(x)",
     "LSTM": "assign(net.lstm(x[None])[0], 0, 1)",
     "GRU": "assign(net.gru(x[None])[0], 0, 1)",
     "attention with heads": "net.heads(x[None], x[None], x[None])[0]",
@@ -118,6 +119,10 @@ nets = {"cpu": net, "hpu": copy.deepcopy(net).to("hpu")}
 def assign(x, where, value):
     x[where] = value
     return x + 1
+
+def cast(x):
+    with torch.autocast(x.device.type, torch.bfloat16):
+        return F.linear(x, x) @ x[:, :3]
 
 def add_relu(x, other):
     return torch._add_relu(x, other) if x.device.type == "hpu" else (x + other).relu()
@@ -188,7 +193,7 @@ def part(card: Device, name: str) -> ModuleType:
     return card.modules[f"{ROOT}.torch.{name}"]
 
 
-@pytest.mark.parametrize(("name", "use"), outside(), ids=[name for name, _ in outside()])
+@pytest.mark.parametrize(("name", "use"), list(outside()), ids=[name for name, _ in outside()])
 def test_out_of_scope_is_one_sentence_and_on_the_page(
     name: str, use: Callable[[Device], object]
 ) -> None:

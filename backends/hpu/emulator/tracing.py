@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.library import Library
 
 from lantern_hpu.backends.hpu.emulator import lint_checks, ops
+from lantern_hpu.backends.hpu.emulator.autocast import FLOAT32_FUNCTIONS, LOWER_FUNCTIONS, cast
 from lantern_hpu.backends.hpu.emulator.device import STAND_INS, VARIANTS, Device, current
 from lantern_hpu.backends.hpu.emulator.lint_rules import SKIPPED
 from lantern_hpu.backends.hpu.emulator.lowering import lower, source, watched
@@ -119,6 +120,7 @@ class Compiler:
             self.card.counts.recompiles += 1
             hit("H020", cause)
         site = next((source(n) for n in graph.graph.nodes if n.stack_trace), ("unknown", 0))
+        cast_calls(graph)
         return watched(self.card, site, self.lower(graph, inputs))
 
     def graph(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -133,6 +135,37 @@ class Compiler:
 
         boxed: Callable[..., Any] = make_boxed_func(launch)
         return boxed
+
+
+def cast_calls(graph: fx.GraphModule) -> None:
+    """Functions that autocast has a format for ask for it while they are traced further; dynamo leaves that to torch's
+    dispatch keys, which emulated tensors do not have."""
+    for node in graph.graph.nodes:
+        function = function_called_by(node)
+        if function in LOWER_FUNCTIONS | FLOAT32_FUNCTIONS:
+            target = node.target if node.op == "call_function" else function
+            node.op, node.target = "call_function", casting(function, target)
+    graph.recompile()
+
+
+def function_called_by(node: fx.Node) -> Any:
+    """The function of torch, or the method of tensors, that a node calls."""
+    if node.op == "call_method":
+        return getattr(Tensor, str(node.target), None)
+    if getattr(node.target, "__module__", "") == "_operator":
+        return getattr(Tensor, f"__{node.target.__name__}__", None)  # type: ignore[union-attr]
+    return node.target if node.op == "call_function" else None
+
+
+@cache
+def casting(function: Callable[..., Any], target: Any) -> Callable[..., Any]:
+    """What a node calls, with its arguments as autocast wants them for a function."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = cast(function, args, kwargs)
+        return target(*args, **kwargs)
+
+    return call
 
 
 class Launched(fx.Interpreter):
