@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.hpu.backend import HPUBackend
 from lantern_hpu.backends.hpu.kernels import matmul_attention
+from lantern_hpu.backends.hpu.releases import RELEASES, VARIABLE
 from lantern_hpu.commands.generate import main
 from lantern_hpu.decode.step import Step
 from lantern_hpu.errors import CaptureError, DeviceError, OptionError
@@ -26,6 +27,7 @@ from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.methods.table import METHODS
 from lantern_hpu.ops import kernels
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.tree import DynamicTree, Tree, Window, load_tree
 from tests.marks import mostly_slow
 
 
@@ -86,19 +88,46 @@ def test_rules_that_ask_for_q_are_recorded_and_draw_the_tokens_of_the_cpu(
         assert device["cpu_fallbacks"] == device["lint_errors"] == device["lint_warnings"] == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["ar", "lantern++", "scd:tv=0.3@4"])
-def test_same_tokens_as_the_cpu_when_compiled(model: Path, method: str) -> None:
-    tree = "chain" if method == "lantern++" else None
+CELLS = [
+    (method, graphs, release)
+    for method in (*METHODS, "scd:tv=0.3@4")
+    for graphs in ("hpu_graph", "compile")
+    for release in RELEASES
+]
+
+
+def small_tree(name: str) -> Tree | None:
+    """Of the kind that a method drafts, and quickly traced; None for those that draft none or name it."""
+    method = METHODS.get(name)
+    if method is None or not method.drafts:
+        return None
+    if method.rule is not None:
+        return Window.of(method.rule, 4)
+    return DynamicTree(3, 2, 8) if method.tree == "dynamic" else load_tree("chain")
+
+
+@pytest.mark.parametrize(
+    ("method", "graphs", "release"), mostly_slow(CELLS, ("ar", "hpu_graph", "1.19"))
+)
+def test_both_releases_draw_the_tokens_of_the_cpu_and_have_nothing_to_say(
+    model: Path, method: str, graphs: str, release: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `lint --strict` asks: no error, no warning, no fallback, no cut, nothing compiled after the warm-up."""
+    monkeypatch.setenv(VARIABLE, release)
+    tree = small_tree(method)
     want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
-    with emulated(model, "compile") as pipeline:
+    with emulated(model, graphs) as pipeline:
+        card = backend_of(pipeline).card
+        assert card is not None and card.release.name == release
+        card.differential = True
         got = pipeline(PROMPTS, seed=3, method=method, tree=tree)
         expected = want(PROMPTS, seed=3, method=method, tree=tree)
         assert got.tokens.tolist() == expected.tokens.tolist()
+        assert [f.rule.id for f in card.findings.sorted() if f.severity != "info"] == []
         assert (got.graph["captures"], got.graph["recompiles_after_warmup"]) == (2, 0)
         device = got.graph["device"]
         assert device["graph_launches"] == got.graph["replays"]  # one a step, one for the prefix
-        assert device["cpu_fallbacks"] == 0 and not error_rules(pipeline)
+        assert device["cpu_fallbacks"] == card.counts.cuts.total() == 0
 
 
 @pytest.mark.parametrize(

@@ -584,3 +584,83 @@ def test_commands_of_the_gaudi_page_have_options_that_exist() -> None:
     for name, args in commands:
         words = shlex.split(re.sub(r"\$(card|{card})", "1", args))
         import_module(module_of(name)).make_parser().parse_args(words)
+
+
+# At the command line: one line, exit code 2
+
+
+def asked_to_draw(capsys: pytest.CaptureFixture[str], output: Path, *options: str) -> str:
+    """The one line that `generate --device hpu` says when it cannot begin."""
+    from lantern_hpu.commands.generate import main
+
+    code = main(["--device", "hpu", "--prompt", "a sun", "--output", str(output), *options])
+    said = capsys.readouterr().err.strip().splitlines()
+    errors = [line for line in said if line.startswith("error: ")]
+    assert (code, len(errors)) == (2, 1), said
+    return errors[0]
+
+
+@pytest.mark.parametrize(
+    ("torch", "libraries", "mode", "why"),
+    [
+        (FORK, "2_plugin", "hpu_graph", "lacks lib/libhabana_pytorch_plugin.so"),
+        (FORK, "_plugin", "compile", "lacks lib/libhabana_pytorch2_plugin.so"),
+        (STOCK, "", "compile", "lacks lib/libhabana_pytorch2_plugin.upstream.so"),
+        (STOCK, UPSTREAM, "hpu_graph", "stock build, and lazy mode needs Gaudi's own"),
+        ("2.10.0+cu128", UPSTREAM, "compile", "neither Gaudi's own build nor a +cpu build"),
+        ("2.10.0", UPSTREAM, "compile", "neither Gaudi's own build nor a +cpu build"),
+    ],
+)
+def test_plugin_without_its_library_and_torch_of_the_wrong_flavour_end_with_code_2(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    torch: str,
+    libraries: str,
+    mode: str,
+    why: str,
+) -> None:
+    pretend(monkeypatch, torch=torch, habana_torch_plugin="1.24.0")
+    add_plugin(monkeypatch, tmp_path, torch, libraries)
+    assert why in asked_to_draw(capsys, tmp_path / "x.png", "--graphs", mode)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"), [("PT_HPU_LAZY_MODE", "2"), ("PT_HPU_ENABLE_H2D_SCALES", "on")]
+)
+def test_fatal_flag_ends_with_code_2_before_the_plugin_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    flag: str,
+    value: str,
+) -> None:
+    pretend(monkeypatch, torch=FORK, habana_torch_plugin="1.24.0")
+    add_plugin(monkeypatch, tmp_path, FORK, FORKS)
+    monkeypatch.setenv(flag, value)
+    for options in ((), ("--emulate",)):
+        line = asked_to_draw(capsys, tmp_path / "x.png", *options)
+        assert (
+            f"{flag}={value} would end Gaudi's software" in line and "bridge 1.24: it takes" in line
+        )
+
+
+@pytest.mark.parametrize(
+    ("message", "what"),
+    [
+        ("synStatus=20 [Device already acquired] Device acquire failed.", "already taken"),
+        ("synStatus=8 [Device not found] Device acquire failed.", "no free Gaudi card"),
+    ],
+)
+def test_busy_or_missing_card_ends_with_code_2(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    message: str,
+    what: str,
+) -> None:
+    pretend(monkeypatch, torch=FORK, habana_torch_plugin="1.24.0")
+    add_plugin(monkeypatch, tmp_path, FORK, FORKS)
+    init = tmp_path / "site" / "habana_frameworks" / "__init__.py"
+    init.write_text(f"raise RuntimeError({message!r})\n")
+    assert what in asked_to_draw(capsys, tmp_path / "x.png")
