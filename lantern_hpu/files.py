@@ -63,6 +63,18 @@ def reading(file: Path, hint: str = "") -> Iterator[dict[str, Any]]:
         yield result
 
 
+def inside(folder: Path, name: str) -> Path:
+    """A file that a description in a folder names; it lies there, or below.
+
+    Raises:
+        WeightsError: the name leads out of the folder.
+    """
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise WeightsError(f"{folder} names a file outside of it", repr(name), "another copy of it")
+    return folder / path
+
+
 def sha256(path: Path) -> str:
     """Hexadecimal digest of a file.
 

@@ -9,8 +9,9 @@ process) faster than it can answer. Only ratios mean something on a machine that
 
     python -m scripts.load --soak --images 200
 
-sends mixed requests instead, 32 at a time: settings of all kinds, clients that leave, fields that cannot be honoured.
-It counts the answers, and how the server's memory grew after the first quarter.
+sends mixed requests instead, 32 at a time, of which every third is hostile: senseless bodies, other hosts, clients that
+leave. It counts the answers and their shapes, holds the server's counters against them, and says how much its memory
+grew after the first quarter.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -130,45 +132,108 @@ def at_random(
     return images / (time.perf_counter() - began), seconds
 
 
-def mixed(client: httpx.Client, url: str, number: int) -> str:
-    """One request of a soak: the status of its answer, or `left`."""
-    rng = random.Random(number)
+HOSTILE: list[tuple[bytes, dict[str, str]]] = [
+    (b'{"prompt": "a red apple", "n": 0}', {}),
+    (b'{"prompt": "a red apple", "size": "3x3"}', {}),
+    (b'{"prompt": "\\u0000"}', {}),
+    (b'{"prompt": "\\ud800"}', {}),
+    (b'{"prompt": null}', {}),
+    (b'{"prompt": "a red apple", "method": "none"}', {}),
+    (b'{"prompt": "a red apple", "x": 1}', {}),
+    (b'{"prompt": "a red apple"', {}),
+    (b"[" * 100_000, {}),
+    (b"\xff\xfe", {}),
+    (b"", {}),
+    (b'{"prompt": "a red apple"}', {"Content-Type": "text/plain"}),
+    (b'{"prompt": "a red apple"}', {"Host": "evil.example"}),
+    (b'{"prompt": "' + b"x" * 2_000_000 + b'"}', {}),
+]
+SHAPE = {"message", "type", "param", "code"}
+
+
+@dataclass
+class Asked:
+    """What a soak asked and was answered: counts."""
+
+    images: int = 0  # that were answered
+    left: int = 0  # images whose client may have gone away before they were there
+    leavers: int = 0
+    shapeless: int = 0  # answers in no shape of OpenAI's
+    statuses: Counter[str] = field(default_factory=Counter)
+
+    def note(self, answer: httpx.Response) -> None:
+        self.statuses[str(answer.status_code)] += 1
+        content = answer.json() if "json" in answer.headers.get("content-type", "") else {}
+        if answer.status_code == 200:
+            self.images += len(content.get("data", []))
+            self.shapeless += not content.get("data")
+        else:
+            self.shapeless += set(content.get("error", {})) != SHAPE
+
+
+def mixed(client: httpx.Client, url: str, number: int) -> Asked:
+    """One request of a soak; every third is hostile: senseless, or its client leaves."""
+    rng, asked = random.Random(number), Asked()
+    headers = {"Content-Type": "application/json"}
+    if number % 3 == 0 and rng.random() < 0.8:
+        body, more = rng.choice(HOSTILE)
+        asked.note(client.post(url + PATH, content=body, headers=headers | more))
+        return asked
     fields: dict[str, Any] = {"prompt": "a red apple", "seed": number, "n": rng.randint(1, 3)}
     fields["temperature"] = rng.choice([0.5, 1.0, 1.3])
     fields["cfg_scale"] = rng.choice([1.5, 3.0])
-    kind = rng.random()
-    if kind < 0.2:
-        fields |= rng.choice(
-            [{"n": 0}, {"size": "3x3"}, {"prompt": "\0"}, {"method": "none"}, {"x": 1}]
-        )
-    elif kind < 0.35:
+    if number % 3 == 0:
         try:
-            client.post(url + PATH, json=fields, timeout=rng.uniform(0.01, 0.5))
+            asked.note(client.post(url + PATH, json=fields, timeout=rng.uniform(0.01, 0.5)))
         except httpx.TimeoutException:
-            return "left"
+            asked.left, asked.leavers = fields["n"], 1
+        return asked
     while True:
         answer = client.post(url + PATH, json=fields)
+        asked.note(answer)
         if answer.status_code != 429:
-            return str(answer.status_code)
+            return asked
         time.sleep(float(answer.headers["Retry-After"]))
 
 
+def counted(client: httpx.Client, url: str, name: str) -> float:
+    """The sum of one of the server's counters over its labels."""
+    lines = client.get(url + "/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"lantern:{name}{{"))
+
+
 def soak(model: str, method: str, slots: int, requests: int) -> dict[str, Any]:
-    """Mixed requests, and whether the server stays as it was."""
+    """Mixed requests, 32 at a time, and whether the server stays as it was and counts what it answered."""
     client = httpx.Client(timeout=3600, limits=httpx.Limits(max_connections=256))
     with client, server(model, slots, method, 64) as (url, pid), ThreadPoolExecutor(32) as pool:
-        first = [pool.submit(mixed, client, url, number) for number in range(requests // 4)]
-        answers = [each.result() for each in first]
+
+        def ask(numbers: range) -> list[Asked]:
+            return [each.result() for each in [pool.submit(mixed, client, url, n) for n in numbers]]
+
+        answers = ask(range(requests // 4))
         before = resident(pid)
-        rest = [pool.submit(mixed, client, url, n) for n in range(requests // 4, requests)]
-        answers += [each.result() for each in rest]
+        answers += ask(range(requests // 4, requests))
+        while counted(client, url, "num_requests_running"):
+            time.sleep(0.1)
         grown = resident(pid) / before - 1
-        metrics = client.get(url + "/metrics").text
-    again = [line for line in metrics.splitlines() if line.startswith("lantern:recompiles")]
+        drawn, failed = (
+            counted(client, url, f"request_{kind}_total") for kind in ("success", "failure")
+        )
+        recompiled = counted(client, url, "recompiles_after_readiness")
+    statuses = sum((one.statuses for one in answers), Counter[str]())
+    images, left = sum(one.images for one in answers), sum(one.left for one in answers)
+    refused = sum(count for status, count in statuses.items() if status != "200")
+    leavers = sum(one.leavers for one in answers)
     return {
         "model": model,
-        "answers": dict(sorted(Counter(answers).items())),
-        "recompiles_after_readiness": float(again[0].split()[-1]),
+        "requests": requests,
+        "answers": dict(sorted(statuses.items())),
+        "clients_that_left": leavers,
+        "answers_of_another_shape": sum(one.shapeless for one in answers),
+        "images": images,
+        "metrics_add_up": images <= drawn <= images + left
+        and refused <= failed <= refused + leavers,
+        "recompiles_after_readiness": recompiled,
         "memory_grown_after_a_quarter": round(grown, 4),
     }
 

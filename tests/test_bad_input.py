@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +16,13 @@ import pytest
 
 from lantern_hpu.cli import module_of
 from lantern_hpu.commands import convert, generate, pixels
-from lantern_hpu.errors import OptionError
-from lantern_hpu.models.files.load import Opened
+from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.models.files.checkpoint import open_checkpoint
+from lantern_hpu.models.files.load import Opened, open_model
 from lantern_hpu.models.files.recipe import Stored
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import read_prompts
+from lantern_hpu.zoo.find import find_parts
 
 ROOT = Path(__file__).parent.parent
 LONG = "x" * 300  # longer than file systems allow a name to be
@@ -186,6 +190,21 @@ def test_tokens_whose_rows_do_not_end_are_refused(
     words = [str(tmp_path / "wrong.npy"), "--model", name, "--output", str(tmp_path / "y.png")]
     assert pixels.main(words) == 2
     assert "does not end" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["../tiny/target.safetensors", "/etc/hostname"])
+def test_a_description_names_no_file_outside_its_folder(
+    name: str, model: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "tiny"))
+    about = json.loads((folder / "model.json").read_text())
+    about["files"][name] = about["files"]["target.safetensors"]
+    (folder / "model.json").write_text(json.dumps(about))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(WeightsError, match="outside of it"):
+        open_model(find_parts(str(folder)))
+    with pytest.raises(WeightsError, match="outside of it"):
+        open_checkpoint(folder)
 
 
 KILLED = """

@@ -23,6 +23,7 @@ with needing("fastapi", "the server is built on it", "serve"):
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 IMAGES = "/v1/images/generations"
+DISCARDED = 64 * 2**20  # bytes of a body that is too large, read and forgotten
 BODY_SECONDS = 10.0  # in which a body has to arrive
 CLOSED = 499  # status in log and metrics where the client left, as nginx has it
 log = logging.getLogger("lantern_hpu.serve")
@@ -146,6 +147,18 @@ class Body:
         """
         if self.whole:
             return await self.inner()
+        message = await self.part()
+        while MAX_BODY < self.size <= DISCARDED and not self.whole:
+            await (
+                self.part()
+            )  # what a client still sends when the connection is closed takes the answer from it
+        if self.size > MAX_BODY:
+            what = f"the body is larger than {MAX_BODY} bytes"
+            raise ApiError(413, what, None, "too_large", {"Connection": "close"})
+        return message
+
+    async def part(self) -> Message:
+        """What comes next of the body."""
         self.until = self.until or time.monotonic() + BODY_SECONDS
         try:
             message = await asyncio.wait_for(self.inner(), self.until - time.monotonic())
@@ -156,7 +169,4 @@ class Body:
         self.cut = message["type"] == "http.disconnect"
         self.whole = self.cut or not message.get("more_body", False)
         self.size += len(message.get("body", b""))
-        if self.size > MAX_BODY:
-            what = f"the body is larger than {MAX_BODY} bytes"
-            raise ApiError(413, what, None, "too_large", {"Connection": "close"})
         return message

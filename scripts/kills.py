@@ -1,0 +1,138 @@
+"""Kill commands at random moments, run them again, and compare what they leave with an unbroken run's.
+
+    python -m scripts.kills --model MODEL --times 20
+
+Each kill is a SIGKILL after a random share of the time that the unbroken run took. What counts is the same bytes: of
+pictures, of a drafter's weights, of a converted folder. Files whose names begin with a dot must be gone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Command:
+    """One that is killed.
+
+    Attributes:
+        words: it is run with; OUT is its folder. again: more words, once there is what they ask for.
+        kept: patterns of files whose bytes are compared. may_resume: whether `again` can be given.
+    """
+
+    words: str
+    kept: tuple[str, ...]
+    again: str = ""
+    may_resume: Callable[[Path], bool] = Path.exists
+
+
+TRAINING = "--samples 24 --batch 4 --measure-every 10 --measured 4 --lr 0.01 --steps 120"
+COMMANDS = {
+    "generate": Command(
+        "generate --model MODEL --prompt apple --num-images 12 --batch-size 2 --output OUT/out",
+        ("out/*.png",),
+        "--resume",
+    ),
+    "convert": Command("convert MODEL OUT/ours", ("ours/*",)),
+    "evaluate": Command(
+        "evaluate --model MODEL --preset scenes --images 65 --panels 2 --fresh 70 --rounds 10 --no-floor --rows ar "
+        "--output OUT/out",
+        ("out/pictures/**/*.png",),
+    ),
+    "train": Command(
+        "train drafter --model MODEL --data OUT/prompts.txt --output OUT/out TRAINING",
+        ("out/drafter.safetensors",),
+        "--resume",
+        lambda out: (out / "out" / "state.pt").exists(),
+    ),
+}
+
+
+def started(words: str, model: str, out: Path) -> subprocess.Popen[bytes]:
+    """A command in a process group of its own, which says nothing."""
+    (out / "prompts.txt").write_text("red apple\nblue cat\napple on cat\nred cat\n")
+    text = words.replace("TRAINING", TRAINING).replace("MODEL", model).replace("OUT", str(out))
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, "-m", "lantern_hpu", *text.split()],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+    )
+
+
+def kept(command: Command, out: Path) -> dict[str, bytes]:
+    files = [file for pattern in command.kept for file in sorted(out.glob(pattern))]
+    return {str(file.relative_to(out)): file.read_bytes() for file in files if file.is_file()}
+
+
+def leftovers(out: Path) -> list[str]:
+    """What a killed run left that no run will ever take up."""
+    return [str(path.relative_to(out)) for path in out.rglob(".*")]
+
+
+def trial(name: str, model: str, whole: dict[str, bytes], seconds: float) -> str:
+    """Kill once and go on. -> `held`, or what did not"""
+    command = COMMANDS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        running = started(command.words, model, out)
+        time.sleep(seconds)
+        running.kill()
+        running.wait()
+        before = kept(command, out)
+        if before != whole:
+            resumes = command.again and command.may_resume(out)
+            again = started(f"{command.words} {command.again if resumes else ''}", model, out)
+            if again.wait():
+                return f"{name}: run again, it ended with {again.returncode}"
+        if kept(command, out) != whole:
+            return f"{name}: other files after a kill at {seconds:.2f} s"
+        left = leftovers(out)
+        return f"{name}: left {left}" if left else "held"
+
+
+def kill_often(model: str, times: int, names: Sequence[str], seed: int) -> dict[str, object]:
+    """So many kills, over the commands in turn."""
+    rng, wholes, found = random.Random(seed), {}, Counter[str]()
+    for number in range(times):
+        name = names[number % len(names)]
+        if name not in wholes:
+            with tempfile.TemporaryDirectory() as folder:
+                began = time.perf_counter()
+                if started(COMMANDS[name].words, model, Path(folder)).wait():
+                    raise SystemExit(f"{name} does not run unbroken")
+                took = time.perf_counter() - began
+                wholes[name] = kept(COMMANDS[name], Path(folder)), took
+        whole, took = wholes[name]
+        found[trial(name, model, whole, rng.uniform(0.2, 1.0) * took)] += 1
+    return {"model": model, "kills": times, "commands": list(names), "found": dict(found)}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("scripts.kills", description=__doc__)
+    parser.add_argument("--model", default="builtin")
+    parser.add_argument("--times", type=int, default=20)
+    parser.add_argument("--only", nargs="*", choices=list(COMMANDS), default=list(COMMANDS))
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    result = kill_often(args.model, args.times, args.only, args.seed)
+    print(json.dumps(result, indent=1))
+    return int(set(result["found"]) != {"held"})  # type: ignore[call-overload]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
