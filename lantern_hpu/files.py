@@ -63,7 +63,7 @@ def reading(file: Path, hint: str = "") -> Iterator[dict[str, Any]]:
         yield result
 
 
-def inside(folder: Path, name: str) -> Path:
+def file_in(folder: Path, name: str) -> Path:
     """A file that a description in a folder names; it lies there, or below.
 
     Raises:

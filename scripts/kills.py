@@ -63,7 +63,8 @@ COMMANDS = {
 
 def started(words: str, model: str, out: Path) -> subprocess.Popen[bytes]:
     """A command in a process group of its own, which says nothing."""
-    (out / "prompts.txt").write_text("red apple\nblue cat\napple on cat\nred cat\n")
+    things = [f"{a} {b} {c}" for a in ("red", "blue") for b in ("apple", "cat") for c in "abc"]
+    (out / "prompts.txt").write_text("\n".join(things))
     text = words.replace("TRAINING", TRAINING).replace("MODEL", model).replace("OUT", str(out))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.Popen(

@@ -23,7 +23,7 @@ from lantern_hpu.workers import LOOPBACK, share_of
 
 ray = pytest.importorskip("ray")
 ROOT = Path(__file__).parent.parent
-pytestmark = [pytest.mark.slow, pytest.mark.ray]
+pytestmark = pytest.mark.ray
 IMAGES, MANY = 24, 400
 
 

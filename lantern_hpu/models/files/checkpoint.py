@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.files import inside, reading
+from lantern_hpu.files import file_in, reading
 from lantern_hpu.models.files.names import PICKLES, SAFE, weights_files
 
 SINGLES = ("model.safetensors", "pytorch_model.bin")  # in transformers' order
@@ -115,7 +115,7 @@ def open_shards(folder: Path, index: Path) -> Checkpoint:
     """Several files and the index that says which tensor lies where."""
     with reading(index, "download it again") as about:
         places = {str(name): str(file) for name, file in about["weight_map"].items()}
-    missing = sorted({name for name in places.values() if not inside(folder, name).is_file()})
+    missing = sorted({name for name in places.values() if not file_in(folder, name).is_file()})
     if missing:
         raise WeightsError(f"files are missing in {folder}", ", ".join(missing), "download again")
     parts = {name: open_checkpoint(folder / name) for name in sorted(set(places.values()))}

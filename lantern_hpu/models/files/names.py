@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.files import ASSETS, inside, reading, sha256
+from lantern_hpu.files import ASSETS, file_in, reading, sha256
 from lantern_hpu.models.config import ModelConfig, T5Config
 
 BUILTIN = ASSETS / "builtin"
@@ -42,7 +42,7 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         config = ModelConfig.from_json(about)
         if min(config.target.parameters, *config.target.grid) <= 0:
             raise ValueError("its sizes are not above 0")
-        missing = [name for name in about["files"] if not inside(folder, name).is_file()]
+        missing = [name for name in about["files"] if not file_in(folder, name).is_file()]
     if missing:
         hint = how_to_renew(folder)
         raise WeightsError(f"files are missing in {folder}", ", ".join(missing), hint)
