@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.decode.accept import gain
+from lantern_hpu.lab.fidelity import Place, tv_at
 from lantern_hpu.methods.relaxation import Additive, Annealed, Clustered, Multiplicative, Relaxation
 from lantern_hpu.tree import DynamicTree, Tree, Window, load_tree
 from scripts.frontier import main as frontier
@@ -150,3 +151,12 @@ def test_the_frontier_goes_on_where_it_was_stopped(
     assert found[0]["tv_per_token"] == 0 < found[1]["tv_per_token"] <= 0.2
     assert found[1]["tokens_per_step"] > found[0]["tokens_per_step"] > 1
     assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", [n for n in SOUND if n != "clusters"])
+def test_the_mean_of_the_meter_is_what_fidelity_says(name: str) -> None:
+    rule, (p, q) = SOUND[name], random_probs(2, V)
+    place = Place(p[None], q[None], torch.zeros(1, 1).int(), torch.ones(1, 1, dtype=torch.bool))
+    acceptance = acceptance_of(load_tree("scd:1"), rule, V)
+    said = tv_at(place, acceptance, bounds_of(rule, 1), torch.rand(4, 1))
+    assert mean_gain(p, q, rule) == pytest.approx(said, abs=1e-9)
