@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.backends import HOST
 from lantern_hpu.errors import DeviceError, OptionError, choices, require
-from lantern_hpu.ops.kernels import PLAIN, Kernels
+from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class Tuning:
         dtypes, quantized, layouts: what there is to choose from, see `Backend`. `quantized` are smaller formats for
             the target's weights that were tried here; `layouts` are ways to keep the matrices of linear layers.
         measured_as: the device whose measured defaults hold here.
+        invariant: whether an image's bits are held to be independent of its batch.
         decided: what was chosen, with the reason; for reports.
     """
 
@@ -87,6 +88,7 @@ class Tuning:
         self.name, self.dtypes = name, dtypes
         self.quantized = quantized or self.quantized
         self.measured_as = measured_as or name
+        self.invariant = False
         self.decided: dict[str, str] = {}
 
     @property
@@ -131,19 +133,28 @@ class Tuning:
             raise DeviceError(what, hint=choices(hint))
 
     def lay_out(
-        self, modules: Sequence[nn.Module], choice: str = "auto", modes: Collection[str] = ()
+        self,
+        modules: Sequence[nn.Module],
+        choice: str = "auto",
+        modes: Collection[str] = (),
+        invariant: bool = False,
     ) -> str:
         """Bring the linear layers of loaded modules into the layout that is fastest here, in place. -> its name
 
         Args:
             choice: `auto`, or one of `layouts`.
             modes: graph modes that are to run them.
+            invariant: whether the bits of a row must not depend on the rows beside it, where the device can hold that.
 
         Raises:
             DeviceError: the device does not offer it, or not in these modes.
         """
         self.check_layout(choice)
         return "plain"
+
+    def independent(self, kernels: Kernels, sizes: Sizes, dtype: torch.dtype) -> Kernels:
+        """Kernels in which no image's bits depend on the others of its batch, where the device can hold that."""
+        return kernels
 
     def weight_bytes(self, layout: str, dtype: torch.dtype) -> int:
         """Of a number in a matrix that lies in a layout."""

@@ -116,6 +116,7 @@ class LanternPipeline:
         pictures: bool = True,
         stretch: str | None = None,
         layout: str = "auto",
+        invariant: str = "on",
         threads: int = 0,
         size: tuple[int, int] | None = None,
         check: Callable[[Opened], None] | None = None,
@@ -136,6 +137,7 @@ class LanternPipeline:
             pictures: False if tokens are enough, so that a model without its tokenizer of pictures loads too.
             stretch: a known model to whose sizes it is widened, computing what it computed: see `models.stretch`.
             layout: of the matrices: `auto`, the fastest, or one the device offers; for training `plain`.
+            invariant: `on`: on a processor an image's bits do not depend on its batch; `off`: speed alone.
             threads: of the processor; 0 for the fastest number.
             size: height and width of pictures to come, refused before weights are read where they cannot be drawn.
             check: called before weights are read with what is known by then, to refuse the model.
@@ -173,11 +175,15 @@ class LanternPipeline:
             check_room(name, opened.config, backend, *how, mapped=stretch is None)
             with backend.errors():
                 chosen = backend.kernels(kernels, number)
+                held = invariant == "on"
+                if held:
+                    chosen = backend.tuning.independent(chosen, opened.config.target, number)
                 place = Placement(number, backend.device, chosen, keep_text=keep_text)
                 loaded = opened.load(place)
                 if quantize is not None:
                     quantize_weights(loaded.target, quantize)
-                layout = backend.tuning.lay_out(loaded.stepping, layout, [graphs])
+                matrices = [*loaded.stepping, *loaded.condition.parts().values()]
+                layout = backend.tuning.lay_out(matrices, layout, [graphs], held)
             parts = given.resolved()
             pipeline = cls(loaded, backend, graphs, given=parts, quantize=quantize, layout=layout)
             pipeline.load_seconds, pipeline.loaded_with = time.perf_counter() - began, asked
@@ -666,6 +672,7 @@ class LanternPipeline:
             "dtype": named(self.model.target.dtype),
             "quantize": self.quantize,
             "layout": self.layout,
+            "invariant": "on" if self.backend.tuning.invariant else "off",
             "device": self.backend.name,
             "graphs": self.graphs,
         }

@@ -3,7 +3,7 @@
 `packed` calls oneDNN as inductor's freezing does: torch has no public way to multiply a dense input by a packed matrix
 without copies. `half` calls FBGEMM, which reads matrices of float16 and multiplies in float32: half of the bytes. The
 plain twin of both is `nn.Linear`; they agree within rounding, not bit by bit, so which one runs is part of what an
-image is drawn with.
+image is drawn with. Whether a row's bits depend on the rows beside it is another question: see `invariance.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from lantern_hpu.backends.cpu.invariance import RowPlans, keeps_rows
 from lantern_hpu.backends.host import processor_name
 from lantern_hpu.errors import DeviceError, OutputError
 from lantern_hpu.files import cache_folder, write_file
@@ -46,8 +47,39 @@ class Linears(NamedTuple):
     layer: nn.Linear
 
 
-class PackedLinear(nn.Module):
-    """A linear layer whose matrix was packed once for oneDNN; for inference."""
+class Matrix(nn.Module):
+    """A linear layer for inference. Subclasses set `in_features`, `out_features`, and `dtype` of what they multiply."""
+
+    in_features: int
+    out_features: int
+    dtype: torch.dtype
+    rows: RowPlans | None = None  # how many rows are multiplied at a time; None: as they come
+
+    def forward(self, x: Tensor) -> Tensor:  # [.., in] -> [.., out]
+        return self.multiply(x) if self.rows is None else self.rows(self.multiply, x)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        """[.., in] -> [.., out], all rows at once."""
+        raise NotImplementedError
+
+
+class PlainLinear(Matrix):
+    """`nn.Linear`, whose rows can be held to their bits."""
+
+    gain = 1.0
+
+    def __init__(self, plain: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.plain, self.dtype = plain, plain.weight.dtype
+
+    def multiply(self, x: Tensor) -> Tensor:
+        result: Tensor = self.plain(x)
+        return result
+
+
+class PackedLinear(Matrix):
+    """A linear layer whose matrix was packed once for oneDNN."""
 
     agree: ClassVar = {
         torch.float32: 1e-4,
@@ -64,17 +96,17 @@ class PackedLinear(nn.Module):
         self.in_features, self.out_features = plain.in_features, plain.out_features
         packed = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach(), None)
         self.weight = nn.Parameter(packed, requires_grad=False)  # [out, in], opaque
-        self.bias = plain.bias
+        self.bias, self.dtype = plain.bias, plain.weight.dtype
 
-    def forward(self, x: Tensor) -> Tensor:  # [.., in] -> [.., out]
-        found: Tensor = torch.ops.mkldnn._linear_pointwise(
+    def multiply(self, x: Tensor) -> Tensor:
+        result: Tensor = torch.ops.mkldnn._linear_pointwise(
             x, self.weight, self.bias, "none", [], ""
         )
-        return found
+        return result
 
 
-class HalfLinear(nn.Module):
-    """A float32 linear layer whose matrix was rounded to float16 and packed once for FBGEMM; for inference."""
+class HalfLinear(Matrix):
+    """A float32 linear layer whose matrix was rounded to float16 and packed once for FBGEMM."""
 
     agree: ClassVar = {torch.float32: 2e-3}
     gain = 0.8
@@ -90,55 +122,101 @@ class HalfLinear(nn.Module):
         if not weight.abs().max() <= HALF_MOST:
             raise RuntimeError(f"a weight is beyond float16's {HALF_MOST:.0f}")
         self.packed = torch.ops.quantized.linear_prepack_fp16(weight, plain.bias)  # opaque
+        self.dtype = torch.float32
 
-    def forward(self, x: Tensor) -> Tensor:  # [.., in] -> [.., out]
+    def multiply(self, x: Tensor) -> Tensor:
         if x.is_meta:  # judges of captures ask for a shape, and torch has no rule for this operator
             return x.new_empty(*x.shape[:-1], self.out_features)
-        found: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
-        return found
+        result: Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
+        return result
 
 
 Form = type[PackedLinear] | type[HalfLinear]
-FORMS: dict[str, Form] = {"packed": PackedLinear, "half": HalfLinear}
+FORMS: dict[str, Form] = {"packed": PackedLinear, "half": HalfLinear}  # in place of `nn.Linear`
 Shares = dict[str, dict[int, float]]  # time in that of plain: by form, by rows of the input
 
 
-def linears(modules: Iterable[nn.Module]) -> Iterator[Linears]:
-    """The layers that can be packed; those in 8 bits have a form of their own."""
+class Plans:
+    """How many rows are multiplied at a time, by form and size of a matrix: those of one model."""
+
+    def __init__(self, changed: Callable[[str], None] = lambda text: None) -> None:
+        """
+        Args:
+            changed: is given what is to be said of all of them, each time a number of rows was tried.
+        """
+        self.changed = changed
+        self.by_size = dict[tuple[type[Matrix], int, int], RowPlans]()
+
+    def of(self, matrix: Matrix) -> RowPlans:
+        size = (type(matrix), matrix.in_features, matrix.out_features)
+        if size not in self.by_size:
+            plans = RowPlans(matrix.in_features, matrix.dtype, self.note)
+            self.by_size[size] = plans
+        return self.by_size[size]
+
+    def note(self) -> None:
+        tried = {rows for plans in self.by_size.values() for rows, _ in plans.plans}
+        cut = {rows: plan for plans in self.by_size.values() for rows, plan in plans.cut.items()}
+        text = f"each row keeps its bits in products of {', '.join(map(str, sorted(tried)))} rows"
+        if cut:
+            details = ", ".join(f"{rows} as {plan}" for rows, plan in sorted(cut.items()))
+            text += f", multiplied {details}"
+        self.changed(text)
+
+
+def linears(modules: Iterable[nn.Module], quantized: bool = False) -> Iterator[Linears]:
+    """The layers that can be packed; or those in 8 bits, which have a form of their own."""
     for module in modules:
         for parent in module.modules():
             for name, child in parent.named_children():
-                if type(child) is nn.Linear and type(child.weight) is nn.Parameter:
+                if (
+                    type(child) is nn.Linear
+                    and (type(child.weight) is not nn.Parameter) == quantized
+                ):
                     yield Linears(parent, name, child)
 
 
 @torch.no_grad()
-def lay_out(modules: Sequence[nn.Module], choice: str = "auto") -> tuple[str, str]:
+def lay_out(
+    modules: Sequence[nn.Module], choice: str = "auto", plans: Plans | None = None
+) -> tuple[str, str]:
     """Bring the linear layers of modules into a layout. -> its name, and why it is that one
 
     Args:
         modules: of one number format, without gradients.
-        choice: one of `LAYOUTS`, or `auto`: the fastest here; a float32 model that caches may hold stays plain, so
-            that its figures are the same on every processor.
+        choice: one of `LAYOUTS`, or `auto`. A model that caches do not hold takes what is fastest here by the clock; a
+            float32 model that they may hold takes what loses nothing and keeps rows' bits, whatever a clock says, so
+            that one command draws the same on two days.
+        plans: where it is kept how many rows are multiplied at a time, if rows are to keep their bits.
 
     Raises:
         DeviceError: the one asked for is not offered here.
     """
     found = list(linears(modules))
-    if choice == "plain" or not found:
-        return "plain", "asked for" if choice == "plain" else "there is nothing to pack"
-    name, why = chosen([layer for _, _, layer in found], choice)
-    if name != "plain":
+    if plans is not None:
+        for parent, attribute, layer in list(linears(modules, quantized=True)):
+            setattr(parent, attribute, made("plain", layer, plans))
+    if not found:
+        return "plain", "there is nothing to pack"
+    name, why = chosen([layer for _, _, layer in found], choice, plans)
+    if name != "plain" or plans is not None:
         for parent, attribute, layer in found:  # one matrix at a time is held twice
-            setattr(parent, attribute, FORMS[name](layer))
+            setattr(parent, attribute, made(name, layer, plans))
     return name, why
 
 
-def chosen(layers: Sequence[nn.Linear], choice: str) -> tuple[str, str]:
+def made(name: str, layer: nn.Linear, plans: Plans | None) -> Matrix:
+    """A layer in a form."""
+    matrix = FORMS.get(name, PlainLinear)(layer)
+    matrix.rows = None if plans is None else plans.of(matrix)
+    return matrix
+
+
+def chosen(layers: Sequence[nn.Linear], choice: str, plans: Plans | None) -> tuple[str, str]:
     """The layout for the layers of a model, and why."""
     hindrances = {name: obstacle(form, layers) for name, form in FORMS.items()}
     if choice != "auto":
-        if why := hindrances[choice]:
+        if why := hindrances.get(choice):
             raise DeviceError(f"--layout {choice} cannot be used here", why, "--layout auto")
         return choice, "asked for"
     offered = [name for name, why in hindrances.items() if not why]
@@ -146,17 +224,37 @@ def chosen(layers: Sequence[nn.Linear], choice: str) -> tuple[str, str]:
         return "plain", hindrances["packed"]
     held = sum(layer.weight.nbytes for layer in layers)
     if layers[0].weight.dtype == torch.float32 and held < LARGE:
-        return "plain", f"{held / 2**20:.0f} MiB of float32: its exact figures are kept"
-    shares = known_shares(layers, offered)
+        return lossless_form(layers, offered)
+    shares = known_shares(layers, offered, plans is not None)
     return fastest_form(shares), f"{describe_shares(shares)} rows of plain's time on this processor"
+
+
+def lossless_form(layers: Sequence[nn.Linear], offered: Sequence[str]) -> tuple[str, str]:
+    """For a small float32 model: what reads least, rounds no weight and keeps rows' bits; no clock is asked."""
+    exact = "half" in offered and all(
+        torch.equal(layer.weight, layer.weight.half().float()) for layer in layers
+    )
+    whys = {"half": "no weight loses a bit by float16", "packed": "float32 as it is"}
+    sizes = {(each.in_features, each.out_features): each for each in layers}.values()
+    for name, why in whys.items():
+        if (
+            name in offered
+            and (name != "half" or exact)
+            and all(
+                keeps_rows(made(name, each, None), each.in_features, each.weight.dtype)
+                for each in sizes
+            )
+        ):
+            return name, f"{why}, and an image does not depend on its batch"
+    return "plain", "the other forms round weights, or rows by the rows beside them"
 
 
 def fastest_form(shares: Shares) -> str:
     """The form that needs the smallest share on average, each only if it gains enough over those before it."""
-    best, least = "plain", 1.0
-    for name, by_rows in shares.items():
+    best, least = "plain", inf
+    for name, by_rows in {"plain": {0: 1.0}, **shares}.items():
         share = sum(by_rows.values()) / len(by_rows)
-        if share <= FORMS[name].gain * least:
+        if share <= FORMS.get(name, PlainLinear).gain * least:
             best, least = name, share
     return best
 
@@ -192,28 +290,33 @@ def obstacle(form: Form, layers: Sequence[nn.Linear]) -> str:
 # ------------------------------------------------------------------------------------ by the clock
 
 
-def known_shares(layers: Sequence[nn.Linear], forms: Sequence[str]) -> Shares:
+def known_shares(layers: Sequence[nn.Linear], forms: Sequence[str], held: bool = True) -> Shares:
     """`measured_shares`, from the cache if these sizes were timed on this processor; they are put there otherwise.
 
     Where nothing can be written they are timed every time.
+
+    Args:
+        held: whether rows are to keep their bits.
     """
-    file = kept_in(layers)
+    file = kept_in(layers, held)
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         read = json.loads(file.read_text(encoding="utf-8"))["shares"]
-        return {name: {rows: float(read[name][str(rows)]) for rows in ROWS} for name in forms}
-    shares = measured_shares(layers, forms)
-    content = {"about": situation(layers), "shares": shares}
+        names = [*(["plain"] if held else []), *forms]
+        return {name: {rows: float(read[name][str(rows)]) for rows in ROWS} for name in names}
+    shares = measured_shares(layers, forms, held)
+    content = {"about": situation(layers, held), "shares": shares}
     with suppress(OutputError):
         write_file(file, json.dumps(content).encode(), force=True)
     return shares
 
 
-def kept_in(layers: Sequence[nn.Linear]) -> Path:
-    digest = hashlib.sha256(json.dumps(situation(layers), sort_keys=True).encode()).hexdigest()
+def kept_in(layers: Sequence[nn.Linear], held: bool) -> Path:
+    about = json.dumps(situation(layers, held), sort_keys=True)
+    digest = hashlib.sha256(about.encode()).hexdigest()
     return cache_folder() / "layouts" / f"{digest[:32]}.json"
 
 
-def situation(layers: Sequence[nn.Linear]) -> dict[str, Any]:
+def situation(layers: Sequence[nn.Linear], held: bool) -> dict[str, Any]:
     """What decides how fast a form is."""
     sizes = [f"{layer.out_features}x{layer.in_features}" for layer in layers]
     return {
@@ -222,23 +325,29 @@ def situation(layers: Sequence[nn.Linear]) -> dict[str, Any]:
         "torch": torch.__version__,
         "dtype": str(layers[0].weight.dtype),
         "sizes": {size: sizes.count(size) for size in sizes},
+        "held": held,
     }
 
 
-def measured_shares(layers: Sequence[nn.Linear], forms: Sequence[str]) -> Shares:
-    """Time of each form in that of the plain one; a second or less."""
+def measured_shares(layers: Sequence[nn.Linear], forms: Sequence[str], held: bool = True) -> Shares:
+    """Time of each form in that of `nn.Linear`; a second or less.
+
+    Where rows are to keep their bits, `plain` is among them: it may have to be multiplied in pieces.
+    """
     sample = list[nn.Linear]()
     for layer in layers:
         sample.append(layer)
         if sum(each.weight.nbytes for each in sample) >= SAMPLED:
             break
+    plans = Plans() if held else None
+    names = [*(["plain"] if held else []), *forms]
     shaped: list[Sequence[Callable[[Tensor], Tensor]]] = [sample]
-    shaped += [[FORMS[name](layer) for layer in sample] for name in forms]
-    shares: Shares = {name: {} for name in forms}
+    shaped += [[made(name, layer, plans) for layer in sample] for name in names]
+    shares: Shares = {name: {} for name in names}
     for rows in ROWS:
         inputs = [torch.ones(rows, each.in_features, dtype=each.weight.dtype) for each in sample]
         plain_s, *others_s = time_forms(shaped, inputs)
-        for name, seconds in zip(forms, others_s, strict=True):
+        for name, seconds in zip(names, others_s, strict=True):
             shares[name][rows] = seconds / plain_s
     return shares
 

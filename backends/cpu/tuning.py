@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from lantern_hpu.backends.base import Pace, Tuning
-from lantern_hpu.backends.cpu import layouts
+from lantern_hpu.backends.cpu import invariance, layouts
 from lantern_hpu.backends.cpu.threads import ThreadPace
 from lantern_hpu.backends.host import native_bfloat16
 from lantern_hpu.errors import DeviceError
+from lantern_hpu.ops.kernels import Kernels, Sizes
 
 
 class CPUTuning(Tuning):
@@ -42,18 +43,36 @@ class CPUTuning(Tuning):
         return dtype
 
     def lay_out(
-        self, modules: Sequence[nn.Module], choice: str = "auto", modes: Collection[str] = ()
+        self,
+        modules: Sequence[nn.Module],
+        choice: str = "auto",
+        modes: Collection[str] = (),
+        invariant: bool = False,
     ) -> str:
         self.check_layout(choice)
         if "compile" in modes and choice in layouts.FORMS:
             why, hint = "inductor takes no matrices in a library's order", "--graphs eager"
             raise DeviceError(f"--layout {choice} cannot be compiled", why, hint)
+        plans = layouts.Plans(self.note_rows) if self.holds_rows(invariant, modes) else None
         if "compile" in modes and choice == "auto":
             layout, why = "plain", "inductor takes no others"
         else:
-            layout, why = layouts.lay_out(modules, choice)
+            layout, why = layouts.lay_out(modules, choice, plans)
         self.decided["layout"] = f"{layout}: {why}"
         return layout
+
+    def holds_rows(self, invariant: bool, modes: Collection[str]) -> bool:
+        """Whether images are to be held to bits that do not depend on their batch; it is kept for reports."""
+        self.invariant = invariant and "compile" not in modes
+        why = "what inductor makes of a step is not tried" if invariant else "not asked for"
+        self.decided["invariant"] = "on" if self.invariant else f"off: {why}"
+        return self.invariant
+
+    def independent(self, kernels: Kernels, sizes: Sizes, dtype: torch.dtype) -> Kernels:
+        return invariance.independent(kernels, sizes, dtype)
+
+    def note_rows(self, text: str) -> None:
+        self.decided["invariant"] = f"on: {text}"
 
     def weight_bytes(self, layout: str, dtype: torch.dtype) -> int:
         return layouts.HALF_BYTES if layout == "half" else dtype.itemsize

@@ -78,7 +78,7 @@ def draw_job(args: argparse.Namespace) -> GenerationResult | None:
             pipeline, [requests[i] for i in left], chosen, job.batch_size, bar, keep
         )
         if args.verbose:
-            show_decided(pipeline, "threads")
+            show_decided(pipeline, "threads", "invariant")
     if line := warm_up_line(result):
         print(line, file=sys.stderr)
     result.timing.import_s = imported

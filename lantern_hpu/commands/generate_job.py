@@ -134,6 +134,7 @@ def job_again(args: argparse.Namespace) -> GenerateJob:
     config: dict[str, Any] = data["config"]
     settled = {"dtype": config["dtype"]} | {n: config.get(n) for n in ("quantize", "stretch")}
     settled["layout"] = args.layout or config.get("layout", "plain")
+    settled["invariant"] = args.invariant or config.get("invariant", "off")
     kept, parts_given = config.get("parts", {}), options.given_parts(args)
     # By name: a picture of a stranger may hold anything.
     parts = {f.name: getattr(parts_given, f.name) or kept.get(f.name) for f in fields(Given)}

@@ -113,7 +113,7 @@ def add_bridge_option(group: Group, *others: str) -> None:
 
 def add_processor_options(group: Group) -> None:
     """What is measured on a processor unless it is given."""
-    add_fields(group, DeviceOptions, "layout", "threads")
+    add_fields(group, DeviceOptions, "layout", "invariant", "threads")
 
 
 def add_quantize_option(group: Group) -> None:

@@ -11,6 +11,7 @@ KEEP_TEXT = (
     "host",
     "free",
 )  # where a text encoder stays: see `lantern_hpu.models.text.t5`
+SWITCH = ("on", "off")
 
 LAYOUTS = "packed once for the processor, half (float16, packed), plain, or auto: the fastest"
 
@@ -36,8 +37,13 @@ class DeviceOptions:
         metavar="NAME",
     )
     layout: str = option("auto", f"of the matrices: {LAYOUTS}")
+    invariant: str = option(
+        "on", "on: on a processor an image's bits do not depend on its batch; off: speed alone"
+    )
     threads: int = option(0, "of the processor; 0 for the fastest number", metavar="N")
 
     def __post_init__(self) -> None:
         if self.keep_text not in KEEP_TEXT:
             raise OptionError(f"--keep-text is {self.keep_text}", hint=choices(KEEP_TEXT))
+        if self.invariant not in SWITCH:
+            raise OptionError(f"--invariant is {self.invariant!r}", hint=choices(SWITCH))

@@ -87,6 +87,25 @@ def swiglu(gate_up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+class Sizes(Protocol):
+    """Of a model, as its kernels meet them; a `TransformerConfig` has them."""
+
+    @property
+    def dim(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def kv(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def ffn_dim(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def norm_eps(self) -> float: ...
+
+
 # The arguments of the plain `rotate_into`, up to `source`
 RotateInto = Callable[
     [Tensor, Tensor, Tensor, Tensor, bool, Tensor, Tensor, Tensor, Tensor | None], Tensor

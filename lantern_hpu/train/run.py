@@ -51,7 +51,7 @@ def train(wanted: TrainRequest) -> dict[str, Any]:
     check_training(wanted)
     options = wanted.options
     prompts = read_prompts(wanted.data)
-    device = replace(wanted.device, graphs="eager", layout="plain")
+    device = replace(wanted.device, graphs="eager", layout="plain", invariant="off")
     prepare(device.device, device.graphs)
     from accelerate import Accelerator
 

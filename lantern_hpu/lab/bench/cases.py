@@ -54,6 +54,7 @@ class BenchRequest:
     dtype: str = "auto"
     kernels: str = "auto"
     layout: str = "auto"
+    invariant: str = "on"
     threads: int = 0
     settings: list[Setting]
     modes: list[str]

@@ -85,6 +85,7 @@ def open_pipeline(wanted: BenchRequest) -> LanternPipeline:
             kernels=wanted.kernels,
             stretch=wanted.stretch,
             layout=layout_of(wanted),
+            invariant=wanted.invariant,
             threads=wanted.threads,
         )
     began = time.perf_counter()
@@ -94,7 +95,8 @@ def open_pipeline(wanted: BenchRequest) -> LanternPipeline:
             backend.tuning.check_layout(wanted.layout)
             backend.tuning.use_threads(wanted.threads)
             model = make_model(wanted.entry, backend, wanted.dtype, wanted.kernels)
-            layout = backend.tuning.lay_out(model.stepping, wanted.layout, wanted.modes)
+            held = wanted.invariant == "on"
+            layout = backend.tuning.lay_out(model.stepping, wanted.layout, wanted.modes, held)
         pipeline = LanternPipeline(model, backend, wanted.mode, layout=layout)
     except BaseException:
         backend.close()
