@@ -21,7 +21,8 @@ from lantern_hpu.decode import noise
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Decoded
 from lantern_hpu.errors import OptionError
-from lantern_hpu.lab.fidelity import FidelityOptions, fidelity_rows
+from lantern_hpu.lab.evaluate.options import FidelityOptions
+from lantern_hpu.lab.fidelity import fidelity_rows
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Resolved, Setting
@@ -332,7 +333,7 @@ def test_a_server_says_which_schedule_it_serves(model: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
     menu = make_menu(pipeline, ServeOptions(str(model), methods=("scd@9:commit=3", "ar"), slots=2))
     assert menu.methods["scd"].spec.longest == 3
-    call = read_call(ImagesRequest(prompt="red cat", commit=3), menu)
+    call = read_call(ImagesRequest.model_validate({"prompt": "red cat", "commit": 3}), menu)
     assert call.served.setting.tree.name == "scd:9:commit=3:law"
     for body, allowed in (
         ({"commit": 2}, "3, as scd"),
@@ -341,7 +342,7 @@ def test_a_server_says_which_schedule_it_serves(model: Path) -> None:
         with pytest.raises(ApiError, match=allowed):
             read_call(ImagesRequest.model_validate({"prompt": "red cat", **body}), menu)
     with pytest.raises(ApiError, match="commit takes no relaxation"):
-        read_call(ImagesRequest(prompt="red cat", relax="lambda-5"), menu)
+        read_call(ImagesRequest.model_validate({"prompt": "red cat", "relax": "lambda-5"}), menu)
 
 
 def test_python_takes_the_option(model: Path) -> None:

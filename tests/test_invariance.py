@@ -136,7 +136,7 @@ def test_a_kernel_that_depends_on_its_rows_changes_no_image(
 ) -> None:
     """It is called for each row by itself, and the report says so."""
     wrong = off_in_company(getattr(PLAIN, name))
-    kernels = replace(PLAIN, **{name: wrong})
+    kernels = replace(PLAIN, **{name: wrong})  # type: ignore[arg-type]
     monkeypatch.setattr(CPUBackend, "kernels", lambda self, choice, dtype: kernels)
     tokens = tokens_by_batch(model)
     assert all(each == tokens[1] for each in tokens.values())

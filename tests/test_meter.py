@@ -12,7 +12,7 @@ from torch import Tensor
 from lantern_hpu.decode.accept import gain
 from lantern_hpu.lab.fidelity import Place, tv_at
 from lantern_hpu.methods.relaxation import Additive, Annealed, Clustered, Multiplicative, Relaxation
-from lantern_hpu.tree import DynamicTree, Tree, Window, load_tree
+from lantern_hpu.tree import DraftTree, DynamicTree, Tree, Window, load_tree
 from scripts.frontier import main as frontier
 from tests.reference import Relaxed
 from tests.test_accept import RULES, acceptance_of, bounds_of, random_probs, siblings_probs
@@ -157,6 +157,8 @@ def test_the_frontier_goes_on_where_it_was_stopped(
 def test_the_mean_of_the_meter_is_what_fidelity_says(name: str) -> None:
     rule, (p, q) = SOUND[name], random_probs(2, V)
     place = Place(p[None], q[None], torch.zeros(1, 1).int(), torch.ones(1, 1, dtype=torch.bool))
-    acceptance = acceptance_of(load_tree("scd:1"), rule, V)
+    window = load_tree("scd:1")
+    assert isinstance(window, DraftTree)
+    acceptance = acceptance_of(window, rule, V)
     said = tv_at(place, acceptance, bounds_of(rule, 1), torch.rand(4, 1))
     assert mean_gain(p, q, rule) == pytest.approx(said, abs=1e-9)
