@@ -32,6 +32,11 @@ from lantern_hpu.methods.resolve import Here, resolve
 from lantern_hpu.methods.setting import Resolved, Setting, lacks_drafter, window_tree
 from lantern_hpu.methods.table import AUTO
 from lantern_hpu.models.config import TransformerConfig
+from lantern_hpu.models.diffusion import (
+    DiffusionPixels,
+    check_diffusers,
+    check_diffusion_folder,
+)
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.files.load import Opened, open_model
 from lantern_hpu.models.files.parts import Given
@@ -96,6 +101,7 @@ class LanternPipeline:
         self.loaded_with: dict[str, Any] = {}  # arguments of `from_pretrained`, to load it anew
         self.bar_options: dict[str, Any] = {"disable": None}  # None: shown on a terminal alone
         self.lock = threading.RLock()
+        self.diffusion: DiffusionPixels | None = None  # makes pictures where no tokenizer does
 
     @classmethod
     @nearest_keyword
@@ -148,7 +154,7 @@ class LanternPipeline:
         asked = {
             k: v for k, v in locals().items() if k not in ("cls", "torch_dtype", "drafter", "check")
         }
-        began, spared = time.perf_counter(), () if pictures else ("vq",)
+        began, spared = time.perf_counter(), () if pictures else ("vq", "pixels")
         if torch_dtype is not None:
             require(dtype == "auto", "torch_dtype", torch_dtype, "not together with dtype")
             asked["dtype"] = dtype = torch_dtype
@@ -165,6 +171,10 @@ class LanternPipeline:
             grid_by_size(small.config.target, size, model)
             if check is not None:
                 check(small)
+            painting = small.source.pixels if pictures else None
+            if painting is not None:
+                check_diffusers()
+                check_diffusion_folder(painting)
             opened: Opened | Stretched = small
             if stretch is not None:
                 name = f"{model} stretched to {stretch}"
@@ -186,6 +196,9 @@ class LanternPipeline:
                 layout = backend.tuning.lay_out(matrices, layout, [graphs], held)
             parts = given.resolved()
             pipeline = cls(loaded, backend, graphs, given=parts, quantize=quantize, layout=layout)
+            if painting is not None:
+                device = torch.device("cpu") if emulate else backend.device
+                pipeline.diffusion = DiffusionPixels(painting, number, device)
             pipeline.load_seconds, pipeline.loaded_with = time.perf_counter() - began, asked
             return pipeline
         except BaseException:
@@ -450,6 +463,16 @@ class LanternPipeline:
         config = config or self.model.target.config
         return decode_pixels(self.model.vq, config, self.backend, tokens)
 
+    def pictures(self, done: Finished) -> list[Image.Image]:
+        """Of a finished image; none where nothing makes them."""
+        model, request = self.model, done.request
+        grid = grid_by_size(model.target.config, request.size, model.name)
+        config, tokens = model.target.config.of_grid(grid), done.tokens[None]
+        if self.diffusion is None:
+            return self.pixels(tokens, config)
+        with self.backend.errors():
+            return self.diffusion(tokens, config, [request.prompt], [request.seed])
+
     def notes(self, requests: Sequence[Request]) -> list[tuple[str, str]]:
         """Each prompt, and each negative one, with what the model cannot do with it, once."""
         condition = self.model.condition
@@ -503,6 +526,8 @@ class LanternPipeline:
             pictures=[one.image for one in result if one.image is not None],
             records=[one.record for one in result],
             tokens=np.stack([tokens[index] for index in range(len(requests))]),
+            preview_tokens=engine.target.config.preview_tokens,
+            code_grid=engine.target.config.grid,
             timing=timing,
             graph=self.graph_report(engine, before, counted),
             settings=[settings_of(request) for request in requests],
@@ -524,7 +549,7 @@ class LanternPipeline:
         Args:
             config: what `describe` says of the run. decode: False leaves the pixels out.
         """
-        pixels = self.pixels(done.tokens[None]) if decode else []
+        pixels = self.pictures(done) if decode else []
         record, settings = self.record(done), config | settings_of(done.request)
         return Drawn(pixels[0] if pixels else None, record, settings, environment)
 

@@ -5,19 +5,24 @@ The files are those of `scripts/synthetic_glm_image.py`; the loader does not kno
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from lantern_hpu.commands import generate
+from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.files.load import open_model
+from lantern_hpu.models.diffusion import check_diffusers, prior_token_ids
+from lantern_hpu.models.files.load import Opened, open_model
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.transformer import Rotary
 from lantern_hpu.ops.masks import additive_mask, prefix_mask
@@ -166,6 +171,7 @@ def test_greedy_pictures_are_those_of_transformers(folder: Path) -> None:
         assert len(want.unique()) > 4
 
 
+@pytest.mark.slow
 def test_nothing_is_captured_anew_for_lengths_and_sizes_seen_before(folder: Path) -> None:
     """Ten prompts of ten lengths in two sizes, after one prompt of each class in each size."""
     pipeline = LanternPipeline.from_pretrained(
@@ -200,3 +206,108 @@ def test_windows_draw_what_ar_draws_where_they_must(folder: Path, method: str) -
     want = drawn(pipeline, PROMPTS, (64, 96), sampling=GREEDY)
     got = drawn(pipeline, PROMPTS, (64, 96), method, GREEDY)
     assert (got.tokens == want.tokens).all()
+
+
+# ------------------------------------------------------------------------------------ pixels
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path) -> LanternPipeline:
+    """With its diffusion model, in few steps."""
+    pytest.importorskip("diffusers")
+    pipeline = LanternPipeline.from_pretrained(str(folder), device="cpu", dtype="float32")
+    assert pipeline.diffusion is not None
+    pipeline.diffusion.options = {"num_inference_steps": 2}
+    return pipeline
+
+
+def test_pictures_are_those_of_diffusers_where_tokens_are(
+    whole: LanternPipeline, folder: Path
+) -> None:
+    """diffusers draws its own tokens, greedily, and its picture of them; ours are the same."""
+    from diffusers import GlmImagePipeline
+
+    theirs: Any = GlmImagePipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    theirs.set_progress_bar_config(disable=True)
+    config = whole.model.target.config
+    settings = theirs.vision_language_encoder.generation_config
+    settings.top_k, settings.suppress_tokens = 1, list(range(config.codes, config.vocab_size))
+    seed, size = 5, (64, 96)
+    want = theirs(
+        prompt=PROMPTS[2],
+        height=size[0],
+        width=size[1],
+        num_inference_steps=2,
+        generator=torch.Generator().manual_seed(seed),
+        output_type="pil",
+    ).images[0]
+    result = whole(
+        PROMPTS[2], height=size[0], width=size[1], seed=seed, temperature=0.0, method="ar"
+    )
+    assert result.images[0].size == want.size == (96, 64)
+    assert result.images[0].tobytes() == want.tobytes()
+    assert len(set(want.tobytes())) > 50
+    other = whole(PROMPTS[1], height=size[0], width=size[1], seed=seed, temperature=0.0)
+    assert other.images[0].tobytes() != want.tobytes()
+
+
+def test_tokens_go_to_a_pipeline_elsewhere(folder: Path, whole: LanternPipeline) -> None:
+    """Ours as the autoregressive stage, in the lines of the documentation."""
+    result = pipeline_of(folder)(PROMPTS[0], height=64, width=96, output_type="tokens")
+    ids = prior_token_ids(result.tokens, (2, 3))
+    assert whole.diffusion is not None
+    picture = whole.diffusion.pipe(
+        prompt=PROMPTS[0],
+        height=64,
+        width=96,
+        prior_token_ids=ids,
+        num_inference_steps=2,
+        generator=torch.Generator().manual_seed(0),
+    ).images[0]
+    mine = whole(PROMPTS[0], height=64, width=96)
+    assert mine.images[0].tobytes() == picture.tobytes()
+
+
+def test_saved_tokens_are_the_pictures_codes(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "tokens.npz"
+    command = [
+        "--model",
+        str(folder),
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        "--prompt",
+        PROMPTS[0],
+    ]
+    command += ["--height", "64", "--width", "96", "--method", "ar", "--save-tokens", str(file)]
+    assert generate.main([*command, "--output", str(tmp_path / "out")]) == 0
+    saved = np.load(file)
+    whole = drawn(pipeline_of(folder), PROMPTS[:1], (64, 96)).tokens
+    assert saved["grid"].tolist() == [2, 3]
+    assert saved["tokens"].tolist() == whole[:, -6:].tolist()
+
+
+def test_codes_are_doubled_as_diffusers_does(folder: Path) -> None:
+    diffusers = pytest.importorskip("diffusers")
+    tokens = np.arange(4 * 6 + 6)[None]
+    want = diffusers.GlmImagePipeline._upsample_token_ids(torch.as_tensor(tokens[:, 6:]), 4, 6)
+    assert torch.equal(prior_token_ids(tokens, (4, 6)), want)
+
+
+@pytest.mark.parametrize("version", ["0.36.0", "0.40.0", "0.40.1", "0.43.0", "1.0.0"])
+def test_releases_of_diffusers_that_do_not_fit_are_refused(version: str) -> None:
+    with pytest.raises(OptionError, match=version):
+        check_diffusers(version)
+
+
+@pytest.mark.parametrize("version", ["0.37.1", "0.39.0", "0.41.0", "0.42.1"])
+def test_releases_of_diffusers_that_fit_are_taken(version: str) -> None:
+    check_diffusers(version)
+
+
+def test_without_diffusers_nothing_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    monkeypatch.setattr(Opened, "load", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(OptionError, match="diffusers is not installed"):
+        LanternPipeline.from_pretrained(str(folder), device="cpu")

@@ -56,9 +56,12 @@ def draw_job(args: argparse.Namespace) -> GenerationResult | None:
         **vars(job.device),
     )
     with closing(pipeline):
-        show_geometry(pipeline)
-        if pipeline.model.vq is None:
+        show_geometry(pipeline, job.size)
+        if not pipeline.diffusion and pipeline.model.vq is None:
             outputs = outputs.of_tokens(pipeline.model.name)
+        if outputs.preview and pipeline.model.vq is None:
+            what = "--preview-every cannot be used"
+            raise OptionError(what, "no tokenizer makes pictures of some rows", "leave it out")
         if args.verbose:
             show_decided(pipeline, "dtype", "layout")
         chosen, sampling = settled_job(job, pipeline, args)
@@ -102,16 +105,22 @@ def draw_shown(
         return pipeline.draw(requests, chosen, batch_size, bar, keep)
 
 
-def show_geometry(pipeline: LanternPipeline) -> None:
-    """Say what a checkpoint draws: its size is its own, no option changes it."""
+def show_geometry(pipeline: LanternPipeline, size: tuple[int, int] | None = None) -> None:
+    """Say what a checkpoint draws, of the size that is asked for."""
+    from lantern_hpu.models.model import grid_by_size
+
     model = pipeline.model
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)
     if model.source == "builtin" and model.stretched is None:
         return
-    (height, width), (rows, columns) = model.config.image_size, model.target.config.grid
+    height, width = size or model.config.image_size
+    grid = grid_by_size(model.target.config, size, model.name)
+    rows, columns = grid or model.target.config.grid
     drafter = "with a drafter" if model.drafter else "no drafter"
-    pixels = f"{width} x {height} pixels" if model.vq else "no VQ tokenizer, so no pictures"
+    pixels = f"{width} x {height} pixels"
+    if not model.makes_pictures:
+        pixels = "no VQ tokenizer, so no pictures"
     print(f"{model.name}: {pixels}, {columns} x {rows} tokens, {drafter}", file=sys.stderr)
 
 

@@ -428,6 +428,7 @@ class ModelConfig:
     Attributes:
         drafter: None where there is none. vq: None where nothing is to become a picture.
         text: sizes of the text encoder that the condition needs; None where it needs none, or is not here.
+        codebook: width of the codes' vectors, where those alone are known of their tokenizer; 0: they are not.
     """
 
     target: TransformerConfig
@@ -435,6 +436,7 @@ class ModelConfig:
     drafter: DrafterConfig | None = None
     vq: VQConfig | None = None
     text: T5Config | None = None
+    codebook: int = 0
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelConfig:
@@ -453,13 +455,14 @@ class ModelConfig:
             part("drafter", DrafterConfig),
             part("vq", VQConfig),
             part("text", T5Config),
+            values.get("codebook", 0),
         )
 
     @property
     def image_size(self) -> tuple[int, int]:
         """Height and width in pixels; codes if there is no tokenizer."""
         rows, columns = self.target.grid
-        pixels = self.vq.downsample if self.vq else 1
+        pixels = self.vq.downsample if self.vq else self.target.code_pixels or 1
         return rows * pixels, columns * pixels
 
     @property
@@ -470,8 +473,9 @@ class ModelConfig:
     @property
     def parameters(self) -> dict[str, int]:
         """Numbers that each part holds; 0 where there is none."""
+        beside = self.condition.parameters(self.target) + self.target.codes * self.codebook
         return {
-            "target": self.target.parameters + self.condition.parameters(self.target),
+            "target": self.target.parameters + beside,
             "drafter": self.drafter.parameters(self.target) if self.drafter else 0,
             "vq": self.vq.parameters if self.vq else 0,
             "text": self.text.parameters if self.text else 0,

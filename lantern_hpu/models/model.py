@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lantern_hpu.errors import OptionError, WeightsError
@@ -83,10 +84,17 @@ class ImageModel:
     fastest: dict[str, tuple[str, str | None]] = field(default_factory=dict)
     neighbour_table: Path | None = None  # a published one; otherwise one is computed
     vq_fingerprint: str = ""  # of the tokenizer, the same in any container; empty without one
+    code_vectors_alone: Tensor | None = None  # [codes, dim], where there is no tokenizer beside
+    pixels_by: Path | None = None  # a pipeline of diffusers that makes pictures of its codes
     notes: list[str] = field(default_factory=list)  # what a user should know of its parts
     stretched: str | None = None  # to the sizes of which known model: see `models/stretch.py`
     base: ImageModel | None = None  # what it was before, which computes the same
     _near: dict[int, Tensor] = field(default_factory=dict, repr=False)  # by number of neighbours
+
+    @property
+    def makes_pictures(self) -> bool:
+        """Whether its tokens become pictures."""
+        return self.vq is not None or self.pixels_by is not None
 
     @property
     def stepping(self) -> list[nn.Module]:
@@ -124,6 +132,8 @@ class ImageModel:
         Raises:
             WeightsError: there is no tokenizer.
         """
+        if self.code_vectors_alone is not None:  # used at length 1
+            return F.normalize(self.code_vectors_alone.float(), dim=-1)
         if self.vq is None:
             why, hint = "there is no VQ tokenizer", "--vq, --neighbours, or an exact method"
             raise WeightsError("which codes are neighbours is not known", why, hint)

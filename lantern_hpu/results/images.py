@@ -124,6 +124,8 @@ class GenerationResult:
         settings: sampling and relaxation of each image.
         tokenizer: fingerprint of the VQ tokenizer, the same in any container; empty where there is none.
         output_type: what `images` are.
+        preview_tokens: how many of an image's tokens are of a preview that is drawn first.
+        code_grid: rows and columns of the picture's codes.
     """
 
     pictures: list[Image.Image]
@@ -137,6 +139,8 @@ class GenerationResult:
     notes: list[str]
     tokenizer: str = ""
     output_type: OutputType = "pil"
+    preview_tokens: int = 0
+    code_grid: tuple[int, int] | None = None
 
     @property
     def images(self) -> Any:
@@ -289,11 +293,14 @@ def mean_tv(records: Sequence[ImageRecord]) -> float | None:
 
 
 def tokens_file(result: GenerationResult) -> bytes:
-    """`--save-tokens`: arrays tokens [images, N] int32, seeds [images] int64, prompts and metadata [images] str."""
+    """`--save-tokens`: arrays tokens [images, N] int32, without those of a preview, grid [2], seeds [images] int64,
+    prompts and metadata [images] str.
+    """
     count, buffer = len(result.records), io.BytesIO()
     np.savez_compressed(
         buffer,
-        tokens=result.tokens.astype(np.int32),
+        tokens=result.tokens[:, result.preview_tokens :].astype(np.int32),
+        grid=np.asarray(result.code_grid or (), dtype=np.int32),
         tokenizer=np.asarray(result.tokenizer),
         seeds=np.asarray([record.seed for record in result.records], dtype=np.int64),
         prompts=np.asarray([record.prompt for record in result.records]),

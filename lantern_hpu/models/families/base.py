@@ -22,6 +22,9 @@ class Published:
         checkpoint: its tensors by the names that the recipe uses.
         recipe: of `target.*` and of the condition's modules.
         tokenizer: a whole image tokenizer, if the target's own file holds one.
+        codebook: width of the codes' vectors, where the recipe has them as `codebook.weight`.
+        sampling: as its files say; None: the family's.
+        diffusion: whether pictures are made by a diffusion model of its codes and prompt.
     """
 
     kind: str
@@ -30,6 +33,9 @@ class Published:
     checkpoint: Checkpoint
     recipe: Recipe
     tokenizer: Checkpoint | None = None
+    codebook: int = 0
+    sampling: Sampling | None = None
+    diffusion: bool = False
 
 
 @dataclass(frozen=True)

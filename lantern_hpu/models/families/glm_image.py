@@ -7,15 +7,17 @@ preview, then the picture; pixels are made by the diffusion model that is publis
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lantern_hpu.errors import WeightsError
+from lantern_hpu.files import reading
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import Family, Published
-from lantern_hpu.models.files.checkpoint import Checkpoint
+from lantern_hpu.models.files.checkpoint import Checkpoint, folder_of
 from lantern_hpu.models.files.parts import Parts
 from lantern_hpu.models.files.recipe import Recipe, llama_block, take
 from lantern_hpu.ops.grammar import NEVER
@@ -31,6 +33,7 @@ PREFIX, PREFIXES = (
 TEXT = "model.language_model."
 LAYER = TEXT + "layers.{}."
 CODEBOOK = "model.vqmodel.quantize.embedding.weight"
+GENERATION = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # transformers' defaults
 SPARE = "spare"  # the head's bias that forbids special tokens, which is in no file
 
 
@@ -134,7 +137,36 @@ def read_glm_image(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) 
     spare = torch.zeros(config.vocab_size)
     spare[config.codes :] = NEVER
     condition, recipe = ConditionConfig("tokens", frame="glm-image"), glm_image_recipe(config)
-    return Published("glm-image", config, condition, checkpoint.beside(SPARE, spare), recipe)
+    codebook = checkpoint.shapes.get(CODEBOOK, (0, 0))[1]
+    if codebook:
+        recipe = {**recipe, "codebook.weight": take(CODEBOOK)}
+    return Published(
+        "glm-image",
+        config,
+        condition,
+        checkpoint.beside(SPARE, spare),
+        recipe,
+        codebook=codebook,
+        sampling=generation_sampling(parts.target),
+        diffusion=True,
+    )
+
+
+def generation_sampling(folder: Path) -> Sampling | None:
+    """Of the generation_config.json beside the weights; None where there is none.
+
+    What it leaves out is as transformers has it, and so diffusers' pipeline: the most probable 50.
+    """
+    file = folder_of(folder) / "generation_config.json"
+    if not file.is_file():
+        return None
+    with reading(file, "download it again") as said:
+        usual = GENERATION | {name: said[name] for name in GENERATION if said.get(name) is not None}
+        if not said.get("do_sample", False):
+            usual["temperature"] = 0.0
+        return Sampling(
+            1.0, float(usual["temperature"]), int(usual["top_k"]), float(usual["top_p"])
+        )
 
 
 FAMILY = Family(

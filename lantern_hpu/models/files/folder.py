@@ -58,11 +58,13 @@ class ModelFolder:
             self.sampling = Sampling(**self.about["sampling"])
             fastest = self.about["fastest"].items()
             self.fastest = {device: (method, tree) for device, (method, tree) in fastest}
+        pixels = self.about.get("pixels")
+        self.pixels = parts.pixels or (Path(pixels) if pixels else None)
         config = self.config.vq
-        if config is None:
+        if config is None and not self.config.target.code_pixels:
             raise WeightsError(f"cannot read {self.path / CONFIG}", "vq is missing")
-        self.code_pixels = config.downsample
-        if parts.vq is not None:
+        self.code_pixels = config.downsample if config else self.config.target.code_pixels
+        if parts.vq is not None and config is not None:
             vq, self.vq = open_vq(open_checkpoint(parts.vq), config.normalize_codebook)
             check_vq(vq, self.config.target, config.downsample, parts.vq)
             self.config = replace(self.config, vq=vq)
@@ -81,7 +83,7 @@ class ModelFolder:
 
         return Weights(
             stored(TARGET),
-            self.vq or stored(VQ),
+            self.vq or (stored(VQ) if self.config.vq else None),
             stored(DRAFTER_WEIGHTS) if self.config.drafter else None,
             files,
             self.about.get("fingerprint"),
@@ -99,6 +101,8 @@ def write_model(model: ImageModel, folder: Path, progress: Any) -> None:
         progress: a bar of tqdm; each part is a step of it.
     """
     main = nn.ModuleDict({**model.condition.parts(), "target": model.target})
+    if model.code_vectors_alone is not None:
+        main["codebook"] = nn.Embedding.from_pretrained(model.code_vectors_alone)
     parts: dict[str, nn.Module] = {TARGET: main}
     if model.vq is not None:
         parts[VQ] = model.vq
@@ -131,6 +135,8 @@ def model_json(model: ImageModel, files: dict[str, str]) -> dict[str, Any]:
         "condition": config.condition.as_json(),
         "drafter": config.drafter.as_json() if config.drafter else None,
         "vq": asdict(config.vq) if config.vq else None,
+        **({"codebook": config.codebook} if config.codebook else {}),
+        **({"pixels": str(model.pixels_by.resolve())} if model.pixels_by else {}),
         "sampling": asdict(model.sampling),
         "fastest": {name: list(value) for name, value in model.fastest.items()},
     }

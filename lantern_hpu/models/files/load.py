@@ -26,6 +26,7 @@ from lantern_hpu.models.model import ImageModel, Placement, Tokenizer, grid_by_s
 from lantern_hpu.models.transformer import Target
 
 VQ_MISSING = "the VQ tokenizer (--vq; FoundationVision/LlamaGen vq_ds16_*.pt; Anole: vqgan.ckpt)"
+DIFFUSION_MISSING = "the diffusion model (the whole pipeline's folder; --save-tokens needs none)"
 TEXT_MISSING = "the text encoder (--text-encoder; google/flan-t5-xl)"
 
 
@@ -44,7 +45,8 @@ class PublishedModel:
             result = family.read(stored, about, parts)
         tokenizer = open_checkpoint(parts.vq) if parts.vq else result.tokenizer
         absent = {
-            "vq": (tokenizer is None and not result.config.preview, VQ_MISSING),
+            "vq": (tokenizer is None and not result.diffusion, VQ_MISSING),
+            "pixels": (result.diffusion and parts.pixels is None, DIFFUSION_MISSING),
             "text": (result.condition.kind == "t5" and parts.text is None, TEXT_MISSING),
         }
         missing = [
@@ -54,14 +56,15 @@ class PublishedModel:
             hint = "name them, or lay them beside the target"
             raise WeightsError(f"parts are missing for {parts.target}", "; ".join(missing), hint)
         self.name, self.code_pixels = parts.name, family.code_pixels
-        self.vq, self.config = None, ModelConfig(result.config, result.condition)
+        self.vq, self.pixels = None, parts.pixels
+        self.config = ModelConfig(result.config, result.condition, codebook=result.codebook)
         if tokenizer is not None:
             vq, self.vq = open_vq(tokenizer, family.normalized_codes)
             check_vq(vq, result.config, family.code_pixels, tokenizer.path)
             self.config = replace(self.config, vq=vq)
         self.target = Stored(result.checkpoint, result.recipe, family.ignored)
-        published = parts.sampling
-        self.sampling = Sampling(**published) if published else family.sampling[result.kind]
+        published, usual = parts.sampling, result.sampling or family.sampling[result.kind]
+        self.sampling = Sampling(**published) if published else usual
         self.fastest: dict[str, tuple[str, str | None]] = {}
 
     def weights(self) -> Weights:
@@ -91,6 +94,9 @@ class Opened:
         folder = parts.text or folder_of(parts.target)
         condition = make_condition(config.condition, target, folder, placement)
         main = nn.ModuleDict({**condition.parts(), "target": target})
+        if config.codebook:
+            with shapes_only():
+                main["codebook"] = nn.Embedding(config.target.codes, config.codebook)
         dtype, device = placement.dtype, placement.device
         digest = weights.target.fill(main, dtype, device)
         vq, files, vq_fingerprint = None, {TARGET: digest}, ""
@@ -111,6 +117,8 @@ class Opened:
             fastest=self.source.fastest,
             neighbour_table=parts.neighbours or weights.neighbours,
             vq_fingerprint=vq_fingerprint,
+            code_vectors_alone=main["codebook"].weight if config.codebook else None,
+            pixels_by=self.source.pixels,
         )
         if drafter is not None and self.drafter is not None:
             model.files[DRAFTER_WEIGHTS] = self.drafter.fill(drafter, model, dtype)

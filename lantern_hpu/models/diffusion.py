@@ -1,0 +1,126 @@
+"""Pictures of GLM-Image's codes by the diffusion model that is published with it, which diffusers draws with."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from torch import Tensor
+
+from lantern_hpu.errors import OptionError, WeightsError, needing
+from lantern_hpu.models.config import TransformerConfig
+
+FIRST, LAST = (0, 37), (0, 42)  # releases of diffusers whose pipeline takes ready codes as here
+REFUSED = {(0, 40): "its scheduler drops the timesteps it is given, and pictures come out grainy"}
+FOLDERS = ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
+
+
+def check_diffusers(version: str | None = None) -> None:
+    """
+    Args:
+        version: in place of the installed one.
+
+    Raises:
+        OptionError: it is not installed, or of a release that is not known to work.
+    """
+    if version is None:
+        with needing("diffusers", "it makes pictures of GLM-Image's codes", "glm"):
+            import diffusers
+
+            version = diffusers.__version__
+    release = tuple(int(part) for part in version.split(".")[:2])
+    if FIRST <= release <= LAST and release not in REFUSED:
+        return
+    known = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
+    why = REFUSED.get(release, f"{known} are known to take codes as they are given here")  # type: ignore[arg-type]
+    hint = 'pip install "lantern-hpu[glm]", or --save-tokens FILE.npz'
+    raise OptionError(f"diffusers {version} is refused", why, hint)
+
+
+def prior_token_ids(tokens: NDArray[np.int64], grid: tuple[int, int]) -> Tensor:
+    """The `prior_token_ids` of diffusers' `GlmImagePipeline`: each code of the picture doubled both ways.
+
+    Args:
+        tokens: [B, N], with or without those of the preview. grid: rows and columns of the picture's codes.
+
+    Returns [B, 4 * rows * columns] int64.
+    """
+    rows, columns = grid
+    codes = torch.as_tensor(tokens[:, -rows * columns :]).long().unflatten(1, grid)
+    return codes.repeat_interleave(2, 1).repeat_interleave(2, 2).flatten(1)
+
+
+class DiffusionPixels:
+    """diffusers' pipeline without its language model.
+
+    Attributes:
+        options: of its call, such as `num_inference_steps` and `guidance_scale`; its own defaults if empty.
+    """
+
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, device: torch.device, **options: Any
+    ) -> None:
+        """
+        Args:
+            folder: of the whole pipeline.
+
+        Raises:
+            WeightsError: parts are missing or unreadable. OptionError: see `check_diffusers`.
+        """
+        check_diffusers()
+        check_diffusion_folder(folder)
+        with needing("diffusers", "it makes pictures of GLM-Image's codes", "glm"):
+            from diffusers import GlmImagePipeline
+        left_out = {"vision_language_encoder": None, "processor": None}
+        try:
+            with warnings.catch_warnings():  # newer releases call it `dtype`
+                warnings.filterwarnings("ignore", ".*torch_dtype", FutureWarning)
+                self.pipe: Any = GlmImagePipeline.from_pretrained(
+                    folder, torch_dtype=dtype, local_files_only=True, **left_out
+                )
+        except (OSError, ValueError, RuntimeError) as error:
+            what = f"the diffusion model in {folder} cannot be read"
+            raise WeightsError(what, str(error).splitlines()[0], "download it again") from error
+        self.pipe.to(device)
+        self.pipe.set_progress_bar_config(disable=True)
+        self.options = options
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        tokens: NDArray[np.int64],
+        config: TransformerConfig,
+        prompts: Sequence[str],
+        seeds: Sequence[int],
+    ) -> list[Image.Image]:
+        """Pictures of tokens [B, N], one at a time.
+
+        Args:
+            config: of the target that drew them. prompts: of which quoted text is read. seeds: of the diffusion.
+        """
+        height, width = (config.code_pixels * side for side in config.grid)
+        found: list[Image.Image] = []
+        for row, prompt, seed in zip(tokens, prompts, seeds, strict=True):
+            found += self.pipe(
+                prompt=prompt,
+                height=height,
+                width=width,
+                prior_token_ids=prior_token_ids(row[None], config.grid).to(self.pipe.device),
+                generator=torch.Generator().manual_seed(seed),
+                **self.options,
+            ).images
+        return found
+
+
+def check_diffusion_folder(folder: Path) -> None:
+    """Raise a WeightsError unless all parts of a pipeline that make pixels have a folder."""
+    missing = [name for name in FOLDERS if not (folder / name).is_dir()]
+    if missing:
+        hint = "download it again, or --save-tokens FILE.npz"
+        raise WeightsError(f"folders are missing in {folder}", ", ".join(missing), hint)
