@@ -14,6 +14,7 @@ import pytest
 from lantern_hpu.commands import generate, models
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.methods.request import Sampling
+from lantern_hpu.models.diffusion import FOLDERS
 from lantern_hpu.models.families import FAMILIES
 from lantern_hpu.models.text.classes import class_index
 from lantern_hpu.zoo import fetch, located, registry
@@ -47,6 +48,7 @@ def test_the_known_models_are_all_there() -> None:
         *("llamagen-c2i-xl-384", "llamagen-c2i-xxl-384", "llamagen-c2i-3b-384", "anole-7b"),
         *("janus-pro-1b", "janus-pro-7b"),
         *("lumina-mgpt-7b-512", "lumina-mgpt-7b-768", "lumina-mgpt-7b-1024", "emu3-gen"),
+        "glm-image",
     ]
 
 
@@ -58,7 +60,9 @@ def test_every_part_is_complete(entry: KnownModel, part: Part) -> None:
     assert part.needed_for in registry.NEEDED_FOR
     assert part.bytes is None or part.bytes > 10**6
     names = {name for spec in part.files for name in spec.split("|")}
-    assert not [name for name in names if "/" in name or "*" in name]
+    folders = {f"{name}/*" for name in FOLDERS} if part.role == "pixels" else set()
+    plain = {name.split("/")[-1] for name in names - folders}
+    assert not [name for name in plain if "*" in name] and folders <= names
     assert set(part.sha256) <= names
     assert all(len(d) == 64 and int(d, 16) >= 0 for d in part.sha256.values())
 
@@ -67,6 +71,13 @@ def test_every_part_is_complete(entry: KnownModel, part: Part) -> None:
 def test_every_model_is_complete(entry: KnownModel) -> None:
     assert entry.title and entry.licence
     assert entry.family in {kind for family in FAMILIES.values() for kind in family.sampling}
+    if entry.family == "glm-image":  # its pictures are a diffusion model's
+        assert set(entry.parts) == {"target", "pixels"} and entry.config.vq is None
+        (usual,) = [
+            f.sampling[entry.family] for f in FAMILIES.values() if entry.family in f.sampling
+        ]
+        assert Sampling(**entry.sampling) == usual  # type: ignore[arg-type]
+        return
     inside = entry.family in HOLDS_TOKENIZER
     assert ({"target"} | (set() if inside else {"vq"})) <= set(entry.parts) <= set(registry.PARTS)
     assert (
@@ -124,6 +135,11 @@ def test_files_are_as_large_as_their_parameters(entry: KnownModel) -> None:
     assert target is not None
     counted = held["target"] * 4
     unused = sizes.embedding_parameters - sizes.head_parameters
+    if entry.family == "glm-image":  # and what reads pictures beside it
+        matrices = sum(rows * columns for rows, columns in sizes.block_matrices)
+        assert round(matrices / 1e6, 2) == 203.95 and sizes.preview_grid == (16, 16)
+        assert 0.85 * target < held["target"] * 2 < target
+        return
     if entry.family == "janus":  # and what reads pictures beside it
         assert counted / 2 < target < 0.8 * counted
         return

@@ -20,6 +20,7 @@ from lantern_hpu.commands.generate_job import (
     requests_of,
     settled_job,
 )
+from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.methods.table import AUTO

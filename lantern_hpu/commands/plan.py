@@ -47,7 +47,7 @@ def print_plan(args: argparse.Namespace) -> None:
         args.method,
         args.tree,
         batch_size=args.batch_size,
-        guidance=args.cfg_scale != 1,
+        guidance=model.guided if args.cfg_scale is None else args.cfg_scale != 1,
         quantize=args.quantize,
         keep_text=args.keep_text or DeviceOptions.keep_text,
     )

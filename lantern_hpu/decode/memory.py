@@ -131,6 +131,7 @@ def weights(model: ModelConfig, setup: Setup) -> Rows:
         ("target weights", target),
         ("drafter weights", held["drafter"] * setup.bytes if drafts else 0),
         ("VQ weights (float32)", held["vq"] * 4),
+        ("diffusion model weights", model.diffusion * setup.bytes),
     ]
 
 

@@ -429,6 +429,7 @@ class ModelConfig:
         drafter: None where there is none. vq: None where nothing is to become a picture.
         text: sizes of the text encoder that the condition needs; None where it needs none, or is not here.
         codebook: width of the codes' vectors, where those alone are known of their tokenizer; 0: they are not.
+        diffusion: parameters of the diffusion model that makes pictures of the codes, where they are known.
     """
 
     target: TransformerConfig
@@ -437,6 +438,7 @@ class ModelConfig:
     vq: VQConfig | None = None
     text: T5Config | None = None
     codebook: int = 0
+    diffusion: int = 0
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelConfig:
@@ -456,6 +458,7 @@ class ModelConfig:
             part("vq", VQConfig),
             part("text", T5Config),
             values.get("codebook", 0),
+            values.get("diffusion", 0),
         )
 
     @property

@@ -31,10 +31,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Counted:
-    """A model to count, and whether its drafter is loaded where nothing is drafted."""
+    """A model to count, whether its drafter is loaded where nothing is drafted, and whether it usually draws guided."""
 
     config: ModelConfig
     loads_drafter: bool = True
+    guided: bool = True
 
 
 def find_model(name: str, given: Given) -> Counted:
@@ -46,7 +47,8 @@ def find_model(name: str, given: Given) -> Counted:
     if name == "builtin" or exists(Path(name)) or given != Given():
         return Counted(planned_config(find_parts(name, given)))
     entry = get(name, "a folder or a weights file")
-    return Counted(entry.config, locate_model(entry).get("drafter") is not None)
+    guided = entry.sampling["cfg_scale"] != 1
+    return Counted(entry.config, locate_model(entry).get("drafter") is not None, guided)
 
 
 def planned_config(parts: Parts) -> ModelConfig:

@@ -31,7 +31,7 @@ from lantern_hpu.errors import (
 from lantern_hpu.files import sha256
 from lantern_hpu.results.tables import WIDTH, aligned, amount
 from lantern_hpu.zoo.located import LABEL, UNCHECKED, Located, briefly, cached, hub_cache, store
-from lantern_hpu.zoo.registry import KnownModel, Part
+from lantern_hpu.zoo.registry import FOLDER, KnownModel, Part
 
 STAGING = ".fetching"  # in a user's folder, until files are whole and checked
 FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # the second is not known everywhere
@@ -82,16 +82,18 @@ def list_files(hub: ModuleType, part: Part, absent: Sequence[str]) -> list[File]
     there = {sibling.rfilename: sibling for sibling in info.siblings or ()}
     result, gone = [], []
     for spec in absent:
-        name = next((name for name in spec.split("|") if name in there), None)
-        if name is None:
+        names = [name for name in spec.split("|") if name in there][:1]
+        if spec.endswith(FOLDER):
+            names = sorted(n for n in there if n.startswith(spec.removesuffix("*")))
+        if not names:
             gone.append(spec)
-            continue
-        stated = getattr(there[name].lfs, "sha256", None)
-        known = part.sha256.get(name)
-        if known and stated and known != stated:
-            why = f"its sha256 is {stated} there, {known} here"
-            raise WeightsError(f"{part.repo} has another {name} than the known one", why, part.page)
-        result.append(File(part, info.sha, name, there[name].size, known or stated))
+        for name in names:
+            stated = getattr(there[name].lfs, "sha256", None)
+            known = part.sha256.get(name)
+            if known and stated and known != stated:
+                why, what = f"its sha256 is {stated} there, {known} here", "than the known one"
+                raise WeightsError(f"{part.repo} has another {name} {what}", why, part.page)
+            result.append(File(part, info.sha, name, there[name].size, known or stated))
     if gone:
         raise WeightsError(f"{part.repo} lacks files", ", ".join(gone), part.page)
     return result
@@ -144,8 +146,8 @@ def marked(file: File) -> Iterator[None]:
         if done or cached(file.part.repo, file.name) is None:
             mark.unlink(missing_ok=True)
             with suppress(OSError):  # not empty
-                mark.parent.rmdir()
-                mark.parent.parent.rmdir()
+                for folder in mark.parents[: len(Path(file.name).parts) + 1]:
+                    folder.rmdir()
 
 
 def check_sum(file: File, found: Path) -> None:

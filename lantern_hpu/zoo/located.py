@@ -11,7 +11,7 @@ from pathlib import Path
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.files import reading
 from lantern_hpu.results.tables import amount
-from lantern_hpu.zoo.registry import KnownModel, Part, entries
+from lantern_hpu.zoo.registry import FOLDER, KnownModel, Part, entries
 
 LABEL = "lantern.json"  # in a folder that `lantern_hpu.commands.download --to` filled
 UNCHECKED = ".lantern-unchecked"  # beside a repository's files in the cache: see `unchecked`
@@ -64,7 +64,8 @@ def cached(repo: str, name: str) -> Path | None:
 
 def cached_folder(part: Part) -> Path | None:
     """The cache's folder with the files of a part, or None where not one of them is there."""
-    for name in (name for spec in part.files for name in spec.split("|")):
+    names = (name for spec in part.files for name in spec.split("|"))
+    for name in (name for name in names if not name.endswith(FOLDER)):
         if file := cached(part.repo, name):
             return file.parents[len(Path(name).parts) - 1]
     return None
@@ -73,7 +74,7 @@ def cached_folder(part: Part) -> Path | None:
 def unchecked(repo: str) -> set[str]:
     """Files in the cache that were fetched, but whose checksums were not compared: that was interrupted."""
     marks = store(repo) / UNCHECKED
-    return {mark.name for mark in marks.iterdir()} if marks.is_dir() else set()
+    return {mark.name for mark in marks.rglob("*") if mark.is_file()} if marks.is_dir() else set()
 
 
 def of_folder(folder: Path) -> KnownModel | None:

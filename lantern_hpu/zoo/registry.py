@@ -16,7 +16,8 @@ from lantern_hpu.files import ASSETS, reading
 from lantern_hpu.models.config import ModelConfig
 
 FILE = ASSETS / "registry.json"
-PARTS = ("target", "drafter", "vq", "text", "neighbours")
+PARTS = ("target", "drafter", "vq", "text", "neighbours", "pixels")
+FOLDER = "/*"  # after the name of a folder: all its files
 NEEDED_FOR = ("always", "drafting", "prompts", "optional")
 
 
@@ -26,7 +27,7 @@ class Part:
 
     Attributes:
         role: one of `PARTS`.
-        files: names; `a|b` is either.
+        files: names; `a|b` is either, `a/*` all files of a folder.
         bytes: of all files together, as the Hub shows it or counted from the parameters; None if unknown.
         sha256: digests of the files whose digest is known.
         licence: as the repository states it.
@@ -75,8 +76,23 @@ class Part:
 
 
 def alternative_files(spec: str, folder: Path) -> Iterator[Path]:
-    """Those of the names `a|b` that are files in a folder."""
+    """Those of the names `a|b` that are files in a folder; of `a/*` the files there, if none is missing."""
+    if spec.endswith(FOLDER):
+        inside = folder / spec.removesuffix(FOLDER)
+        return (file for file in files_of(inside))
     return (folder / name for name in spec.split("|") if (folder / name).is_file())
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files of a folder; none if an index in it names weights that are not there."""
+    if not folder.is_dir():
+        return []
+    for index in folder.glob("*.index.json"):
+        with reading(index, "download it again") as about:
+            named = set(about["weight_map"].values())
+        if not all((folder / name).is_file() for name in named):
+            return []
+    return sorted(file for file in folder.iterdir() if file.is_file())
 
 
 @dataclass(frozen=True)

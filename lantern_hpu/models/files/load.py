@@ -94,9 +94,10 @@ class Opened:
         folder = parts.text or folder_of(parts.target)
         condition = make_condition(config.condition, target, folder, placement)
         main = nn.ModuleDict({**condition.parts(), "target": target})
+        vectors: nn.Embedding | None = None
         if config.codebook:
             with shapes_only():
-                main["codebook"] = nn.Embedding(config.target.codes, config.codebook)
+                main["codebook"] = vectors = nn.Embedding(config.target.codes, config.codebook)
         dtype, device = placement.dtype, placement.device
         digest = weights.target.fill(main, dtype, device)
         vq, files, vq_fingerprint = None, {TARGET: digest}, ""
@@ -117,7 +118,7 @@ class Opened:
             fastest=self.source.fastest,
             neighbour_table=parts.neighbours or weights.neighbours,
             vq_fingerprint=vq_fingerprint,
-            code_vectors_alone=main["codebook"].weight if config.codebook else None,
+            code_vectors_alone=vectors.weight if vectors else None,
             pixels_by=self.source.pixels,
         )
         if drafter is not None and self.drafter is not None:
