@@ -79,11 +79,11 @@ def alternative_files(spec: str, folder: Path) -> Iterator[Path]:
     """Those of the names `a|b` that are files in a folder; of `a/*` the files there, if none is missing."""
     if spec.endswith(FOLDER):
         inside = folder / spec.removesuffix(FOLDER)
-        return (file for file in files_of(inside))
+        return (file for file in folder_files(inside))
     return (folder / name for name in spec.split("|") if (folder / name).is_file())
 
 
-def files_of(folder: Path) -> list[Path]:
+def folder_files(folder: Path) -> list[Path]:
     """The files of a folder; none if an index in it names weights that are not there."""
     if not folder.is_dir():
         return []
