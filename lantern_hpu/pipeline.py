@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import lantern_hpu
-from lantern_hpu.backends import get_backend
+from lantern_hpu.backends import HOST, get_backend
 from lantern_hpu.backends.base import Backend, named
 from lantern_hpu.decode.batch import Batch, Finished
 from lantern_hpu.decode.engine import Engine, EngineCache, GraphReport
@@ -197,7 +197,7 @@ class LanternPipeline:
             parts = given.resolved()
             pipeline = cls(loaded, backend, graphs, given=parts, quantize=quantize, layout=layout)
             if painting is not None:
-                device = torch.device("cpu") if emulate else backend.device
+                device = torch.device(HOST) if emulate else backend.device
                 pipeline.diffusion = DiffusionPixels(painting, number, device)
             pipeline.load_seconds, pipeline.loaded_with = time.perf_counter() - began, asked
             return pipeline
