@@ -13,13 +13,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
 
 from lantern_hpu.cli import module_of
 from lantern_hpu.commands import convert, generate, pixels
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.load import Opened, open_model
-from lantern_hpu.models.files.recipe import Stored
+from lantern_hpu.models.files.recipe import Stored, shapes_only
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import read_prompts
 from lantern_hpu.zoo.find import find_parts
@@ -175,6 +178,19 @@ def test_tokens_are_decoded_by_the_same_model_before_and_after_convert(
         assert pixels.main(options.split()) == 0, capsys.readouterr().err
         files = [Path(f"{place}.png"), Path(f"{place}-again.png")]
         assert len({file.read_bytes() for file in files}) == 1
+
+
+def test_a_fingerprint_is_of_what_is_read_alone(tmp_path: Path) -> None:
+    """Published tokenizers hold tensors of their training too; PNG files name those that are read."""
+    module, digests = nn.Linear(3, 2), []
+    for more in ({}, {"training.weight": torch.ones(2)}):
+        file = tmp_path / f"{len(more)}.safetensors"
+        save_file({**module.state_dict(), **more}, file)
+        stored = Stored(open_checkpoint(file), ignored=("training",))
+        with shapes_only():
+            empty = nn.Linear(3, 2)
+        digests += [stored.fill(empty, None, None), stored.fingerprint(empty)]
+    assert len(set(digests)) == 1
 
 
 def test_tokens_whose_rows_do_not_end_are_refused(

@@ -116,7 +116,7 @@ def decode_saved(asked: PixelsRequest) -> str:
         weights = opened.source.weights()
         vq, digest = opened.load_vq(weights, backend.device)
         assert weights.vq is not None
-        check_tokenizer(saved, {digest, weights.vq.fingerprint()}, asked.tokens)
+        check_tokenizer(saved, {digest, weights.vq.fingerprint(vq)}, asked.tokens)
         for file, row, settings in zip(
             tqdm(files, unit="image"), saved.tokens, saved.metadata, strict=True
         ):

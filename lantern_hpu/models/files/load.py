@@ -103,7 +103,7 @@ class Opened:
         vq, files, vq_fingerprint = None, {TARGET: digest}, ""
         if config.vq is not None and weights.vq is not None:
             vq, files[VQ] = self.load_vq(weights, device)
-            vq_fingerprint = weights.vq.fingerprint()
+            vq_fingerprint = weights.vq.fingerprint(vq)
         model = ImageModel(
             name=self.source.name,
             source=parts.source,

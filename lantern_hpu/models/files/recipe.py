@@ -180,7 +180,7 @@ class Stored:
         Raises:
             WeightsError: tensors are missing, unknown or misshapen; all are listed.
         """
-        recipe = self.recipe or {name: take(name) for name in module.state_dict()}
+        recipe = self.recipe_of(module)
         wrong = list(mistakes(module, self.checkpoint, recipe, self.ignored))
         if wrong:
             raise WeightsError(f"{self.checkpoint.path} does not fit", "; ".join(wrong))
@@ -193,12 +193,15 @@ class Stored:
             else:
                 owner._buffers[leaf] = tensor
         module.requires_grad_(False).eval()
-        return self.digest or self.fingerprint()
+        return self.digest or self.fingerprint(module)
 
-    def fingerprint(self) -> str:
-        """Which weights these are, the same whatever the container."""
-        named = {name: take(name) for name in self.checkpoint.shapes}
-        return fingerprint(self.checkpoint, self.recipe or named)
+    def recipe_of(self, module: nn.Module) -> Recipe:
+        """What fills a module: not all that a checkpoint holds is needed."""
+        return self.recipe or {name: take(name) for name in module.state_dict()}
+
+    def fingerprint(self, module: nn.Module) -> str:
+        """Which weights a module is filled with, the same whatever the container."""
+        return fingerprint(self.checkpoint, self.recipe_of(module))
 
 
 class Weights(NamedTuple):
