@@ -121,7 +121,8 @@ def test_from_png_keeps_a_tree_of_the_users_own(model: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_image_does_not_depend_on_batch_size(model: Path, tmp_path: Path) -> None:
-    options = ("--prompt", "red cat", "--prompt", "blue apple", "--num-images", 3)
+    prompts = ("--prompt", "red cat", "--prompt", "blue apple", "--num-images", 3)
+    options = (*prompts, "--method", "eagle")
     for size in (1, 4, 6):
         assert (
             generate(model, *options, "--batch-size", size, "--output", tmp_path / str(size)) == 0
