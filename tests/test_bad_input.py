@@ -165,6 +165,7 @@ def test_a_negative_prompt_that_is_cut_is_reported(public: Path) -> None:
 # Tokens and converted folders
 
 
+@pytest.mark.slow
 def test_tokens_are_decoded_by_the_same_model_before_and_after_convert(
     public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +194,7 @@ def test_a_fingerprint_is_of_what_is_read_alone(tmp_path: Path) -> None:
     assert len(set(digests)) == 1
 
 
+@pytest.mark.slow
 def test_tokens_whose_rows_do_not_end_are_refused(
     public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -142,6 +142,7 @@ def lint(tmp_path: Path, body: str, *options: str) -> int:
     return main(["--script", str(file), "--bridge", "both", *options])
 
 
+@pytest.mark.slow
 def test_one_run_says_for_each_finding_which_release_it_holds_for(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -162,6 +163,7 @@ def test_one_run_says_for_each_finding_which_release_it_holds_for(
     assert set(report["counts"]) == {OLD, NEW}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("body", "verdict", "code"),
     [
@@ -185,6 +187,7 @@ def test_one_line_says_where_a_program_runs(
     )
 
 
+@pytest.mark.slow
 def test_program_that_takes_its_process_with_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
