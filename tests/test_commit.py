@@ -44,7 +44,7 @@ from tests.test_step import (
     same_entries,
     surprise,
 )
-from tests.test_windows import batch, slow_race
+from tests.test_windows import batch, refusal, slow_race
 from tests.tiny import (
     Models,
     advance,
@@ -294,10 +294,7 @@ def test_bad_options_are_refused(
     model: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options, said = BAD[case]
-    given = ["--model", str(model), "--prompt", "red cat", "--output", str(tmp_path / "x.png")]
-    assert generate.main([*given, *options]) == 2
-    assert said in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    assert said in refusal(model, tmp_path, options, capsys)
 
 
 def test_a_relaxed_request_is_refused_in_a_batch(models: Models) -> None:

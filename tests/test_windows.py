@@ -279,15 +279,22 @@ BAD = {
 }
 
 
+def refusal(
+    model: Path, folder: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> str:
+    """What `generate` says to options that it refuses before anything is written into an empty folder."""
+    given = ["--model", str(model), "--prompt", "red cat", "--output", str(folder / "x.png")]
+    assert generate.main([*given, *options]) == 2
+    assert not list(folder.iterdir())
+    return capsys.readouterr().err
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_options_are_refused(
     model: Path, tmp_path: Path, case: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options, said = BAD[case]
-    given = ["--model", str(model), "--prompt", "red cat", "--output", str(tmp_path / "x.png")]
-    assert generate.main([*given, *options]) == 2
-    assert said in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+    assert said in refusal(model, tmp_path, options, capsys)
 
 
 def test_jacobi_refuses_a_relaxed_request_in_a_batch(models: Models) -> None:
