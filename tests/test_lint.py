@@ -231,6 +231,14 @@ def test_lint_of_a_model_folder_is_clean(
     assert counts["graph_launches"] > 0
 
 
+def test_a_method_may_be_a_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, launches = write_folder(tmp_path / "tiny"), []
+    for setting in ("scd@4:commit=2", "scd@4:commit=4"):
+        assert main(["--model", str(model), "--method", setting, "--strict", "--json"]) == 0
+        launches.append(json.loads(capsys.readouterr().out)["counts"]["graph_launches"])
+    assert launches[1] < launches[0]
+
+
 def test_bad_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--method", "magic"]) == 2
     assert main(["--script", str(tmp_path / "none.py")]) == 2

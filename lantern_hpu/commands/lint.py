@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING
 from lantern_hpu.backends.hpu.lint import RECOMPILING, LintRun, findings_of, lint_script, text
 from lantern_hpu.backends.hpu.releases import RELEASES, choose_release
 from lantern_hpu.commands.options import add_bridge_option, add_fields, filled
-from lantern_hpu.errors import OptionError, choices, exit_code, option, require
+from lantern_hpu.errors import choices, exit_code, option, require
 from lantern_hpu.graphs import RUNNERS
+from lantern_hpu.methods.setting import Setting
 from lantern_hpu.methods.table import METHODS
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class LintRequest:
     """
 
     model: str = option("builtin", "`builtin`, or a model folder")
-    method: str = option("all", f"all, {', '.join(METHODS)}")
+    method: str = option("all", f"all, {', '.join(METHODS)}, or a setting such as scd@16:commit=4")
     graphs: str = option("auto", f"auto, {', '.join(RUNNERS)}")
     dtype: str = option("auto", "auto, or one the device offers")
     script: Path | None = option(None, "a program of your own", metavar="FILE.py")
@@ -65,8 +66,8 @@ class LintRequest:
     def __post_init__(self) -> None:
         require(self.timeout > 0, "--timeout", self.timeout, "more than 0")
         require(self.profile in PROFILES, "--profile", self.profile, choices(PROFILES))
-        if self.method not in ("all", *METHODS):
-            raise OptionError(f"unknown method {self.method!r}", hint=choices(["all", *METHODS]))
+        if self.method != "all":
+            Setting.parse(self.method)
 
 
 def make_parser() -> argparse.ArgumentParser:

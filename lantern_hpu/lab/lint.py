@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lantern_hpu.backends import EMULATED
 from lantern_hpu.backends.hpu.lint import Ended, TimeOver, limited
 from lantern_hpu.methods.request import Request
+from lantern_hpu.methods.setting import Setting
 from lantern_hpu.methods.table import METHODS
 from lantern_hpu.pipeline import LanternPipeline
 
@@ -29,6 +30,7 @@ def lint_model(
     """Warm-up and two images by each method; one of many whose drafter the model lacks is left out.
 
     Args:
+        methods: written as settings, such as `scd@16:commit=4`.
         timeout: seconds that each method may take: a broken step may never finish an image.
         show: is given what is being done.
 
@@ -41,7 +43,8 @@ def lint_model(
             model, device=EMULATED, dtype=dtype, graphs=graphs, emulate=True
         )
         with closing(pipeline):
-            lacks_drafter = METHODS[method].needs_drafter and pipeline.model.drafter is None
+            needs_drafter = METHODS[Setting.parse(method).drafting].needs_drafter
+            lacks_drafter = needs_drafter and pipeline.model.drafter is None
             if lacks_drafter and len(methods) > 1:
                 show(f"{method}: left out, {pipeline.model.name} has no drafter")
                 continue
