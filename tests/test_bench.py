@@ -167,6 +167,7 @@ def test_figures_hang_together(report: Report) -> None:
         assert row["floor_ratio"] == pytest.approx(row["floor_ms"] / row["ms_per_step"])
         assert row["startup_s"] == pytest.approx(sum(report["startup"].values()) + row["warmup_s"])
         assert row["recompiles_after_warmup"] == 0
+        assert row["tv_per_token"] == 0 or row["relaxation"]["rule"] != "exact"
         assert row["state_bytes"] > 0
         assert sum(row["eager_step_ms"].values()) > 0
         assert row["graph_replays"] >= row["steps"]
@@ -211,9 +212,9 @@ def test_rows_are_read_as_they_were_written(report: Report) -> None:
         assert SpeedRow.from_json(row | {"projected": []}).as_json() == row
     older = report["rows"][0] | {"projected": [{"label": "projected"}]}
     assert not schema_errors(report | {"rows": [older]})
-    assert set(schema()["properties"]["rows"]["items"]["required"]) == {
-        f.name for f in fields(SpeedRow)
-    }
+    known = schema()["properties"]["rows"]["items"]
+    assert {f.name for f in fields(SpeedRow)} == {*known["required"], "tv_per_token"}
+    assert set(known["properties"]) == {*known["required"], "tv_per_token", "projected"}
 
 
 def test_published_results_can_be_read() -> None:
@@ -483,6 +484,15 @@ def test_a_preset_relaxes_every_method_that_takes_one(pipeline: LanternPipeline)
         settings_for(methods, [], "lambda-6")
 
 
+def test_a_row_says_what_its_relaxation_cost(pipeline: LanternPipeline) -> None:
+    asked = BenchRequest(settings=settings_for(["scd:tv=0.2@3"], []), modes=[], batches=[1])
+    (case,) = cases_of(pipeline, asked, ["eager"])
+    requests = [Request("red cat", 0, pipeline.model.sampling, case.setting.relaxation)]
+    row = RunMeter(pipeline, case, requests, RATES, 0.0).images()
+    (record,) = pipeline.draw(requests, case.setting, 1).records
+    assert row.tv_per_token == record.tv_mean and 0 < row.tv_per_token <= 0.2
+
+
 def test_tuned_tree_is_measured_in_every_mode(pipeline: LanternPipeline, tmp_path: Path) -> None:
     tree = DraftTree.from_paths("tuned_2", [[0], [0, 0]])
     tuned_trees.save_tree(pipeline.situation("eagle", 2), tuned_trees.TunedTree(tree, True))
@@ -537,7 +547,7 @@ def test_the_schema_is_one() -> None:
 
 
 def test_every_field_is_needed(report: Report) -> None:
-    for name in report["rows"][0]:
+    for name in report["rows"][0].keys() - {"tv_per_token"}:  # which files before 0.3 lack
         short = {field: value for field, value in report["rows"][0].items() if field != name}
         said = f"rows[0]: {name!r} is a required property"
         assert schema_errors(report | {"rows": [short]}) == [said]

@@ -47,6 +47,7 @@ class SpeedRow:
     accepted_by_depth: list[float] = field(default_factory=list)
     accept_rate_by_depth: list[float | None] = field(default_factory=list)
     relaxed_accepts_per_image: float | None = None
+    tv_per_token: float | None = None
     # Steps
     steps: int
     ms_per_step: float
@@ -141,6 +142,7 @@ OF_IMAGES: Columns = {
     "p95": lambda row: figure(row.p95_seconds_per_image),
     "images/s": lambda row: figure(row.images_per_second),
     "tokens a step": lambda row: ratio(row.tokens_per_step),
+    "TV a token": lambda row: figure(row.tv_per_token),
     "ms a step": lambda row: figure(row.ms_per_step),
     "x ar": lambda row: ratio(row.speed_against_ar),
     "x eager": lambda row: ratio(row.speed_against_eager),

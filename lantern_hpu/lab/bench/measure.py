@@ -19,7 +19,7 @@ from lantern_hpu.lab.clock import StepClock, device_time, quantile, seconds_of
 from lantern_hpu.methods.request import Request
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import ImageRecord, RunTiming, tokens_per_step
+from lantern_hpu.results.images import ImageRecord, RunTiming, mean_tv, tokens_per_step
 from lantern_hpu.tree import DynamicTree
 
 WARM_STEPS = 16  # of the first batch, after capture and replay, before anything is timed
@@ -219,5 +219,6 @@ def with_images(
         accepted_by_depth=[count / steps for count in taken],
         accept_rate_by_depth=conditional(taken, steps),
         relaxed_accepts_per_image=sum(record.relaxed_accepts for record in records) / images,
+        tv_per_token=mean_tv(records),
         host_reads_per_image=row.host_reads / images,
     )
