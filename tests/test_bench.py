@@ -490,7 +490,8 @@ def test_a_row_says_what_its_relaxation_cost(pipeline: LanternPipeline) -> None:
     requests = [Request("red cat", 0, pipeline.model.sampling, case.setting.relaxation)]
     row = RunMeter(pipeline, case, requests, RATES, 0.0).images()
     (record,) = pipeline.draw(requests, case.setting, 1).records
-    assert row.tv_per_token == record.tv_mean and 0 < row.tv_per_token <= 0.2
+    assert row.tv_per_token == record.tv_mean is not None
+    assert 0 < record.tv_mean <= 0.2
 
 
 def test_tuned_tree_is_measured_in_every_mode(pipeline: LanternPipeline, tmp_path: Path) -> None:
