@@ -124,7 +124,7 @@ def plot(
     metrics: Sequence[QualityMetric],
     pace: QualityMetric,
 ) -> bytes:
-    """Quality against speed as a PNG file: a panel for each metric, a colour for each method.
+    """Quality against speed as a PNG file: a panel for each metric, a colour for each series.
 
     Args:
         baselines: drawn as level lines. pace: what stands on the horizontal axis.
@@ -141,16 +141,21 @@ def plot(
         return plots.saved(figure, "png")
 
 
+def series_of(row: QualityRow, pace: QualityMetric) -> str:
+    """Which line a row belongs to: its method's; against TV, that of the method under one rule."""
+    method, rule = str(row.about["method"]), row.about.get("relaxation", {}).get("rule", "exact")
+    return f"{method}, {rule}" if pace is SPENT and rule != "exact" else method
+
+
 def draw_metric(
     axes: Axes, rows: Sequence[QualityRow], metric: QualityMetric, pace: QualityMetric
 ) -> None:
-    """A line for each method through its settings."""
+    """A line for each series through its settings."""
     shown = [row for row in rows if metric.name in row.figures and pace.name in row.figures]
     shown.sort(key=lambda row: row.figures[pace.name].value)
-    methods = dict.fromkeys(str(row.about["method"]) for row in rows)
-    for i, method in enumerate(methods):
-        mine = [row for row in shown if row.about["method"] == method]
-        x, y = ([row.figures[name] for row in mine] for name in (pace.name, metric.name))
+    for i, name in enumerate(dict.fromkeys(series_of(row, pace) for row in rows)):
+        mine = [row for row in shown if series_of(row, pace) == name]
+        x, y = ([row.figures[axis] for row in mine] for axis in (pace.name, metric.name))
         axes.errorbar(
             [one.value for one in x],
             [one.value for one in y],
@@ -159,7 +164,7 @@ def draw_metric(
             color=f"C{i}",
             marker=plots.MARKERS[i % len(plots.MARKERS)],
             elinewidth=0.8,
-            label=method,
+            label=name,
         )
         for row, across, up in zip(mine, x, y, strict=True):
             spot, about = (across.value, up.value), row.name.partition(":")[2]
