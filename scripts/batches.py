@@ -1,178 +1,316 @@
-"""Do an image's bits depend on its batch? Counted, by processor form and method.
+"""Does an image depend on how it is drawn? Counted, by processor form and method.
 
-    python -m scripts.batches --images 500 --methods ar,scd
-    python -m scripts.batches --images 40 --layouts plain,packed,half --invariant off --output off.json
+    python -m scripts.batches --layouts plain,packed,half --methods ar,scd@16 --images 40 --output counted.json
+    python -m scripts.batches --layouts half --ways closed-1,workers-2,threads-2 --output counted.json
+    python -m scripts.batches --device hpu --emulate --images 2 --output counted.json
     ONEDNN_MAX_CPU_ISA=AVX2 python -m scripts.batches --images 40
 
-The images of batches of one are drawn again in batches of other sizes, in closed batches (all begin together) and in
-open slots (an image takes the slot of the one that is done). Counted are images of which a token differs, and those of
-which one bit of a key or a value differs in the cache of any layer: the latter is the stricter question, as most
-differences of rounding change no token. `--threads 1,2` draws all of it again with other numbers of threads.
+The images of the first way, batches of one, are drawn again in the others:
+
+    closed-4    batches of four images that begin and end together
+    open-8      eight slots; an image takes the slot of one that is done
+    server-8    eight slots of `serve`, whose requests come at random: one begins alone, and again among others
+    workers-2   two worker processes of Ray, as `generate --workers 2` has them
+    threads-2   batches of eight by two threads
+
+Counted are images of which a token differs, a pixel, or one bit of a key or a value in the cache of any layer. The
+last is the strictest question, as most differences of rounding change no token; it is asked in closed batches alone.
+The file keeps a digest of each image, so a run that was broken off goes on where it was, and one with more ways or
+images adds to it.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import random
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm import tqdm
 
+from lantern_hpu.decode.batch import Finished
 from lantern_hpu.decode.engine import Engine
+from lantern_hpu.errors import OptionError, exit_code
+from lantern_hpu.files import write_file
 from lantern_hpu.lab.fidelity import prompts_of
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Resolved, Setting
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.tables import markdown
+from lantern_hpu.serve.decoder import DecodeThread, Job, Lane
+from lantern_hpu.serve.options import ServeOptions
+from lantern_hpu.workers import pieces, share_work
+
+CHUNK = 24  # images that all ways draw before the next: what a run that is broken off loses at most
+KINDS = ("closed", "open", "server", "workers", "threads")
+BATCH = 8  # images at a time, where a way does not say it
+PATIENCE = 36000.0  # seconds of an image in the server, on a machine that has other work
+FIRST = "closed-1"
+WAYS = "closed-1,closed-2,closed-4,closed-8,open-8,server-8"
+COLUMNS = ("layout", "method", "way", "images", "tokens_differ", "pixels_differ", "bits_differ")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Image:
-    """What is compared of an image."""
+    """What is compared of an image: digests."""
 
-    tokens: list[int]
-    digests: list[int]  # of each layer's keys and values; empty where its slot was taken by another
-
-
-@dataclass
-class Counted:
-    """Images of one way to draw them, held against batches of one by one number of threads."""
-
-    layout: str
-    method: str
-    images: int
-    batch_size: int
-    slots: str
-    threads: int
-    tokens_differ: int
-    bits_differ: int | None  # None: caches are not compared in open slots
-    held: str  # what the report says
+    tokens: str
+    pixels: str
+    bits: str | None = None  # of the cache; None: its slot was taken by another since
 
 
-def digest(values: torch.Tensor) -> int:
-    """Of a tensor's bits, each weighed by its place."""
-    whole = {2: torch.int16, 4: torch.int32}[values.element_size()]
-    bits = values.contiguous().flatten().view(whole).long()
-    place = torch.arange(len(bits)) * 2654435761 + 97
-    return int((bits * place).sum())
+Images = dict[int, Image]  # by number, which is the seed
 
 
-def digests(engine: Engine, slot: int) -> list[int]:
+@dataclass(frozen=True)
+class Way:
+    """How images are drawn: see above."""
+
+    kind: str
+    size: int
+
+    @classmethod
+    def parse(cls, text: str) -> Way:
+        kind, _, size = text.partition("-")
+        if kind not in KINDS or not size.isdigit():
+            raise OptionError(f"--ways has {text!r}", hint=", ".join(f"{k}-N" for k in KINDS))
+        return cls(kind, int(size))
+
+    def __str__(self) -> str:
+        return f"{self.kind}-{self.size}"
+
+
+def digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
+def cache_bits(engine: Engine, slot: int) -> str:
     """Of the committed keys and values of a slot's rows, without those that are still to be moved."""
     config, spec = engine.target.config, engine.spec
     end = config.prefix + config.tokens - 2 * engine.longest
     rows = [slot, slot + spec.images] if spec.guidance else [slot]
-    caches = engine.state.kv_cache.layers
-    return [digest(part[rows, :end]) for cache in caches for part in cache.read()]
+    parts = [part[rows, :end] for layer in engine.state.kv_cache.layers for part in layer.read()]
+    return digest(b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts))
 
 
-def drawn(
-    pipeline: LanternPipeline, engine: Engine, requests: Sequence[Request]
-) -> Iterator[tuple[int, Image]]:
-    for number, done in pipeline.stream(engine, requests):
-        kept = [] if engine.spec.open else digests(engine, done.slot)
-        yield number, Image(done.tokens.tolist(), kept)
+class Server(DecodeThread):
+    """The decode loop of `serve`, which also keeps the tokens of what it drew."""
+
+    def __init__(self, pipeline: LanternPipeline, options: ServeOptions) -> None:
+        super().__init__(pipeline, options)
+        self.drawn: Images = {}
+        self.start()
+        self.settled()
+
+    def finish(self, lane: Lane, job: Job, done: Finished) -> None:
+        pixels = self.pipeline.pictures(done)[0].tobytes()
+        self.drawn[job.request.seed] = Image(tokens_digest(done), digest(pixels))
+        super().finish(lane, job, done)
 
 
-def draw(
-    pipeline: LanternPipeline,
-    setting: Resolved,
-    requests: Sequence[Request],
-    size: int,
-    is_open: bool,
-) -> list[Image]:
-    """All images, `size` at a time."""
-    spec = replace(pipeline.spec(requests, setting.tree, size), open=is_open)
-    engine = pipeline.engines.get(spec)
-    pipeline.warm_up(engine, requests[0])
-    step = len(requests) if is_open else size
-    images = dict[int, Image]()
-    with tqdm(total=len(requests), desc=f"{setting} x{size}", file=sys.stderr) as bar:
-        for first in range(0, len(requests), step):
+def tokens_digest(done: Finished) -> str:
+    return digest(str(done.tokens.tolist()).encode())
+
+
+class Drawer:
+    """A loaded model and a method: images by their number, one way or another."""
+
+    def __init__(self, how: dict[str, Any], method: str) -> None:
+        """
+        Args:
+            how: arguments of `LanternPipeline.from_pretrained`.
+        """
+        self.how, self.method = how, method
+        self.pipeline = LanternPipeline.from_pretrained(**how)
+        self.setting: Resolved = self.pipeline.resolve(Setting.of(method))
+        self.servers: dict[int, Server] = {}
+        self.by_threads: dict[int, Drawer] = {}
+
+    def request(self, number: int) -> Request:
+        prompts = prompts_of(self.pipeline)
+        prompt, sampling = prompts[number % len(prompts)], self.pipeline.model.sampling
+        return Request(prompt, number, sampling, self.setting.relaxation)
+
+    def draw(self, way: Way, numbers: Sequence[int]) -> Iterator[tuple[int, Image]]:
+        """Each image with its number, in the order in which they are done."""
+        if way.kind == "server":
+            return self.by_server(way.size, numbers)
+        if way.kind == "open":
+            return self.by_engine(way.size, True, numbers)
+        if way.kind == "closed":
+            return self.by_engine(way.size, False, numbers)
+        if way.kind == "workers":
+            return self.by_workers(way.size, numbers)
+        if way.size not in self.by_threads:
+            how = self.how | {"threads": way.size}
+            self.by_threads[way.size] = Drawer(how, self.method)
+        return self.by_threads[way.size].by_engine(BATCH, False, numbers)
+
+    def by_engine(
+        self, size: int, is_open: bool, numbers: Sequence[int]
+    ) -> Iterator[tuple[int, Image]]:
+        torch.set_num_threads(self.how["threads"])
+        requests = [self.request(number) for number in numbers]
+        spec = self.pipeline.spec(requests, self.setting.tree, size)
+        engine = self.pipeline.engines.get(replace(spec, open=is_open))
+        self.pipeline.warm_up(engine, requests[0])
+        step = len(numbers) if is_open else size
+        for first in range(0, len(numbers), step):
             some = requests[first : first + step]
-            for number, image in drawn(pipeline, engine, some):
-                images[first + number] = image
-                bar.update()
-    return [images[number] for number in range(len(requests))]
+            for index, done in self.pipeline.stream(engine, some):
+                bits = None if is_open else cache_bits(engine, done.slot)
+                pixels = self.pipeline.pictures(done)[0].tobytes()
+                yield numbers[first + index], Image(tokens_digest(done), digest(pixels), bits)
+
+    def by_server(self, slots: int, numbers: Sequence[int]) -> Iterator[tuple[int, Image]]:
+        """Requests come as the queue empties: one image of them first, then up to five together."""
+        if slots not in self.servers:
+            options = ServeOptions(methods=(self.method,), slots=slots, timeout=PATIENCE)
+            pipeline = LanternPipeline.from_pretrained(**self.how)
+            self.servers[slots] = Server(pipeline, options)
+        server, rng = self.servers[slots], random.Random(numbers[0])
+        waiting, missing, count = list(numbers), set(numbers), 1
+        while missing:
+            if server.failure is not None:
+                raise server.failure
+            if waiting and not server.waiting:
+                some, waiting, count = waiting[:count], waiting[count:], rng.randint(1, 5)
+                server.submit([self.job(number) for number in some])
+            for number in missing & server.drawn.keys():
+                missing.remove(number)
+                yield number, server.drawn[number]
+            time.sleep(rng.choice((0.01, 0.1)))
+
+    def job(self, number: int) -> Job:
+        until = time.monotonic() + PATIENCE
+        return Job(self.request(number), self.setting.method, until, (), lambda event: None)
+
+    def by_workers(self, workers: int, numbers: Sequence[int]) -> Iterator[tuple[int, Image]]:
+        work = [[numbers[i] for i in piece] for piece in pieces(len(numbers), workers, BATCH)]
+        opened = share_work("scripts.batches:piece_drawer", (self.how, self.method), work, workers)
+        for _, images in opened:
+            yield from images.items()
+
+    def close(self) -> None:
+        for server in self.servers.values():
+            server.stop()
+            server.pipeline.close()
+        for other in self.by_threads.values():
+            other.close()
+        self.pipeline.close()
 
 
-def count(arguments: argparse.Namespace) -> Iterator[Counted]:
-    sizes = [int(size) for size in arguments.batch_sizes.split(",")]
-    threads = [int(number) for number in arguments.threads.split(",")]
-    for layout in arguments.layouts.split(","):
-        pipelines = [
-            LanternPipeline.from_pretrained(
-                arguments.model,
-                device=arguments.device,
-                emulate=arguments.emulate,
-                dtype=arguments.dtype,
-                layout=layout,
-                invariant=arguments.invariant,
-                threads=number,
-                pictures=False,
-            )
-            for number in threads
-        ]
-        for method in arguments.methods.split(","):
-            alone: list[Image] = []
-            for pipeline, number in zip(pipelines, threads, strict=True):
-                torch.set_num_threads(number)
-                setting = pipeline.resolve(Setting.of(method))
-                prompts, sampling = prompts_of(pipeline), pipeline.model.sampling
-                requests = [
-                    Request(prompts[i % len(prompts)], i, sampling, setting.relaxation)
-                    for i in range(arguments.images)
-                ]
-                ways = [(1, False)] + [
-                    (size, way) for size in sizes if size > 1 for way in (False, True)
-                ]
-                for size, is_open in ways:
-                    images = draw(pipeline, setting, requests, size, is_open)
-                    alone = alone or images
-                    pairs = list(zip(alone, images, strict=True))
-                    decided = pipeline.backend.tuning.decided
-                    yield Counted(
-                        layout=f"{layout}: {pipeline.layout}",
-                        method=str(setting),
-                        images=len(images),
-                        batch_size=size,
-                        slots="open" if is_open else "closed",
-                        threads=number,
-                        tokens_differ=sum(a.tokens != b.tokens for a, b in pairs),
-                        bits_differ=None
-                        if is_open
-                        else sum(a.digests != b.digests for a, b in pairs),
-                        held=decided.get("invariant", "off"),
-                    )
+def piece_drawer(how: dict[str, Any], method: str) -> Callable[[list[int]], Images]:
+    """What draws a piece, in a worker process."""
+    drawer = Drawer(how, method)
+    return lambda numbers: dict(drawer.draw(Way("closed", BATCH), numbers))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+class Record:
+    """The images that were drawn so far, in a file."""
+
+    def __init__(self, path: Path | None, how: dict[str, Any]) -> None:
+        """
+        Raises:
+            OptionError: the file is of images that were drawn with something else.
+        """
+        self.path, self.about = path, {"how": how}
+        self.images: dict[str, dict[str, dict[str, Any]]] = {}  # by case, way and number
+        if path is not None and path.exists():
+            content = json.loads(path.read_text(encoding="utf-8"))
+            self.about, self.images = content["about"], content["images"]
+            if self.about["how"] != how:
+                raise OptionError(f"{path} is of {self.about['how']}", hint="another --output")
+
+    def of(self, case: str, way: Way) -> dict[str, Any]:
+        return self.images.setdefault(case, {}).setdefault(str(way), {})
+
+    def add(self, case: str, way: Way, drawn: Images) -> None:
+        images = {str(n): (i.tokens, i.pixels, i.bits) for n, i in sorted(drawn.items())}
+        self.of(case, way).update(images)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """How many images of each way were compared with those of the first, and how many differ."""
+        result = []
+        for case, ways in self.images.items():
+            for way, images in ways.items():
+                pairs = [(ways[FIRST][number], image) for number, image in images.items()]
+                tokens, pixels, bits = (sum(a[i] != b[i] for a, b in pairs) for i in range(3))
+                held = all(image[2] for image in images.values())
+                layout, method = case.split(" ", 1)
+                row = (layout, method, way, len(pairs), tokens, pixels, bits if held else None)
+                result.append(dict(zip(COLUMNS, row, strict=True)))
+        return result
+
+    def write(self) -> None:
+        if self.path is None:
+            return
+        content = {"about": self.about, "rows": self.rows(), "images": self.images}
+        # One image a line would be ten thousand lines
+        write_file(self.path, json.dumps(content).encode(), force=True)
+
+
+def count(asked: argparse.Namespace) -> list[dict[str, Any]]:
+    """Draw what the file lacks. -> rows of `COLUMNS`"""
+    names = ("model", "device", "emulate", "dtype", "invariant")
+    how = {name: getattr(asked, name) for name in names}
+    record = Record(asked.output, how)
+    ways = [Way.parse(text) for text in dict.fromkeys([FIRST, *asked.ways.split(",")])]
+    for layout in asked.layouts.split(","):
+        for method in asked.methods.split(","):
+            drawer = Drawer(how | {"layout": layout, "threads": 1}, method)
+            draw_case(drawer, ways, asked.images, record)
+            drawer.close()
+    return record.rows()
+
+
+def draw_case(drawer: Drawer, ways: Sequence[Way], images: int, record: Record) -> None:
+    case = f"{drawer.pipeline.layout} {drawer.setting}"
+    with tqdm(total=len(ways) * images, desc=case, file=sys.stderr) as bar:
+        for first in range(0, images, CHUNK):
+            chunk = range(first, min(first + CHUNK, images))
+            for way in ways:
+                kept, drawn = record.of(case, way), Images()
+                lacking = [number for number in chunk if str(number) not in kept]
+                bar.update(len(chunk) - len(lacking))
+                for number, image in drawer.draw(way, lacking) if lacking else ():
+                    drawn[number] = image
+                    bar.update()
+                record.add(case, way, drawn)
+            environment = drawer.pipeline.environment()
+            decided = environment.pop("decided").get("invariant", "off")
+            record.about |= {"environment": environment, case: decided}
+            record.write()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("scripts.batches", description=__doc__)
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--emulate", action="store_true")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--layouts", default="auto")
     parser.add_argument("--invariant", default="on", choices=("on", "off"))
-    parser.add_argument("--methods", default="ar,scd", help="settings, comma-separated")
+    parser.add_argument("--methods", default="ar,scd@16", help="settings, comma-separated")
+    parser.add_argument("--ways", default=WAYS, help=f"comma-separated ({WAYS})")
     parser.add_argument("--images", type=int, default=40)
-    parser.add_argument("--batch-sizes", default="1,2,4,8")
-    parser.add_argument("--threads", default="1")
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    rows, names = [], [part.name for part in fields(Counted) if part.name != "held"]
-    print(markdown(names, []))
-    for row in count(arguments):
-        rows.append(asdict(row))
-        print(f"| {' | '.join(str(rows[-1][name]) for name in names)} |", flush=True)
-        if arguments.output:
-            arguments.output.write_text(json.dumps(rows, indent=1))
-    print(*{row["layout"]: row["held"] for row in rows}.values(), sep="\n")
+    asked = parser.parse_args(argv)
+
+    def command() -> int:
+        rows = count(asked)
+        print(markdown(COLUMNS, [[str(row[name]) for name in COLUMNS] for row in rows]))
+        return int(any(row["tokens_differ"] or row["pixels_differ"] for row in rows))
+
+    return exit_code(command)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

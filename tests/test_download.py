@@ -238,6 +238,21 @@ def test_interrupted_nothing_is_taken_for_whole(
     assert not (folder / fetching.STAGING).exists()
 
 
+def test_what_killed_runs_left_in_the_cache_goes_once_the_file_is_whole(
+    hub: Hub, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The library writes each try to another name, so they would add up to many times the model."""
+    repo, name = entries()[C2I].parts["target"].repo, "c2i_B_256.pt"
+    blobs = located.store(repo) / "blobs"
+    blobs.mkdir(parents=True)
+    mine = blobs / f"{hashlib.sha256(name.encode()).hexdigest()}.173f1edc.incomplete"
+    another = blobs / f"{'0' * 64}.173f1edc.incomplete"  # perhaps of a run that goes on
+    for half in (mine, another):
+        half.write_text("half")
+    fetch(capsys, C2I, "--only", "target")
+    assert not mine.exists() and another.exists()
+
+
 @pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])
 def test_a_file_in_the_cache_that_was_not_checked_is_checked_by_the_next_run(
     hub: Hub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, damaged: bool

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from lantern_hpu.commands.generate import main
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
+from scripts import batches
 from tests.tiny import tiny_models
 
 WIDTH = 48
@@ -217,3 +219,39 @@ def test_a_switch_that_is_neither_is_one_error(
     asked = ["--model", str(model), "--prompt", "a red cat", "--invariant", "perhaps"]
     assert main(asked) == 2
     assert "one of on, off" in capsys.readouterr().err
+
+
+WAYS = "closed-2,open-2,server-2"
+
+
+def test_images_are_counted_however_they_are_drawn(model: Path, tmp_path: Path) -> None:
+    """And drawn once: a second run adds what lacks."""
+    file = tmp_path / "counted.json"
+    asked = ["--model", str(model), "--layouts", "plain", "--methods", "ar,scd@2", "--output"]
+    assert batches.main([*asked, str(file), "--images", "3", "--ways", "closed-2"]) == 0
+    first = json.loads(file.read_text())["images"]["plain ar"]["closed-2"]
+    assert batches.main([*asked, str(file), "--images", "4", "--ways", WAYS]) == 0
+    found = json.loads(file.read_text())
+    assert {row["way"] for row in found["rows"]} == {"closed-1", *WAYS.split(",")}
+    assert len(found["rows"]) == 8
+    for row in found["rows"]:
+        assert row["images"] == 4 and row["tokens_differ"] == row["pixels_differ"] == 0
+        assert row["bits_differ"] == (0 if row["way"].startswith("closed") else None)
+    drawn = found["images"]["plain ar"]["closed-2"]
+    assert {number: drawn[number] for number in first} == first and len(drawn) == 4
+
+
+def test_images_that_differ_are_counted(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PlainLinear, "multiply", planted(PLANTED["few rows"], 0.5))
+    monkeypatch.setattr(RowPlans, "trial", lambda self, product, rows: None)
+    file = tmp_path / "counted.json"
+    asked = ["--model", str(model), "--layouts", "plain", "--methods", "ar", "--images", "4"]
+    assert batches.main([*asked, "--ways", "closed-4,server-4", "--output", str(file)]) == 1
+    alone, *others = json.loads(file.read_text())["rows"]
+    assert alone["bits_differ"] == 0
+    assert all(row["tokens_differ"] and row["pixels_differ"] for row in others)
+    assert others[0]["bits_differ"] == 4
+    other = [*asked, "--invariant", "off", "--output", str(file)]
+    assert batches.main(other) == 2, "a file of images that were drawn otherwise was added to"

@@ -20,6 +20,6 @@ def test_a_soak_leaves_the_server_as_it_was(model: Path) -> None:
     assert found["answers"]["200"] >= 80 and found["images"] > 80
 
 
-@pytest.mark.parametrize("name", ["generate", "convert", "evaluate"])
+@pytest.mark.parametrize("name", ["generate", "convert", "evaluate", "download", "download-cache"])
 def test_a_killed_command_loses_nothing(model: Path, name: str) -> None:
-    assert kill_often(str(model), 2, [name], 1)["found"] == {"held": 2}
+    assert kill_often(str(model), 2, [name], 1)["found"] == {f"{name}: held": 2}

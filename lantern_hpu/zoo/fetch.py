@@ -4,7 +4,7 @@ What is here already is not fetched again. A file gets its name when it is whole
 that ends in `.incomplete` and renames it. In a folder of the user's, files are checked before they are moved to their
 place; in the cache a mark says that a file is still to be checked. So what an interrupted run leaves is never taken
 for a model. The next run goes on with the files that lack; a half of one is used by those versions of huggingface_hub
-that keep it (2.4 does not).
+that keep it; those that do not (2.4) leave it, and it is deleted once the file is whole.
 """
 
 from __future__ import annotations
@@ -125,11 +125,19 @@ def fetch(hub: ModuleType, file: File, to: Path | None) -> None:
             reference = store(file.part.repo) / "refs" / "main"
             reference.parent.mkdir(exist_ok=True)
             reference.write_text(file.commit)
+            drop_halves(result)
         check_sum(file, result)
     if to is not None:
         place = to / file.part.role / file.name
         place.parent.mkdir(parents=True, exist_ok=True)
         os.replace(result, place)
+
+
+def drop_halves(whole: Path) -> None:
+    """Delete what killed runs left of a file that is whole now; the library names each try anew and forgets it."""
+    blob = whole.resolve()  # in the cache the file is a link
+    for half in blob.parent.glob(f"{blob.name}.*.incomplete"):
+        half.unlink(missing_ok=True)
 
 
 @contextmanager
