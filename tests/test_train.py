@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from huggingface_hub import ModelCard
 from PIL import Image
 from torch import Tensor
 
@@ -70,6 +71,12 @@ def trained(model: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory
     folder = tmp_path_factory.mktemp("trained") / "drafter"
     assert train(model, prompts, folder, *STEPS) == 0
     return folder
+
+
+def test_the_model_card_has_the_figures_of_the_report(trained: Path) -> None:
+    card = ModelCard.load(trained / "README.md")
+    steps = f"| `eagle` | {report(trained)['eagle']['tokens_per_step']:.2f} |"
+    assert steps in card.text and f"--drafter {trained.name} " in card.text
 
 
 def losses(folder: Path) -> list[float]:

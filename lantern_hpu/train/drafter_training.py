@@ -8,6 +8,7 @@ What a run leaves in its folder:
     drafter.safetensors   the weights that had the most drafts accepted on held-out images; `--drafter FOLDER` takes it
     drafter.json          which target they belong to
     report.json, curve.png
+    README.md             a model card with the figures of the report
 
 Which images a step learns from depends on the seed and the step alone, so that a resumed run goes on as if it had
 not been interrupted.
@@ -52,6 +53,7 @@ from lantern_hpu.train.options import TrainOptions
 from lantern_hpu.train.samples import Samples
 from lantern_hpu.train.unroll import Lesson, Unrolled
 from lantern_hpu.tree import load_static
+from lantern_hpu.zoo.cards import REPORT_KIND, Subject, drafter_card, write_card
 
 SAVE_EVERY = 50  # steps between two checkpoints
 AVERAGE = 0.99  # decay of the weights' moving average, which is what is measured and kept
@@ -330,7 +332,7 @@ class DrafterTraining:
         kept = load_file(self.folder / DRAFTER_WEIGHTS)
         self.average = [kept[name] for name, _ in self.drafter.named_parameters()]
         report = {
-            "kind": "lantern_hpu.train drafter",
+            "kind": REPORT_KIND,
             "target": about["target"],
             "steps": self.progress.step,
             "kept_step": about["step"],
@@ -343,6 +345,9 @@ class DrafterTraining:
         }
         self.write("report.json", json.dumps(report, indent=1).encode())
         self.write("curve.png", curve(self.progress))
+        model = self.pipeline.model
+        subject = Subject(model.name, model.config, model.fingerprint)
+        write_card(self.folder, drafter_card, subject, self.folder.name, report)
         return report
 
 

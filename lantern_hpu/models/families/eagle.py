@@ -94,15 +94,6 @@ class PublishedDrafter:
         return digest
 
 
-def open_drafter(path: Path, target: TransformerConfig) -> TrainedDrafter | PublishedDrafter:
-    """A drafter of either kind; for a target of these sizes.
-
-    Raises:
-        WeightsError: unreadable, or of other sizes than the target needs.
-    """
-    return TrainedDrafter(path) if (path / DRAFTER).is_file() else PublishedDrafter(path, target)
-
-
 def check_family(drafter: Drafter, target: Target, path: Path) -> None:
     """A published drafter's embedding is a copy of its target's, or of its target's head, and never trained.
 

@@ -14,7 +14,7 @@ from lantern_hpu.models import neighbours
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.families import family_of
-from lantern_hpu.models.families.eagle import PublishedDrafter, TrainedDrafter, open_drafter
+from lantern_hpu.models.families.drafters import OpenedDrafter, open_drafter
 from lantern_hpu.models.files.checkpoint import folder_of, open_checkpoint, settings_beside
 from lantern_hpu.models.files.conditions import make_condition, text_digest
 from lantern_hpu.models.files.folder import ModelFolder
@@ -78,7 +78,7 @@ class Opened:
     parts: Parts
     config: ModelConfig
     source: ModelFolder | PublishedModel
-    drafter: TrainedDrafter | PublishedDrafter | None  # in place of the source's own
+    drafter: OpenedDrafter | None  # in place of the source's own
 
     def load(self, placement: Placement) -> ImageModel:
         """
