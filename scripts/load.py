@@ -12,6 +12,11 @@ process) faster than it can answer. Only ratios mean something on a machine that
 sends mixed requests instead, 32 at a time, of which every third is hostile: senseless bodies, other hosts, clients that
 leave. It counts the answers and their shapes, holds the server's counters against them, and says how much its memory
 grew after the first quarter.
+
+    python -m scripts.load --fair --seconds 60
+
+measures what two methods leave each other: images a second of each while nothing else is asked for, and while both are,
+by clients that ask again as soon as they have their image, with a partial picture of each row as the start page has it.
 """
 
 from __future__ import annotations
@@ -238,6 +243,63 @@ def soak(model: str, method: str, slots: int, requests: int) -> dict[str, Any]:
     }
 
 
+def ask_again_and_again(
+    client: httpx.Client, url: str, method: str, rows: int, number: int, until: float
+) -> float:
+    """Images a second that one client gets: those that were there in time."""
+    began = ended = time.perf_counter()
+    drawn = 0
+    while True:
+        fields = {"prompt": "a red apple", "method": method, "seed": 1000 * number + drawn}
+        fields |= {"stream": True, "partial_images": rows - 1}
+        with client.stream("POST", url + PATH, json=fields) as answer:
+            assert answer.status_code == 200, answer.read()
+            assert "completed" in "".join(answer.iter_text()), "the stream broke off"
+        now = time.perf_counter()
+        if now > until:
+            return drawn / (ended - began) if drawn else 1 / (now - began)
+        drawn, ended = drawn + 1, now
+
+
+def images_per_s(
+    client: httpx.Client, url: str, methods: Sequence[str], rows: int, slots: int, seconds: float
+) -> dict[str, float]:
+    """Of each method while all of them are asked for, by as many clients each as it has slots."""
+    until = time.perf_counter() + seconds
+    with ThreadPoolExecutor(len(methods) * slots) as pool:
+        asked = {
+            method: [
+                pool.submit(ask_again_and_again, client, url, method, rows, number, until)
+                for number in range(slots)
+            ]
+            for method in methods
+        }
+        return {method: sum(one.result() for one in several) for method, several in asked.items()}
+
+
+def fair(model: str, settings: str, slots: int, seconds: float) -> dict[str, Any]:
+    """What each method keeps of its images a second beside the other; half would be an equal share."""
+    client = httpx.Client(timeout=3600, limits=httpx.Limits(max_connections=256))
+    with client, server(model, slots, settings, 64) as (url, _):
+        card = client.get(url + "/v1/models").json()["data"][0]
+        methods, rows = list(card["methods"]), card["rows"]
+        alone = dict[str, float]()
+        for name in methods:
+            alone |= images_per_s(client, url, [name], rows, slots, seconds)
+        together = images_per_s(client, url, methods, rows, slots, 2 * seconds)
+    kept = {name: round(together[name] / alone[name], 4) for name in methods}
+    return {
+        "model": model,
+        "settings": settings,
+        "slots": slots,
+        "seconds": seconds,
+        "alone_images_per_s": alone,
+        "together_images_per_s": together,
+        "kept": kept,
+        "largest_share_of_half": round(2 * max(kept.values()), 4),
+    }
+
+
 def spread(seconds: Sequence[float]) -> dict[str, float]:
     """Percentiles."""
     cuts = statistics.quantiles([*seconds, *seconds], n=100, method="inclusive")
@@ -284,11 +346,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--images", type=int, default=64, help=f"of each measurement, at most {MOST}"
     )
     parser.add_argument("--soak", action="store_true", help="mixed requests instead, 32 at a time")
+    parser.add_argument("--fair", action="store_true", help="two methods beside each other instead")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of each part of --fair (40)")
     args = parser.parse_args(argv)
     if not (1 <= args.images <= MOST and 1 <= args.slots <= 64):
         parser.error(f"--images is 1 to {MOST}, --slots 1 to 64")
-    what = soak if args.soak else measure
-    print(json.dumps(what(args.model, args.method, args.slots, args.images), indent=2))
+    if args.fair:
+        settings = args.method if "," in args.method else "ar,scd@16"
+        found = fair(args.model, settings, args.slots, args.seconds)
+    else:
+        what = soak if args.soak else measure
+        found = what(args.model, args.method, args.slots, args.images)
+    print(json.dumps(found, indent=2))
     return 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -88,18 +89,21 @@ class Answer(BaseHTTPRequestHandler):
             self.send_slowly(body[first:])
 
     def send_slowly(self, body: bytes) -> None:
-        try:
-            for place in range(0, len(body), PIECE):
-                self.wfile.write(body[place : place + PIECE])
-                time.sleep(PAUSE)
-        except OSError:  # whoever asked was killed
-            self.close_connection = True
+        for place in range(0, len(body), PIECE):
+            self.wfile.write(body[place : place + PIECE])
+            time.sleep(PAUSE)
+
+
+class Hub(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exc_info()[1], OSError):  # else whoever asked was killed
+            super().handle_error(request, client_address)
 
 
 @contextmanager
 def local_hub() -> Iterator[str]:
     """Its address, while it answers."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    server = Hub(("127.0.0.1", 0), Answer)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

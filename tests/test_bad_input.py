@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lantern_hpu.cli import module_of
-from lantern_hpu.commands import convert, generate, pixels
+from lantern_hpu.commands import convert, generate, pixels, serve
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.load import Opened, open_model
@@ -152,6 +152,16 @@ def test_what_needs_no_weights_is_refused_before_they_are_read(
     given = ["--model", str(public / name), "--output", str(tmp_path / "x.png"), *words.split()]
     assert generate.main(given) == 2
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("methods", ["lantern++", "ar,eagle"])
+def test_serve_refuses_what_needs_a_drafter_before_weights_are_read(
+    unread: None, public: Path, capsys: pytest.CaptureFixture[str], methods: str
+) -> None:
+    words = ["--model", str(public / "emu3"), "--methods", methods]
+    assert serve.main([*words, "--port", "0"]) == 2
+    shown = capsys.readouterr().err
+    assert "has no drafter" in shown and shown.count("error:") == 1
 
 
 def test_a_negative_prompt_that_is_cut_is_reported(public: Path) -> None:

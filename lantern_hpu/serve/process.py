@@ -17,6 +17,8 @@ from types import FrameType
 from typing import Any
 
 from lantern_hpu.errors import LanternError, OptionError, needing
+from lantern_hpu.methods.setting import lacks_drafter
+from lantern_hpu.models.files.load import Opened
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.app import make_app
 from lantern_hpu.serve.decoder import DecodeThread
@@ -52,8 +54,16 @@ def bound(host: str, port: int) -> socket.socket:
 def opener(options: ServeOptions) -> Callable[[], DecodeThread]:
     """What loads the model; the device's software is imported only then."""
 
+    def check(opened: Opened) -> None:
+        """Refuse what cannot be served before weights are read."""
+        for setting in options.settings:
+            if opened.config.drafter is None and setting.needs_drafter:
+                raise lacks_drafter(opened.source.name, f"--methods {setting}")
+
     def opened() -> DecodeThread:
-        load = partial(LanternPipeline.from_pretrained, options.model, given=options.given)
+        load = partial(
+            LanternPipeline.from_pretrained, options.model, given=options.given, check=check
+        )
         # In a thread that ends, so that its OpenMP threads do too: left idle, they and those of the decode thread
         # would be more than the cores, and the waits in a step become system calls.
         with ThreadPoolExecutor(1) as loading:
