@@ -1,4 +1,4 @@
-"""Pages of the reference that are made from the code: commands, HTTP, metrics, methods, lint rules, Gaudi."""
+"""Pages of the reference that are made from the code: commands, HTTP, metrics, methods, lint rules, Gaudi, models."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from lantern_hpu.models.files.parts import Given
+
 
 def write_all(folder: Path) -> None:
     """Write each page; one that has not changed is left alone, so that a second build is short."""
@@ -24,6 +26,7 @@ def write_all(folder: Path) -> None:
         ("methods", methods()),
         ("lint-rules", lint_rules()),
         ("gaudi-contract", gaudi_contract()),
+        ("models-by-device", models_by_device()),
     ):
         file, text = folder / f"{name}.md", "\n".join(page) + "\n"
         if not file.is_file() or file.read_text(encoding="utf-8") != text:
@@ -224,3 +227,69 @@ def gaudi_flags() -> Iterator[tuple[str, ...]]:
                 places.setdefault(row, []).append(f"{release} {kind}")
     for key, where in places.items():
         yield *key, ", ".join(where) if len(where) < 4 else "all"
+
+
+DEVICES = {"cpu": "CPU", "cuda": "NVIDIA GPU", "hpu": "Intel Gaudi"}
+NOT_RUN = "This backend has not been run on a card yet."
+
+
+def models_by_device() -> Iterator[str]:
+    """The one command that serves each known model on each device, and the memory that it takes."""
+    from lantern_hpu.zoo.registry import entries
+
+    yield from (
+        "# Models by device",
+        "",
+        "The one command for each known model. First, once, on the machine:",
+        "",
+    )
+    yield from (
+        "```bash",
+        'pip install "lantern-hpu[models,serve]"',
+        "lantern-hpu download NAME",
+        "```",
+        "",
+    )
+    yield "The embedded model, `builtin`, needs no download: `lantern-hpu serve --device DEVICE`. Add"
+    yield "`--host 0.0.0.0 --api-key KEY` to answer other machines. To draw to a file instead:"
+    yield '`lantern-hpu generate --model NAME --device DEVICE --prompt "a red apple" --output apple.png`, for'
+    yield "class models with `--class-label goldfish`. GLM-Image is drawn with `generate` only."
+    yield ""
+    yield "Memory is counted, not measured: by `lantern-hpu plan NAME`, in bfloat16, with the default method, for"
+    yield "1 and for 8 images at a time. A server holds caches for each of its methods; fewer `--methods` take less."
+    yield "The formats were loaded as small synthetic copies; no published weight has been loaded yet."
+    for device, title in DEVICES.items():
+        yield from ("", f"## {title}", "")
+        yield from (NOT_RUN, "") if device != "cpu" else ()
+        rows = [
+            (
+                f"`{name}`",
+                *(memory_of(name, device, images) for images in (1, 8)),
+                f"`{device_command(name, device)}`",
+            )
+            for name in entries()
+        ]
+        yield from table(("model", "1 image", "8 images", "command"), rows)
+
+
+def device_command(name: str, device: str) -> str:
+    """What serves a known model on a device; what draws with it where no server does."""
+    from lantern_hpu.zoo.registry import get
+
+    if get(name).config.vq is not None:
+        return f"lantern-hpu serve --model {name} --device {device}"
+    what = '--prompt "a red apple" --output apple.png'
+    return f"lantern-hpu generate --model {name} --device {device} {what}"
+
+
+def memory_of(name: str, device: str, images: int) -> str:
+    """Of a known model, as `plan` counts it."""
+    from lantern_hpu.decode.memory import DeviceMemory, peak
+    from lantern_hpu.plan.report import find_model, setup_of
+    from lantern_hpu.results.tables import amount
+
+    model = find_model(name, Given())
+    how = {"batch_size": images, "guidance": model.guided, "quantize": None, "keep_text": "host"}
+    where = DeviceMemory(None, "a table", is_host=device == "cpu")
+    setup = setup_of(model, where, "bfloat16", None, None, **how)
+    return amount(peak(model.config, setup))

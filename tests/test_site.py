@@ -89,6 +89,33 @@ def test_each_page_of_the_site_is_listed() -> None:
             assert f"\n{name}\n" in listed, name
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda", "hpu"])
+def test_each_known_model_has_its_command_for_each_device(device: str) -> None:
+    """The commands parse; their models are all known ones; their memory is what `plan` counts."""
+    from lantern_hpu.commands import generate, serve
+    from lantern_hpu.zoo.registry import entries
+    from scripts.reference_pages import device_command, memory_of, models_by_device
+
+    page = "\n".join(models_by_device())
+    parsers = {"serve": serve.make_parser(), "generate": generate.make_parser()}
+    for name in entries():
+        command = device_command(name, device)
+        assert f"`{command}` |" in page
+        words = shlex.split(command)
+        parsed = parsers[words[1]].parse_args(words[2:])
+        assert (parsed.model, parsed.device) == (name, device)
+        assert memory_of(name, device, 1) in page
+
+
+def test_the_table_of_memory_is_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    from scripts.reference_pages import memory_of
+
+    plan = ["plan", "anole-7b", "--device", "hpu:96GB", "--dtype", "bfloat16", "--batch-size"]
+    for images in (1, 8):
+        assert cli.main([*plan, str(images)]) == 0
+        assert memory_of("anole-7b", "hpu", images) in capsys.readouterr().out
+
+
 def test_tables_of_figures_are_those_of_their_raw_files() -> None:
     from scripts.figures import MARKED, PAGES, rewritten
 
