@@ -30,7 +30,7 @@ from tests.reference import (
 from tests.tiny import circle, random_tree, ring
 
 V, B = 12, 80  # vocabulary, images a tree
-TREES = 24
+TREES = 16
 CODES = circle(V).tolist()
 RULES = {
     "exact": Relaxed(),
@@ -185,7 +185,7 @@ def test_greedy_rule_is_the_textbook_rule(name: str) -> None:
 )
 def test_relaxed_with_zero_bound_is_exact(rule: Relaxed, residual: str, kind: str) -> None:
     zero, drawn = replace(rule, residual=residual), KINDS[kind]
-    for case in CASES:
+    for case in CASES[::3]:
         # All tables are given even for k = 0, so that the neighbours really are looked up and found too many.
         official: Residual = "official" if residual == "official" else "sound"
         clusters = Clusters(circle(V), 7)

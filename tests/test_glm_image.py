@@ -29,6 +29,7 @@ from lantern_hpu.ops.masks import additive_mask, prefix_mask
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.zoo.find import find_parts
+from tests.marks import mostly_slow
 
 pytest.importorskip("transformers.models.glm_image")
 
@@ -199,7 +200,7 @@ def test_a_short_prompt_takes_the_shortest_prefix(folder: Path) -> None:
         assert (spec.prefix, spec.grid) == (prefix, (2, 3))
 
 
-@pytest.mark.parametrize("method", ["jacobi", "scd", "sjd-pac"])
+@pytest.mark.parametrize("method", mostly_slow(["jacobi", "scd", "sjd-pac"], "scd"))
 def test_windows_draw_what_ar_draws_where_they_must(folder: Path, method: str) -> None:
     """Greedy pictures."""
     pipeline = pipeline_of(folder)

@@ -57,7 +57,7 @@ PROMPTS = ["a red apple", "blue cat"]
 @pytest.mark.parametrize(
     "graphs", mostly_slow(["hpu_graph", "hpu_graph_split", "eager"], "hpu_graph")
 )
-@pytest.mark.parametrize("method", mostly_slow(METHODS, "ar", "lantern++", "scd"))
+@pytest.mark.parametrize("method", mostly_slow(METHODS, "lantern++", "scd"))
 def test_same_tokens_as_the_cpu(model: Path, method: str, graphs: str) -> None:
     want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
     with emulated(model, graphs) as pipeline:
@@ -71,7 +71,7 @@ def test_same_tokens_as_the_cpu(model: Path, method: str, graphs: str) -> None:
         assert not error_rules(pipeline)
 
 
-@pytest.mark.parametrize("preset", ["gsd", "tv"])
+@pytest.mark.parametrize("preset", mostly_slow(["gsd", "tv"], "gsd"))
 @pytest.mark.parametrize("method", mostly_slow(["lantern++", "scd", "sjd-pac"], "scd"))
 def test_rules_that_ask_for_q_are_recorded_and_draw_the_tokens_of_the_cpu(
     model: Path, method: str, preset: str
@@ -134,7 +134,7 @@ def test_both_releases_draw_the_tokens_of_the_cpu_and_have_nothing_to_say(
     ("graphs", "launches"),
     [("hpu_graph", 1), pytest.param("hpu_graph_split", 2, marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("method", mostly_slow(METHODS, "ar", "sjd-pac"))
+@pytest.mark.parametrize("method", mostly_slow(METHODS, "sjd-pac"))
 def test_one_launch_a_step_and_the_zeros(
     model: Path, method: str, graphs: str, launches: int
 ) -> None:
@@ -209,7 +209,7 @@ KEPT: dict[str, tuple[str, Callable[[Step, Any], object]]] = {
 }
 
 
-@pytest.mark.parametrize("name", mostly_slow(KEPT, *list(KEPT)[:2]))
+@pytest.mark.parametrize("name", mostly_slow(KEPT, next(iter(KEPT))))
 def test_what_a_capture_would_keep_is_named_with_its_line(
     model: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,7 +219,7 @@ def test_what_a_capture_would_keep_is_named_with_its_line(
     assert (rule, __file__) in {(f.rule.id, f.file) for f in card.findings.errors}
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", mostly_slow(FAULTS, "float to long", "item"))
 def test_planted_fault_is_named(model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, fault = FAULTS[name]
     monkeypatch.setattr(Step, "propose", planted(fault))
@@ -229,7 +229,9 @@ def test_planted_fault_is_named(model: Path, name: str, monkeypatch: pytest.Monk
         assert rule in error_rules(pipeline)
 
 
-@pytest.mark.parametrize(("rule", "fault"), [("H013", growing), ("H014", varying)])
+@pytest.mark.parametrize(
+    ("rule", "fault"), mostly_slow([("H013", growing), ("H014", varying)], ("H014", varying))
+)
 def test_planted_change_from_step_to_step_is_named(
     model: Path, rule: str, fault: Callable[[Step, Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

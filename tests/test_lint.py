@@ -231,6 +231,7 @@ def test_lint_of_a_model_folder_is_clean(
     assert counts["graph_launches"] > 0
 
 
+@pytest.mark.slow
 def test_a_method_may_be_a_setting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, launches = write_folder(tmp_path / "tiny"), []
     for setting in ("scd@4:commit=2", "scd@4:commit=4"):

@@ -249,7 +249,7 @@ RULED = {"free": Blended(tv=0.2), "budget": Blended(tv=0.3, budget=0.35)}
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", RULED)
+@pytest.mark.parametrize("name", mostly_slow(RULED, "budget"))
 @pytest.mark.parametrize("settings", mostly_slow(["guided top-k", "unguided"], "unguided"))
 def test_windows_draw_images_of_the_distribution_that_the_rule_says(
     name: str, settings: str
