@@ -48,7 +48,7 @@ from lantern_hpu.serve.decoder import DecodeThread, Job, Lane
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.workers import pieces, share_work
 
-CHUNK = 24  # images that all ways draw before the next: what a run that is broken off loses at most
+CHUNK = 24  # images that each way draws before the next way does: what a run that is broken off loses at most
 KINDS = ("closed", "open", "server", "workers", "threads")
 BATCH = 8  # images at a time, where a way does not say it
 PATIENCE = 36000.0  # seconds of an image in the server, on a machine that has other work
@@ -96,7 +96,9 @@ def cache_bits(engine: Engine, slot: int) -> str:
     config, spec = engine.target.config, engine.spec
     end = config.prefix + config.tokens - 2 * engine.longest
     rows = [slot, slot + spec.images] if spec.guidance else [slot]
-    parts = [part[rows, :end] for layer in engine.state.kv_cache.layers for part in layer.read()]
+    parts = [
+        part.cpu()[rows, :end] for layer in engine.state.kv_cache.layers for part in layer.read()
+    ]
     return digest(b"".join(part.contiguous().view(torch.uint8).numpy().tobytes() for part in parts))
 
 
@@ -259,13 +261,13 @@ class Record:
 
 def count(asked: argparse.Namespace) -> list[dict[str, Any]]:
     """Draw what the file lacks. -> rows of `COLUMNS`"""
-    names = ("model", "device", "emulate", "dtype", "invariant")
+    names = ("model", "device", "emulate", "dtype", "invariant", "threads")
     how = {name: getattr(asked, name) for name in names}
     record = Record(asked.output, how)
     ways = [Way.parse(text) for text in dict.fromkeys([FIRST, *asked.ways.split(",")])]
     for layout in asked.layouts.split(","):
         for method in asked.methods.split(","):
-            drawer = Drawer(how | {"layout": layout, "threads": 1}, method)
+            drawer = Drawer(how | {"layout": layout}, method)
             draw_case(drawer, ways, asked.images, record)
             drawer.close()
     return record.rows()
@@ -284,10 +286,10 @@ def draw_case(drawer: Drawer, ways: Sequence[Way], images: int, record: Record) 
                     drawn[number] = image
                     bar.update()
                 record.add(case, way, drawn)
-            environment = drawer.pipeline.environment()
-            decided = environment.pop("decided").get("invariant", "off")
-            record.about |= {"environment": environment, case: decided}
-            record.write()
+                environment = drawer.pipeline.environment()
+                decided = environment.pop("decided").get("invariant", "off")
+                record.about |= {"environment": environment, case: decided}
+                record.write()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -300,6 +302,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--invariant", default="on", choices=("on", "off"))
     parser.add_argument("--methods", default="ar,scd@16", help="settings, comma-separated")
     parser.add_argument("--ways", default=WAYS, help=f"comma-separated ({WAYS})")
+    parser.add_argument("--threads", type=int, default=1, help="of all ways but threads-N (1)")
     parser.add_argument("--images", type=int, default=40)
     parser.add_argument("--output", type=Path)
     asked = parser.parse_args(argv)

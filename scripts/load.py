@@ -15,14 +15,15 @@ grew after the first quarter.
 
     python -m scripts.load --fair --seconds 60
 
-measures what two methods leave each other: images a second of each while nothing else is asked for, and while both are,
-by clients that ask again as soon as they have their image, with a partial picture of each row as the start page has it.
+asks the decode loop for two methods all the time, without HTTP, with a partial picture of each row as the start page
+has it, and counts the processor's time that each of them has. That means something on a machine that others use.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import random
 import socket
@@ -30,18 +31,23 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from lantern_hpu.decode.batch import Finished
+from lantern_hpu.methods.request import Request
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.prompts import usual_prompts
+from lantern_hpu.serve.decoder import DecodeThread, Job, Lane
+from lantern_hpu.serve.options import ServeOptions
 
 MOST = 2000  # images of one run
 ROOT = Path(__file__).parent.parent
@@ -243,60 +249,68 @@ def soak(model: str, method: str, slots: int, requests: int) -> dict[str, Any]:
     }
 
 
-def ask_again_and_again(
-    client: httpx.Client, url: str, method: str, rows: int, number: int, until: float
-) -> float:
-    """Images a second that one client gets: those that were there in time."""
-    began = ended = time.perf_counter()
-    drawn = 0
-    while True:
-        fields = {"prompt": "a red apple", "method": method, "seed": 1000 * number + drawn}
-        fields |= {"stream": True, "partial_images": rows - 1}
-        with client.stream("POST", url + PATH, json=fields) as answer:
-            assert answer.status_code == 200, answer.read()
-            assert "completed" in "".join(answer.iter_text()), "the stream broke off"
-        now = time.perf_counter()
-        if now > until:
-            return drawn / (ended - began) if drawn else 1 / (now - began)
-        drawn, ended = drawn + 1, now
+class Shares(DecodeThread):
+    """The decode loop of `serve`, which also counts what each method has of the processor."""
 
+    def __init__(self, pipeline: LanternPipeline, options: ServeOptions) -> None:
+        self.used, self.drawn = defaultdict[str, float](float), Counter[str]()
+        super().__init__(pipeline, options)
 
-def images_per_s(
-    client: httpx.Client, url: str, methods: Sequence[str], rows: int, slots: int, seconds: float
-) -> dict[str, float]:
-    """Of each method while all of them are asked for, by as many clients each as it has slots."""
-    until = time.perf_counter() + seconds
-    with ThreadPoolExecutor(len(methods) * slots) as pool:
-        asked = {
-            method: [
-                pool.submit(ask_again_and_again, client, url, method, rows, number, until)
-                for number in range(slots)
-            ]
-            for method in methods
-        }
-        return {method: sum(one.result() for one in several) for method, several in asked.items()}
+    @contextmanager
+    def counting(self, lane: Lane) -> Iterator[None]:
+        began = time.thread_time()
+        yield
+        self.used[lane.served.setting.method] += time.thread_time() - began
+
+    def admit(self, lane: Lane, jobs: list[Job]) -> None:
+        with self.counting(lane):
+            super().admit(lane, jobs)
+
+    def advance(self, lane: Lane) -> None:
+        with self.counting(lane):
+            super().advance(lane)
+
+    def finish(self, lane: Lane, job: Job, done: Finished) -> None:
+        super().finish(lane, job, done)
+        self.drawn[job.method] += 1
+
+    def keep_busy(self, seconds: float, seeds: Iterator[int]) -> None:
+        """As many images of each method as it has slots, and partial pictures of each row."""
+        shows, until = tuple(range(1, self.menu.rows)), time.monotonic() + seconds
+        prompt, sampling = self.probe(), self.menu.sampling
+        while time.monotonic() < until and self.failure is None:
+            there = Counter(job.method for job in list(self.open_jobs))
+            for method, served in self.menu.methods.items():
+                for _ in range(self.options.slots - there[method]):
+                    request = Request(prompt, next(seeds), sampling, served.setting.relaxation)
+                    self.submit([Job(request, method, math.inf, shows, lambda event: None)])
+            time.sleep(0.02)
 
 
 def fair(model: str, settings: str, slots: int, seconds: float) -> dict[str, Any]:
-    """What each method keeps of its images a second beside the other; half would be an equal share."""
-    client = httpx.Client(timeout=3600, limits=httpx.Limits(max_connections=256))
-    with client, server(model, slots, settings, 64) as (url, _):
-        card = client.get(url + "/v1/models").json()["data"][0]
-        methods, rows = list(card["methods"]), card["rows"]
-        alone = dict[str, float]()
-        for name in methods:
-            alone |= images_per_s(client, url, [name], rows, slots, seconds)
-        together = images_per_s(client, url, methods, rows, slots, 2 * seconds)
-    kept = {name: round(together[name] / alone[name], 4) for name in methods}
+    """What each of several methods has of the processor's time while all are asked for; threads: one."""
+    options = ServeOptions(model, methods=tuple(settings.split(",")), slots=slots)
+    loop = Shares(LanternPipeline.from_pretrained(model, threads=1), options)
+    loop.start()
+    loop.settled()
+    seeds = count()
+    loop.keep_busy(seconds / 4, seeds)  # so that all are there
+    used, drawn = dict(loop.used), Counter(loop.drawn)
+    loop.keep_busy(seconds, seeds)
+    spent = {name: loop.used[name] - used.get(name, 0.0) for name in loop.menu.methods}
+    images = {name: loop.drawn[name] - drawn[name] for name in loop.menu.methods}
+    loop.stop()
+    total = sum(spent.values())
     return {
         "model": model,
-        "settings": settings,
+        "methods": {name: str(served.setting) for name, served in loop.menu.methods.items()},
         "slots": slots,
         "seconds": seconds,
-        "alone_images_per_s": alone,
-        "together_images_per_s": together,
-        "kept": kept,
-        "largest_share_of_half": round(2 * max(kept.values()), 4),
+        "processor_s": {name: round(time, 3) for name, time in spent.items()},
+        "images": images,
+        "times_an_equal_share": {
+            name: round(len(spent) * time / total, 4) for name, time in spent.items()
+        },
     }
 
 

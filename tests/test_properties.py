@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from safetensors.torch import save_file
 
-from lantern_hpu.errors import LanternError
+from lantern_hpu.errors import LanternError, WeightsError
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.load import open_model
@@ -258,6 +259,15 @@ def test_a_checkpoint_is_read_or_refused(tmp_path: Path, data: Any) -> None:
     if found is not None:
         for name in found.shapes:
             read_or_refused(found.read, name)
+
+
+@pytest.mark.parametrize("files", [[], ["target.safetensors"], None, "target.safetensors", 7])
+def test_files_without_checksums_are_refused(model: Path, tmp_path: Path, files: Any) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "tiny"))
+    about = json.loads((folder / "model.json").read_text()) | {"files": files}
+    (folder / "model.json").write_text(json.dumps(about))
+    with pytest.raises(WeightsError, match=r"model\.json"):
+        open_model(find_parts(str(folder))).load(Placement(None))
 
 
 @examples(40)

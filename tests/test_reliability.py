@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from scripts.kills import kill_often
+from scripts.kills import COMMANDS, kill_often
 from scripts.load import soak
 
-pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parent.parent
 
 
+def test_the_page_names_what_is_killed_and_the_night_runs_what_it_says() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| SIGKILL"))
+    counts = {name: int(count) for name, count in re.findall(r"`([a-z-]+)` (\d+)", row)}
+    assert set(counts) == set(COMMANDS) and sum(counts.values()) >= 20
+    night = (ROOT / ".github" / "workflows" / "nightly.yml").read_text()
+    assert "pip-audit --no-deps --disable-pip -r constraints.txt" in night
+    for ran in (
+        "-m ray tests/test_ray_nodes.py",
+        "tests/test_properties.py tests/test_reliability.py",
+    ):
+        assert ran in night
+
+
+@pytest.mark.slow
 def test_a_soak_leaves_the_server_as_it_was(model: Path) -> None:
     found = soak(str(model), "ar", 4, 120)
     assert found["answers_of_another_shape"] == 0 and found["metrics_add_up"]
@@ -20,6 +36,7 @@ def test_a_soak_leaves_the_server_as_it_was(model: Path) -> None:
     assert found["answers"]["200"] >= 80 and found["images"] > 80
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["generate", "convert", "evaluate", "download", "download-cache"])
 def test_a_killed_command_loses_nothing(model: Path, name: str) -> None:
     assert kill_often(str(model), 2, [name], 1)["found"] == {f"{name}: held": 2}

@@ -42,6 +42,8 @@ def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
         config = ModelConfig.from_json(about)
         if min(config.target.parameters, *config.target.grid) <= 0:
             raise ValueError("its sizes are not above 0")
+        if not isinstance(about["files"], dict):
+            raise ValueError("its files have no checksums")
         missing = [name for name in about["files"] if not file_in(folder, name).is_file()]
     if missing:
         hint = how_to_renew(folder)
