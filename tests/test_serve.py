@@ -39,6 +39,7 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.serve import middleware, process
 from lantern_hpu.serve.app import make_app
+from lantern_hpu.serve.calls import ONE_SHAPE
 from lantern_hpu.serve.decoder import DecodeThread, Done, Job, Partial, seconds_until_room
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.process import Protocol, Server
@@ -215,7 +216,7 @@ def test_images_that_come_at_random_are_those_of_generate(
 
 
 def test_an_image_that_comes_alone_is_drawn_in_a_single_slot(server: Running) -> None:
-    lone, many = (lane.batch.engine.step.stats for lane in server.decoder.lanes["ar"])
+    lone, many = (lane.batch.engine.step.stats for lane in server.decoder.lanes["ar", ONE_SHAPE])
     before = (lone.replays, many.replays)
     assert server.post(prompt="cat", method="ar").status_code == 200
     assert lone.replays > before[0] and many.replays == before[1]
@@ -234,7 +235,7 @@ def test_an_image_that_began_alone_begins_again_among_others(
             server.decoder.submit([Job(request, "ar", deadline, (), answers.append)])
         heard.append(event)
 
-    many = server.decoder.lanes["ar"][-1].batch.engine.step.stats
+    many = server.decoder.lanes["ar", ONE_SHAPE][-1].batch.engine.step.stats
     before, queued = many.replays, server.metric("request_queue_time_seconds_count")
     server.decoder.submit([Job(request, "ar", deadline, (1, 2), tell)])
     server.until(lambda: answers and not server.decoder.busy)
@@ -483,7 +484,9 @@ def test_engines_share_the_time_whatever_a_turn_of_theirs_takes(
         before = self.queued
         real(self, soon)
         steps += self.queued - before
-        method = next(m for m, ls in server.decoder.lanes.items() for x in ls if x.batch is self)
+        method = next(
+            m for (m, _), ls in server.decoder.lanes.items() for x in ls if x.batch is self
+        )
         share.extend([method] * (self.queued - before))
 
     decoder = server.decoder

@@ -18,7 +18,7 @@ from lantern_hpu.commands.options import add_fields, filled
 from lantern_hpu.errors import exit_code, require
 from lantern_hpu.methods.setting import FORM
 from lantern_hpu.methods.table import METHODS
-from lantern_hpu.serve.options import FILTERS, ServeOptions, names
+from lantern_hpu.serve.options import FILTERS, ServeOptions, names, picture_sizes
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -39,6 +39,11 @@ def make_parser() -> argparse.ArgumentParser:
     add(
         "--allow",
         help=f"what requests may ask for beside, a preset of --relax among it: {', '.join(FILTERS)}; {more}",
+    )
+    add(
+        "--sizes",
+        metavar="WxH,...",
+        help="pictures that requests may ask for, the first is the default (the model's own)",
     )
     much = parser.add_argument_group("how much")
     add_fields(much, ServeOptions, "slots", "queue", "timeout", "shutdown")
@@ -65,6 +70,7 @@ def serve_request(args: argparse.Namespace) -> ServeOptions:
         "device": options.device_options(args),
         "methods": names(args.methods, "--methods"),
         "allow": names(args.allow, "--allow"),
+        "sizes": picture_sizes(args.sizes),
         "allow_host": (args.host, *names(args.allow_host, "--allow-host")),
         "api_key": args.api_key or os.environ.get("LANTERN_HPU_API_KEY") or None,
     }

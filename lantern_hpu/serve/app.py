@@ -170,8 +170,10 @@ async def models(decoder: TheDecoder) -> protocol.ModelList:
         )
         for name, served in menu.methods.items()
     }
-    size = f"{menu.size[1]}x{menu.size[0]}"
-    card = protocol.ModelCard(id=menu.model, methods=methods, size=size, rows=menu.rows)
+    sizes = [f"{width}x{height}" for height, width in menu.sizes]
+    card = protocol.ModelCard(
+        id=menu.model, methods=methods, size=sizes[0], sizes=sizes, rows=menu.rows
+    )
     return protocol.ModelList(data=[card])
 
 
@@ -255,7 +257,14 @@ class Waiting:
 
         deadline = time.monotonic() + timeout
         self.jobs = [
-            Job(request, call.served.setting.method, deadline, call.shows, sender(index))
+            Job(
+                request,
+                call.served.setting.method,
+                deadline,
+                call.shows,
+                sender(index),
+                (call.need.grid, call.need.prefix),
+            )
             for index, request in enumerate(call.requests)
         ]
         decoder.submit(self.jobs)
@@ -325,7 +334,7 @@ class Answer:
     """What is sent of finished images."""
 
     def __init__(self, decoder: DecodeThread, call: Call) -> None:
-        height, width = decoder.menu.size
+        height, width = call.size
         self.call, self.decoder, self.created = call, decoder, int(time.time())
         self.shared: dict[str, Any] = {
             "created": self.created,
@@ -364,7 +373,7 @@ class Answer:
         )
 
     def usage(self, images: int) -> protocol.Usage:
-        config = self.decoder.pipeline.model.target.config
+        config = self.call.need.sizes(self.decoder.pipeline.model.target.config)
         read, drawn = config.prefix * images, config.tokens * images
         details = protocol.InputTokensDetails(text_tokens=read, image_tokens=0)
         return protocol.Usage(

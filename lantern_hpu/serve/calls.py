@@ -16,6 +16,9 @@ from lantern_hpu.methods.setting import Resolved, check_drawn, check_relaxation,
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest, refuse
 from lantern_hpu.tree import Tree
 
+Shape = tuple[tuple[int, int] | None, int | None]  # grid and prefix of a spec
+ONE_SHAPE: Shape = (None, None)  # of a model that has one size and one length
+
 
 @dataclass(frozen=True)
 class Served:
@@ -23,10 +26,12 @@ class Served:
 
     Attributes:
         spec: of its step, which no request may go past.
+        shapes: what is captured of it: each size that is served, for each length of prefix.
     """
 
     setting: Resolved
     spec: Spec
+    shapes: tuple[Shape, ...] = (ONE_SHAPE,)
 
 
 @dataclass(frozen=True)
@@ -34,8 +39,9 @@ class Menu:
     """What a server has."""
 
     model: str
-    size: tuple[int, int]  # height, width
-    rows: int  # of image tokens
+    sizes: tuple[tuple[int, int], ...]  # height, width; the first is the default
+    by_request: bool  # whether a request has its size, or the model has one
+    rows: int  # of image tokens; 1 where there are no partial pictures
     vocabulary: int
     codes: int
     sampling: Sampling  # the model's own
@@ -51,6 +57,8 @@ class Call:
     requests: list[Request]  # one an image
     stream: bool
     shows: tuple[int, ...]  # image rows at which a partial picture is sent
+    size: tuple[int, int]  # height, width
+    need: Spec  # of one of its images
 
 
 RELAXED = {
@@ -81,10 +89,7 @@ def read_call(asked: ImagesRequest, menu: Menu) -> Call:
     if given.get("model", menu.model) != menu.model:
         what = f"model {given['model'][:60]!r} is not served here; allowed: {menu.model}"
         raise ApiError(404, what, "model", "model_not_found")
-    height, width = menu.size
-    sizes = ("auto", f"{width}x{height}")
-    if given.get("size", "auto") not in sizes:
-        raise refuse("size", given["size"], " or ".join(sizes))
+    size = read_size(given, menu)
     count, stream = given.get("n", 1), given.get("stream", False)
     if stream and count > 1:
         raise refuse("n", count, "1 while streaming")
@@ -98,11 +103,25 @@ def read_call(asked: ImagesRequest, menu: Menu) -> Call:
         seed = given.get("seed", secrets.randbelow(1 << 53))
         if seed > MAX_SEED - count:
             raise refuse("seed", seed, f"0 to {MAX_SEED - count}")
-        requests = [Request(asked.prompt, seed + i, sampling, relaxation) for i in range(count)]
-        check_graph(menu.spec_of(requests[0], served.setting.tree), served, menu, given)
+        own = size if menu.by_request else None
+        requests = [
+            Request(asked.prompt, seed + i, sampling, relaxation, size=own) for i in range(count)
+        ]
+        need = menu.spec_of(requests[0], served.setting.tree)
+        check_graph(need, served, menu, given)
     except LanternError as error:
         raise translated(error, given) from error
-    return Call(served, requests, stream, shows)
+    return Call(served, requests, stream, shows, size, need)
+
+
+def read_size(given: Mapping[str, Any], menu: Menu) -> tuple[int, int]:
+    """Height and width; a size that was not captured beforehand would make all others wait."""
+    sizes = {f"{width}x{height}": (height, width) for height, width in menu.sizes}
+    name = given.get("size", "auto")
+    if name != "auto" and name not in sizes:
+        more = "; more where the server has --sizes" if menu.by_request else ""
+        raise refuse("size", name, " or ".join(["auto", *sizes]) + more)
+    return menu.sizes[0] if name == "auto" else sizes[name]
 
 
 def read_shows(given: Mapping[str, Any], rows: int, stream: bool) -> tuple[int, ...]:
@@ -111,7 +130,8 @@ def read_shows(given: Mapping[str, Any], rows: int, stream: bool) -> tuple[int, 
     if count and not stream:
         raise refuse("partial_images", count, "0 unless stream is true")
     if count >= rows:
-        raise refuse("partial_images", count, f"0 to {rows - 1}")
+        most = f"0 to {rows - 1}" if rows > 1 else "0: pictures are made of whole images alone"
+        raise refuse("partial_images", count, most)
     return tuple(dict.fromkeys(rows * (i + 1) // (count + 1) for i in range(count)))
 
 

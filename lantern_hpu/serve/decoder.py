@@ -30,7 +30,7 @@ from lantern_hpu.methods.table import AUTO, METHODS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import Drawn, ImageRecord
 from lantern_hpu.results.prompts import usual_prompts
-from lantern_hpu.serve.calls import Menu, Served, translated
+from lantern_hpu.serve.calls import ONE_SHAPE, Menu, Served, Shape, translated
 from lantern_hpu.serve.metrics import Metrics
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.protocol import ApiError
@@ -75,6 +75,7 @@ class Job:
     deadline: float
     shows: tuple[int, ...]
     send: Callable[[Partial | Done | ApiError], None]
+    shape: Shape = ONE_SHAPE
     queued: float = field(default_factory=time.monotonic)
     admitted: float = 0.0
     begun: float = 0.0
@@ -109,7 +110,7 @@ class DecodeThread:
         self.pipeline, self.options = pipeline, options
         self.menu = make_menu(pipeline, options)
         self.metrics = Metrics(self.menu.model)
-        self.lanes: dict[str, list[Lane]] = {}  # of a method: the single slot first
+        self.lanes: dict[tuple[str, Shape], list[Lane]] = {}  # the single slot first
         self.waiting: deque[Job] = deque()
         self.open_jobs: set[Job] = set()  # taken, and neither done nor given up
         self.clock, self.seconds = time.perf_counter, 0.0  # of an image in its slot, on average
@@ -166,11 +167,11 @@ class DecodeThread:
 
     def retry_after(self, places: int) -> int:
         """About how many seconds until so many images have left the queue for a slot: at least one."""
-        now, total = time.monotonic(), self.pipeline.model.target.config.tokens
+        now = time.monotonic()
         left, each = [], self.seconds
         for lane in self.all_lanes():
             for slot, job in list(lane.jobs.items()):
-                done = max(lane.batch.known[slot], 1) / total
+                done = max(lane.batch.known[slot], 1) / lane.batch.total
                 each = each or (now - job.begun) / done  # nothing was finished yet
                 left.append(each * (1 - done))
         return max(1, math.ceil(seconds_until_room(places, left, each, self.options.slots)))
@@ -265,23 +266,29 @@ class DecodeThread:
         engines = self.pipeline.engines
         for served in self.menu.methods.values():
             sizes = dict.fromkeys((1, self.options.slots))
-            engines.kept = max(engines.kept, len(sizes) * len(self.menu.methods))
-            lanes = []
-            for size in sizes:
-                spec = replace(served.spec, images=size, open=size > 1)
-                engine = engines.get(spec)
-                request = Request(self.probe(), 0, self.menu.sampling, served.setting.relaxation)
-                self.pipeline.model.condition.prepare([request.prompt])
-                self.pipeline.warm_up(engine, request)
-                check_replay(self.pipeline, engine, request)
-                lanes.append(Lane(served, self.pipeline.batch(engine)))
-                self.beat = time.monotonic()
-            self.lanes[served.setting.method] = lanes
+            graphs = len(sizes) * len(self.menu.methods) * len(served.shapes)
+            engines.kept = max(engines.kept, graphs)
+            for grid, prefix in served.shapes:
+                spec = replace(served.spec, grid=grid, prefix=prefix)
+                lanes = [
+                    self.lane(served, replace(spec, images=size, open=size > 1)) for size in sizes
+                ]
+                self.lanes[served.setting.method, (grid, prefix)] = lanes
         self.described = {
             name: self.pipeline.describe(served.setting)
             for name, served in self.menu.methods.items()
         }
         self.environment = self.pipeline.environment()
+
+    def lane(self, served: Served, spec: Spec) -> Lane:
+        """An engine that is captured and checked."""
+        engine = self.pipeline.engines.get(spec)
+        request = Request(self.probe(), 0, self.menu.sampling, served.setting.relaxation)
+        self.pipeline.model.condition.prepare([request.prompt])
+        self.pipeline.warm_up(engine, request)
+        check_replay(self.pipeline, engine, request)
+        self.beat = time.monotonic()
+        return Lane(served, self.pipeline.batch(engine))
 
     def probe(self) -> str:
         """What engines are warmed up and checked with."""
@@ -310,13 +317,12 @@ class DecodeThread:
 
         Two engines in turn would be slower for all of them; its tokens are the same in either.
         """
-        half = self.pipeline.model.target.config.tokens // 2
         with self.changed:
-            for method, (alone, *shared) in self.lanes.items():
-                if not shared or all(job.method != method for job in self.waiting):
+            for kind, (alone, *shared) in self.lanes.items():
+                if not shared or all((job.method, job.shape) != kind for job in self.waiting):
                     continue
                 for slot, job in list(alone.jobs.items()):
-                    if alone.batch.known[slot] < half:
+                    if alone.batch.known[slot] < alone.batch.total // 2:
                         alone.leave(slot)
                         self.waiting.appendleft(job)
 
@@ -331,7 +337,7 @@ class DecodeThread:
             for job in self.waiting:
                 if self.gone(job):
                     continue
-                lanes = self.lanes[job.method]
+                lanes = self.lanes[job.method, job.shape]
                 lane = lanes[0] if alone else lanes[-1]
                 if len(chosen.get(lane, [])) < lane.room:
                     chosen.setdefault(lane, []).append(job)
@@ -472,7 +478,7 @@ def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
         OptionError: nothing decodes its tokens, or a method does not go with the model or the tree.
     """
     model, config = pipeline.model, pipeline.model.target.config
-    if model.vq is None:
+    if model.vq is None and pipeline.diffusion is None:
         raise OptionError(f"{model.name} cannot be served", "nothing decodes its tokens", "--vq")
     served: dict[str, Served] = {}
     for asked in options.settings:
@@ -482,10 +488,14 @@ def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
                 continue  # `auto` may be one that is named as well
             why = "requests choose by the name of the method"
             raise OptionError(f"--methods has {setting.method} twice", why, "one setting of each")
-        spec = pipeline.spec(
-            warm_up_requests(pipeline, setting, options), setting.tree, options.slots
-        )
-        served[setting.method] = Served(setting, spec)
+        requests = warm_up_requests(pipeline, setting, options)
+        specs = [
+            pipeline.spec([replace(r, size=s) for r in requests], setting.tree, options.slots)
+            for s in options.sizes or (None,)
+        ]
+        prefixes = (*config.prefixes, config.prefix) if config.prefixes else (None,)
+        shapes = tuple((spec.grid, prefix) for spec in specs for prefix in prefixes)
+        served[setting.method] = Served(setting, specs[0], shapes)
     for name in PRESETS.keys() & set(options.allow):
         if not any(METHODS[method].takes_relaxation(PRESETS[name]) for method in served):
             why = f"none of {', '.join(served)} takes it"
@@ -494,9 +504,17 @@ def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
     def spec_of(request: Request, tree: Any) -> Spec:
         return pipeline.spec([request], tree, 1)
 
-    size = (model.config.image_size[0], model.config.image_size[1])
-    sizes = (size, config.grid[0], config.vocab_size, model.codes)
-    return Menu(model.name, *sizes, model.sampling, served, spec_of)
+    return Menu(
+        model=model.name,
+        sizes=options.sizes or (model.config.image_size,),
+        by_request=config.code_pixels > 0,
+        rows=config.grid[0] if pipeline.diffusion is None else 1,
+        vocabulary=config.vocab_size,
+        codes=model.codes,
+        sampling=model.sampling,
+        methods=served,
+        spec_of=spec_of,
+    )
 
 
 def warm_up_requests(

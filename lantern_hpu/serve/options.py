@@ -28,6 +28,8 @@ class ServeOptions:
     Attributes:
         methods: settings, by whose methods requests name them; the first is the default. Empty: `auto` and `ar`.
         allow: of `FILTERS`, beside what the model's sampling and a method's relaxation use.
+        sizes: height and width of the pictures that requests may ask for, of a model that draws many; the first is the
+            default. Empty: the model's own.
         allow_host: names that the Host header of a request may have beside `localhost` and addresses; `*` is any.
     """
 
@@ -37,6 +39,7 @@ class ServeOptions:
     methods: tuple[str, ...] = ()
     tree: str | None = option(None, "of the methods that draft and have none; see generate --tree")
     allow: tuple[str, ...] = ()
+    sizes: tuple[tuple[int, int], ...] = ()
     slots: int = option(8, "images decoded together, of each method", low=1, high=256)
     queue: int = option(64, "images that may wait; then it is 429", low=1)
     timeout: float = option(300.0, "seconds of an image, its wait included")
@@ -73,6 +76,21 @@ class ServeOptions:
         if self.device.keep_text == "free":
             why = "prompts come as long as the server runs"
             raise OptionError("--keep-text free cannot be served", why, "host or device")
+
+
+def picture_sizes(text: str | None) -> tuple[tuple[int, int], ...]:
+    """Height and width of each of a comma-separated list of WIDTHxHEIGHT.
+
+    Raises:
+        OptionError: one is written otherwise.
+    """
+    result = []
+    for name in dict.fromkeys(names(text, "--sizes")):
+        read = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", name)
+        if read is None:
+            raise OptionError(f"--sizes has {name!r}", "width x height in pixels", "1024x768")
+        result.append((int(read[2]), int(read[1])))
+    return tuple(result)
 
 
 def names(text: str | None, option: str) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ from typing import Any
 from lantern_hpu.errors import LanternError, OptionError, needing
 from lantern_hpu.methods.setting import lacks_drafter
 from lantern_hpu.models.files.load import Opened
+from lantern_hpu.models.model import grid_by_size
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.app import make_app
 from lantern_hpu.serve.decoder import DecodeThread
@@ -59,6 +60,12 @@ def opener(options: ServeOptions) -> Callable[[], DecodeThread]:
         for setting in options.settings:
             if opened.config.drafter is None and setting.needs_drafter:
                 raise lacks_drafter(opened.source.name, f"--methods {setting}")
+        for size in options.sizes:
+            try:
+                grid_by_size(opened.config.target, size, opened.source.name)
+            except OptionError as error:
+                asked = f"--sizes {size[1]}x{size[0]} cannot be served"
+                raise OptionError(asked, error.why, "leave it out") from error
 
     def opened() -> DecodeThread:
         load = partial(

@@ -109,7 +109,7 @@ class ImagesRequest(BaseModel):
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT), AfterValidator(printable)]
     model: str | None = Field(None, description="the served model")
     n: int | None = Field(None, ge=1, le=MAX_N, description="images; image i has `seed` + i")
-    size: str | None = Field(None, description='"auto", or the size that the model draws')
+    size: str | None = Field(None, description='"auto", or one that `/v1/models` lists')
     user: str | None = Field(None, description="not kept")
     seed: int | None = Field(None, ge=0, le=MAX_SEED, description="random if omitted")
     stream: bool | None = Field(None, description="answer with server-sent events; `n` is 1")
@@ -281,6 +281,7 @@ class ModelCard(BaseModel):
     owned_by: str = "lantern_hpu"
     methods: dict[str, MethodCard]
     size: str
+    sizes: list[str] = Field(description="that requests may ask for")
     rows: int = Field(description="rows of image tokens")
 
 
