@@ -106,6 +106,8 @@ def tiny_entry(like: str) -> registry.KnownModel:
     tables: dict[str, Any] = {"vocab_size": 64, "embed_rows": 96, "grid": (4, 4)}
     real = entry.config.target
     kv_heads = 1 if real.kv < real.heads else None
+    if real.preview:
+        tables |= {"rotary_dim": 8, "rope_sections": (1, 1, 2), "preview": 4, "prefixes": (), "spare_codes": 4}
     target = replace(real, kv_heads=kv_heads, **sizes, **tables)
     config = replace(entry.config, target=target)
     return replace(entry, name="tiny", config=config, sampling={**entry.sampling, "top_k": 20})
@@ -356,7 +358,7 @@ def test_random_weights_have_steps_and_no_images(random_report: Report) -> None:
     assert any("mean nothing" in note for note in random_report["notes"])
 
 
-FAMILIES = ("janus-pro-1b", "lumina-mgpt-7b-768", "emu3-gen")
+FAMILIES = ("janus-pro-1b", "lumina-mgpt-7b-768", "emu3-gen", "glm-image")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -209,6 +209,73 @@ def test_windows_draw_what_ar_draws_where_they_must(folder: Path, method: str) -
     assert (got.tokens == want.tokens).all()
 
 
+SAMPLED = Sampling(1.0, 1.8, 8, 0.8)
+DRAWN = 1536
+
+
+def their_probs(folder: Path, grid: tuple[int, int], **order: Any) -> tuple[Tensor, int, Tensor]:
+    """Distributions [V] that transformers draws the first token from, and the second behind the likeliest first one."""
+    theirs, processor = reference(folder)
+    inputs = inputs_of(processor, PROMPTS[:1], grid)
+    config = sized(opened(folder), grid)
+    how = {
+        "do_sample": True,
+        "temperature": SAMPLED.temperature,
+        "top_k": SAMPLED.top_k,
+        "top_p": SAMPLED.top_p,
+        "suppress_tokens": list(range(config.codes, config.vocab_size)),
+        "return_dict_in_generate": True,
+        "output_scores": True,
+        "max_new_tokens": 2,
+    } | order
+    for seed in range(100):
+        torch.manual_seed(seed)
+        out = theirs.generate(**inputs, **how)
+        first, second = (scores[0].float().softmax(-1) for scores in out.scores)
+        token = int(out.sequences[0, -2])
+        if token == int(first.argmax()):
+            return first, token, second
+    raise AssertionError("the likeliest token was not drawn in 100 runs")
+
+
+@cache
+def our_counts(folder: Path, grid: tuple[int, int], behind: int) -> tuple[np.ndarray, np.ndarray]:
+    """How often each first token was drawn, and each second one behind that first one: [V] each."""
+    pipeline, size = pipeline_of(folder), (32 * grid[0], 32 * grid[1])
+    prompts = PROMPTS[:1] * DRAWN
+    tokens = drawn(pipeline, prompts, size, sampling=SAMPLED, batch=64).tokens
+    rows = pipeline.model.target.config.vocab_size
+    after = tokens[tokens[:, 0] == behind, 1]
+    return np.bincount(tokens[:, 0], minlength=rows), np.bincount(after, minlength=rows)
+
+
+def p_value(counts: np.ndarray, probs: Tensor) -> float:
+    """By chi-square, over the tokens that can come; 0 where another one came."""
+    from scipy.stats import chisquare
+
+    expected = probs.double().numpy() * counts.sum()
+    possible = expected > 0
+    if counts[~possible].any():
+        return 0.0
+    scale = counts.sum() / expected[possible].sum()
+    return float(chisquare(counts[possible], expected[possible] * scale).pvalue)
+
+
+@pytest.mark.slow
+def test_tokens_are_drawn_from_the_distribution_of_transformers(folder: Path) -> None:
+    """Temperature, then top-k, then top-p, as its processors come; a temperature behind the filters is noticed."""
+    grid = (2, 3)
+    first, token, second = their_probs(folder, grid)
+    counts = our_counts(folder, grid, token)
+    assert 2 < int((first > 0).sum()) <= SAMPLED.top_k and counts[1].sum() > 100
+    assert p_value(counts[0], first) > 1e-3 and p_value(counts[1], second) > 1e-3
+    plain, _, _ = their_probs(folder, grid, temperature=1.0)
+    late = (plain.log() / SAMPLED.temperature).softmax(-1)
+    assert p_value(counts[0], late) < 1e-4
+    whole, _, _ = their_probs(folder, grid, top_k=0)
+    assert p_value(counts[0], whole) < 1e-4
+
+
 # ------------------------------------------------------------------------------------ pixels
 
 
