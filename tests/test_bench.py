@@ -107,7 +107,13 @@ def tiny_entry(like: str) -> registry.KnownModel:
     real = entry.config.target
     kv_heads = 1 if real.kv < real.heads else None
     if real.preview:
-        tables |= {"rotary_dim": 8, "rope_sections": (1, 1, 2), "preview": 4, "prefixes": (), "spare_codes": 4}
+        tables |= {
+            "rotary_dim": 8,
+            "rope_sections": (1, 1, 2),
+            "preview": 4,
+            "prefixes": (),
+            "spare_codes": 4,
+        }
     target = replace(real, kv_heads=kv_heads, **sizes, **tables)
     config = replace(entry.config, target=target)
     return replace(entry, name="tiny", config=config, sampling={**entry.sampling, "top_k": 20})
