@@ -259,6 +259,21 @@ class Record:
         write_file(self.path, json.dumps(content).encode(), force=True)
 
 
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """By layout and method: images, the ways of drawing them, and in how many drawings something differs."""
+    cases: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        cases.setdefault((row["layout"], row["method"]), []).append(row)
+    lines = []
+    for case, ways in cases.items():
+        differ = [sum(row[name] or 0 for row in ways) for name in COLUMNS[4:]]
+        images, names = {row["images"] for row in ways}, ", ".join(row["way"] for row in ways)
+        lines.append([*case, " to ".join(map(str, sorted(images))), names, *map(str, differ)])
+    return markdown(
+        ["layout", "method", "images", "ways", "tokens differ", "pixels", "bits"], lines
+    )
+
+
 def count(asked: argparse.Namespace) -> list[dict[str, Any]]:
     """Draw what the file lacks. -> rows of `COLUMNS`"""
     names = ("model", "device", "emulate", "dtype", "invariant", "threads")
@@ -309,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> int:
         rows = count(asked)
-        print(markdown(COLUMNS, [[str(row[name]) for name in COLUMNS] for row in rows]))
+        print(table(rows))
         return int(any(row["tokens_differ"] or row["pixels_differ"] for row in rows))
 
     return exit_code(command)

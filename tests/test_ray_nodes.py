@@ -24,7 +24,8 @@ from lantern_hpu.workers import LOOPBACK, share_of
 ray = pytest.importorskip("ray")
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.ray
-IMAGES, MANY = 24, 400
+IMAGES = 24
+MANY = 1000  # in pieces that take longer than the command waits before it looks whether Ray lives
 
 
 class Nodes:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from scripts.batches import table
 from scripts.kills import COMMANDS, kill_often
 from scripts.load import soak
 
@@ -25,6 +27,18 @@ def test_the_page_names_what_is_killed_and_the_night_runs_what_it_says() -> None
         "tests/test_properties.py tests/test_reliability.py",
     ):
         assert ran in night
+
+
+def test_the_page_counts_the_images_that_were_compared() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    results = ROOT / "benchmarks" / "results"
+    for file in ("batches.json", "batches-workers.json", "batches-two-threads.json"):
+        record = json.loads((results / file).read_text())
+        for row in table(record["rows"]).splitlines()[2:]:
+            assert row in page, f"{file}: {row}"
+    rows = json.loads((results / "batches.json").read_text())["rows"]
+    images = {(row["layout"], row["method"]): row["images"] for row in rows}
+    assert f"**{sum(images.values())} images**" in page
 
 
 @pytest.mark.slow
