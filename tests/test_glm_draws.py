@@ -1,0 +1,206 @@
+"""GLM-Image's tokens: distributed as transformers draws them, and drawn by every method on every kind of device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from scipy.stats import chi2
+from torch import Tensor
+
+from lantern_hpu.methods.request import Request, Sampling
+from lantern_hpu.models.neighbours import nearest_codes
+from lantern_hpu.pipeline import LanternPipeline
+from tests.marks import mostly_slow
+from tests.test_glm_image import PROMPTS, inputs_of, reference, their_logits
+
+pytest.importorskip("transformers.models.glm_image")
+
+GRID, SIZE = (2, 3), (64, 96)
+LEAST = 40.0  # draws expected of a class
+METHODS = ("ar", "jacobi", "scd@8", "sjd-pac@8")
+RELAXED = ("scd:lambda=3:k=8@8", "scd:tv=0.2@8", "sjd-pac:lambda=3:k=8@8")
+
+
+@pytest.fixture(scope="module")
+def folder(public: Path) -> Path:
+    return public / "glm-image"
+
+
+@cache
+def pipeline_on(folder: Path, device: str = "cpu", graphs: str = "auto") -> LanternPipeline:
+    return LanternPipeline.from_pretrained(
+        str(folder),
+        device=device,
+        dtype="float32",
+        graphs=graphs,
+        emulate=device == "hpu",
+        pictures=False,
+    )
+
+
+def drawn(
+    pipeline: LanternPipeline, prompts: Sequence[str], method: str, sampling: Sampling
+) -> Tensor:
+    """[B, N]"""
+    chosen = pipeline.resolve(method)
+    requests = [
+        Request(p, i, sampling, chosen.relaxation, size=SIZE) for i, p in enumerate(prompts)
+    ]
+    return torch.from_numpy(pipeline.draw(requests, chosen, decode=False).tokens)
+
+
+# ------------------------------------------------------------------------------------ distribution
+
+
+def kept(probs: Tensor, keep: Tensor) -> Tensor:
+    """Probs [.., V] of what is kept alone."""
+    rest = probs * keep
+    return rest / rest.sum(-1, keepdim=True)
+
+
+def of_top_k(probs: Tensor, k: int) -> Tensor:
+    return kept(probs, probs >= probs.sort(descending=True).values[..., k - 1 : k])
+
+
+def of_top_p(probs: Tensor, mass: float) -> Tensor:
+    ordered = probs.sort(descending=True)
+    before = ordered.values.cumsum(-1) - ordered.values
+    keep = torch.zeros_like(probs, dtype=torch.bool).scatter(-1, ordered.indices, before < mass)
+    return kept(probs, keep)
+
+
+def reference_order(logits: Tensor, sampling: Sampling) -> Tensor:
+    """transformers' own: temperature, top-k, then top-p of what that leaves. -> probs [n, V]"""
+    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    none = torch.zeros(len(logits), 1, dtype=torch.long)
+    scores = logits
+    for warper in (
+        TemperatureLogitsWarper(sampling.temperature),
+        TopKLogitsWarper(sampling.top_k),
+        TopPLogitsWarper(sampling.top_p),
+    ):
+        scores = warper(none, scores)  # type: ignore[arg-type]
+    return scores.softmax(-1)
+
+
+def top_p_first(logits: Tensor, sampling: Sampling) -> Tensor:
+    probs = (logits / sampling.temperature).softmax(-1)
+    return of_top_k(of_top_p(probs, sampling.top_p), sampling.top_k)
+
+
+def temperature_last(logits: Tensor, sampling: Sampling) -> Tensor:
+    probs = of_top_p(of_top_k(logits.softmax(-1), sampling.top_k), sampling.top_p)
+    return (probs.log() / sampling.temperature).softmax(-1)
+
+
+def p_value(probs: Tensor, tokens: Tensor) -> float:
+    """By chi-square over the rank of each token among the probs of its place.
+
+    Neighbouring ranks are one class until it is expected often enough; what no place expects is part of the last.
+
+    Args:
+        probs: [n, V]. tokens: [n].
+    """
+    ordered = probs.double().sort(descending=True)
+    ranks = (ordered.indices == tokens[:, None]).int().argmax(1)  # [n]
+    expected = ordered.values.sum(0).tolist()
+    observed = torch.bincount(ranks, minlength=len(expected)).tolist()
+    classes = [[0.0, 0.0]]
+    for want, got in zip(expected, observed, strict=True):
+        if classes[-1][0] >= LEAST:
+            classes.append([0.0, 0.0])
+        classes[-1][0] += want
+        classes[-1][1] += got
+    if classes[-1][0] < LEAST:
+        want, got = classes.pop()
+        classes[-1][0] += want
+        classes[-1][1] += got
+    assert len(classes) > 3
+    distance = sum((got - want) ** 2 / want for want, got in classes)
+    return float(chi2.sf(distance, len(classes) - 1))
+
+
+@cache
+def sampled(folder: Path, method: str, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    """Tokens [n] of eight pictures, and transformers' logits [n, codes] of their places."""
+    prompts = [f"{PROMPTS[i % 3]} {i}" for i in range(8)]
+    pipeline, (theirs, processor) = pipeline_on(folder), reference(folder)
+    tokens = drawn(pipeline, prompts, method, sampling)
+    with torch.no_grad():
+        logits = their_logits(theirs, inputs_of(processor, prompts, GRID), tokens)
+    return tokens.flatten(), logits[..., : pipeline.model.codes].flatten(0, 1)
+
+
+PUBLISHED, FLAT = Sampling(1.0, 0.9, 50, 0.75), Sampling(1.0, 2.0, 10, 0.8)
+
+
+@pytest.mark.parametrize("method", mostly_slow(METHODS, "ar"))
+@pytest.mark.parametrize("sampling", [PUBLISHED, FLAT])
+def test_tokens_are_distributed_as_transformers_draws_them(
+    folder: Path, method: str, sampling: Sampling
+) -> None:
+    tokens, logits = sampled(folder, method, sampling)
+    assert p_value(reference_order(logits, sampling), tokens) > 1e-3
+
+
+@pytest.mark.parametrize("wrong", [top_p_first, temperature_last])
+def test_another_order_of_filters_would_be_noticed(
+    folder: Path, wrong: Callable[[Tensor, Sampling], Tensor]
+) -> None:
+    """The test above can fail: the same tokens are not those of another order."""
+    tokens, logits = sampled(folder, "ar", FLAT)
+    assert p_value(wrong(logits, FLAT), tokens) < 1e-6
+
+
+# ------------------------------------------------------------------------------------ every method
+
+
+def test_neighbours_are_those_of_the_codes_at_length_1(folder: Path) -> None:
+    """As the tokenizer looks codes up: long codes are no farther away."""
+    model = pipeline_on(folder).model
+    raw = model.code_vectors_alone
+    assert raw is not None
+    unit = raw.double() / raw.double().norm(dim=1, keepdim=True)
+    alike = (unit @ unit.T).fill_diagonal_(-2)  # [codes, codes] cosines
+    best = alike.sort(descending=True).indices[:, :5]
+    assert torch.equal(model.nearest(5)[: model.codes].long(), best)
+    assert not torch.equal(nearest_codes(raw, 5).long(), best)
+
+
+@pytest.mark.parametrize("method", mostly_slow(RELAXED, RELAXED[0]))
+def test_relaxed_windows_draw_codes_in_fewer_steps(folder: Path, method: str) -> None:
+    """In fewer steps than the exact window takes."""
+    pipeline = pipeline_on(folder)
+    chosen = pipeline.resolve(method)
+    exact = pipeline.resolve(f"{chosen.method}@8")
+    results = [
+        pipeline.draw([Request(PROMPTS[0], 0, FLAT, one.relaxation, size=SIZE)], one, decode=False)
+        for one in (chosen, exact)
+    ]
+    relaxed, plain = (result.records[0] for result in results)
+    assert results[0].tokens.max() < pipeline.model.codes
+    assert relaxed.relaxed_accepts > 0 and relaxed.steps < plain.steps
+    assert plain.relaxed_accepts == 0
+
+
+@pytest.mark.parametrize("method", mostly_slow(("scd:lambda=1:k=8@8", "scd:tv=0@8")))
+def test_relaxation_of_nothing_is_exact(folder: Path, method: str) -> None:
+    pipeline = pipeline_on(folder)
+    want = drawn(pipeline, PROMPTS, "scd@8", PUBLISHED)
+    assert torch.equal(drawn(pipeline, PROMPTS, method, PUBLISHED), want)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*METHODS, *RELAXED])
+def test_strict_graphs_and_the_emulated_card_draw_the_processors_tokens(
+    folder: Path, method: str
+) -> None:
+    want = drawn(pipeline_on(folder), PROMPTS[:2], method, PUBLISHED)
+    for device, graphs in (("cpu", "strict"), ("hpu", "auto")):
+        got = drawn(pipeline_on(folder, device, graphs), PROMPTS[:2], method, PUBLISHED)
+        assert torch.equal(got, want), device
