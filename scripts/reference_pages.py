@@ -253,7 +253,7 @@ def models_by_device() -> Iterator[str]:
     yield "The embedded model, `builtin`, needs no download: `lantern-hpu serve --device DEVICE`. Add"
     yield "`--host 0.0.0.0 --api-key KEY` to answer other machines. To draw to a file instead:"
     yield '`lantern-hpu generate --model NAME --device DEVICE --prompt "a red apple" --output apple.png`, for'
-    yield "class models with `--class-label goldfish`. GLM-Image is drawn with `generate` only."
+    yield 'class models with `--class-label goldfish`. GLM-Image needs `pip install "lantern-hpu[glm,serve]"`.'
     yield ""
     yield "Memory is counted, not measured: by `lantern-hpu plan NAME`, in bfloat16, with the default method, for"
     yield "1 and for 8 images at a time. A server holds caches for each of its methods; fewer `--methods` take less."
@@ -273,13 +273,8 @@ def models_by_device() -> Iterator[str]:
 
 
 def device_command(name: str, device: str) -> str:
-    """What serves a known model on a device; what draws with it where no server does."""
-    from lantern_hpu.zoo.registry import get
-
-    if get(name).config.vq is not None:
-        return f"lantern-hpu serve --model {name} --device {device}"
-    what = '--prompt "a red apple" --output apple.png'
-    return f"lantern-hpu generate --model {name} --device {device} {what}"
+    """What serves a known model on a device."""
+    return f"lantern-hpu serve --model {name} --device {device}"
 
 
 def memory_of(name: str, device: str, images: int) -> str:

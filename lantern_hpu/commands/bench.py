@@ -53,8 +53,8 @@ def make_parser() -> argparse.ArgumentParser:
         description="Measure methods and graph modes side by side on one device.",
     )
     add = parser.add_argument
-    sizes = f"a known model's sizes without its files, to time steps: {', '.join(RANDOM)}"
-    trees = "comma-separated, each for the methods that draft its kind; auto is the tuned one (each method's own)"
+    sizes = f"time steps at the sizes of a known model, with random weights: {', '.join(RANDOM)}"
+    trees = "comma-separated draft trees, each for methods that use its kind; auto is the tuned one (method default)"
     modes = f"comma-separated graph modes; `auto` is the device's best ({GRAPHS})"
     methods = USUAL["methods"]
     small = f"comma-separated, a name or {FORM} ({methods}; stretched {LARGE['methods']})"
@@ -67,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--trees", "--tree", help=trees)
     add(
         "--relax",
-        help="a preset for the methods that can be relaxed, windows too (each method's own)",
+        help="relaxation preset for all methods that can be relaxed, windows included (method default)",
     )
     add("--graphs", help=modes)
     add_processor_options(parser)

@@ -30,16 +30,16 @@ class CompareRequest:
     """What is compared, and where the files go."""
 
     reports: tuple[Path, ...] = option(
-        MISSING, "of lantern-hpu bench", metavar="REPORT.json", positional=True
+        MISSING, "a report of `lantern-hpu bench`", metavar="REPORT.json", positional=True
     )
-    output: Path = option(MISSING, "of the table, the plots and the page", metavar="FOLDER")
-    force: bool = option(False, "write into a folder that exists")
+    output: Path = option(MISSING, "folder for the table, the plots and the page", metavar="FOLDER")
+    force: bool = option(False, "write into an existing folder")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lantern-hpu compare",
-        description="Put reports of lantern-hpu bench beside each other: table, plots, page.",
+        description="Compare benchmark reports: a table, plots and a page.",
     )
     add_fields(parser, CompareRequest)
     return parser

@@ -40,7 +40,7 @@ LAYOUTS = ("folder", "speculators")
 class ConvertRequest:
     """What is converted, and where it goes."""
 
-    source: str = option(MISSING, "what `generate --model` takes", positional=True)
+    source: str = option(MISSING, "model name, Hub id, folder or weights file", positional=True)
     output: Path = option(MISSING, "folder to write; must not exist", positional=True)
     dtype: str = option("auto", f"{choices(DTYPES)}; auto: as stored")
     to: str = option(

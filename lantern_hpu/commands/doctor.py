@@ -27,12 +27,13 @@ from lantern_hpu.results.tables import aligned
 class DoctorRequest:
     """For whom the facts are."""
 
-    json: bool = option(False, "everything, for a bug report")
+    json: bool = option(False, "print everything as JSON, for a bug report")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "lantern-hpu doctor", description="What this machine offers, and what is wrong with it."
+        "lantern-hpu doctor",
+        description="Show the devices and packages of this machine, and what is wrong with them.",
     )
     add_fields(parser, DoctorRequest)
     return parser

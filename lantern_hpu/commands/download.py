@@ -31,20 +31,22 @@ class DownloadRequest:
         MISSING, "a known model, or the Hub id of its target", metavar="NAME", positional=True
     )
     only: str | None = option(
-        None, "these parts alone: target, drafter, vq, ...", metavar="PART,..."
+        None, "download only these parts: target, drafter, vq, ...", metavar="PART,..."
     )
     to: Path | None = option(
         None,
-        "a folder with a subfolder for each part (default: the Hugging Face cache)",
+        "download to a folder, with a subfolder per part (default: the Hugging Face cache)",
         metavar="FOLDER",
     )
-    without_drafter: bool = option(False, "enough for --method ar: one token a step")
+    without_drafter: bool = option(
+        False, "skip the drafter: enough for `ar` and the window methods"
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lantern-hpu download",
-        description="Fetch a known model from the Hugging Face Hub.",
+        description="Download a known model from the Hugging Face Hub.",
         epilog="lantern-hpu models lists the known models.",
     )
     add_fields(parser, DownloadRequest)

@@ -36,7 +36,8 @@ NO_METRIC = "none"
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "lantern-hpu evaluate", description="What a method costs in pictures."
+        "lantern-hpu evaluate",
+        description="Compare the image quality of methods: FID, KID, CLIP score and others.",
     )
     add_drawn(parser.add_argument_group("what is drawn"))
     options.add_sampling_options(
@@ -48,7 +49,11 @@ def make_parser() -> argparse.ArgumentParser:
     options.add_running_options(how)
     add_fields(how, EvaluateRequest, "workers")
     how.add_argument(
-        "--output", type=options.file_path, required=True, metavar="FOLDER", help="also to go on"
+        "--output",
+        type=options.file_path,
+        required=True,
+        metavar="FOLDER",
+        help="output folder; an interrupted run in it is resumed",
     )
     return parser
 
@@ -57,7 +62,7 @@ def add_drawn(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     protocols = ", ".join([SCENES, *PRESETS])
     form = "comma-separated METHOD, METHOD:PRESET or METHOD:NAME=VALUE:..., of lambda, delta, omega, nu, mu, k and"
-    images = f"of the set's first prompts, all if unset; of {SCENES}"
+    images = f"number of images, from the first prompts of the set (all if not set); for {SCENES}"
     add_fields(group, EvaluateRequest, "model")
     options.add_part_options(group)
     add("--preset", help=f"protocol: {protocols} ({SCENES} for the embedded model)")
@@ -65,18 +70,24 @@ def add_drawn(group: argparse._ArgumentGroup) -> None:
     add(
         "--rows", help=f"{form} {', '.join(RELAXATIONS)} (the preset's; of {SCENES}: {SCENES_ROWS})"
     )
-    panels = f"of {SCENES}: captions that are drawn four times each"
+    panels = f"for {SCENES}: captions with four images each, to compare by eye"
     add_fields(group, PaintedOptions, "images", "panels", images=images, panels=panels)
     add_fields(group, EvaluateOptions, "tree", "seed", "batch_size")
-    add("--no-floor", action="store_true", help="draw `ar` with one set of seeds alone")
-    again = "score pictures drawn elsewhere too, named by the prompts' ids; repeat for several"
+    add(
+        "--no-floor",
+        action="store_true",
+        help="skip the second set of `ar` images, which measures the noise floor",
+    )
+    again = (
+        "also score a folder of images of another program, named by prompt id; repeat for several"
+    )
     add("--folder", action="append", default=[], metavar="NAME=FOLDER", help=again)
 
 
 def add_scores(group: argparse._ArgumentGroup) -> None:
     metrics = f"comma-separated, of {', '.join(NEEDS)}; or {NO_METRIC} (the preset's)"
     group.add_argument("--metrics", help=metrics)
-    fresh = f"of {SCENES}: fresh pictures of the generator"
+    fresh = f"for {SCENES}: reference images from the scene generator"
     add_fields(group, PaintedOptions, "fresh", fresh=fresh)
     add_fields(group, EvaluateOptions, "rounds", "places")
     add_fields(group, Library, "reference", "inception", "vgg", "clip", "hps", "any_weights")

@@ -42,7 +42,7 @@ DEFAULT_ROWS = (
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lantern-hpu fidelity",
-        description="Measure how far each method moves the distribution of the next token.",
+        description="Measure each method's total variation distance to the target distribution.",
     )
     parser.add_argument("--model", default="builtin", help="`builtin`, or a model folder (builtin)")
     add_device_options(parser, graphs=False)

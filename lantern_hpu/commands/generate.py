@@ -37,12 +37,12 @@ def make_parser() -> argparse.ArgumentParser:
     options.add_part_options(how)
     options.add_device_options(how)
     options.add_running_options(how)
-    many = "processes that draw, one a card, through Ray (none: this one draws)"
+    many = "Ray processes that generate, one per card (default: generate in this process)"
     how.add_argument("--workers", type=int, metavar="N", help=many)
-    how.add_argument("--batch-size", type=int, help="images decoded together (8 at most if unset)")
+    how.add_argument("--batch-size", type=int, help="images per batch (at most 8 if not set)")
     options.add_method_options(parser.add_argument_group("method"))
     options.add_sampling_options(parser.add_argument_group("sampling (default: the model's own)"))
-    chosen = "say which number format, layout and threads were chosen, and why"
+    chosen = "print the chosen number format, layout and threads, with reasons"
     parser.add_argument("--verbose", action="store_true", help=chosen)
     parser.add_argument("--version", action="version", version=f"lantern_hpu {__version__}")
     return parser
@@ -50,9 +50,14 @@ def make_parser() -> argparse.ArgumentParser:
 
 def add_what(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    label = "ImageNet class by name or index, for models that draw classes; repeat for several"
-    add("--prompt", action="append", default=[], help="repeat for several")
-    negative = "what guidance draws away from, for models that read it (Emu3)"
+    label = "ImageNet class by name or index, for class-conditional models; repeat for several"
+    add(
+        "--prompt",
+        action="append",
+        default=[],
+        help="text to draw; repeat the option for several prompts",
+    )
+    negative = "negative prompt, for models that support one (Emu3)"
     add("--negative-prompt", metavar="TEXT", help=negative)
     add("--class-label", action="append", default=[], metavar="LABEL", help=label)
     add(
@@ -61,17 +66,24 @@ def add_what(group: argparse._ArgumentGroup) -> None:
         metavar="FILE",
         help=".txt (one a line), .tsv or .json",
     )
-    add("--from-png", type=options.file_path, metavar="FILE", help="draw the same image again")
-    add("--num-images", type=int, help="images of each prompt (1)")
-    pixels = "pixels, for models that draw many sizes; either alone is both (the model's own)"
+    add(
+        "--from-png",
+        type=options.file_path,
+        metavar="FILE",
+        help="regenerate the image of a PNG from its metadata",
+    )
+    add("--num-images", type=int, help="images per prompt (1)")
+    pixels = (
+        "height in pixels, for models with variable sizes; without --width a square (model default)"
+    )
     add("--height", type=int, metavar="PIXELS", help=pixels)
     add("--width", type=int, metavar="PIXELS", help="see --height")
-    add("--seed", type=int, help="of the first image; the next take the next numbers (0)")
+    add("--seed", type=int, help="seed of the first image; image i uses seed + i (0)")
 
 
 def add_where(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    every = "write a preview each ROWS image rows"
+    every = "write a preview every ROWS rows of the image"
     add(
         "--output",
         type=options.file_path,
@@ -79,13 +91,13 @@ def add_where(group: argparse._ArgumentGroup) -> None:
         help="a .png file, or a folder (out)",
     )
     add("--force", action="store_true", help="replace existing files")
-    add("--resume", action="store_true", help="keep the images that are there, draw the others")
-    add("--grid", action="store_true", help="one sheet of all images")
+    add("--resume", action="store_true", help="keep existing images and generate the missing ones")
+    add("--grid", action="store_true", help="also write one sheet with all images")
     add(
         "--report",
         type=options.file_path,
         metavar="FILE.json",
-        help="acceptance, timing, graph, settings",
+        help="write acceptance, timing, graph statistics and settings",
     )
     tokens = "the image tokens, also of a model without its VQ tokenizer; `lantern-hpu pixels` makes pictures of them"
     add("--save-tokens", type=options.file_path, metavar="FILE.npz", help=tokens)

@@ -49,19 +49,24 @@ class LintRequest:
     model: str = option("builtin", "`builtin`, or a model folder")
     method: str = option("all", f"all, {', '.join(METHODS)}, or a setting such as scd@16:commit=4")
     graphs: str = option("auto", f"auto, {', '.join(RUNNERS)}")
-    dtype: str = option("auto", "auto, or one the device offers")
-    script: Path | None = option(None, "a program of your own", metavar="FILE.py")
-    args: tuple[str, ...] = option((), "what the program gets")
+    dtype: str = option(
+        "auto",
+        "number format of the weights: auto, bfloat16, float16, float32, as the device supports",
+    )
+    script: Path | None = option(
+        None, "Python program to lint instead of the decode step", metavar="FILE.py"
+    )
+    args: tuple[str, ...] = option((), "arguments of the program")
     profile: str = option(
         "lazy", "`lazy` mode with HPU graphs, or `compile`: PT_HPU_LAZY_MODE=0 and torch.compile"
     )
-    timeout: float = option(600.0, "seconds that the program, or each method, may take")
+    timeout: float = option(600.0, "time limit in seconds, for the program or each method")
     strict: bool = option(
         False,
-        "exit code 1 on any error, and on any warning that means a compilation for each input",
+        "exit with code 1 on errors, and on warnings that mean one compilation per input",
     )
-    all: bool = option(False, "show what is merely worth knowing too")
-    json: bool = option(False, "findings and counts, for programs")
+    all: bool = option(False, "also show notes")
+    json: bool = option(False, "print findings and counts as JSON")
 
     def __post_init__(self) -> None:
         require(self.timeout > 0, "--timeout", self.timeout, "more than 0")
@@ -73,7 +78,7 @@ class LintRequest:
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lantern-hpu lint",
-        description="Run code on an emulated Gaudi and name every rule that it breaks.",
+        description="Run code on an emulated Gaudi and report violations of its rules.",
     )
     add_fields(parser, LintRequest)
     add_bridge_option(parser, BOTH)

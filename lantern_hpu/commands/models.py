@@ -22,14 +22,15 @@ class ModelsRequest:
     """Which models, and for whom."""
 
     name: str | None = option(
-        None, "show one model with its files", metavar="NAME", positional=True
+        None, "show details and files of one model", metavar="NAME", positional=True
     )
-    json: bool = option(False, "everything, for programs")
+    json: bool = option(False, "print everything as JSON")
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "lantern-hpu models", description="The known models, and which of them are here."
+        "lantern-hpu models",
+        description="List known models, and which of them are on this machine.",
     )
     add_fields(parser, ModelsRequest)
     return parser

@@ -152,21 +152,29 @@ def add_method_options(group: Group) -> None:
     """`--method`, `--tree` and the relaxation."""
     add = group.add_argument
     methods = "; ".join(f"{name}: {method.about}" for name, method in METHODS.items())
-    add("--method", help=f"auto: the fastest measured on the device; {methods} (auto)")
+    add(
+        "--method",
+        help=f"auto: the fastest lossless method measured on the device; {methods} (auto)",
+    )
     add(
         "--tree",
         help=f"{', '.join(NAMED)}, a .json file, or {AUTO}: the one that `lantern-hpu tune` found for this model "
         f"and device ({DEFAULT_TREE}, on processors {SMALL_TREE}); for eagle2 and lantern {DYNAMIC}, or "
         f"{DYNAMIC}:KxExN for top-k K, E expansions and N drafts ({DynamicTree().name})",
     )
-    add("--window", type=int, metavar="W", help=f"drafts of a window ({DEFAULT_WINDOW})")
+    add(
+        "--window",
+        type=int,
+        metavar="W",
+        help=f"drafts per step of a window method ({DEFAULT_WINDOW})",
+    )
     add(
         "--window-tree",
         metavar="KxD",
-        help="sjd-pac: K siblings at the first D levels of the window (3x3)",
+        help="sjd-pac: K candidates at each of the first D positions of the window (3x3)",
     )
-    more = "the first C drafts of a window are final in each step, whatever they are: not lossless from 2 on"
-    add("--commit", type=int, metavar="C", help=f"{more}, but a schedule known beforehand")
+    more = "accept the first C drafts of a window in every step: a fixed number of steps, lossless only for C = 1"
+    add("--commit", type=int, metavar="C", help=more)
     add_fields(group, RelaxationOptions)
 
 

@@ -36,9 +36,12 @@ class PixelsRequest:
     """Which tokens, of which model, and where the pictures go."""
 
     tokens: Path = option(
-        MISSING, "of `generate --save-tokens`; or a .npy", metavar="TOKENS.npz", positional=True
+        MISSING,
+        "tokens of `generate --save-tokens`, or a .npy",
+        metavar="TOKENS.npz",
+        positional=True,
     )
-    model: str = option("builtin", "that drew them")
+    model: str = option("builtin", "model that the tokens are of")
     output: Path = option(Path("out"), "a .png file, or a folder")
     force: bool = option(False, "replace existing files")
     given: Given = field(default_factory=Given)
@@ -47,7 +50,7 @@ class PixelsRequest:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "lantern-hpu pixels", description="Make pictures of saved tokens."
+        "lantern-hpu pixels", description="Decode saved tokens to images."
     )
     options.add_fields(parser, PixelsRequest)
     options.add_part_options(parser)

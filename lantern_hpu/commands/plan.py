@@ -21,18 +21,23 @@ from lantern_hpu.plan.report import facts, find_device, find_model, plan_report,
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "lantern-hpu plan", description="How much memory drawing with a model takes."
+        "lantern-hpu plan",
+        description="Show how much memory generation with a model needs, without loading it.",
     )
-    parser.add_argument("name", metavar="NAME", help="what `generate --model` takes")
+    parser.add_argument("name", metavar="NAME", help="model name, Hub id, folder or weights file")
     parser.add_argument("--device", default="auto", help="auto, a device, or DEVICE:24GB (auto)")
-    parser.add_argument("--memory", metavar="24GB", help="instead of asking the device")
+    parser.add_argument(
+        "--memory", metavar="24GB", help="device memory, instead of asking the device"
+    )
     parser.add_argument("--batch-size", type=int, default=1, help="images decoded together (1)")
-    parser.add_argument("--cfg-scale", type=float, help="1: without guidance, half the rows")
+    parser.add_argument(
+        "--cfg-scale", type=float, help="guidance scale; 1 turns it off and halves the rows"
+    )
     parser.add_argument("--dtype", default="auto", help=f"auto, {', '.join(DTYPES)} (auto)")
     add_fields(parser, DeviceOptions, "quantize", "keep_text")
-    parser.add_argument("--method", help=f"{', '.join(METHODS)} (lantern++; ar without a drafter)")
+    parser.add_argument("--method", help=f"{', '.join(METHODS)} (auto)")
     parser.add_argument("--tree", help=f"a named tree, or a .json file ({DEFAULT_TREE})")
-    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
     add_part_options(parser.add_argument_group("parts in place of the model's own"))
     return parser
 

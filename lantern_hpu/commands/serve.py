@@ -26,19 +26,19 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("where").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     add("--port", type=int, default=8000, help="(8000)")
-    key = "callers must send it as a bearer token (LANTERN_HPU_API_KEY, else none)"
+    key = "bearer token that clients must send (LANTERN_HPU_API_KEY, else none)"
     add("--api-key", help=key)
-    more = "names that requests may be addressed to beside localhost and addresses; * is any"
+    more = "host names to accept besides localhost and IP addresses; * accepts any"
     add("--allow-host", metavar="NAME,...", help=more)
     what = parser.add_argument_group("what")
     add_fields(what, ServeOptions, "model", "tree")
     add = what.add_argument
     listed = f"comma-separated, the first is the default: {', '.join(METHODS)}, or {FORM}"
     add("--methods", help=f"{listed} (the fastest here, scd and ar)")
-    more = "each makes every step longer; what the model's own settings use is always there"
+    more = "each slows every step; options of the model's default settings are always allowed"
     add(
         "--allow",
-        help=f"what requests may ask for beside, a preset of --relax among it: {', '.join(FILTERS)}; {more}",
+        help=f"extra sampling options and relaxations that requests may use: {', '.join(FILTERS)}; {more}",
     )
     add(
         "--sizes",
@@ -48,7 +48,10 @@ def make_parser() -> argparse.ArgumentParser:
     much = parser.add_argument_group("how much")
     add_fields(much, ServeOptions, "slots", "queue", "timeout", "shutdown")
     much.add_argument(
-        "--replicas", type=int, default=1, help="through Ray, one a card (1: without Ray)"
+        "--replicas",
+        type=int,
+        default=1,
+        help="server processes through Ray, one per card (1: without Ray)",
     )
     how = parser.add_argument_group("how it runs")
     options.add_part_options(how)

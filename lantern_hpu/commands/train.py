@@ -31,7 +31,9 @@ from lantern_hpu.train.run import train
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("lantern-hpu train", description="Train a drafter.")
     commands = parser.add_subparsers(dest="command", required=True)
-    drafter = commands.add_parser("drafter", help="for a target, from prompts alone")
+    drafter = commands.add_parser(
+        "drafter", help="train an EAGLE drafter for a target model, from prompts"
+    )
     add_fields(drafter, TrainRequest)
     add_fields(drafter, TrainOptions)
     add_device_options(drafter, graphs=False)

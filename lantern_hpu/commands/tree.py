@@ -39,10 +39,10 @@ class ShowRequest:
     name: str = option(
         MISSING, "a named tree, a .json file, or `dynamic` with a prompt", positional=True
     )
-    prompt: str | None = option(None, "of a dynamic tree: the image")
-    step: int = option(0, "of a dynamic tree: steps before it", low=0)
-    seed: int = option(0, "of a dynamic tree")
-    model: str = option("builtin", "of a dynamic tree")
+    prompt: str | None = option(None, "dynamic tree: prompt of the image")
+    step: int = option(0, "dynamic tree: number of the step", low=0)
+    seed: int = option(0, "dynamic tree: seed of the image")
+    model: str = option("builtin", "dynamic tree: model name, Hub id, folder or weights file")
     svg: FilePath | None = option(None, "also write an SVG picture", metavar="FILE")
     force: bool = option(False, "replace an existing SVG")
 

@@ -52,10 +52,12 @@ KIND = "lantern_hpu.tune"
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         KIND,
-        description="Find the static tree or the window that draws fastest with this model on this device.",
+        description="Find the draft tree or window that is fastest for a model on this device.",
     )
     what = parser.add_argument_group("what to tune for")
-    what.add_argument("--model", default="builtin", help="as for generate (builtin)")
+    what.add_argument(
+        "--model", default="builtin", help="model name, Hub id, folder or weights file (builtin)"
+    )
     add_stretch_option(what)
     add_part_options(what)
     add_device_options(what)
@@ -64,16 +66,27 @@ def make_parser() -> argparse.ArgumentParser:
     add_fields(parser.add_argument_group("which trees"), TuneOptions, "max_nodes", "max_depth")
     how = parser.add_argument_group("how to measure")
     how.add_argument(
-        "--prompts", type=file_path, metavar="FILE", help=".txt, .tsv or .json (eight simple ones)"
+        "--prompts",
+        type=file_path,
+        metavar="FILE",
+        help="prompts: .txt, .tsv or .json (eight built-in prompts)",
     )
     add_fields(how, TuneOptions, "images", "seed")
     how.add_argument(
-        "--profile", type=file_path, metavar="FILE.json", help="acceptance from an earlier --report"
+        "--profile",
+        type=file_path,
+        metavar="FILE.json",
+        help="reuse the acceptance statistics of an earlier --report",
     )
     where = parser.add_argument_group("where it goes")
-    where.add_argument("--output", type=file_path, metavar="TREE.json", help="the tree, for --tree")
     where.add_argument(
-        "--report", type=file_path, metavar="FILE.json", help="all that was measured"
+        "--output",
+        type=file_path,
+        metavar="TREE.json",
+        help="write the tree, for `generate --tree`",
+    )
+    where.add_argument(
+        "--report", type=file_path, metavar="FILE.json", help="write all measurements"
     )
     where.add_argument("--force", action="store_true", help="replace existing files")
     return parser

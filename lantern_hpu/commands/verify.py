@@ -27,7 +27,7 @@ from lantern_hpu.lab.verify.run import VerifyRequest, resumed, verify
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "lantern-hpu verify",
-        description="Ask a device whether it is as expected; one file, one page.",
+        description="Check a device: kernels, graph capture, memory and speed. Writes one report and one page.",
     )
     add_fields(parser, VerifyRequest)
     add_bridge_option(parser)

@@ -288,12 +288,12 @@ USUAL: dict[str, Relaxation] = {
 BOUNDS = {"lam": "lambda", "bound": "delta"}  # fields that are written otherwise
 
 
-LENDERS = "neighbours that may stand in (lantern: 1000, lantern++: 10)"
-WEIGHTED = "annealed: weight OMEGA exp(-NU i - MU) of a draft i after the first; exact where that is at most 1"
-DISTANCE = "squared distance in the codebook within which codes stand in for a draft (gsd: 0.5)"
-TV = "total variation between a token's distribution and the target's, at most (tv: 0.1)"
-BUDGET = "the same of all tokens of an image together; then it goes on exactly (no bound)"
-REST = "what is left after a relaxed rejection: sound, or official as published (sound)"
+LENDERS = "number of nearest codes that count as a match (lantern: 1000, lantern++: 10)"
+WEIGHTED = "annealed relaxation: weight OMEGA exp(-NU i - MU) for draft i after the first; lossless where at most 1"
+DISTANCE = "gsd: largest squared codebook distance within a cluster (0.5)"
+TV = "bound on the total variation distance to the target distribution, per token (tv: 0.1)"
+BUDGET = "bound on the sum of --relax-tv over an image; lossless from there on (no bound)"
+REST = "residual distribution after a rejection: sound, or official (as published) (sound)"
 
 
 @dataclass(frozen=True)
@@ -313,10 +313,16 @@ class RelaxationOptions:
     mu: float | None = option(None, "see omega (0)", name="--relax-mu", metavar="MU")
     distance: float | None = option(None, DISTANCE, name="--relax-distance", metavar="D")
     ranks: int | None = option(
-        None, "of them, ranks up and down (gsd: 7)", name="--relax-ranks", metavar="N"
+        None,
+        "gsd: largest difference in rank within a cluster (7)",
+        name="--relax-ranks",
+        metavar="N",
     )
     gap: float | None = option(
-        None, "of them, in probability (gsd: 0.15)", name="--relax-gap", metavar="P"
+        None,
+        "gsd: largest difference in probability within a cluster (0.15)",
+        name="--relax-gap",
+        metavar="P",
     )
     tv: float | None = option(None, TV, name="--relax-tv", metavar="T")
     budget: float | None = option(None, BUDGET, name="--relax-budget", metavar="B")

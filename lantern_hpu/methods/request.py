@@ -23,10 +23,16 @@ class Sampling:
         top_p: keep the most probable tokens up to this mass; 1 keeps all.
     """
 
-    cfg_scale: float = option(3.0, "guidance; 1 is off", low=1, high=100, marks={1: "off"})
-    temperature: float = option(1.0, "0 is greedy")
-    top_k: int = option(0, "0 is off", low=0, marks={0: "off"})
-    top_p: float = option(1.0, "1 is off")
+    cfg_scale: float = option(
+        3.0, "classifier-free guidance scale; 1 turns it off", low=1, high=100, marks={1: "off"}
+    )
+    temperature: float = option(1.0, "sampling temperature; 0 is greedy")
+    top_k: int = option(
+        0, "sample from the K most probable tokens; 0 turns it off", low=0, marks={0: "off"}
+    )
+    top_p: float = option(
+        1.0, "nucleus sampling: smallest set of tokens with this probability; 1 turns it off"
+    )
 
     def __post_init__(self) -> None:
         check_ranges(self)

@@ -81,8 +81,8 @@ class Method:
 
 METHODS: dict[str, Method] = {
     "ar": Method("one token a step"),
-    "eagle": Method("static draft tree, exact acceptance (EAGLE)", "static"),
-    "eagle2": Method("dynamic draft tree, exact acceptance (EAGLE-2)", "dynamic"),
+    "eagle": Method("static draft tree, lossless (EAGLE)", "static"),
+    "eagle2": Method("dynamic draft tree, lossless (EAGLE-2)", "dynamic"),
     "lantern": Method(
         "dynamic draft tree, relaxed acceptance (LANTERN)", "dynamic", PRESETS["delta-0.2"]
     ),
@@ -90,13 +90,15 @@ METHODS: dict[str, Method] = {
         "static draft tree, relaxed acceptance (LANTERN++)", "static", PRESETS["lambda-5"]
     ),
     "jacobi": Method(
-        "window of the last step's draws, the image of one-token decoding with the same noise",
+        "Jacobi window; same image as one-token decoding with the same noise",
         "window",
         rule="jacobi",
     ),
-    "scd": Method("window of coupled draws, exact unless relaxed (SCD)", "window", rule="scd"),
+    "scd": Method(
+        "window with coupled sampling, lossless unless relaxed (SCD)", "window", rule="scd"
+    ),
     "sjd-pac": Method(
-        "window that keeps drafts, with siblings at its front, exact unless relaxed (SJD-PAC)",
+        "window that reuses drafts and starts with several candidates, lossless unless relaxed (SJD-PAC)",
         "window",
         rule="sjd-pac",
     ),

@@ -21,26 +21,27 @@ class DeviceOptions:
     """Where and how a model runs; the arguments of `LanternPipeline.from_pretrained`."""
 
     device: str = option("auto", "auto")
-    dtype: str = option("auto", "auto, or one the device offers")
+    dtype: str = option(
+        "auto",
+        "number format of the weights: auto, bfloat16, float16, float32, as the device supports",
+    )
     graphs: str = option("auto", "auto")
     kernels: str = option("auto", "auto: the device's fused ones; plain: torch's")
     emulate: bool = option(
         False, "with --device hpu: an emulator of its contract, for machines without one"
     )
     keep_text: str = option(
-        "host", f"where a text encoder stays once the prompts are encoded: {', '.join(KEEP_TEXT)}"
+        "host", f"where to keep the text encoder after encoding the prompts: {', '.join(KEEP_TEXT)}"
     )
-    quantize: str | None = option(None, "the target's weights in 8 bits", metavar="int8")
+    quantize: str | None = option(None, "quantize the weights of the target model", metavar="int8")
     stretch: str | None = option(
         None,
-        "widen the model and its drafter to a known one's sizes: the same pictures at its cost (llamagen-xl)",
+        "widen the model to the sizes of a known one, to measure that one's cost without its weights (llamagen-xl)",
         metavar="NAME",
     )
     layout: str = option("auto", f"of the matrices: {LAYOUTS}")
-    invariant: str = option(
-        "on", "on: on a processor an image's bits do not depend on its batch; off: speed alone"
-    )
-    threads: int = option(0, "of the processor; 0 for the fastest number", metavar="N")
+    invariant: str = option("on", "batch-invariant results on CPUs: on, or off for speed")
+    threads: int = option(0, "CPU threads; 0 selects the fastest number", metavar="N")
 
     def __post_init__(self) -> None:
         if self.keep_text not in KEEP_TEXT:

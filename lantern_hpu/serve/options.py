@@ -33,19 +33,21 @@ class ServeOptions:
         allow_host: names that the Host header of a request may have beside `localhost` and addresses; `*` is any.
     """
 
-    model: str = option("builtin", "see generate --model")
+    model: str = option("builtin", "model name, Hub id, folder or weights file")
     given: Given = field(default_factory=Given)
     device: DeviceOptions = field(default_factory=DeviceOptions)
     methods: tuple[str, ...] = ()
-    tree: str | None = option(None, "of the methods that draft and have none; see generate --tree")
+    tree: str | None = option(
+        None, "draft tree of methods that are listed without one; see generate --tree"
+    )
     allow: tuple[str, ...] = ()
     sizes: tuple[tuple[int, int], ...] = ()
-    slots: int = option(8, "images decoded together, of each method", low=1, high=256)
-    queue: int = option(64, "images that may wait; then it is 429", low=1)
-    timeout: float = option(300.0, "seconds of an image, its wait included")
+    slots: int = option(8, "images per batch, for each method", low=1, high=256)
+    queue: int = option(64, "queued images, before requests get status 429", low=1)
+    timeout: float = option(300.0, "time limit per image in seconds, queueing included")
     shutdown: float = option(
         60.0,
-        "seconds that images have to finish after SIGTERM",
+        "time limit in seconds to finish running images after SIGTERM",
         name="--shutdown-timeout",
         low=0,
     )

@@ -128,9 +128,14 @@ class ImagesRequest(BaseModel):
         description="tokens that each step of the method makes final; 0 where acceptance decides",
     )
     cfg_scale: Number = Field(None, description="strength of guidance; 1 is off")
-    temperature: Number = Field(None, description="0 is greedy")
-    top_k: int | None = Field(None, ge=0, description="0 is off")
-    top_p: Number = Field(None, description="1 is off")
+    temperature: Number = Field(None, description="sampling temperature; 0 is greedy")
+    top_k: int | None = Field(
+        None, ge=0, description="sample from the K most probable tokens; 0 turns it off"
+    )
+    top_p: Number = Field(
+        None,
+        description="nucleus sampling: smallest set of tokens with this probability; 1 turns it off",
+    )
     relax: str | None = Field(None, description="a preset of `generate --relax`")
     relax_k: int | None = None
     relax_delta: Number = None
@@ -142,7 +147,7 @@ class ImagesRequest(BaseModel):
     relax_ranks: int | None = None
     relax_gap: Number = None
     relax_tv: Number = Field(None, description="total variation that a token may cost, at most")
-    relax_budget: Number = Field(None, description="the same of all tokens of an image together")
+    relax_budget: Number = Field(None, description="bound on the sum of relax_tv over an image")
     residual: str | None = None
 
     def given(self) -> dict[str, Any]:

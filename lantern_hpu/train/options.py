@@ -18,13 +18,13 @@ PRECISIONS = ("no", "bf16", "fp16")
 class TrainOptions:
     """Of a training run; all but `steps` and `lr` must stay the same when it is resumed."""
 
-    steps: int = option(2000, "of the optimiser", low=1)
-    batch: int = option(4, "images a step and process", low=1)
-    unroll: int = option(3, "drafts deep", low=1)
-    lr: float = option(1e-3, "largest learning rate: above 0, up to 1")
+    steps: int = option(2000, "optimizer steps", low=1)
+    batch: int = option(4, "images per step and process", low=1)
+    unroll: int = option(3, "draft depth to train for", low=1)
+    lr: float = option(1e-3, "peak learning rate: above 0, at most 1")
     measure_every: int = option(250, "steps", low=1)
-    measured: int = option(8, "held-out images", low=1)
-    seed: int = option(0, "of the first image, and of the training")
+    measured: int = option(8, "held-out images per measurement", low=1)
+    seed: int = option(0, "seed of the first image and of training")
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -49,20 +49,18 @@ class TrainRequest:
     """What is trained, from what, and where it goes."""
 
     data: Path = option(MISSING, "prompts: .txt, .tsv or .json", metavar="FILE")
-    output: Path = option(MISSING, "of the drafter and its checkpoints", metavar="FOLDER")
+    output: Path = option(MISSING, "folder for the drafter and its checkpoints", metavar="FOLDER")
     options: TrainOptions = field(default_factory=TrainOptions)
     device: DeviceOptions = field(default_factory=DeviceOptions)
     given: Given = field(default_factory=Given)
-    model: str = option("builtin", "whose drafter it is to be")
+    model: str = option("builtin", "target model to train the drafter for")
     tokens: Path | None = option(
-        None, "learn from these pictures too: .npz of tokens", metavar="FILE"
+        None, "additional training images as tokens (.npz)", metavar="FILE"
     )
-    finetune: bool = option(
-        False, "begin with the drafter that the model has, or with that of --drafter"
-    )
-    resume: bool = option(False, "go on with what lies in --output")
+    finetune: bool = option(False, "start from the model's drafter, or from --drafter")
+    resume: bool = option(False, "resume the run in --output")
     mixed_precision: str = option("no", ", ".join(PRECISIONS))
-    samples: int = option(1024, "images to learn from")
+    samples: int = option(1024, "images to generate for training")
 
     def __post_init__(self) -> None:
         if self.mixed_precision not in PRECISIONS:

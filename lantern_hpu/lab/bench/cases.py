@@ -61,9 +61,12 @@ class BenchRequest:
     by_name: bool = True
     batches: list[int]
     images: int = option(
-        8, f"timed images of a row, at least; stretched {LARGE['images']}", low=1, high=MAX_IMAGES
+        8,
+        f"least number of timed images per row; with --stretch {LARGE['images']}",
+        low=1,
+        high=MAX_IMAGES,
     )
-    steps: int = option(64, "timed steps of a row with --random-weights", low=1)
+    steps: int = option(64, "timed steps per row with --random-weights", low=1)
     seed: int = option(0, "of the first image")
 
     def __post_init__(self) -> None:

@@ -48,16 +48,16 @@ class EvaluateRequest:
     device: DeviceOptions = field(default_factory=DeviceOptions)
     folders: Mapping[str, Path] = field(default_factory=dict)
     images: int | None = None
-    model: str = option("builtin", "as for `generate`")
+    model: str = option("builtin", "model name, Hub id, folder or weights file")
     workers: int | None = option(
         None,
-        "processes that draw, one a card, through Ray; this one scores (none: this one draws)",
+        "Ray processes that generate, one per card; this process scores (default: generate in this process)",
         metavar="N",
         low=1,
         high=4096,
     )
     export: Path | None = option(
-        None, "copies as GenEval or DPG-Bench reads them", metavar="FOLDER"
+        None, "also copy the images in the layout of GenEval or DPG-Bench", metavar="FOLDER"
     )
 
     def __post_init__(self) -> None:

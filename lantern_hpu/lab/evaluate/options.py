@@ -12,9 +12,11 @@ from lantern_hpu.methods.request import MAX_IMAGES
 class FidelityOptions:
     """How much is measured."""
 
-    images: int = option(64, "places that are measured, one an image", low=1, high=MAX_IMAGES)
-    draws: int = option(256, "draws of a static tree's refused drafts at each place", low=1)
-    timed: int = option(8, "images drawn for tokens a step and time", low=1, high=MAX_IMAGES)
+    images: int = option(64, "positions to measure, one per image", low=1, high=MAX_IMAGES)
+    draws: int = option(
+        256, "samples per position to estimate rejected drafts of a static tree", low=1
+    )
+    timed: int = option(8, "images to time", low=1, high=MAX_IMAGES)
     seed: int = option(0, "of the first image")
 
     def __post_init__(self) -> None:
@@ -30,14 +32,15 @@ class EvaluateOptions:
     """
 
     tree: str | None = option(
-        None, "comma-separated, each for the methods that draft such a tree (each method's default)"
+        None,
+        "comma-separated draft trees; each applies to the methods that use its kind (method default)",
     )
-    seed: int = option(0, "of the first picture", low=0)
-    batch_size: int = option(8, "images decoded together", low=1)
-    rounds: int = option(200, "of the bootstrap", low=2)
+    seed: int = option(0, "seed of the first image", low=0)
+    batch_size: int = option(8, "images per batch", low=1)
+    rounds: int = option(200, "bootstrap samples", low=2)
     places: int = option(
         0,
-        "places where the distribution of the next token is measured, as by `fidelity`",
+        "positions at which to measure the next-token distribution, as `fidelity` does",
         low=0,
         marks={0: "none"},
     )
@@ -52,10 +55,10 @@ class PaintedOptions:
     """Pictures of the embedded model's protocol; a Frechet distance of 64 features needs more than 64."""
 
     images: int = option(400, "captions that are drawn once each", low=65, high=MAX_IMAGES)
-    panels: int = option(25, "captions that are drawn four times each", low=2, high=MAX_IMAGES)
-    fresh: int = option(
-        4000, "fresh pictures of the generator, to compare with", low=65, high=MAX_IMAGES
+    panels: int = option(
+        25, "captions with four images each, to compare by eye", low=2, high=MAX_IMAGES
     )
+    fresh: int = option(4000, "reference images from the scene generator", low=65, high=MAX_IMAGES)
 
     def __post_init__(self) -> None:
         check_ranges(self)

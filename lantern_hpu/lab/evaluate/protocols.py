@@ -14,7 +14,7 @@ from typing import Any, Literal
 from lantern_hpu.errors import OptionError, choices, option
 from lantern_hpu.lab.evaluate.sets import SETS
 
-WEIGHTS = "weights, where no cache has them"
+WEIGHTS = "path of the network's weights, if they are not cached"
 SCENES = "scenes"  # the embedded model's
 SCENES_ROWS = (
     "ar,eagle,eagle2,lantern:delta-0.1,lantern:delta-0.2,lantern:delta-0.4,"
@@ -172,16 +172,18 @@ class Library:
 
     preset: Preset
     prompts: str | None = option(None, f"{', '.join(SETS)} (the preset's)")
-    prompts_file: Path | None = option(None, "what you have of the set", metavar="FILE")
+    prompts_file: Path | None = option(
+        None, "file with the prompts of the set, where it is not downloaded", metavar="FILE"
+    )
     metrics: tuple[str, ...] | None = None
     reference: Path | None = option(
-        None, "folder of pictures, or a .npz of statistics", metavar="PATH"
+        None, "reference images: a folder, or a .npz of statistics", metavar="PATH"
     )
     inception: Path | None = option(None, WEIGHTS, metavar="PATH")
     vgg: Path | None = option(None, WEIGHTS, metavar="PATH")
     clip: Path | None = option(None, WEIGHTS, metavar="PATH")
     hps: Path | None = option(None, WEIGHTS, metavar="PATH")
-    any_weights: bool = option(False, "take weights that are not the published ones")
+    any_weights: bool = option(False, "accept weights other than the published ones")
 
     @property
     def wanted(self) -> tuple[str, ...]:

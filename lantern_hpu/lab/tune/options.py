@@ -21,14 +21,19 @@ class TuneOptions:
     """Which trees may be found, for what, and how many images are drawn with each that is measured."""
 
     method: str = option("eagle", f"{', '.join(TUNABLE)}, or a setting without a tree")
-    batch_size: int = option(1, "images decoded together", low=1)
+    batch_size: int = option(1, "images per batch", low=1)
     max_nodes: int = option(
-        64, f"with the root; stretched {LARGE['max_nodes']}", low=2, high=MOST_NODES
+        64,
+        f"largest number of tree nodes, root included; with --stretch {LARGE['max_nodes']}",
+        low=2,
+        high=MOST_NODES,
     )
     max_depth: int = option(
-        6, f"drafts in a row; stretched {LARGE['max_depth']}", low=1, high=MOST_DEPTH
+        6, f"largest tree depth; with --stretch {LARGE['max_depth']}", low=1, high=MOST_DEPTH
     )
-    images: int = option(8, f"drawn with each tree, at least; stretched {LARGE['images']}", low=1)
+    images: int = option(
+        8, f"least number of images per tree; with --stretch {LARGE['images']}", low=1
+    )
     seed: int = option(0, "of the first image")
 
     @property

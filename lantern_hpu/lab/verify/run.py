@@ -35,11 +35,11 @@ class VerifyRequest:
     """
 
     device: str = option(EMULATED, ", ".join(BACKENDS))
-    emulate: bool = option(False, "ask the emulator instead of a card")
+    emulate: bool = option(False, "check the emulator instead of a card")
     model: str = option("builtin", "`builtin`, or a model folder")
-    output: Path = option(Path("verify.json"), "the one file", metavar="FILE.json")
-    minutes: float = option(10.0, "what is not asked by then is left open: more than 0")
-    force: bool = option(False, "begin anew, whatever is in the file")
+    output: Path = option(Path("verify.json"), "report file", metavar="FILE.json")
+    minutes: float = option(10.0, "time limit; remaining checks are left open: above 0")
+    force: bool = option(False, "start over, even if the file has results")
 
     def __post_init__(self) -> None:
         if self.device not in BACKENDS:

@@ -36,16 +36,22 @@ class Parts:
 class Given:
     """Parts that the user named on their own."""
 
-    drafter: str | None = option(None, "a published one, or one of `lantern-hpu train`")
-    vq: str | None = option(None, "the VQ tokenizer", metavar="FILE")
+    drafter: str | None = option(
+        None, "path of a drafter: published, from `lantern-hpu train`, or in the speculators layout"
+    )
+    vq: str | None = option(None, "path of the VQ image tokenizer", metavar="FILE")
     text: str | None = option(
         None,
-        "T5, the features it made (.npy, .safetensors, a folder of .npy), or the tokenizer",
+        "path of the T5 encoder, of T5 features (.npy, .safetensors, a folder of .npy), or of the text tokenizer",
         name="--text-encoder",
         metavar="PATH",
     )
-    neighbours: str | None = option(None, "nearest codes", metavar="FILE.npy")
-    image_size: int | None = option(None, "pixels, where a checkpoint does not say its own")
+    neighbours: str | None = option(
+        None, "path of a table of the nearest codes of each code", metavar="FILE.npy"
+    )
+    image_size: int | None = option(
+        None, "image size in pixels, for checkpoints that do not state it"
+    )
 
     def __post_init__(self) -> None:
         size = self.image_size
