@@ -1,7 +1,9 @@
 "use strict";
 // Two methods on one prompt and seed, each a stream of server-sent events; nothing but what the endpoint offers.
+// One begins when the other is done: together they would share the device, and neither would show its speed.
 
 const at = (id) => document.getElementById(id);
+const SHOWN = 7; // partial pictures at most: making their pixels takes time as well
 let rows = 16;
 
 function headers() {
@@ -83,11 +85,11 @@ async function* events(response) {
   }
 }
 
-async function draw(method) {
-  const shown = panel(method);
+// -> seconds from request to picture; undefined if there is none
+async function draw(method, shown, first) {
   const body = {
     prompt: at("prompt").value, seed: Number(at("seed").value), method,
-    stream: true, partial_images: rows - 1,
+    stream: true, partial_images: Math.max(0, Math.min(rows - 1, SHOWN)),
   };
   if (at("relax").value && at("relax").relaxed.has(method)) body.relax_lambda = Number(at("relax").value);
   const began = performance.now();
@@ -97,15 +99,18 @@ async function draw(method) {
     if (!response.ok) throw new Error((await response.json()).error.message);
     for await (const event of events(response)) {
       if (event.type === "error") throw new Error(event.error.message);
-      const seconds = ((performance.now() - began) / 1000).toFixed(2);
+      const seconds = (performance.now() - began) / 1000;
       const { steps, tokens_per_step: rate } = event.metrics;
       shown.show(event.b64_json);
       const { tv_mean: mean, tv_max: most, tv_sum: sum } = event.metrics;
-      const tv = mean == null ? {} : { "TV a token": mean.toFixed(3), largest: most.toFixed(3), sum: sum.toFixed(1) };
-      shown.facts({ steps, "tokens a step": rate.toFixed(2), seconds, ...tv });
-      if (event.type === "image_generation.completed") {
+      const tv = !sum ? {} : { "TV a token": mean.toFixed(3), largest: most.toFixed(3), sum: sum.toFixed(1) };
+      const done = event.type === "image_generation.completed";
+      const ratio = done && first ? { speed: `${(first.seconds / seconds).toFixed(2)} times ${first.method}` } : {};
+      shown.facts({ steps, "tokens a step": rate.toFixed(2), seconds: seconds.toFixed(2), ...ratio, ...tv });
+      if (done) {
         shown.progress(rows);
         shown.bars(event.metrics.accepted_by_depth, steps);
+        return seconds;
       } else {
         shown.progress(event.rows);
       }
@@ -119,7 +124,14 @@ at("form").onsubmit = async (event) => {
   event.preventDefault();
   at("panels").replaceChildren();
   at("go").disabled = true;
-  await Promise.all([at("left").value, at("right").value].filter(Boolean).map(draw));
+  const methods = [at("left").value, at("right").value].filter(Boolean);
+  const panels = methods.map((method) => panel(method));
+  panels.slice(1).forEach((shown) => shown.facts({ waits: `until ${methods[0]} is done` }));
+  let first = null;
+  for (const [i, method] of methods.entries()) {
+    const seconds = await draw(method, panels[i], first);
+    if (seconds && !first) first = { method, seconds };
+  }
   at("go").disabled = false;
   document.body.dataset.done = "yes";
 };
