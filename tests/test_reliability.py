@@ -10,7 +10,7 @@ import pytest
 
 from scripts.batches import table
 from scripts.kills import COMMANDS, kill_often
-from scripts.load import soak
+from scripts.load import fair, soak
 
 ROOT = Path(__file__).parent.parent
 
@@ -54,3 +54,10 @@ def test_a_soak_leaves_the_server_as_it_was(model: Path) -> None:
 @pytest.mark.parametrize("name", ["generate", "convert", "evaluate", "download", "download-cache"])
 def test_a_killed_command_loses_nothing(model: Path, name: str) -> None:
     assert kill_often(str(model), 2, [name], 1)["found"] == {f"{name}: held": 2}
+
+
+@pytest.mark.slow
+def test_two_methods_have_an_equal_share_of_the_processor(model: Path) -> None:
+    found = fair(str(model), "ar,scd@4", 2, 6.0)
+    assert set(found["times_an_equal_share"]) == {"ar", "scd"}
+    assert max(found["times_an_equal_share"].values()) <= 1.3, found
