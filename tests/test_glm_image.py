@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
-from lantern_hpu.commands import generate
+from lantern_hpu.commands import generate, pixels
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.diffusion import check_diffusers, prior_token_ids
+from lantern_hpu.models.diffusion import DiffusionPixels, check_diffusers, prior_token_ids
 from lantern_hpu.models.files.load import Opened, open_model
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.transformer import Rotary
@@ -388,6 +389,42 @@ def test_saved_tokens_are_the_pictures_codes(folder: Path, tmp_path: Path) -> No
     whole = drawn(pipeline_of(folder), PROMPTS[:1], (64, 96)).tokens
     assert saved["grid"].tolist() == [2, 3]
     assert saved["tokens"].tolist() == whole[:, -6:].tolist()
+
+
+@pytest.fixture
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the diffusion model, wherever it is loaded."""
+    pytest.importorskip("diffusers")
+    real = DiffusionPixels.__init__
+
+    def init(self: DiffusionPixels, *args: Any) -> None:
+        real(self, *args, num_inference_steps=2)
+
+    monkeypatch.setattr(DiffusionPixels, "__init__", init)
+
+
+@pytest.mark.slow
+def test_saved_tokens_become_the_pictures_that_generate_makes(
+    folder: Path, tmp_path: Path, few_steps: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Byte for byte; tokens of no known grid, of another grid, or beyond the codes are refused."""
+    file, whole = tmp_path / "tokens.npz", tmp_path / "whole.png"
+    model = ["--model", str(folder), "--device", "cpu", "--dtype", "float32"]
+    draw = ["--prompt", PROMPTS[2], "--height", "64", "--width", "96", "--seed", "4"]
+    for how in (["--save-tokens", str(file)], ["--output", str(whole)]):
+        assert generate.main([*model, *draw, *how]) == 0
+    again = tmp_path / "again.png"
+    assert pixels.main([str(file), *model, "--output", str(again)]) == 0
+    assert Image.open(again).tobytes() == Image.open(whole).tobytes()
+    saved = dict(np.load(file))
+    for changes, why in (
+        ({"grid": ()}, "grid and seeds are not known"),
+        ({"grid": (4, 6)}, "the grid has 4 x 6"),
+        ({"tokens": saved["tokens"] + 64}, "codes from 0 to 63"),
+    ):
+        np.savez(file, **saved | {name: np.asarray(value) for name, value in changes.items()})
+        assert pixels.main([str(file), *model, "--output", str(tmp_path / "no.png")]) == 2
+        assert why in capsys.readouterr().err
 
 
 def test_codes_are_doubled_as_diffusers_does(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Make pictures of saved tokens; of the model only its VQ tokenizer is loaded.
+"""Make pictures of saved tokens; of the model only what makes pixels is loaded.
 
     python -m lantern_hpu.generate --model MODEL --prompt "a red apple" --save-tokens tokens.npz
     lantern-hpu pixels tokens.npz --model MODEL --output pictures
@@ -9,7 +9,7 @@ The pictures are those that `generate` makes of these tokens, and carry what the
 from __future__ import annotations
 
 import argparse
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
 from dataclasses import MISSING, dataclass, field
 from pathlib import Path
@@ -28,6 +28,9 @@ from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.options import DeviceOptions
 
 if TYPE_CHECKING:
+    from PIL import Image
+
+    from lantern_hpu.models.files.load import Opened
     from lantern_hpu.results.images import SavedTokens
 
 
@@ -76,10 +79,14 @@ def check_tokens(tokens: NDArray[np.int64], config: TransformerConfig, file: Pat
     if (ends != config.vocab_size - 1).any():
         why = f"a row of codes does not end in token {config.vocab_size - 1}"
         raise OptionError(what, why, hint)
-    codes = codes_of(config, tokens)  # [images, codes of a picture]
+    check_codes(codes_of(config, tokens), config, what)
+
+
+def check_codes(codes: NDArray[np.int64], config: TransformerConfig, what: str) -> None:
+    """Raise an OptionError, which says `what`, unless all are codes of the model."""
     if codes.min() < 0 or codes.max() >= config.codes:
         why = f"they go from {codes.min()} to {codes.max()}, its codes from 0 to {config.codes - 1}"
-        raise OptionError(what, why, hint)
+        raise OptionError(what, why, "--model with the one that drew them")
 
 
 def check_tokenizer(saved: SavedTokens, same: Collection[str], file: Path) -> None:
@@ -97,6 +104,54 @@ def check_tokenizer(saved: SavedTokens, same: Collection[str], file: Path) -> No
         raise WeightsError(what, "it has other weights", "--model and --vq as they were drawn with")
 
 
+def diffused(saved: SavedTokens, opened: Opened, asked: PixelsRequest) -> Iterator[Image.Image]:
+    """Pictures of codes that a diffusion model reads, one at a time.
+
+    Raises:
+        OptionError: the file does not say of which grid and seeds they are, or they are no codes of the model.
+        WeightsError: parts of the diffusion model are missing.
+    """
+    from lantern_hpu.backends import get_backend
+    from lantern_hpu.models.diffusion import DiffusionPixels
+
+    folder, config, file = opened.source.pixels, opened.config.target, asked.tokens
+    assert folder is not None
+    grid, what = saved.grid, f"the tokens in {file} become no pictures"
+    if len(grid) != 2 or len(saved.seeds) != len(saved.tokens):
+        hint = "a .npz of `generate --save-tokens`"
+        raise OptionError(what, "their grid and seeds are not known", hint)
+    if saved.tokens.shape[1] != grid[0] * grid[1]:
+        why = f"{saved.tokens.shape[1]} a picture, the grid has {grid[0]} x {grid[1]}"
+        raise OptionError(what, why)
+    check_codes(saved.tokens, config, f"the tokens in {file} are of another model")
+    sized = config.of_grid((grid[0], grid[1]))
+    with closing(get_backend(asked.device.device, "eager")) as backend, backend.errors():
+        number = backend.tuning.dtype(asked.device.dtype, config.parameters)
+        pictures = DiffusionPixels(folder, number, backend.device)
+        for row, prompt, seed in zip(saved.tokens, saved.prompts, saved.seeds, strict=True):
+            yield from pictures(row[None], sized, [prompt], [seed])
+
+
+def decoded(saved: SavedTokens, opened: Opened, asked: PixelsRequest) -> Iterator[Image.Image]:
+    """Pictures by the model's VQ tokenizer, one at a time.
+
+    Raises:
+        OptionError, WeightsError: the tokens are of another model, or of another tokenizer.
+    """
+    from lantern_hpu.backends import get_backend
+    from lantern_hpu.decode.pixels import decode_pixels
+
+    config = opened.config.target
+    check_tokens(saved.tokens, config, asked.tokens)
+    with closing(get_backend(asked.device.device, "eager")) as backend, backend.errors():
+        weights = opened.source.weights()
+        vq, digest = opened.load_vq(weights, backend.device)
+        assert weights.vq is not None
+        check_tokenizer(saved, {digest, weights.vq.fingerprint(vq)}, asked.tokens)
+        for row in saved.tokens:
+            yield from decode_pixels(vq, config, backend, row[None])
+
+
 def decode_saved(asked: PixelsRequest) -> str:
     """The whole command after parsing. -> what was done"""
     from lantern_hpu.results.images import encode, image_files, read_saved_tokens, with_metadata
@@ -107,25 +162,16 @@ def decode_saved(asked: PixelsRequest) -> str:
     prepare(device.device, "eager")
     from tqdm import tqdm
 
-    from lantern_hpu.backends import get_backend
-    from lantern_hpu.decode.pixels import decode_pixels
     from lantern_hpu.models.files.load import open_model
     from lantern_hpu.zoo.find import find_parts
 
     opened = open_model(find_parts(asked.model, asked.given, spared=("text",)))
-    config = opened.config.target
-    check_tokens(saved.tokens, config, asked.tokens)
-    with closing(get_backend(device.device, "eager")) as backend, backend.errors():
-        weights = opened.source.weights()
-        vq, digest = opened.load_vq(weights, backend.device)
-        assert weights.vq is not None
-        check_tokenizer(saved, {digest, weights.vq.fingerprint(vq)}, asked.tokens)
-        for file, row, settings in zip(
-            tqdm(files, unit="image"), saved.tokens, saved.metadata, strict=True
-        ):
-            (image,) = decode_pixels(vq, config, backend, row[None])
-            data = with_metadata(image, settings) if settings else encode(image)
-            write_file(file, data, asked.force)
+    make = decoded if opened.source.pixels is None else diffused
+    named = zip(tqdm(files, unit="image"), saved.metadata, strict=True)
+    # Files last, so that what makes the pictures is given back once all are made
+    for image, (file, settings) in zip(make(saved, opened, asked), named, strict=True):
+        data = with_metadata(image, settings) if settings else encode(image)
+        write_file(file, data, asked.force)
     return f"{len(files)} image(s) -> {asked.output}"
 
 

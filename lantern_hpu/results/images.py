@@ -316,12 +316,16 @@ class SavedTokens:
     Attributes:
         metadata: what draws each image again; empty where the file does not say it.
         tokenizer: fingerprint of the VQ tokenizer that they were drawn beside; empty where the file does not say it.
+        grid: rows and columns of a picture's codes; empty where the file does not say it.
+        seeds: of the images; empty where the file does not say it.
     """
 
     tokens: NDArray[np.int64]
     prompts: list[str]
     metadata: list[dict[str, Any]]
     tokenizer: str = ""
+    grid: tuple[int, ...] = ()
+    seeds: tuple[int, ...] = ()
 
 
 def read_saved_tokens(path: Path) -> SavedTokens:
@@ -338,6 +342,7 @@ def read_saved_tokens(path: Path) -> SavedTokens:
         prompts = [str(text) for text in held.get("prompts", [""] * len(tokens))]
         metadata = [parse_json(str(text)) for text in held.get("metadata", ["{}"] * len(tokens))]
         tokenizer = str(held.get("tokenizer", ""))
+        grid, seeds = (tuple(int(n) for n in held.get(name, ())) for name in ("grid", "seeds"))
         if not all(isinstance(one, dict) for one in metadata):
             raise ValueError("its metadata are no objects")
     except KeyError as error:
@@ -349,4 +354,4 @@ def read_saved_tokens(path: Path) -> SavedTokens:
         raise OptionError(f"cannot use the tokens in {path}", why)
     if not len(tokens) == len(prompts) == len(metadata):
         raise OptionError(f"cannot use the tokens in {path}", "not each image has a prompt")
-    return SavedTokens(tokens.astype(np.int64), prompts, metadata, tokenizer)
+    return SavedTokens(tokens.astype(np.int64), prompts, metadata, tokenizer, grid, seeds)
