@@ -32,6 +32,7 @@ from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import Setting
 
 NO_METRIC = "none"
+OTHERS = "also score a folder of images of another program, named by prompt id; repeat for several"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -78,10 +79,7 @@ def add_drawn(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="skip the second set of `ar` images, which measures the noise floor",
     )
-    again = (
-        "also score a folder of images of another program, named by prompt id; repeat for several"
-    )
-    add("--folder", action="append", default=[], metavar="NAME=FOLDER", help=again)
+    add("--folder", action="append", default=[], metavar="NAME=FOLDER", help=OTHERS)
 
 
 def add_scores(group: argparse._ArgumentGroup) -> None:

@@ -13,13 +13,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from lantern_hpu.backends import HOST, prepare
-from lantern_hpu.commands.generate_job import (
-    check_kept,
-    job_of,
-    outputs_of,
-    requests_of,
-    settled_job,
-)
+from lantern_hpu.commands.generate_again import check_kept, job_of, settled_job
+from lantern_hpu.commands.generate_job import outputs_of, requests_of
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Resolved

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.commands import options
 from lantern_hpu.decode.spec import together
-from lantern_hpu.errors import OptionError, OutputError, require
+from lantern_hpu.errors import OptionError, require
 from lantern_hpu.methods.request import MAX_IMAGES, Request, Sampling, size_of
 from lantern_hpu.methods.setting import Resolved, Setting, check_drafter, lacks_drafter
 from lantern_hpu.models.files.parts import Given
@@ -22,15 +21,7 @@ from lantern_hpu.zoo.sizes import stretch_sizes
 
 if TYPE_CHECKING:
     from lantern_hpu.models.files.load import Opened
-    from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.results.outputs import Outputs
-
-# What an image to draw again already says; giving one of these beside it is a contradiction.
-SETTLED = (
-    "prompt negative_prompt class_label prompts_file num_images height width seed dtype quantize stretch method "
-    "tree window window_tree commit relax relax_k relax_delta relax_lambda relax_omega relax_nu relax_mu "
-    "relax_distance relax_ranks relax_gap residual cfg_scale temperature top_k top_p"
-).split()
 
 
 @dataclass(frozen=True)
@@ -77,19 +68,6 @@ class GenerateJob:
             raise lacks_drafter(name, f"--method {setting.method}")
 
 
-def job_of(args: argparse.Namespace) -> GenerateJob:
-    """What the options ask for.
-
-    Raises:
-        LanternError: they contradict each other, or one is out of range.
-    """
-    require(args.preview_every >= 0, "--preview-every", args.preview_every, "0 (off) or more")
-    if args.resume and (args.force or args.grid or args.save_tokens):
-        why = "it keeps the images that are there, and only their pixels"
-        raise OptionError("--resume excludes --force, --grid and --save-tokens", why)
-    return job_again(args) if args.from_png else new_job(args)
-
-
 def new_job(args: argparse.Namespace) -> GenerateJob:
     listed = read_prompts(args.prompts_file) if args.prompts_file else []
     prompts = [*(prompt.strip() for prompt in args.prompt), *args.class_label, *listed]
@@ -120,53 +98,6 @@ def new_job(args: argparse.Namespace) -> GenerateJob:
     return job
 
 
-def job_again(args: argparse.Namespace) -> GenerateJob:
-    """The image to draw again: it says what to draw, with which weights and settings."""
-    from lantern_hpu.results.images import read_png
-
-    given = [name for name in SETTLED if getattr(args, name) not in (None, [])]
-    if given:
-        names = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise OptionError(
-            f"--from-png and {names} exclude each other", "the image says what to draw"
-        )
-    data = read_png(args.from_png)
-    config: dict[str, Any] = data["config"]
-    settled = {"dtype": config["dtype"]} | {n: config.get(n) for n in ("quantize", "stretch")}
-    settled["layout"] = args.layout or config.get("layout", "plain")
-    settled["invariant"] = args.invariant or config.get("invariant", "off")
-    kept, parts_given = config.get("parts", {}), options.given_parts(args)
-    # By name: a picture of a stranger may hold anything.
-    parts = {f.name: getattr(parts_given, f.name) or kept.get(f.name) for f in fields(Given)}
-    return GenerateJob(
-        prompts=[data["prompt"]],
-        seed=data["seed"],
-        model=args.model or config["model"],
-        given=Given(**parts),
-        device=replace(options.device_options(args), **settled),
-        batch_size=args.batch_size,
-        negative=config.get("negative"),
-        size=tuple(size) if (size := config.get("size")) else None,
-        known=config,
-    )
-
-
-def settled_job(
-    job: GenerateJob, pipeline: LanternPipeline, args: argparse.Namespace
-) -> tuple[Resolved, Sampling]:
-    """What was left to the model and the device, or is that of the image to draw again.
-
-    Raises:
-        WeightsError: the image was drawn with other weights.
-    """
-    if job.known is not None:
-        from lantern_hpu.results.again import settings_again
-
-        return settings_again(args.from_png, job.known, job.model, pipeline.model.files)
-    setting = pipeline.resolve(job.setting, together(len(job.prompts), job.batch_size))
-    return setting, options.sampling_options(args, pipeline.model.sampling)
-
-
 def outputs_of(args: argparse.Namespace, prompts: Sequence[str]) -> Outputs:
     """The files of a run.
 
@@ -191,28 +122,3 @@ def requests_of(job: GenerateJob, chosen: Resolved, sampling: Sampling) -> list[
     """One an image, each with the next seed."""
     shared = (sampling, chosen.relaxation, job.negative, job.size)
     return [Request(p, job.seed + i, *shared) for i, p in enumerate(job.prompts)]
-
-
-def check_kept(
-    pipeline: LanternPipeline,
-    requests: Sequence[Request],
-    chosen: Resolved,
-    files: Sequence[Path],
-    kept: Iterable[int],
-) -> None:
-    """Raise an OutputError if an image that is there is not the one that would be drawn."""
-    from lantern_hpu.pipeline import settings_of
-    from lantern_hpu.results.images import REPLAYED, read_png
-
-    described = pipeline.describe(chosen)
-    for index in kept:
-        file, request = files[index], requests[index]
-        there, mine = read_png(file), described | settings_of(request)
-        details = there["config"]
-        others = [
-            n for n in (*REPLAYED, "stretch", "negative", "size") if details.get(n) != mine.get(n)
-        ]
-        others += [name for name in ("prompt", "seed") if there[name] != getattr(request, name)]
-        if others:
-            why = f"{', '.join(others)} differ from what is asked for"
-            raise OutputError(f"{file} is another image", why, "another --output")

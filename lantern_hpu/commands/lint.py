@@ -13,7 +13,6 @@ from then on a compilation is an error.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -23,19 +22,19 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lantern_hpu.backends.hpu.lint import RECOMPILING, LintRun, findings_of, lint_script, text
+from lantern_hpu.backends.hpu.lint import RECOMPILING, LintRun, findings_of, lint_script
 from lantern_hpu.backends.hpu.releases import RELEASES, choose_release
 from lantern_hpu.commands.options import add_bridge_option, add_fields, filled
 from lantern_hpu.errors import choices, exit_code, option, require
 from lantern_hpu.graphs import RUNNERS
+from lantern_hpu.lab.lint_text import BOTH, print_json, print_text
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.methods.table import METHODS
 
 if TYPE_CHECKING:
-    from lantern_hpu.backends.hpu.lint import Finding
+    pass
 
 PROFILES = ("lazy", "compile")
-BOTH = "both"  # of `--bridge`: one run under each release
 
 
 @dataclass(frozen=True)
@@ -134,41 +133,6 @@ def lint_all(asked: LintRequest, bridge: str | None) -> int:
     refused = recompiling or any(f.severity == "error" for f in findings)
     died = any(run.ended is not None for run in runs)
     return 1 if died or (asked.strict and refused) else 0
-
-
-def print_json(runs: Sequence[LintRun], findings: Sequence[Finding]) -> None:
-    """For programs; `counts` are those of each release where there is more than one."""
-    counts = {run.release: run.counts for run in runs}
-    report = {
-        "release": runs[0].release if len(runs) == 1 else BOTH,
-        "findings": [finding.as_dict() for finding in findings],
-        "counts": runs[0].counts if len(runs) == 1 else counts,
-        "runs_on": [run.release for run in runs if run.runs],
-        "ended": {run.release: run.ended for run in runs if run.ended is not None},
-    }
-    print(json.dumps(report, indent=2))
-
-
-def print_text(runs: Sequence[LintRun], findings: Sequence[Finding], everything: bool) -> None:
-    """A paragraph a finding, how many there are, and what the device did."""
-    shown = [f for f in findings if everything or f.severity != "info"]
-    if shown:
-        print(text(shown, named=len(runs) > 1))
-    for run in runs:
-        kinds = [f.severity for f in run.findings]
-        errors, warnings, notes = (kinds.count(kind) for kind in ("error", "warn", "info"))
-        print(f"{errors} errors, {warnings} warnings, {notes} notes (bridge {run.release})")
-        print(", ".join(f"{n} {name.replace('_', ' ')}" for name, n in run.counts.items()))
-    if len(runs) > 1:
-        print(verdict(runs))
-
-
-def verdict(runs: Sequence[LintRun]) -> str:
-    """On which releases a program runs, in one line."""
-    good = [run.release for run in runs if run.runs]
-    if len(good) == len(runs):
-        return f"runs on both: bridge {' and '.join(good)}"
-    return f"runs on bridge {good[0]} alone" if good else "runs on neither"
 
 
 def main(argv: Sequence[str] | None = None) -> int:

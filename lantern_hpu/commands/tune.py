@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -105,26 +104,15 @@ def save_fastest(
     tuning: TuningResult, situation: tuned_trees.Situation, args: argparse.Namespace
 ) -> None:
     """Keep the fastest tree for `--tree auto`, and print the command that draws with it."""
+    from lantern_hpu.lab.tune.text import fastest_command
+
     best = tuning.best
     file = tuned_trees.save_tree(
         situation, tuned_trees.TunedTree(best.tree, tuning.ar_wins, best.measured.ms_per_token)
     )
-    print(f"saved {file}\nto draw with the fastest:\n  {command(tuning, situation, args)}")
-
-
-def command(
-    tuning: TuningResult, situation: tuned_trees.Situation, args: argparse.Namespace
-) -> str:
-    """The command that draws as was measured to be fastest."""
-    method, size = str(situation["method"]), int(situation["batch_size"])
-    words = ["lantern-hpu", "generate"]
-    words += ["--model", str(args.model)] if args.model not in (None, "builtin") else []
-    for name in ("stretch", "device", "dtype", "quantize", "layout", "graphs", "drafter"):
-        value = getattr(args, name, None)
-        words += [f"--{name}", str(value)] if value not in (None, "auto") else []
-    words += ["--method", "ar"] if tuning.ar_wins else ["--method", method, "--tree", "auto"]
-    words += [] if size == 1 else ["--num-images", str(size)]
-    return shlex.join([*words, "--prompt", "a red apple"])
+    print(
+        f"saved {file}\nto draw with the fastest:\n  {fastest_command(tuning, situation, vars(args))}"
+    )
 
 
 def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+from collections.abc import Mapping
 from dataclasses import asdict
+from typing import Any
 
 from lantern_hpu.decode.child_counts import KINDS
 from lantern_hpu.lab.tune.costs import Costs
@@ -78,3 +81,22 @@ def fastest_text(tuning: TuningResult) -> str:
         lead = best.times_as_fast(tuned)[-1]
         line += f"\n{best.name} was measured {lead:.2f} times as fast as {tuned.name}, the best expected"
     return line
+
+
+def fastest_command(
+    tuning: TuningResult, situation: Mapping[str, Any], given: Mapping[str, Any]
+) -> str:
+    """The `generate` command that draws as was measured to be fastest.
+
+    Args:
+        given: options of `tune` by their names; those of the model and the device are repeated.
+    """
+    method, size = str(situation["method"]), int(situation["batch_size"])
+    words = ["lantern-hpu", "generate"]
+    words += ["--model", str(given["model"])] if given["model"] not in (None, "builtin") else []
+    for name in ("stretch", "device", "dtype", "quantize", "layout", "graphs", "drafter"):
+        value = given.get(name)
+        words += [f"--{name}", str(value)] if value not in (None, "auto") else []
+    words += ["--method", "ar"] if tuning.ar_wins else ["--method", method, "--tree", "auto"]
+    words += [] if size == 1 else ["--num-images", str(size)]
+    return shlex.join([*words, "--prompt", "a red apple"])
