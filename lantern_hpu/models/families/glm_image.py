@@ -34,6 +34,7 @@ TEXT = "model.language_model."
 LAYER = TEXT + "layers.{}."
 CODEBOOK = "model.vqmodel.quantize.embedding.weight"
 GENERATION = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # transformers' defaults
+PROCESSOR = "GlmImageProcessor"  # whose rule for the preview's size is known
 SPARE = "spare"  # the head's bias that forbids special tokens, which is in no file
 
 
@@ -133,6 +134,7 @@ def read_glm_image(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) 
     Raises:
         WeightsError: it has another network.
     """
+    check_processor(parts.text)
     config = glm_image_config(checkpoint, about)
     spare = torch.zeros(config.vocab_size)
     spare[config.codes :] = NEVER
@@ -150,6 +152,18 @@ def read_glm_image(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) 
         sampling=generation_sampling(parts.target),
         diffusion=True,
     )
+
+
+def check_processor(folder: Path | None) -> None:
+    """Raise a WeightsError where another program frames prompts, and so sizes previews by a rule of its own."""
+    file = None if folder is None else folder / "processor_config.json"
+    if file is None or not file.is_file():
+        return
+    with reading(file, "download it again") as said:
+        kind = said.get("processor_class", PROCESSOR)
+    if kind != PROCESSOR:
+        why = f"processor_class is {kind}, where {PROCESSOR} is known"
+        raise WeightsError(f"the preview's size is not known for {folder}", why)
 
 
 def generation_sampling(folder: Path) -> Sampling | None:
