@@ -18,7 +18,16 @@ from lantern_hpu.methods.relaxation import PRESETS, Additive, Annealed, Blended,
 from lantern_hpu.methods.request import Request
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
 from tests.marks import mostly_slow
-from tests.tiny import draw, make_engine, request, sample, spec_for, tiny_config, tiny_models
+from tests.tiny import (
+    draw,
+    make_engine,
+    prefix_for,
+    request,
+    sample,
+    spec_for,
+    tiny_config,
+    tiny_models,
+)
 
 AR = DraftTree.root_only()
 RELAXED = Multiplicative(6, lam=4.0)
@@ -187,6 +196,27 @@ def test_warm_up_runs_once() -> None:
     engine.warm_up()
     engine.warm_up()
     assert engine.report().replays == 4
+
+
+def test_engines_in_turn_read_their_own_results() -> None:
+    """What a step returns is a tensor of its engine's state: graphs that share memory do not write over it."""
+    models, requests = tiny_models(), batch()
+    trees = (AR, load_static("chain"))
+    alone = [sample(models, tree, requests).tokens.tolist() for tree in trees]
+    engines = [make_engine(models, spec_for(tree, requests)) for tree in trees]
+    seeds = [one.seed for one in requests]
+    for engine in engines:
+        assert engine.start(prefix_for(engine, requests), requests) == [1] * len(requests)
+    total = models[0].config.tokens
+    for step in range(1, total):
+        for engine in engines:
+            engine.launch(seeds, step, 1)
+            assert engine.known is not None
+            assert engine.known.data_ptr() == engine.state.known.data_ptr()
+        known = [engine.read(engine.known) for engine in engines if engine.known is not None]
+        assert known[0] == [min(step + 1, total)] * len(requests)
+        assert all(n > step for n in known[1])
+    assert [engine.result().tokens.tolist() for engine in engines] == alone
 
 
 # What the strict runner refuses
