@@ -14,7 +14,7 @@ from typing import Any
 from lantern_hpu.errors import OutputError, WeightsError
 
 ASSETS = Path(__file__).parent / "assets"
-UNASKED = "nothing is overwritten unasked"
+UNASKED = "existing files are not overwritten"
 
 
 def cache_folder() -> Path:
@@ -98,11 +98,11 @@ def check_free(paths: Iterable[Path], force: bool) -> None:
     paths = list(paths)
     twice = [str(path) for path in paths if paths.count(path) > 1]
     if twice:
-        raise OutputError(f"{twice[0]} is to hold two results", "each needs a file of its own")
+        raise OutputError(f"{twice[0]} would hold two results", "each needs its own file")
     taken = [str(path) for path in paths if path.exists()]
     folders = [path for path in paths if path.is_dir()]
     if folders:
-        raise OutputError(f"{folders[0]} is a folder", "a file was to be written there")
+        raise OutputError(f"{folders[0]} is a folder", "a file cannot be written there")
     if taken and not force:
         some = ", ".join(taken[:3]) + (f" and {len(taken) - 3} more" if len(taken) > 3 else "")
         raise OutputError(f"{some} exists", UNASKED, "--force or another --output")

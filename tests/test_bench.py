@@ -439,7 +439,7 @@ BAD = [
     (["--trees", "chain", "--methods", "ar,eagle2"], "--trees chain fits none of"),
     (["--trees", "nowhere"], "unknown tree 'nowhere'"),
     (["--trees", ","], "--trees is empty"),
-    (["--random-weights", "magic"], "no sizes are known of 'magic'"),
+    (["--random-weights", "magic"], "unknown model sizes: 'magic'"),
     (["--random-weights", "llamagen-xl", "--model", "builtin"], "exclude each other"),
     (["--output", "taken.json"], "taken.json exists"),
 ]

@@ -832,7 +832,7 @@ def test_unknown_size_and_family_say_what_to_do(public: Path, tmp_path: Path) ->
     with pytest.raises(WeightsError, match="--image-size 256 or 384 or 512"):
         opened(tmp_path, "mine.pt", vq=vq)
     torch.save(content, tmp_path / "other.pt")
-    with pytest.raises(WeightsError, match="no known family"):
+    with pytest.raises(WeightsError, match="unknown model family"):
         opened(tmp_path, "other.pt")
 
 

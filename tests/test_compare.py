@@ -293,8 +293,8 @@ BAD: dict[str, tuple[str | None, list[str], str]] = {  # file's content, options
     "truncated": (WHOLE[:5000], [], "is cut off"),
     "no JSON": ("# figures", [], "is not JSON"),
     "NaN": (WHOLE.replace("2.0", "NaN", 1), [], "NaN is no number"),
-    "another kind": ('{"kind": "lantern_hpu.fidelity"}', [], "no report of lantern_hpu.bench"),
-    "a list": ("[]", [], "no report of lantern_hpu.bench"),
+    "another kind": ('{"kind": "lantern_hpu.fidelity"}', [], "not a report of lantern_hpu.bench"),
+    "a list": ("[]", [], "not a report of lantern_hpu.bench"),
     "missing": (None, [], "cannot read"),
     "twice": (WHOLE, ["x.json"], "is given twice"),
 }

@@ -248,7 +248,7 @@ def test_images_are_written_as_they_come_and_resume_draws_the_rest(
     assert "--resume" in capsys.readouterr().err
     first = {file.name: file.read_bytes() for file in out.iterdir()}
     assert len(first) == 2
-    assert folder_run(model, out) == 2  # nothing is overwritten unasked
+    assert folder_run(model, out) == 2  # existing files are not overwritten
     assert folder_run(model, out, "--resume", "--report", tmp_path / "report.json") == 0
     files = {file.name: read_png(file) for file in out.iterdir()}
     assert files == {file.name: read_png(file) for file in whole.iterdir()}

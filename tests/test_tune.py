@@ -278,7 +278,7 @@ def test_command_saves_a_tree_that_auto_draws_with(
     assert tune(model, "--method", "lantern++", "--profile", str(report)) == 2
     assert "it is of another method" in capsys.readouterr().err
     assert tune(model, "--method", "eagle", "--output", str(tree)) == 2
-    assert "nothing is overwritten unasked" in capsys.readouterr().err
+    assert "existing files are not overwritten" in capsys.readouterr().err
     # The saved one may be another tree now: the machine was measured again.
     kept = next((tmp_path / "cache" / "trees").glob("*.json"))
     image = tmp_path / "x.png"
@@ -303,7 +303,7 @@ def test_auto_without_a_tuned_tree_says_how_to_tune(
     given = ["--model", str(model), "--prompt", "red cat", "--output", str(tmp_path)]
     assert generate.main([*given, "--tree", "auto", "--num-images", "3"]) == 2
     said = capsys.readouterr().err
-    assert "--tree auto knows no tree: none was tuned for eagle and batches of 3" in said
+    assert "--tree auto found no tuned tree: none was tuned for eagle and batches of 3" in said
     assert "lantern-hpu tune --method eagle --batch-size 3" in said
 
 

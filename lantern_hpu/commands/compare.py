@@ -53,9 +53,9 @@ def check_compare(asked: CompareRequest) -> None:
     """
     folder = asked.output
     if folder.exists() and not folder.is_dir():
-        raise OutputError(f"{folder} is a file", "a folder was to be written there")
+        raise OutputError(f"{folder} is a file", "a folder cannot be written there")
     if folder.exists() and not asked.force:
-        why = "nothing is overwritten unasked"
+        why = "existing files are not overwritten"
         raise OutputError(f"{folder} exists", why, "--force or another --output")
     with needing("matplotlib", "it draws the plots", "compare"):
         import matplotlib.figure  # noqa: F401

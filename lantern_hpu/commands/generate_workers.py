@@ -24,7 +24,7 @@ def draw_with_workers(args: argparse.Namespace) -> int:
     require(1 <= args.workers <= 4096, "--workers", args.workers, "1 to 4096")
     if args.grid or args.report or args.save_tokens or args.preview_every or args.from_png:
         what = "--workers excludes --grid, --report, --save-tokens, --preview-every and --from-png"
-        raise OptionError(what, "workers leave images, each a file of its own")
+        raise OptionError(what, "workers write each image to its own file")
     args.output = args.output.resolve()  # workers may run elsewhere
     files, count = outputs_of(args, job.prompts).images, len(job.prompts)
     work = pieces(count, args.workers, together(count, job.batch_size))

@@ -260,7 +260,7 @@ def read_relaxation(values: Mapping[str, Any]) -> Relaxation:
         result: Relaxation = make(*(values[name] for name in fields))
         return result
     except (KeyError, TypeError) as error:
-        raise OptionError("no relaxation of this version", str(error)) from error
+        raise OptionError("unrecognised relaxation settings", str(error)) from error
 
 
 EXACT = Multiplicative()

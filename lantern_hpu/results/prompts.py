@@ -45,7 +45,7 @@ def read_prompts(file: Path) -> list[str]:
         elif file.suffix == ".txt":
             rows = text.splitlines()
         else:
-            raise OptionError(f"{file} is of an unknown kind", "expected .txt, .tsv or .json")
+            raise OptionError(f"{file} is of an unknown format", "expected .txt, .tsv or .json")
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:
         raise OptionError(f"cannot read prompts from {file}", str(error)) from error
     prompts = [row.strip() for row in rows if row.strip()]

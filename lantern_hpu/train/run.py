@@ -32,14 +32,14 @@ def check_training(wanted: TrainRequest) -> None:
         raise OptionError(f"training needs {' and '.join(missing)}", "not installed", hint)
     state = wanted.output / "state.pt"
     if state.exists() and not wanted.resume:
-        why = "a training run lies there"
-        raise OutputError(f"{wanted.output} is taken", why, "--resume, or another --output")
+        why = "it holds an earlier training run"
+        raise OutputError(f"{wanted.output} is in use", why, "--resume, or another --output")
     if wanted.resume and not state.exists():
         why = f"there is no {state.name}"
         hint = "without --resume; samples that lie there are used again"
         raise OutputError(f"nothing to resume in {wanted.output}", why, hint)
     if wanted.output.exists() and not wanted.output.is_dir():
-        raise OutputError(f"{wanted.output} is a file", "a folder was to be written there")
+        raise OutputError(f"{wanted.output} is a file", "a folder cannot be written there")
 
 
 def train(wanted: TrainRequest) -> dict[str, Any]:

@@ -348,7 +348,7 @@ class Window(DraftTree):
             TreeError: more places would be final than there are, or it would have siblings.
         """
         if width < 1:
-            raise TreeError(f"--commit is {commit}", "a window of no places has none to make final")
+            raise TreeError(f"--commit is {commit}", "a window of width 0 has no drafts to accept")
         if not 1 <= commit <= width:
             allowed = f"1 to {width}, the places of the window"
             raise TreeError(f"--commit is {commit}; allowed: {allowed}")

@@ -78,7 +78,7 @@ def find_tree(situation: Situation) -> TunedTree:
             why += f"; there is one for batches of {sizes}"
         hint = f"lantern-hpu tune --method {method} --batch-size {batch}"
         raise OptionError(
-            "--tree auto knows no tree", why, f"{hint}, with the same model and device"
+            "--tree auto found no tuned tree", why, f"{hint}, with the same model and device"
         )
     tree = load_static(str(file), MOST_CHILDREN)
     if tree.name.partition(":")[0] in get_args(Rule):

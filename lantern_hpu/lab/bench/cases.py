@@ -132,7 +132,7 @@ def find_entry(name: str) -> registry.KnownModel:
     result = registry.find_model_by_name(RANDOM.get(name, name))
     if result is None:
         hint = choices([*RANDOM, *registry.entries()])
-        raise OptionError(f"no sizes are known of {name!r}", "--random-weights", hint)
+        raise OptionError(f"unknown model sizes: {name!r}", "--random-weights", hint)
     return result
 
 

@@ -53,7 +53,7 @@ def check_report(data: Any, name: str) -> Report:
     kind = data.get("kind") if isinstance(data, dict) else None
     if kind != KIND:
         why = f"its kind is {kind!r}, not {KIND!r}" if kind else "it does not say so"
-        raise OptionError(f"{name} is no report of {KIND}", why, AGAIN)
+        raise OptionError(f"{name} is not a report of {KIND}", why, AGAIN)
     version = data.get("version", 1)
     if version != VERSION:
         what = f"{name} is a report of version {version!r}, and this program reads {VERSION}"
@@ -83,7 +83,7 @@ def read_report(path: Path) -> Report:
     except OSError as error:
         raise OptionError(f"cannot read {path}", error.strerror or str(error)) from error
     except UnicodeDecodeError as error:
-        raise OptionError(f"{path} is no report of {KIND}", "it is not text", AGAIN) from error
+        raise OptionError(f"{path} is not a report of {KIND}", "it is not text", AGAIN) from error
     if not text.strip():
         raise OptionError(f"{path} is empty", "its run was cut off, or wrote elsewhere", AGAIN)
     try:

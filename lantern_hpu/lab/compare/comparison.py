@@ -142,7 +142,7 @@ def check_comparable(files: Sequence[Path], reports: Sequence[Report]) -> None:
             if first[name] != other[name] and name not in skip
         ]
         if wrong:
-            what = f"{files[0]} and {file} cannot stand in one row"
+            what = f"{files[0]} and {file} cannot be one row of the table"
             hint = "compare reports of one model, measured with the same options"
             raise OptionError(what, "; ".join(wrong), hint)
 

@@ -131,7 +131,7 @@ def open_evaluation(folder: Path, about: Mapping[str, Any]) -> None:
         OutputError: the folder holds something else, or another evaluation.
     """
     if folder.is_file():
-        raise OutputError(f"{folder} is a file", "a folder was to be written there")
+        raise OutputError(f"{folder} is a file", "a folder cannot be written there")
     if folder.exists() and any(folder.iterdir()) and not (folder / "run.json").exists():
         raise OutputError(f"{folder} is no evaluation's folder", "it holds other files", HINT)
     check_same(folder / "run.json", about, f"the pictures in {folder}")

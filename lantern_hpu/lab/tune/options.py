@@ -46,7 +46,7 @@ class TuneOptions:
             raise OptionError(f"--method {self.method} cannot be tuned", hint=choices(TUNABLE))
         if self.setting.tree is not None:
             what = f"--method {self.method} has a tree of its own"
-            raise OptionError(what, "the tree is what is looked for", "leave @ and the tree out")
+            raise OptionError(what, "tune searches for the tree", "the method without @TREE")
         check_ranges(self)
         last = MAX_SEED - HELD_OUT - self.images - self.batch_size
         require(0 <= self.seed <= last, "--seed", self.seed, f"0 to {last}")

@@ -36,4 +36,4 @@ def family_of(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Fa
             return family
     why = f"its tensors are those of none of {', '.join(sorted(FAMILIES))}"
     hint = "lantern-hpu models"
-    raise WeightsError(f"{checkpoint.path} is of no known family", why, hint)
+    raise WeightsError(f"{checkpoint.path} is of an unknown model family", why, hint)

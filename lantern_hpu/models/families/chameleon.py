@@ -38,7 +38,7 @@ def chameleon_config(checkpoint: Checkpoint, about: dict[str, Any]) -> Transform
     heads, head_dim = checkpoint.shapes["model.layers.0.self_attn.q_norm.weight"]
     if heads * head_dim != dim:
         why = f"its query norm is {heads} x {head_dim}, its width {dim}"
-        raise WeightsError(f"{checkpoint.path} is of an unknown kind", why)
+        raise WeightsError(f"{checkpoint.path} is of an unknown format", why)
     return TransformerConfig(
         vocab_size=int((about.get("vq_config") or {}).get("num_embeddings", 8192)),
         dim=dim,

@@ -62,7 +62,7 @@ def glm_image_config(checkpoint: Checkpoint, about: dict[str, Any]) -> Transform
     ):
         if value != known:
             why = f"{name} is {value}, where {known} is known"
-            raise WeightsError(f"{checkpoint.path} is of an unknown kind", why)
+            raise WeightsError(f"{checkpoint.path} is of an unknown format", why)
     return TransformerConfig(
         vocab_size=vocabulary,
         dim=dim,

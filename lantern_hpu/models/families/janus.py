@@ -124,7 +124,7 @@ def read_janus(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> P
     config = janus_config(drawing, about)
     if config.heads * config.head_dim != config.dim or config.heads % config.kv:
         why = f"{config.heads} heads on {config.kv} key heads, width {config.dim}"
-        raise WeightsError(f"{checkpoint.path} is of an unknown kind", why)
+        raise WeightsError(f"{checkpoint.path} is of an unknown format", why)
     words = ConditionConfig(
         "tokens", frame="janus", rows=drawing.shapes[f"{LANGUAGE}embed_tokens.weight"][0]
     )

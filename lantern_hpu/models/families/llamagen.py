@@ -194,7 +194,7 @@ def read_llamagen(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -
         classes = bare.shapes["cls_embedding.embedding_table.weight"][0] - 1
         if classes != CLASSES:
             why = f"it knows {classes} classes, labels are known for {CLASSES}"
-            raise WeightsError(f"{parts.target} is of no known family", why)
+            raise WeightsError(f"{parts.target} is of an unknown model family", why)
         labels = ConditionConfig("classes", classes=classes)
         return Published("llamagen-c2i", config, labels, bare, recipe)
     width = bare.shapes["cls_embedding.cap_proj.fc1.weight"][1]
