@@ -92,3 +92,15 @@ def test_pictures_as_input(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     with pytest.raises(SystemExit) as ended:
         refusal(folder, capsys, "--image", "source.png")
     assert ended.value.code == 2
+
+
+@pytest.mark.parametrize("to", ["glm-image", "llamagen-xl"])
+def test_it_is_not_stretched(
+    folder: Path, capsys: pytest.CaptureFixture[str], unread: None, to: str
+) -> None:
+    """Neither to its published sizes, nor to those of another kind."""
+    why = {
+        "glm-image": "it is of the family glm-image",
+        "llamagen-xl": "they differ in kind: rope mrope and 2d",
+    }
+    assert why[to] in refusal(folder, capsys, "--stretch", to, "--save-tokens", "never.npz")

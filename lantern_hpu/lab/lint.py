@@ -61,6 +61,11 @@ def lint_model(
 
 
 def draw_two(pipeline: LanternPipeline, method: str) -> None:
+    """Of the model's own size, or of few codes where sizes are free; a diffusion model is not ours to check."""
     chosen, sampling = pipeline.resolve(method), pipeline.model.sampling
-    requests = [Request(p, i, sampling, chosen.relaxation) for i, p in enumerate(PROMPTS)]
-    pipeline.draw(requests, chosen, batch_size=1)
+    pixels = pipeline.model.target.config.code_pixels
+    size = (2 * pixels, 3 * pixels) if pixels else None
+    requests = [
+        Request(p, i, sampling, chosen.relaxation, size=size) for i, p in enumerate(PROMPTS)
+    ]
+    pipeline.draw(requests, chosen, batch_size=1, decode=pipeline.diffusion is None)
