@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cached_property
 
 import torch
 
 from lantern_hpu.backends import host
 from lantern_hpu.backends.base import Backend, Memory
+from lantern_hpu.backends.cpu.attention import attention_keeps_bits, filled_attention
 from lantern_hpu.backends.cpu.tuning import CPUTuning
+from lantern_hpu.ops.kernels import Kernels
 
 
 class CPUBackend(Backend):
@@ -35,6 +38,12 @@ class CPUBackend(Backend):
 
     def synchronize(self) -> None:
         """Nothing to wait for: calls return when they are done."""
+
+    def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
+        plain = super().kernels(choice, dtype)
+        if choice == "plain" or not attention_keeps_bits(dtype or torch.float32):
+            return plain
+        return replace(plain, attention=filled_attention)
 
     def memory(self, reset_peak: bool = False) -> Memory:
         return Memory(host.total_bytes(), host.available_bytes(), host.peak_resident_bytes())

@@ -1,0 +1,59 @@
+"""Attention of one token a row, on a processor: cache positions that no row attends to are not read.
+
+With one query a row, sums run over the positions in turn, and a masked one adds an exact zero: what is left out changes
+no bit. With several queries it does, as the library cuts longer sums otherwise; those take the plain form.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lantern_hpu.ops.kernels import attention as plain
+
+STEP = 16  # positions read are rounded up to a multiple of it: a vector of any number format
+CAPACITIES = (192, 448, 1152)  # positions that the form is tried with
+
+
+def filled_positions(mask: Tensor) -> int:
+    """How many of the positions of a mask [R, 1, T, S] are to be read; all of them if none is attended to."""
+    attended = (mask > torch.finfo(mask.dtype).min).flatten(0, -2).any(0).nonzero()  # [n, 1]
+    size = mask.shape[-1]
+    return min(size, -(-(int(attended[-1]) + 1) // STEP) * STEP) if len(attended) else size
+
+
+@torch.library.custom_op("lantern_hpu::attention_filled", mutates_args=())
+def attention_filled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Opaque to captures and compilers: how much is read depends on data."""
+    end = filled_positions(mask)
+    return plain(q, k[:, :, :end], v[:, :, :end], mask[..., :end]).contiguous()
+
+
+@attention_filled.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return q.new_empty(q.shape)
+
+
+def filled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """q [R, h, T, hd], k and v [R, kv, S, hd], additive mask [R, 1, T, S] -> [R, h, T, hd]."""
+    if q.shape[2] > 1 or torch.is_grad_enabled():
+        return plain(q, k, v, mask)
+    result: Tensor = attention_filled(q, k, v, mask)
+    return result
+
+
+@torch.no_grad()
+def attention_keeps_bits(dtype: torch.dtype) -> bool:
+    """Whether the form has the plain one's bits here, in caches of several sizes filled to several lengths."""
+    random = torch.Generator().manual_seed(0)
+    for capacity in CAPACITIES:
+        k, v = (torch.randn(2, capacity, 4, 64, generator=random).to(dtype) for _ in range(2))
+        q = torch.randn(2, 4, 1, 64, generator=random).to(dtype)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        for length in range(7, capacity, capacity // 5):
+            lengths = torch.tensor([length, length // 2 + 1])[:, None, None, None]
+            hidden = torch.arange(capacity) >= lengths  # [2, 1, 1, S]
+            mask = hidden.to(dtype) * torch.finfo(dtype).min
+            if not torch.equal(filled_attention(q, k, v, mask), plain(q, k, v, mask)):
+                return False
+    return True
