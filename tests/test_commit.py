@@ -272,7 +272,7 @@ BAD = {
     "more than the window": (["--method", "scd", "--window", "8", "--commit", "9"], "1 to 8"),
     "none": (["--method", "scd", "--window", "8", "--commit", "0"], "1 to 8"),
     "less than none": (["--method", "scd", "--window", "8", "--commit", "-1"], "1 to 8"),
-    "no places": (["--method", "jacobi", "--window", "0", "--commit", "1"], "no places"),
+    "no places": (["--method", "jacobi", "--window", "0", "--commit", "1"], "no drafts to accept"),
     "no window": (["--method", "eagle", "--commit", "4"], "--method jacobi or scd or sjd-pac"),
     "auto": (["--commit", "4"], "auto has no window"),
     "relaxed": (
