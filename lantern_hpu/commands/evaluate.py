@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import add_fields, filled, taken
 from lantern_hpu.errors import OptionError, choices, exit_code, listed
-from lantern_hpu.lab.evaluate.evaluate import EvaluateRequest, evaluate, folders_of
 from lantern_hpu.lab.evaluate.options import EvaluateOptions, PaintedOptions
 from lantern_hpu.lab.evaluate.protocols import (
     NEEDS,
@@ -27,6 +26,7 @@ from lantern_hpu.lab.evaluate.protocols import (
     Library,
     preset_of,
 )
+from lantern_hpu.lab.evaluate.run import EvaluateRequest, evaluate, folders_of
 from lantern_hpu.methods.relaxation import PRESETS as RELAXATIONS
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import Setting
