@@ -26,7 +26,7 @@ def call(
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("places", [1, 5])
-@pytest.mark.parametrize("capacity", [60, 320, 700])
+@pytest.mark.parametrize("capacity", [60, 63, 320, 377, 700])
 def test_it_has_the_bits_of_the_plain_form(dtype: torch.dtype, places: int, capacity: int) -> None:
     if not form.attention_keeps_bits(dtype):
         pytest.skip("this processor's plain form is used")

@@ -1,7 +1,8 @@
 """Attention of one token a row, on a processor: cache positions that no row attends to are not read.
 
 With one query a row, sums run over the positions in turn, and a masked one adds an exact zero: what is left out changes
-no bit. With several queries it does, as the library cuts longer sums otherwise; those take the plain form.
+no bit. With several queries it does, as the library cuts longer sums otherwise, and in caches whose size is no multiple
+of four, where the library has no whole vectors. Those take the plain form.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from torch import Tensor
 from lantern_hpu.ops.kernels import attention as plain
 
 STEP = 16  # positions read are rounded up to a multiple of it: a vector of any number format
+VECTOR = 4  # sizes of a cache that the library goes through in whole vectors are multiples of it
 CAPACITIES = (192, 448, 1152)  # positions that the form is tried with
 
 
@@ -36,7 +38,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 def filled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """q [R, h, T, hd], k and v [R, kv, S, hd], additive mask [R, 1, T, S] -> [R, h, T, hd]."""
-    if q.shape[2] > 1 or torch.is_grad_enabled():
+    if q.shape[2] > 1 or k.shape[2] % VECTOR or torch.is_grad_enabled():
         return plain(q, k, v, mask)
     result: Tensor = attention_filled(q, k, v, mask)
     return result
