@@ -24,23 +24,23 @@ def filled_positions(mask: Tensor) -> int:
     return min(size, -(-(int(attended[-1]) + 1) // STEP) * STEP) if len(attended) else size
 
 
-@torch.library.custom_op("lantern_hpu::attention_filled", mutates_args=())
 def attention_filled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Opaque to captures and compilers: how much is read depends on data."""
     end = filled_positions(mask)
     return plain(q, k[:, :, :end], v[:, :, :end], mask[..., :end]).contiguous()
 
 
-@attention_filled.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    return q.new_empty(q.shape)
+# Opaque to captures and compilers: how much is read depends on data. `custom_op` would load torch's compiler at once.
+OPS = torch.library.Library("lantern_hpu", "FRAGMENT")
+OPS.define("attention_filled(Tensor q, Tensor k, Tensor v, Tensor mask) -> Tensor")
+OPS.impl("attention_filled", attention_filled, "CPU")
+OPS.impl("attention_filled", lambda q, k, v, mask: torch.empty_like(q), "Meta")
 
 
 def filled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """q [R, h, T, hd], k and v [R, kv, S, hd], additive mask [R, 1, T, S] -> [R, h, T, hd]."""
     if q.shape[2] > 1 or k.shape[2] % VECTOR or torch.is_grad_enabled():
         return plain(q, k, v, mask)
-    result: Tensor = attention_filled(q, k, v, mask)
+    result: Tensor = torch.ops.lantern_hpu.attention_filled(q, k, v, mask)
     return result
 
 
