@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lantern_hpu.backends.operators import operator
 from lantern_hpu.ops.kernels import attention as plain
 
 STEP = 16  # positions read are rounded up to a multiple of it: a vector of any number format
@@ -24,23 +25,21 @@ def filled_positions(mask: Tensor) -> int:
     return min(size, -(-(int(attended[-1]) + 1) // STEP) * STEP) if len(attended) else size
 
 
+@operator(
+    "attention_filled(Tensor q, Tensor k, Tensor v, Tensor mask) -> Tensor",
+    lambda q, k, v, mask: torch.empty_like(q),
+)
 def attention_filled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """An operator because how much is read depends on data, which captures and compilers cannot follow."""
     end = filled_positions(mask)
     return plain(q, k[:, :, :end], v[:, :, :end], mask[..., :end]).contiguous()
-
-
-# Opaque to captures and compilers: how much is read depends on data. `custom_op` would load torch's compiler at once.
-OPS = torch.library.Library("lantern_hpu", "FRAGMENT")
-OPS.define("attention_filled(Tensor q, Tensor k, Tensor v, Tensor mask) -> Tensor")
-OPS.impl("attention_filled", attention_filled, "CPU")
-OPS.impl("attention_filled", lambda q, k, v, mask: torch.empty_like(q), "Meta")
 
 
 def filled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """q [R, h, T, hd], k and v [R, kv, S, hd], additive mask [R, 1, T, S] -> [R, h, T, hd]."""
     if q.shape[2] > 1 or k.shape[2] % VECTOR or torch.is_grad_enabled():
         return plain(q, k, v, mask)
-    result: Tensor = torch.ops.lantern_hpu.attention_filled(q, k, v, mask)
+    result: Tensor = attention_filled(q, k, v, mask)
     return result
 
 
