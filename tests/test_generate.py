@@ -154,7 +154,9 @@ def test_each_png_holds_its_own_settings(pipeline: LanternPipeline, tmp_path: Pa
         assert np.array_equal(pixels(again), pixels(tmp_path / name))
 
 
-@pytest.mark.parametrize("option", ["--seed", "--temperature", "--top-k", "--relax-k"])
+@pytest.mark.parametrize(
+    "option", ["--seed", "--temperature", "--top-k", "--relax-k", "--relax-tv", "--relax-budget"]
+)
 def test_replay_refuses_other_settings(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:

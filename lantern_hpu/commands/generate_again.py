@@ -12,6 +12,7 @@ from lantern_hpu.commands import options
 from lantern_hpu.commands.generate_job import GenerateJob, new_job
 from lantern_hpu.decode.spec import together
 from lantern_hpu.errors import OptionError, OutputError, require
+from lantern_hpu.methods.relaxation import RelaxationOptions
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.models.files.parts import Given
@@ -21,10 +22,11 @@ if TYPE_CHECKING:
 
 # What an image to draw again already says; giving one of these beside it is a contradiction.
 SETTLED = (
-    "prompt negative_prompt class_label prompts_file num_images height width seed dtype quantize stretch method "
-    "tree window window_tree commit relax relax_k relax_delta relax_lambda relax_omega relax_nu relax_mu "
-    "relax_distance relax_ranks relax_gap residual cfg_scale temperature top_k top_p"
-).split()
+    *"prompt negative_prompt class_label prompts_file num_images height width seed dtype quantize stretch".split(),
+    *"method tree window window_tree commit".split(),
+    *options.dests(RelaxationOptions).values(),
+    *options.dests(Sampling).values(),
+)
 
 
 def job_of(args: argparse.Namespace) -> GenerateJob:

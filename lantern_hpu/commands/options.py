@@ -70,10 +70,14 @@ def file_path(text: str) -> Path:
     return Path(text)
 
 
+def dests(kind: type[Any]) -> dict[str, str]:
+    """Where parsed arguments hold the fields of a dataclass, by field."""
+    return {part.name: option_name(part)[2:].replace("-", "_") for part in fields(kind)}
+
+
 def taken(kind: type[Any], args: argparse.Namespace) -> dict[str, Any]:
     """The fields of a dataclass that a command has options for and that were given."""
-    dests = {part.name: option_name(part)[2:].replace("-", "_") for part in fields(kind)}
-    given = {name: getattr(args, dest, None) for name, dest in dests.items()}
+    given = {name: getattr(args, dest, None) for name, dest in dests(kind).items()}
     return {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in given.items()
