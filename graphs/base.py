@@ -24,7 +24,7 @@ class State(Protocol):
         ...
 
 
-# A module whose `forward(state)` changes the state in place and returns one tensor. It may have `stages`,
+# A module whose `forward(state)` changes the state in place and returns one tensor. It may have `parts`,
 # functions that in a row are the same: each takes the state and what the one before returned.
 Function = nn.Module
 

@@ -130,7 +130,7 @@ class LanternPipeline:
         """Load a model.
 
         Args:
-            model: `builtin`, a known name, a Hub id, a folder or a weights file: see `zoo.resolve`.
+            model: `builtin`, a known name, a Hub id, a folder or a weights file: see `zoo.find`.
             device: `auto` or a backend's name.
             dtype: `auto` or one the device offers. torch_dtype: the same, as diffusers calls it.
             drafter: a folder or a known name, in place of the model's own; short for `given=Given(drafter=...)`.

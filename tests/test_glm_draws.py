@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.models.neighbours import nearest_codes
-from lantern_hpu.pipeline import LanternPipeline
 from tests.marks import mostly_slow
-from tests.test_glm_image import PROMPTS, inputs_of, pipeline_of, reference, their_logits
+from tests.test_glm_image import PROMPTS, drawn, inputs_of, pipeline_of, reference, their_logits
 
 pytest.importorskip("transformers.models.glm_image")
 
@@ -28,17 +27,6 @@ RELAXED = ("scd:lambda=3:k=8@8", "scd:tv=0.2@8", "sjd-pac:lambda=3:k=8@8")
 @pytest.fixture(scope="module")
 def folder(public: Path) -> Path:
     return public / "glm-image"
-
-
-def drawn(
-    pipeline: LanternPipeline, prompts: Sequence[str], method: str, sampling: Sampling
-) -> Tensor:
-    """[B, N]"""
-    chosen = pipeline.resolve(method)
-    requests = [
-        Request(p, i, sampling, chosen.relaxation, size=SIZE) for i, p in enumerate(prompts)
-    ]
-    return torch.from_numpy(pipeline.draw(requests, chosen, decode=False).tokens)
 
 
 # ------------------------------------------------------------------------------------ distribution
@@ -118,7 +106,7 @@ def sampled(folder: Path, method: str, sampling: Sampling) -> tuple[Tensor, Tens
     """Tokens [n] of eight pictures, and transformers' logits [n, codes] of their places."""
     prompts = [f"{PROMPTS[i % 3]} {i}" for i in range(8)]
     pipeline, (theirs, processor) = pipeline_of(folder), reference(folder)
-    tokens = drawn(pipeline, prompts, method, sampling)
+    tokens = torch.from_numpy(drawn(pipeline, prompts, SIZE, method, sampling).tokens)
     with torch.no_grad():
         logits = their_logits(theirs, inputs_of(processor, prompts, GRID), tokens)
     return tokens.flatten(), logits[..., : pipeline.model.codes].flatten(0, 1)
@@ -179,5 +167,5 @@ def test_relaxed_windows_draw_codes_in_fewer_steps(folder: Path, method: str) ->
 @pytest.mark.parametrize("method", mostly_slow(("scd:lambda=1:k=8@8", "scd:tv=0@8")))
 def test_relaxation_of_nothing_is_exact(folder: Path, method: str) -> None:
     pipeline = pipeline_of(folder)
-    want = drawn(pipeline, PROMPTS, "scd@8", PUBLISHED)
-    assert torch.equal(drawn(pipeline, PROMPTS, method, PUBLISHED), want)
+    want = drawn(pipeline, PROMPTS, SIZE, "scd@8", PUBLISHED).tokens
+    assert (drawn(pipeline, PROMPTS, SIZE, method, PUBLISHED).tokens == want).all()

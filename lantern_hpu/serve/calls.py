@@ -103,9 +103,10 @@ def read_call(asked: ImagesRequest, menu: Menu) -> Call:
         seed = given.get("seed", secrets.randbelow(1 << 53))
         if seed > MAX_SEED - count:
             raise refuse("seed", seed, f"0 to {MAX_SEED - count}")
-        own = size if menu.by_request else None
+        asked_size = size if menu.by_request else None
         requests = [
-            Request(asked.prompt, seed + i, sampling, relaxation, size=own) for i in range(count)
+            Request(asked.prompt, seed + i, sampling, relaxation, size=asked_size)
+            for i in range(count)
         ]
         need = menu.spec_of(requests[0], served.setting.tree)
         check_graph(need, served, menu, given)

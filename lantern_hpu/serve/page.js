@@ -111,9 +111,8 @@ async function draw(method, shown, first) {
         shown.progress(rows);
         shown.bars(event.metrics.accepted_by_depth, steps);
         return seconds;
-      } else {
-        shown.progress(event.rows);
       }
+      shown.progress(event.rows);
     }
   } catch (error) {
     shown.error(error.message);

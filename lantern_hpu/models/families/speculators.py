@@ -34,9 +34,8 @@ MODEL_TYPE = "eagle"
 TYPE_KEY = "speculators_model_type"
 LAYOUT = "0.1.0"  # `speculators_version`: the first with this model type
 OURS = "lantern_hpu"  # the key of what the layout has no field for
-CHAIN = (
-    5  # drafts of the layout's only proposal method, a greedy chain; trees are chosen at run time
-)
+# Drafts of the layout's only proposal method, a greedy chain; trees are chosen at run time
+CHAIN = 5
 REQUIRED = (  # of `transformer_layer_config`; its other fields are compared where they stand
     *("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"),
     *("vocab_size", "rms_norm_eps"),
