@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.hpu.backend import HPUBackend
+from lantern_hpu.backends.hpu.env import RECIPE_CACHE
 from lantern_hpu.backends.hpu.kernels import matmul_attention
 from lantern_hpu.backends.hpu.releases import RELEASES, VARIABLE
 from lantern_hpu.commands.generate import main
@@ -360,3 +361,13 @@ def test_graph_mode_against_the_lazy_flag_is_a_named_conflict(
         with pytest.raises(DeviceError, match=f"'{graphs}' needs PT_HPU_LAZY_MODE"):
             LanternPipeline.from_pretrained(str(model), device="hpu", graphs=graphs, emulate=True)
         assert not hasattr(torch, "hpu")
+
+
+def test_reports_do_not_name_the_users_home(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with emulated(model) as pipeline:
+        backend = backend_of(pipeline)
+        assert backend.flags is not None
+        folder = Path((backend.flags.chosen | backend.flags.respected)[RECIPE_CACHE].split(",")[0])
+        monkeypatch.setenv("HOME", str(folder.parent))
+        flags: Any = backend.describe()["flags"]
+    assert flags[RECIPE_CACHE].startswith(f"~/{folder.name}")

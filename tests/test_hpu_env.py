@@ -664,3 +664,12 @@ def test_busy_or_missing_card_ends_with_code_2(
     init = tmp_path / "site" / "habana_frameworks" / "__init__.py"
     init.write_text(f"raise RuntimeError({message!r})\n")
     assert what in asked_to_draw(capsys, tmp_path / "x.png")
+
+
+def test_reports_do_not_name_the_users_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hpu_env.without_home(f"{tmp_path}/recipes,false,1024") == "~/recipes,false,1024"
+    for value in ("1", "", "/elsewhere", f"{tmp_path}-2/recipes"):
+        assert hpu_env.without_home(value) == value

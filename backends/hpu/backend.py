@@ -219,6 +219,7 @@ class HPUBackend(Backend):
             raise known from error
 
     def describe(self) -> dict[str, object]:
+        flags = self.flags.chosen | self.flags.respected if self.flags else {}
         return {
             "device": "hpu",
             "emulated": self.emulated,
@@ -228,5 +229,5 @@ class HPUBackend(Backend):
             if self.card is not None
             else hpu_env.version_of(hpu_env.PLUGIN),
             "lazy": self.lazy,
-            "flags": self.flags.chosen | self.flags.respected if self.flags else {},
+            "flags": {name: hpu_env.without_home(value) for name, value in flags.items()},
         }

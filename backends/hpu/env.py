@@ -261,6 +261,12 @@ def _disk_type(folder: str) -> str:
     return found
 
 
+def without_home(value: str) -> str:
+    """A flag's value for reports, which others read: a path of the user's begins with `~`."""
+    home = f"{Path.home()}{os.sep}"
+    return f"~{os.sep}{value.removeprefix(home)}" if value.startswith(home) else value
+
+
 def version_of(distribution: str) -> str | None:
     """The version of a distribution, without importing it."""
     try:
