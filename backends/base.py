@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.backends import HOST
+from lantern_hpu.backends.compile_cache import open_cache
 from lantern_hpu.errors import DeviceError, OptionError, choices, require
 from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
 
@@ -38,7 +39,9 @@ def named(dtype: torch.dtype) -> str:
 
 
 def compile_whole(function: nn.Module, compiler: str = "inductor") -> Callable[[Any], Tensor]:
-    """The function, compiled in one graph with static shapes."""
+    """The function, compiled in one graph with static shapes; what inductor makes of it is kept on this machine."""
+    if compiler == "inductor":
+        open_cache()
     compiled: Callable[[Any], Tensor] = torch.compile(
         function, backend=compiler, fullgraph=True, dynamic=False
     )
@@ -144,7 +147,7 @@ class Tuning:
         Args:
             choice: `auto`, or one of `layouts`.
             modes: graph modes that are to run them.
-            invariant: whether the bits of a row must not depend on the rows beside it, where the device can hold that.
+            invariant: whether the bits of a row must not depend on the rows beside it: see `holds_rows`.
 
         Raises:
             DeviceError: the device does not offer it, or not in these modes.
@@ -152,8 +155,12 @@ class Tuning:
         self.check_layout(choice)
         return "plain"
 
+    def holds_rows(self, asked: bool, modes: Collection[str]) -> bool:
+        """Whether images are held to bits that do not depend on their batch, in all of these graph modes."""
+        return False
+
     def independent(self, kernels: Kernels, sizes: Sizes, dtype: torch.dtype) -> Kernels:
-        """Kernels in which no image's bits depend on the others of its batch, where the device can hold that."""
+        """Kernels in which no image's bits depend on the others of its batch, where `holds_rows` says so."""
         return kernels
 
     def weight_bytes(self, layout: str, dtype: torch.dtype) -> int:

@@ -9,10 +9,12 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from lantern_hpu.backends.base import Backend
+from lantern_hpu.backends.compile_cache import keep_compiled
 from lantern_hpu.errors import CaptureError
 from lantern_hpu.graphs.base import Function, Runner, State
 
 ENGINES = 64  # that may be compiled in one process
+SHOWN = 4  # lines of a compiler's error
 
 
 class CompiledRunner(Runner):
@@ -31,12 +33,19 @@ class CompiledRunner(Runner):
             with torch._dynamo.config.patch(cache_size_limit=ENGINES):
                 result: Tensor = self.compiled(self.state)
         except torch._dynamo.exc.TorchDynamoException as error:
-            reason = str(error).strip().splitlines()[0]
-            raise CaptureError(
-                f"{type(self.function).__name__} cannot be compiled", reason
-            ) from error
+            what = f"{type(self.function).__name__} cannot be compiled"
+            raise CaptureError(what, reason(error), "--graphs eager") from error
         if made := counters["stats"]["unique_graphs"] - before:
             self.stats.captures += made
             self.stats.capture_seconds += time.perf_counter() - began
+            keep_compiled()
         self.stats.replays += 1
         return result
+
+
+def reason(error: Exception) -> str:
+    """A compiler's own words, shortened: the first line names the stage, the last ones the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    advice = next((i for i, line in enumerate(lines) if line.startswith("Set TORCH")), len(lines))
+    lines = lines[:advice] or [type(error).__name__]
+    return " ... ".join(lines if len(lines) <= SHOWN else [lines[0], *lines[1 - SHOWN :]])

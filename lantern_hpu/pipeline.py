@@ -185,7 +185,7 @@ class LanternPipeline:
             check_room(name, opened.config, backend, *how, mapped=stretch is None)
             with backend.errors():
                 chosen = backend.kernels(kernels, number)
-                held = invariant == "on"
+                held = backend.tuning.holds_rows(invariant == "on", [graphs])
                 if held:
                     chosen = backend.tuning.independent(chosen, opened.config.target, number)
                 place = Placement(number, backend.device, chosen, keep_text=keep_text)

@@ -213,7 +213,7 @@ def read_pixels(file: Path) -> bytes:
 
 def test_devices_that_hold_nothing_say_so() -> None:
     tuning = Tuning("any", {"float32": ""})
-    assert tuning.lay_out([], invariant=True) == "plain" and not tuning.invariant
+    assert not tuning.holds_rows(True, ["eager"]) and tuning.lay_out([]) == "plain"
     kernels = Kernels()
     assert tuning.independent(kernels, None, torch.float32) is kernels  # type: ignore[arg-type]
 

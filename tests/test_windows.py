@@ -370,6 +370,11 @@ def test_tuned_windows_are_what_auto_takes_without_a_drafter(
         pipeline.situation("sjd-pac", 1), tuned_trees.TunedTree(tree, True, 1.0)
     )  # ar won there
     assert pipeline.resolve("auto").method == "scd"
+    for method in ("scd", "jacobi"):  # and everywhere else
+        tree = Window.of(METHODS[method].rule or "scd", 7)
+        here = pipeline.situation(method, 1)
+        tuned_trees.save_tree(here, tuned_trees.TunedTree(tree, True, 3.0))
+    assert pipeline.resolve("auto").method == "ar"
 
 
 def test_tune_measures_widths_and_saves_the_fastest(

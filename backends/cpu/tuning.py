@@ -53,7 +53,7 @@ class CPUTuning(Tuning):
         if "compile" in modes and choice in layouts.FORMS:
             why, hint = "inductor takes no matrices in a library's order", "--graphs eager"
             raise DeviceError(f"--layout {choice} cannot be compiled", why, hint)
-        plans = layouts.Plans(self.note_rows) if self.holds_rows(invariant, modes) else None
+        plans = layouts.Plans(self.note_rows) if invariant else None
         if "compile" in modes and choice == "auto":
             layout, why = "plain", "inductor takes no others"
         else:
@@ -61,10 +61,9 @@ class CPUTuning(Tuning):
         self.decided["layout"] = f"{layout}: {why}"
         return layout
 
-    def holds_rows(self, invariant: bool, modes: Collection[str]) -> bool:
-        """Whether images are to be held to bits that do not depend on their batch; it is kept for reports."""
-        self.invariant = invariant and "compile" not in modes
-        why = "what inductor makes of a step is not tried" if invariant else "not asked for"
+    def holds_rows(self, asked: bool, modes: Collection[str]) -> bool:
+        self.invariant = asked and "compile" not in modes
+        why = "what inductor makes of a step is not tried" if asked else "not asked for"
         self.decided["invariant"] = "on" if self.invariant else f"off: {why}"
         return self.invariant
 

@@ -39,10 +39,11 @@ def resolve(setting: Setting, here: Here) -> Resolved:
     """What draws.
 
     `auto` is lossless unless a relaxation is given: the fastest lossless method measured with this model on this
-    device; where none was, `eagle` on a device with idle arithmetic and a drafter, the fastest window tuned here, or
-    a short one, and `ar` for several images on a processor. With a tree it is `eagle`; with a relaxation `lantern++`,
-    or `sjd-pac` without a drafter. The tree `auto` is the one tuned for this model, device and batch size; if one
-    token a step was faster and neither method nor relaxation is given, the method is `ar`.
+    device; where none was, `eagle` on a device with idle arithmetic and a drafter, else the fastest window tuned here,
+    or `ar` if that beat them all; where no window was tuned, a short one, and `ar` for several images on a processor.
+    With a tree it is `eagle`; with a relaxation `lantern++`, or `sjd-pac` without a drafter. The tree `auto` is the one
+    tuned for this model, device and batch size; if one token a step was faster and neither method nor relaxation is
+    given, the method is `ar`.
 
     The default tree of a method is small on a device without idle arithmetic.
 
@@ -103,11 +104,12 @@ def fastest_method(here: Here) -> Setting:
             return Setting.of(name, tree=tree)
     if here.has_drafter and here.idle_arithmetic:
         return Setting("eagle")
-    tuned = [] if here.situation is None else tuned_trees.tuned_windows(here.situation, WINDOWS)
-    best = min(tuned, default=None, key=lambda window: window[0])
-    if best is not None:
-        return Setting(best[1], tree=best[2])
-    if not here.idle_arithmetic and here.images > 1:
+    tuned = {} if here.situation is None else tuned_trees.tuned_windows(here.situation, WINDOWS)
+    paying = {name: window for name, window in tuned.items() if not window.ar_wins}
+    if paying:
+        name = min(paying, key=lambda name: paying[name].ms_per_token or 0)
+        return Setting(name, tree=paying[name].tree)
+    if tuned or (not here.idle_arithmetic and here.images > 1):
         return Setting("ar")
     return Setting("scd", tree=None if here.idle_arithmetic else NARROW)
 

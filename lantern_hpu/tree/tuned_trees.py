@@ -92,16 +92,14 @@ def find_tree(situation: Situation) -> TunedTree:
         ) from error
 
 
-def tuned_windows(
-    situation: Situation, methods: Iterable[str]
-) -> Iterator[tuple[float, str, Window]]:
-    """Windows of these methods that were tuned in a situation and beat one token a step: ms a token, method, tree."""
+def tuned_windows(situation: Situation, methods: Iterable[str]) -> dict[str, TunedTree]:
+    """By method, of those whose windows were tuned in a situation and timed."""
+    tuned = {}
     for method in methods:
         here = situation | {"method": method}
-        if file_of(here).is_file():
-            result = find_tree(here)
-            if isinstance(result.tree, Window) and result.ms_per_token and not result.ar_wins:
-                yield result.ms_per_token, method, result.tree
+        if file_of(here).is_file() and (result := find_tree(here)).ms_per_token:
+            tuned[method] = result
+    return tuned
 
 
 def batch_sizes(situation: Situation) -> Iterator[int]:

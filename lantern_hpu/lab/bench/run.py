@@ -85,7 +85,7 @@ def open_pipeline(wanted: BenchRequest) -> LanternPipeline:
             kernels=wanted.kernels,
             stretch=wanted.stretch,
             layout=layout_of(wanted),
-            invariant=wanted.invariant,
+            invariant="off" if "compile" in wanted.modes else wanted.invariant,
             threads=wanted.threads,
         )
     began = time.perf_counter()
@@ -95,7 +95,7 @@ def open_pipeline(wanted: BenchRequest) -> LanternPipeline:
             backend.tuning.check_layout(wanted.layout)
             backend.tuning.use_threads(wanted.threads)
             model = make_model(wanted.entry, backend, wanted.dtype, wanted.kernels)
-            held = wanted.invariant == "on"
+            held = backend.tuning.holds_rows(wanted.invariant == "on", wanted.modes)
             layout = backend.tuning.lay_out(model.stepping, wanted.layout, wanted.modes, held)
         pipeline = LanternPipeline(model, backend, wanted.mode, layout=layout)
     except BaseException:

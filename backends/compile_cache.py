@@ -1,0 +1,136 @@
+"""Steps that inductor compiled, kept on this machine so that the next process starts in seconds.
+
+torch keeps what it compiles and loads it again unchecked: a damaged library ends in an error, or computes something
+else. So it gets a folder of ours, one for each torch and processor, beside a list of sha256 digests. What is not as
+listed is deleted before torch reads it, and compiled again.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import platform
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from lantern_hpu.backends.host import cpuinfo, processor_name
+from lantern_hpu.errors import OutputError
+from lantern_hpu.files import cache_folder, parse_json, sha256, write_file
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # where torch looks
+GIVEN = os.environ.get(
+    VARIABLE
+)  # by the user; torch sets it as well, once its compiler is imported
+LIST = "sha256.json"
+
+
+class CompileCache:
+    """A checked folder, which no other process clears while this one runs.
+
+    Attributes:
+        folder: of files that torch wrote. cleared: how many were not as listed, and are deleted.
+    """
+
+    def __init__(self, home: Path) -> None:
+        """
+        Raises:
+            OSError: it cannot be written, or is damaged while other processes use it.
+        """
+        self.list, self.folder = home / LIST, home / "files"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock = open(home / ".lock", "ab")  # noqa: SIM115 - held until the process ends
+        alone = locked(self.lock.fileno())
+        strangers = self.strangers()
+        if not alone:  # what is not listed yet may be what another compiles now
+            strangers = [file for file in strangers if self.name(file) in self.listed()]
+        if strangers and not alone:
+            raise OSError(f"{self.name(strangers[0])} is damaged, and another process uses it")
+        self.cleared = len(strangers)
+        for file in strangers:
+            file.unlink()
+
+    def name(self, file: Path) -> str:
+        return file.relative_to(self.folder).as_posix()
+
+    def files(self) -> Iterator[Path]:
+        """What torch wrote, without its locks."""
+        return (f for f in self.folder.rglob("*") if f.is_file() and f.suffix != ".lock")
+
+    def listed(self) -> dict[str, str]:
+        """Digests by name; a list that cannot be read lists nothing."""
+        try:
+            return dict(parse_json(self.list.read_bytes()))
+        except (OSError, ValueError, TypeError):
+            return {}
+
+    def strangers(self) -> list[Path]:
+        """Files that are not as listed."""
+        listed = self.listed()
+        return [file for file in self.files() if listed.get(self.name(file)) != sha256(file)]
+
+    def keep(self) -> None:
+        """List what was compiled since; if that fails, the next process compiles it again."""
+        listed = self.listed()
+        new = {self.name(f): sha256(f) for f in self.files() if self.name(f) not in listed}
+        try:
+            write_file(self.list, json.dumps(listed | new, indent=0).encode(), force=True)
+        except OutputError as error:
+            warnings.warn(f"compiled steps are not kept: {error}", stacklevel=2)
+
+
+def locked(file: int) -> bool:
+    """Take a lock that ends with the process, alone or together with others that did. -> whether alone"""
+    try:
+        import fcntl
+    except ImportError:  # no such locks here
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        alone = True
+    except OSError:
+        alone = False
+    fcntl.flock(file, fcntl.LOCK_SH)
+    return alone
+
+
+def machine() -> str:
+    """Code for one processor may stop another, and a home folder may serve both."""
+    about = [processor_name(), platform.machine(), cpuinfo("flags"), cpuinfo("Features")]
+    return f"torch-{torch.__version__}-{hashlib.sha256(repr(about).encode()).hexdigest()[:8]}"
+
+
+@cache
+def open_cache() -> CompileCache | None:
+    """Has torch keep what this process compiles in our cache.
+
+    None where the user names another folder, and where ours cannot be used, which is said once.
+    """
+    home = cache_folder() / "compiled" / machine()
+    if GIVEN not in (None, str(home / "files")):  # a worker inherits ours
+        return None
+    try:
+        result = CompileCache(home)
+    except OSError as error:
+        warnings.warn(f"steps are compiled anew, and not kept in {home}: {error}", stacklevel=2)
+        os.environ[VARIABLE] = tempfile.mkdtemp(prefix="lantern-hpu-compiled-")
+        atexit.register(shutil.rmtree, os.environ[VARIABLE], ignore_errors=True)
+        return None
+    if result.cleared:
+        text = f"{result.cleared} damaged or unfinished files in {home} are compiled again"
+        warnings.warn(text, stacklevel=2)
+    os.environ[VARIABLE] = str(result.folder)
+    return result
+
+
+def keep_compiled() -> None:
+    """List what was compiled since, if this process keeps it."""
+    if open_cache.cache_info().currsize and (opened := open_cache()) is not None:
+        opened.keep()
