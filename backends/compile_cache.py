@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from lantern_hpu.backends.host import cpuinfo, processor_name
-from lantern_hpu.errors import OutputError
+from lantern_hpu.errors import LanternError
 from lantern_hpu.files import cache_folder, parse_json, sha256, write_file
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # where torch looks
@@ -43,6 +43,7 @@ class CompileCache:
         """
         Raises:
             OSError: it cannot be written, or is damaged while other processes use it.
+            WeightsError: a file cannot be read.
         """
         self.list, self.folder = home / LIST, home / "files"
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -79,10 +80,10 @@ class CompileCache:
     def keep(self) -> None:
         """List what was compiled since; if that fails, the next process compiles it again."""
         listed = self.listed()
-        new = {self.name(f): sha256(f) for f in self.files() if self.name(f) not in listed}
         try:
+            new = {self.name(f): sha256(f) for f in self.files() if self.name(f) not in listed}
             write_file(self.list, json.dumps(listed | new, indent=0).encode(), force=True)
-        except OutputError as error:
+        except LanternError as error:
             warnings.warn(f"compiled steps are not kept: {error}", stacklevel=2)
 
 
@@ -118,7 +119,7 @@ def open_cache() -> CompileCache | None:
         return None
     try:
         result = CompileCache(home)
-    except OSError as error:
+    except (OSError, LanternError) as error:
         warnings.warn(f"steps are compiled anew, and not kept in {home}: {error}", stacklevel=2)
         os.environ[VARIABLE] = tempfile.mkdtemp(prefix="lantern-hpu-compiled-")
         atexit.register(shutil.rmtree, os.environ[VARIABLE], ignore_errors=True)

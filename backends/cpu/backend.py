@@ -26,7 +26,7 @@ class CPUBackend(Backend):
     graph_modes = {
         "eager": "nothing to gain from a recording: calls cost little and start at once",
         "strict": "judges whether an accelerator could record the function; as fast as eager after that",
-        "compile": "inductor; its first warm-up takes a minute, later ones seconds, so it pays for long runs of windows",
+        "compile": "inductor; the first warm-up takes a minute, later ones seconds: for long runs of windows",
     }
 
     @cached_property
