@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument(
         "--fastest",
-        default="cpu:1=scd+scd:8,cpu=ar",
+        default="cpu=scd+scd:4",
         help="DEVICE=METHOD or DEVICE=METHOD+TREE, as `bench` measured; DEVICE:1 is of one image at a time",
     )
     arguments = parser.parse_args()

@@ -4,7 +4,7 @@
     python -m scripts.figures --check    # exit with 1 if a page has other figures than its raw file
 
 A page marks a table with the comments `figures: FILE.json` and `end of figures`; the file lies in
-benchmarks/results. After it a graph mode may follow, in place of the best one.
+benchmarks/results. After it a graph mode may follow, in place of the best one, or `batches` for a column a batch size.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "the embedded model, 13 M": {
         "2 cores with AMX": ("embedded-amx.json",),
         "2 cores, AVX2": ("cpu-2-cores.json",),
+        "2 cores, AVX512": ("embedded-avx512-batches.json",),
     },
 }
 
@@ -59,9 +60,7 @@ class Speed:
 
 def speeds(file: str, graphs: str | None = None) -> list[Speed]:
     """The lines of a raw file that were measured in one graph mode, its best if none is named, one image at a time."""
-    data = json.loads((RESULTS / file).read_text(encoding="utf-8"))
-    mode = graphs or data["graphs"]["best"]
-    rows = [r for r in data["rows"] if r["batch_size"] == 1 and r["graphs"] == mode]
+    rows = [row for row in rows_of(file, graphs) if row["batch_size"] == 1]
     ar = next(row["seconds_per_image"] for row in rows if row["method"] == "ar")
     return [
         Speed(
@@ -74,6 +73,13 @@ def speeds(file: str, graphs: str | None = None) -> list[Speed]:
         )
         for row in rows
     ]
+
+
+def rows_of(file: str, graphs: str | None = None) -> list[dict[str, Any]]:
+    """The rows of a raw file in one graph mode."""
+    data = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    mode = graphs or data["graphs"]["best"]
+    return [row for row in data["rows"] if row["graphs"] == mode]
 
 
 def label_of(row: dict[str, Any]) -> str:
@@ -97,9 +103,30 @@ def table(file: str, graphs: str | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def batches_table(file: str) -> str:
+    """Images a second of each setting, and how often those of `ar`, by how many are drawn together."""
+    rows = rows_of(file)
+    sizes = sorted({row["batch_size"] for row in rows})
+    rates: dict[str, dict[int, float]] = {}
+    for row in rows:
+        rates.setdefault(label_of(row), {})[row["batch_size"]] = row["images_per_second"]
+    lines = ["| setting | " + " | ".join(f"batch {size}" for size in sizes) + " |"]
+    lines.append("|---" * (len(sizes) + 1) + "|")
+    for label, of in rates.items():
+        cells = (f"{of[size]:.2f} ({of[size] / rates['ar'][size]:.2f})" for size in sizes)
+        lines.append(f"| `{label}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def rewritten(text: str) -> str:
     """A page with its tables made anew."""
-    return MARKED.sub(lambda match: match[1] + table(match[2], match[3]) + match[5], text)
+
+    def made(match: re.Match[str]) -> str:
+        file, how = match[2], match[3]
+        new = batches_table(file) if how == "batches" else table(file, how)
+        return match[1] + new + match[5]
+
+    return MARKED.sub(made, text)
 
 
 def chart() -> bytes:
@@ -108,7 +135,7 @@ def chart() -> bytes:
         figure, axes = plots.panels(9, 4, columns=len(PANELS), sharey=False)
         for panel, (title, machines) in zip(axes, PANELS.items(), strict=True):
             draw_panel(panel, title, machines)
-        plots.legend_under(figure, axes[0], 2)
+        plots.legend_under(figure, axes[-1], 3)
         return plots.saved(figure, "png")
 
 
