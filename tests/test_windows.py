@@ -388,9 +388,10 @@ def test_tune_measures_widths_and_saves_the_fastest(
     given = ["--model", str(model), "--device", "cpu", "--method", "scd", "--images", "2"]
     assert tune.main([*given, "--report", str(report)]) == 0
     rows = json.loads(report.read_text())["rows"]
-    assert [row["tree"] for row in rows] == ["ar", "scd:8:law"]
-    assert rows[0]["measured"]["tokens_per_step"] == 1 < rows[1]["measured"]["tokens_per_step"]
+    assert [row["tree"] for row in rows] == ["ar", "scd:2:law", "scd:4:law", "scd:8:law"]
+    assert rows[0]["measured"]["tokens_per_step"] == 1 < rows[3]["measured"]["tokens_per_step"]
     assert "times as fast" in capsys.readouterr().out
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
-    assert pipeline.resolve("scd@auto").tree == Window.of("scd", 8)
+    best = min(rows[1:], key=lambda row: row["measured"]["ms_per_token"])
+    assert pipeline.resolve("scd@auto").tree == Window.parse(best["tree"])
     assert tune.main([*given, "--profile", str(report)]) == 2

@@ -38,7 +38,7 @@ def measure_windows(
     pipeline: LanternPipeline, options: TuneOptions, prompts: Sequence[str]
 ) -> TuningResult:
     """All widths, with a bar."""
-    widths = WIDTHS if pipeline.model.stretched is None else SMALL_WIDTHS
+    widths = WIDTHS if pipeline.backend.tuning.idle_arithmetic else SMALL_WIDTHS
     trees = measured_windows(options.setting.method, pipeline.model.target.config.tokens, widths)
     with tqdm(total=len(trees) + 1, unit="part", file=sys.stderr, dynamic_ncols=True) as bar:
         return Tuner(pipeline, options, prompts, bar).tune_windows(trees)

@@ -8,7 +8,7 @@ from lantern_hpu.methods.table import METHODS
 from lantern_hpu.tree import Window
 
 WIDTHS = (8, 16, 32, 64)
-# Of a stretched model: with the sizes of real ones a processor has arithmetic for few nodes
+# On a device that has little arithmetic to spare, as processors
 SMALL_WIDTHS = (2, 4, 8, 16)
 
 
