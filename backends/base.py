@@ -155,6 +155,10 @@ class Tuning:
         self.check_layout(choice)
         return "plain"
 
+    def keys_by_head(self, dtype: torch.dtype) -> bool:
+        """Whether attention is faster with a cache in which all positions of a head lie together."""
+        return False
+
     def holds_rows(self, asked: bool, modes: Collection[str]) -> bool:
         """Whether images are held to bits that do not depend on their batch, in all of these graph modes."""
         return False

@@ -85,6 +85,7 @@ def allocate(
     head_dim: int,
     dtype: torch.dtype,
     device: torch.device,
+    by_head: bool = False,
 ) -> KVCache:
     shape = (layers * rows * capacity, kv_heads, head_dim)
     k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))

@@ -8,7 +8,12 @@ from torch import Tensor
 
 from lantern_hpu.backends.cpu import attention as form
 from lantern_hpu.backends.cpu.backend import CPUBackend
+from lantern_hpu.backends.cpu.tuning import CPUTuning
+from lantern_hpu.decode.engine import Engine
 from lantern_hpu.ops.kernels import PLAIN, attention
+from lantern_hpu.ops.kv_cache import KVCache
+from lantern_hpu.tree import DraftTree, load_tree
+from tests.tiny import draw, make_engine, request, spec_for, tiny_models
 
 
 def call(
@@ -64,3 +69,57 @@ def test_training_passes_gradients() -> None:
     q, k, v, mask = call([20, 3], 1, 64, torch.float32)
     form.filled_attention(q.requires_grad_(), k, v, mask).sum().backward()
     assert q.grad is not None
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("places", [1, 2, 5, 17, 26, 60])
+@pytest.mark.parametrize("capacity", [60, 63, 320, 513, 700])
+def test_a_cache_by_head_gives_the_bits_of_one_by_position(places: int, capacity: int) -> None:
+    if not form.order_keeps_bits(torch.bfloat16):
+        pytest.skip("this processor keeps the order by position")
+    for lengths in ([1, 1], [20, 20], [50, 17, 3]):
+        q, k, v, mask = call(lengths, places, capacity, torch.bfloat16)  # k, v lie by head
+        want = attention(q, form.by_positions(k), form.by_positions(v), mask)
+        assert torch.equal(attention(q, k, v, mask), want)
+
+
+def test_both_orders_of_a_cache_take_the_same_writes_and_moves() -> None:
+    here, there = (
+        KVCache.allocate(1, 2, 5, 3, 4, torch.bfloat16, torch.device("cpu"), by_head).layers[0]
+        for by_head in (False, True)
+    )
+    goal, news = torch.tensor([7, 2, 4]), torch.randn(3, 3, 4).bfloat16()
+    for cache in (here, there):
+        for part in cache.writable():
+            part.index_copy_(0, goal, news)
+            part.index_copy_(0, goal[:2], part.index_select(0, goal.flip(0)[:2]))
+    for one, other in zip(here.read(), there.read(), strict=True):
+        assert torch.equal(one, other) and one.shape == (2, 5, 3, 4)
+    assert here.read()[0].stride() == (60, 12, 4, 1) and there.read()[0].stride() == (20, 4, 40, 1)
+
+
+@pytest.mark.parametrize("mode", ["eager", "strict"])
+@pytest.mark.parametrize("tree", [None, "scd:4", "broad_7", "dynamic:2x2x5"])
+def test_an_engine_draws_the_same_with_either_order(
+    tree: str | None, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, drafter = tiny_models()
+    models = target.bfloat16(), drafter.bfloat16()
+    drafted = load_tree(tree) if tree else DraftTree.root_only()
+    requests = [request("abcd", seed) for seed in range(2)]
+    engines: list[Engine] = []
+    for by_head in (False, True):
+        monkeypatch.setattr(CPUTuning, "keys_by_head", lambda self, dtype, by=by_head: by)
+        engines.append(make_engine(models, spec_for(drafted, requests), mode))
+        assert engines[-1].state.kv_cache.layers[0].k.is_contiguous() is not by_head
+    tokens = [draw(engine, requests).tokens.tolist() for engine in engines]
+    assert tokens[0] == tokens[1]
+    caches = [engine.state.kv_cache.layers for engine in engines]
+    for layer, other in zip(*caches, strict=True):
+        assert torch.equal(layer.k, other.k) and torch.equal(layer.v, other.v)
+
+
+def test_caches_lie_by_head_in_bfloat16_alone() -> None:
+    tuning = CPUBackend().tuning
+    assert tuning.keys_by_head(torch.bfloat16) == form.order_keeps_bits(torch.bfloat16)
+    assert not tuning.keys_by_head(torch.float32)

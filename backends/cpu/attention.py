@@ -7,6 +7,8 @@ of four, where the library has no whole vectors. Those take the plain form.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,12 @@ def filled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     return result
 
 
+def masked_from(lengths: Tensor, capacity: int, dtype: torch.dtype) -> Tensor:
+    """An additive mask of rows that are filled to these lengths [R, 1, T, 1]: [R, 1, T, S]."""
+    hidden = torch.arange(capacity) >= lengths
+    return hidden.to(dtype) * torch.finfo(dtype).min
+
+
 @torch.no_grad()
 def attention_keeps_bits(dtype: torch.dtype) -> bool:
     """Whether the form has the plain one's bits here, in caches of several sizes filled to several lengths."""
@@ -53,8 +61,30 @@ def attention_keeps_bits(dtype: torch.dtype) -> bool:
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         for length in range(7, capacity, capacity // 5):
             lengths = torch.tensor([length, length // 2 + 1])[:, None, None, None]
-            hidden = torch.arange(capacity) >= lengths  # [2, 1, 1, S]
-            mask = hidden.to(dtype) * torch.finfo(dtype).min
+            mask = masked_from(lengths, capacity, dtype)
             if not torch.equal(filled_attention(q, k, v, mask), plain(q, k, v, mask)):
+                return False
+    return True
+
+
+def by_positions(x: Tensor) -> Tensor:
+    """The same [R, kv, S, hd], which in memory is [R, S, kv, hd]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@cache
+@torch.no_grad()
+def order_keeps_bits(dtype: torch.dtype) -> bool:
+    """Whether attention has the same bits here with a cache by head as with one by position."""
+    random = torch.Generator().manual_seed(0)
+    for capacity in CAPACITIES:
+        k, v = (torch.randn(2, 4, capacity, 64, generator=random).to(dtype) for _ in range(2))
+        for places in (1, 8, 17):
+            q = torch.randn(2, 4, places, 64, generator=random).to(dtype)
+            ends = torch.tensor([capacity // 3, capacity // 2])[:, None, None, None]
+            mask = masked_from(ends + torch.arange(places)[:, None], capacity, dtype)
+            if not torch.equal(
+                plain(q, k, v, mask), plain(q, by_positions(k), by_positions(v), mask)
+            ):
                 return False
     return True

@@ -9,6 +9,7 @@ from torch import nn
 
 from lantern_hpu.backends.base import Pace, Tuning
 from lantern_hpu.backends.cpu import invariance, layouts
+from lantern_hpu.backends.cpu.attention import order_keeps_bits
 from lantern_hpu.backends.cpu.threads import ThreadPace
 from lantern_hpu.backends.host import native_bfloat16
 from lantern_hpu.errors import DeviceError
@@ -72,6 +73,10 @@ class CPUTuning(Tuning):
 
     def note_rows(self, text: str) -> None:
         self.decided["invariant"] = f"on: {text}"
+
+    def keys_by_head(self, dtype: torch.dtype) -> bool:
+        """In bfloat16; in float32 windows lose by it, and one token a row gains nothing."""
+        return dtype == torch.bfloat16 and order_keeps_bits(dtype)
 
     def weight_bytes(self, layout: str, dtype: torch.dtype) -> int:
         return layouts.HALF_BYTES if layout == "half" else dtype.itemsize

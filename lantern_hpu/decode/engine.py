@@ -100,8 +100,10 @@ class Engine:
         self.spec, self.backend = spec, backend
         self.mode, device = check_mode(backend, mode), target.device
         drafting = make_drafting(target, drafter, spec)
-        drafting_state = None if drafting is None else drafting.allocate(target.dtype, device)
-        self.state = DecodeState.allocate(target.config, spec, target.dtype, device, drafting_state)
+        form = target.dtype, device
+        by_head = backend.tuning.keys_by_head(target.dtype)
+        drafting_state = None if drafting is None else drafting.allocate(*form, by_head)
+        self.state = DecodeState.allocate(target.config, spec, *form, drafting_state, by_head)
         table = None if neighbours is None else neighbours[:, : spec.neighbours]
         self.prefill_function = Admit(target, drafting, spec).to(device).eval()
         kind = ScheduledStep if is_scheduled(spec.tree) else Step

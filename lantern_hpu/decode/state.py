@@ -194,11 +194,13 @@ class DecodeState:
         dtype: torch.dtype,
         device: torch.device,
         drafting: Any = None,
+        by_head: bool = False,
     ) -> DecodeState:
         """Zeros, with room for the batches of a spec.
 
         Args:
             drafting: the state that the spec's drafting allocated.
+            by_head: see `KVCache.allocate`.
         """
         b, r, depth = spec.images, spec.rows, spec.tree.depth
         s = capacity(config, spec.tree)
@@ -214,7 +216,7 @@ class DecodeState:
             count=whole(device, b),
             tokens=whole(device, b * token_columns(config, spec.tree)),
             root=whole(device, b),
-            kv_cache=KVCache.allocate(*sizes, dtype, device),
+            kv_cache=KVCache.allocate(*sizes, dtype, device, by_head),
             moves=Moves.allocate(config, spec, device),
             drafting=drafting,
             known=whole(device, b),

@@ -76,10 +76,19 @@ class KVCache:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        by_head: bool = False,
     ) -> KVCache:
-        """Zeros: positions not yet written are masked, and must hold finite numbers to stay harmless."""
+        """Zeros: positions not yet written are masked, and must hold finite numbers to stay harmless.
+
+        Args:
+            by_head: whether in memory all positions of a head lie together, or all heads of a position. Shapes are the
+                same.
+        """
 
         def zeros() -> Tensor:
+            if by_head:
+                shape = kv_heads, rows * capacity, head_dim
+                return torch.zeros(shape, dtype=dtype, device=device).transpose(0, 1)
             return torch.zeros(rows * capacity, kv_heads, head_dim, dtype=dtype, device=device)
 
         return cls(tuple(LayerCache(zeros(), zeros(), rows) for _ in range(layers)))

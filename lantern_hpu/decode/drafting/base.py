@@ -60,8 +60,12 @@ class Drafting(nn.Module, ABC):
     """Makes the trees of a step. `draft` is `grow`, then `link`, which are apart to be looked at one by one."""
 
     @abstractmethod
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """A dataclass of preallocated tensors, which becomes `DecodeState.drafting`."""
+    def allocate(self, dtype: torch.dtype, device: torch.device, by_head: bool = False) -> Any:
+        """A dataclass of preallocated tensors, which becomes `DecodeState.drafting`.
+
+        Args:
+            by_head: see `KVCache.allocate`.
+        """
 
     @abstractmethod
     def begin(self, hidden: Tensor, root: Tensor, rows: Tensor, state: DecodeState) -> None:
@@ -124,12 +128,14 @@ class EagleDrafting(Drafting):
         self.sampler = Sampler(target, spec)
         self.width = spec.tree.depth + 1
 
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> EagleState:
+    def allocate(
+        self, dtype: torch.dtype, device: torch.device, by_head: bool = False
+    ) -> EagleState:
         config, spec = self.config, self.spec
         sizes = (1, spec.rows, capacity(config, spec.tree), config.kv, config.head_dim)
         shape = (spec.images, self.width)
         return EagleState(
-            KVCache.allocate(*sizes, dtype, device),
+            KVCache.allocate(*sizes, dtype, device, by_head),
             torch.zeros(shape, dtype=torch.int32, device=device),
             torch.zeros(spec.rows, self.width, config.dim, dtype=dtype, device=device),
             torch.zeros(spec.images, dtype=torch.int32, device=device),

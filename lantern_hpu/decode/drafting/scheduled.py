@@ -41,7 +41,9 @@ class ScheduledDrafting(WindowDrafting):
         self.final = self.tree.commit  # C
         self.node = constant(arange32(self.tree.size))  # [C + W]
 
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> ScheduledState:
+    def allocate(
+        self, dtype: torch.dtype, device: torch.device, by_head: bool = False
+    ) -> ScheduledState:
         b, v = self.spec.images, self.config.vocab_size
         kept = super().allocate(dtype, device)
         q = kept.q if self.tree.rule == "sjd-pac" else None  # that no other rule asks for

@@ -68,7 +68,9 @@ class WindowDrafting(Drafting):
         order = [*tree.spine, *tree.siblings]
         self.order = constant([order.index(node) for node in range(tree.size)])  # [M]
 
-    def allocate(self, dtype: torch.dtype, device: torch.device) -> WindowState:
+    def allocate(
+        self, dtype: torch.dtype, device: torch.device, by_head: bool = False
+    ) -> WindowState:
         b, n, v = self.spec.images, self.config.tokens, self.config.vocab_size
         drawn = self.tree.rule != "jacobi"
         return WindowState(
