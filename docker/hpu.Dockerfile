@@ -13,7 +13,7 @@ COPY . .
 # No constraints.txt: it names a torch, and pip would replace Gaudi's. The build fails if that happens all the same.
 RUN torch='from importlib.metadata import version; print(version("torch"))' \
     && before="$(python3 -c "$torch")" \
-    && python3 -m pip install --no-cache-dir '.[serve]' \
+    && python3 -m pip install --no-cache-dir '.[models,serve]' \
     && after="$(python3 -c "$torch")" \
     && { [ "$before" = "$after" ] || { echo "pip replaced torch $before with $after" >&2; exit 1; }; }
 

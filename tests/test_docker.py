@@ -57,7 +57,7 @@ def test_compose_has_the_same_base_and_file(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_is_not_asked_for(kind: str) -> None:
     run = only(kind, "RUN")
-    assert re.search(r"pip install --no-cache-dir '\.\[serve\]' ", run)
+    assert re.search(r"pip install --no-cache-dir '\.\[models,serve\]' ", run)
     assert not re.search(r"torch\s*[=<>~!]=|constraints|index-url|--upgrade|-U\b", run)
 
 
