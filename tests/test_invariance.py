@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from lantern_hpu.backends.base import Tuning
 from lantern_hpu.backends.cpu import layouts
 from lantern_hpu.backends.cpu.backend import CPUBackend
-from lantern_hpu.backends.cpu.invariance import UNIT, Plan, RowPlans, independent
+from lantern_hpu.backends.cpu.invariance import SAMPLED, UNIT, Plan, RowPlans, independent
 from lantern_hpu.backends.cpu.layouts import PlainLinear, lay_out
 from lantern_hpu.commands.generate import main
 from lantern_hpu.ops.kernels import PLAIN, Kernels
@@ -270,3 +271,19 @@ def test_what_it_costs_is_measured_with_and_without(
     on, off = (line.split("|") for line in capsys.readouterr().out.strip().splitlines()[2:])
     assert (on[4].strip(), off[4].strip()) == ("on", "off")
     assert float(on[8]) > 0 and not off[8].strip()
+
+
+def test_few_rows_are_padded_where_more_take_less_time() -> None:
+    """A library that is slow for fewer than six rows; without matrices that no cache holds, no clock is asked."""
+
+    def slow(x: Tensor) -> Tensor:
+        if len(x) < 6:
+            time.sleep(2e-3)
+        return 2 * x
+
+    x, timed, untimed = torch.randn(2, 8), RowPlans(8, torch.float32), RowPlans(8, torch.float32)
+    timed.add(slow, SAMPLED)
+    for plans in (timed, untimed):
+        assert torch.equal(plans(slow, x), 2 * x)
+    assert {rows for rows, _ in timed.plans} == {2} and timed.cut[2].size in (6, 8)
+    assert untimed.cut == {}

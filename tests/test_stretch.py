@@ -337,8 +337,8 @@ def test_what_a_stretched_benchmark_measures_fits_its_methods() -> None:
         return [*map(str, bench.bench_request(parsed).settings)]
 
     usual = settings()
-    assert "eagle@flat_4" in usual and "scd@8" in usual and len(usual) == 6
-    assert settings("--methods", "ar,scd") == ["ar", "scd@2", "scd@8"]
+    assert "eagle@broad_7" in usual and "scd@8" in usual and len(usual) == 8
+    assert settings("--methods", "ar,scd") == ["ar", *(f"scd@{width}" for width in (2, 4, 8, 16))]
     assert settings("--methods", "ar,eagle2") == ["ar", "eagle2"]
     assert settings("--methods", "eagle", "--trees", "chain") == ["eagle@chain"]
     plain = bench.bench_request(bench.make_parser().parse_args([]))

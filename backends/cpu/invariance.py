@@ -3,14 +3,17 @@
 Libraries choose another kernel, and with it another order of sums, by the number of rows: then an image would depend on
 its batch. The reference here is a product of `UNIT` rows by one thread. A product of another number of rows, or by more
 threads, is tried against it when it is first asked for, which is in the warm-up; where a bit differs, rows are padded
-to a number for which none does, or multiplied in pieces of such a number.
+to a number for which none does, or multiplied in pieces of such a number. Few rows of a large model are also padded
+where that is faster: a library may multiply six rows in less time than two.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from math import inf
 from typing import Any
 
 import torch
@@ -22,6 +25,12 @@ from lantern_hpu.ops.sampling import SamplingParams
 UNIT = 16  # rows of the reference
 PIECES = (256, 128, 64, 32, UNIT)  # numbers of rows that a product may be cut into, best first
 TRIED = (1, 2, 4, 8, 34, 68, 136)  # rows that a form is tried with before it is chosen
+FEW = (2, 4, 6, 8)  # numbers of rows that fewer may be padded to for speed
+SAMPLED = 128 * 2**20  # bytes of the matrices that are timed: more than a core's share of a cache
+ROUNDS, GAIN = (
+    5,
+    0.95,
+)  # of each timing, whose fastest counts; and the share of the time that another plan must reach
 
 Product = Callable[[Tensor], Tensor]  # [M, in] -> [M, out]
 
@@ -73,6 +82,8 @@ class RowPlans:
             width: of a row. changed: called when a number of rows was tried.
         """
         self.width, self.dtype, self.changed = width, dtype, changed
+        self.sample: list[Product] = []  # by matrices of this size and form
+        self.sampled = 0  # bytes of theirs
         self.plans: dict[tuple[int, int], Plan | None] = {}  # None: all rows at once
 
     def __call__(self, product: Product, x: Tensor) -> Tensor:
@@ -88,19 +99,41 @@ class RowPlans:
             return product(x)
         return plan.apply(product, x.reshape(key[0], -1)).unflatten(0, x.shape[:-1])
 
+    def add(self, product: Product, size: int) -> None:
+        """Another matrix of so many bytes."""
+        if self.sampled < SAMPLED:
+            self.sample.append(product)
+            self.sampled += size
+
     def trial(self, product: Product, rows: int) -> Plan | None:
         """The cheapest way to multiply so many rows in which each has the bits of the reference."""
         x = torch.randn(rows, self.width, generator=torch.Generator().manual_seed(rows))
         x, reference = x.to(self.dtype), Plan(UNIT, alone=True)
         want = reference.apply(product, x)
         if torch.equal(product(x), want):
-            return None
+            few = (Plan(size) for size in FEW if size > rows)
+            same = [plan for plan in few if torch.equal(plan.apply(product, x), want)]
+            return self.quickest([None, *same], x)
         padded = sorted({-(-rows // size) * size for size in (2, 4, 8, UNIT)})
         sizes = [*padded, *(size for size in PIECES if size < rows)]
         plans = (Plan(size) for size in sizes)
         return next(
             (plan for plan in plans if torch.equal(plan.apply(product, x), want)), reference
         )
+
+    def quickest(self, plans: Sequence[Plan | None], x: Tensor) -> Plan | None:
+        """By the clock, if there are matrices that no cache holds; else the first."""
+        if len(plans) == 1 or self.sampled < SAMPLED:
+            return plans[0]
+        least = [inf] * len(plans)
+        for _ in range(ROUNDS):
+            for number, plan in enumerate(plans):
+                began = time.perf_counter()
+                for product in self.sample:
+                    product(x) if plan is None else plan.apply(product, x)
+                least[number] = min(least[number], time.perf_counter() - began)
+        best = min(range(len(plans)), key=least.__getitem__)
+        return plans[best if least[best] < GAIN * least[0] else 0]
 
     @property
     def cut(self) -> dict[int, Plan]:

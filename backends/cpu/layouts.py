@@ -20,7 +20,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends.cpu.invariance import RowPlans, keeps_rows
+from lantern_hpu.backends.cpu.invariance import SAMPLED, RowPlans, keeps_rows
 from lantern_hpu.backends.host import processor_name
 from lantern_hpu.errors import DeviceError, OutputError
 from lantern_hpu.files import cache_folder, write_file
@@ -33,7 +33,6 @@ LAYOUTS = {
 LARGE = (
     256 * 2**20
 )  # bytes of a model in float32 that caches do not hold: reading them is what its steps wait for
-SAMPLED = 128 * 2**20  # bytes of the matrices that are timed: more than a core's share of a cache
 ROWS = (2, 12, 52)  # an image with guidance: one token, a chain of 6 nodes, a tree of 26
 ROUNDS = 3  # of each timing; the fastest counts
 HALF_MOST, HALF_BYTES = torch.finfo(torch.float16).max, torch.float16.itemsize
@@ -152,6 +151,8 @@ class Plans:
         if size not in self.by_size:
             plans = RowPlans(matrix.in_features, matrix.dtype, self.note)
             self.by_size[size] = plans
+        number = HALF_BYTES if type(matrix) is HalfLinear else matrix.dtype.itemsize
+        self.by_size[size].add(matrix.multiply, number * size[1] * size[2])
         return self.by_size[size]
 
     def note(self) -> None:

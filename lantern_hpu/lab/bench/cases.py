@@ -25,7 +25,7 @@ USUAL = {"methods": ",".join(METHODS), "batch_sizes": "1,8"}
 # The same of a stretched model, whose images take minutes: where arithmetic is scarce, small trees and windows can pay
 LARGE = {
     "methods": "ar,eagle,lantern++,scd,sjd-pac",
-    "trees": "flat_4,scd:2,scd:8,sjd-pac:8:3x1",
+    "trees": "broad_7,scd:2,scd:4,scd:8,scd:16,sjd-pac:8:3x1",
     "batch_sizes": "1",
     "images": 1,
 }
