@@ -50,7 +50,7 @@ KIND = "lantern_hpu.tune"
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        KIND,
+        "lantern-hpu tune",
         description="Find the draft tree or window that is fastest for a model on this device.",
     )
     what = parser.add_argument_group("what to tune for")
