@@ -18,7 +18,7 @@ from lantern_hpu.lab.evaluate.attributes import (
     caption_attributes,
     scene_attributes,
 )
-from lantern_hpu.lab.evaluate.metrics_builtin import CAPTIONS
+from lantern_hpu.lab.evaluate.scorer_builtin import CAPTIONS
 from lantern_hpu.lab.scenes import Noise, Picture, caption_of, paint_picture, sample_scene
 from scripts.train_attributes import spoil
 

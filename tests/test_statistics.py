@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 from scipy.linalg import sqrtm
 
+from lantern_hpu.lab.evaluate.metrics.frechet import Gaussian, frechet, frechet_metric
 from lantern_hpu.lab.evaluate.statistics import (
     Difference,
-    Gaussian,
-    frechet,
-    frechet_metric,
     mean_metric,
     measured,
     ratio_metric,

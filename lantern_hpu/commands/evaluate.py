@@ -17,9 +17,9 @@ from collections.abc import Sequence
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import add_fields, filled, taken
 from lantern_hpu.errors import OptionError, choices, exit_code, listed
+from lantern_hpu.lab.evaluate.metrics import PUBLISHED
 from lantern_hpu.lab.evaluate.options import EvaluateOptions, PaintedOptions
 from lantern_hpu.lab.evaluate.protocols import (
-    NEEDS,
     PRESETS,
     SCENES,
     SCENES_ROWS,
@@ -83,7 +83,7 @@ def add_drawn(group: argparse._ArgumentGroup) -> None:
 
 
 def add_scores(group: argparse._ArgumentGroup) -> None:
-    metrics = f"comma-separated, of {', '.join(NEEDS)}; or {NO_METRIC} (the preset's)"
+    metrics = f"comma-separated, of {', '.join(PUBLISHED)}; or {NO_METRIC} (the preset's)"
     group.add_argument("--metrics", help=metrics)
     fresh = f"for {SCENES}: reference images from the scene generator"
     add_fields(group, PaintedOptions, "fresh", fresh=fresh)
@@ -123,7 +123,9 @@ def library_of(args: argparse.Namespace, preset: str) -> Library:
     metrics: tuple[str, ...] | None = None
     if args.metrics is not None:
         none = args.metrics == NO_METRIC
-        metrics = () if none else tuple(listed(args.metrics, "--metrics", "metric", tuple(NEEDS)))
+        metrics = (
+            () if none else tuple(listed(args.metrics, "--metrics", "metric", tuple(PUBLISHED)))
+        )
     return filled(Library, args, **{"preset": preset_of(preset), "metrics": metrics})
 
 

@@ -13,7 +13,6 @@ from tqdm import tqdm
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import parse_json, write_file
 from lantern_hpu.lab.evaluate.folder import open_evaluation
-from lantern_hpu.lab.evaluate.metrics_builtin import extra_of
 from lantern_hpu.lab.evaluate.options import EvaluateOptions, FidelityOptions
 from lantern_hpu.lab.evaluate.report import (
     NOISE,
@@ -28,6 +27,7 @@ from lantern_hpu.lab.evaluate.report import (
     quality_table,
 )
 from lantern_hpu.lab.evaluate.rounds import AGAIN, Column, Drawing, RemoteDrawing, settings_columns
+from lantern_hpu.lab.evaluate.scorer_builtin import extra_of
 from lantern_hpu.lab.evaluate.sets import Item, digest
 from lantern_hpu.lab.evaluate.statistics import QualityMetric, Rows, figures
 from lantern_hpu.lab.fidelity import fidelity_rows, images_total

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lantern_hpu.errors import OptionError, choices, option
+from lantern_hpu.lab.evaluate.metrics import PUBLISHED
 from lantern_hpu.lab.evaluate.sets import SETS
 
 WEIGHTS = "path of the network's weights, if they are not cached"
@@ -60,16 +61,6 @@ CLIP_32 = PictureSource(
 CLIP_16 = PictureSource(
     "--clip", "openai/clip-vit-base-patch16", "https://huggingface.co/openai/clip-vit-base-patch16"
 )
-# What each metric asks for, and whether it needs reference pictures, statistics, or nothing
-NEEDS: dict[str, tuple[str, Literal["pictures", "statistics", ""]]] = {
-    "fid": ("inception", "statistics"),
-    "kid": ("inception", "pictures"),
-    "is": ("inception", ""),
-    "precision": ("vgg", "pictures"),
-    "recall": ("vgg", "pictures"),
-    "clip": ("clip", ""),
-    "hps": ("hps", ""),
-}
 
 
 @dataclass(frozen=True)
@@ -191,7 +182,7 @@ class Library:
 
     def networks(self) -> list[str]:
         """Those that the metrics need, once each."""
-        return list(dict.fromkeys(NEEDS[name][0] for name in self.wanted))
+        return list(dict.fromkeys(PUBLISHED[name].network for name in self.wanted))
 
     def given(self, network: str) -> Path | None:
         result: Path | None = getattr(self, network)

@@ -83,7 +83,7 @@ def evaluate(wanted: EvaluateRequest, argv: Sequence[str]) -> str:
         device = replace(device, device=HOST, dtype="auto", graphs="auto", emulate=False)
     prepare(device.device, device.graphs, device.emulate)  # before torch is imported
     from lantern_hpu.lab.evaluate.evaluation import Evaluation
-    from lantern_hpu.lab.evaluate.metrics_published import LibraryScorer
+    from lantern_hpu.lab.evaluate.scorer_published import LibraryScorer
     from lantern_hpu.lab.rows import heading
     from lantern_hpu.pipeline import LanternPipeline
 
@@ -120,7 +120,7 @@ def evaluate(wanted: EvaluateRequest, argv: Sequence[str]) -> str:
 
 def painted_scorer(pipeline: LanternPipeline, wanted: EvaluateRequest) -> Scorer:
     """Of the embedded model's protocol."""
-    from lantern_hpu.lab.evaluate.metrics_builtin import Painted, PaintedScorer, drawn_side
+    from lantern_hpu.lab.evaluate.scorer_builtin import Painted, PaintedScorer, drawn_side
 
     sizes = wanted.painted
     painted = Painted(sizes.images, sizes.panels, sizes.fresh, drawn_side(pipeline))

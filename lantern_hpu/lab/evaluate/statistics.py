@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
 Rows = Mapping[str, Array]  # by the name of the metric: [n, ...]
+COSTLY = 20  # bootstrap rounds of a metric that takes seconds
 SIDES = 1.96  # of a normal distribution's 95 %
 
 
@@ -103,59 +104,6 @@ class Difference:
         return cls(value, around, abs(value) <= max(floor, 0.0 if math.isnan(around) else around))
 
 
-# ------------------------------------------------------------------------------------ Frechet distance
-
-
-@dataclass(frozen=True, eq=False)
-class Gaussian:
-    """Mean [d] and covariance [d, d] of features."""
-
-    mean: Array
-    covariance: Array
-
-    @classmethod
-    def of(cls, features: Array) -> Gaussian:
-        """Of features [n, d]."""
-        rows = np.asarray(features, np.float64)
-        return cls(rows.mean(0), np.atleast_2d(np.cov(rows, rowvar=False)))
-
-    @property
-    def root(self) -> Array:
-        """The covariance's square root [d, d]."""
-        values, vectors = np.linalg.eigh(self.covariance)
-        return np.asarray((vectors * np.sqrt(values.clip(0))) @ vectors.T)
-
-
-def frechet(reference: Gaussian, root: Array | None = None) -> Callable[[Gaussian], float]:
-    """The squared Frechet distance of a Gaussian from this one (Dowson and Landau 1982):
-
-        |m - m'|^2 + tr(C + C' - 2 (C'^1/2 C C'^1/2)^1/2)
-
-    Args:
-        root: of the reference's covariance, where it is known.
-    """
-    half = reference.root if root is None else root
-
-    def distance(other: Gaussian) -> float:
-        between = np.linalg.eigvalsh(half @ other.covariance @ half)
-        traces = np.trace(reference.covariance) + np.trace(other.covariance)
-        mixed = 2 * np.sqrt(between.clip(0)).sum()
-        return float(np.square(reference.mean - other.mean).sum() + traces - mixed)
-
-    return distance
-
-
-def frechet_metric(features: Array, name: str = "frechet") -> QualityMetric:
-    """The distance from reference features [m, d], in per cent of their variance, so that no unit is left."""
-    reference = Gaussian.of(features)
-    distance, unit = frechet(reference), float(np.trace(reference.covariance)) / 100
-
-    def value(rows: Array) -> float:
-        return distance(Gaussian.of(rows)) / unit
-
-    return QualityMetric(name, "Frechet distance", value, "lower", features.shape[1] + 1, 2)
-
-
 def ratio_metric(name: str, title: str, better: str = "", digits: int = 3) -> QualityMetric:
     """Of rows [n, 2]: the sum of the first column over that of the second."""
     return QualityMetric(
@@ -166,9 +114,6 @@ def ratio_metric(name: str, title: str, better: str = "", digits: int = 3) -> Qu
 def mean_metric(name: str, title: str, better: str = "", digits: int = 3) -> QualityMetric:
     """Of rows [n]."""
     return QualityMetric(name, title, lambda rows: float(rows.mean()), better, 2, digits)
-
-
-# ------------------------------------------------------------------------------------ many settings
 
 
 def figures(metrics: Sequence[QualityMetric], rows: Rows, rounds: int) -> dict[str, Figure]:

@@ -12,13 +12,11 @@ and the number of pictures leave, and the same through the model's tokenizer, wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations
 from pathlib import Path
 
 import numpy as np
 import torch
 from numpy.random import Generator
-from numpy.typing import NDArray
 from PIL import Image
 from tqdm import tqdm
 
@@ -34,6 +32,9 @@ from lantern_hpu.lab.evaluate.attributes import (
     to_network,
 )
 from lantern_hpu.lab.evaluate.folder import Cache, read_picture, stamps
+from lantern_hpu.lab.evaluate.metrics import BUILTIN
+from lantern_hpu.lab.evaluate.metrics.captions import agreement_rows
+from lantern_hpu.lab.evaluate.metrics.diversity import within
 from lantern_hpu.lab.evaluate.protocols import SCENES
 from lantern_hpu.lab.evaluate.report import QualityRow
 from lantern_hpu.lab.evaluate.sets import Item, digest
@@ -42,8 +43,6 @@ from lantern_hpu.lab.evaluate.statistics import (
     QualityMetric,
     Rows,
     figures,
-    frechet_metric,
-    ratio_metric,
 )
 from lantern_hpu.lab.scenes import (
     Noise,
@@ -114,11 +113,7 @@ class Painted:
         Args:
             fresh: features of reference pictures.
         """
-        return [
-            frechet_metric(fresh),
-            ratio_metric("agreement", "caption agreement", "higher"),
-            ratio_metric("diversity", "diversity", "higher", 2),
-        ]
+        return [make(fresh) for make in BUILTIN.values()]
 
     def rows(self, items: Sequence[Item], pixels: Pixels, distances: Array) -> dict[str, Array]:
         """Of pictures of the items [n, SIDE, SIDE, 3]; and the agreement of each attribute alone.
@@ -134,7 +129,7 @@ class Painted:
         panels = within(pixels[self.images :], self.panels)
         return {
             "frechet": predicted.features.astype(np.float64),
-            "agreement": np.asarray([(sum(one.values()), len(one)) for one in matches], np.float64),
+            "agreement": agreement_rows(matches),
             "diversity": np.stack([panels, distances], 1),
             **{
                 f"{SHARE}{n}": np.asarray(np.mean(hits)) for n, hits in by_attribute.items() if hits
@@ -146,14 +141,6 @@ def scene_of(number: int) -> tuple[Scene, Generator]:
     """A scene, and the random numbers for a caption of it."""
     rng = np.random.default_rng(number)
     return sample_scene(rng), rng
-
-
-def within(pixels: NDArray[np.uint8], panels: int) -> Array:
-    """[panels] root mean square distances of the pairs in each panel, of pixels [panels * REPEATS, ...]."""
-    groups = pixels.reshape(panels, -1, *pixels.shape[1:]).astype(np.float64)
-    pairs = list(combinations(range(groups.shape[1]), 2))
-    each = [np.square(groups[:, a] - groups[:, b]).mean((1, 2, 3)) ** 0.5 for a, b in pairs]
-    return np.asarray(np.mean(each, 0))
 
 
 def as_classified(pixels: Pixels) -> Pixels:

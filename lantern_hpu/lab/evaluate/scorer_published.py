@@ -1,39 +1,30 @@
-"""Scores by the protocols of the literature: rows of their networks, and what is made of them.
-
-FID is the Frechet distance of `statistics`, which agrees with torch-fidelity's; KID, the inception score and the
-manifolds of precision and recall are torch-fidelity's own.
-"""
+"""Scores by the protocols of the literature: what they need, rows of their networks, and notes for readers."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from zipfile import BadZipFile
 
 import numpy as np
-import torch
 
-from lantern_hpu.errors import OptionError, needing
+from lantern_hpu.errors import OptionError
 from lantern_hpu.files import reported_as
 from lantern_hpu.lab.evaluate.folder import Cache, stamps
+from lantern_hpu.lab.evaluate.metrics import PUBLISHED
+from lantern_hpu.lab.evaluate.metrics.frechet import Gaussian
+from lantern_hpu.lab.evaluate.metrics.inception import SUBSET
+from lantern_hpu.lab.evaluate.metrics.manifolds import NEIGHBOURS, manifold_rows
 from lantern_hpu.lab.evaluate.networks import NETWORKS, locate_networks, rows_of
-from lantern_hpu.lab.evaluate.protocols import FEW, NEEDS, Library
+from lantern_hpu.lab.evaluate.protocols import FEW, Library
 from lantern_hpu.lab.evaluate.report import QualityRow
 from lantern_hpu.lab.evaluate.sets import read_set
 from lantern_hpu.lab.evaluate.statistics import (
     Array,
-    Gaussian,
-    QualityMetric,
     Rows,
-    frechet,
-    mean_metric,
 )
 
-NEIGHBOURS = 3  # of the manifolds of precision and recall
-COSTLY = 20  # bootstrap rounds of a metric that takes seconds
-SUBSET = 1000  # pictures of a subset of KID
 ENDINGS = (".png", ".jpg", ".jpeg")
 
 
@@ -50,7 +41,9 @@ class Reference:
         Raises:
             OptionError: missing, empty, of another protocol, or not enough for a metric.
         """
-        wanted = {name: NEEDS[name][1] for name in library.wanted if NEEDS[name][1]}
+        wanted = {
+            name: PUBLISHED[name].reference for name in library.wanted if PUBLISHED[name].reference
+        }
         if path is None:
             if wanted:
                 why = f"{', '.join(wanted)} compare with pictures"
@@ -126,13 +119,19 @@ class LibraryScorer:
         self.networks = {name: NETWORKS[name](path, preset) for name, path in self.paths.items()}
         self.real: dict[str, Array] = {}
         if reference.files:
-            names = list(dict.fromkeys(NEEDS[m][0] for m in self.library.wanted if NEEDS[m][1]))
+            names = list(
+                dict.fromkeys(
+                    PUBLISHED[m].network for m in self.library.wanted if PUBLISHED[m].reference
+                )
+            )
             self.real = self.cache.rows(
                 "reference",
                 [names, stamps(reference.files)],
                 lambda: self.network_rows(names, reference.files, [], alike=False),
             )
-        self.metrics = [self.metric(name) for name in self.library.wanted]
+        self.metrics = [
+            PUBLISHED[name].make(self.real, reference.statistics) for name in self.library.wanted
+        ]
 
     def network_rows(
         self, networks: Sequence[str], files: Sequence[Path], captions: Sequence[str], alike: bool
@@ -153,42 +152,8 @@ class LibraryScorer:
         key = [names, stamps(files), captions]
         rows = self.cache.rows(name, key, lambda: self.network_rows(names, files, captions, True))
         if "vgg" in rows and "vgg" in self.real:
-            drawn, real = rows["vgg"], self.real["vgg"]
-            rows |= {"precision": inside(drawn, real), "recall": inside(real, drawn)}
+            rows |= manifold_rows(rows["vgg"], self.real["vgg"])
         return rows
-
-    def metric(self, name: str) -> QualityMetric:
-        """By name."""
-        made: dict[str, Callable[[], QualityMetric]] = {
-            "fid": self.fid,
-            "kid": lambda: QualityMetric("kid", "KID", self.kid, "lower", 2, 5, "inception", 0),
-            "is": lambda: QualityMetric(
-                "is", "inception score", inception_score, "higher", 2, 2, "logits", COSTLY
-            ),
-        }
-        titles = {"clip": "CLIP score", "hps": "HPSv2"}
-        if name in made:
-            return made[name]()
-        return mean_metric(name, titles.get(name, name), "higher", 4)
-
-    def fid(self) -> QualityMetric:
-        distance = frechet(self.reference.statistics or Gaussian.of(self.real["inception"]))
-
-        def value(rows: Array) -> float:
-            return distance(Gaussian.of(rows))
-
-        return QualityMetric("fid", "FID", value, "lower", 2, 2, "inception", COSTLY)
-
-    def kid(self, rows: Array) -> float:
-        """torch-fidelity's, 100 subsets of 1,000 pictures, or of all where there are fewer."""
-        with needing("torch-fidelity", "it has KID", "evaluate"):
-            from torch_fidelity.metric_kid import KEY_METRIC_KID_MEAN, kid_features_to_metric
-
-        real = self.real["inception"]
-        size = min(SUBSET, len(rows), len(real))
-        both = (torch.from_numpy(x) for x in (rows, real))
-        figures = kid_features_to_metric(*both, kid_subset_size=size, verbose=False)
-        return float(figures[KEY_METRIC_KID_MEAN])
 
     def baselines(self, rounds: int) -> list[QualityRow]:
         return []
@@ -221,26 +186,3 @@ class LibraryScorer:
         against = f"{len(real.files)} pictures" if real.files else given
         drawn = f"{len(self.items)} pictures of {self.prompts}"
         return f"Protocol `{preset.name}`, {preset.about}. {drawn}, against {against}."
-
-
-def inside(points: Array, others: Array) -> Array:
-    """[n] 1 where a point [n, d] is as near to one of the others [m, d] as that one's third neighbour among them.
-
-    Kynkäänniemi et al. 2019.
-    """
-    a, b = (torch.from_numpy(np.ascontiguousarray(x)) for x in (points, others))
-    reach = torch.cat(
-        [torch.cdist(part, b).kthvalue(NEIGHBOURS + 1).values for part in b.split(1000)]
-    )  # [m]; a point's own distance of 0 counts as the first
-    hits = [(torch.cdist(part, b) <= reach).any(1) for part in a.split(1000)]
-    return np.asarray(torch.cat(hits).double().numpy())
-
-
-def inception_score(rows: Array) -> float:
-    """torch-fidelity's, of logits [n, 1008] in ten parts."""
-    with needing("torch-fidelity", "it has the inception score", "evaluate"):
-        from torch_fidelity.metric_isc import KEY_METRIC_ISC_MEAN, isc_features_to_metric
-
-    result = isc_features_to_metric(torch.from_numpy(rows), splits=min(10, len(rows)))
-    value = float(result[KEY_METRIC_ISC_MEAN])
-    return value if math.isfinite(value) else math.nan
