@@ -156,7 +156,7 @@ def methods() -> Iterator[str]:
 
 def lint_rules() -> Iterator[str]:
     """The rules of `lantern-hpu lint`."""
-    from lantern_hpu.backends.hpu.emulator.lint_rules import RULES
+    from lantern_hpu.backends.hpu.lint.rules import RULES
 
     yield from ("# Lint rules", "")
     yield "What `lantern-hpu lint` finds in code for Gaudi."

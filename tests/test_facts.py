@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lantern_hpu.backends.hpu.backend import HPUBackend
-from lantern_hpu.backends.hpu.emulator import autocast, graphs, habana, lint_checks, modes, ops
+from lantern_hpu.backends.hpu.emulator import autocast, graphs, habana, modes, ops
 from lantern_hpu.backends.hpu.emulator.device import Device
 from lantern_hpu.backends.hpu.emulator.facts import (
     FACTS,
@@ -23,6 +23,7 @@ from lantern_hpu.backends.hpu.emulator.facts import (
     release_facts,
 )
 from lantern_hpu.backends.hpu.facts import ask_fact
+from lantern_hpu.backends.hpu.lint import checks
 from lantern_hpu.backends.hpu.releases import RELEASES, VARIABLE
 
 CASES = [
@@ -79,12 +80,12 @@ def nothing_falls_back(patch: pytest.MonkeyPatch, backend: HPUBackend) -> None:
 
 
 def everything_falls_back(patch: pytest.MonkeyPatch, backend: HPUBackend) -> None:
-    patch.setattr(lint_checks, "falls_back", lambda *given: "planted")
+    patch.setattr(checks, "falls_back", lambda *given: "planted")
 
 
 def nothing_is_checked(patch: pytest.MonkeyPatch, backend: HPUBackend) -> None:
     for name in ("upload", "stored", "narrow", "foreign"):
-        patch.setattr(lint_checks, name, lambda *given: None)
+        patch.setattr(checks, name, lambda *given: None)
 
 
 GENERAL: tuple[Fault, ...] = (

@@ -23,7 +23,7 @@ from lantern_hpu.commands.generate import main
 from lantern_hpu.decode.step import Step
 from lantern_hpu.errors import CaptureError, DeviceError, OptionError
 from lantern_hpu.graphs import make_runner
-from lantern_hpu.lab.lint import lint_model
+from lantern_hpu.lab.lint_model import lint_model
 from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.methods.table import METHODS
 from lantern_hpu.ops import kernels

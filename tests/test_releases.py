@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lantern_hpu.backends.hpu import releases
 from lantern_hpu.backends.hpu.emulator import RULES, emulate
-from lantern_hpu.backends.hpu.emulator.lint_rules import BY_RELEASE
 from lantern_hpu.backends.hpu.lint import lint_script
+from lantern_hpu.backends.hpu.lint.rules import BY_RELEASE
 from lantern_hpu.backends.hpu.releases import RELEASES, VARIABLE
 from lantern_hpu.commands.generate import main as generate
 from lantern_hpu.commands.lint import main

@@ -4,8 +4,8 @@
     lantern-hpu lint --script my_model.py     your own code
     lantern-hpu lint --bridge both            under every release of Gaudi's software that was read
 
-Code runs on the emulated card, `backends/hpu/emulator`; `lint_rules.py` there has the rules. Each that is broken is
-printed with the line that broke it, why it matters, and what to write instead. A script may
+Code runs on the emulated card, `backends/hpu/emulator`; `backends/hpu/lint/rules.py` has the rules. Each that is
+broken is printed with the line that broke it, why it matters, and what to write instead. A script may
 `import habana_frameworks.torch` and call `lantern_hpu.backends.hpu.lint.warmed_up()` once every shape has occurred:
 from then on a compilation is an error.
 """
@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lantern_hpu.backends.hpu.lint import RECOMPILING, LintRun, findings_of, lint_script
+from lantern_hpu.backends.hpu.lint.report import BOTH, print_json, print_text
 from lantern_hpu.backends.hpu.releases import RELEASES, choose_release
 from lantern_hpu.commands.options import add_bridge_option, add_fields, filled
 from lantern_hpu.errors import choices, exit_code, option, require
 from lantern_hpu.graphs import RUNNERS
-from lantern_hpu.lab.lint_text import BOTH, print_json, print_text
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.methods.table import METHODS
 
@@ -90,7 +90,7 @@ def lint_here(asked: LintRequest, bridge: str | None) -> LintRun:
     if asked.script:
         card, ended = lint_script(asked.script, asked.args, asked.profile == "lazy", asked.timeout)
         return LintRun.of([card], ended)
-    from lantern_hpu.lab.lint import lint_model
+    from lantern_hpu.lab.lint_model import lint_model
 
     compiles = asked.graphs == "auto" and asked.profile == "compile"
     cards, ended = lint_model(

@@ -27,12 +27,12 @@ import torch
 from lantern_hpu.backends.hpu.emulator.device import Counts, Device, as_current, current, listening
 from lantern_hpu.backends.hpu.emulator.graphs import abandoned_on_error
 from lantern_hpu.backends.hpu.emulator.habana import dump_asked_for, modules
-from lantern_hpu.backends.hpu.emulator.lint_rules import RULES, Finding, Rule
 from lantern_hpu.backends.hpu.emulator.modes import Functions, Operators
 from lantern_hpu.backends.hpu.emulator.patches import overwrites, replaced
 from lantern_hpu.backends.hpu.emulator.scope import CustomOperators
 from lantern_hpu.backends.hpu.emulator.tensor import DEVICE
 from lantern_hpu.backends.hpu.env import LAZY_MODE, ROOT
+from lantern_hpu.backends.hpu.lint.rules import RULES, Finding, Rule
 from lantern_hpu.backends.hpu.releases import Release
 
 if TYPE_CHECKING:

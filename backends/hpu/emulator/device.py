@@ -20,9 +20,10 @@ from torch import Tensor
 from torch.random import fork_rng, manual_seed
 
 from lantern_hpu.backends.hpu import releases
-from lantern_hpu.backends.hpu.emulator import lint_checks, ops
-from lantern_hpu.backends.hpu.emulator.lint_rules import Findings, Severity, call_site
+from lantern_hpu.backends.hpu.emulator import ops
 from lantern_hpu.backends.hpu.emulator.tensor import HPUTensor
+from lantern_hpu.backends.hpu.lint import checks
+from lantern_hpu.backends.hpu.lint.rules import Findings, Severity, call_site
 from lantern_hpu.backends.hpu.releases import Release
 
 if TYPE_CHECKING:
@@ -119,19 +120,19 @@ class Device:
 
     def operate(self, op: ops.Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Check, run on the CPU tensors, book, record, wrap."""
-        lint_checks.before(self, op, args, kwargs)
+        checks.before(self, op, args, kwargs)
         held: dict[int, HPUTensor] = {}
         raw_args = tuple(self.unwrap(op, value, held) for value in args)
         raw_kwargs = {name: self.unwrap(op, value, held) for name, value in kwargs.items()}
         if raw_kwargs.get("device") is not None:
             raw_kwargs["device"] = torch.device("cpu")
-        why = lint_checks.falls_back(self, op, args, kwargs) if op.native else "no kernel"
+        why = checks.falls_back(self, op, args, kwargs) if op.native else "no kernel"
         if why:
             self.fall_back(op, why)
         if self.recording is not None:
             for target in ops.written_arguments(op, raw_args, raw_kwargs):
                 self.recording.keep(target)
-                if op.packet in lint_checks.INDEX_WRITES and self.recording.write_by_index(target):
+                if op.packet in checks.INDEX_WRITES and self.recording.write_by_index(target):
                     # Right in lazy mode; the same function under hpu_backend would be a chain.
                     self.findings.hit("H092", f"{op.name}; lazy mode keeps both", "info")
         if self.rehearsed is not None:
@@ -156,12 +157,12 @@ class Device:
         try:
             result = execute(func, args, kwargs, seed)
         except (IndexError, RuntimeError):
-            if op.packet not in lint_checks.INDEXED:
+            if op.packet not in checks.INDEXED:
                 raise
             # The device does not check bounds. It was reported; here the nearest element is taken.
-            result = execute(func, lint_checks.clamped(op, args), kwargs, seed)
+            result = execute(func, checks.clamped(op, args), kwargs, seed)
         if op.view_of is None:
-            lint_checks.narrow(self, op, (result, *ops.written_arguments(op, args, kwargs)))
+            checks.narrow(self, op, (result, *ops.written_arguments(op, args, kwargs)))
         return result
 
     def unwrap(self, op: ops.Op, value: Any, held: dict[int, HPUTensor]) -> Any:
@@ -171,7 +172,7 @@ class Device:
             held[id(value.raw)] = value
             return value.raw
         if isinstance(value, Tensor):
-            lint_checks.foreign(self, op, value)
+            checks.foreign(self, op, value)
             if self.recording is not None and id(value) not in self.recording.rebound:
                 return value.clone()  # baked in
         if isinstance(value, (list, tuple)):
@@ -328,7 +329,7 @@ class Device:
     def upload(self, values: Tensor) -> HPUTensor:
         """A CPU tensor as a new device tensor."""
         raw = self.accept(values).detach().clone()
-        lint_checks.stored(self, raw)
+        checks.stored(self, raw)
         return self.new(raw)
 
     def accept(self, values: Tensor) -> Tensor:
@@ -337,7 +338,7 @@ class Device:
         Raises:
             RuntimeError: int64 or float64 values that the device cannot hold.
         """
-        lint_checks.upload(self, values)
+        checks.upload(self, values)
         self.counts.uploads += 1
         self.counts.upload_bytes += values.nbytes
         self.uploaded += 1
@@ -490,7 +491,7 @@ def copy(
         return device.operate(op, func, (goal, source), kwargs)
     if goal.raw.untyped_storage().data_ptr() in device.written:
         device.flush("upload into a pending tensor")
-    lint_checks.view_write(device, op, goal)
+    checks.view_write(device, op, goal)
     if device.rehearsed is not None:
         device.rehearsed.keep(goal.raw)
     goal.raw.copy_(device.accept(source))

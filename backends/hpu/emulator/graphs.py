@@ -22,12 +22,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends.hpu.emulator import lint_checks, ops
+from lantern_hpu.backends.hpu.emulator import ops
 from lantern_hpu.backends.hpu.emulator.device import Device, current, flag
-from lantern_hpu.backends.hpu.emulator.lint_checks import raw
 from lantern_hpu.backends.hpu.emulator.nested import mapped, tensors_in
 from lantern_hpu.backends.hpu.emulator.rehearsal import module_tensors, rehearse
 from lantern_hpu.backends.hpu.emulator.tensor import DEVICE, HPUTensor
+from lantern_hpu.backends.hpu.lint import checks
+from lantern_hpu.backends.hpu.lint.checks import raw
 
 GARBAGE = -(2**31)
 SHAPES = (
@@ -145,7 +146,7 @@ class Recording:
             for step in self.steps:
                 args = tuple(map(fill, step.args))
                 kwargs = {name: fill(value) for name, value in step.kwargs.items()}
-                if step.op.packet in lint_checks.INDEXED:
+                if step.op.packet in checks.INDEXED:
                     self.check(step, args)
                 seed = self.device.draw_seed() if step.op.random else None
                 result = self.device.compute(step.op, step.func, args, kwargs, seed)
@@ -159,11 +160,11 @@ class Recording:
 
     def check(self, step: Recorded, args: tuple[Any, ...]) -> None:
         """Indices are data: they are looked at in each replay."""
-        if lint_checks.masked(step.op, args):
+        if checks.masked(step.op, args):
             return
         accumulates = len(args) > 3 and args[3] is True
-        indices = lint_checks.index_tensors(step.op, args)
-        for rule, detail in lint_checks.broken_indices(
+        indices = checks.index_tensors(step.op, args)
+        for rule, detail in checks.broken_indices(
             step.op.name, args[0], indices, args, accumulates
         ):
             self.device.findings.hit(rule, f"{step.op.name} in a replay: {detail}", "error")

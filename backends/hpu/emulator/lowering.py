@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lantern_hpu.backends.hpu.emulator import lint_checks, ops
+from lantern_hpu.backends.hpu.emulator import ops
 from lantern_hpu.backends.hpu.emulator.device import Device, flag
 from lantern_hpu.backends.hpu.emulator.ops import Op
+from lantern_hpu.backends.hpu.lint import checks
 
 # Operators that torch picks on a CPU where the device has the composite one
 STANDS_IN = frozenset({"_scaled_dot_product_flash_attention_for_cpu"})
@@ -86,10 +87,10 @@ def cut(card: Device, node: fx.Node) -> str:
     """Why an operator is cut out of the graph; empty if it is not."""
     op = ops.op_of(node.target, card.release)
     args, kwargs = values(node.args), values(node.kwargs)
-    if op.packet in lint_checks.DYNAMIC:
-        card.findings.hit(lint_checks.DYNAMIC[op.packet], op.name, site=source(node))
+    if op.packet in checks.DYNAMIC:
+        card.findings.hit(checks.DYNAMIC[op.packet], op.name, site=source(node))
     native = op.native or op.packet in STANDS_IN
-    why = lint_checks.falls_back(card, op, args, kwargs) if native else "no kernel"
+    why = checks.falls_back(card, op, args, kwargs) if native else "no kernel"
     if why:
         card.counts.fallbacks[op.name] += 1
         card.findings.hit("H040", f"{op.name}: {why}", "error", site=source(node))

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from lantern_hpu.backends.hpu.emulator import ops
-from lantern_hpu.backends.hpu.emulator.lint_rules import call_site
 from lantern_hpu.backends.hpu.emulator.tensor import HPUTensor, flat
+from lantern_hpu.backends.hpu.lint.rules import call_site
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu.emulator.device import Device

@@ -24,13 +24,14 @@ from torch._functorch._aot_autograd.utils import make_boxed_func
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.library import Library
 
-from lantern_hpu.backends.hpu.emulator import lint_checks, ops
+from lantern_hpu.backends.hpu.emulator import ops
 from lantern_hpu.backends.hpu.emulator.autocast import FLOAT32_FUNCTIONS, LOWER_FUNCTIONS, cast
 from lantern_hpu.backends.hpu.emulator.device import STAND_INS, VARIANTS, Device, current
-from lantern_hpu.backends.hpu.emulator.lint_rules import SKIPPED
 from lantern_hpu.backends.hpu.emulator.lowering import lower, source, watched
 from lantern_hpu.backends.hpu.emulator.patches import replaced
 from lantern_hpu.backends.hpu.emulator.tensor import HPU, META, HPUTensor, is_hpu
+from lantern_hpu.backends.hpu.lint import checks, rules
+from lantern_hpu.backends.hpu.lint.rules import SKIPPED
 
 CPU = torch.device("cpu")
 Site = tuple[str, int]
@@ -41,14 +42,9 @@ class Compiler:
 
     def __init__(self, card: Device) -> None:
         torch._dynamo.reset()  # what another program compiled
-        for module in (
-            "lint_checks",
-            "device",
-            "ops",
-            "lint_rules",
-            "tensor",
-        ):  # not to be traced themselves
-            trace_rules.add(f"{__package__}.{module}")
+        inside = [f"{__package__}.{name}" for name in ("device", "ops", "tensor")]
+        for module in (*inside, checks.__name__, rules.__name__):  # not to be traced themselves
+            trace_rules.add(module)
         self.card = card
         self.failed: list[tuple[str, Site]] = []  # guards, since the last compilation
         self.again: Counter[Site] = Counter()  # compilations by function, after its first
@@ -183,10 +179,10 @@ class Launched(fx.Interpreter):
         if not isinstance(target, torch._ops.OpOverload):
             return super().call_function(target, args, kwargs)
         op = ops.op_of(target, self.card.release)
-        if op.packet in lint_checks.INDEXED and not lint_checks.masked(op, args):
-            indices = lint_checks.index_tensors(op, args)
+        if op.packet in checks.INDEXED and not checks.masked(op, args):
+            indices = checks.index_tensors(op, args)
             accumulates = len(args) > 3 and args[3] is True
-            for rule, detail in lint_checks.broken_indices(
+            for rule, detail in checks.broken_indices(
                 op.packet, args[0], indices, args, accumulates
             ):
                 self.card.findings.hit(rule, f"{op.name}: {detail}", "error", source(self.node))

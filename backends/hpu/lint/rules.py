@@ -527,7 +527,9 @@ BY_RELEASE: dict[str, dict[str, str]] = {
     },
 }
 
-OWN = (os.path.dirname(os.path.abspath(__file__)) + os.sep,)
+HERE = os.path.dirname(os.path.abspath(__file__))
+EMULATOR = os.path.join(os.path.dirname(HERE), "emulator") + os.sep
+OWN = (EMULATOR, *(os.path.join(HERE, name) for name in ("rules.py", "checks.py")))
 SKIPPED = (*OWN, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<frozen")
 
 

@@ -54,7 +54,7 @@ class LintRun:
 
 def findings_of(runs: Sequence[LintRun]) -> list[Finding]:
     """Findings of the same program under several releases, each once, with those that it holds for."""
-    from lantern_hpu.backends.hpu.emulator.lint_rules import joined_over_releases
+    from lantern_hpu.backends.hpu.lint.rules import joined_over_releases
 
     return joined_over_releases({run.release: run.findings for run in runs})
 
@@ -155,7 +155,7 @@ def started_as(file: Path, args: Sequence[str], lazy: bool) -> Iterator[None]:
 
 def merged(cards: Iterable[Device]) -> list[Finding]:
     """Findings of several runs, each rule and place once."""
-    from lantern_hpu.backends.hpu.emulator.lint_rules import Findings
+    from lantern_hpu.backends.hpu.lint.rules import Findings
 
     together = Findings(lambda: False)
     for card in cards:
