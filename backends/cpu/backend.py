@@ -10,6 +10,7 @@ import torch
 from lantern_hpu.backends import host
 from lantern_hpu.backends.base import Backend, Memory
 from lantern_hpu.backends.cpu.attention import attention_keeps_bits, filled_attention
+from lantern_hpu.backends.cpu.dtypes import DTYPES
 from lantern_hpu.backends.cpu.tuning import CPUTuning
 from lantern_hpu.ops.kernels import Kernels
 
@@ -19,10 +20,7 @@ class CPUBackend(Backend):
 
     name = "cpu"
     device = torch.device("cpu")
-    dtypes = {
-        "float32": "exact comparisons hold; the fastest one unless bfloat16 is native and a model large",
-        "bfloat16": "half the memory; pays where the processor multiplies bfloat16 natively",
-    }
+    dtypes = DTYPES
     graph_modes = {
         "eager": "nothing to gain from a recording: calls cost little and start at once",
         "strict": "judges whether an accelerator could record the function; as fast as eager after that",

@@ -1,4 +1,4 @@
-"""What a processor chooses by measurement: number format, layout of matrices, threads."""
+"""What a processor chooses by measurement: number format (`dtypes.py`), layout of matrices, threads."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 
-from lantern_hpu.backends.base import Pace, Tuning
+from lantern_hpu.backends.base import Pace, Tuning, named
 from lantern_hpu.backends.cpu import invariance, layouts
 from lantern_hpu.backends.cpu.attention import order_keeps_bits
+from lantern_hpu.backends.cpu.dtypes import best_dtype, slow_here
 from lantern_hpu.backends.cpu.threads import ThreadPace
-from lantern_hpu.backends.host import native_bfloat16
+from lantern_hpu.backends.dtypes import QUANTIZED
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.ops.kernels import Kernels, Sizes
 
@@ -19,7 +20,7 @@ from lantern_hpu.ops.kernels import Kernels, Sizes
 class CPUTuning(Tuning):
     """bfloat16 where it is native, matrices packed where that is faster, and as many threads as the clock says."""
 
-    quantized = ("int8",)
+    quantized = QUANTIZED
     layouts = layouts.LAYOUTS
 
     def __init__(self, name: str, dtypes: Mapping[str, str]) -> None:
@@ -27,20 +28,12 @@ class CPUTuning(Tuning):
         self.tries_threads = True  # whether their number is left to the clock
 
     def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
-        """bfloat16 where it is native and reading the model is what takes time; a small model keeps exact figures."""
-        native, size = native_bfloat16(), 4 * parameters
-        if native is None:
-            return "float32", "this processor does not multiply bfloat16 natively"
-        if size < layouts.LARGE:
-            return "float32", f"{size / 2**20:.0f} MiB of it: a small model keeps its exact figures"
-        why = f"native here ({native}), and half of {size / 2**30:.1f} GiB to read in each step"
-        return "bfloat16", why
+        return best_dtype(parameters)
 
     def dtype(self, name: str = "auto", parameters: int = 0) -> torch.dtype:
         dtype = super().dtype(name, parameters)
-        if dtype == torch.bfloat16 and native_bfloat16() is None:
-            slow = "asked for, but this processor lacks it natively: half the memory, and slower than float32"
-            self.decided["dtype"] = f"bfloat16: {slow}"
+        if why := slow_here(named(dtype)):
+            self.decided["dtype"] = f"{named(dtype)}: {why}"
         return dtype
 
     def lay_out(

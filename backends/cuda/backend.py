@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends.base import Backend, Memory, Queue, Tuning
+from lantern_hpu.backends.cuda.dtypes import DTYPES, dtypes_of
+from lantern_hpu.backends.dtypes import QUANTIZED
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 
-AMPERE = (8, 0)  # compute capability from which bfloat16 is native
 WHEELS = "https://pytorch.org/get-started/locally"
 
 
@@ -45,11 +46,7 @@ class CUDABackend(Backend):
 
     name = "cuda"
     device = torch.device("cuda")
-    dtypes = {
-        "bfloat16": "half the bytes to read a token, with float32's range",
-        "float16": "half the bytes; for cards before Ampere",
-        "float32": "for exact comparisons",
-    }
+    dtypes = DTYPES
     graph_modes = {
         "cuda_graph": "the whole step is one launch, so the host costs nothing",
         "compile": "inductor fuses small operators; warms up for minutes",
@@ -58,7 +55,7 @@ class CUDABackend(Backend):
 
     @cached_property
     def tuning(self) -> Tuning:
-        return Tuning(self.name, self.dtypes, quantized=("int8",))
+        return Tuning(self.name, self.dtypes, quantized=QUANTIZED)
 
     @cached_property
     def queue(self) -> CUDAQueue:
@@ -70,10 +67,7 @@ class CUDABackend(Backend):
             return False, why
         if not torch.cuda.is_available():
             return False, unusable()
-        major, minor = torch.cuda.get_device_capability()
-        if (major, minor) < AMPERE:
-            # An instance's own table: its best dtype is another one.
-            self.dtypes = {n: why for n, why in self.dtypes.items() if n != "bfloat16"}
+        self.dtypes = dtypes_of(torch.cuda.get_device_capability())
         return True, torch.cuda.get_device_name()
 
     def synchronize(self) -> None:

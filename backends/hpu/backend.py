@@ -16,17 +16,13 @@ from lantern_hpu.backends import HOST
 from lantern_hpu.backends.base import Backend, Memory, Queue, Tuning, compile_whole
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
+from lantern_hpu.backends.hpu.dtypes import DTYPES, EMULATED_DTYPES
 from lantern_hpu.backends.hpu.env import ROOT
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu.emulator import Device
 
-DTYPES = {
-    "bfloat16": "what the matrix engines are made for",
-    "float32": "exact comparisons with other devices hold; slower and twice the memory",
-    "float16": "from Gaudi 2 on; bfloat16 has the wider range",
-}
 LAZY_MODES = {
     "hpu_graph": "the whole step is one HPU graph: nothing of the host is left in it",
     "hpu_graph_split": "two HPU graphs a step, draft and the rest, for a step too large for one",
@@ -129,10 +125,7 @@ class HPUBackend(Backend):
 
     @property
     def dtypes(self) -> dict[str, str]:  # type: ignore[override]
-        """An emulated card is there to be compared, so float32 comes first on it."""
-        if not self.emulated:
-            return DTYPES
-        return {"float32": "an emulated card is held against other devices", **DTYPES}
+        return EMULATED_DTYPES if self.emulated else DTYPES
 
     @cached_property
     def tuning(self) -> Tuning:

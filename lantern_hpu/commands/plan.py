@@ -11,8 +11,9 @@ import argparse
 import json
 from collections.abc import Sequence
 
+from lantern_hpu.backends.dtypes import BYTES
 from lantern_hpu.commands.options import add_fields, add_part_options, given_parts
-from lantern_hpu.decode.memory import DTYPES, fit_report
+from lantern_hpu.decode.memory import fit_report
 from lantern_hpu.errors import exit_code
 from lantern_hpu.methods.table import DEFAULT_TREE, METHODS
 from lantern_hpu.models.options import DeviceOptions
@@ -33,7 +34,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cfg-scale", type=float, help="guidance scale; 1 turns it off and halves the rows"
     )
-    parser.add_argument("--dtype", default="auto", help=f"auto, {', '.join(DTYPES)} (auto)")
+    parser.add_argument("--dtype", default="auto", help=f"auto, {', '.join(BYTES)} (auto)")
     add_fields(parser, DeviceOptions, "quantize", "keep_text")
     parser.add_argument("--method", help=f"{', '.join(METHODS)} (auto)")
     parser.add_argument("--tree", help=f"a named tree, or a .json file ({DEFAULT_TREE})")

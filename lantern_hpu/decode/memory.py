@@ -14,6 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import HOST
+from lantern_hpu.backends.dtypes import BYTES, QUANTIZED
 from lantern_hpu.decode.spec import Spec, capacity, keeps_noise
 from lantern_hpu.errors import DeviceError, OptionError, require
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
@@ -24,8 +25,6 @@ from lantern_hpu.tree import DraftTree, Tree, Window
 if TYPE_CHECKING:
     from lantern_hpu.backends.base import Backend
 
-DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
-QUANTIZED = ("int8",)
 ROW_BYTES = 5  # of an int8 matrix, beside its numbers: a float32 scale and a zero point, as torchao has them
 # Measured
 FULL_MAPS = 5  # feature maps at full resolution that the image decoder holds at its peak
@@ -60,7 +59,7 @@ class Setup:
     @property
     def bytes(self) -> int:
         """Of a number."""
-        return DTYPES[self.dtype]
+        return BYTES[self.dtype]
 
     @property
     def text_stays(self) -> bool:
@@ -83,7 +82,7 @@ def phases(model: ModelConfig, setup: Setup) -> dict[str, Rows]:
     Raises:
         OptionError: an option is out of range, or the tree needs a drafter and there is none.
     """
-    require(setup.dtype in DTYPES, "--dtype", setup.dtype, ", ".join(DTYPES))
+    require(setup.dtype in BYTES, "--dtype", setup.dtype, ", ".join(BYTES))
     require(setup.batch_size > 0, "--batch-size", setup.batch_size, "1 or more")
     require(setup.keep_text in KEEP_TEXT, "--keep-text", setup.keep_text, ", ".join(KEEP_TEXT))
     if setup.tree.needs_drafter and model.drafter is None:
