@@ -27,7 +27,7 @@ from lantern_hpu.errors import OptionError, choices, nearest_keyword, require
 from lantern_hpu.graphs import check_mode
 from lantern_hpu.methods.arguments import per_prompt, relaxation_of, seeds_of
 from lantern_hpu.methods.relaxation import Relaxation
-from lantern_hpu.methods.request import MAX_IMAGES, Request, size_of
+from lantern_hpu.methods.request import MAX_IMAGES, Request, Sampling, size_of
 from lantern_hpu.methods.resolve import Here, resolve
 from lantern_hpu.methods.setting import Resolved, Setting, lacks_drafter, window_tree
 from lantern_hpu.methods.table import AUTO
@@ -41,15 +41,16 @@ from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.files.load import Opened, open_model
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.model import ImageModel, Placement, grid_by_size
-from lantern_hpu.models.quantize import quantize as quantize_weights
+from lantern_hpu.models.quantize import quantize_target
 from lantern_hpu.models.stretch import Stretched
 from lantern_hpu.models.text.frames import no_negative
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.text.tokens import TokenConditioner
+from lantern_hpu.ops.kernels import Kernels
 from lantern_hpu.results.images import Drawn, GenerationResult, ImageRecord, OutputType, RunTiming
 from lantern_hpu.results.progress import Bar, Event
 from lantern_hpu.tree import Tree
-from lantern_hpu.zoo.find import find_parts as resolve_model
+from lantern_hpu.zoo.find import find_parts
 from lantern_hpu.zoo.sizes import stretch_sizes
 
 StepEnd = Callable[["LanternPipeline", int, int, dict[str, Any]], object]
@@ -76,6 +77,56 @@ def device_name(device: str | torch.device) -> str:
         hint = f"CUDA_VISIBLE_DEVICES={index}, and device={name!r}"
         raise OptionError(f"device is {device}", "a process draws on the first card it sees", hint)
     return name
+
+
+def check_offered(
+    backend: Backend, graphs: str, layout: str, threads: int, quantize: str | None
+) -> None:
+    """Raise a LanternError unless the device offers what was asked for; its threads are set."""
+    check_mode(backend, graphs)
+    backend.tuning.check_layout(layout)
+    backend.tuning.use_threads(threads)
+    if quantize is not None:
+        backend.tuning.check_quantized(quantize)
+
+
+def open_checked(
+    model: str,
+    given: Given,
+    size: tuple[int, int] | None,
+    pictures: bool,
+    check: Callable[[Opened], None] | None,
+) -> Opened:
+    """Find and open a model, and refuse what can be refused before weights are read: see `from_pretrained`."""
+    opened = open_model(find_parts(model, given, () if pictures else ("vq", "pixels")))
+    grid_by_size(opened.config.target, size, model)
+    if check is not None:
+        check(opened)
+    if pictures and opened.source.pixels is not None:
+        check_diffusers()
+        check_diffusion_folder(opened.source.pixels)
+    return opened
+
+
+def stretched(opened: Opened, stretch: str, given: Given) -> Stretched:
+    """The model widened to the sizes of a known one."""
+    return Stretched.of(opened, stretch, stretch_sizes(stretch, given).config.target)
+
+
+def kernels_for(
+    backend: Backend, choice: str, dtype: torch.dtype, config: TransformerConfig, held: bool
+) -> Kernels:
+    """What the transformer calls; where rows are held, kernels in which none depends on another."""
+    kernels = backend.kernels(choice, dtype)
+    return backend.tuning.independent(kernels, config, dtype) if held else kernels
+
+
+def load_quantized(opened: Opened | Stretched, place: Placement, kind: str | None) -> ImageModel:
+    """Read the weights; those of the target in a smaller format if one is given."""
+    model = opened.load(place)
+    if kind is not None:
+        quantize_target(model.target, kind)
+    return model
 
 
 class LanternPipeline:
@@ -154,7 +205,7 @@ class LanternPipeline:
         asked = {
             k: v for k, v in locals().items() if k not in ("cls", "torch_dtype", "drafter", "check")
         }
-        began, spared = time.perf_counter(), () if pictures else ("vq", "pixels")
+        began = time.perf_counter()
         if torch_dtype is not None:
             require(dtype == "auto", "torch_dtype", torch_dtype, "not together with dtype")
             asked["dtype"] = dtype = torch_dtype
@@ -162,43 +213,28 @@ class LanternPipeline:
             asked["given"] = given = replace(given, drafter=drafter)
         backend = get_backend(device_name(device), graphs, emulate)
         try:
-            check_mode(backend, graphs)
-            backend.tuning.check_layout(layout)
-            backend.tuning.use_threads(threads)
-            if quantize is not None:
-                backend.tuning.check_quantized(quantize)
-            small, name = open_model(resolve_model(model, given, spared)), model
-            grid_by_size(small.config.target, size, model)
-            if check is not None:
-                check(small)
-            painting = small.source.pixels if pictures else None
-            if painting is not None:
-                check_diffusers()
-                check_diffusion_folder(painting)
-            opened: Opened | Stretched = small
-            if stretch is not None:
-                name = f"{model} stretched to {stretch}"
-                opened = Stretched.of(small, stretch, stretch_sizes(stretch, given).config.target)
-            wanted = dtype if isinstance(dtype, str) else named(dtype)
-            number = backend.tuning.dtype(wanted, opened.config.target.parameters)
+            check_offered(backend, graphs, layout, threads, quantize)
+            opened = open_checked(model, given, size, pictures, check)
+            painting = opened.source.pixels if pictures else None
+            loadable = opened if stretch is None else stretched(opened, stretch, given)
+            number = backend.tuning.dtype(
+                dtype if isinstance(dtype, str) else named(dtype), loadable.config.target.parameters
+            )
             how = (named(number), keep_text, quantize)
-            check_room(name, opened.config, backend, *how, mapped=stretch is None)
+            title = model if stretch is None else f"{model} stretched to {stretch}"
+            check_room(title, loadable.config, backend, *how, mapped=stretch is None)
             with backend.errors():
-                chosen = backend.kernels(kernels, number)
                 held = backend.tuning.holds_rows(invariant == "on", [graphs])
-                if held:
-                    chosen = backend.tuning.independent(chosen, opened.config.target, number)
+                chosen = kernels_for(backend, kernels, number, loadable.config.target, held)
                 place = Placement(number, backend.device, chosen, keep_text=keep_text)
-                loaded = opened.load(place)
-                if quantize is not None:
-                    quantize_weights(loaded.target, quantize)
+                loaded = load_quantized(loadable, place, quantize)
                 matrices = [*loaded.stepping, *loaded.condition.parts().values()]
                 layout = backend.tuning.lay_out(matrices, layout, [graphs], held)
             parts = given.resolved()
             pipeline = cls(loaded, backend, graphs, given=parts, quantize=quantize, layout=layout)
             if painting is not None:
-                device = torch.device(HOST) if emulate else backend.device
-                pipeline.diffusion = DiffusionPixels(painting, number, device)
+                host = torch.device(HOST) if emulate else backend.device
+                pipeline.diffusion = DiffusionPixels(painting, number, host)
             pipeline.load_seconds, pipeline.loaded_with = time.perf_counter() - began, asked
             return pipeline
         except BaseException:
@@ -305,47 +341,44 @@ class LanternPipeline:
         require(
             num_images_per_prompt >= 1, "num_images_per_prompt", num_images_per_prompt, "1 or more"
         )
-        require(
-            output_type in get_args(OutputType),
-            "output_type",
-            output_type,
-            choices(get_args(OutputType)),
-        )
+        kinds = get_args(OutputType)
+        require(output_type in kinds, "output_type", output_type, choices(kinds))
         prompts = [prompt] if isinstance(prompt, str) else list(prompt)
         negatives = per_prompt("negative_prompt", negative_prompt, len(prompts))
         count = len(prompts) * num_images_per_prompt
         require(count <= MAX_IMAGES, "images of one call", count, f"at most {MAX_IMAGES}")
-        given = {
-            "cfg_scale": guidance_scale,
-            "temperature": temperature,
-            "top_k": top_k,
-            "top_p": top_p,
-        }
-        sampling = replace(
-            self.model.sampling,
-            **{k: v for k, v in given.items() if v is not None},  # type: ignore[arg-type]
-        )
+        sampling = self.sampling(guidance_scale, temperature, top_k, top_p)
         if window is not None or commit is not None:
             named_tree = tree if isinstance(tree, str) else None
             tree = window_tree(method, named_tree, window, commit=commit)
         asked = Setting.of(method, relaxation_of(relax, method), tree)
         setting = self.resolve(asked, together(count, batch_size))
-        seeds = seeds_of(seed, generator, count)
+        size, seeds = size_of(height, width), iter(seeds_of(seed, generator, count))
         requests = [
-            Request(
-                prompts[i // num_images_per_prompt],
-                seeds[i],
-                sampling,
-                setting.relaxation,
-                negatives[i // num_images_per_prompt],
-                size_of(height, width),
-            )
-            for i in range(count)
+            Request(text, next(seeds), sampling, setting.relaxation, negative, size)
+            for text, negative in zip(prompts, negatives, strict=True)
+            for _ in range(num_images_per_prompt)
         ]
         with self.lock:
             return self.draw_with_bar(
                 requests, setting, batch_size, output_type, callback_on_step_end
             )
+
+    def sampling(
+        self,
+        cfg_scale: float | None,
+        temperature: float | None,
+        top_k: int | None,
+        top_p: float | None,
+    ) -> Sampling:
+        """The model's own, but for what is given."""
+        given: dict[str, Any] = {
+            "cfg_scale": cfg_scale,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+        }
+        return replace(self.model.sampling, **{k: v for k, v in given.items() if v is not None})
 
     def draw_with_bar(
         self,

@@ -155,10 +155,10 @@ def test_int8_blocks_are_as_small_as_they_become(public: Path, name: str) -> Non
 
     from lantern_hpu.models.files.load import open_model
     from lantern_hpu.models.model import Placement
-    from lantern_hpu.models.quantize import quantize
+    from lantern_hpu.models.quantize import quantize_target
 
     loaded = open_model(find_parts(str(public / name))).load(Placement(torch.bfloat16))
-    quantize(loaded.target, "int8")
+    quantize_target(loaded.target, "int8")
     parts = [loaded.target, *loaded.condition.parts().values()]
     held = sum(bytes_of(weight.data) for part in parts for weight in part.parameters())
     model = counted(public / name)

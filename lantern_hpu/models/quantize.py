@@ -8,7 +8,7 @@ from lantern_hpu.errors import needing
 from lantern_hpu.models.transformer import Target
 
 
-def quantize(target: Target, kind: str) -> None:
+def quantize_target(target: Target, kind: str) -> None:
     """Turn the matrices of the blocks into `int8` with a scale for each row; products stay in the model's dtype.
 
     Embedding, norms and head stay as they are, and the drafter, which the head serves too.
