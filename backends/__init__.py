@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from lantern_hpu.errors import DeviceError, OptionError, choices
@@ -36,15 +37,29 @@ OWN_KERNELS = {
 EMULATED = "hpu"  # the device that an emulator can stand in for
 
 
+# Packages without which a device cannot be here, so that `auto` need not ask it
+PACKAGES = {"hpu": "habana_frameworks"}
+
+
+def installed(name: str) -> bool:
+    """Whether the package that a device needs is there; it is not imported."""
+    try:
+        return name not in PACKAGES or find_spec(PACKAGES[name]) is not None
+    except (ImportError, ValueError):  # a program has put something of that name in its place
+        return True
+
+
 def prepare(name: str, graphs: str = "auto", emulate: bool = False) -> None:
     """What must happen before torch is imported: Gaudi's flags are read then.
 
     Raises:
         DeviceError: the environment contradicts the graph mode.
     """
+    if name not in ("auto", "hpu") or emulate or not installed("hpu"):
+        return
     from lantern_hpu.backends.hpu import env as hpu_env
 
-    if name in ("auto", "hpu") and not emulate and hpu_env.plugin_folder() is not None:
+    if hpu_env.plugin_folder() is not None:
         hpu_env.prepare_flags(graphs if name == "hpu" or graphs in hpu_env.LAZY else "auto")
 
 
@@ -85,7 +100,7 @@ def get_backend(name: str = "auto", graphs: str = "auto", emulate: bool = False)
     if name != "auto" and name not in BACKENDS:
         raise DeviceError(f"unknown device {name!r}", hint=choices(["auto", *BACKENDS]))
     refused = []
-    for candidate in BACKENDS if name == "auto" else [name]:
+    for candidate in filter(installed, BACKENDS) if name == "auto" else [name]:
         module, _, cls = BACKENDS[candidate].partition(":")
         backend: Backend = getattr(import_module(module), cls)(graphs, emulate)
         usable, why = backend.available()

@@ -18,7 +18,7 @@ RUNNERS = {
     "hpu_graph": "lantern_hpu.graphs.hpu:HPUGraphRunner",
     "hpu_graph_split": "lantern_hpu.graphs.hpu:SplitHPUGraphRunner",
     "cuda_graph": "lantern_hpu.graphs.cuda:CUDAGraphRunner",
-    "eager": "lantern_hpu.graphs.eager:EagerRunner",
+    "eager": "lantern_hpu.graphs.base:EagerRunner",
     "strict": "lantern_hpu.graphs.strict:StrictRunner",
     "compile": "lantern_hpu.graphs.compiled:CompiledRunner",
 }

@@ -1,4 +1,4 @@
-"""The contract of a runner: it is built from a function and its state, and called once per replay."""
+"""The contract of a runner: built from a function and its state, and called once per replay; and the plain runner."""
 
 from __future__ import annotations
 
@@ -63,3 +63,14 @@ class Runner(ABC):
 
     def close(self) -> None:  # noqa: B027 - most recordings hold nothing but their tensors
         """Give back what the device holds for the recording; it is not called again."""
+
+
+class EagerRunner(Runner):
+    """Records nothing and calls the function; every device can do this."""
+
+    mode = "eager"
+
+    def __call__(self) -> Tensor:
+        self.stats.replays += 1
+        result: Tensor = self.function(self.state)
+        return result

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.commands import options
-from lantern_hpu.commands.generate_job import GenerateJob, new_job
-from lantern_hpu.decode.spec import together
-from lantern_hpu.errors import OptionError, OutputError, require
+from lantern_hpu.commands.generate_job import GenerateJob
+from lantern_hpu.errors import OptionError, OutputError
 from lantern_hpu.methods.relaxation import RelaxationOptions
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import Resolved
@@ -27,19 +26,6 @@ SETTLED = (
     *options.dests(RelaxationOptions).values(),
     *options.dests(Sampling).values(),
 )
-
-
-def job_of(args: argparse.Namespace) -> GenerateJob:
-    """What the options ask for.
-
-    Raises:
-        LanternError: they contradict each other, or one is out of range.
-    """
-    require(args.preview_every >= 0, "--preview-every", args.preview_every, "0 (off) or more")
-    if args.resume and (args.force or args.grid or args.save_tokens):
-        why = "it keeps the images that are there, and only their pixels"
-        raise OptionError("--resume excludes --force, --grid and --save-tokens", why)
-    return job_again(args) if args.from_png else new_job(args)
 
 
 def job_again(args: argparse.Namespace) -> GenerateJob:
@@ -71,22 +57,6 @@ def job_again(args: argparse.Namespace) -> GenerateJob:
         size=tuple(size) if (size := config.get("size")) else None,
         known=config,
     )
-
-
-def settled_job(
-    job: GenerateJob, pipeline: LanternPipeline, args: argparse.Namespace
-) -> tuple[Resolved, Sampling]:
-    """What was left to the model and the device, or is that of the image to draw again.
-
-    Raises:
-        WeightsError: the image was drawn with other weights.
-    """
-    if job.known is not None:
-        from lantern_hpu.results.again import settings_again
-
-        return settings_again(args.from_png, job.known, job.model, pipeline.model.files)
-    setting = pipeline.resolve(job.setting, together(len(job.prompts), job.batch_size))
-    return setting, options.sampling_options(args, pipeline.model.sampling)
 
 
 def check_kept(

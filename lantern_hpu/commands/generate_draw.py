@@ -13,8 +13,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from lantern_hpu.backends import HOST, prepare
-from lantern_hpu.commands.generate_again import check_kept, job_of, settled_job
-from lantern_hpu.commands.generate_job import outputs_of, requests_of
+from lantern_hpu.commands.generate_again import check_kept
+from lantern_hpu.commands.generate_job import job_of, outputs_of, requests_of, settled_job
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Resolved
@@ -68,7 +68,8 @@ def draw_job(args: argparse.Namespace) -> GenerationResult | None:
             i for i in range(len(requests)) if not args.resume or not outputs.images[i].exists()
         ]
         kept = set(range(len(requests))) - set(left)
-        check_kept(pipeline, requests, chosen, outputs.images, kept)
+        if kept:
+            check_kept(pipeline, requests, chosen, outputs.images, kept)
         if not left:
             return None
         bar = Bar(outputs.preview, args.preview_every)

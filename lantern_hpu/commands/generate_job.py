@@ -21,6 +21,7 @@ from lantern_hpu.zoo.sizes import stretch_sizes
 
 if TYPE_CHECKING:
     from lantern_hpu.models.files.load import Opened
+    from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.results.outputs import Outputs
 
 
@@ -66,6 +67,23 @@ class GenerateJob:
         setting = self.setting if self.known is None else Setting(self.known["method"])
         if opened.config.drafter is None and setting.needs_drafter:
             raise lacks_drafter(name, f"--method {setting.method}")
+
+
+def job_of(args: argparse.Namespace) -> GenerateJob:
+    """What the options ask for.
+
+    Raises:
+        LanternError: they contradict each other, or one is out of range.
+    """
+    require(args.preview_every >= 0, "--preview-every", args.preview_every, "0 (off) or more")
+    if args.resume and (args.force or args.grid or args.save_tokens):
+        why = "it keeps the images that are there, and only their pixels"
+        raise OptionError("--resume excludes --force, --grid and --save-tokens", why)
+    if args.from_png:
+        from lantern_hpu.commands.generate_again import job_again
+
+        return job_again(args)
+    return new_job(args)
 
 
 def new_job(args: argparse.Namespace) -> GenerateJob:
@@ -116,6 +134,22 @@ def outputs_of(args: argparse.Namespace, prompts: Sequence[str]) -> Outputs:
         resume=args.resume,
         force=args.force,
     )
+
+
+def settled_job(
+    job: GenerateJob, pipeline: LanternPipeline, args: argparse.Namespace
+) -> tuple[Resolved, Sampling]:
+    """What was left to the model and the device, or is that of the image to draw again.
+
+    Raises:
+        WeightsError: the image was drawn with other weights.
+    """
+    if job.known is not None:
+        from lantern_hpu.results.again import settings_again
+
+        return settings_again(args.from_png, job.known, job.model, pipeline.model.files)
+    setting = pipeline.resolve(job.setting, together(len(job.prompts), job.batch_size))
+    return setting, options.sampling_options(args, pipeline.model.sampling)
 
 
 def requests_of(job: GenerateJob, chosen: Resolved, sampling: Sampling) -> list[Request]:

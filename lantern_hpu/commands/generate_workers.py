@@ -8,8 +8,8 @@ from collections.abc import Callable
 from contextlib import closing
 
 from lantern_hpu.backends import prepare
-from lantern_hpu.commands.generate_again import check_kept, job_of, settled_job
-from lantern_hpu.commands.generate_job import outputs_of, requests_of
+from lantern_hpu.commands.generate_again import check_kept
+from lantern_hpu.commands.generate_job import job_of, outputs_of, requests_of, settled_job
 from lantern_hpu.decode.spec import together
 from lantern_hpu.errors import OptionError, OutputError, require
 
