@@ -19,7 +19,7 @@ from lantern_hpu.backends.base import Backend
 from lantern_hpu.commands import bench
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.files import ASSETS
-from lantern_hpu.lab.bench import measure, rates, run
+from lantern_hpu.lab.bench import measure, rates, run_bench
 from lantern_hpu.lab.bench.cases import (
     RANDOM,
     BenchRequest,
@@ -31,7 +31,13 @@ from lantern_hpu.lab.bench.cases import (
 from lantern_hpu.lab.bench.columns import PARTS, SpeedRow, with_speeds
 from lantern_hpu.lab.bench.measure import RunMeter
 from lantern_hpu.lab.bench.random_weights import make_model, step_sizes
-from lantern_hpu.lab.bench.report import VERSION, check_report, read_report, schema, schema_errors
+from lantern_hpu.lab.bench.report_schema import (
+    VERSION,
+    check_report,
+    read_report,
+    schema,
+    schema_errors,
+)
 from lantern_hpu.lab.bench.roofline import (
     Floor,
     Pass,
@@ -40,7 +46,7 @@ from lantern_hpu.lab.bench.roofline import (
     floor,
     sizes,
 )
-from lantern_hpu.lab.bench.text import tables
+from lantern_hpu.lab.bench.tables import tables
 from lantern_hpu.lab.clock import quantile
 from lantern_hpu.methods.relaxation import EXACT, PRESETS
 from lantern_hpu.methods.request import Request
@@ -304,7 +310,7 @@ def test_a_mode_that_cannot_be_had_is_noted_or_refused() -> None:
 def test_a_row_that_does_not_fit_is_noted_and_the_others_are_measured(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = run.measure_case
+    whole = run_bench.measure_case
 
     def crowded(
         pipeline: LanternPipeline, wanted: BenchRequest, case: Case, *given: Any
@@ -313,7 +319,7 @@ def test_a_row_that_does_not_fit_is_noted_and_the_others_are_measured(
             raise DeviceError("the GPU has too little memory", "0 GB are free")
         return whole(pipeline, wanted, case, *given)
 
-    monkeypatch.setattr(run, "measure_case", crowded)
+    monkeypatch.setattr(run_bench, "measure_case", crowded)
     given = ["--model", str(model), "--methods", "ar", "--graphs", "eager", "--images", "1"]
     assert bench.main([*given, "--batch-sizes", "1,2"]) == 0
     assert "note: not measured: ar, root, eager, batch 2: the GPU has" in capsys.readouterr().out
@@ -328,7 +334,7 @@ def test_a_recorded_mode_keeps_its_first_engine_until_its_rows_are_done(
     """Its graph holds the memory that recorded graphs share; all others give theirs back, also after a failure."""
     opened: list[LanternPipeline] = []
     kept: list[list[int]] = []
-    whole = run.measure_case
+    whole = run_bench.measure_case
 
     def measured(drawing: LanternPipeline, *given: Any) -> SpeedRow:
         kept.append([len(other.engines.engines) for other in opened])
@@ -338,7 +344,7 @@ def test_a_recorded_mode_keeps_its_first_engine_until_its_rows_are_done(
             raise DeviceError("the GPU has too little memory")
         return row
 
-    monkeypatch.setattr(run, "measure_case", measured)
+    monkeypatch.setattr(run_bench, "measure_case", measured)
     wanted = BenchRequest(
         settings=settings_for(["ar", "eagle", "lantern++"], ["chain"]),
         modes=[],
@@ -346,7 +352,7 @@ def test_a_recorded_mode_keeps_its_first_engine_until_its_rows_are_done(
         images=1,
     )
     cases = cases_of(pipeline, wanted, [mode])[:4]
-    rows, missed = run.measure_all(pipeline, wanted, cases, RATES, 0.0)
+    rows, missed = run_bench.measure_all(pipeline, wanted, cases, RATES, 0.0)
     assert len(rows) == 3 and len(missed) == 1
     assert kept == [[], [0], [0, stays], [0, stays, 0]]
     assert not any(drawing.engines.engines for drawing in opened)
@@ -473,11 +479,13 @@ def test_each_method_gets_the_trees_of_its_kind() -> None:
 def test_layout_and_threads_can_be_asked_for(model: Path) -> None:
     asked = ["--model", str(model), "--device", "cpu", "--layout", "plain", "--threads", "1"]
     wanted = bench.bench_request(bench.make_parser().parse_args(asked))
-    with closing(run.open_pipeline(wanted)) as pipeline:
+    with closing(run_bench.open_pipeline(wanted)) as pipeline:
         decided = pipeline.backend.tuning.decided
         assert decided["layout"] == "plain: asked for" and decided["threads"] == "1: asked for"
-    assert run.layout_of(replace(wanted, layout="auto", modes=["eager", "compile"])) == "plain"
-    assert run.layout_of(replace(wanted, layout="half", modes=["compile"])) == "half"
+    assert (
+        run_bench.layout_of(replace(wanted, layout="auto", modes=["eager", "compile"])) == "plain"
+    )
+    assert run_bench.layout_of(replace(wanted, layout="half", modes=["compile"])) == "half"
 
 
 def test_a_preset_relaxes_every_method_that_takes_one(pipeline: LanternPipeline) -> None:

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from lantern_hpu.commands import compare
 from lantern_hpu.lab.bench.columns import PARTS, SpeedRow
-from lantern_hpu.lab.bench.report import check_report
+from lantern_hpu.lab.bench.report_schema import check_report
 from lantern_hpu.lab.compare.comparison import Comparison, load
 from lantern_hpu.lab.compare.document import main_table
 from lantern_hpu.lab.compare.plots import pictures

@@ -17,7 +17,7 @@ from lantern_hpu.decode.spec import Spec, capacity
 from lantern_hpu.errors import DeviceError, OptionError, WeightsError
 from lantern_hpu.models.config import DrafterConfig, ModelConfig, T5Config
 from lantern_hpu.models.files.parts import Given
-from lantern_hpu.plan.report import find_model, parse_memory
+from lantern_hpu.plan.requirements import find_model, parse_memory
 from lantern_hpu.tree import DraftTree, load_tree
 from lantern_hpu.zoo.find import find_parts
 from lantern_hpu.zoo.registry import entries

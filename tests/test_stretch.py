@@ -21,8 +21,8 @@ from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.lab.bench import measure, rates
-from lantern_hpu.lab.bench.report import read_report, schema_errors
-from lantern_hpu.lab.bench.text import tables
+from lantern_hpu.lab.bench.report_schema import read_report, schema_errors
+from lantern_hpu.lab.bench.tables import tables
 from lantern_hpu.lab.compare.comparison import load
 from lantern_hpu.lab.compare.document import document
 from lantern_hpu.methods.relaxation import PRESETS
@@ -34,7 +34,7 @@ from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.stretch import Stretched, kept_share, repeated, stretched_config
 from lantern_hpu.ops.sampling import SamplingParams, to_probs
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.plan.report import find_model
+from lantern_hpu.plan.requirements import find_model
 from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.zoo import registry

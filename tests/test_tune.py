@@ -35,7 +35,7 @@ from lantern_hpu.lab.tune.options import TUNABLE, TuneOptions
 from lantern_hpu.lab.tune.profile import read_profile
 from lantern_hpu.lab.tune.result import Figures, TunedRow, TuningResult
 from lantern_hpu.lab.tune.search import Solver, best_tree, most_reached, ms_per_token
-from lantern_hpu.lab.tune.text import fastest_text, tuning_table
+from lantern_hpu.lab.tune.tables import fastest_text, tuning_table
 from lantern_hpu.methods.relaxation import EXACT, Multiplicative
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.methods.table import METHODS
@@ -381,7 +381,7 @@ def test_what_cannot_be_tuned_is_refused(
 def test_missing_scipy_is_said_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("costs", "result", "text"):
+    for name in ("costs", "result", "tables"):
         monkeypatch.delitem(sys.modules, f"lantern_hpu.lab.tune.{name}")
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     assert command.main([]) == 2

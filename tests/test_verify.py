@@ -23,7 +23,7 @@ from lantern_hpu.backends.hpu.emulator.device import Device
 from lantern_hpu.backends.hpu.emulator.graphs import Recording
 from lantern_hpu.commands.verify import main
 from lantern_hpu.decode.engine import Engine, GraphReport
-from lantern_hpu.lab.verify import run
+from lantern_hpu.lab.verify import stages
 from lantern_hpu.lab.verify.ask import Asked
 from lantern_hpu.lab.verify.items import (
     CACHES,
@@ -44,7 +44,7 @@ STAGE = Stage("facts", "eager")
 
 @pytest.fixture
 def one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "stages_of", lambda device, emulate: [STAGE])
+    monkeypatch.setattr(stages, "stages_of", lambda device, emulate: [STAGE])
 
 
 def states(file: Path) -> dict[str, str]:
@@ -64,7 +64,7 @@ def test_emulated_card_confirms_and_a_second_run_asks_nothing_again(
     count = len(list(items_of(STAGE)))
     assert f"{count} confirmed, 0 refuted, 0 unanswered" in capsys.readouterr().out
     assert "(emulated)" in file.with_suffix(".html").read_text()
-    monkeypatch.setattr(run, "messages_of", None)  # nothing is asked any more
+    monkeypatch.setattr(stages, "messages_of", None)  # nothing is asked any more
     assert main(["--emulate", "--output", str(file)]) == 0
 
 
@@ -93,7 +93,7 @@ def test_question_that_ends_its_process_is_left_open_and_the_next_is_asked(
             yield question
             yield Result(stage.name, question.item, "refuted", "got 1, the contract says 2")
 
-    monkeypatch.setattr(run, "messages_of", messages_of)
+    monkeypatch.setattr(stages, "messages_of", messages_of)
     file = tmp_path / "card.json"
     assert main(["--emulate", "--output", str(file)]) == 1
     assert states(file)[first.item] == "unanswered"
@@ -159,7 +159,7 @@ def test_processor_draws_what_the_plain_step_draws(
 ) -> None:
     # Without the stage that compiles every method, which takes minutes
     first = [stage for stage in stages_of("cpu") if stage.graphs == "auto"][:2]
-    monkeypatch.setattr(run, "stages_of", lambda device, emulate: first)
+    monkeypatch.setattr(stages, "stages_of", lambda device, emulate: first)
     file, model = tmp_path / "cpu.json", write_folder(tmp_path / "tiny")
     assert main(["--device", "cpu", "--model", str(model), "--output", str(file)]) == 0
     found = states(file)
@@ -170,8 +170,12 @@ def test_processor_draws_what_the_plain_step_draws(
 def test_emulated_card_draws_what_the_processor_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "stages_of", lambda device, emulate: [Stage("methods", "hpu_graph")])
-    monkeypatch.setattr(run, "items_of", lambda stage: [Question("lantern++", "the CPU's tokens")])
+    monkeypatch.setattr(
+        stages, "stages_of", lambda device, emulate: [Stage("methods", "hpu_graph")]
+    )
+    monkeypatch.setattr(
+        stages, "items_of", lambda stage: [Question("lantern++", "the CPU's tokens")]
+    )
     file, model = tmp_path / "card.json", write_folder(tmp_path / "tiny")
     main(["--emulate", "--model", str(model), "--output", str(file)])
     (found,) = (r for r in json.loads(file.read_text())["results"] if r["item"] == "lantern++")

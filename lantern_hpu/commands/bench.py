@@ -39,7 +39,7 @@ from lantern_hpu.lab.bench.cases import (
     methods_for,
     settings_for,
 )
-from lantern_hpu.lab.bench.text import tables
+from lantern_hpu.lab.bench.tables import tables
 from lantern_hpu.lab.rows import show_report
 from lantern_hpu.methods.setting import FORM, Setting
 from lantern_hpu.methods.table import AUTO
@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_free([args.output], args.force)
         began = time.perf_counter()
         prepare(wanted.device, wanted.mode)  # before torch is imported
-        from lantern_hpu.lab.bench.run import run_bench
+        from lantern_hpu.lab.bench.run_bench import run_bench
 
         result = run_bench(wanted, given, time.perf_counter() - began)
         show_report(result, tables(result), args.output, args.force)

@@ -26,7 +26,7 @@ from lantern_hpu.lab.evaluate.protocols import (
     Library,
     preset_of,
 )
-from lantern_hpu.lab.evaluate.run import EvaluateRequest, evaluate, folders_of
+from lantern_hpu.lab.evaluate.request import EvaluateRequest, evaluate, folders_of
 from lantern_hpu.methods.relaxation import PRESETS as RELAXATIONS
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import Setting

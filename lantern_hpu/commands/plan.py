@@ -17,7 +17,7 @@ from lantern_hpu.decode.memory import fit_report
 from lantern_hpu.errors import exit_code
 from lantern_hpu.methods.table import DEFAULT_TREE, METHODS
 from lantern_hpu.models.options import DeviceOptions
-from lantern_hpu.plan.report import facts, find_device, find_model, plan_report, setup_of
+from lantern_hpu.plan.requirements import facts, find_device, find_model, plan_report, setup_of
 
 
 def make_parser() -> argparse.ArgumentParser:

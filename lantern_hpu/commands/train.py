@@ -25,7 +25,7 @@ from lantern_hpu.commands.options import (
 )
 from lantern_hpu.errors import exit_code
 from lantern_hpu.train.options import TrainOptions, TrainRequest
-from lantern_hpu.train.run import train
+from lantern_hpu.train.run_training import train
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -104,7 +104,7 @@ def save_fastest(
     tuning: TuningResult, situation: tuned_trees.Situation, args: argparse.Namespace
 ) -> None:
     """Keep the fastest tree for `--tree auto`, and print the command that draws with it."""
-    from lantern_hpu.lab.tune.text import fastest_command
+    from lantern_hpu.lab.tune.tables import fastest_command
 
     best = tuning.best
     file = tuned_trees.save_tree(
@@ -128,9 +128,14 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
     counts, earlier = read_profile(args.profile) if args.profile else (None, None)
     device = device_options(args)
     with needing("scipy", "what steps cost is fitted with it", "tune"):
-        from lantern_hpu.lab.tune.text import tuning_text
+        from lantern_hpu.lab.tune.tables import tuning_text
     prepare(device.device, device.graphs)  # before torch is imported
-    from lantern_hpu.lab.tune.run import check_model, measure_windows, run_tuning, tuning_report
+    from lantern_hpu.lab.tune.run_tuning import (
+        check_model,
+        measure_windows,
+        run_tuning,
+        tuning_report,
+    )
     from lantern_hpu.pipeline import LanternPipeline
 
     loaded = LanternPipeline.from_pretrained(args.model, given=given_parts(args), **vars(device))

@@ -21,7 +21,7 @@ from lantern_hpu.commands.options import add_bridge_option, add_fields, filled
 from lantern_hpu.errors import exit_code
 from lantern_hpu.files import write_file
 from lantern_hpu.lab.verify.page import counts, verify_page, verify_summary
-from lantern_hpu.lab.verify.run import VerifyRequest, resumed, verify
+from lantern_hpu.lab.verify.stages import VerifyRequest, resumed, verify
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -16,7 +16,7 @@ from typing import Any
 
 from lantern_hpu.errors import OptionError
 from lantern_hpu.lab.bench.columns import EAGER, SpeedRow
-from lantern_hpu.lab.bench.report import Report, read_report
+from lantern_hpu.lab.bench.report_schema import Report, read_report
 from lantern_hpu.methods.table import METHODS
 
 BEST = "best mode"

@@ -14,7 +14,7 @@ from lantern_hpu.errors import OptionError
 from lantern_hpu.files import parse_json, write_file
 from lantern_hpu.lab.evaluate.folder import open_evaluation
 from lantern_hpu.lab.evaluate.options import EvaluateOptions, FidelityOptions
-from lantern_hpu.lab.evaluate.report import (
+from lantern_hpu.lab.evaluate.quality_rows import (
     NOISE,
     PACE,
     SECONDS,

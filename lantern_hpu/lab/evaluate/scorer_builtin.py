@@ -36,7 +36,7 @@ from lantern_hpu.lab.evaluate.metrics import BUILTIN
 from lantern_hpu.lab.evaluate.metrics.captions import agreement_rows
 from lantern_hpu.lab.evaluate.metrics.diversity import within
 from lantern_hpu.lab.evaluate.protocols import SCENES
-from lantern_hpu.lab.evaluate.report import QualityRow
+from lantern_hpu.lab.evaluate.quality_rows import QualityRow
 from lantern_hpu.lab.evaluate.sets import Item, digest
 from lantern_hpu.lab.evaluate.statistics import (
     Array,

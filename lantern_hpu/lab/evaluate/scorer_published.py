@@ -18,7 +18,7 @@ from lantern_hpu.lab.evaluate.metrics.inception import SUBSET
 from lantern_hpu.lab.evaluate.metrics.manifolds import NEIGHBOURS, manifold_rows
 from lantern_hpu.lab.evaluate.networks import NETWORKS, locate_networks, rows_of
 from lantern_hpu.lab.evaluate.protocols import FEW, Library
-from lantern_hpu.lab.evaluate.report import QualityRow
+from lantern_hpu.lab.evaluate.quality_rows import QualityRow
 from lantern_hpu.lab.evaluate.sets import read_set
 from lantern_hpu.lab.evaluate.statistics import (
     Array,

@@ -19,13 +19,13 @@ from lantern_hpu.decode.memory import DeviceMemory, Setup, largest_phase, summed
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import LanternError
 from lantern_hpu.lab.bench.cases import BenchRequest
-from lantern_hpu.lab.bench.run import run_bench
+from lantern_hpu.lab.bench.run_bench import run_bench
 from lantern_hpu.lab.verify.items import CUTS_REFUSED, Question, Result, Stage, State
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.plan.report import Counted, setup_of
+from lantern_hpu.plan.requirements import Counted, setup_of
 from lantern_hpu.results.images import RunTiming
 
 PROMPT = "a red apple"

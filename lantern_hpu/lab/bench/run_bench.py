@@ -25,7 +25,7 @@ from lantern_hpu.lab.bench.columns import EAGER, SpeedRow, with_speeds
 from lantern_hpu.lab.bench.measure import BRIEF_WARM_UP, WARM_UP, RunMeter
 from lantern_hpu.lab.bench.random_weights import make_model
 from lantern_hpu.lab.bench.rates import measure_rates
-from lantern_hpu.lab.bench.report import KIND, VERSION
+from lantern_hpu.lab.bench.report_schema import KIND, VERSION
 from lantern_hpu.lab.bench.roofline import Rates, sizes
 from lantern_hpu.lab.rows import heading
 from lantern_hpu.methods.request import in_turn
