@@ -33,11 +33,12 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "LlamaGen-XL's sizes": {
         "2 cores with AMX": ("xl-amx-default.json", "xl-amx-relaxed.json"),
         "2 cores, AVX2": ("llamagen-xl-stretched-cpu.json",),
+        "2 cores, AVX512-BF16": ("xl-avx512.json",),
     },
     "the embedded model, 13 M": {
         "2 cores with AMX": ("embedded-amx.json",),
         "2 cores, AVX2": ("cpu-2-cores.json",),
-        "2 cores, AVX512": ("embedded-avx512-batches.json",),
+        "2 cores, AVX512-BF16": ("embedded-avx512-batches.json",),
     },
 }
 
