@@ -20,6 +20,7 @@ from lantern_hpu.lab.evaluate.statistics import (
     floors,
     ratio_metric,
 )
+from lantern_hpu.methods.relaxation import read_relaxation
 from lantern_hpu.results.tables import Columns, Table, plus_minus
 
 if TYPE_CHECKING:
@@ -137,14 +138,15 @@ def plot(
                 if metric.name in one.figures:
                     level = one.figures[metric.name].value
                     axes.axhline(level, color="0.45", lw=1, ls=dashes, label=one.name)
-        plots.legend_under(figure, panels[0], 6)
+        plots.legend_under(figure, panels[0], 4)
         return plots.saved(figure, "png")
 
 
 def series_of(row: QualityRow, pace: QualityMetric) -> str:
     """Which line a row belongs to: its method's; against TV, that of the method under one rule."""
-    method, rule = str(row.about["method"]), row.about.get("relaxation", {}).get("rule", "exact")
-    return f"{method}, {rule}" if pace is SPENT and rule != "exact" else method
+    method, relaxation = str(row.about["method"]), row.about.get("relaxation", {})
+    relaxed = bool(relaxation) and read_relaxation(relaxation).active
+    return f"{method}, {relaxation['rule']}" if pace is SPENT and relaxed else method
 
 
 def draw_metric(
@@ -164,10 +166,11 @@ def draw_metric(
             color=f"C{i}",
             marker=plots.MARKERS[i % len(plots.MARKERS)],
             elinewidth=0.8,
-            label=name,
+            label=mine[0].name if len(mine) == 1 else name,
         )
         for row, across, up in zip(mine, x, y, strict=True):
             spot, about = (across.value, up.value), row.name.partition(":")[2]
-            axes.annotate(about, spot, (4, 4), textcoords="offset points", fontsize=6.5)
+            if len(mine) > 1:  # a setting alone on its line is named by the legend
+                axes.annotate(about, spot, (4, 4), textcoords="offset points", fontsize=6.5)
     axes.set_xlabel(pace.title)
     axes.set_title(f"{metric.title}\n{metric.better and metric.better + ' is better'}".strip())
