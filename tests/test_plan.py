@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lantern_hpu.backends.cpu import dtypes
 from lantern_hpu.commands import download, generate, plan
 from lantern_hpu.decode import memory
 from lantern_hpu.decode.spec import Spec, capacity
@@ -321,11 +322,18 @@ def test_int8_is_named_only_where_the_device_offers_it(capsys: pytest.CaptureFix
     assert "one of int8" in not_planned(capsys, T2I, "--memory", "4GB", "--quantize", "int4")
 
 
-def test_a_device_that_is_not_asked_still_has_its_own_format(
-    capsys: pytest.CaptureFixture[str],
+def test_a_plan_counts_what_auto_would_load_and_draft_on_the_device(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A processor that multiplies bfloat16 takes it for large models alone; the window is a processor's."""
+    monkeypatch.setattr(dtypes, "native_bfloat16", lambda: None)
     assert f"{T2I}, float32," in planned(capsys, T2I, "--device", "cpu:64GB")
-    assert f"{T2I}, bfloat16," in planned(capsys, T2I, "--device", "cuda:64GB")
+    monkeypatch.setattr(dtypes, "native_bfloat16", lambda: "AMX")
+    said = planned(capsys, T2I, "--device", "cpu:64GB")
+    assert f"{T2I}, bfloat16," in said and "tree scd:2" in said
+    assert "builtin, float32," in planned(capsys, "builtin", "--device", "cpu:64GB")
+    said = planned(capsys, T2I, "--device", "cuda:64GB")
+    assert f"{T2I}, bfloat16," in said and "tree naive_extend_57" in said
 
 
 def test_the_plan_of_the_embedded_model_on_this_machine(

@@ -45,7 +45,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def print_plan(args: argparse.Namespace) -> None:
     model = find_model(args.name, given_parts(args))
-    device = find_device(args.device, args.memory)
+    device = find_device(args.device, args.memory, model.config.target.parameters)
     setup = setup_of(
         model,
         device,

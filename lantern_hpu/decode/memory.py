@@ -212,6 +212,7 @@ class DeviceMemory:
     dtype: str = "bfloat16"  # the best one
     quantized: tuple[str, ...] = QUANTIZED
     is_host: bool = False
+    idle_arithmetic: bool = True  # see `Here`
 
 
 def remedies(model: ModelConfig, setup: Setup, device: DeviceMemory) -> Iterator[tuple[str, int]]:
@@ -281,7 +282,7 @@ def check_room(
     need = peak(model, setup)
     if need <= free:
         return
-    best = next(iter(backend.dtypes))
+    best, _ = backend.tuning.best_dtype(model.target.parameters)
     device = DeviceMemory(free, f"free on {backend.name}", best, backend.tuning.quantized, is_host)
     why, *fitting = fit_report(model, setup, device)
     hint = " ".join(line.strip() for line in fitting)

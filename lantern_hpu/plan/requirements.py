@@ -76,8 +76,11 @@ def parse_memory(text: str) -> int:
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
-def find_device(device: str, memory: str | None) -> DeviceMemory:
+def find_device(device: str, memory: str | None, parameters: int) -> DeviceMemory:
     """A device by name. `NAME:24GB` says how much it has; otherwise it is asked, which loads torch.
+
+    Args:
+        parameters: of the model that is to run there.
 
     Raises:
         DeviceError: unknown device. OptionError: not an amount of memory.
@@ -89,18 +92,17 @@ def find_device(device: str, memory: str | None) -> DeviceMemory:
         return DeviceMemory(given, "as given")
     prepare(name)
     if given:
-        return described(unasked(name), given, "as given")
+        return described(unasked(name), given, "as given", parameters)
     try:
         with closing(get_backend(name)) as backend:
             result, where = backend.memory().total, f"device {backend.name}"
-            return described(
-                backend, result, where + " does not tell its memory" * (result is None)
-            )
+            where += " does not tell its memory" * (result is None)
+            return described(backend, result, where, parameters)
     except DeviceError as error:
         if name not in BACKENDS:
             raise
         why = f"no {name} device can be asked here ({error.why})"
-        return described(unasked(name), None, why)
+        return described(unasked(name), None, why, parameters)
 
 
 def unasked(name: str) -> Backend:
@@ -110,9 +112,10 @@ def unasked(name: str) -> Backend:
     return backend
 
 
-def described(backend: Backend, memory: int | None, where: str) -> DeviceMemory:
-    best = next(iter(backend.dtypes))
-    return DeviceMemory(memory, where, best, backend.tuning.quantized, backend.name == HOST)
+def described(backend: Backend, memory: int | None, where: str, parameters: int) -> DeviceMemory:
+    tuning, is_host = backend.tuning, backend.name == HOST
+    best, _ = tuning.best_dtype(parameters)
+    return DeviceMemory(memory, where, best, tuning.quantized, is_host, tuning.idle_arithmetic)
 
 
 def setup_of(
@@ -135,7 +138,9 @@ def setup_of(
         hint = choices(device.quantized) if device.quantized else "--dtype bfloat16"
         raise DeviceError(f"this device does not offer {how['quantize']!r} weights", hint=hint)
     target = model.config.target
-    here = Here(target.codes, target.tokens, model.config.drafter is not None)
+    idle, images = device.idle_arithmetic, how["batch_size"]
+    drafts = model.config.drafter is not None
+    here = Here(target.codes, target.tokens, drafts, idle_arithmetic=idle, images=images)
     setting = resolve_setting(Setting.of(method or AUTO, tree=tree), here)
     # The published residual looks one neighbour further; a code has one neighbour less than there are codes.
     k = setting.relaxation.k
