@@ -26,21 +26,25 @@ napoleon_use_ivar = True
 linkcheck_anchors = False
 suppress_warnings = ["misc.highlighting_failure"]  # shell lines with placeholders
 
-DOCS = Path(__file__).parent
-OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./([^)#]+)(#[^)]*)?\)")
+DOCS = Path(__file__).resolve().parent
+UPWARDS = re.compile(r"\[([^\]]+)\]\(((?:\.\./)+[^)#]+)(#[^)]*)?\)")
 REPOSITORY = os.environ.get("GITHUB_REPOSITORY", "")
 
 
 def point_outside(app: Sphinx, page: str, source: list[str]) -> None:
-    """A link to a file of the repository: to where it is published, or without an address its path alone."""
+    """A link to a file outside `docs`: to where it is published, or without an address its path alone."""
+    folder = (DOCS / page).parent
 
     def link(match: re.Match[str]) -> str:
-        text, path = match.group(1), match.group(2)
+        text, target = match.group(1), (folder / match.group(2)).resolve()
+        if target.is_relative_to(DOCS):
+            return match.group(0)
+        path = target.relative_to(DOCS.parent).as_posix()
         if REPOSITORY:
             return f"[{text}](https://github.com/{REPOSITORY}/blob/main/{path})"
         return text if text.strip("`") == path else f"{text} (`{path}`)"
 
-    source[0] = OUTSIDE.sub(link, source[0])
+    source[0] = UPWARDS.sub(link, source[0])
 
 
 def setup(app: Sphinx) -> None:

@@ -38,7 +38,7 @@ def test_the_page_counts_the_images_that_were_compared() -> None:
             assert row in page, f"{file}: {row}"
     rows = json.loads((results / "batches.json").read_text())["rows"]
     images = {(row["layout"], row["method"]): row["images"] for row in rows}
-    assert f"**{sum(images.values())} images**" in page
+    assert f"**{sum(images.values()):,} images**" in page
 
 
 @pytest.mark.slow

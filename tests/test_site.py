@@ -68,6 +68,8 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr
     generated = (tmp_path / "site/reference/generated/commands.html").read_text("utf-8")
     assert all(f'id="{name}"' in generated for name in cli.COMMANDS)
+    guide = (tmp_path / "site/guides/deploy-gaudi.html").read_text("utf-8")
+    assert 'href="../gaudi.html#install"' in guide, "links between pages stay links"
 
 
 @pytest.mark.slow

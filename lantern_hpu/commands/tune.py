@@ -18,6 +18,7 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import closing
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -127,8 +128,9 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
         raise OptionError(f"--profile has no use for {options.method}", "each width is drawn with")
     counts, earlier = read_profile(args.profile) if args.profile else (None, None)
     device = device_options(args)
-    with needing("scipy", "what steps cost is fitted with it", "tune"):
-        from lantern_hpu.lab.tune.tables import tuning_text
+    if not is_window:
+        with needing("scipy", "what steps cost is fitted with it", "tune"):
+            import_module("scipy.optimize")
     prepare(device.device, device.graphs)  # before torch is imported
     from lantern_hpu.lab.tune.run_tuning import (
         check_model,
@@ -136,6 +138,7 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
         run_tuning,
         tuning_report,
     )
+    from lantern_hpu.lab.tune.tables import tuning_text
     from lantern_hpu.pipeline import LanternPipeline
 
     loaded = LanternPipeline.from_pretrained(args.model, given=given_parts(args), **vars(device))

@@ -1,6 +1,6 @@
 """What a step costs, by the shape of its tree: the trees that are measured, and what follows for all others.
 
-Needs no torch, but scipy.
+Needs no torch; `fit_costs` needs scipy.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import nnls
 
 from lantern_hpu.tree import DraftTree, Path
 
@@ -56,6 +55,8 @@ def fit_costs(alone: float, trees: Sequence[DraftTree], measured: Sequence[float
     Args:
         measured: milliseconds of a step with each of the trees, which differ in every attribute of `Costs`.
     """
+    from scipy.optimize import nnls  # an extra, which windows do without
+
     widths = sorted({tree.size for tree in trees})
     sizes = np.array([tree.size for tree in trees])[:, None]
     gaps = np.diff(widths)
