@@ -23,12 +23,11 @@ import torch
 
 from lantern_hpu.backends.host import cpuinfo, processor_name
 from lantern_hpu.errors import LanternError
-from lantern_hpu.files import cache_folder, parse_json, sha256, write_file
+from lantern_hpu.files import cache_folder, lock_file, parse_json, sha256, write_file
 
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"  # where torch looks
-GIVEN = os.environ.get(
-    VARIABLE
-)  # by the user; torch sets it as well, once its compiler is imported
+# By the user; torch sets it as well, once its compiler is imported
+GIVEN = os.environ.get(VARIABLE)
 LIST = "sha256.json"
 
 
@@ -48,14 +47,19 @@ class CompileCache:
         self.list, self.folder = home / LIST, home / "files"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = open(home / ".lock", "ab")  # noqa: SIM115 - held until the process ends
-        alone = locked(self.lock.fileno())
-        strangers = self.strangers()
-        if not alone:  # what is not listed yet may be what another compiles now
-            strangers = [file for file in strangers if self.name(file) in self.listed()]
-        if strangers and not alone:
-            raise OSError(f"{self.name(strangers[0])} is damaged, and another process uses it")
-        self.cleared = len(strangers)
-        for file in strangers:
+        alone, listed = locked(self.lock.fileno()), self.listed()
+        damaged, unlisted = [], []
+        for file in self.files():
+            if self.name(file) not in listed:
+                unlisted.append(file)
+            elif sha256(file) != listed[self.name(file)]:
+                damaged.append(file)
+        if damaged and not alone:
+            raise OSError(f"{self.name(damaged[0])} is damaged, and another process uses it")
+        # What is not listed was left by a process that was killed, or is what another compiles now
+        wrong = [*damaged, *unlisted] if alone else []
+        self.cleared = len(wrong)
+        for file in wrong:
             file.unlink()
 
     def name(self, file: Path) -> str:
@@ -72,11 +76,6 @@ class CompileCache:
         except (OSError, ValueError, TypeError):
             return {}
 
-    def strangers(self) -> list[Path]:
-        """Files that are not as listed."""
-        listed = self.listed()
-        return [file for file in self.files() if listed.get(self.name(file)) != sha256(file)]
-
     def keep(self) -> None:
         """List what was compiled since; if that fails, the next process compiles it again."""
         listed = self.listed()
@@ -90,15 +89,11 @@ class CompileCache:
 def locked(file: int) -> bool:
     """Take a lock that ends with the process, alone or together with others that did. -> whether alone"""
     try:
-        import fcntl
-    except ImportError:  # no such locks here
-        return True
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(file)
         alone = True
     except OSError:
         alone = False
-    fcntl.flock(file, fcntl.LOCK_SH)
+    lock_file(file, shared=True)
     return alone
 
 

@@ -88,6 +88,22 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def lock_file(opened: int, shared: bool = False) -> None:
+    """Lock an open file until it is closed or its process ends; where there are no such locks, nothing is done.
+
+    Args:
+        opened: its descriptor. shared: together with others that share it, once nobody has it alone; else alone.
+
+    Raises:
+        OSError: another process holds it, and it is to be had alone.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return
+    fcntl.flock(opened, fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def check_free(paths: Iterable[Path], force: bool) -> None:
     """Refuse to go on if a result could not be written later.
 

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from lantern_hpu.backends.base import Tuning
 from lantern_hpu.backends.cpu import layouts
 from lantern_hpu.backends.cpu.backend import CPUBackend
-from lantern_hpu.backends.cpu.invariance import SAMPLED, UNIT, Plan, RowPlans, independent
+from lantern_hpu.backends.cpu.invariance import UNIT, Plan, RowPlans, independent
 from lantern_hpu.backends.cpu.layouts import PlainLinear, lay_out
+from lantern_hpu.backends.cpu.timing import SAMPLED
 from lantern_hpu.commands.generate import main
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 from lantern_hpu.pipeline import LanternPipeline
@@ -214,7 +215,8 @@ def read_pixels(file: Path) -> bytes:
 
 def test_devices_that_hold_nothing_say_so() -> None:
     tuning = Tuning("any", {"float32": ""})
-    assert not tuning.holds_rows(True, ["eager"]) and tuning.lay_out([]) == "plain"
+    assert not tuning.holds_rows(True, ["eager"]) and not tuning.invariant
+    assert tuning.lay_out([], invariant=True) == "plain"
     kernels = Kernels()
     assert tuning.independent(kernels, None, torch.float32) is kernels  # type: ignore[arg-type]
 

@@ -9,16 +9,16 @@ where that is faster: a library may multiply six rows in less time than two.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from math import inf
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lantern_hpu.backends.cpu.timing import SAMPLED, time_forms
 from lantern_hpu.ops.kernels import Kernels, Sizes
 from lantern_hpu.ops.sampling import SamplingParams
 
@@ -26,11 +26,8 @@ UNIT = 16  # rows of the reference
 PIECES = (256, 128, 64, 32, UNIT)  # numbers of rows that a product may be cut into, best first
 TRIED = (1, 2, 4, 8, 34, 68, 136)  # rows that a form is tried with before it is chosen
 FEW = (2, 4, 6, 8)  # numbers of rows that fewer may be padded to for speed
-SAMPLED = 128 * 2**20  # bytes of the matrices that are timed: more than a core's share of a cache
-ROUNDS, GAIN = (
-    5,
-    0.95,
-)  # of each timing, whose fastest counts; and the share of the time that another plan must reach
+ROUNDS = 5  # of timing plans
+GAIN = 0.95  # the share of the time as it comes that another plan must reach
 
 Product = Callable[[Tensor], Tensor]  # [M, in] -> [M, out]
 
@@ -125,13 +122,11 @@ class RowPlans:
         """By the clock, if there are matrices that no cache holds; else the first."""
         if len(plans) == 1 or self.sampled < SAMPLED:
             return plans[0]
-        least = [inf] * len(plans)
-        for _ in range(ROUNDS):
-            for number, plan in enumerate(plans):
-                began = time.perf_counter()
-                for product in self.sample:
-                    product(x) if plan is None else plan.apply(product, x)
-                least[number] = min(least[number], time.perf_counter() - began)
+        forms = [
+            [product if plan is None else partial(plan.apply, product) for product in self.sample]
+            for plan in plans
+        ]
+        least = time_forms(forms, [x] * len(self.sample), ROUNDS)
         best = min(range(len(plans)), key=least.__getitem__)
         return plans[best if least[best] < GAIN * least[0] else 0]
 

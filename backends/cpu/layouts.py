@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from math import inf
@@ -20,7 +19,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends.cpu.invariance import SAMPLED, RowPlans, keeps_rows
+from lantern_hpu.backends.cpu.invariance import RowPlans, keeps_rows
+from lantern_hpu.backends.cpu.timing import SAMPLED, time_forms
 from lantern_hpu.backends.host import processor_name
 from lantern_hpu.errors import DeviceError, OutputError
 from lantern_hpu.files import cache_folder, write_file
@@ -34,7 +34,6 @@ LARGE = (
     256 * 2**20
 )  # bytes of a model in float32 that caches do not hold: reading them is what its steps wait for
 ROWS = (2, 12, 52)  # an image with guidance: one token, a chain of 6 nodes, a tree of 26
-ROUNDS = 3  # of each timing; the fastest counts
 HALF_MOST, HALF_BYTES = torch.finfo(torch.float16).max, torch.float16.itemsize
 
 
@@ -351,17 +350,3 @@ def measured_shares(layers: Sequence[nn.Linear], forms: Sequence[str], held: boo
         for name, seconds in zip(names, others_s, strict=True):
             shares[name][rows] = seconds / plain_s
     return shares
-
-
-def time_forms(
-    forms: Sequence[Sequence[Callable[[Tensor], Tensor]]], inputs: Sequence[Tensor]
-) -> list[float]:
-    """Least seconds of each form over all inputs; they take turns, so that a busy moment meets all."""
-    least = [inf] * len(forms)
-    for _ in range(ROUNDS):
-        for number, form in enumerate(forms):
-            began = time.perf_counter()
-            for layer, x in zip(form, inputs, strict=True):
-                layer(x)
-            least[number] = min(least[number], time.perf_counter() - began)
-    return least

@@ -15,7 +15,7 @@ from lantern_hpu.backends.dtypes import BYTES
 from lantern_hpu.commands.options import add_fields, add_part_options, given_parts
 from lantern_hpu.decode.memory import fit_report
 from lantern_hpu.errors import exit_code
-from lantern_hpu.methods.table import DEFAULT_TREE, METHODS
+from lantern_hpu.methods.table import METHODS
 from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.plan.requirements import facts, find_device, find_model, plan_report, setup_of
 
@@ -37,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="auto", help=f"auto, {', '.join(BYTES)} (auto)")
     add_fields(parser, DeviceOptions, "quantize", "keep_text")
     parser.add_argument("--method", help=f"{', '.join(METHODS)} (auto)")
-    parser.add_argument("--tree", help=f"a named tree, or a .json file ({DEFAULT_TREE})")
+    parser.add_argument("--tree", help="a named tree, or a .json file (the method's on the device)")
     parser.add_argument("--json", action="store_true", help="print as JSON")
     add_part_options(parser.add_argument_group("parts in place of the model's own"))
     return parser

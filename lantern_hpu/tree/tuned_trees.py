@@ -97,8 +97,10 @@ def tuned_windows(situation: Situation, methods: Iterable[str]) -> dict[str, Tun
     tuned = {}
     for method in methods:
         here = situation | {"method": method}
-        if file_of(here).is_file() and (result := find_tree(here)).ms_per_token:
-            tuned[method] = result
+        if file_of(here).is_file():
+            result = find_tree(here)
+            if isinstance(result.tree, Window) and result.ms_per_token:
+                tuned[method] = result
     return tuned
 
 

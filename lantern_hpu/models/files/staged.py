@@ -11,6 +11,7 @@ from glob import escape
 from pathlib import Path
 
 from lantern_hpu.errors import OutputError
+from lantern_hpu.files import lock_file
 
 UNFINISHED = ".converting"  # ends the name of a folder that is being written
 
@@ -22,14 +23,12 @@ def held(folder: Path) -> Iterator[None]:
     Raises:
         OSError: another process holds it.
     """
-    try:
-        import fcntl
-    except ImportError:
+    if os.name != "posix":  # a folder can be neither opened nor locked there
         yield
         return
     opened = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock_file(opened)
         yield
     finally:
         os.close(opened)
