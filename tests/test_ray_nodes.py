@@ -25,7 +25,7 @@ ray = pytest.importorskip("ray")
 ROOT = Path(__file__).parent.parent
 pytestmark = pytest.mark.ray
 IMAGES = 24
-MANY = 1000  # in pieces that take longer than the command waits before it looks whether Ray lives
+MANY = 3000  # in pieces that take longer than the command waits before it looks whether Ray lives
 
 
 class Nodes:
