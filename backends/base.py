@@ -33,7 +33,7 @@ class Memory:
     peak: int | None
 
 
-def named(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """A number format as options and reports call it."""
     return str(dtype).removeprefix("torch.")
 

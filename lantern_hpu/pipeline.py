@@ -17,18 +17,18 @@ from PIL import Image
 
 import lantern_hpu
 from lantern_hpu.backends import HOST, get_backend
-from lantern_hpu.backends.base import Backend, named
+from lantern_hpu.backends.base import Backend, dtype_name
 from lantern_hpu.decode.batch import Batch, Finished
 from lantern_hpu.decode.engine import Engine, EngineCache, GraphReport
 from lantern_hpu.decode.memory import check_room
 from lantern_hpu.decode.pixels import decode_pixels, preview
-from lantern_hpu.decode.spec import Spec, together
+from lantern_hpu.decode.spec import Spec, batch_size_for
 from lantern_hpu.errors import OptionError, choices, nearest_keyword, require
 from lantern_hpu.graphs import check_mode
 from lantern_hpu.methods.arguments import per_prompt, relaxation_of, seeds_of
 from lantern_hpu.methods.relaxation import Relaxation
 from lantern_hpu.methods.request import MAX_IMAGES, Request, Sampling, size_of
-from lantern_hpu.methods.resolve import Here, resolve
+from lantern_hpu.methods.resolve import ResolveContext, resolve
 from lantern_hpu.methods.setting import Resolved, Setting, lacks_drafter, window_tree
 from lantern_hpu.methods.table import AUTO
 from lantern_hpu.models.config import TransformerConfig
@@ -218,9 +218,10 @@ class LanternPipeline:
             painting = opened.source.pixels if pictures else None
             loadable = opened if stretch is None else stretched(opened, stretch, given)
             number = backend.tuning.dtype(
-                dtype if isinstance(dtype, str) else named(dtype), loadable.config.target.parameters
+                dtype if isinstance(dtype, str) else dtype_name(dtype),
+                loadable.config.target.parameters,
             )
-            how = (named(number), keep_text, quantize)
+            how = (dtype_name(number), keep_text, quantize)
             title = model if stretch is None else f"{model} stretched to {stretch}"
             check_room(title, loadable.config, backend, *how, mapped=stretch is None)
             with backend.errors():
@@ -261,7 +262,7 @@ class LanternPipeline:
         changes: dict[str, Any] = {}
         if device is not None and device_name(device) != self.backend.name:
             changes |= {"device": device_name(device), "layout": "auto"}
-        if dtype is not None and str(dtype).removeprefix("torch.") != named(
+        if dtype is not None and str(dtype).removeprefix("torch.") != dtype_name(
             self.model.target.dtype
         ):
             changes |= {"dtype": dtype}
@@ -352,7 +353,7 @@ class LanternPipeline:
             named_tree = tree if isinstance(tree, str) else None
             tree = window_tree(method, named_tree, window, commit=commit)
         asked = Setting.of(method, relaxation_of(relax, method), tree)
-        setting = self.resolve(asked, together(count, batch_size))
+        setting = self.resolve(asked, batch_size_for(count, batch_size))
         size, seeds = size_of(height, width), iter(seeds_of(seed, generator, count))
         requests = [
             Request(text, next(seeds), sampling, setting.relaxation, negative, size)
@@ -420,7 +421,7 @@ class LanternPipeline:
         config = self.model.target.config
         return resolve(
             asked,
-            Here(
+            ResolveContext(
                 codes=self.model.codes,
                 tokens=config.tokens,
                 has_drafter=self.model.drafter is not None,
@@ -440,7 +441,7 @@ class LanternPipeline:
             "drafter": drafter[0] if drafter else None,
             "device": self.backend.tuning.measured_as,
             "hardware": about.get("card") or about.get("processor"),
-            "dtype": named(self.model.target.dtype),
+            "dtype": dtype_name(self.model.target.dtype),
             "quantize": self.quantize,
             "layout": self.layout,
             "graphs": self.graphs,
@@ -470,9 +471,9 @@ class LanternPipeline:
             return
         config, images = engine.target.config, engine.spec.images
         with self.backend.errors(), self.backend.queue.warming_up(), torch.no_grad():
-            engine.place(self.prefix(engine, [request] * images), engine.state.entry)
-            if engine.one is not None:
-                engine.place(self.prefix(engine, [request]), engine.one.entry)
+            engine.upload_prefix(self.prefix(engine, [request] * images), engine.state.entry)
+            if engine.one_image is not None:
+                engine.upload_prefix(self.prefix(engine, [request]), engine.one_image.entry)
             engine.warm_up()
             engine.result()
             self.pixels(np.zeros((1, config.tokens), np.int64), config)
@@ -538,7 +539,7 @@ class LanternPipeline:
         """
         if not requests:
             raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
-        size = together(len(requests), batch_size)
+        size = batch_size_for(len(requests), batch_size)
         spec = replace(self.spec(requests, setting.tree, size), open=len(requests) > size)
         engine, config = self.engines.get(spec), self.describe(setting)
         timing = RunTiming(load_s=self.load_seconds)
@@ -727,7 +728,7 @@ class LanternPipeline:
             "parts": {name: value for name, value in asdict(self.given).items() if value},
             "weights": self.model.files,
             **setting.as_json(),
-            "dtype": named(self.model.target.dtype),
+            "dtype": dtype_name(self.model.target.dtype),
             "quantize": self.quantize,
             "layout": self.layout,
             "invariant": "on" if self.backend.tuning.invariant else "off",

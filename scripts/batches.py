@@ -94,7 +94,7 @@ def digest(content: bytes) -> str:
 def cache_bits(engine: Engine, slot: int) -> str:
     """Of the committed keys and values of a slot's rows, without those that are still to be moved."""
     config, spec = engine.target.config, engine.spec
-    end = config.prefix + config.tokens - 2 * engine.longest
+    end = config.prefix + config.tokens - 2 * engine.spec.max_step_tokens
     rows = [slot, slot + spec.images] if spec.guidance else [slot]
     parts = [
         part.cpu()[rows, :end] for layer in engine.state.kv_cache.layers for part in layer.read()

@@ -329,7 +329,7 @@ def test_fidelity_reads_the_meter(model: Path) -> None:
 def test_a_server_says_which_schedule_it_serves(model: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
     menu = make_menu(pipeline, ServeOptions(str(model), methods=("scd@9:commit=3", "ar"), slots=2))
-    assert menu.methods["scd"].spec.longest == 3
+    assert menu.methods["scd"].spec.max_step_tokens == 3
     call = read_call(ImagesRequest.model_validate({"prompt": "red cat", "commit": 3}), menu)
     assert call.served.setting.tree.name == "scd:9:commit=3:law"
     for body, allowed in (

@@ -29,7 +29,7 @@ from lantern_hpu.methods.relaxation import (
     Residual,
 )
 from lantern_hpu.methods.request import MAX_SEED, Request, Sampling
-from lantern_hpu.methods.resolve import Here, resolve
+from lantern_hpu.methods.resolve import ResolveContext, resolve
 from lantern_hpu.methods.setting import Resolved, Setting
 from lantern_hpu.methods.table import AUTO, METHODS, Auto
 from lantern_hpu.tree import DynamicTree, Guess, Tree, Window, load_tree
@@ -192,11 +192,11 @@ def test_seed_out_of_range_is_refused(seed: int) -> None:
 
 # ------------------------------------------------------------------------------------ settings
 
-HERE = Here(codes=2000, tokens=256, has_drafter=True)
+HERE = ResolveContext(codes=2000, tokens=256, has_drafter=True)
 
 
-def resolved(text: str, here: Here = HERE) -> tuple[str, str, Relaxation]:
-    setting = resolve(Setting.parse(text), here)
+def resolved(text: str, context: ResolveContext = HERE) -> tuple[str, str, Relaxation]:
+    setting = resolve(Setting.parse(text), context)
     return setting.method, setting.tree.name, setting.relaxation
 
 

@@ -299,8 +299,8 @@ def test_an_admission_hands_all_its_numbers_over_without_waiting(
 
     monkeypatch.setattr(engine.backend.queue, "upload", upload)
     batch.admit([requests[2]])
-    assert engine.one is not None
-    entry = engine.one.entry
+    assert engine.one_image is not None
+    entry = engine.one_image.entry
     assert entry.keys is not None
     settings = (*vars(entry.sampling).values(), *vars(entry.bounds).values())
     needed = [entry.slot, entry.first_uniform, entry.keys, *settings]

@@ -548,7 +548,7 @@ def test_counts_are_what_each_step_added(models: Models) -> None:
     known = [1] * len(requests)
     want = torch.zeros(len(requests), 5, dtype=torch.int32)
     for number in range(N):
-        engine.feed([r.seed for r in requests], number + 1, 1)
+        engine.upload_uniforms([r.seed for r in requests], number + 1, 1)
         now = [int(k) for k in engine.step()]
         for image, (old, new) in enumerate(zip(known, now, strict=True)):
             if old < N:
@@ -583,7 +583,7 @@ def test_overshoot_stays_in_range_and_leaves_finished_images_alone(grid: tuple[i
     assert engine.state.count.tolist() == [config.tokens - 1] * len(requests)
     with torch.no_grad():  # an index out of range raises an error here
         for number in range(20):
-            engine.feed([r.seed for r in requests], 100 + number, 1)
+            engine.upload_uniforms([r.seed for r in requests], 100 + number, 1)
             engine.step()
     after = engine.result()
     assert after.tokens.tolist() == before.tokens.tolist()

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import torch
 from torch import nn
 
-from lantern_hpu.backends.base import Pace, Tuning, named
+from lantern_hpu.backends.base import Pace, Tuning, dtype_name
 from lantern_hpu.backends.cpu import invariance, layouts
 from lantern_hpu.backends.cpu.attention import order_keeps_bits
 from lantern_hpu.backends.cpu.dtypes import best_dtype, slow_here
@@ -32,8 +32,8 @@ class CPUTuning(Tuning):
 
     def dtype(self, name: str = "auto", parameters: int = 0) -> torch.dtype:
         dtype = super().dtype(name, parameters)
-        if why := slow_here(named(dtype)):
-            self.decided["dtype"] = f"{named(dtype)}: {why}"
+        if why := slow_here(dtype_name(dtype)):
+            self.decided["dtype"] = f"{dtype_name(dtype)}: {why}"
         return dtype
 
     def lay_out(

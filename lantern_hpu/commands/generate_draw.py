@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 
 from lantern_hpu.backends import HOST, prepare
 from lantern_hpu.commands.generate_again import check_kept
-from lantern_hpu.commands.generate_job import job_of, outputs_of, requests_of, settled_job
+from lantern_hpu.commands.generate_job import (
+    GenerateJob,
+    job_of,
+    outputs_of,
+    requests_of,
+    resolve_job,
+)
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Resolved
@@ -23,7 +29,7 @@ from lantern_hpu.methods.table import AUTO
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.results.images import GenerationResult
-    from lantern_hpu.results.outputs import Keeper
+    from lantern_hpu.results.outputs import Keeper, Outputs
     from lantern_hpu.results.progress import Bar
 
 ONE_TOKEN = (
@@ -39,8 +45,7 @@ def draw_job(args: argparse.Namespace) -> GenerationResult | None:
     began = time.perf_counter()
     prepare(job.device.device, job.device.graphs, job.device.emulate)
     from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.results.outputs import Keeper, save_outputs
-    from lantern_hpu.results.progress import Bar
+    from lantern_hpu.results.outputs import save_outputs
 
     imported = time.perf_counter() - began
     pipeline = LanternPipeline.from_pretrained(
@@ -53,37 +58,58 @@ def draw_job(args: argparse.Namespace) -> GenerationResult | None:
     )
     with closing(pipeline):
         show_geometry(pipeline, job.size)
-        if not pipeline.diffusion and pipeline.model.vq is None:
-            outputs = outputs.of_tokens(pipeline.model.name)
-        if outputs.preview and pipeline.model.vq is None:
-            what = "--preview-every cannot be used"
-            raise OptionError(what, "no tokenizer makes pictures of some rows", "leave it out")
-        if args.verbose:
-            show_decided(pipeline, "dtype", "layout")
-        chosen, sampling = settled_job(job, pipeline, args)
-        requests = requests_of(job, chosen, sampling)
-        if job.setting.method == AUTO and chosen.method == "ar" and len(requests) > 1:
-            print(ONE_TOKEN, file=sys.stderr)
-        left = [
-            i for i in range(len(requests)) if not args.resume or not outputs.images[i].exists()
-        ]
-        kept = set(range(len(requests))) - set(left)
-        if kept:
-            check_kept(pipeline, requests, chosen, outputs.images, kept)
-        if not left:
-            return None
-        bar = Bar(outputs.preview, args.preview_every)
-        keep = Keeper(left, outputs.images, args.force)
-        result = draw_shown(
-            pipeline, [requests[i] for i in left], chosen, job.batch_size, bar, keep
-        )
-        if args.verbose:
-            show_decided(pipeline, "threads", "invariant")
+        outputs = outputs_for(pipeline, outputs)
+        result = draw_missing(pipeline, job, outputs, args)
+    if result is None:
+        return None
     if line := warm_up_line(result):
         print(line, file=sys.stderr)
     result.timing.import_s = imported
     columns = args.num_images if 1 < (args.num_images or 1) < len(result.images) else None
     save_outputs(result, outputs, columns, args.force)
+    return result
+
+
+def outputs_for(pipeline: LanternPipeline, outputs: Outputs) -> Outputs:
+    """Those that this model can make: without a tokenizer of pictures, tokens alone.
+
+    Raises:
+        OptionError: a sheet or previews are asked for, and nothing makes them.
+    """
+    if pipeline.model.vq is not None:
+        return outputs
+    if not pipeline.diffusion:
+        outputs = outputs.of_tokens(pipeline.model.name)
+    if outputs.preview:
+        what = "--preview-every cannot be used"
+        raise OptionError(what, "no tokenizer makes pictures of some rows", "leave it out")
+    return outputs
+
+
+def draw_missing(
+    pipeline: LanternPipeline, job: GenerateJob, outputs: Outputs, args: argparse.Namespace
+) -> GenerationResult | None:
+    """Resolve the method and draw the images that are not there yet; None if all are."""
+    from lantern_hpu.results.outputs import Keeper
+    from lantern_hpu.results.progress import Bar
+
+    if args.verbose:
+        show_decided(pipeline, "dtype", "layout")
+    chosen, sampling = resolve_job(job, pipeline, args)
+    requests = requests_of(job, chosen, sampling)
+    if job.setting.method == AUTO and chosen.method == "ar" and len(requests) > 1:
+        print(ONE_TOKEN, file=sys.stderr)
+    numbers = range(len(requests))
+    left = [i for i in numbers if not args.resume or not outputs.images[i].exists()]
+    if kept := set(numbers) - set(left):
+        check_kept(pipeline, requests, chosen, outputs.images, kept)
+    if not left:
+        return None
+    bar = Bar(outputs.preview, args.preview_every)
+    keep = Keeper(left, outputs.images, args.force)
+    result = draw_shown(pipeline, [requests[i] for i in left], chosen, job.batch_size, bar, keep)
+    if args.verbose:
+        show_decided(pipeline, "threads", "invariant")
     return result
 
 

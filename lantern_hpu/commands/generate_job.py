@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.commands import options
-from lantern_hpu.decode.spec import together
+from lantern_hpu.decode.spec import batch_size_for
 from lantern_hpu.errors import OptionError, require
 from lantern_hpu.methods.request import MAX_IMAGES, Request, Sampling, size_of
 from lantern_hpu.methods.setting import Resolved, Setting, check_drafter, lacks_drafter
@@ -48,7 +48,7 @@ class GenerateJob:
     known: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        together(len(self.prompts), self.batch_size)
+        batch_size_for(len(self.prompts), self.batch_size)
         for index, prompt in enumerate(self.prompts):
             Request(prompt, self.seed + index, size=self.size)
 
@@ -136,7 +136,7 @@ def outputs_of(args: argparse.Namespace, prompts: Sequence[str]) -> Outputs:
     )
 
 
-def settled_job(
+def resolve_job(
     job: GenerateJob, pipeline: LanternPipeline, args: argparse.Namespace
 ) -> tuple[Resolved, Sampling]:
     """What was left to the model and the device, or is that of the image to draw again.
@@ -148,7 +148,7 @@ def settled_job(
         from lantern_hpu.results.again import settings_again
 
         return settings_again(args.from_png, job.known, job.model, pipeline.model.files)
-    setting = pipeline.resolve(job.setting, together(len(job.prompts), job.batch_size))
+    setting = pipeline.resolve(job.setting, batch_size_for(len(job.prompts), job.batch_size))
     return setting, options.sampling_options(args, pipeline.model.sampling)
 
 

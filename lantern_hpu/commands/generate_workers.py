@@ -9,8 +9,8 @@ from contextlib import closing
 
 from lantern_hpu.backends import prepare
 from lantern_hpu.commands.generate_again import check_kept
-from lantern_hpu.commands.generate_job import job_of, outputs_of, requests_of, settled_job
-from lantern_hpu.decode.spec import together
+from lantern_hpu.commands.generate_job import job_of, outputs_of, requests_of, resolve_job
+from lantern_hpu.decode.spec import batch_size_for
 from lantern_hpu.errors import OptionError, OutputError, require
 
 
@@ -27,7 +27,7 @@ def draw_with_workers(args: argparse.Namespace) -> int:
         raise OptionError(what, "workers write each image to its own file")
     args.output = args.output.resolve()  # workers may run elsewhere
     files, count = outputs_of(args, job.prompts).images, len(job.prompts)
-    work = pieces(count, args.workers, together(count, job.batch_size))
+    work = pieces(count, args.workers, batch_size_for(count, job.batch_size))
     opener, device = "lantern_hpu.commands.generate_workers:open_job_worker", job.device
     bar, drawn = tqdm(total=count, unit="image", file=sys.stderr, dynamic_ncols=True), 0
     with closing(bar):
@@ -54,10 +54,10 @@ def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
     pipeline = LanternPipeline.from_pretrained(
         job.model, given=job.given, size=job.size, check=job.check_model, **vars(job.device)
     )
-    chosen, sampling = settled_job(job, pipeline, args)
+    chosen, sampling = resolve_job(job, pipeline, args)
     files, _ = image_files(args.output, job.prompts, False)
     requests, again = requests_of(job, chosen, sampling), set[int]()
-    size = together(len(requests), job.batch_size)
+    size = batch_size_for(len(requests), job.batch_size)
 
     def draw_piece(numbers: list[int]) -> int:
         """With `--force`, what was there before is drawn anew, but what this worker left is not."""

@@ -155,43 +155,41 @@ class Batch:
         Raises:
             CaptureError: something was captured again after warm-up.
         """
-        began, engine, longest = time.perf_counter(), self.engine, self.engine.longest
-        scheduled = is_scheduled(engine.spec.tree)
-        there = [state for state in self.slots if state is not None]
-        needs = [
-            -(
-                -(
-                    (state.preview_at if state.preview_at > state.known else self.total)
-                    - state.known
-                )
-                // longest
-            )
-            - state.pending
-            for state in there
-            if state.known < self.total
-        ]
-        count = min(
-            min(needs) if soon else max(needs), engine.spec.block, most or engine.spec.block
-        )
-        if count < 1:  # what is on its way may be all that is needed: wait for it
-            assert engine.known is not None
-            known, ahead, count = engine.read(engine.known), False, 0
-        else:
-            ahead = engine.backend.queue.runs_ahead and count > 1 and not scheduled
-            seeds = [None if state is None else state.request.seed for state in self.slots]
-            first = [1 if state is None else state.step for state in self.slots]
-            if scheduled:
-                engine.launch(seeds, first, count)
-                known = [min(tokens + count * longest, self.total) for tokens in self.known]
-            else:
-                known = engine.advance(seeds, first, count, ahead)
+        began = time.perf_counter()
+        needs = [self.steps_needed(s) for s in self.slots if s is not None and s.known < self.total]
+        block = self.engine.spec.block
+        count = max(0, min(min(needs) if soon else max(needs), block, most or block))
+        known, pending = self.run_steps(count) if count else (self.wait(), 0)
         for state, tokens in zip(self.slots, known, strict=True):
             if state is not None:
-                state.known, state.step, state.pending = tokens, state.step + count, int(ahead)
+                state.known, state.step, state.pending = tokens, state.step + count, pending
         self.queued += count
-        self.timing.count = self.queued - ahead
+        self.timing.count = self.queued - pending
         self.timing.steps += time.perf_counter() - began
-        engine.check_captures()
+        self.engine.check_captures()
+
+    def steps_needed(self, state: SlotState) -> int:
+        """Steps to launch before an image can be done, or be looked at, if each adds as many tokens as it can."""
+        goal = state.preview_at if state.preview_at > state.known else self.total
+        steps = -(-(goal - state.known) // self.engine.spec.max_step_tokens)  # rounded up
+        return steps - state.pending
+
+    def run_steps(self, count: int) -> tuple[list[int], int]:
+        """So many steps of all slots. -> [B] tokens known, and the steps launched that they do not tell of"""
+        engine = self.engine
+        seeds = [None if state is None else state.request.seed for state in self.slots]
+        first = [1 if state is None else state.step for state in self.slots]
+        if is_scheduled(engine.spec.tree):
+            engine.launch(seeds, first, count)
+            added = count * engine.spec.max_step_tokens
+            return [min(tokens + added, self.total) for tokens in self.known], 0
+        ahead = engine.backend.queue.runs_ahead and count > 1
+        return engine.advance(seeds, first, count, ahead), int(ahead)
+
+    def wait(self) -> list[int]:
+        """For what is on its way, which may be all that is needed. -> [B] tokens known"""
+        assert self.engine.known is not None
+        return self.engine.read(self.engine.known)
 
     def finished(self) -> list[Finished]:
         """Images that are done, in the order of their slots; they leave."""

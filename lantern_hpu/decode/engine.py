@@ -18,14 +18,14 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lantern_hpu.backends.base import Backend, named
+from lantern_hpu.backends.base import Backend, dtype_name
 from lantern_hpu.decode import noise
 from lantern_hpu.decode.accept import Bounds
 from lantern_hpu.decode.admit import Admit
 from lantern_hpu.decode.drafting import Drafts, make_drafting
 from lantern_hpu.decode.memory import batch_bytes, check_batch
 from lantern_hpu.decode.sampler import sampling_params
-from lantern_hpu.decode.scheduled import ScheduledStep
+from lantern_hpu.decode.scheduled_step import ScheduledStep
 from lantern_hpu.decode.spec import Spec, is_scheduled
 from lantern_hpu.decode.state import DecodeState, Entry, bits_digest
 from lantern_hpu.decode.step import Accepted, Step
@@ -110,12 +110,15 @@ class Engine:
         self.step_function = kind(target, drafting, spec, table, codes).to(device).eval()
         self.prefill = make_runner(self.prefill_function, self.state, backend, self.mode)
         self.step = make_runner(self.step_function, self.state, backend, self.mode)
-        self.one: DecodeState | None = None  # the state, with an entry for one image
-        self.admission: Runner | None = None
+        # The same function once more, for one image beside those that run: recorded over a state with a smaller entry
+        self.one_image: DecodeState | None = None
+        self.prefill_one: Runner | None = None
         if spec.open:
             entry = Entry.allocate(target.config, spec, 1, target.dtype, device)
-            self.one = replace(self.state, entry=entry)
-            self.admission = make_runner(self.prefill_function, self.one, backend, self.mode)
+            self.one_image = replace(self.state, entry=entry)
+            self.prefill_one = make_runner(
+                self.prefill_function, self.one_image, backend, self.mode
+            )
         self.pace = backend.tuning.pace()  # of steps
         self.known: Tensor | None = None  # [B] what the last captured call returned
         self.host_reads, self.warm_captures = 0, -1
@@ -128,17 +131,12 @@ class Engine:
     @property
     def runners(self) -> list[Runner]:
         """What is captured."""
-        admission = [self.admission] if self.admission is not None else []
-        return [self.prefill, *admission, self.step]
+        one = [self.prefill_one] if self.prefill_one is not None else []
+        return [self.prefill, *one, self.step]
 
     @property
     def captures(self) -> int:
         return sum(runner.stats.captures for runner in self.runners)
-
-    @property
-    def longest(self) -> int:
-        """Most tokens that one step can add."""
-        return self.spec.longest
 
     def close(self) -> None:
         """Give back what the device holds for its recordings; the engine is of no use after that."""
@@ -153,11 +151,11 @@ class Engine:
         if self.warm:
             return
         blank = Request("warm-up")
-        self.load([blank] * self.spec.images, self.state.entry)
-        if self.one is not None:
-            self.load([blank], self.one.entry)
+        self.upload_settings([blank] * self.spec.images, self.state.entry)
+        if self.one_image is not None:
+            self.upload_settings([blank], self.one_image.entry)
         for runner in self.runners:
-            self.feed([blank.seed] * self.spec.images, 1, 1)
+            self.upload_uniforms([blank.seed] * self.spec.images, 1, 1)
             runner()
             runner()
         self.pace.fit(partial(self.try_step, {}), self.bits)
@@ -187,8 +185,8 @@ class Engine:
     def start(self, prefix: Prefix, requests: Sequence[Request]) -> list[int]:
         """Begin an image in each slot. -> [B] tokens known"""
         self.warm_up()
-        self.place(prefix, self.state.entry)
-        self.load(requests, self.state.entry)
+        self.upload_prefix(prefix, self.state.entry)
+        self.upload_settings(requests, self.state.entry)
         with self.pace.held():
             self.known = self.prefill()
         # On a fixed schedule nobody need look
@@ -197,12 +195,14 @@ class Engine:
     @torch.no_grad()
     def admit(self, prefix: Prefix, request: Request, slot: int) -> None:
         """Begin one image in a slot while the others go on; no host read, as one token of it is known for sure."""
-        assert self.one is not None and self.admission is not None, "the spec is not open"
-        self.place(prefix, self.one.entry)
-        self.load([request], self.one.entry)
-        self.backend.queue.upload(torch.tensor([slot], dtype=torch.int32), self.one.entry.slot)
+        assert self.one_image is not None and self.prefill_one is not None, "the spec is not open"
+        self.upload_prefix(prefix, self.one_image.entry)
+        self.upload_settings([request], self.one_image.entry)
+        self.backend.queue.upload(
+            torch.tensor([slot], dtype=torch.int32), self.one_image.entry.slot
+        )
         with self.pace.held():
-            self.known = self.admission()
+            self.known = self.prefill_one()
 
     @torch.no_grad()
     def advance(
@@ -215,7 +215,7 @@ class Engine:
         """So many steps of all slots. -> [B] tokens known
 
         Args:
-            seeds, first: see `feed`.
+            seeds, first: see `upload_uniforms`.
             ahead: read what is known before the last step, which keeps the device busy while the host decides what
                 comes next.
         """
@@ -239,9 +239,9 @@ class Engine:
         """Steps of all slots, and no host read.
 
         Args:
-            seeds, first, count: see `feed`. steps: so many of them; all if not given.
+            seeds, first, count: see `upload_uniforms`. steps: so many of them; all if not given.
         """
-        self.feed(seeds, first, count)
+        self.upload_uniforms(seeds, first, count)
         for _ in range(count if steps is None else steps):
             self.known = self.pace(self.step)
 
@@ -253,7 +253,7 @@ class Engine:
 
     # -- the host's part of the state
 
-    def load(self, requests: Sequence[Request], entry: Entry) -> None:
+    def upload_settings(self, requests: Sequence[Request], entry: Entry) -> None:
         """Copy the settings of images to where they are admitted from, behind what was launched before."""
         upload = self.backend.queue.upload
         sampling = sampling_params([r.sampling for r in requests], self.target.config.vocab_size)
@@ -269,7 +269,7 @@ class Engine:
             keys = [noise.keys(request.seed, self.target.config.tokens) for request in requests]
             upload(torch.from_numpy(np.stack(keys)), entry.keys)
 
-    def place(self, prefix: Prefix, entry: Entry) -> None:
+    def upload_prefix(self, prefix: Prefix, entry: Entry) -> None:
         """Copy the condition of images to where they are admitted from."""
         embeddings, valid, tokens = prefix
         entry.prefix.copy_(embeddings)
@@ -280,7 +280,9 @@ class Engine:
         entry.valid.copy_(F.pad(valid, (0, width), value=True))
         self.backend.queue.flush()
 
-    def feed(self, seeds: Sequence[int | None], first: int | Sequence[int], count: int) -> None:
+    def upload_uniforms(
+        self, seeds: Sequence[int | None], first: int | Sequence[int], count: int
+    ) -> None:
         """Uniforms for the next steps, in one copy of one size, whatever the count.
 
         Args:
@@ -340,13 +342,13 @@ class Engine:
         Args:
             clock: waits for the device and tells the time; the stages of a step are then timed by it.
         """
-        self.place(prefix, self.state.entry)
-        self.load(requests, self.state.entry)
+        self.upload_prefix(prefix, self.state.entry)
+        self.upload_settings(requests, self.state.entry)
         known = self.read(self.prefill_function(self.state))
         seeds, number = [request.seed for request in requests], 0
         while min(known) < self.target.config.tokens:
             if number % self.spec.block == 0:
-                self.feed(seeds, number + 1, self.spec.block)
+                self.upload_uniforms(seeds, number + 1, self.spec.block)
             with self.pace.held():
                 step = self.trace_step(known, clock)
             known, number = step.known, number + 1
@@ -365,7 +367,7 @@ class Engine:
                 seconds[stage], last = now - last, now
 
         proposed = step.propose(state, done)
-        accepted, known = step.finished(state, *proposed, done)
+        accepted, known = step.finish_traced(state, *proposed, done)
         return StepTrace(before, proposed[2], accepted, self.read(known), seconds)
 
     def report(self) -> GraphReport:
@@ -427,13 +429,13 @@ class EngineCache:
     def fits(self, spec: Spec) -> bool:
         """Whether the device says that it has room for a batch; one that does not say is taken to have it."""
         free = self.backend.memory().free
-        need = batch_bytes(self.model.config, spec, named(self.model.target.dtype))
+        need = batch_bytes(self.model.config, spec, dtype_name(self.model.target.dtype))
         return free is None or need <= free
 
     def check_room(self, spec: Spec) -> None:
         """Raise a DeviceError where the host has too little memory for an engine."""
         model = self.model
-        check_batch(model.config, spec, self.backend, named(model.target.dtype))
+        check_batch(model.config, spec, self.backend, dtype_name(model.target.dtype))
 
     def shrink(self, count: int) -> None:
         """Leave the youngest `count` engines."""

@@ -212,7 +212,7 @@ class DeviceMemory:
     dtype: str = "bfloat16"  # the best one
     quantized: tuple[str, ...] = QUANTIZED
     is_host: bool = False
-    idle_arithmetic: bool = True  # see `Here`
+    idle_arithmetic: bool = True  # see `ResolveContext`
 
 
 def remedies(model: ModelConfig, setup: Setup, device: DeviceMemory) -> Iterator[tuple[str, int]]:

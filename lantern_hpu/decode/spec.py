@@ -89,11 +89,11 @@ class Spec:
             images,
             any(s.cfg_scale != 1 for s in samplings),
             tree,
-            max_top_k=min(class_of(max(limited, default=0)), config.vocab_size),
+            max_top_k=min(rounded_up(max(limited, default=0)), config.vocab_size),
             use_top_p=any(s.top_p < 1 and not s.greedy for s in samplings),
             use_greedy=any(s.greedy for s in samplings),
             use_sampled=not all(s.greedy for s in samplings),
-            neighbours=min(class_of(need), listed),
+            neighbours=min(rounded_up(need), listed),
             annealed=any(r.relaxation.weighs for r in requests),
             ranks=(1 << max(reach, LEAST_RANKS).bit_length()) - 1 if reach else 0,
             blended=any(r.relaxation.tv > 0 for r in requests),
@@ -122,7 +122,7 @@ class Spec:
         return self.tree.draws + tries + 1
 
     @property
-    def longest(self) -> int:
+    def max_step_tokens(self) -> int:
         """Most tokens that one step can add; on a fixed schedule as many as each step adds."""
         tree = self.tree
         return tree.commit if isinstance(tree, Window) and tree.commit else tree.depth + 1
@@ -148,12 +148,12 @@ def keeps_noise(config: TransformerConfig, tree: Tree, images: int) -> bool:
     return 4 * images * config.tokens * config.vocab_size <= NOISE_BYTES
 
 
-def class_of(count: int) -> int:
+def rounded_up(count: int) -> int:
     """The least power of two that holds a count; 0 stays 0."""
     return max(LEAST_CLASS, 1 << (count - 1).bit_length()) if count else 0
 
 
-def together(images: int, wanted: int | None = None) -> int:
+def batch_size_for(images: int, wanted: int | None = None) -> int:
     """How many of so many images are decoded together, if it is not settled.
 
     Ten images in batches of at most eight are two batches of six, not eight and two.

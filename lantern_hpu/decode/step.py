@@ -98,9 +98,9 @@ class Step(nn.Module):
 
     def finish(self, state: DecodeState, uniform: Tensor, length: Tensor, drafts: Drafts) -> Tensor:
         """Verify, accept and commit. -> [B] tokens known"""
-        return self.finished(state, uniform, length, drafts)[1]
+        return self.finish_traced(state, uniform, length, drafts)[1]
 
-    def finished(
+    def finish_traced(
         self,
         state: DecodeState,
         uniform: Tensor,

@@ -88,7 +88,7 @@ def find_places(
     """Of a batch that is drawn with this tree, each image up to its share of the whole."""
     engine = pipeline.engines.get(pipeline.spec(requests, tree, len(requests)))
     # One step past its place an image must not be over.
-    last = pipeline.model.target.config.tokens - 1 - engine.longest
+    last = pipeline.model.target.config.tokens - 1 - engine.spec.max_step_tokens
     until = [max(1, round(share * last)) for share in shares]
     result: dict[int, Place] = {}
     for step in engine.trace(pipeline.prefix(engine, requests), requests):

@@ -20,14 +20,14 @@ def heading(kind: str, pipeline: LanternPipeline, argv: Sequence[str]) -> dict[s
     Args:
         kind: of the report, `lantern_hpu.` and the command's name. argv: the command's arguments.
     """
-    from lantern_hpu.backends.base import named
+    from lantern_hpu.backends.base import dtype_name
 
     return {
         "kind": kind,
         "date": datetime.date.today().isoformat(),
         "command": f"lantern-hpu {kind.partition('.')[2]} " + " ".join(argv),
         "model": pipeline.model.name,
-        "dtype": named(pipeline.model.target.dtype),
+        "dtype": dtype_name(pipeline.model.target.dtype),
         "environment": pipeline.environment(),
     }
 

@@ -16,7 +16,7 @@ NARROW = Window.of(
 
 
 @dataclass(frozen=True)
-class Here:
+class ResolveContext:
     """What decides: a model on a device, and how many images are decoded together.
 
     Attributes:
@@ -35,7 +35,7 @@ class Here:
     images: int = 1
 
 
-def resolve(setting: Setting, here: Here) -> Resolved:
+def resolve(setting: Setting, context: ResolveContext) -> Resolved:
     """What draws.
 
     `auto` is lossless unless a relaxation is given: the fastest lossless method measured with this model on this
@@ -55,25 +55,25 @@ def resolve(setting: Setting, here: Here) -> Resolved:
     if isinstance(setting, Resolved):
         return setting
     if setting.tree == AUTO:
-        setting = with_tuned_tree(setting, here)
+        setting = with_tuned_tree(setting, context)
     elif setting.method == AUTO:
-        setting = with_method(setting, here)
+        setting = with_method(setting, context)
     method, tree = METHODS[setting.method], setting.tree
     relaxation = setting.relaxation or method.relaxation or EXACT
     if tree is None:
-        usual = method.default_tree if here.idle_arithmetic else method.small_tree
-        tree = shortened(usual, here.tokens)
+        usual = method.default_tree if context.idle_arithmetic else method.small_tree
+        tree = shortened(usual, context.tokens)
     assert not isinstance(tree, str)
-    return Resolved(setting.method, relaxation.fitted(here.codes), tree)
+    return Resolved(setting.method, relaxation.fitted(context.codes), tree)
 
 
-def with_tuned_tree(setting: Setting, here: Here) -> Setting:
+def with_tuned_tree(setting: Setting, context: ResolveContext) -> Setting:
     """With the tree that was tuned for it; one for another relaxation of the method will do.
 
     Raises:
         OptionError: none was tuned.
     """
-    name, situation = setting.drafting, here.situation
+    name, situation = setting.drafting, context.situation
     if situation is None:
         why, hint = "that tree is known to a loaded model alone", "the file of tune --output"
         raise OptionError(f"--tree {AUTO} has no meaning here", why, hint)
@@ -87,31 +87,33 @@ def with_tuned_tree(setting: Setting, here: Here) -> Setting:
     return Setting(name, setting.relaxation, tuned.tree)
 
 
-def with_method(setting: Setting, here: Here) -> Setting:
+def with_method(setting: Setting, context: ResolveContext) -> Setting:
     """`auto` by its name."""
     if setting == Setting(AUTO):
-        return fastest_method(here)
-    name = "sjd-pac" if setting.tree is None and not here.has_drafter else setting.drafting
+        return fastest_method(context)
+    name = "sjd-pac" if setting.tree is None and not context.has_drafter else setting.drafting
     return Setting(name, setting.relaxation, setting.tree)
 
 
-def fastest_method(here: Here) -> Setting:
+def fastest_method(context: ResolveContext) -> Setting:
     """As measured with this model, if it is lossless; without a drafter only what needs none."""
-    if here.fastest is not None:
-        name, tree = here.fastest
+    if context.fastest is not None:
+        name, tree = context.fastest
         method = METHODS[name]
-        if method.relaxation is None and (here.has_drafter or not method.needs_drafter):
+        if method.relaxation is None and (context.has_drafter or not method.needs_drafter):
             return Setting.of(name, tree=tree)
-    if here.has_drafter and here.idle_arithmetic:
+    if context.has_drafter and context.idle_arithmetic:
         return Setting("eagle")
-    tuned = {} if here.situation is None else tuned_trees.tuned_windows(here.situation, WINDOWS)
+    tuned = (
+        {} if context.situation is None else tuned_trees.tuned_windows(context.situation, WINDOWS)
+    )
     paying = {name: window for name, window in tuned.items() if not window.ar_wins}
     if paying:
         name = min(paying, key=lambda name: paying[name].ms_per_token or 0)
         return Setting(name, tree=paying[name].tree)
-    if tuned or (not here.idle_arithmetic and here.images > 1):
+    if tuned or (not context.idle_arithmetic and context.images > 1):
         return Setting("ar")
-    return Setting("scd", tree=None if here.idle_arithmetic else NARROW)
+    return Setting("scd", tree=None if context.idle_arithmetic else NARROW)
 
 
 def shortened(tree: Tree, tokens: int) -> Tree:

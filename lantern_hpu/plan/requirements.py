@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import BACKENDS, HOST, get_backend, prepare
 from lantern_hpu.decode.memory import DeviceMemory, Setup, largest_phase, phases, summed
-from lantern_hpu.decode.spec import capacity, class_of
+from lantern_hpu.decode.spec import capacity, rounded_up
 from lantern_hpu.errors import DeviceError, OptionError, choices
-from lantern_hpu.methods.resolve import Here
+from lantern_hpu.methods.resolve import ResolveContext
 from lantern_hpu.methods.resolve import resolve as resolve_setting
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.methods.table import AUTO
@@ -140,11 +140,13 @@ def setup_of(
     target = model.config.target
     idle, images = device.idle_arithmetic, how["batch_size"]
     drafts = model.config.drafter is not None
-    here = Here(target.codes, target.tokens, drafts, idle_arithmetic=idle, images=images)
-    setting = resolve_setting(Setting.of(method or AUTO, tree=tree), here)
+    context = ResolveContext(
+        target.codes, target.tokens, drafts, idle_arithmetic=idle, images=images
+    )
+    setting = resolve_setting(Setting.of(method or AUTO, tree=tree), context)
     # The published residual looks one neighbour further; a code has one neighbour less than there are codes.
     k = setting.relaxation.k
-    most = min(class_of(k + 1), target.codes - 1) if setting.relaxation.lends else 0
+    most = min(rounded_up(k + 1), target.codes - 1) if setting.relaxation.lends else 0
     return Setup(
         dtype=device.dtype if dtype == "auto" else dtype,
         tree=setting.tree,

@@ -47,7 +47,7 @@ def step_alone(engine: Engine, prefix: Prefix, requests: Sequence[Request], most
     """
     engine.start(prefix, requests)
     count = min(most, engine.spec.block)
-    engine.feed([request.seed for request in requests], 1, count)
+    engine.upload_uniforms([request.seed for request in requests], 1, count)
     with engine.pace.held():
         return 1000 * seconds_of(engine.backend, engine.step, count)
 

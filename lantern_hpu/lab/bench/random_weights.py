@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends.base import Backend, named
+from lantern_hpu.backends.base import Backend, dtype_name
 from lantern_hpu.decode.memory import check_room
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import (
@@ -118,7 +118,7 @@ def make_model(
     config, device = step_sizes(entry), backend.device
     number = backend.tuning.dtype(dtype, config.target.parameters)
     assert config.drafter is not None
-    check_room(entry.name, config, backend, named(number), mapped=False)
+    check_room(entry.name, config, backend, dtype_name(number), mapped=False)
     chosen = backend.kernels(kernels, number)
     torch.manual_seed(seed)
     with shapes_only():
