@@ -70,7 +70,9 @@ def outcome(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Ten
 
 
 def tensors(arguments: Sequence[Any]) -> Sequence[Tensor]:
-    return [x for x in arguments if isinstance(x, Tensor)]
+    """Those among arguments, and in the tuples among them."""
+    nested = [tensors(x) if isinstance(x, tuple) else [x] for x in arguments]
+    return [x for part in nested for x in part if isinstance(x, Tensor)]
 
 
 def candidates_of(backend: Backend, dtype: torch.dtype) -> dict[str, Candidate]:

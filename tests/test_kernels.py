@@ -32,7 +32,7 @@ from lantern_hpu.decode.tree_tables import StaticTables
 from lantern_hpu.graphs.strict import check_rules
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.models.transformer import Target, rope_table
-from lantern_hpu.ops.kernels import PLAIN, Kernels, rotate_into
+from lantern_hpu.ops.kernels import PLAIN, CacheWrite, Kernels, rotate_into
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.ops.masks import additive_mask
 from lantern_hpu.ops.sampling import SamplingParams, guided_probs, sample, sample_distinct
@@ -513,7 +513,9 @@ def test_rotate_into(device: str, interleaved: bool) -> None:
         for store in (kernels().rotate_into, rotate_into):
             assert store is not None
             keys, values = before.clone().unbind()
-            out = store(q, k, v, rope.to(dtype), interleaved, keys, values, index, moved)
+            out = store(
+                q, k, v, rope.to(dtype), interleaved, CacheWrite(keys, values, index, moved)
+            )
             outcomes.append((out, keys, values))
         for got, want in zip(*outcomes, strict=True):
             assert torch.equal(got, want)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.ops.buffers import constant
-from lantern_hpu.ops.kernels import PLAIN, Kernels, rotate_into
+from lantern_hpu.ops.kernels import PLAIN, CacheWrite, Kernels, rotate_into
 from lantern_hpu.ops.kv_cache import KVCache, LayerCache
 
 
@@ -170,7 +170,7 @@ class SelfAttention(nn.Module):
         if cache is None or index is None:
             q, k = self.kernels.rotate(q, *how), self.kernels.rotate(k, *how)
         else:
-            q = self.rotate_into(q, k, v, *how, *cache.writable(), index, source)
+            q = self.rotate_into(q, k, v, *how, CacheWrite(*cache.writable(), index, source))
             k, v = cache.read()
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         mixed = self.kernels.attention(q, k, v, mask)  # [R, heads, T, hd]

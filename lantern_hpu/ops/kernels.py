@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -45,16 +45,26 @@ def rotate(x: Tensor, rope: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
 
 
+class CacheWrite(NamedTuple):
+    """The one write of a pass into a layer's cache, [R * S, kv, hd] twice.
+
+    A position's index is row * S + position.
+    """
+
+    keys: Tensor  # [R * S, kv, hd]
+    values: Tensor  # [R * S, kv, hd]
+    goal: Tensor  # [R * (D + T)] int32, where it goes: what moves, then the new; no value twice
+    # [R * D] int32, where that lies which moves to the first D of each row; None: nothing moves
+    source: Tensor | None = None
+
+
 def rotate_into(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     rope: Tensor,
     interleaved: bool,
-    keys: Tensor,
-    values: Tensor,
-    index: Tensor,
-    source: Tensor | None = None,
+    write: CacheWrite,
     rotate: Callable[[Tensor, Tensor, bool], Tensor] = rotate,
 ) -> Tensor:
     """Rotate queries and keys, and keep the keys and the values in a layer's cache.
@@ -64,18 +74,17 @@ def rotate_into(
     Args:
         q, k, v: [R, T, h, hd] and twice [R, T, kv, hd].
         rope, interleaved: see `rotate`.
-        keys, values: [R * S, kv, hd], written to.
-        index: [R * (D + T)] int32, row * S + position, of what moves and then of the new; no value twice.
-        source: [R * D] int32, where that lies which moves to the first D of each row; None: nothing moves.
+        write: the cache, and where in it they go.
         rotate: a device's own.
 
     Returns the queries [R, T, h, hd].
     """
+    keys, values, goal, source = write
     k, rows = rotate(k, rope, interleaved), len(k)
     if source is not None:
         k = torch.cat([keys.index_select(0, source).unflatten(0, (rows, -1)), k], 1)
         v = torch.cat([values.index_select(0, source).unflatten(0, (rows, -1)), v], 1)
-    goal = index.long()  # `index_copy_` takes no other
+    goal = goal.long()  # `index_copy_` takes no other
     keys.index_copy_(0, goal, k.flatten(0, 1))
     values.index_copy_(0, goal, v.flatten(0, 1))
     return rotate(q, rope, interleaved)
@@ -106,10 +115,7 @@ class Sizes(Protocol):
     def norm_eps(self) -> float: ...
 
 
-# The arguments of the plain `rotate_into`, up to `source`
-RotateInto = Callable[
-    [Tensor, Tensor, Tensor, Tensor, bool, Tensor, Tensor, Tensor, Tensor | None], Tensor
-]
+RotateInto = Callable[[Tensor, Tensor, Tensor, Tensor, bool, CacheWrite], Tensor]
 
 
 class Walk(Protocol):

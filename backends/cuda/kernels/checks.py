@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lantern_hpu.backends.candidates import Candidate, Example, outcome, tensors
 from lantern_hpu.ops import kernels, sampling
+from lantern_hpu.ops.kernels import CacheWrite
 from lantern_hpu.ops.sampling import SamplingParams
 
 TWINS: dict[str, Callable[..., Tensor]] = {
@@ -78,8 +79,11 @@ def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[
         "rotate": [(some(2, 3, 4, 32), rope, pairs) for pairs in (True, False)],
         "swiglu": [(some(2, 3, 200),)],
         "rotate_into": [
-            *((*wide.split([4, 2, 2], 2), rope, pairs, *kept, None) for pairs in (True, False)),
-            (*wide.split([4, 2, 2], 2), rope, True, *kept[:2], more, source),
+            *(
+                (*wide.split([4, 2, 2], 2), rope, pairs, CacheWrite(*kept))
+                for pairs in (True, False)
+            ),
+            (*wide.split([4, 2, 2], 2), rope, True, CacheWrite(*kept[:2], more, source)),
         ],
         "probs": [
             (some(4, 3, 1000), params, True, 50, False),
@@ -104,6 +108,8 @@ def moved(call: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
     def move(value: Any) -> Any:
         if isinstance(value, SamplingParams):
             return SamplingParams(*(getattr(value, f.name).to(device) for f in fields(value)))
+        if isinstance(value, CacheWrite):
+            return CacheWrite(*map(move, value))
         return value.to(device) if isinstance(value, Tensor) else value
 
     return tuple(map(move, call))

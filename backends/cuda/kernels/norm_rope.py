@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lantern_hpu.backends.cuda.kernels.programs import EXACTLY, block_of, warps
 from lantern_hpu.backends.operators import operator
-from lantern_hpu.ops.kernels import rms_norm, rotate, rotate_into
+from lantern_hpu.ops.kernels import CacheWrite, rms_norm, rotate, rotate_into
 
 
 @triton.jit
@@ -260,14 +260,11 @@ def triton_rotate_into(
     v: Tensor,
     rope: Tensor,
     interleaved: bool,
-    keys: Tensor,
-    values: Tensor,
-    index: Tensor,
-    source: Tensor | None = None,
+    write: CacheWrite,
 ) -> Tensor:
     """`kernels.rotate_into`, into a cache that lies in one piece; mixed dtypes stay plain."""
-    assert keys.is_contiguous() and values.is_contiguous()
-    arguments = (q, k, v, rope, interleaved, keys, values, index, source)
-    if torch.is_grad_enabled() or len({x.dtype for x in (q, k, v, rope, keys, values)}) > 1:
-        return rotate_into(*arguments)
-    return launch_rotate_into(*arguments)
+    kept = (write.keys, write.values)
+    assert all(x.is_contiguous() for x in kept)
+    if torch.is_grad_enabled() or len({x.dtype for x in (q, k, v, rope, *kept)}) > 1:
+        return rotate_into(q, k, v, rope, interleaved, write)
+    return launch_rotate_into(q, k, v, rope, interleaved, *write)
