@@ -23,6 +23,16 @@ if TYPE_CHECKING:
 torch.set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """What a test sets in the environment, as a command does with a device's flags, the next one does not find."""
+    before = dict(os.environ)
+    yield
+    for name in {*os.environ} - {*before, "PYTEST_CURRENT_TEST"}:
+        del os.environ[name]
+    os.environ.update({k: v for k, v in before.items() if k != "PYTEST_CURRENT_TEST"})
+
+
 @pytest.fixture(scope="module")
 def all_cores() -> Iterator[None]:
     """For tests of the embedded model, whose tensors are not tiny: this process's share of the cores."""
