@@ -107,7 +107,7 @@ def machine() -> str:
 def open_cache() -> CompileCache | None:
     """Has torch keep what this process compiles in our cache.
 
-    None where the user names another folder, and where ours cannot be used, which is said once.
+    None where the user names another folder, and where ours cannot be used, which is logged once.
     """
     home = cache_folder() / "compiled" / machine()
     if GIVEN not in (None, str(home / "files")):  # a worker inherits ours

@@ -44,7 +44,7 @@ atexit.register(card.__exit__, None, None, None)
 
 
 def manifest(device: str) -> str:
-    """What TorchCTS is told about a device; each option that is not named is off."""
+    """How TorchCTS knows a device; each option that is not named is off."""
     from torchcts.core.manifest_schema import CAPABILITY_ORDER
 
     about = {

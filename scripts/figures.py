@@ -21,6 +21,7 @@ from lantern_hpu.files import write_file
 from lantern_hpu.lab import plots
 from lantern_hpu.methods.relaxation import PRESETS, read_relaxation
 from lantern_hpu.methods.table import METHODS
+from lantern_hpu.tree import OLD_USUAL
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -86,7 +87,7 @@ def rows_of(file: str, graphs: str | None = None) -> list[dict[str, Any]]:
 def label_of(row: dict[str, Any]) -> str:
     """The setting of a row, short: `scd@8`, `lantern++@flat_4`, `scd:lambda-5@16`."""
     method, relaxation = METHODS[row["method"]], read_relaxation(row["relaxation"])
-    tree = row["tree"].removeprefix(f"{row['method']}:").removesuffix(":law")
+    tree = row["tree"].removeprefix(f"{row['method']}:").removesuffix(OLD_USUAL)
     preset = next((name for name, known in PRESETS.items() if known == relaxation), None)
     label = row["method"]
     if relaxation.active and relaxation != method.relaxation:

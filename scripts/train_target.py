@@ -197,7 +197,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--start", type=Path, help="a model folder whose weights to start from")
     parser.add_argument(
-        "--first", type=int, default=0, help="first picture, so that --start sees none twice"
+        "--first", type=int, default=0, help="first picture, so that --start trains on none twice"
     )
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--dim", type=int, default=320)

@@ -1,11 +1,11 @@
 """What windows promise and what they gain, measured on a model's images.
 
     python -m scripts.windows same       jacobi: tokens that differ from one-token decoding with the same noise
-    python -m scripts.windows law        scd and sjd-pac: permutation tests against ar, and one that has to fail
+    python -m scripts.windows lossless   scd and sjd-pac: permutation tests against ar, and one that has to fail
     python -m scripts.windows guesses    tokens a step by rule, width and first guess
 
-**law.** Images of `ar` and of a window are drawn from the same prompts with other seeds, in pairs. If the window is
-exact the two of a pair can be exchanged; so the statistic - the largest of the paired t-values of some features - is
+**lossless.** Images of `ar` and of a window are drawn from the same prompts with other seeds, in pairs. If the window
+is exact the two of a pair can be exchanged; so the statistic - the largest of the paired t-values of some features - is
 held against what it is where each pair is exchanged at random. Two of the features have mean 0 for whatever draws
 exactly: how much more probable the tokens are than the target's own draws would be, in nats and in probability.
 `stale` is `sjd-pac` as published code has it; it has to be noticed.
@@ -38,7 +38,7 @@ from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.tree import DraftTree, Guess, Rule, Tree, Window
 
 RULES: tuple[Rule, ...] = ("jacobi", "scd", "sjd-pac")
-GUESSES: tuple[Guess, ...] = ("law", "left", "above", "random")
+GUESSES: tuple[Guess, ...] = ("probs", "left", "above", "random")
 ROUNDS = 9999  # of exchanging pairs at random
 POWER = 0.84  # standard normal quantile of 80 %
 
@@ -98,24 +98,24 @@ def same(pipeline: LanternPipeline, images: int, width: int, batch: int) -> list
     return [said, *([f"the first of each: {firsts}"] if firsts else [])]
 
 
-# ------------------------------------------------------------------------------------ law
+# ------------------------------------------------------------------------------------ lossless
 
 
 @contextmanager
-def stale_laws() -> Iterator[None]:
-    """`sjd-pac` as published code has it: a kept draft stays beside the law that it was once drawn from."""
+def stale_probs() -> Iterator[None]:
+    """`sjd-pac` as published code has it: a kept draft stays beside the distribution that it was once drawn from."""
     couple, keep = WindowDrafting.couple, WindowDrafting.keep
     kept: list[Tensor] = []
 
-    def stale(self: WindowDrafting, law: Tensor, before: Tensor, *rest: Any) -> Tensor:
+    def stale(self: WindowDrafting, probs: Tensor, before: Tensor, *rest: Any) -> Tensor:
         own = rest[-1].drafting
-        tokens, old = couple(self, law, before, *rest), before.clamp(max=self.width - 1)
+        tokens, old = couple(self, probs, before, *rest), before.clamp(max=self.width - 1)
         same = (tokens == gather(own.drafts, 1, old)) & (before < self.width)
-        kept.append(torch.where(same[..., None], gather_rows(own.q, old), law))
+        kept.append(torch.where(same[..., None], gather_rows(own.q, old), probs))
         return tokens
 
-    def with_stale(self: WindowDrafting, tokens: Tensor, law: Tensor, *rest: Any) -> None:
-        keep(self, tokens, kept.pop() if kept else law, *rest)
+    def with_stale(self: WindowDrafting, tokens: Tensor, probs: Tensor, *rest: Any) -> None:
+        keep(self, tokens, kept.pop() if kept else probs, *rest)
 
     changed: Any = WindowDrafting
     changed.couple, changed.keep = stale, with_stale
@@ -175,7 +175,7 @@ def permutation(one: NDArray[np.float64], other: NDArray[np.float64], rounds: in
     return Test(chance, float(nats.mean()), (bar + POWER) * float(nats.std()) / root)
 
 
-def law(pipeline: LanternPipeline, images: int, width: int, batch: int) -> str:
+def lossless(pipeline: LanternPipeline, images: int, width: int, batch: int) -> str:
     """The table of permutation tests."""
     first = range(images)
     second = range(images * 8, images * 9)  # other seeds, the same prompts
@@ -187,7 +187,7 @@ def law(pipeline: LanternPipeline, images: int, width: int, batch: int) -> str:
     pac = Window.of("sjd-pac", width)
     columns = {"ar, other seeds": drawn(DraftTree.root_only(), second)}
     columns |= {tree.name: drawn(tree, second) for tree in (Window.of("scd", width), pac)}
-    with stale_laws():
+    with stale_probs():
         columns[f"{pac.name}, stale"] = drawn(pac, second)
     lines = []
     for name, found in columns.items():
@@ -213,20 +213,20 @@ def guesses(pipeline: LanternPipeline, images: int, widths: Sequence[int], batch
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure what windows promise and what they gain.")
-    parser.add_argument("what", choices=("same", "law", "guesses"))
+    parser.add_argument("what", choices=("same", "lossless", "guesses"))
     parser.add_argument("--model", default="builtin")
-    parser.add_argument("--images", type=int, help="same: 200, law: 128, guesses: 8")
+    parser.add_argument("--images", type=int, help="same: 200, lossless: 128, guesses: 8")
     parser.add_argument("--widths", default="4,8,16,32,64", help="of guesses")
-    parser.add_argument("--window", type=int, default=16, help="of same and law (16)")
+    parser.add_argument("--window", type=int, default=16, help="of same and lossless (16)")
     parser.add_argument("--batch-size", type=int, default=8)
     args = parser.parse_args()
-    images = args.images or {"same": 200, "law": 128, "guesses": 8}[args.what]
+    images = args.images or {"same": 200, "lossless": 128, "guesses": 8}[args.what]
     require(images % 8 == 0, "--images", images, "a multiple of 8, so that pairs share prompts")
     pipeline = LanternPipeline.from_pretrained(args.model, graphs="eager")
     if args.what == "same":
         print("\n".join(same(pipeline, images, args.window, args.batch_size)))
-    elif args.what == "law":
-        print(law(pipeline, images, args.window, args.batch_size))
+    elif args.what == "lossless":
+        print(lossless(pipeline, images, args.window, args.batch_size))
     else:
         widths = [int(width) for width in args.widths.split(",")]
         print(guesses(pipeline, images, widths, args.batch_size))

@@ -289,14 +289,14 @@ def random_probs(seed: int, size: int) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("children", [1, 2, 3, 5])
 @pytest.mark.parametrize("seed", range(4))
-def test_exact_acceptance_reproduces_the_target_law(children: int, seed: int) -> None:
+def test_exact_acceptance_reproduces_the_target_distribution(children: int, seed: int) -> None:
     p, q = random_probs(seed, 6)
     torch.testing.assert_close(siblings_probs(p, q, children, Relaxed()), p, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("children", [1, 3, 5])
 @pytest.mark.parametrize("seed", range(4))
-def test_exact_acceptance_of_sure_drafts_reproduces_the_target_law(
+def test_exact_acceptance_of_sure_drafts_reproduces_the_target_distribution(
     children: int, seed: int
 ) -> None:
     p, q = random_probs(seed, 6)
@@ -315,7 +315,7 @@ def test_annealed_acceptance_is_exact_up_to_weight_one(weight: float, kind: str)
     assert moved < 1e-12 if weight <= 1 else moved > 0.01
 
 
-def test_relaxed_acceptance_moves_the_law() -> None:
+def test_relaxed_acceptance_moves_the_distribution() -> None:
     p, q = random_probs(0, 6)
     moved = siblings_probs(p, q, 2, Relaxed(k=3, delta=0.3))
     assert float(moved.sum()) == pytest.approx(1, abs=1e-12)
@@ -323,7 +323,7 @@ def test_relaxed_acceptance_moves_the_law() -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_sure_draft_moves_the_law_by_exactly_the_lent_mass(seed: int) -> None:
+def test_sure_draft_moves_the_distribution_by_exactly_the_lent_mass(seed: int) -> None:
     p, _ = random_probs(seed, 6)
     for token in range(6):
         rule = Relaxed(ring(6).tolist(), k=5, delta=0.3)

@@ -144,7 +144,7 @@ def test_one_token_a_step_is_one_token_decoding_with_the_same_noise(
 @torch.no_grad()
 @pytest.mark.parametrize("settings", mostly_slow(["guided top-k", "unguided"], "unguided"))
 @pytest.mark.parametrize("rule", mostly_slow(RULES, "sjd-pac"))
-def test_one_token_a_step_keeps_the_law_of_whole_images(rule: Any, settings: str) -> None:
+def test_one_token_a_step_keeps_the_distribution_of_whole_images(rule: Any, settings: str) -> None:
     models = tiny_models(SMALL, seed=3)
     counts, one = count_images(models, Window.of(rule, 2, commit=1), **DISTRIBUTIONS[settings])
     assert surprise(counts, exact_probs(models[0], one)) < 4
@@ -257,7 +257,7 @@ def test_replays_on_the_emulated_card_are_launched_without_a_read(model: Path) -
 
 def test_the_window_is_part_of_its_name() -> None:
     tree = Window.of("scd", 16, commit=4)
-    assert tree.name == "scd:16:commit=4:law" and load_tree(tree.name) == tree
+    assert tree.name == "scd:16:commit=4" and load_tree(tree.name) == tree
     assert (tree.width, tree.size, tree.commit) == (16, 20, 4)
     setting = Setting.parse("scd@16:commit=4")
     assert setting.tree == tree and str(setting) == "scd@16:commit=4"
@@ -331,7 +331,7 @@ def test_a_server_says_which_schedule_it_serves(model: Path) -> None:
     menu = make_menu(pipeline, ServeOptions(str(model), methods=("scd@9:commit=3", "ar"), slots=2))
     assert menu.methods["scd"].spec.max_step_tokens == 3
     call = read_call(ImagesRequest.model_validate({"prompt": "red cat", "commit": 3}), menu)
-    assert call.served.setting.tree.name == "scd:9:commit=3:law"
+    assert call.served.setting.tree.name == "scd:9:commit=3"
     for body, allowed in (
         ({"commit": 2}, "3, as scd"),
         ({"method": "ar", "commit": 3}, "0, as ar"),
@@ -350,6 +350,6 @@ def test_python_takes_the_option(model: Path) -> None:
         seen.append(steps)
 
     got = pipeline("red cat", seed=4, method="scd", window=9, commit=3, callback_on_step_end=note)
-    assert got.records[0].steps == seen[-1] == 5 and got.config["tree"] == "scd:9:commit=3:law"
+    assert got.records[0].steps == seen[-1] == 5 and got.config["tree"] == "scd:9:commit=3"
     same = pipeline("red cat", seed=4, method="scd@9:commit=3")
     assert torch.equal(torch.from_numpy(got.tokens), torch.from_numpy(same.tokens))

@@ -215,12 +215,12 @@ def resolved(text: str, context: ResolveContext = HERE) -> tuple[str, str, Relax
         ("eagle2", "eagle2", "dynamic:10x4x58", EXACT),
         ("lantern", "lantern", "dynamic:10x4x58", Additive(1000, bound=0.2)),
         ("lantern@dynamic:4x3x12", "lantern", "dynamic:4x3x12", Additive(1000, bound=0.2)),
-        ("scd", "scd", "scd:16:law", EXACT),
-        ("scd:gsd:ranks=3@8", "scd", "scd:8:law", Clustered(distance=0.5, ranks=3)),
+        ("scd", "scd", "scd:16", EXACT),
+        ("scd:gsd:ranks=3@8", "scd", "scd:8", Clustered(distance=0.5, ranks=3)),
         ("scd@scd:8:left", "scd", "scd:8:left", EXACT),
-        ("sjd-pac:omega=2:nu=0.2@8:3x1", "sjd-pac", "sjd-pac:8:3x1:law", PRESETS["omega-2"]),
-        ("jacobi@0", "jacobi", "jacobi:0:law", EXACT),
-        ("scd:tv=0.25", "scd", "scd:16:law", Blended(tv=0.25)),
+        ("sjd-pac:omega=2:nu=0.2@8:3x1", "sjd-pac", "sjd-pac:8:3x1", PRESETS["omega-2"]),
+        ("jacobi@0", "jacobi", "jacobi:0", EXACT),
+        ("scd:tv=0.25", "scd", "scd:16", Blended(tv=0.25)),
     ],
 )
 def test_settings_mean_what_is_written(
@@ -299,19 +299,19 @@ def test_published_settings_and_usual_windows_fit_small_models() -> None:
     assert resolved("lantern", small)[2] == Additive(31, bound=0.2)
     assert resolved("lantern:delta=0.1", small)[2] == Additive(31, bound=0.1)
     assert resolved("lantern:delta=0.1:k=99", small)[2] == Additive(99, bound=0.1)
-    assert resolved("scd", small)[1] == "scd:8:law"
-    assert resolved("scd@16", small)[1] == "scd:16:law"
+    assert resolved("scd", small)[1] == "scd:8"
+    assert resolved("scd@16", small)[1] == "scd:16"
 
 
 def test_auto_is_what_was_measured_unless_something_is_asked_for() -> None:
     here = replace(HERE, fastest=("scd", "scd:8"))
-    assert resolved("auto", here)[:2] == ("scd", "scd:8:law")
+    assert resolved("auto", here)[:2] == ("scd", "scd:8")
     assert resolved("auto:lambda-5", here)[:2] == ("lantern++", "naive_extend_57")
     assert resolved("auto@chain", here)[:2] == ("eagle", "chain")
     alone = replace(HERE, has_drafter=False)
-    assert resolved("auto", alone)[:2] == ("scd", "scd:16:law")
+    assert resolved("auto", alone)[:2] == ("scd", "scd:16")
     assert resolved("auto", replace(alone, fastest=("eagle", None)))[0] == "scd"
-    assert resolved("auto", replace(alone, fastest=("scd", "scd:4")))[1] == "scd:4:law"
+    assert resolved("auto", replace(alone, fastest=("scd", "scd:4")))[1] == "scd:4"
     assert resolved("auto:lambda-5", alone)[0] == "sjd-pac"
 
 
@@ -336,8 +336,8 @@ def test_processors_have_small_trees() -> None:
     here = replace(HERE, idle_arithmetic=False)
     assert resolved("eagle", here)[1] == resolved("lantern++", here)[1] == "broad_7"
     assert resolved("eagle2", here)[1] == resolved("lantern", here)[1] == "dynamic:4x3x12"
-    assert resolved("scd", here)[1] == "scd:16:law" and resolved("ar", here)[1] == "root"
-    assert resolved("auto", here)[1] == "scd:2:law"
+    assert resolved("scd", here)[1] == "scd:16" and resolved("ar", here)[1] == "root"
+    assert resolved("auto", here)[1] == "scd:2"
     assert resolved("auto", replace(here, images=4))[0] == "ar"
 
 

@@ -224,5 +224,5 @@ def test_each_tree_goes_to_the_methods_that_can_draft_it(model: Path) -> None:
     settings = [Setting.parse(name) for name in ("ar", "eagle", "lantern", "scd", "sjd-pac")]
     found = settings_columns(pipeline, settings, "chain,dynamic:3x2x8,scd:4", 1, floor=False)
     trees = [column.setting.tree.name for column in found]
-    assert trees[1:4] == ["chain", "dynamic:3x2x8", "scd:4:law"]
+    assert trees[1:4] == ["chain", "dynamic:3x2x8", "scd:4"]
     assert trees[0] == "root" and trees[4].startswith("sjd-pac:")

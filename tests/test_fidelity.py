@@ -107,7 +107,7 @@ def test_average_over_drawn_drafts_is_the_sum_over_all_of_them(name: str) -> Non
     assert float(got.sum()) == pytest.approx(1)
 
 
-def test_broad_laws_leave_exact_acceptance_next_to_no_noise() -> None:
+def test_broad_distributions_leave_exact_acceptance_next_to_no_noise() -> None:
     p, q = torch.randn(2, 1, 4096, generator=torch.Generator().manual_seed(4)).softmax(-1)
     uniform = torch.rand(64, 5, generator=torch.Generator().manual_seed(5))
     place = Place(p, q, torch.zeros(1, 5, dtype=torch.int32), torch.ones(1, 5, dtype=torch.bool))

@@ -246,7 +246,7 @@ def test_draws_of_masses_that_add_up_exactly(device: str, vocabulary: int) -> No
 
 
 @on_devices
-def test_draws_of_real_laws_lie_where_the_uniforms_say(device: str) -> None:
+def test_draws_of_real_distributions_lie_where_the_uniforms_say(device: str) -> None:
     random = Random(3, device)
     probs = (3 * random.normal(12, 300)).softmax(-1)
     uniform = random.uniform(12, 5)
@@ -359,7 +359,7 @@ def test_walk(device: str, name: str) -> None:
 
 
 @on_devices
-def test_walk_of_degenerate_laws(device: str) -> None:
+def test_walk_of_degenerate_distributions(device: str) -> None:
     walked = Walked(device, 5)
     walked.p = walked.q  # every draft is accepted
     got, want = walked.both("exact")

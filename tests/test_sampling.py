@@ -57,7 +57,7 @@ def random_logits(seed: int, *shape: int) -> Tensor:
 
 @pytest.mark.parametrize("top_p_first", [False, True])
 @pytest.mark.parametrize("seed", range(5))
-def test_each_image_of_a_batch_gets_the_law_of_its_own_settings(
+def test_each_image_of_a_batch_gets_the_distribution_of_its_own_settings(
     seed: int, top_p_first: bool
 ) -> None:
     logits = random_logits(seed, len(MIXED), 4)
@@ -72,7 +72,7 @@ def test_each_image_of_a_batch_gets_the_law_of_its_own_settings(
 
 
 @pytest.mark.parametrize("sampling", MIXED[:-1])
-def test_law_does_not_depend_on_the_settings_beside_it(sampling: Sampling) -> None:
+def test_distribution_does_not_depend_on_the_settings_beside_it(sampling: Sampling) -> None:
     logits = random_logits(1, len(MIXED), 3)
     for image in range(len(MIXED)):
         beside = [*MIXED[:image], sampling, *MIXED[image + 1 :]]
@@ -109,7 +109,7 @@ def test_guidance_extrapolates_from_the_unconditional_logits() -> None:
     assert apply_guidance(logits, settings, guidance=True).tolist() == [[[4.0, 1.0]], [[5.0, 5.0]]]
 
 
-def test_laws_are_float32_whatever_the_model_computes_in() -> None:
+def test_probs_are_float32_whatever_the_model_computes_in() -> None:
     logits = random_logits(0, 2, 3).bfloat16()
     settings = sampling_params([Sampling(cfg_scale=2, top_k=5)])
     for guidance, rows in ((True, 1), (False, 2)):

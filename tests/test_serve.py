@@ -719,12 +719,12 @@ def test_what_auto_chose_is_served_with_its_tree_and_each_setting_as_written(mod
         menu = DecodeThread(pipeline, options).menu
         return {name: served.setting.tree.name for name, served in menu.methods.items()}
 
-    assert trees("auto", slots=1) == {"scd": "scd:3:law"}
+    assert trees("auto", slots=1) == {"scd": "scd:3"}
     assert trees("auto", "ar") == {"eagle": "flat_4", "ar": "root"}
-    assert trees("scd@4", "eagle@chain") == {"scd": "scd:4:law", "eagle": "chain"}
+    assert trees("scd@4", "eagle@chain") == {"scd": "scd:4", "eagle": "chain"}
     assert trees("eagle", "scd@4", "ar", tree="broad_7") == {
         "eagle": "broad_7",
-        "scd": "scd:4:law",
+        "scd": "scd:4",
         "ar": "root",
     }
     with pytest.raises(OptionError, match="--methods has eagle twice"):

@@ -355,7 +355,7 @@ def test_exact_keeps_distribution(strangers: Models, tree: Tree, settings: str) 
 
 
 @torch.no_grad()
-def test_distribution_test_notices_a_wrong_law(strangers: Models) -> None:
+def test_distribution_test_notices_a_wrong_distribution(strangers: Models) -> None:
     counts, one = count_images(strangers, SMALL_TREE, cfg_scale=1.0)
     warmer = request(one.prompt, cfg_scale=1.0, temperature=1.2)
     assert surprise(counts, exact_probs(strangers[0], warmer)) > 10

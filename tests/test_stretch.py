@@ -319,7 +319,7 @@ def test_bench_measures_whole_images_and_says_what_they_are(
     report = read_report(file)
     assert report["stretched"] == known and report["model"].endswith(f"stretched to {known}")
     assert [row["images"] for row in report["rows"]] == [1, 1, 1]
-    assert [row["tree"] for row in report["rows"]] == ["root", "flat_4", "scd:4:law"]
+    assert [row["tree"] for row in report["rows"]] == ["root", "flat_4", "scd:4"]
     assert report["sizes"]["layers"] == TWICE.layers and report["sizes"]["width"] == TWICE.width
     assert any("added layers the output projections are zero" in note for note in report["notes"])
     text = tables(report)

@@ -67,15 +67,15 @@ def test_distribution_is_the_blend_and_its_total_variation_the_bound(tv: float) 
     acceptance = Acceptance(tree, blended=True)
     bounds = Bounds.of([Blended(tv=tv)] * PAIRS, 1)
     bounds.tv = torch.full((PAIRS,), tv, dtype=torch.float64)
-    law = torch.zeros_like(p)
+    probs = torch.zeros_like(p)
     for token in range(V):
         child, exists = torch.full((PAIRS, 1), token), torch.ones(PAIRS, 1, dtype=torch.bool)
-        law += q[:, token : token + 1] * acceptance.expectation(p, q, child, exists, bounds, 0)
+        probs += q[:, token : token + 1] * acceptance.expectation(p, q, child, exists, bounds, 0)
     distance = total_variation(p, q)
     share = (tv / distance).clamp(max=1)[:, None]
-    torch.testing.assert_close(law, share * q + (1 - share) * p, rtol=0, atol=1e-12)
+    torch.testing.assert_close(probs, share * q + (1 - share) * p, rtol=0, atol=1e-12)
     wanted = distance.clamp(max=tv)
-    torch.testing.assert_close(total_variation(law, p), wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(total_variation(probs, p), wanted, rtol=0, atol=1e-12)
     blend = acceptance.blend(p[:, None], q[:, None], bounds)
     assert blend is not None
     torch.testing.assert_close(blend.spent[:, 0], wanted, rtol=0, atol=1e-12)
@@ -88,8 +88,8 @@ def test_siblings_leave_the_blend_as_it_is(children: int, seed: int) -> None:
     p, q = random_probs(seed, 6)
     distance = float(total_variation(p, q))
     share = min(1.0, 0.1 / distance)
-    law = siblings_probs(p, q, children, Relaxed(tv=0.1))
-    torch.testing.assert_close(law, share * q + (1 - share) * p, rtol=0, atol=1e-12)
+    probs = siblings_probs(p, q, children, Relaxed(tv=0.1))
+    torch.testing.assert_close(probs, share * q + (1 - share) * p, rtol=0, atol=1e-12)
 
 
 def test_no_other_rule_accepts_more_at_the_same_total_variation() -> None:

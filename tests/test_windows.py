@@ -29,19 +29,20 @@ from lantern_hpu.methods.relaxation import (
     Relaxation,
 )
 from lantern_hpu.methods.request import Request
+from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.methods.table import METHODS
 from lantern_hpu.ops.race import FACTORS, race
 from lantern_hpu.ops.sampling import sample_distinct
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.tree import DraftTree, Window, load_tree, tuned_trees
+from lantern_hpu.tree import DraftTree, Window, is_name_of, load_tree, tuned_trees
 from scripts.windows import main as windows_script
-from scripts.windows import permutation, stale_laws
+from scripts.windows import permutation, stale_probs
 from tests.marks import mostly_slow
 from tests.test_step import DISTRIBUTIONS, SETTINGS, SMALL, count_images, exact_probs, surprise
 from tests.tiny import Models, circle, request, ring, sample, tiny_models
 
 PROMPTS = ["abcd", "xy", "q", "abc"]
-GUESSES = ("law", "left", "above", "random")
+GUESSES = ("probs", "left", "above", "random")
 
 
 def batch(**settings: Any) -> list[Request]:
@@ -110,7 +111,7 @@ def test_jacobi_differs_in_no_token_of_200_images(models: Models) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("settings", mostly_slow(["guided", "unguided top-p"]))
-def test_one_token_decoding_with_fixed_noise_keeps_the_law(settings: str) -> None:
+def test_one_token_decoding_with_fixed_noise_keeps_the_distribution(settings: str) -> None:
     models = tiny_models(SMALL, seed=3)
     counts, one = count_images(models, Window.of("jacobi", 0), **DISTRIBUTIONS[settings])
     assert surprise(counts, exact_probs(models[0], one)) < 4
@@ -134,7 +135,7 @@ RULES = [load_tree(n) for n in ("scd:2", "sjd-pac:2:3x2", "sjd-pac:2:2x1", "sjd-
 @torch.no_grad()
 @pytest.mark.parametrize("settings", mostly_slow(["guided top-k", "unguided"], "unguided"))
 @pytest.mark.parametrize("tree", mostly_slow(RULES, RULES[0]), ids=lambda tree: tree.name)
-def test_windows_keep_the_law_of_whole_images(tree: Window, settings: str) -> None:
+def test_windows_keep_the_distribution_of_whole_images(tree: Window, settings: str) -> None:
     models = tiny_models(SMALL, seed=3)
     counts, one = count_images(models, tree, **DISTRIBUTIONS[settings])
     assert surprise(counts, exact_probs(models[0], one)) < 4
@@ -144,7 +145,7 @@ def test_windows_keep_the_law_of_whole_images(tree: Window, settings: str) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("guess", GUESSES)
 @pytest.mark.parametrize("rule", ["jacobi:2", "scd:2", "sjd-pac:2:3x2"])
-def test_the_law_does_not_depend_on_first_guesses(rule: str, guess: str) -> None:
+def test_the_distribution_does_not_depend_on_first_guesses(rule: str, guess: str) -> None:
     models = tiny_models(SMALL, seed=3)
     counts, one = count_images(models, load_tree(f"{rule}:{guess}"), cfg_scale=1.0)
     assert surprise(counts, exact_probs(models[0], one)) < 4
@@ -152,11 +153,11 @@ def test_the_law_does_not_depend_on_first_guesses(rule: str, guess: str) -> None
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_distribution_test_notices_a_stale_law() -> None:
+def test_distribution_test_notices_a_stale_distribution() -> None:
     """A kept draft beside the distribution that it was once drawn from, as published code has it, is not exact."""
     models, tree = tiny_models(SMALL, seed=1), load_tree("sjd-pac:2:1x0")
     exact, one = count_images(models, tree, cfg_scale=1.0)
-    with stale_laws():
+    with stale_probs():
         wrong, _ = count_images(models, tree, cfg_scale=1.0)
     probs = exact_probs(models[0], one)
     assert surprise(exact, probs) < 4
@@ -184,7 +185,7 @@ def test_the_script_measures_windows_of_any_model(
 ) -> None:
     for what, said in {
         "same": "0 of 8 images and 0 of 128 tokens differ",
-        "law": "| sjd-pac:4:3x3:law, stale |",
+        "lossless": "| sjd-pac:4:3x3, stale |",
         "guesses": "| `sjd-pac` | 4 |",
     }.items():
         sizes = ["--images", "8", "--window", "4", "--widths", "4"]
@@ -253,6 +254,19 @@ def test_names_of_windows_say_all_there_is_to_know() -> None:
     assert [load_tree(tree.name) for tree in trees] == trees
     assert load_tree("sjd-pac:16") == trees[2] and trees[2].size == 1 + 16 + 3 * 2
     assert load_tree("scd:5").is_chain and not trees[2].is_chain
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("scd:16:law", "scd:16"), ("sjd-pac:8:3x1:law", "sjd-pac:8:3x1"), ("scd:9:commit=3:law", "")],
+)
+def test_files_and_requests_with_the_names_of_version_0_2_are_read(old: str, new: str) -> None:
+    tree = load_tree(old)
+    assert tree.name == (new or "scd:9:commit=3") == load_tree(f"{tree.name}:probs").name
+    assert is_name_of(tree, old) and is_name_of(tree, tree.name)
+    assert not is_name_of(tree, "scd:16:left") and not is_name_of(tree, "broad_7")
+    written = Resolved(old.partition(":")[0], EXACT, tree)
+    assert Resolved.read(written.as_json() | {"tree": old}) == written
 
 
 BAD = {
@@ -390,7 +404,7 @@ def test_tune_measures_widths_and_saves_the_fastest(
     given = ["--model", str(model), "--device", "cpu", "--method", "scd", "--images", "2"]
     assert tune.main([*given, "--report", str(report)]) == 0
     rows = json.loads(report.read_text())["rows"]
-    assert [row["tree"] for row in rows] == ["ar", "scd:2:law", "scd:4:law", "scd:8:law"]
+    assert [row["tree"] for row in rows] == ["ar", "scd:2", "scd:4", "scd:8"]
     assert rows[0]["measured"]["tokens_per_step"] == 1 < rows[3]["measured"]["tokens_per_step"]
     assert "times as fast" in capsys.readouterr().out
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")

@@ -96,7 +96,7 @@ class Relaxation:
 
     @property
     def metered(self) -> bool:
-        """Whether what it costs can be told from the drafts that are tried."""
+        """Whether its cost can be computed from the drafts that are tried."""
         return self.active and not (self.lends and self.residual == "official")
 
     def fitted(self, codes: int) -> Relaxation:

@@ -207,8 +207,7 @@ def tree_text(tree: Tree | str) -> str:
     if isinstance(tree, str):
         return tree
     if isinstance(tree, Window):
-        usual = Window.of(tree.rule, 1).guess
-        return tree.name.removeprefix(f"{tree.rule}:").removesuffix(f":{usual}")
+        return tree.name.removeprefix(f"{tree.rule}:")
     return tree.name if isinstance(tree, DynamicTree) else tree.file or tree.name
 
 

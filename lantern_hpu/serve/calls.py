@@ -14,7 +14,7 @@ from lantern_hpu.methods.relaxation import Relaxation, RelaxationOptions
 from lantern_hpu.methods.request import MAX_SEED, Request, Sampling
 from lantern_hpu.methods.setting import Resolved, check_drawn, check_relaxation, check_schedule
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest, refuse
-from lantern_hpu.tree import Tree
+from lantern_hpu.tree import Tree, is_name_of
 
 Shape = tuple[tuple[int, int] | None, int | None]  # grid and prefix of a spec
 ONE_SHAPE: Shape = (None, None)  # of a model that has one size and one length
@@ -142,9 +142,9 @@ def read_method(given: Mapping[str, Any], menu: Menu) -> Served:
     if name != "auto" and name not in menu.methods:
         raise refuse("method", name, ", ".join(["auto", *names]))
     served = menu.methods[names[0] if name == "auto" else name]
-    tree = served.setting.tree.name
-    if given.get("tree", tree) != tree:
-        raise refuse("tree", given["tree"], f"{tree}, which {served.setting.method} serves")
+    tree = served.setting.tree
+    if not is_name_of(tree, given.get("tree", tree.name)):
+        raise refuse("tree", given["tree"], f"{tree.name}, which {served.setting.method} serves")
     final = served.setting.commit
     if given.get("commit", final) != final:
         raise refuse("commit", given["commit"], f"{final}, as {served.setting.method} is served")

@@ -25,7 +25,9 @@ DYNAMIC = "dynamic"
 MOST_CHILDREN, MOST_EXPANSIONS, MOST_CANDIDATES = 64, 16, 4200  # of a dynamic tree
 
 Rule = Literal["jacobi", "scd", "sjd-pac"]  # how a window's drafts are verified and made
-Guess = Literal["law", "left", "above", "random"]  # what stands at places that have just entered it
+Guess = Literal["probs", "left", "above", "random"]  # what stands at a place that no step has seen
+USUAL: Guess = "probs"  # left out of a window's name
+OLD_USUAL = ":law"  # how files of version 0.2 end the name of a window with the usual guess
 COMMIT = "commit="  # in the name of a window on a fixed schedule
 MOST_WINDOW, FRONT = 256, (3, 3)  # drafts in a row; siblings and levels of sjd-pac's front
 
@@ -290,7 +292,7 @@ class Window(DraftTree):
     """
 
     rule: Rule = "jacobi"
-    guess: Guess = "law"
+    guess: Guess = USUAL
     commit: int = 0
 
     @classmethod
@@ -299,7 +301,7 @@ class Window(DraftTree):
         rule: Rule,
         width: int,
         front: tuple[int, int] | None = None,
-        guess: Guess = "law",
+        guess: Guess = USUAL,
         commit: int | None = None,
     ) -> Window:
         """The window of a rule.
@@ -336,7 +338,7 @@ class Window(DraftTree):
             for rank in range(siblings if depth < levels else 1)
         ]
         shape = f":{siblings}x{levels}" if rule == "sjd-pac" else ""
-        return cls(f"{rule}:{width}{shape}:{guess}", ((), *paths), rule, guess)
+        return cls(f"{rule}:{width}{shape}{suffix(guess)}", ((), *paths), rule, guess)
 
     @classmethod
     def scheduled(
@@ -356,19 +358,19 @@ class Window(DraftTree):
             why = "siblings are tried where a draft is refused, and a fixed schedule refuses none"
             raise TreeError("--window-tree and --commit exclude each other", why)
         paths = tuple((0,) * depth for depth in range(commit + width))
-        return cls(f"{rule}:{width}:{COMMIT}{commit}:{guess}", paths, rule, guess, commit)
+        return cls(f"{rule}:{width}:{COMMIT}{commit}{suffix(guess)}", paths, rule, guess, commit)
 
     @classmethod
     def parse(cls, name: str) -> Window:
-        """`scd:16`, `scd:16:left`, `scd:16:commit=4`, or `sjd-pac:16:3x3:law`: rule, W, C or K x D, and guess.
+        """`scd:16`, `scd:16:left`, `scd:16:commit=4`, or `sjd-pac:16:3x3:probs`: rule, W, C or K x D, and guess.
 
         What is usual may be left out.
 
         Raises:
             TreeError: it cannot be read, or see `of`.
         """
-        rule, *parts = name.split(":")
-        guess = parts.pop() if parts and parts[-1] in get_args(Guess) else "law"
+        rule, *parts = name.removesuffix(OLD_USUAL).split(":")
+        guess = parts.pop() if parts and parts[-1] in get_args(Guess) else USUAL
         commit = parts.pop().removeprefix(COMMIT) if parts[1:] and COMMIT in parts[-1] else None
         if not 1 <= len(parts) <= 2 or not all(n.isdecimal() for n in (parts[0], commit or "0")):
             why = "expected rule, width and what else differs from the usual"
@@ -422,6 +424,11 @@ class Window(DraftTree):
 Tree = DraftTree | DynamicTree
 
 
+def suffix(guess: Guess) -> str:
+    """What a guess adds to the name of a window."""
+    return "" if guess == USUAL else f":{guess}"
+
+
 def parse_front(text: str) -> tuple[int, int]:
     """`3x3` as 3 siblings at 3 levels.
 
@@ -433,6 +440,16 @@ def parse_front(text: str) -> tuple[int, int]:
         why = "expected siblings and levels"
         raise TreeError(f"cannot read --window-tree {text!r}", why, "--window-tree 3x3")
     return int(sizes[0]), int(sizes[1])
+
+
+def is_name_of(tree: Tree, text: str) -> bool:
+    """Whether a text names a tree; a window has more than one form."""
+    if not isinstance(tree, Window):
+        return text == tree.name
+    try:
+        return Window.parse(text) == tree
+    except TreeError:
+        return False
 
 
 def check_node(name: str, path: Path, known: set[Path], draws: int) -> None:

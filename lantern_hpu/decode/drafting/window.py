@@ -127,7 +127,7 @@ class WindowDrafting(Drafting):
         place = self.place[1:].expand(len(slot), -1)  # [A, W]
         probs = self.sampler(hidden[:, -1:], entry, 0).expand(-1, self.width, -1)  # [A, W, V]
         probs = self.closed(probs, place)
-        if self.tree.guess == "law":
+        if self.tree.guess == "probs":
             tokens = self.fastest(probs, race(keys, self.token), entry)
         else:
             guess = root[:, None].expand(-1, self.width)
@@ -231,7 +231,7 @@ class WindowDrafting(Drafting):
     ) -> None:
         """Store the next drafts and their probs; a guess that was not drawn has probability 1."""
         kept: WindowState = state.drafting
-        if self.tree.guess != "law":
+        if self.tree.guess != "probs":
             new = self.place[:-1] >= seen[:, None]  # [B, W]
             tokens = torch.where(new, self.guess(tokens, root, count, seen, state), tokens)
             probs = torch.where(new[..., None], certain(probs, tokens), probs)

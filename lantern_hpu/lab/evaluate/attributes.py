@@ -40,7 +40,7 @@ from lantern_hpu.lab.scenes.scene import (
     WHEN,
 )
 
-SIDE = 64  # pixels, of what the network sees
+SIDE = 64  # pixels, of the network's input
 FEATURES = 64
 WEIGHTS = ASSETS / "attributes.safetensors"
 RETRAIN = "python -m scripts.train_attributes"
@@ -171,7 +171,7 @@ def to_network(pixels: Pixels) -> Tensor:
 
 
 def small(image: Image.Image) -> Pixels:
-    """A picture as the network sees it, [SIDE, SIDE, 3]; larger ones are averaged over areas."""
+    """A picture as the network's input, [SIDE, SIDE, 3]; larger ones are averaged over areas."""
     rgb = image.convert("RGB")
     if rgb.size != (SIDE, SIDE):
         rgb = rgb.resize((SIDE, SIDE), Image.Resampling.BOX)

@@ -87,7 +87,7 @@ def evaluate(wanted: EvaluateRequest, argv: Sequence[str]) -> str:
     from lantern_hpu.lab.rows import heading
     from lantern_hpu.pipeline import LanternPipeline
 
-    # Whatever a protocol lacks is said before the model is loaded.
+    # Whatever a protocol lacks is an error before the model is loaded.
     scorer: Scorer | None = None
     if library is not None:
         scorer = LibraryScorer(library, wanted.images, wanted.output)

@@ -43,7 +43,7 @@ class Family:
     """One family; its file says the same of each.
 
     Attributes:
-        recognises: whether these tensors, and what is said of them, are of the family.
+        recognises: whether these tensors, with their metadata, are of the family.
         read: what they are; takes them, the config.json beside them, and where the other parts lie.
         ignored: what the names of tensors that are not needed have in them.
         sampling: published settings of each kind, by the names that the list of known models has for those.

@@ -64,7 +64,7 @@ def check_draws(checkpoint: Checkpoint, about: dict[str, Any], config: Transform
     """Raise a WeightsError for base Chameleon, whose head was not published for image tokens."""
     first = FIRST_IMAGE_TOKEN
     if "lm_head.weight" not in checkpoint:
-        return  # which is said with whatever else is missing
+        return  # an error names it with whatever else is missing
     head = checkpoint.read("lm_head.weight")[first : first + config.vocab_size : 64]
     if about.get("mask_image_logits") or not bool(head.float().abs().sum() > 0):
         why = "this is base Chameleon, which reads images and does not draw them"

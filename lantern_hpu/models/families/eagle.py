@@ -129,7 +129,7 @@ def eagle_config(
     if block is not None and int(block) != target.tokens:
         why = f"it drafts images of {block} tokens, the target draws {target.tokens}"
         raise WeightsError(what, why, FITTING)
-    shift = about.get("drafter_shift", 1)  # see `DrafterConfig`; EAGLE's, where nothing is said
+    shift = about.get("drafter_shift", 1)  # see `DrafterConfig`; EAGLE's, where the file has none
     if shift not in (0, 1):
         what = f"the drafter {checkpoint.path} cannot be used"
         raise WeightsError(what, f"drafter_shift is {shift}", "0 or 1")
