@@ -47,7 +47,7 @@ from lantern_hpu.models.text.frames import no_negative
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.ops.kernels import Kernels
-from lantern_hpu.results.images import Drawn, GenerationResult, ImageRecord, OutputType, RunTiming
+from lantern_hpu.results.images import Drawn, GenerationResult, ImageRecord, OutputType, RunStats
 from lantern_hpu.results.progress import Bar, Event
 from lantern_hpu.tree import Tree
 from lantern_hpu.zoo.find import find_parts
@@ -542,7 +542,7 @@ class LanternPipeline:
         size = batch_size_for(len(requests), batch_size)
         spec = replace(self.spec(requests, setting.tree, size), open=len(requests) > size)
         engine, config = self.engines.get(spec), self.describe(setting)
-        timing = RunTiming(load_s=self.load_seconds)
+        timing = RunStats(load_s=self.load_seconds)
         self.prepare(engine, requests, timing)
         before, counted = engine.report(), self.backend.queue.counters()
         environment = self.environment()
@@ -587,7 +587,7 @@ class LanternPipeline:
         record, settings = self.record(done), config | settings_of(done.request)
         return Drawn(pixels[0] if pixels else None, record, settings, environment)
 
-    def prepare(self, engine: Engine, requests: Sequence[Request], timing: RunTiming) -> None:
+    def prepare(self, engine: Engine, requests: Sequence[Request], timing: RunStats) -> None:
         """Whatever is done once, before the first batch."""
         began = time.perf_counter()
         with self.backend.errors(), torch.no_grad():
@@ -601,7 +601,7 @@ class LanternPipeline:
         self,
         engine: Engine,
         requests: Sequence[Request],
-        timing: RunTiming | None = None,
+        timing: RunStats | None = None,
         callback: Callable[[Event], None] | None = None,
     ) -> list[Finished]:
         """Images that fit into an engine's slots, or more if its spec is open; in their order.
@@ -625,7 +625,7 @@ class LanternPipeline:
         self,
         engine: Engine,
         requests: Sequence[Request],
-        timing: RunTiming | None = None,
+        timing: RunStats | None = None,
         callback: Callable[[Event], None] | None = None,
         most: int | None = None,
     ) -> Iterator[tuple[int, Finished]]:
@@ -635,24 +635,24 @@ class LanternPipeline:
             timing: what is spent is added here, but for what the callback and the caller take meanwhile.
             most: steps after which the run ends, done or not; no limit if not given.
         """
-        spent = RunTiming() if timing is None else timing
+        spent = RunStats() if timing is None else timing
         waiting, numbers = deque(enumerate(requests)), dict[int, int]()  # image of a slot
         batch, done = self.batch(engine), list[Finished]()
-        while (waiting or batch.running) and (most is None or batch.timing.count < most):
-            began, before = time.perf_counter(), replace(batch.timing)
+        while (waiting or batch.running) and (most is None or batch.steps < most):
+            began, before, steps = time.perf_counter(), replace(batch.timing), batch.steps
             if waiting and batch.free:
                 news = [waiting.popleft() for _ in batch.free[: len(waiting)]]
                 slots = batch.admit([request for _, request in news])
                 numbers.update(zip(slots, (number for number, _ in news), strict=True))
             elif batch.running:
-                left = None if most is None else most - batch.timing.count
+                left = None if most is None else most - batch.steps
                 batch.advance(soon=bool(waiting), most=left)
             finished = batch.finished()
             now = batch.timing
             spent.text_s += now.text - before.text
             spent.prefill_s += now.prefill - before.prefill
             spent.steps_s += now.steps - before.steps
-            spent.steps += now.count - before.count
+            spent.steps += batch.steps - steps
             spent.generate_s += time.perf_counter() - began - (now.text - before.text)
             done += finished
             if callback is not None:
@@ -680,7 +680,7 @@ class LanternPipeline:
             total_rows=rows * images,
             running=len(states),
             tokens_per_step=rate,
-            steps=batch.timing.count,
+            steps=batch.steps,
             tokens=gained + len(states) + len(done),
             preview=draw,
         )

@@ -32,7 +32,7 @@ from lantern_hpu.lab.fidelity import interval, prompts_of
 from lantern_hpu.methods.request import Request
 from lantern_hpu.ops.sampling import gather, gather_rows
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import RunTiming
+from lantern_hpu.results.images import RunStats
 from lantern_hpu.results.tables import markdown
 from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.tree import DraftTree, Guess, Rule, Tree, Window
@@ -68,7 +68,7 @@ def draw(pipeline: LanternPipeline, tree: Tree, seeds: Sequence[int], batch: int
     requests = [Request(usual[seed % len(usual)], seed, sampling) for seed in seeds]
     spec = pipeline.spec(requests, tree, min(batch, len(requests)))
     engine = pipeline.engines.get(replace(spec, open=len(requests) > batch))
-    pipeline.prepare(engine, requests, RunTiming())
+    pipeline.prepare(engine, requests, RunStats())
     tokens = np.zeros((len(seeds), pipeline.model.target.config.tokens), np.int64)
     steps = np.zeros(len(seeds), np.int64)
     with tqdm(total=len(seeds), desc=tree.name, unit="image", file=sys.stderr) as bar:

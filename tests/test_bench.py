@@ -56,7 +56,7 @@ from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfi
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import RunTiming
+from lantern_hpu.results.images import RunStats
 from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree, tuned_trees
 from lantern_hpu.zoo import registry
 from scripts import floors
@@ -258,7 +258,7 @@ def test_a_run_that_ends_after_some_steps_has_drawn_the_beginning_of_the_image(
     whole = pipeline.draw(requests, case.setting, 1).tokens[0]
     engine, timing = (
         pipeline.engines.get(pipeline.spec(requests, case.setting.tree, 1)),
-        RunTiming(),
+        RunStats(),
     )
     assert not list(pipeline.stream(engine, requests, timing, most=2))
     assert timing.steps == 2 and engine.known is not None

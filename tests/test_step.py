@@ -533,7 +533,7 @@ def test_images_end_exactly_and_counts_add_up(tree: Tree, grid: tuple[int, int])
     decoded = engine.result()
     assert decoded.tokens.shape == (8, total)
     assert decoded.tokens.min() >= 0 and decoded.tokens.max() < CONFIG.vocab_size
-    assert batch.timing.count == max(decoded.steps)  # no step after the slowest image was done
+    assert batch.steps == max(decoded.steps)  # no step after the slowest image was done
     for steps, accepted in zip(decoded.steps, decoded.accepted, strict=True):
         # Each step adds its accepted drafts and one token; the last bonus may lie past the end.
         assert steps + sum(accepted) in (total - 1, total)
@@ -603,7 +603,7 @@ def test_progress_grows_to_the_whole_image(models: Models) -> None:
     running.admit(requests)
     while True:
         assert running.total == N
-        seen.append((running.timing.count, running.known))
+        seen.append((running.steps, running.known))
         so_far = engine.partial()
         if not running.running:
             break
@@ -675,6 +675,6 @@ def test_reading_ahead_takes_the_same_steps(models: Models, tree: DraftTree) -> 
     want, got = plain.result(), ahead.result()
     assert got.tokens.tolist() == want.tokens.tolist() and got.steps == want.steps
     # No step runs that the slowest image does not need.
-    assert [running.timing.count for running in batches] == [max(want.steps)] * 2
+    assert [running.steps for running in batches] == [max(want.steps)] * 2
     assert ahead.step.stats.replays == plain.step.stats.replays
     assert backend.queue.reads > 0

@@ -29,7 +29,6 @@ class Timing:
         0.0  # admission of images to empty slots; beside running ones it is not waited for
     )
     steps: float = 0.0  # uniforms, replays and host reads
-    count: int = 0  # steps that are known to be done
 
 
 @dataclass
@@ -75,7 +74,8 @@ class Batch:
         self.slots: list[SlotState | None] = [None] * engine.spec.images
         self.timing = Timing()
         self.total = engine.target.config.tokens  # N
-        self.queued = 0  # steps asked for, of which `timing.count` are known to be done
+        self.queued = 0  # steps asked for
+        self.steps = 0  # those of them that are known to be done
 
     # -- who is here
 
@@ -164,7 +164,7 @@ class Batch:
             if state is not None:
                 state.known, state.step, state.pending = tokens, state.step + count, pending
         self.queued += count
-        self.timing.count = self.queued - pending
+        self.steps = self.queued - pending
         self.timing.steps += time.perf_counter() - began
         self.engine.check_captures()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from lantern_hpu.backends.base import Backend
-from lantern_hpu.results.images import RunTiming
+from lantern_hpu.results.images import RunStats
 from lantern_hpu.results.progress import Event
 
 
@@ -29,7 +29,7 @@ def seconds_of(backend: Backend, function: Callable[[], object], calls: int = 1)
     return (device_time(backend) - began) / calls
 
 
-def image_seconds(timing: RunTiming, images: int) -> float:
+def image_seconds(timing: RunStats, images: int) -> float:
     """Prompt to pixels, without loading and warm-up."""
     return (timing.text_s + timing.generate_s + timing.decode_s) / images
 
@@ -49,7 +49,7 @@ class StepClock:
     """
 
     show: Callable[[str], object] = str
-    timing: RunTiming = field(default_factory=RunTiming)
+    timing: RunStats = field(default_factory=RunStats)
     blocks: list[tuple[float, int]] = field(default_factory=list)
     _seen: tuple[float, int] = (0.0, 0)
 

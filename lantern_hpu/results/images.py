@@ -58,8 +58,8 @@ class ImageRecord:
 
 
 @dataclass
-class RunTiming:
-    """Seconds of a run's phases, and the number of steps that `steps_s` are the seconds of."""
+class RunStats:
+    """What a run took: seconds of its phases, and how many steps `steps_s` are the seconds of."""
 
     import_s: float = 0.0
     load_s: float = 0.0
@@ -131,7 +131,7 @@ class GenerationResult:
     pictures: list[Image.Image]
     records: list[ImageRecord]
     tokens: NDArray[np.int64]
-    timing: RunTiming
+    timing: RunStats
     graph: dict[str, Any]
     settings: list[dict[str, Any]]
     config: dict[str, Any]

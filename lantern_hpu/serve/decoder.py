@@ -385,10 +385,10 @@ class DecodeThread:
     def advance(self, lane: Lane) -> None:
         batch, method = lane.batch, lane.served.setting.method
         if batch.running:
-            before = replace(batch.timing)
+            before, seconds = batch.steps, batch.timing.steps
             batch.advance(soon=True)
-            if steps := batch.timing.count - before.count:
-                each = (batch.timing.steps - before.steps) / steps
+            if steps := batch.steps - before:
+                each = (batch.timing.steps - seconds) / steps
                 self.metrics.step.labels(self.menu.model, method).observe(each)
         for slot in [slot for slot, job in lane.jobs.items() if self.gone(job)]:
             lane.leave(slot)

@@ -19,7 +19,7 @@ from lantern_hpu.lab.clock import StepClock, device_time, quantile, seconds_of
 from lantern_hpu.methods.request import Request
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import ImageRecord, RunTiming, mean_tv, tokens_per_step
+from lantern_hpu.results.images import ImageRecord, RunStats, mean_tv, tokens_per_step
 from lantern_hpu.tree import DynamicTree
 
 WARM_STEPS = 16  # of the first batch, after capture and replay, before anything is timed
@@ -103,7 +103,7 @@ class RunMeter:
         self.batches = [requests[i : i + size] for i in range(0, len(requests), size)]
         pipeline.backend.memory(reset_peak=True)
         self.engine = pipeline.engines.get(pipeline.spec(requests, case.setting.tree, size))
-        pipeline.prepare(self.engine, requests, RunTiming())
+        pipeline.prepare(self.engine, requests, RunStats())
         is_long = pipeline.model.stretched is not None
         self.split = min(BRIEF_STEPS, SPLIT_STEPS) if is_long else SPLIT_STEPS
         self.begin(show)

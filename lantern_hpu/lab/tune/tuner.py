@@ -24,7 +24,7 @@ from lantern_hpu.lab.tune.search import best_tree, most_reached
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.request import Request, in_turn
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import RunTiming
+from lantern_hpu.results.images import RunStats
 from lantern_hpu.results.prompts import usual_prompts
 from lantern_hpu.tree import DRAWS, DraftTree, Window, load_static
 from lantern_hpu.tree.named import NAMED
@@ -131,7 +131,7 @@ class Tuner:
         timed, count = (FEW, FEW) if self.is_long else (TIMED, STEPS)
         with self.part(f"step over {tree.size} nodes, depth {tree.depth}"):
             engine = self.engine(requests, tree)
-            timings = [RunTiming() for _ in range(timed + 1)]
+            timings = [RunStats() for _ in range(timed + 1)]
             for timing in timings:
                 list(self.pipeline.stream(engine, requests, timing, most=count))
         # The first is not counted
@@ -167,7 +167,7 @@ class Tuner:
         with self.part(f"drawing, {tree.name if tree.depth else 'ar'}"):
             engine = self.engine(requests, tree)
             for start in range(0, count, size):
-                batch, timing = requests[start : start + size], RunTiming()
+                batch, timing = requests[start : start + size], RunStats()
                 finished = self.pipeline.draw_batch(
                     engine, batch, timing, lambda event: self.show_row(event.rows // size)
                 )

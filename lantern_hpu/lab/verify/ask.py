@@ -26,7 +26,7 @@ from lantern_hpu.methods.setting import Setting
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.requirements import Counted, setup_of
-from lantern_hpu.results.images import RunTiming
+from lantern_hpu.results.images import RunStats
 
 PROMPT = "a red apple"
 SEED = 7
@@ -88,7 +88,7 @@ class Asked:
 
     def steps(self, pipeline: LanternPipeline, method: str, most: int | None) -> tuple[Engine, int]:
         """An engine after so many steps of one image, and how many those were."""
-        chosen, timing = pipeline.resolve(method), RunTiming()
+        chosen, timing = pipeline.resolve(method), RunStats()
         request = Request(PROMPT, SEED, pipeline.model.sampling, chosen.relaxation)
         engine = pipeline.engines.get(pipeline.spec([request], chosen.tree, 1))
         pipeline.prepare(engine, [request], timing)
