@@ -124,14 +124,12 @@ class Moves:
     goal: Tensor  # [B, D] int32, none of them twice
 
     @classmethod
-    def allocate(cls, config: TransformerConfig, spec: Spec, device: torch.device) -> Moves | None:
-        """Nothing to move; None where an accepted path always lies where it belongs."""
+    def allocate(cls, spec: Spec, device: torch.device) -> Moves | None:
+        """Zeros, which admission replaces; None where an accepted path always lies where it belongs."""
         if spec.tree.is_chain or not spec.tree.depth:
             return None
-        first = config.prefix + spec.tree.size
-        places = (torch.arange(spec.tree.depth) + first) % capacity(config, spec.tree)
-        idle = places.int().expand(spec.images, -1).contiguous().to(device)
-        return cls(idle, idle.clone())
+        shape = spec.images, spec.tree.depth
+        return cls(whole(device, *shape), whole(device, *shape))
 
 
 @dataclass
@@ -217,7 +215,7 @@ class DecodeState:
             tokens=whole(device, b * token_columns(config, spec.tree)),
             root=whole(device, b),
             kv_cache=KVCache.allocate(*sizes, dtype, device, by_head),
-            moves=Moves.allocate(config, spec, device),
+            moves=Moves.allocate(spec, device),
             drafting=drafting,
             known=whole(device, b),
             steps=whole(device, b),
