@@ -205,6 +205,10 @@ class Queue:
         """Copy a tensor of the host into one of the device, after what was launched before."""
         target.copy_(values)
 
+    def to_device(self, values: Tensor, device: torch.device | None) -> Tensor:
+        """A new tensor of the host on the device, or left on the host; what was launched before is not waited for."""
+        return values.to(device)
+
     def read(self, values: Tensor) -> Callable[[], list[int]]:
         """Start to copy a small tensor [n] to the host as it is now; the returned function waits for it."""
         result: list[int] = values.tolist()

@@ -227,7 +227,9 @@ class LanternPipeline:
             with backend.errors():
                 held = backend.tuning.holds_rows(invariant == "on", [graphs])
                 chosen = kernels_for(backend, kernels, number, loadable.config.target, held)
-                place = Placement(number, backend.device, chosen, keep_text=keep_text)
+                place = Placement(
+                    number, backend.device, chosen, keep_text, backend.queue.to_device
+                )
                 loaded = load_quantized(loadable, place, quantize)
                 matrices = [*loaded.stepping, *loaded.condition.parts().values()]
                 layout = backend.tuning.lay_out(matrices, layout, [graphs], held)

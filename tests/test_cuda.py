@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs.cuda import CUDAGraphRunner
 from lantern_hpu.methods.relaxation import Multiplicative
+from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import load_static
 from tests.tiny import draw, make_engine, request, ring, spec_for, tiny_models
 
@@ -192,3 +194,23 @@ def test_card_draws_the_processors_tokens() -> None:
     card = draw(on_card("chain", "cuda_graph", requests), requests)
     spec = spec_for(load_static("chain"), requests)
     assert card.tokens.tolist() == draw(make_engine(tiny_models(), spec), requests).tokens.tolist()
+
+
+@needs_card
+@pytest.mark.cuda
+def test_prompts_go_up_without_waiting_for_the_card(model: Path) -> None:
+    """Images that run are not held up by the prompt of one that is let in beside them."""
+    pipeline = LanternPipeline.from_pretrained(str(model), device="cuda")
+    prompts = [request("abcd", 1), request("xy", 2)]
+    setting = pipeline.resolve("ar")
+    engine = pipeline.engines.get(pipeline.spec(prompts, setting.tree, 2))
+    with torch.no_grad():
+        first = pipeline.prefix(engine, prompts)
+    torch.cuda.set_sync_debug_mode("error")  # a copy from pageable memory raises
+    try:
+        with torch.no_grad():
+            again = pipeline.prefix(engine, prompts)
+            engine.upload_prefix(again, engine.state.entry)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(x, y) for x, y in zip(first, again, strict=True))

@@ -27,6 +27,11 @@ class CUDAQueue(Queue):
     def upload(self, values: Tensor, target: Tensor) -> None:
         target.copy_(values.pin_memory(), non_blocking=True)
 
+    def to_device(self, values: Tensor, device: torch.device | None) -> Tensor:
+        if device is None or device.type != "cuda":
+            return values.to(device)
+        return values.pin_memory().to(device, non_blocking=True)
+
     def read(self, values: Tensor) -> Callable[[], list[int]]:
         copy = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
         copy.copy_(values, non_blocking=True)

@@ -19,6 +19,7 @@ from lantern_hpu.models.emu3_vq import Emu3VQ
 from lantern_hpu.models.text.prefix import Conditioner
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.models.vq import VQModel
+from lantern_hpu.ops.buffers import ToDevice, to_device
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 
 
@@ -30,6 +31,7 @@ class Placement:
     device: torch.device | None = None
     kernels: Kernels = PLAIN
     keep_text: str = "host"  # where the text encoder stays once prompts are encoded
+    to_device: ToDevice = to_device  # how prompts go up
 
 
 Tokenizer = VQModel | Emu3VQ  # of pictures

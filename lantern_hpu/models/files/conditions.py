@@ -37,20 +37,21 @@ def make_condition(
     Raises:
         WeightsError: the tokenizer or the text encoder is missing, or is for another target.
     """
-    dim, prefix = target.config.dim, target.config.prefix
+    dim, prefix, up = target.config.dim, target.config.prefix, placement.to_device
     if config.kind == "tokens":
         tokenizer = load_tokenizer(folder)
         words, vocabulary = splitter(tokenizer), tokenizer.get_vocab()
         frame = FRAMES[config.frame](words, vocabulary, target.config, folder)
         with shapes_only():
             word_table = nn.Embedding(config.rows, dim) if config.rows else None
-        return TokenConditioner(tokenizer, frame, target.embed, word_table)
+        return TokenConditioner(tokenizer, frame, target.embed, word_table, up)
     with shapes_only():
         if config.kind == "classes":
-            return ClassConditioner(nn.Embedding(config.classes + 1, dim))
+            return ClassConditioner(nn.Embedding(config.classes + 1, dim), up)
         projection = CaptionProjection(config.dim, dim, prefix)
         if config.kind == "words":
-            return CaptionConditioner(WordConditioner(config.words, config.dim, prefix), projection)
+            words = WordConditioner(config.words, config.dim, prefix, up)
+            return CaptionConditioner(words, projection)
     return CaptionConditioner(text_encoder(config, prefix, placement), projection)
 
 
@@ -63,12 +64,13 @@ def text_encoder(
         WeightsError: it is not there, or of another width.
     """
     dtype, keep = placement.dtype or torch.float32, placement.keep_text
+    where = placement.device, placement.to_device
     if config.text is not None and is_saved(Path(config.text)):
-        return SavedFeatures(Path(config.text), prefix, config.dim, dtype, placement.device)
+        return SavedFeatures(Path(config.text), prefix, config.dim, dtype, *where)
     if config.text is None or not Path(config.text).is_dir():
         what = "the text encoder is missing" + (f" ({config.text})" if config.text else "")
         raise WeightsError(what, "prompts cannot be read", "--text-encoder FOLDER")
-    text = T5Conditioner(Path(config.text), prefix, dtype, placement.device, keep)
+    text = T5Conditioner(Path(config.text), prefix, dtype, *where, keep=keep)
     if text.width != config.dim:
         why = f"its features are {text.width} wide, the target reads {config.dim}"
         raise WeightsError(f"the text encoder {text.folder} is for another target", why)

@@ -19,6 +19,7 @@ from torch import Tensor
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.files import sha256
 from lantern_hpu.models.text.words import TextFeatures, left_padded
+from lantern_hpu.ops.buffers import ToDevice, to_device
 
 NUMPY, SAFE = ".npy", ".safetensors"
 
@@ -48,9 +49,10 @@ class SavedFeatures:
         width: int,
         dtype: torch.dtype = torch.float32,
         device: torch.device | None = None,
+        to_device: ToDevice = to_device,
     ) -> None:
         self.path, self.prefix, self.width = path, prefix, width
-        self.dtype, self.device = dtype, device
+        self.dtype, self.device, self.to_device = dtype, device, to_device
 
     @cached_property
     def names(self) -> dict[str, Path]:
@@ -86,7 +88,7 @@ class SavedFeatures:
         """
         self.prepare(prompts)
         rows = [self.real(prompt) for prompt in prompts]
-        return left_padded(rows, self.prefix, self.width, self.dtype, self.device)
+        return left_padded(rows, self.prefix, self.width, self.dtype, self.device, self.to_device)
 
     def notes(self, prompt: str) -> list[str]:
         return []

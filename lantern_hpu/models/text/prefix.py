@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.text.classes import class_index
 from lantern_hpu.models.text.words import TextConditioner
+from lantern_hpu.ops.buffers import ToDevice, to_device
 
 
 class Prefix(NamedTuple):
@@ -129,8 +130,8 @@ class ClassConditioner(FixedPrefix):
 
     takes_classes = True
 
-    def __init__(self, table: nn.Embedding) -> None:
-        self.table = table
+    def __init__(self, table: nn.Embedding, to_device: ToDevice = to_device) -> None:
+        self.table, self.to_device = table, to_device
 
     def prepare(self, prompts: Sequence[str]) -> None:
         for prompt in prompts:
@@ -140,7 +141,7 @@ class ClassConditioner(FixedPrefix):
         chosen = [class_index(prompt) for prompt in prompts]
         if guidance:
             chosen += [self.table.num_embeddings - 1] * len(chosen)
-        index = torch.tensor(chosen, device=self.table.weight.device)[:, None]
+        index = self.to_device(torch.tensor(chosen), self.table.weight.device)[:, None]
         return wordless(self.table(index), torch.ones_like(index, dtype=torch.bool))
 
     def notes(self, prompt: str) -> list[str]:

@@ -19,6 +19,7 @@ from lantern_hpu.models.files.checkpoint import SINGLES
 from lantern_hpu.models.options import KEEP_TEXT
 from lantern_hpu.models.text.cleaning import clean
 from lantern_hpu.models.text.words import TextFeatures, left_padded
+from lantern_hpu.ops.buffers import ToDevice, to_device
 
 CACHED = 1024  # prompts whose features stay on the host, at most 0.5 GB for flan-t5-xl
 HINT = "download all files of google/flan-t5-xl into one folder"
@@ -48,12 +49,13 @@ class T5Conditioner:
         prefix: int = 120,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | None = None,
+        to_device: ToDevice = to_device,
         keep: str = "host",
     ) -> None:
         require(keep in KEEP_TEXT, "--keep-text", keep, choices(KEEP_TEXT))
         check_t5_files(folder)
         self.folder, self.prefix, self.dtype, self.device = folder, prefix, dtype, device
-        self.keep = keep
+        self.keep, self.to_device = keep, to_device
         with reading(folder / "config.json", HINT) as about:
             self.width = int(about["d_model"])  # C
         # Missing packages show now, not after the image model is loaded.
@@ -72,7 +74,7 @@ class T5Conditioner:
         """
         self.prepare(prompts)
         rows = [self._known[prompt] for prompt in prompts]
-        return left_padded(rows, self.prefix, self.width, self.dtype, self.device)
+        return left_padded(rows, self.prefix, self.width, self.dtype, self.device, self.to_device)
 
     def prepare(self, prompts: Sequence[str]) -> None:
         """Encode the prompts that are not known yet, then put the encoder where `keep` says.

@@ -13,6 +13,7 @@ from lantern_hpu.errors import WeightsError, needing
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.text.frames import Frame
 from lantern_hpu.models.text.prefix import Prefix
+from lantern_hpu.ops.buffers import ToDevice, to_device
 
 PROMPT_POSITIONS = 256  # P: what a prompt and its frame must fit into
 
@@ -45,18 +46,19 @@ class TokenConditioner:
     takes_classes = False
 
     def __init__(
-        self, tokenizer: Any, frame: Frame, embed: nn.Module, word_table: nn.Embedding | None = None
+        self,
+        tokenizer: Any,
+        frame: Frame,
+        embed: nn.Module,
+        word_table: nn.Embedding | None = None,
+        to_device: ToDevice = to_device,
     ) -> None:
         """
         Args:
             embed: the target's embedding, which looks the words up too. word_table: a table of words in its place.
         """
-        self.tokenizer, self.frame, self.embed, self.word_table = (
-            tokenizer,
-            frame,
-            embed,
-            word_table,
-        )
+        self.tokenizer, self.frame, self.embed = tokenizer, frame, embed
+        self.word_table, self.to_device = word_table, to_device
         self.width = frame.config.prefix
         self.others: dict[TransformerConfig, TokenConditioner] = {}  # of other sizes
 
@@ -67,7 +69,7 @@ class TokenConditioner:
         if config not in self.others:
             frame = self.frame.sized(config)
             self.others[config] = TokenConditioner(
-                self.tokenizer, frame, self.embed, self.word_table
+                self.tokenizer, frame, self.embed, self.word_table, self.to_device
             )
         return self.others[config]
 
@@ -102,10 +104,11 @@ class TokenConditioner:
             words = negatives or [None] * len(rows)
             rows += [self.frame.without(r, n) for r, n in zip(rows, words, strict=True)]
         device = next(self.embed.parameters()).device
-        lengths = torch.tensor([len(row) for row in rows], device=device)
+        lengths = self.to_device(torch.tensor([len(row) for row in rows]), device)
         valid = torch.arange(self.width, device=device) >= self.width - lengths[:, None]
         padded = [[self.frame.pad] * (self.width - len(row)) + row for row in rows]
-        ids = torch.tensor([[self.place(t) for t in row] for row in padded], device=device)
+        ids = torch.tensor([[self.place(t) for t in row] for row in padded])
+        ids = self.to_device(ids, device)
         table = self.word_table or self.embed
         embeddings: Tensor = table(ids)  # [R, P, H]
         # A drafter has a table like the target's; words that it does not hold are token 0 to it.

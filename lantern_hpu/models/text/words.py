@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from lantern_hpu.ops.buffers import ToDevice, to_device
+
 ARTICLES = frozenset({"a", "an", "the"})
 
 
@@ -25,6 +27,7 @@ def left_padded(
     width: int,
     dtype: torch.dtype,
     device: torch.device | None,
+    to_device: ToDevice,
 ) -> TextFeatures:
     """Features of several prompts [v, C], v <= P each, behind zeros: [B, P, C] and [B, P] on the device.
 
@@ -35,7 +38,7 @@ def left_padded(
     for place, known in enumerate(rows):
         features[place, prefix - len(known) :] = known
         valid[place, prefix - len(known) :] = True
-    return TextFeatures(features.to(device), valid.to(device))
+    return TextFeatures(to_device(features, device), to_device(valid, device))
 
 
 class TextConditioner(Protocol):
@@ -56,8 +59,11 @@ class WordConditioner(nn.Module):
     Id 0 pads, id 1 is any unknown word, known words follow in sorted order. Articles are dropped.
     """
 
-    def __init__(self, words: Sequence[str], dim: int, prefix: int) -> None:
+    def __init__(
+        self, words: Sequence[str], dim: int, prefix: int, to_device: ToDevice = to_device
+    ) -> None:
         super().__init__()
+        self.to_device = to_device
         self.words = tuple(words)
         self.index = {word: i + 2 for i, word in enumerate(self.words)}
         self.prefix = prefix
@@ -86,7 +92,8 @@ class WordConditioner(nn.Module):
     def encode(self, prompts: Sequence[str]) -> TextFeatures:
         rows = [self.ids(prompt) for prompt in prompts]
         padded = [[0] * (self.prefix - len(row)) + row for row in rows]
-        return self(torch.tensor(padded, dtype=torch.int32, device=self.table.weight.device))
+        ids = torch.tensor(padded, dtype=torch.int32)
+        return self(self.to_device(ids, self.table.weight.device))
 
     def notes(self, prompt: str) -> list[str]:
         words = self.split(prompt)
