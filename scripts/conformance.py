@@ -34,12 +34,10 @@ LEVEL = "4"
 DTYPES = ("float32", "bfloat16", "int32", "int64", "bool")
 # The module that TorchCTS imports as the backend: the emulated card is there until the process ends
 BACKEND = """
-import atexit
 from lantern_hpu.backends.hpu.emulator import emulate
 
 card = emulate(lazy=False, importable=True)
 card.__enter__()
-atexit.register(card.__exit__, None, None, None)
 """
 
 

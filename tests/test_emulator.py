@@ -7,9 +7,10 @@ Sources are files of HabanaAI/gaudi-pytorch-bridge unless another is named.
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from lantern_hpu.backends.hpu.emulator import ROOT, RULES, emulate
 from lantern_hpu.backends.hpu.emulator.compiled import compile_on_host
@@ -93,6 +95,64 @@ def test_cpu_tensor_among_device_tensors_is_uploaded_in_lazy_mode_alone() -> Non
             ones(1).numpy()
     with emulate(lazy=False), pytest.raises(RuntimeError, match="on the same device"):
         ones(3) + torch.ones(3)
+
+
+LIKE: dict[str, Callable[..., Tensor]] = {
+    "empty_like": torch.empty_like,
+    "full_like": lambda x, device: torch.full_like(x, 7, device=device),
+    "new_empty_strided": lambda x, device: x.new_empty_strided((2,), (1,), device=device),
+    "new_tensor": lambda x, device: x.new_tensor([7, 7], device=device),
+    "new_zeros": lambda x, device: x.new_zeros(2, device=device),
+    "rand_like": torch.rand_like,
+    "randint_like": lambda x, device: torch.randint_like(x, 5, device=device),
+    "zeros_like": torch.zeros_like,
+}
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("name", LIKE)
+def test_tensors_are_made_like_those_of_the_other_side(name: str, lazy: bool) -> None:
+    """Shape and format are read; an upload would be a copy of numbers that nobody asked for."""
+    with emulate(lazy=lazy) as card:
+        host, device = torch.ones(2, dtype=torch.float16), ones(2, dtype=torch.float16)
+        for like in (host, device):
+            for goal in ("hpu", "cpu"):
+                made = LIKE[name](like, device=goal)
+                assert made.device.type == goal and made.dtype == torch.float16
+                assert isinstance(made, type(device)) == (goal == "hpu")
+                assert torch.equal(made.cpu()[:0], host[:0]) and made.shape == (2,)
+        uploads = 2 if name == "new_tensor" else 0
+        assert card.counts.uploads == uploads and "H061" not in rules(card)
+        assert LIKE["full_like"](host, device="hpu").cpu().tolist() == [7, 7]
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_batch_norm_takes_bfloat16_weights_with_float_statistics(
+    card: Device, training: bool
+) -> None:
+    torch.manual_seed(0)
+    x, weight = torch.randn(4, 3, 5).bfloat16(), torch.randn(3).bfloat16()
+    mean, var = torch.zeros(3), torch.ones(3)
+    want = F.batch_norm(x.float(), mean, var, weight.float(), weight.float(), training)
+    on = [t.to("hpu").requires_grad_() for t in (x, weight)]
+    stats = [torch.zeros(3, device="hpu"), torch.ones(3, device="hpu")]
+    with torch.enable_grad():
+        got = F.batch_norm(on[0], *stats, on[1], on[1], training)
+        got.float().square().sum().backward()
+    assert got.dtype == torch.bfloat16
+    torch.testing.assert_close(got.detach().float().cpu(), want, rtol=0.01, atol=0.01)
+    torch.testing.assert_close(stats[0].cpu(), mean, rtol=0.01, atol=0.001)
+    assert all(t.grad is not None and t.grad.dtype == torch.bfloat16 for t in on)
+
+
+def test_an_emulator_that_is_never_left_ends_with_the_interpreter_in_silence() -> None:
+    code = (
+        "from lantern_hpu.backends.hpu.emulator import emulate\n"
+        "card = emulate(importable=True)\ncard.__enter__()\n"
+        "import habana_frameworks.torch.core"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_nothing_is_left_behind() -> None:

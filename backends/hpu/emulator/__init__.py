@@ -124,14 +124,18 @@ def imported(card: Device) -> Iterator[None]:
         return compile
 
     importer, card.loaded = Importer(card), False
-    sys.meta_path.insert(0, importer)
+    finders, modules = (
+        sys.meta_path,
+        sys.modules,
+    )  # where the interpreter ends, sys has neither any more
+    finders.insert(0, importer)
     try:
         with replaced(torch, "compile", compiling):
             yield
     finally:
-        sys.meta_path.remove(importer)
+        finders.remove(importer)
         for name in card.modules:
-            sys.modules.pop(name, None)
+            modules.pop(name, None)
 
 
 def compiler_of(card: Device) -> Compiler:

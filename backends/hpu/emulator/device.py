@@ -114,6 +114,13 @@ class Device:
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One operator with a device tensor among its arguments, or a factory on the device."""
         op = ops.op_of(func, self.release)
+        if (
+            op.packet in ops.MADE_LIKE
+        ):  # shape and number format of a tensor are read, not its numbers
+            like, *rest = args
+            if kwargs.get("device") == torch.device("cpu"):
+                return func(like.raw, *rest, **kwargs)
+            args = (like if isinstance(like, HPUTensor) else HPUTensor(like.detach()), *rest)
         if op.packet in SPECIAL:
             return SPECIAL[op.packet](self, op, func, args, kwargs)
         return self.operate(op, func, args, kwargs)
@@ -442,10 +449,36 @@ def add_relu_(x: Tensor, other: Tensor | float, alpha: float = 1) -> Tensor:
     return x.add_(other, alpha=alpha).relu_()
 
 
+def batch_norm(
+    x: Tensor,  # [N, C, ...]
+    weight: Tensor | None,  # [C], also in a lower format than the statistics
+    bias: Tensor | None,
+    mean: Tensor | None,  # [C], and so is var
+    *rest: Any,
+) -> Any:
+    if mean is not None and mean.dtype == torch.float32:
+        weight, bias = (None if t is None else t.float() for t in (weight, bias))
+    return torch.native_batch_norm(x, weight, bias, mean, *rest)
+
+
+def batch_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor | None, mean: Tensor | None, *rest: Any
+) -> Any:
+    lower = weight is not None and mean is not None and weight.dtype != mean.dtype == torch.float32
+    made = torch.ops.aten.native_batch_norm_backward(
+        grad, x, weight.float() if lower and weight is not None else weight, mean, *rest
+    )
+    if not lower or weight is None:
+        return made
+    return (made[0], *(None if t is None else t.to(weight.dtype) for t in made[1:]))
+
+
 # Operators that the device has in more number formats than the CPU
-STAND_INS: dict[str, Callable[..., Tensor]] = {
+STAND_INS: dict[str, Callable[..., Any]] = {
     "aten::_add_relu": add_relu,
     "aten::_add_relu_": add_relu_,
+    "aten::native_batch_norm": batch_norm,
+    "aten::native_batch_norm_backward": batch_norm_backward,
 }
 
 # Operators that move data or read it

@@ -178,13 +178,16 @@ def complex_on_host(
 def make_like(
     card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """`new_tensor`: made on the host in the tensor's format, then uploaded."""
+    """`new_tensor`: made on the host in the tensor's format, then uploaded where it is for the device."""
     like, *rest = args
-    if not isinstance(like, HPUTensor):
+    goal = kwargs.get("device")
+    here = isinstance(like, HPUTensor) if goal is None else is_hpu(goal)
+    if not here and not isinstance(like, HPUTensor):
         return func(*args, **kwargs)
     kwargs = {"dtype": like.dtype, **kwargs, "device": torch.device("cpu")}
     learns = kwargs.pop("requires_grad", False)
-    return card.upload(torch.tensor(*rest, **kwargs)).requires_grad_(learns)
+    made = torch.tensor(*rest, **kwargs)
+    return (card.upload(made) if here else made).requires_grad_(learns)
 
 
 def set_data(

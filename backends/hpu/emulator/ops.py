@@ -84,6 +84,12 @@ RANDOM = frozenset(
     "normal_ poisson rand rand_like randint randint_like randn randn_like random_ randperm uniform_".split()
 )
 
+# Factories that take shape and number format of a tensor, which may be on the host
+MADE_LIKE = frozenset(
+    "empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like rand_like randint_like "
+    "randn_like zeros_like".split()
+)
+
 
 @dataclass(frozen=True)
 class Op:
