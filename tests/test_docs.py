@@ -19,6 +19,7 @@ BASES = (
     "lantern_hpu/decode",
 )
 PLACEHOLDERS = ("<device>", "NAME")
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
@@ -58,3 +59,19 @@ def test_pictures_against_tv_are_those_of_the_raw_file() -> None:
             low, high = row["intervals"][name]
             cells.append(f"{row[name]:.{digits}f} ± {(high - low) / 2:.{digits}f}")
         assert f" | {' | '.join(cells)} |" in page, row["row"]
+
+
+# Tables that nothing here was measured for
+COMPUTED_OR_QUOTED = ("Status", "Lower bounds", "What others published", "Claims, sources, checks")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_figures_have_the_date_or_the_raw_file_of_their_measurement(page: Path) -> None:
+    intro, *sections = re.split(r"\n(?=#{2,4} )", page.read_text(encoding="utf-8"))
+    for section in sections:
+        title, _, text = section.partition("\n")
+        figures = re.findall(r"\b\d+\.\d+\b", "".join(re.findall(r"^\|.*$", text, re.M)))
+        if len(figures) >= 4 and title.lstrip("# ") not in COMPUTED_OR_QUOTED:
+            assert re.search(r"\b20\d\d-\d\d-\d\d\b|\.json\b", intro + text), (
+                f"{page.name}, {title}"
+            )

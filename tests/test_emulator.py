@@ -135,7 +135,7 @@ def test_batch_norm_takes_bfloat16_weights_with_float_statistics(
     mean, var = torch.zeros(3), torch.ones(3)
     want = F.batch_norm(x.float(), mean, var, weight.float(), weight.float(), training)
     on = [t.to("hpu").requires_grad_() for t in (x, weight)]
-    stats = [torch.zeros(3, device="hpu"), torch.ones(3, device="hpu")]
+    stats = torch.zeros(3, device="hpu"), torch.ones(3, device="hpu")
     with torch.enable_grad():
         got = F.batch_norm(on[0], *stats, on[1], on[1], training)
         got.float().square().sum().backward()
@@ -143,6 +143,15 @@ def test_batch_norm_takes_bfloat16_weights_with_float_statistics(
     torch.testing.assert_close(got.detach().float().cpu(), want, rtol=0.01, atol=0.01)
     torch.testing.assert_close(stats[0].cpu(), mean, rtol=0.01, atol=0.001)
     assert all(t.grad is not None and t.grad.dtype == torch.bfloat16 for t in on)
+
+
+def test_tensors_of_a_list_are_resized_by_an_operator_without_a_result(card: Device) -> None:
+    x = torch.tensor([[0.0, 1.0], [2.0, 5.0]])
+    made, want = ([torch.empty(0, device=d) for _ in "ab"] for d in ("hpu", "cpu"))
+    torch.ops.aten._histogramdd_bin_edges.out(x.to("hpu"), [2, 4], out=made)
+    torch.ops.aten._histogramdd_bin_edges.out(x, [2, 4], out=want)
+    assert [m.cpu().tolist() for m in made] == [w.tolist() for w in want]
+    assert [tuple(m.shape) for m in made] == [(3,), (5,)]
 
 
 def test_an_emulator_that_is_never_left_ends_with_the_interpreter_in_silence() -> None:

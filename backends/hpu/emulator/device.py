@@ -21,7 +21,7 @@ from torch.random import fork_rng, manual_seed
 
 from lantern_hpu.backends.hpu import releases
 from lantern_hpu.backends.hpu.emulator import ops
-from lantern_hpu.backends.hpu.emulator.tensor import HPUTensor
+from lantern_hpu.backends.hpu.emulator.tensor import HPUTensor, flat
 from lantern_hpu.backends.hpu.lint import checks
 from lantern_hpu.backends.hpu.lint.rules import Findings, Severity, call_site
 from lantern_hpu.backends.hpu.releases import Release
@@ -155,6 +155,10 @@ class Device:
             self.rehearsed.note(op, raw_args, raw_kwargs, result)
         if self.recording is not None:
             self.recording.add(op, func, raw_args, raw_kwargs, result)
+        if result is None:  # no result brings a new shape of what was written
+            for target in flat(ops.written_arguments(op, args, kwargs)):
+                if isinstance(target, HPUTensor):
+                    target.synced()
         return self.wrap(op, args, result, held)
 
     def compute(
