@@ -65,25 +65,10 @@ class Spec:
             OptionError: they cannot share a graph, or ask for more codes than there are.
         """
         samplings = [request.sampling for request in requests]
-        lending = [r.relaxation for r in requests if r.relaxation.lends]
-        residuals = {r.residual for r in lending} or {"sound"}
-        if len(residuals) > 1:
-            raise OptionError("two residuals in one batch", "the residual is part of the graph")
-        codes, most = config.codes, max((r.k for r in lending), default=0)
-        allowed = f"0 to {codes - 1}, the neighbours of a code"
-        require(most < codes, "--relax-k", most, allowed)
-        # The published residual looks one neighbour further than the bound.
-        need, listed = min(most + 1, codes - 1) if most else 0, listed or codes - 1
-        require(need <= listed, "--relax-k", most, f"0 to {listed - 1}, as many as are listed")
-        allowed = f"at most {codes} children of a node"
-        option = "--window-tree" if isinstance(tree, Window) else "--tree"
-        require(tree.max_children <= codes, option, tree.name, allowed)
-        for request in requests:
-            check_drawn(tree, request.relaxation)
-            check_schedule(tree, request.relaxation)
+        listed = listed or config.codes - 1
+        need = neighbours_needed(requests, config.codes, listed)
+        check_drawable(tree, requests, config)
         reach = max((r.relaxation.limits[0] for r in requests if r.relaxation.clusters), default=0)
-        if isinstance(tree, Window):
-            check_window(tree, requests, config)
         limited = [s.top_k for s in samplings if 0 < s.top_k < config.vocab_size and not s.greedy]
         return cls(
             images,
@@ -97,7 +82,7 @@ class Spec:
             annealed=any(r.relaxation.weighs for r in requests),
             ranks=(1 << max(reach, LEAST_RANKS).bit_length()) - 1 if reach else 0,
             blended=any(r.relaxation.tv > 0 for r in requests),
-            residual=residuals.pop(),
+            residual=common_residual(requests),
             metered=is_scheduled(tree, 2)
             or (tree.depth > 0 and any(r.relaxation.metered for r in requests)),
             grid=config.grid if config.code_pixels else None,
@@ -131,6 +116,43 @@ class Spec:
 def is_scheduled(tree: Tree, least: int = 1) -> bool:
     """Whether so many tokens or more are made final in each step, whatever they are."""
     return isinstance(tree, Window) and tree.commit >= least
+
+
+def common_residual(requests: Sequence[Request]) -> Residual:
+    """That of the requests whose neighbours lend; an OptionError if there are two."""
+    residuals = {r.relaxation.residual for r in requests if r.relaxation.lends} or {"sound"}
+    if len(residuals) > 1:
+        raise OptionError("two residuals in one batch", "the residual is part of the graph")
+    return residuals.pop()
+
+
+def neighbours_needed(requests: Sequence[Request], codes: int, listed: int) -> int:
+    """Neighbours of a code that some request looks at.
+
+    Args:
+        listed: how many are known of each of so many codes.
+
+    Raises:
+        OptionError: fewer.
+    """
+    most = max((r.relaxation.k for r in requests if r.relaxation.lends), default=0)
+    require(most < codes, "--relax-k", most, f"0 to {codes - 1}, the neighbours of a code")
+    # The published residual looks one neighbour further than the bound.
+    need = min(most + 1, codes - 1) if most else 0
+    require(need <= listed, "--relax-k", most, f"0 to {listed - 1}, as many as are listed")
+    return need
+
+
+def check_drawable(tree: Tree, requests: Sequence[Request], config: TransformerConfig) -> None:
+    """Raise an OptionError for a tree that these images cannot be drawn with."""
+    allowed = f"at most {config.codes} children of a node"
+    option = "--window-tree" if isinstance(tree, Window) else "--tree"
+    require(tree.max_children <= config.codes, option, tree.name, allowed)
+    for request in requests:
+        check_drawn(tree, request.relaxation)
+        check_schedule(tree, request.relaxation)
+    if isinstance(tree, Window):
+        check_window(tree, requests, config)
 
 
 def check_window(tree: Window, requests: Sequence[Request], config: TransformerConfig) -> None:

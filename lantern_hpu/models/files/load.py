@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -11,18 +12,28 @@ from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.files import reported_as
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models import neighbours
-from lantern_hpu.models.config import ModelConfig
+from lantern_hpu.models.config import ConditionConfig, ModelConfig
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.families import family_of
 from lantern_hpu.models.families.drafters import OpenedDrafter, open_drafter
 from lantern_hpu.models.files.checkpoint import folder_of, open_checkpoint, settings_beside
-from lantern_hpu.models.files.conditions import make_condition, text_digest
 from lantern_hpu.models.files.folder import ModelFolder
 from lantern_hpu.models.files.names import CONFIG, DRAFTER_WEIGHTS, TARGET, VQ, with_text
 from lantern_hpu.models.files.parts import Parts
-from lantern_hpu.models.files.recipe import Stored, Weights, shapes_only
+from lantern_hpu.models.files.recipe import Stored, Weights, fingerprint, shapes_only, take
 from lantern_hpu.models.files.tokenizers import check_vq, open_vq
 from lantern_hpu.models.model import ImageModel, Placement, Tokenizer, grid_by_size, make_vq
+from lantern_hpu.models.text.features import SavedFeatures, is_saved
+from lantern_hpu.models.text.frames import FRAMES
+from lantern_hpu.models.text.prefix import (
+    CaptionConditioner,
+    CaptionProjection,
+    ClassConditioner,
+    Conditioner,
+)
+from lantern_hpu.models.text.t5 import T5Conditioner
+from lantern_hpu.models.text.tokens import TokenConditioner, load_tokenizer, splitter
+from lantern_hpu.models.text.words import WordConditioner
 from lantern_hpu.models.transformer import Target
 
 VQ_MISSING = "the VQ tokenizer (--vq; FoundationVision/LlamaGen vq_ds16_*.pt; Anole: vqgan.ckpt)"
@@ -121,17 +132,18 @@ class Opened:
             code_vectors_alone=vectors.weight if vectors else None,
             pixels_by=self.source.pixels,
         )
+        self.fill_drafter(model, weights, placement)
+        if model.neighbour_table is not None:
+            check_neighbours(model)
+        return model
+
+    def fill_drafter(self, model: ImageModel, weights: Weights, placement: Placement) -> None:
+        """Read the drafter's weights, if there is one: its own file's, or those beside the target."""
+        drafter, dtype = model.drafter, placement.dtype
         if drafter is not None and self.drafter is not None:
             model.files[DRAFTER_WEIGHTS] = self.drafter.fill(drafter, model, dtype)
         elif drafter is not None and weights.drafter is not None:
-            weights.drafter.fill(drafter, dtype, device)
-        if model.neighbour_table is not None:
-            note = "neighbours were not held against a codebook: there is no tokenizer"
-            if model.vq is not None:
-                note = neighbours.check_table(model.neighbour_table, model.codebook) or ""
-            model.notes += [note] if note else []
-            model.files["neighbours"] = neighbours.table_digest(model.neighbour_table)
-        return model
+            weights.drafter.fill(drafter, dtype, placement.device)
 
     def load_vq(self, weights: Weights, device: torch.device | None) -> tuple[Tokenizer, str]:
         """The image tokenizer, and its digest.
@@ -143,6 +155,16 @@ class Opened:
         with shapes_only():
             vq = make_vq(self.config.vq)
         return vq, weights.vq.fill(vq, torch.float32, device)
+
+
+def check_neighbours(model: ImageModel) -> None:
+    """Hold a model's table of neighbours against its codebook, and take its digest."""
+    assert model.neighbour_table is not None
+    note = "neighbours were not held against a codebook: there is no tokenizer"
+    if model.vq is not None:
+        note = neighbours.check_table(model.neighbour_table, model.codebook) or ""
+    model.notes += [note] if note else []
+    model.files["neighbours"] = neighbours.table_digest(model.neighbour_table)
 
 
 def open_model(parts: Parts) -> Opened:
@@ -166,3 +188,68 @@ def open_model(parts: Parts) -> Opened:
         drafter = open_drafter(parts.drafter, config.target)
         config = replace(config, drafter=drafter.config)
     return Opened(parts, config, source, drafter)
+
+
+# ------------------------------------------------------------------------------------ conditions
+
+
+def make_condition(
+    config: ConditionConfig, target: Target, folder: Path, placement: Placement
+) -> Conditioner:
+    """What reads prompts; its `parts` are still to be filled.
+
+    Args:
+        folder: where a tokenizer lies.
+
+    Raises:
+        WeightsError: the tokenizer or the text encoder is missing, or is for another target.
+    """
+    dim, prefix, up = target.config.dim, target.config.prefix, placement.to_device
+    if config.kind == "tokens":
+        tokenizer = load_tokenizer(folder)
+        words, vocabulary = splitter(tokenizer), tokenizer.get_vocab()
+        frame = FRAMES[config.frame](words, vocabulary, target.config, folder)
+        with shapes_only():
+            word_table = nn.Embedding(config.rows, dim) if config.rows else None
+        return TokenConditioner(tokenizer, frame, target.embed, word_table, up)
+    with shapes_only():
+        if config.kind == "classes":
+            return ClassConditioner(nn.Embedding(config.classes + 1, dim), up)
+        projection = CaptionProjection(config.dim, dim, prefix)
+        if config.kind == "words":
+            words = WordConditioner(config.words, config.dim, prefix, up)
+            return CaptionConditioner(words, projection)
+    return CaptionConditioner(text_encoder(config, prefix, placement), projection)
+
+
+def text_encoder(
+    config: ConditionConfig, prefix: int, placement: Placement
+) -> T5Conditioner | SavedFeatures:
+    """A T5 from where it lies, or what one said.
+
+    Raises:
+        WeightsError: it is not there, or of another width.
+    """
+    dtype, keep = placement.dtype or torch.float32, placement.keep_text
+    where = placement.device, placement.to_device
+    if config.text is not None and is_saved(Path(config.text)):
+        return SavedFeatures(Path(config.text), prefix, config.dim, dtype, *where)
+    if config.text is None or not Path(config.text).is_dir():
+        what = "the text encoder is missing" + (f" ({config.text})" if config.text else "")
+        raise WeightsError(what, "prompts cannot be read", "--text-encoder FOLDER")
+    text = T5Conditioner(Path(config.text), prefix, dtype, *where, keep=keep)
+    if text.width != config.dim:
+        why = f"its features are {text.width} wide, the target reads {config.dim}"
+        raise WeightsError(f"the text encoder {text.folder} is for another target", why)
+    return text
+
+
+def text_digest(condition: Conditioner) -> dict[str, str]:
+    """Which text encoder reads the prompts, for the record of an image; nothing where none of its own does."""
+    text = getattr(condition, "text", None)
+    if isinstance(text, SavedFeatures):
+        return {"text": text.digest()}
+    if not isinstance(text, T5Conditioner):
+        return {}
+    stored = open_checkpoint(text.folder)
+    return {"text": fingerprint(stored, {name: take(name) for name in stored.shapes})}
