@@ -46,7 +46,6 @@ from lantern_hpu.models.stretch import Stretched
 from lantern_hpu.models.text.frames import no_negative
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.text.tokens import TokenConditioner
-from lantern_hpu.ops.kernels import Kernels
 from lantern_hpu.results.images import Drawn, GenerationResult, ImageRecord, OutputType, RunStats
 from lantern_hpu.results.progress import Bar, Event
 from lantern_hpu.tree import Tree
@@ -113,12 +112,18 @@ def stretched(opened: Opened, stretch: str, given: Given) -> Stretched:
     return Stretched.of(opened, stretch, stretch_sizes(stretch, given).config.target)
 
 
-def kernels_for(
-    backend: Backend, choice: str, dtype: torch.dtype, config: TransformerConfig, held: bool
-) -> Kernels:
-    """What the transformer calls; where rows are held, kernels in which none depends on another."""
-    kernels = backend.kernels(choice, dtype)
-    return backend.tuning.independent(kernels, config, dtype) if held else kernels
+def placement_on(
+    backend: Backend,
+    kernels: str,
+    dtype: torch.dtype,
+    config: TransformerConfig,
+    held: bool,
+    keep_text: str,
+) -> Placement:
+    """A device as a model sees it; where rows are held, with kernels in which none depends on another."""
+    chosen = backend.kernels(kernels, dtype)
+    chosen = backend.tuning.independent(chosen, config, dtype) if held else chosen
+    return Placement(dtype, backend.device, chosen, keep_text, backend.queue.to_device)
 
 
 def load_quantized(opened: Opened | Stretched, place: Placement, kind: str | None) -> ImageModel:
@@ -226,10 +231,8 @@ class LanternPipeline:
             check_room(title, loadable.config, backend, *how, mapped=stretch is None)
             with backend.errors():
                 held = backend.tuning.holds_rows(invariant == "on", [graphs])
-                chosen = kernels_for(backend, kernels, number, loadable.config.target, held)
-                place = Placement(
-                    number, backend.device, chosen, keep_text, backend.queue.to_device
-                )
+                target = loadable.config.target
+                place = placement_on(backend, kernels, number, target, held, keep_text)
                 loaded = load_quantized(loadable, place, quantize)
                 matrices = [*loaded.stepping, *loaded.condition.parts().values()]
                 layout = backend.tuning.lay_out(matrices, layout, [graphs], held)
