@@ -477,10 +477,13 @@ def batch_norm_backward(
     return (made[0], *(None if t is None else t.to(weight.dtype) for t in made[1:]))
 
 
-# Operators that the device has in more number formats than the CPU
-STAND_INS: dict[str, Callable[..., Any]] = {
+# Operators that the device has in more number formats than the CPU; torch knows no shapes for the results of the first
+SHAPELESS: dict[str, Callable[..., Tensor]] = {
     "aten::_add_relu": add_relu,
     "aten::_add_relu_": add_relu_,
+}
+STAND_INS: dict[str, Callable[..., Any]] = {
+    **SHAPELESS,
     "aten::native_batch_norm": batch_norm,
     "aten::native_batch_norm_backward": batch_norm_backward,
 }

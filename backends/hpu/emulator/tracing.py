@@ -26,7 +26,7 @@ from torch.library import Library
 
 from lantern_hpu.backends.hpu.emulator import ops
 from lantern_hpu.backends.hpu.emulator.autocast import FLOAT32_FUNCTIONS, LOWER_FUNCTIONS, cast
-from lantern_hpu.backends.hpu.emulator.device import STAND_INS, VARIANTS, Device, current
+from lantern_hpu.backends.hpu.emulator.device import SHAPELESS, VARIANTS, Device, current
 from lantern_hpu.backends.hpu.emulator.lowering import lower, source, watched
 from lantern_hpu.backends.hpu.emulator.patches import replaced
 from lantern_hpu.backends.hpu.emulator.tensor import HPU, META, HPUTensor, is_hpu
@@ -267,7 +267,7 @@ def register_kernels() -> tuple[Library, Library]:
             return current().run(func, args, {**kwargs, "device": META})
 
         made.impl(name, make)
-    for name, kernel in STAND_INS.items():
+    for name, kernel in SHAPELESS.items():
         for overload in ("Tensor", "Scalar"):
             shapes.impl(f"{name}.{overload}", kernel)
     return made, shapes
