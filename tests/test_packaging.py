@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import shutil
-import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+
+from scripts.wheel import build, environment, run, try_wheel
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,17 +29,30 @@ def project() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Names in a wheel built from a copy, so that no stale build folder takes part."""
-    copy, out = tmp_path_factory.mktemp("source") / "copy", tmp_path_factory.mktemp("wheel")
-    skip = shutil.ignore_patterns(".*", "data", "out", "build", "dist", "*.egg-info", "__pycache__")
-    shutil.copytree(ROOT, copy, symlinks=True, ignore=skip)
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out)]
-    done = subprocess.run([*command, str(copy)], capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (file,) = out.glob("*.whl")
-    with zipfile.ZipFile(file) as archive:
+def wheel_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build(tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def wheel(wheel_file: Path) -> list[str]:
+    """Names in a wheel."""
+    with zipfile.ZipFile(wheel_file) as archive:
         return archive.namelist()
+
+
+@pytest.mark.slow
+def test_the_wheel_draws_serves_and_stops(wheel_file: Path, tmp_path: Path) -> None:
+    """Without a network: its libraries are those of this environment, whose own copy of the package comes after."""
+    programs = environment(sys.executable, tmp_path)
+    run([programs / "python", "-m", "pip", "install", "--no-deps", wheel_file])
+    (site,) = tmp_path.glob("lib/python*/site-packages")
+    (site / "shared.pth").write_text(sysconfig.get_paths()["purelib"])
+    where = run(
+        [programs / "python", "-c", "import lantern_hpu; print(lantern_hpu.__file__)"], tmp_path
+    )
+    assert where.startswith(str(site))
+    made = try_wheel(programs, tmp_path)
+    assert made["bytes_served"] > 1000 and made["seconds_to_stop"] < 60
 
 
 @pytest.mark.parametrize("name", LINKS)

@@ -1,0 +1,165 @@
+"""The wheel as a user has it: in a clean environment it draws, serves an image over HTTP, and stops on SIGINT.
+
+    python -m scripts.wheel --python python3.10 --python python3.13
+
+builds it, and tries it with each Python: a line of JSON each. Where the package index has torch for NVIDIA cards,
+`PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu` brings a smaller one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lantern_hpu.errors import OptionError, exit_code
+
+ROOT = Path(__file__).parent.parent
+SKIPPED = (".*", "data", "out", "build", "dist", "*.egg-info", "__pycache__")
+PROMPT = "a red apple"
+PATIENCE = 300  # seconds for a server to be ready, and to answer
+PNG = b"\x89PNG"
+ABOUT = "import json, platform, torch; print(json.dumps([platform.python_version(), torch.__version__]))"
+
+
+def build(out: Path) -> Path:
+    """A wheel, built from a copy so that no stale build folder takes part."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        shutil.copytree(ROOT, copy, symlinks=True, ignore=shutil.ignore_patterns(*SKIPPED))
+        run([sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", out, copy])
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def run(command: Sequence[str | Path], folder: Path | None = None) -> str:
+    """What a command prints.
+
+    Raises:
+        OptionError: it fails; the end of what it printed is shown.
+    """
+    done = subprocess.run(command, cwd=folder, env=clean(), capture_output=True, text=True)
+    if done.returncode:
+        shown = " ".join(map(str, command))
+        raise OptionError(
+            f"{shown} ended with {done.returncode}", (done.stdout + done.stderr)[-2000:]
+        )
+    return done.stdout
+
+
+def clean() -> dict[str, str]:
+    """The environment without what would let a checkout take the wheel's place."""
+    return {
+        n: v for n, v in os.environ.items() if n not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    }
+
+
+def environment(python: str, folder: Path) -> Path:
+    """A new virtual environment's programs."""
+    run([python, "-m", "venv", folder])
+    return folder / "bin"
+
+
+def try_wheel(programs: Path, folder: Path) -> dict[str, Any]:
+    """Draw, serve and stop, with the wheel that is installed in an environment.
+
+    Raises:
+        OptionError: a command fails, the image served is none, or the server does not stop with 0.
+    """
+    version, torch = json.loads(run([programs / "python", "-c", ABOUT], folder))
+    began = time.perf_counter()
+    image = folder / "apple.png"
+    run([programs / "lantern-hpu", "generate", "--prompt", PROMPT, "--output", image], folder)
+    drawn = time.perf_counter() - began
+    if not image.read_bytes().startswith(PNG):
+        raise OptionError(f"{image} is not a PNG file")
+    served, stopped = serve(programs, folder)
+    return {
+        "python": version,
+        "torch": torch,
+        "seconds_to_draw": round(drawn, 1),
+        "bytes_served": served,
+        "seconds_to_stop": round(stopped, 1),
+    }
+
+
+def serve(programs: Path, folder: Path) -> tuple[int, float]:
+    """The size of an image that a server sends, and how long SIGINT takes to end it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    program, port = str(programs / "lantern-hpu"), address.rpartition(":")[2]
+    log = folder / "serve.log"
+    with log.open("w") as lines:
+        server = subprocess.Popen(
+            [program, "serve", "--port", port], cwd=folder, env=clean(), stdout=lines, stderr=lines
+        )
+    try:
+        wait_for(f"{address}/readyz", server, log)
+        image = ask(f"{address}/v1/images/generations")
+        began = time.perf_counter()
+        server.send_signal(signal.SIGINT)
+        code = server.wait(PATIENCE)
+    finally:
+        server.kill()
+        server.wait()
+    if code != 0 or not image.startswith(PNG):
+        raise OptionError(f"the server ended with {code}", log.read_text()[-2000:])
+    return len(image), time.perf_counter() - began
+
+
+def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
+    """Return when a URL answers with 200."""
+    began = time.perf_counter()
+    while time.perf_counter() - began < PATIENCE and server.poll() is None:
+        try:
+            with urllib.request.urlopen(url, timeout=10):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise OptionError("the server did not become ready", log.read_text()[-2000:])
+
+
+def ask(url: str) -> bytes:
+    """An image over HTTP."""
+    body = json.dumps({"prompt": PROMPT, "seed": 7}).encode()
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
+        return base64.b64decode(json.load(answer)["data"][0]["b64_json"])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser("wheel", description="Build the wheel, and try it.")
+    parser.add_argument(
+        "--python", action="append", help="an interpreter; may be repeated (this one)"
+    )
+    parser.add_argument("--wheel", type=Path, help="a wheel that is built already")
+    args = parser.parse_args()
+
+    def command() -> None:
+        with tempfile.TemporaryDirectory() as name:
+            wheel = args.wheel.resolve() if args.wheel else build(Path(name))
+            for number, python in enumerate(args.python or [sys.executable]):
+                folder = Path(name) / str(number)
+                programs = environment(python, folder)
+                run([programs / "python", "-m", "pip", "install", f"{wheel}[serve]"])
+                print(json.dumps(try_wheel(programs, folder)), flush=True)
+
+    return exit_code(command)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
