@@ -695,6 +695,19 @@ def test_accepted_drafts_are_counted_under_the_names_of_vllm(server: Running) ->
     assert plain["speculative_decoding"] is None
 
 
+def test_the_request_of_the_tutorial_makes_its_file(model: Path, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "tutorial.md").read_text()
+    pattern = r"curl -s http://127\.0\.0\.1:8000(\S+) .*?-d '(.*?)'.*?python3 -c \"(.*?)\"\n"
+    ((path, body, code),) = re.findall(pattern, page, re.DOTALL)
+    with served(ServeOptions(str(model), slots=2)) as server:
+        kind = {"Content-Type": "application/json", "Accept": "application/json"}
+        answer = httpx.post(server.url + path, content=body, headers=kind, timeout=60)
+    subprocess.run(
+        [sys.executable, "-c", code], input=answer.text, text=True, cwd=tmp_path, check=True
+    )
+    assert (tmp_path / "served.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_examples_of_the_page_run(model: Path) -> None:
     """As they stand, but for the port and the model, on a server with default methods."""
     page = (ROOT / "docs" / "serving.md").read_text()
