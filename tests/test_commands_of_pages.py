@@ -20,7 +20,7 @@ from lantern_hpu import cli
 ROOT = Path(__file__).parent.parent
 PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "llms.txt")),
-    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted(p for p in (ROOT / "docs").rglob("*.md") if "generated" not in p.parts),
 ]
 FENCED, INDENTED = r"^```(?:bash|shell|console)\n(.*?)^```", r"(?:^ {4}\S.*\n(?: {8}.*\n)*)+"
 INLINE = r"(?<!`)`((?:lantern-hpu [^`]+ --|python -m (?:scripts|lantern_hpu)\.)[^`]+)`(?!`)"  # a bare name is a mention
