@@ -78,7 +78,7 @@ def breadth_goals(places: Sequence[Place]) -> Iterator[Goal]:
     yield at_least("mean entropy, nats", entropy, 2)
 
 
-def law_goals(
+def tv_goals(
     pipeline: LanternPipeline, places: Sequence[Place], options: FidelityOptions
 ) -> Iterator[Goal]:
     """How far lambda moves the distribution of the next token."""
@@ -159,7 +159,7 @@ def goals(arguments: argparse.Namespace) -> list[Goal]:
     return [
         *tokenizer_goals(pipeline, arguments.pictures),
         *breadth_goals(places),
-        *law_goals(pipeline, places, options),
+        *tv_goals(pipeline, places, options),
         *picture_goals(rows),
         redness(pipeline, arguments.apples),
         *package_goals(),
