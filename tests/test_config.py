@@ -334,8 +334,8 @@ def test_auto_is_lossless_everywhere(
 
 def test_processors_have_small_trees() -> None:
     here = replace(HERE, idle_arithmetic=False)
-    assert resolved("eagle", here)[1] == resolved("lantern++", here)[1] == "broad_7"
-    assert resolved("eagle2", here)[1] == resolved("lantern", here)[1] == "dynamic:4x3x12"
+    assert resolved("eagle", here)[1] == resolved("lantern++", here)[1] == "chain_2"
+    assert resolved("eagle2", here)[1] == resolved("lantern", here)[1] == "dynamic:1x0x1"
     assert resolved("scd", here)[1] == "scd:16" and resolved("ar", here)[1] == "root"
     assert resolved("auto", here)[1] == "scd:2"
     assert resolved("auto", replace(here, images=4))[0] == "ar"

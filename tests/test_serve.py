@@ -273,7 +273,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"partial_images": 99, "stream": True}, "0 to 3"),
     ({"method": "magic"}, "lantern++, ar, eagle2"),
     ({"method": "eagle"}, "lantern++, ar, eagle2"),
-    ({"tree": "chain"}, "broad_7"),
+    ({"tree": "chain"}, "chain_2"),
     ({"commit": 4}, "0, as lantern++ is served"),
     ({"seed": -1}, "greater than or equal to 0"),
     ({"seed": 2**80}, "less than or equal to"),

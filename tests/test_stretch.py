@@ -337,9 +337,9 @@ def test_what_a_stretched_benchmark_measures_fits_its_methods() -> None:
         return [*map(str, bench.bench_request(parsed).settings)]
 
     usual = settings()
-    assert "eagle@broad_7" in usual and "scd@8" in usual and len(usual) == 8
+    assert {"eagle@chain_2", "eagle2@dynamic:1x0x1", "scd@8"} < set(usual) and len(usual) == 10
     assert settings("--methods", "ar,scd") == ["ar", *(f"scd@{width}" for width in (2, 4, 8, 16))]
-    assert settings("--methods", "ar,eagle2") == ["ar", "eagle2"]
+    assert settings("--methods", "ar,eagle2") == ["ar", "eagle2@dynamic:1x0x1"]
     assert settings("--methods", "eagle", "--trees", "chain") == ["eagle@chain"]
     plain = bench.bench_request(bench.make_parser().parse_args([]))
     assert (plain.images, plain.batches, len(plain.settings)) == (8, [1, 8], 8)
@@ -374,7 +374,7 @@ def test_tune_counts_on_the_small_model_and_times_the_large_one(
     found = json.loads(report.read_text())
     assert found["stretched"] == known
     names = [row["tree"] for row in found["rows"]]
-    assert names[0] == "ar" and names[1].startswith("tuned_") and names[2:] == ["flat_4"]
+    assert names[0] == "ar" and names[1].startswith("tuned_") and names[2:] == ["chain_2", "flat_4"]
     image = ["--prompt", "red cat", "--output", str(tmp_path / "x.png")]
     assert generate.main([*given, "--tree", "auto", *image]) == 0
     best = min(found["rows"][1:], key=lambda row: row["measured"]["ms_per_token"])

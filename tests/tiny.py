@@ -43,6 +43,7 @@ NAMES = (
     "reverse_balanced_25",
     "medusa_2_7b_63",
     "chain",
+    "chain_2",
     "flat_4",
     "broad_7",
 )

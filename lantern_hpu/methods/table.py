@@ -14,8 +14,8 @@ AUTO: Final = (
     "auto"  # of methods, the fastest measured here; of trees, the tuned one: see `resolve`
 )
 DEFAULT_TREE = "naive_extend_57"
-# Where arithmetic is scarce, as on processors, verifying 58 drafts costs more than they bring.
-SMALL_TREE, SMALL_DYNAMIC = "broad_7", "dynamic:4x3x12"
+# Where arithmetic is scarce, as on processors, more drafts cost more than they bring (docs/processors.md).
+SMALL_TREE, SMALL_DYNAMIC = "chain_2", "dynamic:1x0x1"
 DEFAULT_WINDOW = 16
 
 

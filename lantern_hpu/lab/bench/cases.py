@@ -11,7 +11,7 @@ from lantern_hpu.graphs import check_mode
 from lantern_hpu.methods.relaxation import PRESETS, Relaxation
 from lantern_hpu.methods.request import MAX_IMAGES, Request
 from lantern_hpu.methods.setting import Resolved, Setting, read_tree
-from lantern_hpu.methods.table import AUTO, METHODS
+from lantern_hpu.methods.table import AUTO, METHODS, SMALL_DYNAMIC, SMALL_TREE
 from lantern_hpu.tree import load_tree
 from lantern_hpu.zoo import registry
 
@@ -24,8 +24,8 @@ GRAPHS = "eager,auto"
 USUAL = {"methods": ",".join(METHODS), "batch_sizes": "1,8"}
 # The same of a stretched model, whose images take minutes: where arithmetic is scarce, small trees and windows can pay
 LARGE = {
-    "methods": "ar,eagle,lantern++,scd,sjd-pac",
-    "trees": "broad_7,scd:2,scd:4,scd:8,scd:16,sjd-pac:8:3x1",
+    "methods": "ar,eagle,eagle2,lantern,lantern++,scd,sjd-pac",
+    "trees": f"{SMALL_TREE},{SMALL_DYNAMIC},scd:2,scd:4,scd:8,scd:16,sjd-pac:8:3x1",
     "batch_sizes": "1",
     "images": 1,
 }
