@@ -737,6 +737,7 @@ class LanternPipeline:
             "quantize": self.quantize,
             "layout": self.layout,
             "invariant": "on" if self.backend.tuning.invariant else "off",
+            "kernels": self.loaded_with.get("kernels", "auto"),
             "device": self.backend.name,
             "graphs": self.graphs,
         }

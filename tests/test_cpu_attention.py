@@ -1,4 +1,4 @@
-"""Attention on processors that reads filled positions alone: the bits of the plain form, whatever the lengths."""
+"""Attention on processors that reads filled positions alone: no bit differs from the form that reads all."""
 
 from __future__ import annotations
 
@@ -29,15 +29,35 @@ def call(
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("places", [1, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("capacity", [60, 63, 320, 377, 700])
-def test_it_has_the_bits_of_the_plain_form(dtype: torch.dtype, places: int, capacity: int) -> None:
+def test_what_is_left_out_changes_no_bit(dtype: torch.dtype, capacity: int) -> None:
     if not form.attention_keeps_bits(dtype):
         pytest.skip("this processor's plain form is used")
     for lengths in ([1, 1], [20, 20], [50, 17, 3]):
-        arguments = call(lengths, places, capacity, dtype)
-        assert torch.equal(form.filled_attention(*arguments), attention(*arguments))
+        arguments = call(lengths, 1, capacity, dtype)
+        want = form.float32_attention(*arguments)
+        assert torch.equal(form.filled_attention(*arguments), want)
+        if dtype == torch.float32:
+            assert torch.equal(want, attention(*arguments))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("capacity", [60, 63, 320])
+def test_several_tokens_a_row_take_the_plain_form(capacity: int) -> None:
+    arguments = call([50, 17, 3], 5, capacity, torch.bfloat16)
+    assert torch.equal(form.filled_attention(*arguments), attention(*arguments))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_one_token_a_row_rounds_less_than_the_plain_form(dtype: torch.dtype) -> None:
+    arguments = call([300, 170, 31], 1, 320, dtype)
+    exact = attention(*(x.double() for x in arguments))
+    error, plainly = (
+        (kernel(*arguments) - exact).abs().mean() for kernel in (form.filled_attention, attention)
+    )
+    assert error <= plainly
 
 
 def test_it_reads_to_the_longest_row_and_everything_where_nothing_is_attended_to() -> None:

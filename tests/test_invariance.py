@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor, nn
 
 from lantern_hpu.backends.base import Tuning
@@ -22,7 +24,7 @@ from lantern_hpu.backends.cpu.timing import SAMPLED
 from lantern_hpu.commands.generate import main
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import read_png
+from lantern_hpu.results.images import METADATA, read_png
 from scripts import batches, invariance_costs
 from tests.marks import mostly_slow
 from tests.tiny import tiny_models
@@ -289,3 +291,24 @@ def test_few_rows_are_padded_where_more_take_less_time() -> None:
         assert torch.equal(plans(slow, x), 2 * x)
     assert {rows for rows, _ in timed.plans} == {2} and timed.cut[2].size in (6, 8)
     assert untimed.cut == {}
+
+
+def test_a_picture_that_names_no_kernels_is_drawn_again_by_the_plain_ones(
+    model: Path, tmp_path: Path
+) -> None:
+    """One token a row is attended to in float32 now, whatever the dtype; older images were not."""
+    first, older, again = (tmp_path / f"{name}.png" for name in ("first", "older", "again"))
+    here = ["--model", str(model), "--device", "cpu"]
+    for name in ("plain", "auto"):
+        asked = ["--prompt", "a red cat", "--kernels", name, "--output", str(first), "--force"]
+        assert main([*here, *asked, "--method", "ar", "--dtype", "bfloat16"]) == 0
+        assert read_png(first)["config"]["kernels"] == name
+        assert main([*here, "--from-png", str(first), "--output", str(again), "--force"]) == 0
+        assert read_png(again)["config"]["kernels"] == name
+    with Image.open(first) as image:
+        known, info = json.loads(image.text[METADATA]), PngInfo()  # type: ignore[attr-defined]
+        del known["config"]["kernels"]
+        info.add_itxt(METADATA, json.dumps(known))
+        image.save(older, pnginfo=info)
+    assert main([*here, "--from-png", str(older), "--output", str(again), "--force"]) == 0
+    assert read_png(again)["config"]["kernels"] == "plain"

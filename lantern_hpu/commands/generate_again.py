@@ -43,6 +43,9 @@ def job_again(args: argparse.Namespace) -> GenerateJob:
     settled = {"dtype": config["dtype"]} | {n: config.get(n) for n in ("quantize", "stretch")}
     settled["layout"] = args.layout or config.get("layout", "plain")
     settled["invariant"] = args.invariant or config.get("invariant", "off")
+    # Images of a processor that do not name them were drawn by the plain kernels, or by others with the same bits
+    usual = "plain" if config.get("device") == "cpu" else "auto"
+    settled["kernels"] = args.kernels or config.get("kernels", usual)
     kept, parts_given = config.get("parts", {}), options.given_parts(args)
     # By name: a picture of a stranger may hold anything.
     parts = {f.name: getattr(parts_given, f.name) or kept.get(f.name) for f in fields(Given)}
