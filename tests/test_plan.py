@@ -429,7 +429,7 @@ def test_amounts_of_memory(text: str, count: int) -> None:
     assert parse_memory(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "much", "24 apples", "-1GB", "0GB", "1.2.3GB"])
+@pytest.mark.parametrize("text", ["", "much", "24 apples", "-1GB", "0GB", "1.2.3GB", "24"])
 def test_what_is_no_amount(capsys: pytest.CaptureFixture[str], text: str) -> None:
     assert plan.main([T2I, f"--memory={text} "]) == 2
     assert "not an amount" in capsys.readouterr().err

@@ -69,10 +69,11 @@ def parse_memory(text: str) -> int:
     Raises:
         OptionError: not an amount.
     """
-    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt]?)(i?)b?\s*", text.lower())
+    match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt])(i?)b?\s*", text.lower())
     if match is None or not float(match[1]):
-        raise OptionError(f"--memory is {text!r}", "not an amount", "24GB or 96GiB")
-    power = ["", "k", "m", "g", "t"].index(match[2])
+        why = "not an amount of memory with its unit"
+        raise OptionError(f"the device's memory is {text!r}", why, "24GB or 96GiB")
+    power = " kmgt".index(match[2])
     return int(float(match[1]) * (1024 if match[3] else 1000) ** power)
 
 
