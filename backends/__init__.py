@@ -108,8 +108,7 @@ def get_backend(name: str = "auto", graphs: str = "auto", emulate: bool = False)
             return backend
         backend.close()
         refused.append(f"{candidate}: {why}" if name == "auto" else why)
-    others = [other for other in BACKENDS if other != name]
-    hint = " or ".join(f"--device {other}" for other in others)
+    hint = f"--device {HOST}"  # the others may not be usable here either: the doctor asks them
     if name == EMULATED:
         hint += f"; --device {name} --emulate runs the {name} code without one"
     hint += "; lantern-hpu doctor says more"
