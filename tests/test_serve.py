@@ -297,6 +297,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"relax_lambda": 2, "relax_delta": 0.1}, "exclude each other"),
     ({"residual": "official"}, "sound"),
     ({"relax": "odd"}, "unknown preset"),
+    ({"relax": "delta-0.2"}, "relax is 'delta-0.2'"),
     ({"relax": "gsd"}, "--allow gsd"),
     ({"relax_gap": 0.1}, "belong to relax_distance"),
     ({"relax_ranks": 1.5}, "valid integer"),

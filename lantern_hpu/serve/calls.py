@@ -177,8 +177,12 @@ def check_graph(need: Spec, served: Served, menu: Menu, given: Mapping[str, Any]
         raise refuse("top_p", "below 1", "1 (off); less where the server has --allow top_p")
     if need.neighbours > has.neighbours:
         last = max(has.neighbours - 1, 0)
-        more = "; more where the server has --allow PRESET" if not last else ""
-        raise refuse("relax_k", "more", f"0 to {last} with {method} on this server{more}")
+        asked = "relax" if "relax" in given and "relax_k" not in given else "relax_k"
+        most = f"relax_k of 0 to {last} with {method} on this server"
+        if not last:
+            most = f"none with {method} on this server; some where it has --allow"
+            most += f" {given.get('relax') or 'PRESET'}"
+        raise refuse(asked, given.get(asked, "more"), most)
     if need.annealed and not has.annealed:
         raise refuse("relax_omega", "given", f"none: {method} is served without weights of depth")
     if need.ranks > has.ranks:
