@@ -26,7 +26,7 @@ COMMANDS = {
     "serve": "serve a model over HTTP",
     "train": "train a drafter for a target",
     "tree": "list and draw draft trees",
-    "tune": "find the draft tree that is fastest here",
+    "tune": "find the window or draft tree that is fastest here",
     "bench": "compare methods and graph modes",
     "compare": "put benchmarks beside each other: table, plots, a page",
     "fidelity": "measure how far methods move what is drawn",
