@@ -29,17 +29,17 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARKED = re.compile(
     r"(<!-- figures: (\S+)(?: (\w+))? -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL
 )
+MACHINES = ("2 cores with AMX", "2 cores, AVX512-BF16", "2 cores, AVX2")
 # Panels of the chart: a title, and the files of each machine
 PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "LlamaGen-XL's sizes": {
         "2 cores with AMX": ("xl-amx-default.json", "xl-amx-relaxed.json"),
-        "2 cores, AVX2": ("llamagen-xl-stretched-cpu.json",),
         "2 cores, AVX512-BF16": ("xl-avx512.json",),
+        "2 cores, AVX2": ("xl-avx2-limited.json",),
     },
     "the embedded model, 13 M": {
         "2 cores with AMX": ("embedded-amx.json",),
-        "2 cores, AVX2": ("cpu-2-cores.json",),
-        "2 cores, AVX512-BF16": ("embedded-avx512-batches.json",),
+        "2 cores, AVX512-BF16": ("embedded-avx512.json",),
     },
 }
 
@@ -137,7 +137,7 @@ def chart() -> bytes:
         figure, axes = plots.panels(9, 4, columns=len(PANELS), sharey=False)
         for panel, (title, machines) in zip(axes, PANELS.items(), strict=True):
             draw_panel(panel, title, machines)
-        plots.legend_under(figure, axes[-1], 3)
+        plots.legend_under(figure, axes[0], 3)
         return plots.saved(figure, "png")
 
 
@@ -153,7 +153,8 @@ def draw_panel(panel: Any, title: str, machines: dict[str, tuple[str, ...]]) -> 
     height = 0.8 / len(found)
     for index, (machine, ratios) in enumerate(found.items()):
         places = [order.index(label) + (0.5 - index) * height for label in ratios]
-        panel.barh(places, list(ratios.values()), height, label=machine)
+        colour = f"C{MACHINES.index(machine)}"
+        panel.barh(places, list(ratios.values()), height, label=machine, color=colour)
     panel.axvline(1, color="black", linewidth=0.8)
     panel.set_yticks(range(len(order)), order)
     panel.set_xlabel("speed against ar on the same machine")

@@ -336,9 +336,18 @@ def test_processors_have_small_trees() -> None:
     here = replace(HERE, idle_arithmetic=False)
     assert resolved("eagle", here)[1] == resolved("lantern++", here)[1] == "chain_2"
     assert resolved("eagle2", here)[1] == resolved("lantern", here)[1] == "dynamic:1x0x1"
-    assert resolved("scd", here)[1] == "scd:16" and resolved("ar", here)[1] == "root"
+    assert resolved("scd", here)[1] == "scd:2" and resolved("ar", here)[1] == "root"
+    assert resolved("sjd-pac", here)[1] == "sjd-pac:2:2x1"
     assert resolved("auto", here)[1] == "scd:2"
     assert resolved("auto", replace(here, images=4))[0] == "ar"
+
+
+def test_default_windows_on_processors_are_as_long_as_the_one_measured_with_the_model() -> None:
+    here = replace(HERE, idle_arithmetic=False, fastest=("scd", "scd:4"))
+    assert resolved("jacobi", here)[1] == "jacobi:4"
+    assert resolved("sjd-pac:lambda-5", here)[1] == "sjd-pac:4:2x1"
+    assert resolved("eagle", here)[1] == "chain_2"
+    assert resolved("scd", replace(here, idle_arithmetic=True))[1] == "scd:16"
 
 
 def test_a_resolved_setting_is_not_resolved_again() -> None:

@@ -18,6 +18,7 @@ from lantern_hpu.commands import options
 from lantern_hpu.commands.generate_draw import draw_job
 from lantern_hpu.commands.generate_workers import draw_with_workers
 from lantern_hpu.errors import exit_code
+from lantern_hpu.methods.setting import Resolved
 
 if TYPE_CHECKING:
     from lantern_hpu.results.images import GenerationResult
@@ -108,12 +109,12 @@ def generate_summary(result: GenerationResult, output: Path) -> str:
     """One line for the user."""
     from lantern_hpu.results.images import mean_tv, tokens_per_step
 
-    records, method = result.records, result.config["method"]
+    records, setting = result.records, Resolved.read(result.config)
     seeds = records[0].seed if len(records) == 1 else f"{records[0].seed} to {records[-1].seed}"
     tv = mean_tv(records)
     cost = f"TV {tv:.3f} a token, " if tv else ""
     return (
-        f"{len(records)} image(s), seed {seeds}, {method}, {tokens_per_step(records):.2f} tokens a step, {cost}"
+        f"{len(records)} image(s), seed {seeds}, {setting}, {tokens_per_step(records):.2f} tokens a step, {cost}"
         f"{result.timing.generate_s:.1f} s -> {output}"
     )
 

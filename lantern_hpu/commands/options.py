@@ -14,7 +14,14 @@ from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.relaxation import RelaxationOptions
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import Setting, window_tree
-from lantern_hpu.methods.table import AUTO, DEFAULT_TREE, DEFAULT_WINDOW, METHODS, SMALL_TREE
+from lantern_hpu.methods.table import (
+    AUTO,
+    DEFAULT_TREE,
+    DEFAULT_WINDOW,
+    METHODS,
+    SMALL_TREE,
+    SMALL_WINDOW,
+)
 from lantern_hpu.models.files.parts import Given
 from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.tree import DYNAMIC, DynamicTree
@@ -170,7 +177,8 @@ def add_method_options(group: Group) -> None:
         "--window",
         type=int,
         metavar="W",
-        help=f"drafts per step of a window method ({DEFAULT_WINDOW})",
+        help=f"drafts per step of a window method ({DEFAULT_WINDOW}; on processors {SMALL_WINDOW}, or as measured with "
+        "the model)",
     )
     add(
         "--window-tree",

@@ -7,12 +7,8 @@ from dataclasses import dataclass
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.setting import Resolved, Setting
-from lantern_hpu.methods.table import AUTO, METHODS, WINDOWS
-from lantern_hpu.tree import Tree, Window, tuned_trees
-
-NARROW = Window.of(
-    "scd", 2
-)  # pays on processors of every kind that was measured, at LlamaGen-XL's size
+from lantern_hpu.methods.table import AUTO, METHODS, SMALL_WINDOW, WINDOWS, Method
+from lantern_hpu.tree import Tree, Window, load_tree, tuned_trees
 
 
 @dataclass(frozen=True)
@@ -45,7 +41,8 @@ def resolve(setting: Setting, context: ResolveContext) -> Resolved:
     tuned for this model, device and batch size; if one token a step was faster and neither method nor relaxation is
     given, the method is `ar`.
 
-    The default tree of a method is small on a device without idle arithmetic.
+    The default tree of a method is small on a device without idle arithmetic; a window is there as long as that which
+    was measured to be fastest with this model.
 
     Published numbers of neighbours and usual windows are lowered to what the model has.
 
@@ -61,8 +58,7 @@ def resolve(setting: Setting, context: ResolveContext) -> Resolved:
     method, tree = METHODS[setting.method], setting.tree
     relaxation = setting.relaxation or method.relaxation or EXACT
     if tree is None:
-        usual = method.default_tree if context.idle_arithmetic else method.small_tree
-        tree = shortened(usual, context.tokens)
+        tree = shortened(default_tree(method, context), context.tokens)
     assert not isinstance(tree, str)
     return Resolved(setting.method, relaxation.fitted(context.codes), tree)
 
@@ -113,7 +109,15 @@ def fastest_method(context: ResolveContext) -> Setting:
         return Setting(name, tree=paying[name].tree)
     if tuned or (not context.idle_arithmetic and context.images > 1):
         return Setting("ar")
-    return Setting("scd", tree=None if context.idle_arithmetic else NARROW)
+    return Setting("scd")
+
+
+def default_tree(method: Method, context: ResolveContext) -> Tree:
+    """The tree of a method where none is named."""
+    if context.idle_arithmetic:
+        return method.default_tree
+    measured = load_tree(context.fastest[1]) if context.fastest and context.fastest[1] else None
+    return method.small_tree(measured.depth if isinstance(measured, Window) else SMALL_WINDOW)
 
 
 def shortened(tree: Tree, tokens: int) -> Tree:

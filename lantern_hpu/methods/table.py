@@ -14,9 +14,10 @@ AUTO: Final = (
     "auto"  # of methods, the fastest measured here; of trees, the tuned one: see `resolve`
 )
 DEFAULT_TREE = "naive_extend_57"
+DEFAULT_WINDOW = 16
 # Where arithmetic is scarce, as on processors, more drafts cost more than they bring (docs/processors.md).
 SMALL_TREE, SMALL_DYNAMIC = "chain_2", "dynamic:1x0x1"
-DEFAULT_WINDOW = 16
+SMALL_WINDOW, SMALL_FRONT = 2, (2, 1)
 
 
 @dataclass(frozen=True)
@@ -65,10 +66,11 @@ class Method:
             return Window.of(self.rule, DEFAULT_WINDOW)
         return load_tree(DYNAMIC if self.tree == "dynamic" else DEFAULT_TREE)
 
-    @property
-    def small_tree(self) -> Tree:
-        """Instead of `default_tree`, on a device without idle arithmetic."""
-        if not self.needs_drafter:
+    def small_tree(self, width: int = SMALL_WINDOW) -> Tree:
+        """Instead of `default_tree`, on a device without idle arithmetic; a window has `width` drafts in a row."""
+        if self.rule is not None:
+            return Window.of(self.rule, width, SMALL_FRONT if self.rule == "sjd-pac" else None)
+        if not self.drafts:
             return self.default_tree
         return load_tree(SMALL_DYNAMIC if self.tree == "dynamic" else SMALL_TREE)
 

@@ -24,8 +24,8 @@ GRAPHS = "eager,auto"
 USUAL = {"methods": ",".join(METHODS), "batch_sizes": "1,8"}
 # The same of a stretched model, whose images take minutes: where arithmetic is scarce, small trees and windows can pay
 LARGE = {
-    "methods": "ar,eagle,eagle2,lantern,lantern++,scd,sjd-pac",
-    "trees": f"{SMALL_TREE},{SMALL_DYNAMIC},scd:2,scd:4,scd:8,scd:16,sjd-pac:8:3x1",
+    "methods": ",".join(METHODS),
+    "trees": f"{SMALL_TREE},{SMALL_DYNAMIC},jacobi:2,scd:2,scd:4,scd:8,sjd-pac:2:2x1",
     "batch_sizes": "1",
     "images": 1,
 }
