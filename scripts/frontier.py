@@ -80,12 +80,7 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> bytes:
                 )
                 for row, across, up in zip(mine, x, y, strict=True):
                     about = row["row"].partition("@")[0].partition(":")[2]
-                    how = (
-                        {"xytext": (-4, 7), "ha": "right"} if rule == "tv" else {"xytext": (5, -10)}
-                    )
-                    axes.annotate(
-                        about, (across, up), textcoords="offset points", fontsize=6.5, **how
-                    )
+                    plots.label_point(axes, about, (across, up))
             axes.set_title(tree)
             axes.set_xlabel("TV a token")
         panels[0].set_ylabel("tokens a step")

@@ -306,7 +306,7 @@ def test_a_picture_that_names_no_kernels_is_drawn_again_by_the_plain_ones(
         assert main([*here, "--from-png", str(first), "--output", str(again), "--force"]) == 0
         assert read_png(again)["config"]["kernels"] == name
     with Image.open(first) as image:
-        known, info = json.loads(image.text[METADATA]), PngInfo()  # type: ignore[attr-defined]
+        known, info = json.loads(image.text[METADATA]), PngInfo()
         del known["config"]["kernels"]
         info.add_itxt(METADATA, json.dumps(known))
         image.save(older, pnginfo=info)

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lantern_hpu.backends import HOST
 from lantern_hpu.commands import options
 from lantern_hpu.commands.generate_job import GenerateJob
 from lantern_hpu.errors import OptionError, OutputError
@@ -44,7 +45,7 @@ def job_again(args: argparse.Namespace) -> GenerateJob:
     settled["layout"] = args.layout or config.get("layout", "plain")
     settled["invariant"] = args.invariant or config.get("invariant", "off")
     # Images of a processor that do not name them were drawn by the plain kernels, or by others with the same bits
-    usual = "plain" if config.get("device") == "cpu" else "auto"
+    usual = "plain" if config.get("device") == HOST else "auto"
     settled["kernels"] = args.kernels or config.get("kernels", usual)
     kept, parts_given = config.get("parts", {}), options.given_parts(args)
     # By name: a picture of a stranger may hold anything.

@@ -149,6 +149,12 @@ def series_of(row: QualityRow, pace: QualityMetric) -> str:
     return f"{method}, {relaxation['rule']}" if pace is SPENT and relaxed else method
 
 
+def shared_tree(rows: Sequence[QualityRow]) -> str:
+    """How the names of all settings of a line end, `@broad_7`; empty if their trees differ."""
+    trees = {"".join(row.name.partition("@")[1:]) for row in rows}
+    return trees.pop() if len(trees) == 1 else ""
+
+
 def draw_metric(
     axes: Axes, rows: Sequence[QualityRow], metric: QualityMetric, pace: QualityMetric
 ) -> None:
@@ -166,11 +172,11 @@ def draw_metric(
             color=f"C{i}",
             marker=plots.MARKERS[i % len(plots.MARKERS)],
             elinewidth=0.8,
-            label=mine[0].name if len(mine) == 1 else name,
+            label=mine[0].name if len(mine) == 1 else name + shared_tree(mine),
         )
         for row, across, up in zip(mine, x, y, strict=True):
-            spot, about = (across.value, up.value), row.name.partition(":")[2]
             if len(mine) > 1:  # a setting alone on its line is named by the legend
-                axes.annotate(about, spot, (4, 4), textcoords="offset points", fontsize=6.5)
+                about = row.name.partition(":")[2].removesuffix(shared_tree(mine))
+                plots.label_point(axes, about, (across.value, up.value))
     axes.set_xlabel(pace.title)
     axes.set_title(f"{metric.title}\n{metric.better and metric.better + ' is better'}".strip())

@@ -1,0 +1,42 @@
+"""Plots: what stands beside points can be read."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.transforms import Bbox
+
+from lantern_hpu.lab import plots
+
+NEAR = {
+    "lambda=2": (2.02, 17.5),
+    "lambda-5": (2.16, 17.5),
+    "lambda=20": (2.36, 17.2),
+    "tv": (2.3, 17.3),
+}
+
+
+def test_labels_of_near_points_do_not_overlap() -> None:
+    figure, (axes,) = plots.panels(3.4, 3.7)
+    axes.plot([1, 4], [0, 30])
+    for text, spot in NEAR.items():
+        plots.label_point(axes, text, spot)
+    plots.saved(figure, "png")
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    boxes = [note.get_window_extent(renderer) for note in axes.texts]
+    assert len(boxes) == len(NEAR)
+    assert not any(Bbox.intersection(one, other) for one, other in combinations(boxes, 2))
+
+
+def test_a_label_at_the_edge_stays_inside_its_panel() -> None:
+    figure, (axes,) = plots.panels(3.4, 3.7)
+    axes.plot([0, 1], [0, 1])
+    plots.label_point(axes, "a long name of a setting", (1.0, 1.0))
+    plots.saved(figure, "png")
+    box = axes.texts[0].get_window_extent(FigureCanvasAgg(figure).get_renderer())
+    assert box.x1 <= axes.bbox.x1 and box.y1 <= axes.bbox.y1
