@@ -76,7 +76,11 @@ def test_red_apple_is_red(apples: dict[str, GenerationResult]) -> None:
 def test_speculation_pays_in_steps(apples: dict[str, GenerationResult]) -> None:
     rates = {method: tokens_per_step(result.records) for method, result in apples.items()}
     assert rates.pop("ar") == 1
-    assert all(rate > 1.5 for rate in rates.values())
+    for (
+        method,
+        rate,
+    ) in rates.items():  # a dynamic tree has one draft by default, where arithmetic is scarce
+        assert rate > (1 if METHODS[method].tree == "dynamic" else 1.5), method
 
 
 def test_four_seeds_are_four_pictures(pipeline: LanternPipeline) -> None:
