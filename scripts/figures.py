@@ -1,10 +1,11 @@
-"""Tables and the chart of speeds in the pages, made from the raw files of `lantern-hpu bench`.
+"""Tables and the chart of speeds in the pages, made from the raw files of `bench`, `evaluate` and `scripts.frontier`.
 
     python -m scripts.figures            # rewrite the tables between their marks, and docs/images/speed.png
     python -m scripts.figures --check    # exit with 1 if a page has other figures than its raw file
 
 A page marks a table with the comments `figures: FILE.json` and `end of figures`; the file lies in
-benchmarks/results. After it a graph mode may follow, in place of the best one, or `batches` for a column a batch size.
+benchmarks/results. After it a graph mode may follow, in place of the best one, `batches` for a column a batch size,
+`pictures` for what `evaluate` measured, or `tv` for what `scripts.frontier` did.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import argparse
 import json
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +123,52 @@ def batches_table(file: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def pictures_table(file: str) -> str:
+    """What `evaluate` measured: of `ar` with two series of seeds, of the other settings, of what no method drew."""
+    data = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    rows = sorted(data["rows"], key=lambda row: not row["row"].startswith("ar"))
+    lines = [
+        "| setting | tokens a step | TV a token | Frechet distance | caption agreement | diversity |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows + data["baselines"]:
+        cells = [row["row"], "", ""]
+        if "method" in row:
+            name, comma, seeds = row["row"].partition(", ")  # `ar`, other seeds
+            tv = row["tv_per_token"]
+            cells = [f"`{name}`{comma}{seeds}", f"{row['tokens_per_step']:.2f}"]
+            cells.append(f"{tv:.3f}" if tv else "0")
+        for name, digits in (("frechet", 2), ("agreement", 3), ("diversity", 2)):
+            low, high = row["intervals"][name]
+            cells.append(f"{row[name]:.{digits}f} ± {(high - low) / 2:.{digits}f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def tv_table(file: str) -> str:
+    """Tokens a step and TV a token of each setting, in the file's order."""
+    data = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    lines = ["| setting | tokens a step | TV a token |", "|---|---|---|"]
+    for row in data["rows"]:
+        rate = f"{row['tokens_per_step']:.2f} ± {row['tokens_per_step_around']:.2f}"
+        tv = f"{row['tv_per_token']:.3f}" if row["tv_per_token"] else "0"
+        lines.append(f"| `{row['row']}` | {rate} | {tv} |")
+    return "\n".join(lines) + "\n"
+
+
+MAKERS: dict[str | None, Callable[[str], str]] = {
+    "batches": batches_table,
+    "pictures": pictures_table,
+    "tv": tv_table,
+}
+
+
 def rewritten(text: str) -> str:
     """A page with its tables made anew."""
 
     def made(match: re.Match[str]) -> str:
         file, how = match[2], match[3]
-        new = batches_table(file) if how == "batches" else table(file, how)
-        return match[1] + new + match[5]
+        return match[1] + MAKERS.get(how, partial(table, graphs=how))(file) + match[5]
 
     return MARKED.sub(made, text)
 

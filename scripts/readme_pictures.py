@@ -1,7 +1,6 @@
-"""Draw the sheets of README and docs/embedded-model.md.
+"""Draw the sheet of docs/embedded-model.md: a row of prompts for each seed, by `ar`.
 
-python -m scripts.readme_pictures                                             a row for each method, the same seeds
-python -m scripts.readme_pictures --seeds 4 --output docs/images/examples.png    a row for each seed, by ar
+python -m scripts.readme_pictures --output docs/images/examples.png
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from lantern_hpu import LanternPipeline
 from lantern_hpu.files import write_file
-from lantern_hpu.methods.table import METHODS
-from lantern_hpu.results.images import encode, tokens_per_step
+from lantern_hpu.results.images import encode
 
 PROMPTS = (
     "a red apple",
@@ -57,16 +55,6 @@ def sheet(rows: dict[str, list[Image.Image]], prompts: tuple[str, ...], size: in
     return page
 
 
-def by_method(pipeline: LanternPipeline, seed: int) -> dict[str, list[Image.Image]]:
-    """The prompts under each method."""
-    rows = {}
-    for method in METHODS:
-        result = pipeline(PROMPTS, seed=seed, method=method)
-        rate = f"{tokens_per_step(result.records):.2f}"
-        rows[f"{method}\n{rate} tokens\na step"] = result.images
-    return rows
-
-
 def by_seed(pipeline: LanternPipeline, seed: int, count: int) -> dict[str, list[Image.Image]]:
     """Several pictures of each prompt."""
     images = pipeline(PROMPTS, num_images_per_prompt=count, seed=seed, method="ar").images
@@ -74,15 +62,14 @@ def by_seed(pipeline: LanternPipeline, seed: int, count: int) -> dict[str, list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw the sheets of README and docs.")
-    parser.add_argument("--output", type=Path, default=Path("docs/images/methods.png"))
+    parser = argparse.ArgumentParser(description="Draw the sheet of docs/embedded-model.md.")
+    parser.add_argument("--output", type=Path, default=Path("docs/images/examples.png"))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, help="so many pictures a prompt, by ar")
+    parser.add_argument("--seeds", type=int, default=4, help="pictures a prompt")
     parser.add_argument("--size", type=int, default=134, help="pixels of a picture with its margin")
     arguments = parser.parse_args()
-    pipeline, seed = LanternPipeline.from_pretrained("builtin"), arguments.seed
-    seeds = arguments.seeds
-    rows = by_seed(pipeline, seed, seeds) if seeds else by_method(pipeline, seed)
+    pipeline = LanternPipeline.from_pretrained("builtin")
+    rows = by_seed(pipeline, arguments.seed, arguments.seeds)
     write_file(arguments.output, encode(sheet(rows, PROMPTS, arguments.size)), force=True)
     print(f"wrote {arguments.output}")
 

@@ -33,8 +33,9 @@ def main() -> None:
     tokenizer = load_tokenizer(arguments.data_dir)
     tokens, captions = [], []
     for start in tqdm(range(0, arguments.pictures, BATCH), desc="pictures", unit="batch"):
-        count = min(BATCH, arguments.pictures - start)
-        codes, said = encoded(tokenizer, arguments.first + start, count)
+        end = min(start + BATCH, arguments.pictures)
+        numbers = range(arguments.first + start, arguments.first + end)
+        codes, said = encoded(tokenizer, numbers)
         tokens.append(codes.short())  # [B, N]
         captions += said
     content = io.BytesIO()

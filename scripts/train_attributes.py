@@ -39,8 +39,8 @@ from lantern_hpu.lab.evaluate.attributes import (
     scene_attributes,
     to_network,
 )
-from lantern_hpu.lab.scenes import Noise, paint_picture
-from scripts.pictures import FRESH, Stream
+from lantern_hpu.lab.scenes import paint_picture
+from scripts.pictures import FRESH, Stream, noise
 from scripts.training import native_bfloat16, parse
 
 NONE = -100  # what cross_entropy leaves out
@@ -49,14 +49,10 @@ Labelled = tuple[
     Pixels, NDArray[np.int64]
 ]  # [B, SIDE, SIDE, 3]; [B, attributes], NONE where there is none
 
-_noise: Noise | None = None
-
 
 def labelled(first: int, count: int) -> Labelled:
     """Pictures `first` to `first + count - 1`, and what is in them."""
-    global _noise
-    _noise = _noise or Noise(2 * SIDE)
-    pictures = [paint_picture(first + i, _noise) for i in range(count)]
+    pictures = [paint_picture(first + i, noise(SIDE)) for i in range(count)]
     known = [scene_attributes(p.scene) for p in pictures]
     labels = [
         [values.index(one[name]) if name in one else NONE for name, values in ATTRIBUTES.items()]

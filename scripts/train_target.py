@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -32,7 +33,7 @@ from lantern_hpu.models.text.words import WordConditioner
 from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.ops.masks import additive_mask, causal_mask, prefix_mask
-from scripts.pictures import FRESH, Stream, encoded, load_tokenizer
+from scripts.pictures import FRESH, Stream, chosen, encoded, load_tokenizer
 from scripts.training import Learner, Run, parse
 
 PREFIX = 16
@@ -60,9 +61,11 @@ def tokenizer(data_dir: Path) -> VQModel:
     return load_tokenizer(data_dir)
 
 
-def lessons(data_dir: Path, words: tuple[str, ...], first: int, count: int) -> Lesson:
-    """Pictures `first` to `first + count - 1`, encoded."""
-    codes, captions = encoded(tokenizer(data_dir), first, count)
+def lessons(
+    number: Callable[[int], int], data_dir: Path, words: tuple[str, ...], first: int, count: int
+) -> Lesson:
+    """The pictures at places `first` to `first + count - 1`, encoded; `number` says which picture is at a place."""
+    codes, captions = encoded(tokenizer(data_dir), map(number, range(first, first + count)))
     index = {word: i + 2 for i, word in enumerate(words)}
     rows = [[index[word] for word in WordConditioner.split(caption)] for caption in captions]
     return Lesson(torch.tensor([[0] * (PREFIX - len(r)) + r for r in rows]), codes)
@@ -159,13 +162,15 @@ class Trainer:
         self.model = TextToImage(self.config, words)
         if arguments.start:
             start_from(self.model, arguments.start, tokenizer(arguments.data_dir))
-        learner = Learner(self.model, arguments.threads, decay=0.05, clip=1.0, average=0.998)
+        how = {"decay": 0.05, "clip": 1.0, "average": 0.998, "compiled": arguments.compile}
+        learner = Learner(self.model, arguments.threads, **how)
         folder = arguments.data_dir / "runs" / "target"
         self.run = Run(folder, learner, arguments.minutes, arguments.lr, 100, arguments.seed)
         if arguments.resume:
             self.run.resume()
-        make = partial(lessons, arguments.data_dir, tuple(words))
-        self.fresh = [make(FRESH + first, 8) for first in range(0, arguments.measured, 8)]
+        fresh = partial(lessons, int, arguments.data_dir, tuple(words))
+        self.fresh = [fresh(FRESH + first, 8) for first in range(0, arguments.measured, 8)]
+        make = partial(lessons, chosen, arguments.data_dir, tuple(words))
         size = arguments.batch * arguments.accumulate
         self.stream = Stream(make, size, arguments.first + self.run.step * size)
 
@@ -197,7 +202,7 @@ def main() -> None:
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--start", type=Path, help="a model folder whose weights to start from")
     parser.add_argument(
-        "--first", type=int, default=0, help="first picture, so that --start trains on none twice"
+        "--first", type=int, default=0, help="first place, so that --start trains on none twice"
     )
     parser.add_argument("--minutes", type=float, default=600.0)
     parser.add_argument("--dim", type=int, default=320)
@@ -206,6 +211,9 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=4, help="micro-batches a step")
     parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--measured", type=int, default=64, help="fresh pictures at a milestone")
+    parser.add_argument(
+        "--compile", action="store_true", help="compile the model: faster after the first minute"
+    )
     trainer = Trainer(parse(parser))
     parameters = sum(w.numel() for w in trainer.run.learner.weights)
     print(f"{parameters / 1e6:.2f} M parameters, {trainer.run.learner.dtype}")

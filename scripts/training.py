@@ -70,7 +70,13 @@ class Learner:
     """
 
     def __init__(
-        self, model: nn.Module, replicas: int, decay: float, clip: float, average: float
+        self,
+        model: nn.Module,
+        replicas: int,
+        decay: float,
+        clip: float,
+        average: float,
+        compiled: bool = False,
     ) -> None:
         """
         Args:
@@ -78,6 +84,7 @@ class Learner:
             replicas: number of threads.
             decay: weight decay of the blocks' matrices. clip: gradient norm.
             average: decay of the moving average.
+            compiled: by torch's compiler, which fuses what lies between the matrices: 1.4 times as fast with AMX.
         """
         self.model, self.clip, self.rate = model, clip, average
         self.names = [name for name, _ in model.named_parameters()]
@@ -89,6 +96,8 @@ class Learner:
         for replica in self.replicas:
             for parameter, weight in zip(replica.parameters(), self.shared, strict=True):
                 parameter.data = weight
+        self.calls: list[Any] = [torch.compile(r) if compiled else r for r in self.replicas]
+        self.in_turn = compiled  # the first time: the compiler is not made for threads
         self.pool = ThreadPoolExecutor(replicas, initializer=torch.set_num_threads, initargs=(1,))
         # Tables and the head, whose rows are used apart, and vectors are not what Muon is made for.
         inner = [
@@ -106,14 +115,18 @@ class Learner:
         """Mean loss over batches of one size; its gradients are left on the weights."""
 
         def work(index: int) -> float:
-            total, replica = 0.0, self.replicas[index]
+            total, replica = 0.0, self.calls[index]
             for batch in batches[index :: len(self.replicas)]:
                 part = loss(replica, batch) / len(batches)
                 part.backward()
                 total += part.item()
             return total
 
-        total = sum(self.pool.map(work, range(len(self.replicas))))
+        if self.in_turn:
+            total = sum(self.pool.submit(work, i).result() for i in range(len(self.replicas)))
+            self.in_turn = False
+        else:
+            total = sum(self.pool.map(work, range(len(self.replicas))))
         for weight, *parameters in zip(
             self.weights, *(r.parameters() for r in self.replicas), strict=True
         ):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
@@ -48,22 +47,6 @@ def test_classes_and_functions_of_the_architecture_page_exist() -> None:
     assert {"Step", "DecodeState", "resolve"} <= names
     missing = [name for name in sorted(names) if not re.search(rf"\b{name}\b", code)]
     assert not missing
-
-
-@pytest.mark.parametrize("page", ["embedded-model.md", "methods.md"])
-def test_pictures_against_tv_are_those_of_the_raw_file(page: str) -> None:
-    """All settings stand on the model's page; windows, at equal TV, on that of the methods as well."""
-    text = (ROOT / "docs" / page).read_text()
-    rows = json.loads((ROOT / "benchmarks" / "results" / "pictures-embedded.json").read_text())
-    shown = [row for row in rows["rows"] if page != "methods.md" or row["method"] in ("ar", "scd")]
-    assert len(shown) >= 6
-    for row in shown:
-        cells = [f"{row['tokens_per_step']:.2f}", f"{row['tv_per_token']:.3f}"]
-        cells[1] = "0" if row["tv_per_token"] == 0 else cells[1]
-        for name, digits in (("frechet", 2), ("agreement", 3), ("diversity", 2)):
-            low, high = row["intervals"][name]
-            cells.append(f"{row[name]:.{digits}f} ± {(high - low) / 2:.{digits}f}")
-        assert f" | {' | '.join(cells)} |" in text, row["row"]
 
 
 # Tables that nothing here was measured for

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 from lantern_hpu.lab.evaluate.attributes import Classifier
-from lantern_hpu.lab.scenes import caption_of, sample_scene
+from lantern_hpu.lab.scenes import caption_of, paint_picture, sample_scene
 from scripts import training
 from scripts.picture_losses import PerceptualLoss, balanced
-from scripts.pictures import Stream, painted, to_float
+from scripts.pictures import Stream, chosen, noise, painted, to_float
 from scripts.training import Learner, Muon, Run
 
 ROOT = Path(__file__).parent.parent
@@ -168,6 +168,62 @@ def test_a_run_that_is_cut_off_goes_on_to_the_same_weights(tmp_path: Path) -> No
     assert second.step == 6
     for got, want in zip(second.learner.weights, whole.learner.weights, strict=True):
         assert torch.equal(got, want)
+
+
+@pytest.mark.slow
+def test_the_compiler_changes_speed_alone() -> None:
+    """Two replicas, compiled one after the other and then run on threads, against plain ones."""
+
+    def losses(compiled: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3)
+        learner = Learner(model, 2, decay=0.01, clip=1.0, average=0.9, compiled=compiled)
+        found = []
+        for step in range(3):
+            found.append(
+                learner.gradients(lambda m, b: m(b).square().mean(), [torch.ones(5, 4)] * 4)
+            )
+            learner.step(0.05, step)
+        return found
+
+    plain = losses(False)
+    assert losses(True) == pytest.approx(plain, rel=1e-4) and plain[0] > plain[2]
+
+
+def test_rare_things_are_learnt_from_more_often() -> None:
+    scenes = [sample_scene(np.random.default_rng(chosen(place))) for place in range(2000)]
+    numbers = [sample_scene(np.random.default_rng(number)) for number in range(2000)]
+    rare = [sum(s.thing == "windmill" for s in some) for some in (scenes, numbers)]
+    empty = [sum(s.thing is None for s in some) for some in (scenes, numbers)]
+    assert rare[0] > 1.5 * rare[1] and empty[0] < 0.7 * empty[1]
+    assert len({chosen(place) for place in range(2000)}) == 2000
+
+
+@pytest.mark.slow
+def test_pictures_are_encoded_as_their_larger_selves() -> None:
+    """Painted at the encoder's own size, a picture is the larger one averaged, but for the finest grain."""
+    large = to_float(painted(0, 8).pixels)  # [8, 3, 128, 128]
+    small = np.stack([paint_picture(number, noise(64)).pixels for number in range(8)])
+    apart = functional.avg_pool2d(large, 2) - to_float(small)
+    assert apart.abs().mean() < 0.03  # of a range of 2
+
+
+def test_what_was_renewed_is_left_out_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from scripts import renew
+
+    ran: list[str] = []
+    monkeypatch.setattr(renew, "run", lambda task, work: ran.append(task.module))
+    monkeypatch.setattr(sys, "argv", ["renew", "--data-dir", str(tmp_path)])
+    assert renew.main() == 0
+    everything = [task.module for task in renew.tasks(tmp_path, 1000, "cpu").values()]
+    assert ran == everything
+    assert renew.main() == 0 and ran == everything
+    monkeypatch.setattr(sys, "argv", ["renew", "--data-dir", str(tmp_path), "--only", "tables"])
+    assert renew.main() == 0 and ran == [*everything, "scripts.figures"]
+    monkeypatch.setattr(sys, "argv", ["renew", "--data-dir", str(tmp_path), "--only", "tabels"])
+    assert renew.main() == 2 and len(ran) == len(everything) + 1
 
 
 @pytest.mark.slow
