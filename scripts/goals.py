@@ -1,6 +1,6 @@
 """Hold the embedded model to what is asked of it, and print what was measured.
 
-    lantern-hpu evaluate --model builtin --places 32 --output evaluation
+    lantern-hpu evaluate --model builtin --output evaluation
     python -m scripts.goals --evaluation evaluation/evaluation.json
 
 Figures of drawn pictures are those of the evaluation; the others are measured here. Exit code 1 if a goal is missed.
@@ -21,17 +21,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from tqdm import tqdm
 
 from lantern_hpu.files import ASSETS
 from lantern_hpu.lab.evaluate.options import FidelityOptions
 from lantern_hpu.lab.fidelity import Place, all_places, tv_distances
-from lantern_hpu.methods.relaxation import Multiplicative
+from lantern_hpu.methods.relaxation import Multiplicative, read_relaxation
 from lantern_hpu.methods.table import METHODS
+from lantern_hpu.models.config import TransformerConfig, VQConfig
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.tables import markdown
+from lantern_hpu.tree import load_static
 from scripts.picture_losses import PerceptualLoss
+from scripts.train_target import TextToImage, fresh_nats, start_from
 from scripts.train_tokenizer import measure
 
 LAMBDAS = (2.0, 5.0, 10.0, 20.0)
@@ -70,6 +74,16 @@ def tokenizer_goals(pipeline: LanternPipeline, pictures: int) -> Iterator[Goal]:
     yield at_least("codes in use, share", found.used / codes, 0.9)
 
 
+def target_goal(folder: Path, pictures: int) -> Goal:
+    """Cross-entropy on pictures of no training."""
+    about = json.loads((folder / "model.json").read_text())
+    vq = VQModel(VQConfig(**about["vq"])).eval()
+    vq.load_state_dict(load_file(folder / "vq.safetensors"))
+    model = TextToImage(TransformerConfig(**about["target"]), about["condition"]["words"])
+    start_from(model, folder, vq)
+    return at_most("target, nats a token on fresh pictures", fresh_nats(model, vq, pictures), 4.2)
+
+
 def breadth_goals(places: Sequence[Place]) -> Iterator[Goal]:
     """How broad the target's distributions are at the default sampling."""
     p = torch.cat([place.p for place in places])  # [places, V]
@@ -93,28 +107,54 @@ def tv_goals(
     yield Goal("TV by lambda", "rising", shown, values == sorted(values))
 
 
-def picture_goals(rows: Mapping[str, Mapping[str, Any]]) -> Iterator[Goal]:
+def picture_goals(rows: Sequence[Mapping[str, Any]]) -> Iterator[Goal]:
     """What the evaluation says of drawn pictures.
 
     Args:
-        rows: of `evaluation.json`, by name.
+        rows: of `evaluation.json`.
     """
-    ar = rows["ar"]
-    yield at_least("tokens a step of eagle", figure(rows["eagle"], "tokens_per_step"), 2.2)
+    ar = next(row for row in rows if row["row"] == "ar")
+    for row in rows:
+        nodes = load_static(row["tree"]).size if row["method"] == "eagle" else 0
+        if nodes:
+            asked = 2.2 if nodes < 20 else 2.8
+            yield at_least(f"tokens a step of {row['row']}", figure(row, "tokens_per_step"), asked)
     best: tuple[float, str] = (0.0, "none is near enough")
-    for name, row in rows.items():
-        exact = rows.get(EXACT.get(name.split(":")[0], ""))
+    for row in rows:
+        exact = exact_row(rows, row)
         if exact is None:
             continue
         apart = figure(row, "frechet") / figure(ar, "frechet") - 1
         gain = figure(row, "tokens_per_step") / figure(exact, "tokens_per_step")
         if apart <= 0.15:
-            best = max(best, (gain, f"{gain:.2f} ({name}, Frechet distance {apart:+.0%})"))
+            best = max(best, (gain, f"{gain:.2f} ({row['row']}, Frechet distance {apart:+.0%})"))
     yield Goal(
         "tokens a step, relaxed by exact, within 15 %", "1.25 or more", best[1], best[0] >= 1.25
     )
-    yield at_least("caption agreement of ar", figure(ar, "agreement"), 0.8)
+    yield at_least("caption agreement of ar", figure(ar, "agreement"), 0.93, 3)
     yield at_least("diversity within a caption, of the generator's", figure(ar, "diversity"), 0.7)
+    yield apart_goal(rows, ar)
+
+
+def exact_row(
+    rows: Sequence[Mapping[str, Any]], row: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """Of a relaxed setting, the exact one on the same tree, if it was evaluated."""
+    if not read_relaxation(row["relaxation"]).active:
+        return None
+    same = (EXACT[row["method"]], row["tree"])
+    exact = (r for r in rows if not read_relaxation(r["relaxation"]).active)
+    return next((r for r in exact if (r["method"], r["tree"]) == same), None)
+
+
+def apart_goal(rows: Sequence[Mapping[str, Any]], ar: Mapping[str, Any]) -> Goal:
+    """Whether the largest distance of a setting is told apart from that of `ar`: their 95 % intervals do not meet."""
+    worst = max(rows, key=lambda row: figure(row, "frechet"))
+    low, high = worst["intervals"]["frechet"][0], ar["intervals"]["frechet"][1]
+    shown = f"{figure(ar, 'frechet'):.1f} and {figure(worst, 'frechet'):.1f} ({worst['row']})"
+    return Goal(
+        "Frechet distances of ar and of the farthest setting", "told apart", shown, low > high
+    )
 
 
 def figure(row: Mapping[str, Any], name: str) -> float:
@@ -145,22 +185,23 @@ def package_goals() -> Iterator[Goal]:
             began = time.perf_counter()
             subprocess.run([*command, "--output", output], check=True, capture_output=True)
             spent.append(time.perf_counter() - began)
-    yield at_most("default command, warm, s", min(spent), 3, 1)
+    yield at_most("default command, warm, s", min(spent), 5, 1)
 
 
 @torch.no_grad()
 def goals(arguments: argparse.Namespace) -> list[Goal]:
     evaluation = json.loads(arguments.evaluation.read_text())
-    rows = {row["row"]: row for row in evaluation["rows"]}
+    folder = ASSETS / "builtin" if arguments.model == "builtin" else Path(arguments.model)
     pipeline = LanternPipeline.from_pretrained(arguments.model, device="cpu")
     options = FidelityOptions(images=arguments.places)
     with tqdm(total=arguments.places, desc="places", unit="image") as bar:
         places = all_places(pipeline, METHODS["eagle"].default_tree, options, bar)
     return [
         *tokenizer_goals(pipeline, arguments.pictures),
+        target_goal(folder, arguments.pictures),
         *breadth_goals(places),
         *tv_goals(pipeline, places, options),
-        *picture_goals(rows),
+        *picture_goals(evaluation["rows"]),
         redness(pipeline, arguments.apples),
         *package_goals(),
     ]

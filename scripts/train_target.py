@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from pathlib import Path
@@ -61,14 +61,29 @@ def tokenizer(data_dir: Path) -> VQModel:
     return load_tokenizer(data_dir)
 
 
-def lessons(
-    number: Callable[[int], int], data_dir: Path, words: tuple[str, ...], first: int, count: int
-) -> Lesson:
-    """The pictures at places `first` to `first + count - 1`, encoded; `number` says which picture is at a place."""
-    codes, captions = encoded(tokenizer(data_dir), map(number, range(first, first + count)))
+def lesson_of(vq: VQModel, words: Sequence[str], numbers: Iterable[int]) -> Lesson:
+    """The pictures with these numbers, encoded."""
+    codes, captions = encoded(vq, numbers)
     index = {word: i + 2 for i, word in enumerate(words)}
     rows = [[index[word] for word in WordConditioner.split(caption)] for caption in captions]
     return Lesson(torch.tensor([[0] * (PREFIX - len(r)) + r for r in rows]), codes)
+
+
+def lessons(data_dir: Path, words: tuple[str, ...], first: int, count: int) -> Lesson:
+    """The pictures at places `first` to `first + count - 1` of the training, encoded."""
+    return lesson_of(tokenizer(data_dir), words, map(chosen, range(first, first + count)))
+
+
+@torch.no_grad()
+def fresh_nats(model: TextToImage, vq: VQModel, pictures: int) -> float:
+    """Cross-entropy on pictures of no training, nats a token, with their captions."""
+    total = 0.0
+    for first in range(0, pictures, 8):
+        numbers = range(FRESH + first, FRESH + min(first + 8, pictures))
+        lesson = lesson_of(vq, list(model.words.index), numbers)
+        kept = torch.zeros(len(numbers), dtype=torch.bool)
+        total += len(numbers) * model(lesson, kept).item()
+    return total / pictures
 
 
 def config_of(arguments: argparse.Namespace) -> TransformerConfig:
@@ -168,9 +183,7 @@ class Trainer:
         self.run = Run(folder, learner, arguments.minutes, arguments.lr, 100, arguments.seed)
         if arguments.resume:
             self.run.resume()
-        fresh = partial(lessons, int, arguments.data_dir, tuple(words))
-        self.fresh = [fresh(FRESH + first, 8) for first in range(0, arguments.measured, 8)]
-        make = partial(lessons, chosen, arguments.data_dir, tuple(words))
+        make = partial(lessons, arguments.data_dir, tuple(words))
         size = arguments.batch * arguments.accumulate
         self.stream = Stream(make, size, arguments.first + self.run.step * size)
 
@@ -187,14 +200,13 @@ class Trainer:
     def milestone(self) -> str:
         """Measure and save the averaged weights."""
         data_dir: Path = self.arguments.data_dir
-        with self.run.learner.averaged() as model, torch.no_grad():
-            keep = torch.zeros(8, dtype=torch.bool)
-            nats = [model(lesson, keep[: len(lesson.ids)]).item() for lesson in self.fresh]
+        with self.run.learner.averaged():  # of `model`
+            nats = fresh_nats(self.model, tokenizer(data_dir), self.arguments.measured)
         weights = save(self.run.learner.named_average())
         write_file(data_dir / "target.safetensors", weights, force=True)
         config = json.dumps(asdict(self.config), indent=2).encode()
         write_file(data_dir / "target.json", config, force=True)
-        return f"averaged on fresh pictures: {sum(nats) / len(nats):.3f}"
+        return f"averaged on fresh pictures: {nats:.3f}"
 
 
 def main() -> None:
