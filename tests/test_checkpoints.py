@@ -268,7 +268,7 @@ def test_training_sees_what_decoding_sees(public: Path, name: str) -> None:
         lesson = Lesson(mine, ["a cat"], tokens)
         hidden = run(mine, mine.condition.rows(["a cat"], True), tokens[0].tolist()[:-1])
         guessed = mine.drafter(
-            lesson.tokens, lesson.hidden[:, :-1], lesson.rope, lesson.mask(mine.drafter)
+            lesson.tokens, lesson.features, lesson.rope, lesson.mask(mine.drafter, 0)
         )
         prefix = mine.condition.rows(["a cat"], True)
         want = guess(mine, prefix, hidden[:, :-1], tokens[0].tolist())

@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator
 from huggingface_hub import ModelCard
 from PIL import Image
+from safetensors.torch import load_file
 from torch import Tensor
 
 from lantern_hpu import LanternError, LanternPipeline
@@ -26,6 +27,7 @@ from lantern_hpu.decode.acceptance_counts import profile
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import Resolved
+from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.train import wiring
 from lantern_hpu.train.drafter_training import DrafterTraining, begin, chain
 from lantern_hpu.train.samples import draw_samples, read_encoded, split
@@ -438,6 +440,69 @@ def test_lesson_holds_the_probabilities_that_decoding_draws_from(
         # A guess is not filtered, so that there is a gradient: some of its mass lies elsewhere.
         assert float(overlap) == pytest.approx(1, abs=1e-5) or sampling.top_k
         assert float(overlap) > 0.3
+
+
+def chain_at(drafter: Drafter, lesson: Lesson, last: int, drafts: int) -> Tensor:
+    """What a chain guesses [R, H] after the target's features up to entry `last`, entry by entry."""
+    features, *aux = lesson.features[:, : last + 1].split(drafter.config.dim, -1)
+    for read, x in zip(drafter.aux, aux, strict=True):
+        features = features + read(x)
+    for entry in range(last + 1, last + drafts + 2):
+        mask = lesson.mask(drafter, 0)[..., :entry, :entry]
+        guess = drafter(lesson.tokens[:, :entry], features, lesson.rope[:, :entry], mask)
+        features = torch.cat([features, guess[:, -1:]], 1)
+    return guess[:, -1]
+
+
+@pytest.mark.parametrize("aux_layers", [(), (0,)])
+def test_passes_guess_what_a_chain_of_drafts_guesses(
+    model: Path, aux_layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All places at once, as a chain that is drafted at each place by itself."""
+    pipeline = LanternPipeline.from_pretrained(str(model), layout="plain", invariant="off")
+    tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
+    lesson = Lesson(pipeline.model, ["red cat", "blue apple on red"], tokens, aux_layers)
+    drafter = begin(pipeline.model, True, 0, aux_layers)
+    found: list[Tensor] = []
+    compare = Unrolled.compare
+
+    def kept(self: Unrolled, guess: Tensor, *more: Any) -> tuple[Tensor, Tensor]:
+        found.append(guess)
+        return compare(self, guess, *more)
+
+    monkeypatch.setattr(Unrolled, "compare", kept)
+    with torch.no_grad():
+        for weight in drafter.aux.parameters():
+            weight.normal_(std=0.1)
+        Unrolled(drafter, pipeline.model.target, 3)(lesson)
+        for level, token in [(0, 0), (0, 14), (1, 3), (1, 14), (2, 2), (2, 14)]:
+            place = lesson.first + token
+            want = chain_at(drafter, lesson, place - level, level)
+            torch.testing.assert_close(found[level][:, place], want)
+
+
+def test_a_drafter_that_reads_lower_layers_draws_what_the_target_draws(
+    model: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """Greedy, so that every draft must be what the target alone draws; on both kinds of trees."""
+    folder, layers = tmp_path / "drafter", ("--aux-layers", "0")
+    assert train(model, prompts, folder, "--steps", "10", "--finetune", *layers) == 0
+    pipeline = LanternPipeline.from_pretrained(str(model), drafter=str(folder))
+    drafter = pipeline.model.drafter
+    assert drafter is not None and drafter.aux_layers == (0,)
+    saved = load_file(folder / "drafter.safetensors")
+    assert all(weight.any() for name, weight in saved.items() if name.startswith("aux."))
+    alone = pipeline("red cat", method="ar", temperature=0.0).tokens
+    for method in ("eagle", "eagle2"):
+        assert np.array_equal(pipeline("red cat", method=method, temperature=0.0).tokens, alone)
+
+
+@pytest.mark.parametrize("layers", ["9", "0,0", "1,0", "a", "-1"])
+def test_layers_that_the_target_lacks_are_refused(
+    model: Path, prompts: Path, tmp_path: Path, layers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train(model, prompts, tmp_path / "x", f"--aux-layers={layers}") == 2
+    assert f"--aux-layers is {layers}" in capsys.readouterr().err
 
 
 def test_profile_counts_what_the_report_counts(model: Path) -> None:

@@ -29,12 +29,13 @@ class Admit(nn.Module):
         self.positions, self.sampler = Positions(target.config, spec), Sampler(target, spec)
         columns = token_columns(target.config, spec.tree)
         self.first = constant(arange32(spec.images) * columns)  # [B] each image's token 0
+        self.aux_layers = drafting.aux_layers if drafting is not None else ()
 
     def forward(self, state: DecodeState) -> Tensor:
         """Returns how many tokens of each image are known [B]."""
         entry = state.entry
         rows, slot = self.positions.rows_of(entry.slot), entry.slot.long()
-        hidden = self.read_prefix(rows, state)  # [RA, P, H]
+        hidden = self.read_prefix(rows, state)  # [RA, P, F]
         probs = self.sampler(hidden[:, -1:], entry, 0)[:, 0]  # [A, V]
         root = self.sampler.token(probs, probs, entry.first_uniform, entry)  # [A]
         if self.drafting is not None:
@@ -55,11 +56,12 @@ class Admit(nn.Module):
         return state.known.copy_(state.count + 1)
 
     def read_prefix(self, rows: Tensor, state: DecodeState) -> Tensor:
-        """The target over the prefixes, each of which attends to itself alone: features [RA, P, H]."""
+        """The target over the prefixes, each of which attends to itself alone: features [RA, P, F]."""
         entry, width = state.entry, self.target.config.prefix
         causal = self.positions.causal[:width, :width]
         mask = additive_mask(prefix_mask(entry.valid[:, :width], causal), entry.dtype)
         position = self.positions.arange[:width].expand(len(rows), -1)
         index = self.positions.entry_index(rows, width)
         cache = state.kv_cache.written(index, len(rows))
-        return self.target(entry.prefix, self.positions.rope(position, entry), mask, cache, index)
+        rope = self.positions.rope(position, entry)
+        return self.target(entry.prefix, rope, mask, cache, index, aux_layers=self.aux_layers)

@@ -48,15 +48,17 @@ class Sampler(nn.Module):
         super().__init__()
         self.head, self.kernels, self.spec = target.head, target.kernels, spec
         self.grammar, self.top_p_first = make_grammar(target.config), target.config.top_p_first
+        self.width = target.config.dim
 
     def forward(self, hidden: Tensor, state: DecodeState | Entry, depth: Tensor | int) -> Tensor:
         """Probabilities of what comes after each feature: [R, T, H] -> [B, T, V] float32.
 
         Args:
+            hidden: what lies behind its first H numbers, outputs of lower layers, is left out.
             depth: [B, T] int32, or one for all: how far below the root each feature's token is; of images that begin,
                 below the last token of their prefix.
         """
-        spec, logits = self.spec, self.head(hidden)
+        spec, logits = self.spec, self.head(hidden[..., : self.width])
         if self.grammar is not None:
             first = state.slot * 0 if isinstance(state, Entry) else state.count + 1  # [B]
             place = (first[:, None] + depth).expand(-1, hidden.shape[1])  # [B, T]

@@ -70,6 +70,7 @@ class Step(nn.Module):
             rule = neighbours, spec.residual, spec.annealed, target.kernels.walk
             clusters = Clusters(codes, spec.ranks) if codes is not None else None
             self.acceptance = Acceptance(tree, *rule, clusters, spec.metered, spec.blended)
+        self.aux_layers = drafting.aux_layers if drafting is not None else ()
         self.alone = StaticTables(DraftTree.root_only())
         # [I] nodes whose children may be tried; which they are is not known of a dynamic tree
         judged = tree.judged if isinstance(tree, DraftTree) else None
@@ -134,7 +135,7 @@ class Step(nn.Module):
         return alone
 
     def verify(self, drafts: Drafts, length: Tensor, state: DecodeState) -> Tensor:
-        """The target over the whole tree in one pass: features [R, M, H]."""
+        """The target over the whole tree in one pass: features [R, M, F]."""
         per_row, tables = self.positions.per_row, drafts.tables
         rope = self.positions.rope(length[:, None] + per_row(tables.depth), state)
         mask = self.positions.mask(length, per_row(tables.ancestors)) & state.valid[:, None]
@@ -142,7 +143,8 @@ class Step(nn.Module):
         if state.moves is not None:
             index, source = self.positions.with_moves(index, state.moves)
         x = self.target.embed(per_row(drafts.tokens))
-        return self.target(x, rope, additive_mask(mask, x.dtype), state.kv_cache, index, source)
+        mask = additive_mask(mask, x.dtype)
+        return self.target(x, rope, mask, state.kv_cache, index, source, self.aux_layers)
 
     def accept(
         self, hidden: Tensor, drafts: Drafts, uniform: Tensor, state: DecodeState

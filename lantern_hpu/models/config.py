@@ -209,6 +209,7 @@ class DrafterConfig:
         sees_pads: whether padded condition positions are visible (LlamaGen's published drafters).
         shift: 1 where entry i reads token i + 1, as EAGLE does; 0 where it reads token i, as a drafter
             trained on unshifted tokens does. It guesses the same for the children of all siblings.
+        aux_layers: target layers, from 0, whose outputs it reads beside the last features (EAGLE-3).
     """
 
     input_norm: bool = False
@@ -217,6 +218,11 @@ class DrafterConfig:
     norm_eps: float | None = None
     ffn_dim: int | None = None
     qk_norm: bool | None = None
+    aux_layers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        # JSON has no tuples; a list here would make equal configurations compare unequal.
+        object.__setattr__(self, "aux_layers", tuple(self.aux_layers))
 
     def sizes(self, target: TransformerConfig) -> TransformerConfig:
         """The block's, with the target's `layers` left as it is."""
@@ -224,18 +230,20 @@ class DrafterConfig:
         return replace(target, **{n: value for n, value in changed.items() if value is not None})
 
     def parameters(self, target: TransformerConfig) -> int:
-        """Embedding, fc over [embedding, feature] with bias, block."""
+        """Embedding, fc over [embedding, feature] with bias, block, what reads other layers."""
         return target.table_parameters + self.own_parameters(target)
 
     def own_parameters(self, target: TransformerConfig) -> int:
         """Those that a pass reads: all but the embedding."""
         fc = 2 * target.dim**2 + target.dim
-        return fc + self.sizes(target).block_parameters(self.input_norm)
+        aux = len(self.aux_layers) * (target.dim**2 + target.dim)
+        return fc + aux + self.sizes(target).block_parameters(self.input_norm)
 
     def as_json(self) -> dict[str, Any]:
         """As `model.json` holds it: what is usual is left out."""
         kept = {n: value for n, value in asdict(self).items() if value is not None}
-        return {n: value for n, value in kept.items() if n != "shift" or value != 1}
+        usual = {"shift": 1, "aux_layers": ()}
+        return {n: value for n, value in kept.items() if n not in usual or value != usual[n]}
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ static cache. The module reads no Python value that varies between calls, so a g
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.ops.buffers import constant
 from lantern_hpu.ops.kernels import PLAIN, CacheWrite, Kernels, rotate_into
-from lantern_hpu.ops.kv_cache import KVCache, LayerCache
+from lantern_hpu.ops.kv_cache import GrowingCache, KVCache, LayerCache
 
 
 def rope_table(config: TransformerConfig, positions: int) -> Tensor:
@@ -160,15 +161,17 @@ class SelfAttention(nn.Module):
         x: Tensor,  # [R, T, H]
         rope: Tensor,  # [R, T, 2, hd / 2]
         mask: Tensor,  # [R, 1, T, S] additive
-        cache: LayerCache | None,
+        cache: LayerCache | GrowingCache | None,
         index: Tensor | None,  # [R * (D + T)], where in the cache to write
         source: Tensor | None,  # [R * D], what moves there meanwhile
     ) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim))
         q, k, v = heads.split([self.heads, self.kv, self.kv], dim=2)
         q, k, how = self.q_norm(q), self.k_norm(k), (rope, self.interleaved)
-        if cache is None or index is None:
+        if not isinstance(cache, LayerCache) or index is None:
             q, k = self.kernels.rotate(q, *how), self.kernels.rotate(k, *how)
+            if isinstance(cache, GrowingCache):
+                k, v = cache.append(k, v)
         else:
             q = self.rotate_into(q, k, v, *how, CacheWrite(*cache.writable(), index, source))
             k, v = cache.read()
@@ -212,7 +215,7 @@ class Block(nn.Module):
         x: Tensor,
         rope: Tensor,
         mask: Tensor,
-        cache: LayerCache | None = None,
+        cache: LayerCache | GrowingCache | None = None,
         index: Tensor | None = None,
         source: Tensor | None = None,
     ) -> Tensor:
@@ -294,9 +297,17 @@ class Target(nn.Module):
         cache: KVCache | None = None,
         index: Tensor | None = None,  # [R * (D + T)], where in each layer's cache to write
         source: Tensor | None = None,  # [R * D], what moves to the first D of each row meanwhile
+        aux_layers: Sequence[int] = (),
     ) -> Tensor:
-        """Final-normed hidden states [R, T, H]: the drafter's features and the head's input."""
+        """Final-normed hidden states [R, T, H]: the drafter's features and the head's input.
+
+        Args:
+            aux_layers: layers whose outputs follow them, for a drafter that reads those too: [R, T, H * (1 + n)].
+        """
+        aux = []
         for layer, block in enumerate(self.layers):
             kept = None if cache is None else cache.layers[layer]
             x = block(x, rope, mask, kept, index, source)
-        return self.norm(x)
+            if layer in aux_layers:
+                aux.append(x)
+        return torch.cat([self.norm(x), *aux], -1) if aux else self.norm(x)

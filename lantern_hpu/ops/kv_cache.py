@@ -6,7 +6,7 @@ safe with every compiler, nor are several tensors that share a storage.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -58,6 +58,20 @@ class WrittenCache(LayerCache):
         shape = (self.written_rows, -1)
         k, v = self.k.index_select(0, self.index), self.v.index_select(0, self.index)
         return k.unflatten(0, shape), v.unflatten(0, shape)
+
+
+@dataclass
+class GrowingCache:
+    """A layer's keys and values of all passes so far, which keep their gradients: for training."""
+
+    k: list[Tensor] = field(default_factory=list)  # each [R, T, kv_heads, hd]
+    v: list[Tensor] = field(default_factory=list)
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a pass. -> those of all passes [R, passes * T, kv_heads, hd]"""
+        self.k.append(k)
+        self.v.append(v)
+        return torch.cat(self.k, 1), torch.cat(self.v, 1)
 
 
 @dataclass

@@ -90,30 +90,48 @@ def like_the_target(target: Target, config: DrafterConfig) -> Drafter:
         drafter.fc.weight.normal_(std=0.02)
         drafter.fc.weight[:, dim:] += torch.eye(dim, device=drafter.fc.weight.device)
         drafter.fc.bias.zero_()
+        for name, weight in drafter.aux.named_parameters():
+            if name.endswith("linear.weight"):
+                weight.zero_()
     return drafter.to(target.device)
 
 
-def drafter_config(model: ImageModel) -> DrafterConfig:
-    """That of the model's own drafter; but a new one is trained on shifted tokens, whatever that was."""
-    return replace(model.config.drafter or DrafterConfig(), shift=1)
+def drafter_config(model: ImageModel, aux_layers: Sequence[int] = ()) -> DrafterConfig:
+    """That of the model's own drafter; but a new one is trained on shifted tokens, whatever that was.
+
+    Args:
+        aux_layers: in place of its own, if there are any.
+
+    Raises:
+        OptionError: the target has no such layer.
+    """
+    last = model.target.config.layers - 1
+    if any(layer > last for layer in aux_layers):
+        what = f"--aux-layers is {','.join(map(str, aux_layers))}"
+        raise OptionError(what, f"{model.name} has layers 0 to {last}")
+    own = replace(model.config.drafter or DrafterConfig(), shift=1)
+    return replace(own, aux_layers=tuple(aux_layers)) if aux_layers else own
 
 
-def begin(model: ImageModel, finetune: bool, seed: int) -> Drafter:
+def begin(model: ImageModel, finetune: bool, seed: int, aux_layers: Sequence[int] = ()) -> Drafter:
     """What a run begins with: a drafter made from the target, or the one that the model has.
 
     Args:
-        seed: of the weights that the target has nothing for.
+        seed: of the weights that the target has nothing for. aux_layers: see `drafter_config`.
 
     Raises:
-        OptionError: it has none.
+        OptionError: it has none, or the target has no such layers.
     """
     torch.manual_seed(seed)
-    drafter = like_the_target(model.target, drafter_config(model))
+    drafter = like_the_target(model.target, drafter_config(model, aux_layers))
     if finetune:
         if model.drafter is None:
             hint = "--drafter FILE, or without --finetune"
             raise OptionError("there is nothing to fine-tune", f"{model.name} has no drafter", hint)
-        drafter.load_state_dict(model.drafter.state_dict())
+        known = model.drafter.state_dict()
+        if model.drafter.aux_layers != drafter.aux_layers:  # what reads other layers is new
+            known = {name: value for name, value in known.items() if not name.startswith("aux.")}
+        drafter.load_state_dict(known, strict=False)
     return drafter
 
 
@@ -157,7 +175,8 @@ class DrafterTraining:
     def read(self, prompts: Sequence[str], tokens: Tensor) -> Lesson:
         """These images [b, N] as the target has them."""
         with self.accelerator.autocast(), torch.no_grad():
-            return Lesson(self.pipeline.model, prompts, tokens.to(self.accelerator.device))
+            tokens = tokens.to(self.accelerator.device)
+            return Lesson(self.pipeline.model, prompts, tokens, self.drafter.aux_layers)
 
     def learn(self) -> tuple[float, float]:
         """One step. -> its loss, and the overlap of its first pass.

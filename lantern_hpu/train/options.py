@@ -25,10 +25,28 @@ class TrainOptions:
     measure_every: int = option(250, "steps", low=1)
     measured: int = option(8, "held-out images per measurement", low=1)
     seed: int = option(0, "seed of the first image and of training")
+    aux_layers: str = option(
+        "", "target layers, from 0, that the drafter reads too, such as 2,5 (the drafter's)"
+    )
 
     def __post_init__(self) -> None:
         check_ranges(self)
         require(0 < self.lr <= 1, "--lr", self.lr, "above 0, up to 1")
+        self.read_layers()
+
+    def read_layers(self) -> tuple[int, ...]:
+        """`aux_layers` as numbers.
+
+        Raises:
+            OptionError: they are none, or do not rise.
+        """
+        try:
+            layers = tuple(map(int, filter(None, self.aux_layers.split(","))))
+        except ValueError:
+            layers = (-1,)
+        if list(layers) != sorted(set(layers)) or min(layers, default=0) < 0:
+            raise OptionError(f"--aux-layers is {self.aux_layers}", hint="numbers that rise: 2,5")
+        return layers
 
     def rate(self, step: int) -> float:
         """Linear warm-up, then half a cosine down to 2 %."""

@@ -65,7 +65,8 @@ def train(wanted: TrainRequest) -> dict[str, Any]:
     ) as pipeline:
         target = pipeline.model.target.config
         known = wanted.tokens and samples.read_encoded(wanted.tokens, target, held_out)
-        start = begin(pipeline.model, wanted.finetune, options.seed)
+        aux_layers = options.read_layers()
+        start = begin(pipeline.model, wanted.finetune, options.seed, aux_layers)
         precision = wanted.mixed_precision
         accelerator = Accelerator(cpu=pipeline.backend.name == HOST, mixed_precision=precision)
         check_wiring(pipeline, prompts[0], accelerator.is_main_process)

@@ -1,9 +1,10 @@
 """The loss: how far the drafter's probabilities are from the target's, several drafts deep.
 
 The target runs over a finished image once, with guidance both rows of it; its features h and its probabilities p at
-every token are what the drafter is to guess. Pass 1 of the drafter reads the target's features, pass d reads the
-guesses of pass d - 1 wherever an image token stands. (In a tree only the last d - 1 entries are guesses; the pass is
-one for all places at once.) What counts is the share of drafts that get accepted,
+every token are what the drafter is to guess. Pass 1 of the drafter reads the target's features, pass d the guesses of
+pass d - 1. One pass drafts at every place of the image at once, and each place attends to what it would attend to in
+a tree: the target's features up to d - 1 entries before it, then the entries of passes 2 .. d of its own path (the
+training-time test of EAGLE-3, arXiv 2503.01840). What counts is the share of drafts that get accepted,
 which for a drawn draft is sum min(p, q) (Leviathan et al. 2023); its gradient is poor where p and q do not meet, so
 cross-entropy and the distance of the features help.
 """
@@ -20,6 +21,7 @@ from lantern_hpu.decode.sampler import make_grammar, sampling_params
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.transformer import Rotary, Target
+from lantern_hpu.ops.kv_cache import GrowingCache
 from lantern_hpu.ops.masks import additive_mask, causal_mask, prefix_mask
 from lantern_hpu.ops.sampling import apply_guidance, to_probs
 
@@ -32,10 +34,16 @@ class Lesson:
     N tokens, P prefix positions; entry i of T = P + N - 2 holds the feature of position i and the token of i + 1.
     """
 
-    def __init__(self, model: ImageModel, prompts: Sequence[str], tokens: Tensor) -> None:
+    def __init__(
+        self,
+        model: ImageModel,
+        prompts: Sequence[str],
+        tokens: Tensor,
+        aux_layers: Sequence[int] = (),
+    ) -> None:
         """
         Args:
-            tokens: [B, N] int64.
+            tokens: [B, N] int64. aux_layers: see `DrafterConfig`.
         """
         target, sampling, config = model.target, model.sampling, model.target.config
         self.guidance = sampling.cfg_scale != 1
@@ -58,14 +66,18 @@ class Lesson:
         with torch.no_grad():
             x = torch.cat([prefix, target.embed(rows[:, :-1])], 1)
             mask = additive_mask(prefix_mask(valid, causal), x.dtype)
-            hidden = target(x, rope, mask)  # [R, P + N - 1, H]
-            logits = self.allowed(target.head(hidden[:, self.first + 1 :]), 1)
+            hidden = target(x, rope, mask, aux_layers=aux_layers)  # [R, P + N - 1, F]
+            logits = self.allowed(target.head(hidden[:, self.first + 1 :, : config.dim]), 1)
             guided = apply_guidance(logits, self.params, self.guidance)
             # [B, N - 1, V], of tokens 1, 2, ...
             most = sampling.top_k if sampling.top_k < config.vocab_size else 0
             filters = (most, sampling.top_p < 1, config.top_p_first)
             self.p = to_probs(guided, self.params, *filters)
-        self.hidden = hidden.float()  # the drafter learns in float32
+        read = hidden.float()  # the drafter learns in float32
+        self.features, self.hidden = (
+            read[:, :-1],
+            read[..., : config.dim],
+        )  # [R, T, F], [R, T + 1, H]
         self.valid = valid[:, :-1]  # [R, T]
         self.causal = causal[:-1, :-1]  # [T, T]
         self.tokens = torch.cat([words[:, 1:].to(rows.dtype), rows[:, :-1]], 1)  # [R, T]
@@ -78,12 +90,16 @@ class Lesson:
         place = torch.arange(first, first + logits.shape[1], device=logits.device)
         return self.grammar(logits, place.expand(len(logits), -1))
 
-    def mask(self, drafter: Drafter) -> Tensor:
-        """[R, 1, T, T] what the drafter's entries attend to."""
+    def mask(self, drafter: Drafter, level: int) -> Tensor:
+        """[R, 1, T, (l + 1) * T] what entries of pass l, from 0, attend to in this pass and those before."""
         mask = self.causal.expand(len(self.valid), -1, -1)
         if not drafter.sees_pads:
             mask = prefix_mask(self.valid, self.causal)
-        return additive_mask(mask, self.hidden.dtype)
+        own = torch.ones_like(self.causal)
+        passes = [mask & own.tril(-level)] if level else [mask]
+        # Of pass k an entry sees the one that stands as far before it as there are passes between
+        passes += [own.tril(back).triu(back).expand_as(mask) for back in range(1 - level, 1)]
+        return additive_mask(torch.cat(passes, -1), self.hidden.dtype)
 
 
 class Unrolled(nn.Module):
@@ -101,16 +117,16 @@ class Unrolled(nn.Module):
 
     def forward(self, lesson: Lesson) -> tuple[Tensor, Tensor]:
         """The loss [], and the overlap of each pass [depth]."""
-        mask, source = lesson.mask(self.drafter), lesson.hidden[:, :-1]
         losses, overlaps = [], []
+        source, cache = lesson.features, GrowingCache()
         for level in range(self.depth):
-            guess = self.drafter(lesson.tokens, source, lesson.rope, mask)
+            mask = lesson.mask(self.drafter, level)
+            guess = self.drafter(lesson.tokens, source, lesson.rope, mask, cache)
             loss, overlap = self.compare(guess, lesson, level)
             losses.append(loss)
             overlaps.append(overlap)
-            # The condition is always read as the target has it; a tree begins after it.
-            known = lesson.first + 1
-            source = torch.cat([lesson.hidden[:, :known], guess[:, lesson.first : -1]], 1)
+            # Entry i of the next pass reads the guess at i - 1; nothing reads its entries of the condition.
+            source = F.pad(guess[:, :-1], (0, 0, 1, 0))
         return torch.stack(losses).mean(), torch.stack(overlaps).detach()
 
     def compare(self, guess: Tensor, lesson: Lesson, level: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from lantern_hpu.errors import WeightsError
 from lantern_hpu.methods.request import Request
 from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.transformer import Target
-from lantern_hpu.ops.kv_cache import LayerCache
+from lantern_hpu.ops.kv_cache import GrowingCache, LayerCache
 from lantern_hpu.ops.masks import additive_mask
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DraftTree
@@ -42,7 +42,7 @@ class Echo(Drafter):
         features: Tensor,
         rope: Tensor,
         mask: Tensor,
-        cache: LayerCache | None = None,
+        cache: LayerCache | GrowingCache | None = None,
         index: Tensor | None = None,
     ) -> Tensor:
         """See `Drafter`. The condition's entries, 0 .. P - 2, are left alone: the target knows the condition."""

@@ -41,7 +41,7 @@ class Drafts:
 class Committed:
     """What a step added to the images."""
 
-    hidden: Tensor  # [R, M, H] the target's features at all nodes
+    hidden: Tensor  # [R, M, F] the target's features at all nodes, F = `Drafting.feature_width`
     path: Tensor  # [B, D + 1] the accepted nodes, from the root; the last one repeated
     tokens: Tensor  # [B, D + 1] the tokens after each of them: accepted drafts, then the bonus token repeated
     added: Tensor  # [B] how many of those are new, at least 1
@@ -57,7 +57,13 @@ def unwatched(stage: str) -> None:
 
 
 class Drafting(nn.Module, ABC):
-    """Makes the trees of a step. `draft` is `grow`, then `link`, which are apart to be looked at one by one."""
+    """Makes the trees of a step. `draft` is `grow`, then `link`, which are apart to be looked at one by one.
+
+    Attributes:
+        aux_layers: of the target, whose outputs it wants behind the last features.
+    """
+
+    aux_layers: tuple[int, ...] = ()
 
     @abstractmethod
     def allocate(self, dtype: torch.dtype, device: torch.device, by_head: bool = False) -> Any:
@@ -72,7 +78,7 @@ class Drafting(nn.Module, ABC):
         """The images of `state.entry` begin, and nothing of the others may change.
 
         Args:
-            hidden: [RA, P, H], the prefixes' features. root: [A], first tokens. rows: [RA] of the batch.
+            hidden: [RA, P, F], the prefixes' features. root: [A], first tokens. rows: [RA] of the batch.
         """
 
     @abstractmethod
@@ -114,7 +120,7 @@ class EagleState:
 
     kv_cache: KVCache
     pending_tokens: Tensor  # [B, D + 1] int32, tokens the drafter has not seen
-    pending_features: Tensor  # [R, D + 1, H], the target's features before them
+    pending_features: Tensor  # [R, D + 1, F], the target's features before them
     pending_count: Tensor  # [B] int32, how many of them are real
 
 
@@ -127,6 +133,7 @@ class EagleDrafting(Drafting):
         self.positions = Positions(target.config, spec)
         self.sampler = Sampler(target, spec)
         self.width = spec.tree.depth + 1
+        self.aux_layers = drafter.aux_layers
 
     def allocate(
         self, dtype: torch.dtype, device: torch.device, by_head: bool = False
@@ -137,7 +144,9 @@ class EagleDrafting(Drafting):
         return EagleState(
             KVCache.allocate(*sizes, dtype, device, by_head),
             torch.zeros(shape, dtype=torch.int32, device=device),
-            torch.zeros(spec.rows, self.width, config.dim, dtype=dtype, device=device),
+            torch.zeros(
+                spec.rows, self.width, self.drafter.feature_width, dtype=dtype, device=device
+            ),
             torch.zeros(spec.images, dtype=torch.int32, device=device),
         )
 
@@ -179,7 +188,7 @@ class EagleDrafting(Drafting):
     def run(
         self,
         tokens: Tensor,  # [B, T]
-        features: Tensor,  # [R, T, H]
+        features: Tensor,  # [R, T, F], or guesses [R, T, H]
         position: Tensor,  # [R, T] that the guess is used at
         mask: Tensor,  # [R, T, S]
         cache: LayerCache,
