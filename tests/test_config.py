@@ -243,6 +243,17 @@ def test_settings_are_written_as_they_are_read(text: str) -> None:
     assert str(Setting.parse(text)) == text
 
 
+@pytest.mark.parametrize(
+    "text", ["scd:lambda-5@16", "lantern:delta-0.1@dynamic:4x3x12", "scd:lambda=2:k=30@8"]
+)
+def test_a_result_names_the_setting_as_it_was_asked_for(text: str) -> None:
+    """A record holds values alone: those of a published setting are named by it."""
+    asked = Setting.parse(text)
+    assert asked.relaxation is not None and isinstance(asked.tree, Tree)
+    drew = Resolved(asked.method, asked.relaxation, asked.tree)
+    assert str(Resolved.read(drew.as_json())) == text
+
+
 def random_setting(random: Random) -> Setting:
     """Any method with any relaxation and any tree that it takes."""
     name = random.choice([AUTO, *METHODS])

@@ -131,7 +131,8 @@ class Resolved(Setting):
         """Without what the method has no use for: a relaxation that is exact, the tree of `ar`."""
         method = METHODS[self.method]
         is_usual = self.relaxation == (method.relaxation or EXACT)
-        relaxation = None if is_usual else self.relaxation
+        # What draws is settled: whoever gave a number of neighbours, the published one is that setting's.
+        relaxation = None if is_usual else replace(self.relaxation, published=True)
         return str(Setting(self.method, relaxation, self.tree if method.drafts else None))
 
     def as_json(self) -> dict[str, Any]:

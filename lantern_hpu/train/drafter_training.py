@@ -131,7 +131,7 @@ def begin(model: ImageModel, finetune: bool, seed: int, aux_layers: Sequence[int
         known = model.drafter.state_dict()
         if model.drafter.aux_layers != drafter.aux_layers:  # what reads other layers is new
             known = {name: value for name, value in known.items() if not name.startswith("aux.")}
-        drafter.load_state_dict(known, strict=False)
+        drafter.load_state_dict(drafter.state_dict() | known)
     return drafter
 
 

@@ -174,12 +174,18 @@ def config_json(model: ImageModel) -> dict[str, Any]:
 
 
 def recipe_of(config: DrafterConfig, sizes: TransformerConfig) -> Recipe:
-    """Our tensors from those of the layout."""
+    """Our tensors from those of the layout; for what reads lower layers it has no names, so they keep ours."""
+    aux = [
+        f"aux.{i}.{part}.weight"
+        for i in range(len(config.aux_layers))
+        for part in ("norm", "linear")
+    ]
     return {
         "embed.weight": take(EMBEDDING),
         "fc.weight": take("fusion_fc.weight"),
         "fc.bias": take(BIAS),
         **llama_block("block.", "transformer.", config.input_norm, sizes.qk_norm),
+        **{name: take(name) for name in aux},
     }
 
 
