@@ -3,9 +3,11 @@
     python -m scripts.export_model --data-dir data --output data/model
     lantern-hpu train drafter --model data/model --data data/prompts.txt --output data/drafter
     python -m scripts.export_model --data-dir data --drafter data/drafter --output lantern_hpu/assets/builtin
-    python -m scripts.export_model --data-dir data --only-tokenizer --output lantern_hpu/assets/builtin
+    python -m scripts.export_model --data-dir data --only tokenizer --output lantern_hpu/assets/builtin
+    python -m scripts.export_model --drafter data/drafter --only drafter --output lantern_hpu/assets/builtin
 
-The last replaces the tokenizer of a model folder by one that was trained with `--keep-codes`, and leaves the rest.
+The last two replace one part of a model folder and leave the rest: a tokenizer that was trained with `--keep-codes`, a
+drafter that was trained for the folder's target.
 Without `--drafter` the model gets an untrained one, so that it can be loaded and one can be trained for it. Weights
 are stored in float16; `model.json` holds sizes, words, default sampling and a checksum of each file.
 """
@@ -26,6 +28,8 @@ from lantern_hpu.files import write_file
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.drafter import Drafter
 from scripts.train_tokenizer import LEARNT_FROM_CODES
+
+TARGET = "target.safetensors"
 
 
 def half(part: str, tensors: dict[str, Tensor]) -> bytes:
@@ -56,13 +60,31 @@ def replace_tokenizer(data: Path, folder: Path) -> None:
     kept = [name for name in known if not name.startswith(LEARNT_FROM_CODES)]
     if not all(torch.equal(tensors[name].half(), known[name].half()) for name in kept):
         raise SystemExit(f"{data} has other codes than {folder}: train with --keep-codes")
-    content = half("vq", tensors)
-    config = json.loads((folder / "model.json").read_text())
-    config["vq"] = json.loads((data / "tokenizer.json").read_text())
-    config["files"]["vq.safetensors"] = hashlib.sha256(content).hexdigest()
-    write_file(folder / "vq.safetensors", content, force=True)
+    replace_part(folder, "vq", tensors, json.loads((data / "tokenizer.json").read_text()))
+
+
+def replace_drafter(trained: Path, folder: Path) -> None:
+    """Give the model in `folder` the drafter that `lantern-hpu train` left in `trained`.
+
+    Raises:
+        SystemExit: it was trained for another target.
+    """
+    about = json.loads((trained / "drafter.json").read_text())
+    if about["target"] != json.loads((folder / "model.json").read_text())["files"][TARGET]:
+        raise SystemExit(f"{trained} was trained for another target than that of {folder}")
+    replace_part(folder, "drafter", load_file(trained / "drafter.safetensors"), about["options"])
+
+
+def replace_part(
+    folder: Path, part: str, tensors: dict[str, Tensor], sizes: dict[str, Any]
+) -> None:
+    """Write one part of a model folder, and what `model.json` says of it."""
+    content, config = half(part, tensors), json.loads((folder / "model.json").read_text())
+    config[part] = sizes
+    config["files"][f"{part}.safetensors"] = hashlib.sha256(content).hexdigest()
+    write_file(folder / f"{part}.safetensors", content, force=True)
     write_file(folder / "model.json", json.dumps(config, indent=1).encode(), force=True)
-    print(f"vq: {len(content) / 1e6:.1f} MB")
+    print(f"{part}: {len(content) / 1e6:.1f} MB")
 
 
 def fastest(text: str) -> tuple[str, list[str | None]]:
@@ -78,7 +100,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("lantern_hpu/assets/builtin"))
     parser.add_argument("--drafter", type=Path, help="a folder of lantern_hpu.train")
     parser.add_argument(
-        "--only-tokenizer", action="store_true", help="leave the rest of the model in --output"
+        "--only", choices=("tokenizer", "drafter"), help="leave the rest of the model in --output"
     )
     parser.add_argument("--name", default="builtin")
     parser.add_argument("--cfg-scale", type=float, default=1.5)
@@ -92,9 +114,10 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     data: Path = arguments.data_dir
-    if arguments.only_tokenizer:
-        replace_tokenizer(data, arguments.output)
-        return
+    if arguments.only == "tokenizer":
+        return replace_tokenizer(data, arguments.output)
+    if arguments.only == "drafter":
+        return replace_drafter(arguments.drafter, arguments.output)
     arguments.output.mkdir(parents=True, exist_ok=True)
     target: dict[str, Any] = json.loads((data / "target.json").read_text())
     sources = {
@@ -119,7 +142,9 @@ def main() -> None:
             "dim": sources["target"]["words.table.weight"].shape[1],
             "words": json.loads((data / "words.json").read_text()),
         },
-        "drafter": {"input_norm": False, "sees_pads": False},
+        "drafter": DrafterConfig().as_json()
+        if arguments.drafter is None
+        else json.loads((arguments.drafter / "drafter.json").read_text())["options"],
         "vq": json.loads((data / "tokenizer.json").read_text()),
         "sampling": {
             "cfg_scale": arguments.cfg_scale,

@@ -32,7 +32,8 @@ STAGES = (
     "scripts.export_model --output model",
     "scripts.scene_tokens --pictures 34",
     "lantern_hpu train drafter --model model --data prompts.txt --tokens data/scenes.npz --samples 0 "
-    "--steps 2 --batch 1 --measured 1 --output drafter",
+    "--steps 2 --batch 1 --measured 1 --aux-layers 0 --output drafter",
+    "scripts.export_model --drafter drafter --only drafter --output model",
     "scripts.export_model --drafter drafter --output model",
 )
 
@@ -73,7 +74,7 @@ def codes_are_kept(folder: Path) -> None:
     curve = json.loads((folder / "finer" / "runs" / "tokenizer" / "curve.json").read_text())
     assert curve[-1]["step"] == 3 and curve[-1]["training_discriminator"] > 0
     target = (folder / "model" / "target.safetensors").read_bytes()
-    export = ["scripts.export_model", "--only-tokenizer", "--output", "model"]
+    export = ["scripts.export_model", "--only", "tokenizer", "--output", "model"]
     run(folder, *export, "--data-dir", "finer")
     assert (folder / "model" / "target.safetensors").read_bytes() == target
     decoder = load_file(folder / "model" / "vq.safetensors")["decoder.conv_out.weight"]
