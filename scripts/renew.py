@@ -25,7 +25,7 @@ from lantern_hpu.files import ASSETS, sha256, write_file
 ROOT = Path(__file__).parent.parent
 IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
 EVALUATED = (
-    "ar,eagle@broad_7,lantern++:lambda=2@broad_7,lantern++:lambda=5@broad_7,lantern++:lambda=20@broad_7,"
+    "ar,eagle@deep_7,lantern++:lambda=2@deep_7,lantern++:lambda-5@deep_7,lantern++:lambda-20@deep_7,"
     "lantern:delta-0.1@dynamic:4x3x12,lantern:delta-0.4@dynamic:4x3x12,"
     "scd@16,scd:tv=0.16@16,scd:lambda-5@16,scd:gsd@16"
 )
