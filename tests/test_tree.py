@@ -27,6 +27,7 @@ PUBLISHED = {
     "chain_2": (2, 2, (1, 1), (1, 1), 1, 1),
     "flat_4": (4, 1, (4,), (1,), 4, 4),
     "broad_7": (7, 2, (4, 3), (1, 2), 5, 4),
+    "deep_7": (7, 5, (2, 2, 1, 1, 1), (1, 1, 1, 1, 1), 3, 2),
 }
 # Child counts of nodes that have any, in the order of their numbers.
 CHILD_COUNTS = {
@@ -39,6 +40,7 @@ CHILD_COUNTS = {
     "chain_2": [1, 1],
     "flat_4": [4],
     "broad_7": [4, 2, 1],
+    "deep_7": [2, 2, 1, 1, 1],
 }
 # The one node list that counts alone would not pin down: depth 3 of the default tree.
 DEFAULT_DEPTH_3 = "000 001 002 003 010 011 012 020 021 022 030 031 100 101 110 200"

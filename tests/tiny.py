@@ -46,6 +46,7 @@ NAMES = (
     "chain_2",
     "flat_4",
     "broad_7",
+    "deep_7",
 )
 
 
