@@ -184,9 +184,9 @@ def test_replay_takes_no_options_from_a_strangers_image(
 def test_replay_refuses_other_weights(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str, hint: str
 ) -> None:
-    """And says what to do; of another tokenizer also which version drew at which size."""
+    """And says what to do, and which version drew it at which size."""
     folder, file = write_folder(tmp_path / "model"), tmp_path / "cat.png"
-    assert generate(folder, "--prompt", "cat", "--output", file) == 0
+    assert generate(folder, "--prompt", "cat", "--method", "eagle", "--output", file) == 0
     stored = folder / f"{part}.safetensors"
     save_file({n: t * 2 for n, t in load_file(stored).items()}, stored)
     config = json.loads((folder / "model.json").read_text())
@@ -196,10 +196,22 @@ def test_replay_refuses_other_weights(
     assert main(["--from-png", str(file), "--output", str(tmp_path / "again.png")]) == 2
     message = capsys.readouterr().err
     assert "other weights" in message and hint in message
-    if part == "vq":
-        width, height = Image.open(file).size
-        assert f"lantern_hpu {__version__} drew it at {width} x {height} pixels" in message
-        assert before[:8] in message
+    width, height = Image.open(file).size
+    assert f"lantern_hpu {__version__} drew it at {width} x {height} pixels" in message
+    assert f"{part}.safetensors {before[:8]}" in message
+
+
+def test_replay_does_not_ask_for_a_drafter_that_drew_nothing(tmp_path: Path) -> None:
+    folder, file, again = (tmp_path / name for name in ("model", "cat.png", "again.png"))
+    write_folder(folder)
+    assert generate(folder, "--prompt", "cat", "--method", "scd", "--output", file) == 0
+    stored = folder / "drafter.safetensors"
+    save_file({n: t * 2 for n, t in load_file(stored).items()}, stored)
+    config = json.loads((folder / "model.json").read_text())
+    config["files"][stored.name] = hashlib.sha256(stored.read_bytes()).hexdigest()
+    (folder / "model.json").write_text(json.dumps(config))
+    assert main(["--from-png", str(file), "--output", str(again)]) == 0
+    assert np.array_equal(np.asarray(Image.open(again)), np.asarray(Image.open(file)))
 
 
 def test_one_file_cannot_hold_two_results(

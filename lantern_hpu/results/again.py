@@ -16,16 +16,18 @@ def other_weights(
     file: Path, model: str, weights: dict[str, str], others: Sequence[str]
 ) -> WeightsError:
     """Why an image drawn with `weights` cannot be drawn again with a model of which `others` are different."""
-    what, why, hint = f"{file} cannot be drawn again", f"other weights than {model} has", "--model"
+    data = read_png(file)
+    width, height = data["size"]
+    drawn = f"lantern_hpu {data['version']} drew it at {width} x {height} pixels"
+    marks = ", ".join(f"{name} {weights[name][:8]}" for name in others)
+    why = f"{drawn}, with other weights than {model} has now ({marks})"
+    anew = f"--prompt and --seed {data['seed']} anew"
+    hint = f"that version, --model with the weights that drew it, or {anew}: another image"
     if all("drafter" in name for name in others):
         hint = "--drafter with the folder that was used"
     elif all(name.startswith("vq") for name in others):
-        data = read_png(file)
-        width, height = data["size"]
-        drawn = f"lantern_hpu {data['version']} drew it at {width} x {height} pixels with another tokenizer"
-        why = f"other weights than {model} has: {drawn} ({others[0]} {weights[others[0]][:8]})"
-        hint = f"that version, or --prompt and --seed {data['seed']} anew: the same tokens, other pixels"
-    return WeightsError(what, f"it was drawn with {why}", hint)
+        hint = f"that version, or {anew}: the same tokens, other pixels"
+    return WeightsError(f"{file} cannot be drawn again", why, hint)
 
 
 def settings_again(
@@ -41,10 +43,13 @@ def settings_again(
         OptionError: another version drew it.
     """
     others = [name for name in known["weights"] if known["weights"][name] != weights.get(name)]
-    if others:
-        raise other_weights(file, model, known["weights"], others)
     try:
-        return Resolved.read(known), Sampling(**known["sampling"])
+        setting, sampling = Resolved.read(known), Sampling(**known["sampling"])
     except OptionError as error:
         what = f"{file} cannot be drawn again"
         raise OptionError(what, "another version of this package drew it") from error
+    if not setting.needs_drafter:
+        others = [name for name in others if "drafter" not in name]
+    if others:
+        raise other_weights(file, model, known["weights"], others)
+    return setting, sampling
