@@ -117,6 +117,8 @@ def main() -> None:
     if arguments.only == "tokenizer":
         return replace_tokenizer(data, arguments.output)
     if arguments.only == "drafter":
+        if arguments.drafter is None:
+            parser.error("--only drafter needs --drafter FOLDER")
         return replace_drafter(arguments.drafter, arguments.output)
     arguments.output.mkdir(parents=True, exist_ok=True)
     target: dict[str, Any] = json.loads((data / "target.json").read_text())

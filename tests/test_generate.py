@@ -178,6 +178,17 @@ def test_replay_takes_no_options_from_a_strangers_image(
     assert "--force" in capsys.readouterr().err and kept.read_bytes() == b"precious"
 
 
+def give_other_weights(folder: Path, part: str) -> str:
+    """Double the weights of a part of a model folder. -> the checksum that it had"""
+    stored = folder / f"{part}.safetensors"
+    save_file({n: t * 2 for n, t in load_file(stored).items()}, stored)
+    config = json.loads((folder / "model.json").read_text())
+    before = config["files"][stored.name]
+    config["files"][stored.name] = hashlib.sha256(stored.read_bytes()).hexdigest()
+    (folder / "model.json").write_text(json.dumps(config))
+    return str(before)
+
+
 @pytest.mark.parametrize(
     ("part", "hint"), [("drafter", "--drafter"), ("target", "--model"), ("vq", "the same tokens")]
 )
@@ -187,12 +198,7 @@ def test_replay_refuses_other_weights(
     """And says what to do, and which version drew it at which size."""
     folder, file = write_folder(tmp_path / "model"), tmp_path / "cat.png"
     assert generate(folder, "--prompt", "cat", "--method", "eagle", "--output", file) == 0
-    stored = folder / f"{part}.safetensors"
-    save_file({n: t * 2 for n, t in load_file(stored).items()}, stored)
-    config = json.loads((folder / "model.json").read_text())
-    before = config["files"][stored.name]
-    config["files"][stored.name] = hashlib.sha256(stored.read_bytes()).hexdigest()
-    (folder / "model.json").write_text(json.dumps(config))
+    before = give_other_weights(folder, part)
     assert main(["--from-png", str(file), "--output", str(tmp_path / "again.png")]) == 2
     message = capsys.readouterr().err
     assert "other weights" in message and hint in message
@@ -205,11 +211,7 @@ def test_replay_does_not_ask_for_a_drafter_that_drew_nothing(tmp_path: Path) -> 
     folder, file, again = (tmp_path / name for name in ("model", "cat.png", "again.png"))
     write_folder(folder)
     assert generate(folder, "--prompt", "cat", "--method", "scd", "--output", file) == 0
-    stored = folder / "drafter.safetensors"
-    save_file({n: t * 2 for n, t in load_file(stored).items()}, stored)
-    config = json.loads((folder / "model.json").read_text())
-    config["files"][stored.name] = hashlib.sha256(stored.read_bytes()).hexdigest()
-    (folder / "model.json").write_text(json.dumps(config))
+    give_other_weights(folder, "drafter")
     assert main(["--from-png", str(file), "--output", str(again)]) == 0
     assert np.array_equal(np.asarray(Image.open(again)), np.asarray(Image.open(file)))
 

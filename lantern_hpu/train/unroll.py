@@ -96,7 +96,7 @@ class Lesson:
         if not drafter.sees_pads:
             mask = prefix_mask(self.valid, self.causal)
         own = torch.ones_like(self.causal)
-        passes = [mask & own.tril(-level)] if level else [mask]
+        passes = [mask & own.tril(-level)]
         # Of pass k an entry sees the one that stands as far before it as there are passes between
         passes += [own.tril(back).triu(back).expand_as(mask) for back in range(1 - level, 1)]
         return additive_mask(torch.cat(passes, -1), self.hidden.dtype)

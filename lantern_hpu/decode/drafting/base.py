@@ -41,7 +41,7 @@ class Drafts:
 class Committed:
     """What a step added to the images."""
 
-    hidden: Tensor  # [R, M, F] the target's features at all nodes, F = `Drafting.feature_width`
+    hidden: Tensor  # [R, M, F] the target's features at all nodes, F = `Drafter.feature_width`
     path: Tensor  # [B, D + 1] the accepted nodes, from the root; the last one repeated
     tokens: Tensor  # [B, D + 1] the tokens after each of them: accepted drafts, then the bonus token repeated
     added: Tensor  # [B] how many of those are new, at least 1
