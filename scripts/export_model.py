@@ -27,9 +27,8 @@ from torch import Tensor
 from lantern_hpu.files import write_file
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.files.names import CONFIG, DRAFTER, DRAFTER_WEIGHTS, TARGET
 from scripts.train_tokenizer import LEARNT_FROM_CODES
-
-TARGET = "target.safetensors"
 
 
 def half(part: str, tensors: dict[str, Tensor]) -> bytes:
@@ -69,21 +68,21 @@ def replace_drafter(trained: Path, folder: Path) -> None:
     Raises:
         SystemExit: it was trained for another target.
     """
-    about = json.loads((trained / "drafter.json").read_text())
-    if about["target"] != json.loads((folder / "model.json").read_text())["files"][TARGET]:
+    about = json.loads((trained / DRAFTER).read_text())
+    if about["target"] != json.loads((folder / CONFIG).read_text())["files"][TARGET]:
         raise SystemExit(f"{trained} was trained for another target than that of {folder}")
-    replace_part(folder, "drafter", load_file(trained / "drafter.safetensors"), about["options"])
+    replace_part(folder, "drafter", load_file(trained / DRAFTER_WEIGHTS), about["options"])
 
 
 def replace_part(
     folder: Path, part: str, tensors: dict[str, Tensor], sizes: dict[str, Any]
 ) -> None:
     """Write one part of a model folder, and what `model.json` says of it."""
-    content, config = half(part, tensors), json.loads((folder / "model.json").read_text())
+    content, config = half(part, tensors), json.loads((folder / CONFIG).read_text())
     config[part] = sizes
     config["files"][f"{part}.safetensors"] = hashlib.sha256(content).hexdigest()
     write_file(folder / f"{part}.safetensors", content, force=True)
-    write_file(folder / "model.json", json.dumps(config, indent=1).encode(), force=True)
+    write_file(folder / CONFIG, json.dumps(config, indent=1).encode(), force=True)
     print(f"{part}: {len(content) / 1e6:.1f} MB")
 
 
@@ -127,7 +126,7 @@ def main() -> None:
         "vq": load_file(data / "tokenizer.safetensors"),
         "drafter": untrained(target)
         if arguments.drafter is None
-        else load_file(arguments.drafter / "drafter.safetensors"),
+        else load_file(arguments.drafter / DRAFTER_WEIGHTS),
     }
     files = {}
     for part, tensors in sources.items():
@@ -146,7 +145,7 @@ def main() -> None:
         },
         "drafter": DrafterConfig().as_json()
         if arguments.drafter is None
-        else json.loads((arguments.drafter / "drafter.json").read_text())["options"],
+        else json.loads((arguments.drafter / DRAFTER).read_text())["options"],
         "vq": json.loads((data / "tokenizer.json").read_text()),
         "sampling": {
             "cfg_scale": arguments.cfg_scale,
@@ -156,7 +155,7 @@ def main() -> None:
         },
         "fastest": dict(map(fastest, arguments.fastest.split(","))),
     }
-    write_file(arguments.output / "model.json", json.dumps(config, indent=1).encode(), force=True)
+    write_file(arguments.output / CONFIG, json.dumps(config, indent=1).encode(), force=True)
 
 
 if __name__ == "__main__":

@@ -74,10 +74,8 @@ class Lesson:
             filters = (most, sampling.top_p < 1, config.top_p_first)
             self.p = to_probs(guided, self.params, *filters)
         read = hidden.float()  # the drafter learns in float32
-        self.features, self.hidden = (
-            read[:, :-1],
-            read[..., : config.dim],
-        )  # [R, T, F], [R, T + 1, H]
+        self.features = read[:, :-1]  # [R, T, F]
+        self.hidden = read[..., : config.dim]  # [R, T + 1, H]
         self.valid = valid[:, :-1]  # [R, T]
         self.causal = causal[:-1, :-1]  # [T, T]
         self.tokens = torch.cat([words[:, 1:].to(rows.dtype), rows[:, :-1]], 1)  # [R, T]
