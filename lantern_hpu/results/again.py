@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.errors import LanternError, OptionError, WeightsError
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.results.images import read_png
@@ -19,7 +19,7 @@ def other_weights(
     data = read_png(file)
     width, height = data["size"]
     drawn = f"lantern_hpu {data['version']} drew it at {width} x {height} pixels"
-    marks = ", ".join(f"{name} {weights[name][:8]}" for name in others)
+    marks = ", ".join(f"{name} {str(weights[name])[:8]}" for name in others)
     why = f"{drawn}, with other weights than {model} has now ({marks})"
     anew = f"--prompt and --seed {data['seed']} anew"
     hint = f"that version, --model with the weights that drew it, or {anew}: another image"
@@ -40,14 +40,14 @@ def settings_again(
 
     Raises:
         WeightsError: the image was drawn with other weights.
-        OptionError: another version drew it.
+        OptionError: another version drew it, or its settings were changed.
     """
-    others = [name for name in known["weights"] if known["weights"][name] != weights.get(name)]
     try:
         setting, sampling = Resolved.read(known), Sampling(**known["sampling"])
-    except OptionError as error:
+        others = [name for name, mark in known["weights"].items() if mark != weights.get(name)]
+    except (LanternError, KeyError, ValueError, TypeError, AttributeError) as error:
         what = f"{file} cannot be drawn again"
-        raise OptionError(what, "another version of this package drew it") from error
+        raise OptionError(what, "another version of this package or an editor wrote it") from error
     if not setting.needs_drafter:
         others = [name for name in others if "drafter" not in name]
     if others:
