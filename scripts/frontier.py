@@ -31,8 +31,8 @@ ROWS = (
     "scd@16,scd:tv=0.05@16,scd:tv=0.07@16,scd:tv=0.1@16,scd:tv=0.12@16,scd:tv=0.15@16,scd:tv=0.2@16,scd:tv=0.3@16,"
     "scd:lambda-5@16,scd:lambda-20@16,scd:delta-0.1@16,scd:omega-2@16,scd:gsd@16,"
     "sjd-pac@16,sjd-pac:tv=0.1@16,sjd-pac:tv=0.12@16,"
-    "eagle@broad_7,lantern++:tv=0.1@broad_7,lantern++:tv=0.15@broad_7,lantern++:tv=0.3@broad_7,"
-    "lantern++:lambda-5@broad_7,lantern++:lambda-20@broad_7,lantern++:gsd@broad_7"
+    "eagle@deep_7,lantern++:tv=0.1@deep_7,lantern++:tv=0.15@deep_7,lantern++:tv=0.3@deep_7,"
+    "lantern++:lambda-5@deep_7,lantern++:lambda-20@deep_7,lantern++:gsd@deep_7"
 )
 
 

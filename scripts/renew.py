@@ -27,10 +27,10 @@ IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
 EVALUATED = (
     "ar,eagle@deep_7,lantern++:lambda=2@deep_7,lantern++:lambda-5@deep_7,lantern++:lambda-20@deep_7,"
     "lantern:delta-0.1@dynamic:4x3x12,lantern:delta-0.4@dynamic:4x3x12,"
-    "scd@16,scd:tv=0.16@16,scd:lambda-5@16,scd:gsd@16"
+    "scd@16,scd:tv=0.16@16,scd:lambda-5@16"
 )
 MEASURED = (
-    "ar,eagle@chain_2,eagle@broad_7,eagle2@dynamic:1x0x1,lantern@dynamic:1x0x1,lantern++@chain_2,lantern++@broad_7,"
+    "ar,eagle@chain_2,eagle@deep_7,eagle2@dynamic:1x0x1,lantern@dynamic:1x0x1,lantern++@chain_2,lantern++@deep_7,"
     "jacobi@4,scd@2,scd@4,scd@8,scd@16,sjd-pac@4:2x1,sjd-pac@8:3x1"
 )
 
