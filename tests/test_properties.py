@@ -204,6 +204,7 @@ def test_metadata_of_a_png_are_read_or_refused(png: Path, tmp_path: Path, data: 
         image.save(file, pnginfo=info)
     found = read_or_refused(read_png, file)
     if found is not None:
+        weights: dict[str, str]
         for weights in (known["config"]["weights"], {}):
             read_or_refused(settings_again, file, found["config"], "cat", weights)
 
