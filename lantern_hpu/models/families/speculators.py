@@ -55,7 +55,7 @@ class SpeculatorsDrafter:
         with reading(path / FILE) as about:
             kind = about[TYPE_KEY]
             if kind != MODEL_TYPE:
-                why = "image drafters have one layer that reads the target's last features, as EAGLE has"
+                why = "image drafters have one layer that reads the target's features, as EAGLE has"
                 raise WeightsError(f"{path}: {TYPE_KEY} is {kind!r}", why, choices([MODEL_TYPE]))
             layer, ours = about["transformer_layer_config"], about.get(OURS, {})
             method = about["speculators_config"]["algorithm"]
