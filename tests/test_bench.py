@@ -310,16 +310,16 @@ def test_a_mode_that_cannot_be_had_is_noted_or_refused() -> None:
 def test_a_row_that_does_not_fit_is_noted_and_the_others_are_measured(
     model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = run_bench.measure_case
+    whole = run_bench.open_meter
 
     def crowded(
         pipeline: LanternPipeline, wanted: BenchRequest, case: Case, *given: Any
-    ) -> SpeedRow:
+    ) -> RunMeter:
         if case.batch > 1:
             raise DeviceError("the GPU has too little memory", "0 GB are free")
         return whole(pipeline, wanted, case, *given)
 
-    monkeypatch.setattr(run_bench, "measure_case", crowded)
+    monkeypatch.setattr(run_bench, "open_meter", crowded)
     given = ["--model", str(model), "--methods", "ar", "--graphs", "eager", "--images", "1"]
     assert bench.main([*given, "--batch-sizes", "1,2"]) == 0
     assert "note: not measured: ar, root, eager, batch 2: the GPU has" in capsys.readouterr().out
@@ -334,17 +334,17 @@ def test_a_recorded_mode_keeps_its_first_engine_until_its_rows_are_done(
     """Its graph holds the memory that recorded graphs share; all others give theirs back, also after a failure."""
     opened: list[LanternPipeline] = []
     kept: list[list[int]] = []
-    whole = run_bench.measure_case
+    whole = run_bench.open_meter
 
-    def measured(drawing: LanternPipeline, *given: Any) -> SpeedRow:
+    def measured(drawing: LanternPipeline, *given: Any) -> RunMeter:
         kept.append([len(other.engines.engines) for other in opened])
         opened.append(drawing)
-        row = whole(drawing, *given)
+        meter = whole(drawing, *given)
         if len(opened) == 1:
             raise DeviceError("the GPU has too little memory")
-        return row
+        return meter
 
-    monkeypatch.setattr(run_bench, "measure_case", measured)
+    monkeypatch.setattr(run_bench, "open_meter", measured)
     wanted = BenchRequest(
         settings=settings_for(["ar", "eagle", "lantern++"], ["chain"]),
         modes=[],
@@ -356,6 +356,36 @@ def test_a_recorded_mode_keeps_its_first_engine_until_its_rows_are_done(
     assert len(rows) == 3 and len(missed) == 1
     assert kept == [[], [0], [0, stays], [0, stays, 0]]
     assert not any(drawing.engines.engines for drawing in opened)
+
+
+def test_rows_that_take_turns_draw_what_they_draw_alone(
+    pipeline: LanternPipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A batch of each, then the next of each; one that fails half-way leaves the others as they are."""
+    order: list[str] = []
+    whole = RunMeter.draw
+
+    def draw(meter: RunMeter) -> None:
+        order.append(meter.case.setting.method)
+        if meter.case.setting.method == "lantern++" and len(meter.seconds) == 1:
+            raise DeviceError("the GPU has too little memory")
+        whole(meter)
+
+    settings = settings_for(["ar", "lantern++", "eagle"], ["chain"])
+    wanted = BenchRequest(settings=settings, modes=[], batches=[1], images=3)
+    cases = cases_of(pipeline, wanted, ["eager"])
+    alone, _ = run_bench.measure_all(pipeline, wanted, cases, RATES, 0.0)
+    monkeypatch.setattr(RunMeter, "draw", draw)
+    rows, missed = run_bench.measure_all(
+        pipeline, replace(wanted, interleave=True), cases, RATES, 0.0
+    )
+    assert order == ["ar", "lantern++", "eagle"] * 2 + ["ar", "eagle"]
+    assert len(missed) == 1 and "lantern++" in missed[0]
+    assert [row.method for row in rows] == ["ar", "eagle"]
+    same = [(row.images, row.tokens_per_step, row.steps) for row in rows]
+    assert same == [(r.images, r.tokens_per_step, r.steps) for r in (alone[0], alone[2])]
+    with pytest.raises(OptionError, match="--interleave and --random-weights"):
+        replace(wanted, interleave=True, entry=tiny_entry("llamagen-t2i-256"))
 
 
 # ------------------------------------------------------------------------------------ random weights

@@ -66,12 +66,20 @@ class BenchRequest:
         low=1,
         high=MAX_IMAGES,
     )
+    interleave: bool = option(
+        False,
+        "draw a batch of each row in turn, so that a machine whose speed changes changes it for all rows; "
+        "the memory of all of them is needed at once",
+    )
     steps: int = option(64, "timed steps per row with --random-weights", low=1)
     seed: int = option(0, "of the first image")
 
     def __post_init__(self) -> None:
         check_ranges(self)
         Request("any", self.seed)
+        if self.interleave and self.entry is not None:
+            why = "with random weights there are no images to take turns"
+            raise OptionError("--interleave and --random-weights exclude each other", why)
 
     @property
     def mode(self) -> str:
@@ -149,6 +157,10 @@ class Case:
 
     def __str__(self) -> str:
         return f"{self.setting.method}, {self.setting.tree.name}, {self.mode}, batch {self.batch}"
+
+    def batches(self, wanted: BenchRequest) -> int:
+        """How many are timed: enough for the images, or with random weights one."""
+        return 1 if wanted.entry else -(-wanted.images // self.batch)
 
 
 def measurable_modes(

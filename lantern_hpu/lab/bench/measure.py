@@ -110,6 +110,9 @@ class RunMeter:
         self.run_steps(0 if is_long else WARM_STEPS)
         self.begin(show)
         self.warmup_s = time.perf_counter() - began
+        self.seconds: list[float] = []  # of each batch drawn
+        self.pixels: list[float] = []  # of them, those that made pictures of tokens
+        self.records: list[ImageRecord] = []
 
     def begin(self, show: Callable[[str], object]) -> None:
         """Count and time from here on."""
@@ -135,20 +138,22 @@ class RunMeter:
         self.run_steps(count)
         return self.row()
 
+    def draw(self) -> None:
+        """The next batch of images, from the prompt to pixels."""
+        began = time.perf_counter()
+        finished = self.run(self.batches[len(self.seconds)])
+        tokens_done = time.perf_counter()
+        self.pipeline.pixels(np.stack([done.tokens for done in finished]))
+        done = time.perf_counter()
+        self.seconds.append(done - began)
+        self.pixels.append(done - tokens_done)
+        self.records += map(self.pipeline.record, finished)
+
     def images(self) -> SpeedRow:
-        """Whole batches of images, from the prompt to pixels."""
-        seconds, pixels = [], []
-        records: list[ImageRecord] = []
-        for requests in self.batches:
-            began = time.perf_counter()
-            finished = self.run(requests)
-            tokens_done = time.perf_counter()
-            self.pipeline.pixels(np.stack([done.tokens for done in finished]))
-            done = time.perf_counter()
-            seconds.append(done - began)
-            pixels.append(done - tokens_done)
-            records += map(self.pipeline.record, finished)
-        return with_images(self.row(), seconds, pixels, records)
+        """All batches: those that were not drawn yet are drawn now."""
+        while len(self.seconds) < len(self.batches):
+            self.draw()
+        return with_images(self.row(), self.seconds, self.pixels, self.records)
 
     def row(self) -> SpeedRow:
         """The case with what is known of its steps, however they were run."""

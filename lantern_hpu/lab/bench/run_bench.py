@@ -7,8 +7,8 @@ import platform
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from itertools import groupby
 from typing import Any
@@ -118,48 +118,94 @@ def measure_all(
     rates: Rates,
     startup_s: float,
 ) -> tuple[list[SpeedRow], list[str]]:
-    """All rows, with a line of progress each, and what to say about those that the device refused."""
-    rows, missed = [], []
-    with tqdm(total=len(cases), unit="row", file=sys.stderr) as bar:
-        for mode, group in groupby(cases, lambda case: case.mode):
+    """All rows, with a line of progress, and what to say about those that the device refused."""
+    rows: list[SpeedRow] = []
+    missed: list[str] = []
+    total = sum(case.batches(wanted) for case in cases)
+    with tqdm(total=total, unit="batch", file=sys.stderr) as bar:
+        for mode, of_mode in groupby(cases, lambda case: case.mode):
             # Recorded graphs share memory, which must not go with the last of them while another is to come: so
             # the first engine stays until the mode is done, a small one as batch sizes grow.
             first: LanternPipeline | None = None
-            for case in group:
-                bar.set_description(str(case))
-                drawing = LanternPipeline(pipeline.model, pipeline.backend, mode)
-                show = bar.set_postfix_str
-                try:
-                    rows.append(measure_case(drawing, wanted, case, rates, startup_s, show))
-                except DeviceError as error:  # too little memory for this row may do for others
-                    missed.append(f"not measured: {case}: {error.what}: {error.why}")
-                    drawing.engines.shrink(0)
-                if first is None and mode != EAGER and drawing.engines.engines:
-                    first = drawing
-                else:
-                    drawing.engines.shrink(0)
-                bar.update()
+            for group in groups([*of_mode], wanted.interleave):
+                drawing = [LanternPipeline(pipeline.model, pipeline.backend, mode) for _ in group]
+                pairs = [*zip(drawing, group, strict=True)]
+                rows += measure_group(pairs, wanted, rates, startup_s, missed, bar)
+                if first is None and mode != EAGER:
+                    first = next((each for each in drawing if each.engines.engines), None)
+                for each in drawing:
+                    if each is not first:
+                        each.engines.shrink(0)
             if first is not None:
                 first.engines.shrink(0)
     return rows, missed
 
 
-def measure_case(
+def groups(cases: Sequence[Case], interleave: bool) -> list[list[Case]]:
+    """What is measured together: one by one, or those of a batch size in turns."""
+    if not interleave:
+        return [[case] for case in cases]
+    return [[*group] for _, group in groupby(cases, lambda case: case.batch)]
+
+
+def measure_group(
+    pairs: Sequence[tuple[LanternPipeline, Case]],
+    wanted: BenchRequest,
+    rates: Rates,
+    startup_s: float,
+    missed: list[str],
+    bar: tqdm[Any],
+) -> list[SpeedRow]:
+    """The rows of a group: all are warmed up, then each draws a batch in turn. Random weights run steps alone.
+
+    Args:
+        pairs: each with a pipeline of its own, whose engines are given back where the device refuses.
+        missed: grows by what to say about rows that the device refused.
+    """
+    meters: list[RunMeter] = []
+    rows: list[SpeedRow] = []
+    for pipeline, case in pairs:
+        bar.set_description(str(case))
+        with refusals(pipeline, case, missed):
+            meters.append(open_meter(pipeline, wanted, case, rates, startup_s, bar.set_postfix_str))
+    turns = 0 if wanted.entry else max(case.batches(wanted) for _, case in pairs)
+    for meter in (meter for _ in range(turns) for meter in meters):
+        if meter.pipeline.engines.engines:
+            bar.set_description(str(meter.case))
+            with refusals(meter.pipeline, meter.case, missed):
+                meter.draw()
+            bar.update()
+    for meter in meters:
+        if meter.pipeline.engines.engines:
+            with refusals(meter.pipeline, meter.case, missed):
+                rows.append(meter.steps(wanted.steps) if wanted.entry else meter.images())
+    return rows
+
+
+@contextmanager
+def refusals(pipeline: LanternPipeline, case: Case, missed: list[str]) -> Iterator[None]:
+    """A device that refuses a row, for lack of memory, may do for others: note it, and give back its engines."""
+    try:
+        with pipeline.backend.errors(), torch.no_grad():
+            yield
+    except DeviceError as error:
+        missed.append(f"not measured: {case}: {error.what}: {error.why}")
+        pipeline.engines.shrink(0)
+
+
+def open_meter(
     pipeline: LanternPipeline,
     wanted: BenchRequest,
     case: Case,
     rates: Rates,
     startup_s: float,
     show: Callable[[str], object] = str,
-) -> SpeedRow:
-    """One row: images, or with random weights steps."""
-    model = pipeline.model
-    images = case.batch if wanted.entry else -(-wanted.images // case.batch) * case.batch
+) -> RunMeter:
+    """The meter of a row, warmed up, with whole batches of requests."""
+    model, images = pipeline.model, case.batches(wanted) * case.batch
     prompts = usual_prompts(model.condition.takes_classes)
     requests = in_turn(prompts, range(images), wanted.seed, model.sampling, case.setting.relaxation)
-    with pipeline.backend.errors(), torch.no_grad():
-        meter = RunMeter(pipeline, case, requests, rates, startup_s, show)
-        return meter.steps(wanted.steps) if wanted.entry else meter.images()
+    return RunMeter(pipeline, case, requests, rates, startup_s, show)
 
 
 # ------------------------------------------------------------------------------------ what else a report says
@@ -224,6 +270,11 @@ def silences(pipeline: LanternPipeline, wanted: BenchRequest) -> list[str]:
         result.append(
             f"{pipeline.model.name}: it computes what {base.name} computes, so pictures and tokens a step are "
             f"that model's, and times are of the large sizes; of {more} added layers the output projections are zero"
+        )
+    if wanted.interleave:
+        result.append(
+            "rows of a batch size took turns, a batch of images each: where the machine's speed changed meanwhile, it "
+            "changed for all of them; peaks of memory are of all of them together"
         )
     if pipeline.backend.memory().peak is None:
         result.append("the device does not tell its peak of memory")
