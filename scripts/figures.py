@@ -32,13 +32,13 @@ PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARKED = re.compile(
     r"(<!-- figures: (\S+)(?: (\w+))? -->\n)(.*?)(<!-- end of figures -->)", re.DOTALL
 )
-MACHINES = ("2 cores with AMX", "2 cores, AVX512-BF16", "2 cores, AVX2")
+MACHINES = ("2 cores with AMX", "2 cores, AVX512-BF16", "2 cores, limited to AVX2")
 # Panels of the chart: a title, and the files of each machine
 PANELS: dict[str, dict[str, tuple[str, ...]]] = {
     "LlamaGen-XL's sizes": {
         "2 cores with AMX": ("xl-amx-default.json", "xl-amx-relaxed.json"),
         "2 cores, AVX512-BF16": ("xl-avx512.json",),
-        "2 cores, AVX2": ("xl-avx2-limited.json",),
+        "2 cores, limited to AVX2": ("xl-avx2-limited.json",),
     },
     "the embedded model, 13 M": {
         "2 cores with AMX": ("embedded-amx.json",),
