@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import weakref
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import fields, replace
@@ -13,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 from jsonschema import Draft202012Validator
+from tqdm import tqdm
 
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Backend
 from lantern_hpu.commands import bench
+from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.files import ASSETS
 from lantern_hpu.lab.bench import measure, rates, run_bench
@@ -269,7 +273,9 @@ def test_a_run_that_ends_after_some_steps_has_drawn_the_beginning_of_the_image(
 
 def test_steps_are_timed_even_past_the_end_of_an_image(pipeline: LanternPipeline) -> None:
     case, requests = case_of(pipeline, "ar")
-    row = RunMeter(pipeline, case, requests, RATES, 1.0).steps(20)  # an image takes 15
+    meter = RunMeter(pipeline, case, requests, RATES, 1.0)
+    meter.run_steps(20)  # an image takes 15
+    row = meter.row()
     assert row.steps == 20
     assert row.startup_s == 1.0 + row.warmup_s
 
@@ -361,31 +367,63 @@ def test_a_recorded_mode_keeps_its_first_engine_until_its_rows_are_done(
 def test_rows_that_take_turns_draw_what_they_draw_alone(
     pipeline: LanternPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A batch of each, then the next of each; one that fails half-way leaves the others as they are."""
+    """A batch of each, then the next of each; one that fails half-way gives its engine back, and the others go on."""
     order: list[str] = []
+    failed: list[weakref.ref[Engine]] = []
+    bars: list[Any] = []
     whole = RunMeter.draw
 
     def draw(meter: RunMeter) -> None:
+        gc.collect()
+        assert all(engine() is None for engine in failed)
         order.append(meter.case.setting.method)
-        if meter.case.setting.method == "lantern++" and len(meter.seconds) == 1:
+        if meter.case.setting.method == "lantern++" and len(meter.batch_seconds) == 1:
+            failed.append(weakref.ref(meter.engine))
             raise DeviceError("the GPU has too little memory")
         whole(meter)
+
+    def kept_bar(**given: Any) -> Any:
+        bars.append(tqdm(**given))
+        return bars[-1]
 
     settings = settings_for(["ar", "lantern++", "eagle"], ["chain"])
     wanted = BenchRequest(settings=settings, modes=[], batches=[1], images=3)
     cases = cases_of(pipeline, wanted, ["eager"])
     alone, _ = run_bench.measure_all(pipeline, wanted, cases, RATES, 0.0)
     monkeypatch.setattr(RunMeter, "draw", draw)
+    monkeypatch.setattr(run_bench, "tqdm", kept_bar)
     rows, missed = run_bench.measure_all(
         pipeline, replace(wanted, interleave=True), cases, RATES, 0.0
     )
     assert order == ["ar", "lantern++", "eagle"] * 2 + ["ar", "eagle"]
-    assert len(missed) == 1 and "lantern++" in missed[0]
+    assert len(failed) == len(missed) == 1 and "lantern++" in missed[0]
+    assert bars[0].n == bars[0].total == 9
     assert [row.method for row in rows] == ["ar", "eagle"]
     same = [(row.images, row.tokens_per_step, row.steps) for row in rows]
     assert same == [(r.images, r.tokens_per_step, r.steps) for r in (alone[0], alone[2])]
-    with pytest.raises(OptionError, match="--interleave and --random-weights"):
-        replace(wanted, interleave=True, entry=tiny_entry("llamagen-t2i-256"))
+
+
+def test_turns_are_taken_within_a_batch_size_and_the_report_says_so(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    order: list[str] = []
+    whole = RunMeter.draw
+
+    def draw(meter: RunMeter) -> None:
+        order.append(f"{meter.case.setting.method} {meter.case.batch}")
+        whole(meter)
+
+    monkeypatch.setattr(RunMeter, "draw", draw)
+    given = ["--model", str(model), "--methods", "ar,scd@2", "--graphs", "strict", "--interleave"]
+    file = tmp_path / "bench.json"
+    assert bench.main([*given, "--batch-sizes", "1,2", "--images", "2", "--output", str(file)]) == 0
+    assert order == ["ar 1", "scd 1"] * 2 + ["ar 2", "scd 2"]
+    assert any("took turns" in note for note in read_report(file)["notes"])
+    assert bench.main(["--random-weights", "anole-7b", "--interleave"]) == 2
+    assert "--interleave and --random-weights" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------------------------ random weights
@@ -534,7 +572,9 @@ def test_a_row_says_what_its_relaxation_cost(pipeline: LanternPipeline) -> None:
     asked = BenchRequest(settings=settings_for(["scd:tv=0.2@3"], []), modes=[], batches=[1])
     (case,) = cases_of(pipeline, asked, ["eager"])
     requests = [Request("red cat", 0, pipeline.model.sampling, case.setting.relaxation)]
-    row = RunMeter(pipeline, case, requests, RATES, 0.0).images()
+    meter = RunMeter(pipeline, case, requests, RATES, 0.0)
+    meter.draw()
+    row = meter.images()
     (record,) = pipeline.draw(requests, case.setting, 1).records
     assert row.tv_per_token == record.tv_mean is not None
     assert 0 < record.tv_mean <= 0.2

@@ -26,8 +26,8 @@ UNIT = 16  # rows of the reference
 PIECES = (256, 128, 64, 32, UNIT)  # numbers of rows that a product may be cut into, best first
 TRIED = (1, 2, 4, 8, 34, 68, 136)  # rows that a form is tried with before it is chosen
 FEW = (2, 4, 6, 8)  # numbers of rows that fewer may be padded to for speed
-ROUNDS = 5  # of timing plans
-GAIN = 0.95  # the share of the time as it comes that another plan must reach
+ROUNDS = 9  # of timing plans
+GAIN = 0.99  # the share of the time as it comes that another plan must reach: more would leave gains to chance
 
 Product = Callable[[Tensor], Tensor]  # [M, in] -> [M, out]
 

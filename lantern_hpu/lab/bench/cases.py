@@ -68,8 +68,8 @@ class BenchRequest:
     )
     interleave: bool = option(
         False,
-        "draw a batch of each row in turn, so that a machine whose speed changes changes it for all rows; "
-        "the memory of all of them is needed at once",
+        "rows of a graph mode and batch size draw a batch each in turn, so that a drift of the machine's speed affects "
+        "all alike; needs the memory of all at once",
     )
     steps: int = option(64, "timed steps per row with --random-weights", low=1)
     seed: int = option(0, "of the first image")
@@ -158,7 +158,7 @@ class Case:
     def __str__(self) -> str:
         return f"{self.setting.method}, {self.setting.tree.name}, {self.mode}, batch {self.batch}"
 
-    def batches(self, wanted: BenchRequest) -> int:
+    def timed_batches(self, wanted: BenchRequest) -> int:
         """How many are timed: enough for the images, or with random weights one."""
         return 1 if wanted.entry else -(-wanted.images // self.batch)
 

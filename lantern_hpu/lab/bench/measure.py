@@ -101,7 +101,6 @@ class RunMeter:
         self.pipeline, self.case, self.rates, self.startup_s = pipeline, case, rates, startup_s
         size = case.batch
         self.batches = [requests[i : i + size] for i in range(0, len(requests), size)]
-        pipeline.backend.memory(reset_peak=True)
         self.engine = pipeline.engines.get(pipeline.spec(requests, case.setting.tree, size))
         pipeline.prepare(self.engine, requests, RunStats())
         is_long = pipeline.model.stretched is not None
@@ -110,8 +109,8 @@ class RunMeter:
         self.run_steps(0 if is_long else WARM_STEPS)
         self.begin(show)
         self.warmup_s = time.perf_counter() - began
-        self.seconds: list[float] = []  # of each batch drawn
-        self.pixels: list[float] = []  # of them, those that made pictures of tokens
+        self.batch_seconds: list[float] = []
+        self.pixel_seconds: list[float] = []  # of them, those that made pictures of tokens
         self.records: list[ImageRecord] = []
 
     def begin(self, show: Callable[[str], object]) -> None:
@@ -133,27 +132,20 @@ class RunMeter:
 
     # -- rows
 
-    def steps(self, count: int) -> SpeedRow:
-        """Steps of one batch alone: for weights whose images and acceptance mean nothing."""
-        self.run_steps(count)
-        return self.row()
-
     def draw(self) -> None:
         """The next batch of images, from the prompt to pixels."""
         began = time.perf_counter()
-        finished = self.run(self.batches[len(self.seconds)])
+        finished = self.run(self.batches[len(self.batch_seconds)])
         tokens_done = time.perf_counter()
         self.pipeline.pixels(np.stack([done.tokens for done in finished]))
         done = time.perf_counter()
-        self.seconds.append(done - began)
-        self.pixels.append(done - tokens_done)
+        self.batch_seconds.append(done - began)
+        self.pixel_seconds.append(done - tokens_done)
         self.records += map(self.pipeline.record, finished)
 
     def images(self) -> SpeedRow:
-        """All batches: those that were not drawn yet are drawn now."""
-        while len(self.seconds) < len(self.batches):
-            self.draw()
-        return with_images(self.row(), self.seconds, self.pixels, self.records)
+        """The case with what is known of the batches drawn."""
+        return with_images(self.row(), self.batch_seconds, self.pixel_seconds, self.records)
 
     def row(self) -> SpeedRow:
         """The case with what is known of its steps, however they were run."""

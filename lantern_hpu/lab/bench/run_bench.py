@@ -7,6 +7,7 @@ import platform
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict
@@ -121,7 +122,7 @@ def measure_all(
     """All rows, with a line of progress, and what to say about those that the device refused."""
     rows: list[SpeedRow] = []
     missed: list[str] = []
-    total = sum(case.batches(wanted) for case in cases)
+    total = sum(case.timed_batches(wanted) for case in cases)
     with tqdm(total=total, unit="batch", file=sys.stderr) as bar:
         for mode, of_mode in groupby(cases, lambda case: case.mode):
             # Recorded graphs share memory, which must not go with the last of them while another is to come: so
@@ -130,7 +131,9 @@ def measure_all(
             for group in groups([*of_mode], wanted.interleave):
                 drawing = [LanternPipeline(pipeline.model, pipeline.backend, mode) for _ in group]
                 pairs = [*zip(drawing, group, strict=True)]
-                rows += measure_group(pairs, wanted, rates, startup_s, missed, bar)
+                measured, refused = measure_group(pairs, wanted, rates, startup_s, bar)
+                rows += measured
+                missed += refused
                 if first is None and mode != EAGER:
                     first = next((each for each in drawing if each.engines.engines), None)
                 for each in drawing:
@@ -153,33 +156,37 @@ def measure_group(
     wanted: BenchRequest,
     rates: Rates,
     startup_s: float,
-    missed: list[str],
     bar: tqdm[Any],
-) -> list[SpeedRow]:
-    """The rows of a group: all are warmed up, then each draws a batch in turn. Random weights run steps alone.
+) -> tuple[list[SpeedRow], list[str]]:
+    """The rows of a group, and what to say about refused ones: all are warmed up, then each draws a batch in turn.
 
     Args:
-        pairs: each with a pipeline of its own, whose engines are given back where the device refuses.
-        missed: grows by what to say about rows that the device refused.
+        pairs: each with a pipeline of its own, all of one graph mode and batch size.
     """
-    meters: list[RunMeter] = []
     rows: list[SpeedRow] = []
+    missed: list[str] = []
+    waiting = deque[RunMeter]()
+    count = pairs[0][1].timed_batches(wanted)
+    until = bar.n + count * len(pairs)
+    pairs[0][0].backend.memory(reset_peak=True)
     for pipeline, case in pairs:
         bar.set_description(str(case))
         with refusals(pipeline, case, missed):
-            meters.append(open_meter(pipeline, wanted, case, rates, startup_s, bar.set_postfix_str))
-    turns = 0 if wanted.entry else max(case.batches(wanted) for _, case in pairs)
-    for meter in (meter for _ in range(turns) for meter in meters):
-        if meter.pipeline.engines.engines:
+            meter = open_meter(pipeline, wanted, case, rates, startup_s, bar.set_postfix_str)
+            waiting.append(meter)
+    for _ in range(count):
+        for _ in range(len(waiting)):
+            meter = waiting.popleft()  # of one that is refused nothing is held
             bar.set_description(str(meter.case))
             with refusals(meter.pipeline, meter.case, missed):
-                meter.draw()
+                meter.run_steps(wanted.steps) if wanted.entry else meter.draw()
+                waiting.append(meter)
             bar.update()
-    for meter in meters:
-        if meter.pipeline.engines.engines:
-            with refusals(meter.pipeline, meter.case, missed):
-                rows.append(meter.steps(wanted.steps) if wanted.entry else meter.images())
-    return rows
+    for meter in waiting:
+        with refusals(meter.pipeline, meter.case, missed):
+            rows.append(meter.row() if wanted.entry else meter.images())
+    bar.update(until - bar.n)
+    return rows, missed
 
 
 @contextmanager
@@ -202,7 +209,7 @@ def open_meter(
     show: Callable[[str], object] = str,
 ) -> RunMeter:
     """The meter of a row, warmed up, with whole batches of requests."""
-    model, images = pipeline.model, case.batches(wanted) * case.batch
+    model, images = pipeline.model, case.timed_batches(wanted) * case.batch
     prompts = usual_prompts(model.condition.takes_classes)
     requests = in_turn(prompts, range(images), wanted.seed, model.sampling, case.setting.relaxation)
     return RunMeter(pipeline, case, requests, rates, startup_s, show)
@@ -273,8 +280,9 @@ def silences(pipeline: LanternPipeline, wanted: BenchRequest) -> list[str]:
         )
     if wanted.interleave:
         result.append(
-            "rows of a batch size took turns, a batch of images each: where the machine's speed changed meanwhile, it "
-            "changed for all of them; peaks of memory are of all of them together"
+            "rows of a graph mode and batch size took turns, a batch of images each, so that a drift of the machine's "
+            "speed affects all alike; the parts of a step and the host's share were taken afterwards, and peaks of "
+            "memory are of all of them together"
         )
     if pipeline.backend.memory().peak is None:
         result.append("the device does not tell its peak of memory")
