@@ -274,7 +274,7 @@ BAD = {
     "less than none": (["--method", "scd", "--window", "8", "--commit", "-1"], "1 to 8"),
     "no places": (["--method", "jacobi", "--window", "0", "--commit", "1"], "no drafts to accept"),
     "no window": (["--method", "eagle", "--commit", "4"], "--method jacobi or scd or sjd-pac"),
-    "auto": (["--commit", "4"], "auto has no window"),
+    "auto": (["--commit", "4"], "auto chooses the tree"),
     "relaxed": (
         ["--method", "scd", "--window", "8", "--commit", "4", "--relax", "lambda-5"],
         "--commit takes no relaxation",

@@ -274,7 +274,7 @@ BAD = {
     "longer than any": (["--method", "scd", "--window", "999"], "scd takes 1 to 256"),
     "none at all": (["--method", "scd", "--window", "0"], "scd takes 1 to 256"),
     "a method without one": (["--method", "eagle", "--window", "8"], "eagle has no window"),
-    "auto": (["--window", "8"], "auto has no window"),
+    "auto": (["--window", "8"], "auto chooses the tree"),
     "a front for a chain": (["--method", "scd", "--window-tree", "2x2"], "one draft at each place"),
     "a front deeper than W": (
         ["--method", "sjd-pac", "--window", "2", "--window-tree", "2x3"],

@@ -249,7 +249,7 @@ def test_the_whole_model_is_suggested_first(empty_cache: Path) -> None:
         find_parts(ANOLE)
     first, second = caught.value.hint.split("; ")
     assert first == "lantern-hpu download anole-7b"
-    assert second == "--without-drafter is 2.02 GB less and enough for --method ar"
+    assert second == "--without-drafter saves 2.02 GB and is enough for ar and for windows"
     whole(empty_cache, entries()[ANOLE], "drafter")
     with pytest.raises(WeightsError) as caught:
         find_parts(ANOLE)

@@ -137,7 +137,7 @@ def require_parts(
     hint = f"lantern-hpu download {entry.handle}" + (f" --to {folder}" if folder else "")
     if "drafter" in located.absent:
         less = amount(entry.parts["drafter"].bytes)
-        hint += f"; --without-drafter is {less} less and enough for --method ar"
+        hint += f"; --without-drafter saves {less} and is enough for ar and for windows"
     raise WeightsError(f"{entry.handle} is not all {where}", "missing: " + said, hint)
 
 
