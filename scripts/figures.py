@@ -52,7 +52,8 @@ class Speed:
     """A line of a benchmark.
 
     Attributes:
-        label: the setting. ratio: images a second, in units of `ar` in the same file.
+        label: the setting. seconds, ms_per_step: medians, of images and of steps, as one disturbed image moves a mean.
+        ratio: how many times as fast as `ar` in the same file, by the medians.
     """
 
     label: str
@@ -66,15 +67,15 @@ class Speed:
 def speeds(file: str, graphs: str | None = None) -> list[Speed]:
     """The lines of a raw file that were measured in one graph mode, its best if none is named, one image at a time."""
     rows = [row for row in rows_of(file, graphs) if row["batch_size"] == 1]
-    ar = next(row["seconds_per_image"] for row in rows if row["method"] == "ar")
+    ar = next(row["p50_seconds_per_image"] for row in rows if row["method"] == "ar")
     return [
         Speed(
             label_of(row),
             not read_relaxation(row["relaxation"]).active,
-            row["seconds_per_image"],
+            row["p50_seconds_per_image"],
             row["tokens_per_step"],
-            row["ms_per_step"],
-            ar / row["seconds_per_image"],
+            row["p50_ms_per_step"],
+            ar / row["p50_seconds_per_image"],
         )
         for row in rows
     ]

@@ -19,7 +19,7 @@ TEXT = (ROOT / "README.md").read_text()
 RECIPES = (ROOT / "docs" / "recipes.md").read_text()
 # A benchmark is shortened: its figures are not the point here. The first image is drawn with the embedded model, the
 # others with a tiny one, or one with as many codes as they ask for: what their options do is the point.
-FIRST = 'python -m lantern_hpu.generate --prompt "a red apple" --output apple.png'
+FIRST = 'lantern-hpu generate --prompt "a red apple" --output apple.png'
 SHORTER = {
     "generate": ["--model", "tiny"],
     "bench": ["--model", "tiny", "--images", "1", "--batch-sizes", "1"],
@@ -113,7 +113,7 @@ def test_python_example_runs(folder: Path) -> None:
     assert '"builtin"' in code
     code = code.replace('"builtin"', '"tiny"')
     exec(compile(code, "README.md", "exec"), {})
-    assert main(["--from-png", "again.png", "--output", "the-same.png"]) == 0
+    assert main(["--from-png", "seed7.png", "--output", "the-same.png"]) == 0
 
 
 def test_pictures_and_links_exist() -> None:
