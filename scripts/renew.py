@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -48,23 +49,23 @@ class Task:
     files: dict[str, Path] = field(default_factory=dict)
 
 
-def tasks(work: Path, images: int, processor: str) -> dict[str, Task]:
-    """All of them, in order.
+def tasks(images: int, processor: str) -> dict[str, Task]:
+    """All of them, in order; they run in the working folder, so that their reports name no path of a machine.
 
     Args:
-        work: the working folder. images: captions drawn once by each setting that is evaluated.
+        images: captions drawn once by each setting that is evaluated.
         processor: ending of the benchmark's file.
     """
-    pictures, bench = work / "pictures", f"embedded-{processor}.json"
+    bench = f"embedded-{processor}.json"
     evaluate = ("evaluate", "--preset", "scenes", "--rows", EVALUATED, "--images", str(images))
     workers = ("--workers", "2", "--threads", "1", "--batch-size", "8")
     rows = ("--batch-sizes", "1", "--graphs", "eager", "--methods", MEASURED, "--interleave")
     return {
-        "sheets": Task("scripts.readme_pictures"),
+        "sheets": Task("scripts.readme_pictures", ("--output", str(IMAGES / "examples.png"))),
         "race": Task("scripts.race", ("--output", str(IMAGES / "race.gif"), "--force")),
         "evaluate": Task(
             "lantern_hpu",
-            (*evaluate, *workers, "--output", str(pictures)),
+            (*evaluate, *workers, "--output", "pictures"),
             {
                 "pictures/evaluation.json": RESULTS / "pictures-embedded.json",
                 "pictures/quality-tokens.png": IMAGES / "quality.png",
@@ -73,16 +74,16 @@ def tasks(work: Path, images: int, processor: str) -> dict[str, Task]:
         ),
         "tv": Task(
             "scripts.frontier",
-            ("--output", str(work / "tv.json"), "--plot", str(work / "tv.png")),
+            ("--output", "tv.json", "--plot", "tv.png"),
             {"tv.json": RESULTS / "tv-embedded.json", "tv.png": IMAGES / "tv.png"},
         ),
         "bench": Task(
             "lantern_hpu",
-            ("bench", "--device", "cpu", *rows, "--output", str(work / bench), "--force"),
+            ("bench", "--device", "cpu", *rows, "--output", bench, "--force"),
             {bench: RESULTS / bench},
         ),
         "tables": Task("scripts.figures"),
-        "goals": Task("scripts.goals", ("--evaluation", str(pictures / "evaluation.json"))),
+        "goals": Task("scripts.goals", ("--evaluation", "pictures/evaluation.json")),
     }
 
 
@@ -97,7 +98,9 @@ def run(task: Task, work: Path) -> None:
     Raises:
         CalledProcessError: it failed; what it says is on the screen.
     """
-    subprocess.run([sys.executable, "-m", task.module, *task.options], check=True, cwd=ROOT)
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    command = [sys.executable, "-m", task.module, *task.options]
+    subprocess.run(command, check=True, cwd=work, env=os.environ | {"PYTHONPATH": path})
     for name, goal in task.files.items():
         shutil.copyfile(work / name, goal)
 
@@ -111,7 +114,7 @@ def main() -> int:
     arguments = parser.parse_args()
     work = (arguments.data_dir / "renewed" / weights()).resolve()
     work.mkdir(parents=True, exist_ok=True)
-    known = tasks(work, arguments.images, arguments.processor)
+    known = tasks(arguments.images, arguments.processor)
     wanted = arguments.only.split(",") if arguments.only else list(known)
     if unknown := sorted(set(wanted) - set(known)):
         print(

@@ -218,7 +218,7 @@ def test_what_was_renewed_is_left_out_the_next_time(
     monkeypatch.setattr(renew, "run", lambda task, work: ran.append(task.module))
     monkeypatch.setattr(sys, "argv", ["renew", "--data-dir", str(tmp_path)])
     assert renew.main() == 0
-    everything = [task.module for task in renew.tasks(tmp_path, 1000, "cpu").values()]
+    everything = [task.module for task in renew.tasks(1000, "cpu").values()]
     assert ran == everything
     assert renew.main() == 0 and ran == everything
     monkeypatch.setattr(sys, "argv", ["renew", "--data-dir", str(tmp_path), "--only", "tables"])
