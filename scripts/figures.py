@@ -147,13 +147,13 @@ def pictures_table(file: str) -> str:
 
 
 def tv_table(file: str) -> str:
-    """Tokens a step and TV a token of each setting, in the file's order."""
+    """Tokens a step and TV a token of each setting, with half of 95 % intervals, in the file's order."""
     data = json.loads((RESULTS / file).read_text(encoding="utf-8"))
     lines = ["| setting | tokens a step | TV a token |", "|---|---|---|"]
     for row in data["rows"]:
         rate = f"{row['tokens_per_step']:.2f} ± {row['tokens_per_step_around']:.2f}"
-        tv = f"{row['tv_per_token']:.3f}" if row["tv_per_token"] else "0"
-        lines.append(f"| `{row['row']}` | {rate} | {tv} |")
+        tv = f"{row['tv_per_token']:.3f} ± {row['tv_per_token_around']:.3f}"
+        lines.append(f"| `{row['row']}` | {rate} | {tv if row['tv_per_token'] else '0'} |")
     return "\n".join(lines) + "\n"
 
 

@@ -273,7 +273,7 @@ BAD = {
     "none": (["--method", "scd", "--window", "8", "--commit", "0"], "1 to 8"),
     "less than none": (["--method", "scd", "--window", "8", "--commit", "-1"], "1 to 8"),
     "no places": (["--method", "jacobi", "--window", "0", "--commit", "1"], "no drafts to accept"),
-    "no window": (["--method", "eagle", "--commit", "4"], "--method jacobi, scd or sjd-pac"),
+    "no window": (["--method", "eagle", "--commit", "4"], "--method jacobi or scd or sjd-pac"),
     "auto": (["--commit", "4"], "auto chooses the tree"),
     "relaxed": (
         ["--method", "scd", "--window", "8", "--commit", "4", "--relax", "lambda-5"],

@@ -231,7 +231,7 @@ def window_tree(
     rule = None if method == AUTO else method_of(method).rule
     if rule is None:
         why = "auto chooses the tree" if method == AUTO else f"{method} has no window"
-        hint = f"--method {', '.join(WINDOWS[:-1])} or {WINDOWS[-1]}"
+        hint = "--method " + " or ".join(WINDOWS)
         raise OptionError(f"{given} has no meaning for {method}", why, hint)
     if tree:
         raise OptionError(f"--tree and {given} exclude each other", "a window is its own tree")

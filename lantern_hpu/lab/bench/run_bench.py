@@ -129,16 +129,18 @@ def measure_all(
             # the first engine stays until the mode is done, a small one as batch sizes grow.
             first: LanternPipeline | None = None
             for group in groups([*of_mode], wanted.interleave):
-                drawing = [LanternPipeline(pipeline.model, pipeline.backend, mode) for _ in group]
-                pairs = [*zip(drawing, group, strict=True)]
+                pairs = [
+                    (LanternPipeline(pipeline.model, pipeline.backend, mode), case)
+                    for case in group
+                ]
                 measured, refused = measure_group(pairs, wanted, rates, startup_s, bar)
                 rows += measured
                 missed += refused
-                if first is None and mode != EAGER:
-                    first = next((each for each in drawing if each.engines.engines), None)
-                for each in drawing:
-                    if each is not first:
-                        each.engines.shrink(0)
+                for drawing, _ in pairs:
+                    if first is None and mode != EAGER and drawing.engines.engines:
+                        first = drawing
+                    else:
+                        drawing.engines.shrink(0)
             if first is not None:
                 first.engines.shrink(0)
     return rows, missed
@@ -179,7 +181,10 @@ def measure_group(
             meter = waiting.popleft()  # of one that is refused nothing is held
             bar.set_description(str(meter.case))
             with refusals(meter.pipeline, meter.case, missed):
-                meter.run_steps(wanted.steps) if wanted.entry else meter.draw()
+                if wanted.entry:
+                    meter.run_steps(wanted.steps)
+                else:
+                    meter.draw()
                 waiting.append(meter)
             bar.update()
     for meter in waiting:
