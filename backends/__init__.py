@@ -25,6 +25,8 @@ BACKENDS = {
 
 # What a cluster calls one card of a device; a processor is counted in cores
 CARDS = {"hpu": "HPU", "cuda": "GPU"}
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}  # of a number
+QUANTIZED = ("int8",)  # smaller formats for the target's weights
 HOST = "cpu"  # the processor itself
 # Kernels that a device has forms of its own of; `candidates.py` gives them
 OWN_KERNELS = {

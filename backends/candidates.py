@@ -82,7 +82,7 @@ def candidates_of(backend: Backend, dtype: torch.dtype) -> dict[str, Candidate]:
 
         return triton.triton_candidates(backend.device, dtype)
     if backend.name == "hpu":
-        from lantern_hpu.backends.hpu import kernels as gaudi
+        from lantern_hpu.backends.hpu import backend as gaudi
 
         return gaudi.hpu_candidates(cast("HPUBackend", backend))
     return {}

@@ -39,11 +39,6 @@ class CompileCache:
     """
 
     def __init__(self, home: Path) -> None:
-        """
-        Raises:
-            OSError: it cannot be written, or is damaged while other processes use it.
-            WeightsError: a file cannot be read.
-        """
         self.list, self.folder = home / LIST, home / "files"
         self.folder.mkdir(parents=True, exist_ok=True)
         self.lock = open(home / ".lock", "ab")  # noqa: SIM115 - held until the process ends

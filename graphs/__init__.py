@@ -25,11 +25,7 @@ RUNNERS = {
 
 
 def check_mode(backend: Backend, mode: str) -> str:
-    """The mode to use: `auto` is the backend's first.
-
-    Raises:
-        DeviceError: the backend does not offer the mode.
-    """
+    """The mode to use: `auto` is the backend's first."""
     if mode == "auto":
         return next(iter(backend.graph_modes))
     if mode not in backend.graph_modes:

@@ -38,11 +38,7 @@ class CUDAGraphRunner(Runner):
         return self.output
 
     def capture(self) -> None:
-        """Run once on the side, put the state back, record.
-
-        Raises:
-            CaptureError: the function waits for the device, or does something a graph cannot hold.
-        """
+        """Run once on the side, put the state back, record."""
         began = time.perf_counter()
         changed = self.state.restorable()
         before = {name: tensor.clone() for name, tensor in changed.items()}

@@ -43,11 +43,7 @@ class HPUGraphRunner(Runner):
         return self.output
 
     def capture(self) -> Tensor:
-        """Record and, with it, run the function.
-
-        Raises:
-            CaptureError: the function cannot be recorded; the process can go on.
-        """
+        """Record and, with it, run the function."""
         began = time.perf_counter()
         hpu = self.device.hpu
         hpu.synchronize()

@@ -107,11 +107,7 @@ def fake_like(value: Any, mode: FakeTensorMode) -> Any:
 
 
 def check_rules(function: nn.Module, state: State) -> None:
-    """Run the function once on fake tensors.
-
-    Raises:
-        CaptureError: names the operator and the reason.
-    """
+    """Run the function once on fake tensors."""
     refuse_shared(function, state)
     mode = FakeTensorMode(allow_non_fake_inputs=False)
     weights = {**dict(function.named_parameters()), **dict(function.named_buffers())}
@@ -130,10 +126,6 @@ def check_rules(function: nn.Module, state: State) -> None:
 
 
 def refuse_shared(function: nn.Module, state: State) -> None:
-    """
-    Raises:
-        CaptureError: two tensors of the state lie in one storage.
-    """
     names: dict[int, str] = {}
     for name, tensor in state.tensors().items():
         address = tensor.untyped_storage().data_ptr()

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     )
     from lantern_hpu.methods.request import Request, Sampling
     from lantern_hpu.methods.setting import Setting
-    from lantern_hpu.models.files.parts import Given
+    from lantern_hpu.models.files.names import Given
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.results.images import GenerationResult, ImageRecord
     from lantern_hpu.results.progress import Event
@@ -45,7 +45,7 @@ _LIES_IN = {
     "Annealed": "methods.relaxation",
     "Clustered": "methods.relaxation",
     "load_tree": "tree",
-    "Given": "models.files.parts",
+    "Given": "models.files.names",
     "LanternError": "errors",
 }
 __all__ = [

@@ -25,7 +25,6 @@ COMMANDS = {
     "doctor": "show what this machine offers and what is wrong",
     "serve": "serve a model over HTTP",
     "train": "train a drafter for a target",
-    "tree": "list and draw draft trees",
     "tune": "find the window or draft tree that is fastest here",
     "bench": "compare methods and graph modes",
     "compare": "put benchmarks beside each other: table, plots, a page",
@@ -36,9 +35,17 @@ COMMANDS = {
 }
 
 
+# Commands of the wings, which the product does not import
+WINGS = {
+    "fidelity": "lantern_lab.commands.fidelity",
+    "evaluate": "lantern_lab.commands.evaluate",
+    "lint": "gaudi_emulator.lint.command",
+}
+
+
 def module_of(command: str) -> str:
-    """Where a command lives."""
-    return f"lantern_hpu.commands.{command}"
+    """Where a command is defined."""
+    return WINGS.get(command, f"lantern_hpu.commands.{command}")
 
 
 def help_text() -> str:

@@ -87,9 +87,6 @@ def needing(package: str, purpose: str, extra: str = "models") -> Iterator[None]
     """Around imports of an optional package: where they fail, say what it does here and which extra has it.
 
     One that is there and does not load is named as well: transformers beside a torchvision of another torch.
-
-    Raises:
-        OptionError: instead of what the import raises.
     """
     try:
         yield
@@ -201,9 +198,6 @@ def listed(text: str, option: str, what: str = "", allowed: Collection[str] = ()
 
     Args:
         what: each of them is. allowed: anything, if empty.
-
-    Raises:
-        OptionError: it is empty, or one part is unknown or there twice.
     """
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:

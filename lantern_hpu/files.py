@@ -27,11 +27,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def reported_as(what: str, hint: str = "") -> Iterator[None]:
-    """Whatever is missing or senseless in files that are used inside is an error of these words.
-
-    Raises:
-        WeightsError: instead of an OSError, KeyError, ValueError and the like.
-    """
+    """Whatever is missing or senseless in files that are used inside is an error of these words."""
     try:
         yield
     except KeyError as error:
@@ -42,11 +38,7 @@ def reported_as(what: str, hint: str = "") -> Iterator[None]:
 
 
 def parse_json(text: str | bytes, **how: Any) -> Any:
-    """`json.loads`.
-
-    Raises:
-        ValueError: it is no JSON, or nested more deeply than Python reads.
-    """
+    """`json.loads`."""
     try:
         return json.loads(text, **how)
     except RecursionError as error:
@@ -64,11 +56,7 @@ def reading(file: Path, hint: str = "") -> Iterator[dict[str, Any]]:
 
 
 def file_in(folder: Path, name: str) -> Path:
-    """A file that a description in a folder names; it lies there, or below.
-
-    Raises:
-        WeightsError: the name leads out of the folder.
-    """
+    """A file that a description in a folder names; it lies there, or below."""
     path = Path(name)
     if path.is_absolute() or ".." in path.parts:
         raise WeightsError(f"{folder} names a file outside of it", repr(name), "another copy of it")
@@ -76,11 +64,7 @@ def file_in(folder: Path, name: str) -> Path:
 
 
 def sha256(path: Path) -> str:
-    """Hexadecimal digest of a file.
-
-    Raises:
-        WeightsError: the file cannot be read.
-    """
+    """Hexadecimal digest of a file."""
     digest = hashlib.sha256()
     with reported_as(f"cannot read {path}"), open(path, "rb") as file:
         while block := file.read(1 << 20):
@@ -93,9 +77,6 @@ def lock_file(opened: int, shared: bool = False) -> None:
 
     Args:
         opened: its descriptor. shared: together with others that share it, once nobody has it alone; else alone.
-
-    Raises:
-        OSError: another process holds it, and it is to be had alone.
     """
     try:
         import fcntl
@@ -105,12 +86,7 @@ def lock_file(opened: int, shared: bool = False) -> None:
 
 
 def check_free(paths: Iterable[Path], force: bool) -> None:
-    """Refuse to go on if a result could not be written later.
-
-    Raises:
-        OutputError: two results would go to one file, a file exists (unless forced), or its folder cannot be
-            written.
-    """
+    """Refuse to go on if a result could not be written later."""
     paths = list(paths)
     twice = [str(path) for path in paths if paths.count(path) > 1]
     if twice:
@@ -133,11 +109,7 @@ def check_free(paths: Iterable[Path], force: bool) -> None:
 
 
 def write_file(path: Path, data: bytes, force: bool = False) -> None:
-    """Write a whole file or none: first beside its place, then moved over.
-
-    Raises:
-        OutputError: it exists and `force` is off, no permission, disk full.
-    """
+    """Write a whole file or none: first beside its place, then moved over."""
     if path.exists() and not force:
         raise OutputError(f"{path} exists", UNASKED, "--force or another name")
     part = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -25,32 +25,38 @@ from lantern_hpu.decode.pixels import decode_pixels, preview
 from lantern_hpu.decode.spec import Spec, batch_size_for
 from lantern_hpu.errors import OptionError, choices, nearest_keyword, require
 from lantern_hpu.graphs import check_mode
-from lantern_hpu.methods.arguments import per_prompt, relaxation_of, seeds_of
 from lantern_hpu.methods.relaxation import Relaxation
 from lantern_hpu.methods.request import MAX_IMAGES, Request, Sampling, size_of
-from lantern_hpu.methods.resolve import ResolveContext, resolve
-from lantern_hpu.methods.setting import Resolved, Setting, lacks_drafter, window_tree
-from lantern_hpu.methods.table import AUTO
+from lantern_hpu.methods.setting import (
+    AUTO,
+    ResolveContext,
+    Resolved,
+    Setting,
+    lacks_drafter,
+    per_prompt,
+    relaxation_of,
+    resolve,
+    seeds_of,
+    window_tree,
+)
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.diffusion import (
     DiffusionPixels,
     check_diffusers,
     check_diffusion_folder,
 )
-from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.files.load import Opened, open_model
-from lantern_hpu.models.files.parts import Given
-from lantern_hpu.models.model import ImageModel, Placement, grid_by_size
-from lantern_hpu.models.quantize import quantize_target
-from lantern_hpu.models.stretch import Stretched
+from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.model import ImageModel, Placement, grid_by_size, quantize_target
 from lantern_hpu.models.text.frames import no_negative
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.text.tokens import TokenConditioner
+from lantern_hpu.models.transformer import Drafter
 from lantern_hpu.results.images import Drawn, GenerationResult, ImageRecord, OutputType, RunStats
 from lantern_hpu.results.progress import Bar, Event
 from lantern_hpu.tree import Tree
 from lantern_hpu.zoo.find import find_parts
-from lantern_hpu.zoo.sizes import stretch_sizes
+from lantern_lab.stretch import Stretched, stretch_sizes
 
 StepEnd = Callable[["LanternPipeline", int, int, dict[str, Any]], object]
 

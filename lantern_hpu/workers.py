@@ -27,12 +27,7 @@ Draw = Callable[[list[int]], Any]
 
 
 def connect(workers: int) -> Any:
-    """Ray: the cluster that RAY_ADDRESS or `ray start` names, else one of this machine alone, on its loopback address.
-
-    Raises:
-        OptionError: it is not installed.
-        DeviceError: it does not start.
-    """
+    """Ray: the cluster that RAY_ADDRESS or `ray start` names, else one of this machine on its loopback address."""
     with needing("ray", "it carries work to other cards and machines", "ray"):
         import ray
     if not ray.is_initialized():
@@ -109,10 +104,6 @@ def share_work(
     """Each piece with what came of it, in the order in which they are done.
 
     A piece whose worker dies goes to whoever is free, and another worker is started in its place, where there is room.
-
-    Raises:
-        DeviceError: the cluster has no such card, workers die over one piece again and again, or none is left.
-        LanternError: what a worker raised.
     """
     ray = connect(workers)
     team = Team(ray, opener, arguments, share_of(ray, device, emulate))
@@ -155,11 +146,7 @@ class Team:
         self.hired += 1
 
     def done(self, work: Sequence[list[int]]) -> Iterator[tuple[list[int], Any]]:
-        """Each piece with what came of it.
-
-        Raises:
-            Gone: no worker is left. LanternError: what a worker raised.
-        """
+        """Each piece with what came of it."""
         waiting, tries, most = deque(work), Counter[int](), TRIES * len(work)
         while waiting or self.busy:
             while waiting and self.idle:
@@ -186,11 +173,7 @@ class Team:
                 yield numbers, result
 
     def heard(self) -> Any:
-        """The next answer of a worker.
-
-        Raises:
-            Gone: there will be none.
-        """
+        """The next answer of a worker."""
         silent = 0.0
         while True:
             ready, _ = self.ray.wait([*self.busy, *self.loading], timeout=LOOK)

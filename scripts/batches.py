@@ -39,7 +39,6 @@ from lantern_hpu.decode.batch import Finished
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import OptionError, exit_code
 from lantern_hpu.files import write_file
-from lantern_hpu.lab.fidelity import prompts_of
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Resolved, Setting
 from lantern_hpu.pipeline import LanternPipeline
@@ -47,6 +46,7 @@ from lantern_hpu.results.tables import markdown
 from lantern_hpu.serve.decoder import DecodeThread, Job, Lane
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.workers import pieces, share_work
+from lantern_lab.fidelity import prompts_of
 
 CHUNK = 24  # images that each way draws before the next way does: what a run that is broken off loses at most
 KINDS = ("closed", "open", "server", "workers", "threads")
@@ -219,10 +219,6 @@ class Record:
     """The images that were drawn so far, in a file."""
 
     def __init__(self, path: Path | None, how: dict[str, Any]) -> None:
-        """
-        Raises:
-            OptionError: the file is of images that were drawn with something else.
-        """
         self.path, self.about = path, {"how": how}
         self.images: dict[str, dict[str, dict[str, Any]]] = {}  # by case, way and number
         if path is not None and path.exists():

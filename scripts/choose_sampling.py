@@ -20,13 +20,13 @@ from tqdm import tqdm
 
 from lantern_hpu import LanternPipeline
 from lantern_hpu.files import write_file
-from lantern_hpu.lab.evaluate.attributes import small
-from lantern_hpu.lab.evaluate.metrics.diversity import within
-from lantern_hpu.lab.evaluate.scorer_builtin import Painted, as_classified, drawn_side
-from lantern_hpu.lab.evaluate.statistics import figures
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.results.images import Drawn, encode
 from lantern_hpu.results.tables import markdown
+from lantern_lab.evaluate.attributes import small
+from lantern_lab.evaluate.metrics.diversity import within
+from lantern_lab.evaluate.scorer_builtin import Painted, as_classified, drawn_side
+from lantern_lab.evaluate.statistics import figures
 from scripts.readme_pictures import PROMPTS, sheet
 
 SEEDS = (0, 1)

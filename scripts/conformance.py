@@ -34,7 +34,7 @@ LEVEL = "4"
 DTYPES = ("float32", "bfloat16", "int32", "int64", "bool")
 # The module that TorchCTS imports as the backend: the emulated card is there until the process ends
 BACKEND = """
-from lantern_hpu.backends.hpu.emulator import emulate
+from gaudi_emulator import emulate
 
 card = emulate(lazy=False, importable=True)
 card.__enter__()
@@ -63,9 +63,6 @@ def run_suite(device: str, suite: str = SUITE) -> dict[str, str]:
 
     Args:
         suite: a folder or file of TorchCTS.
-
-    Raises:
-        OptionError: TorchCTS is not installed, or ends without a result.
     """
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:

@@ -26,17 +26,13 @@ from torch import Tensor
 
 from lantern_hpu.files import write_file
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
-from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.files.names import CONFIG, DRAFTER, DRAFTER_WEIGHTS, TARGET
+from lantern_hpu.models.transformer import Drafter
 from scripts.train_tokenizer import LEARNT_FROM_CODES
 
 
 def half(part: str, tensors: dict[str, Tensor]) -> bytes:
-    """A file of these tensors in float16.
-
-    Raises:
-        SystemExit: a weight does not fit float16.
-    """
+    """A file of these tensors in float16."""
     small = {name: t.to(torch.float16).contiguous() for name, t in tensors.items()}
     if not all(torch.isfinite(t).all() for t in small.values()):
         raise SystemExit(f"{part} holds weights beyond float16")
@@ -49,11 +45,7 @@ def untrained(target: dict[str, Any]) -> dict[str, Tensor]:
 
 
 def replace_tokenizer(data: Path, folder: Path) -> None:
-    """Give the model in `folder` the tokenizer of `data`.
-
-    Raises:
-        SystemExit: the codes differ, so that the model's target would mean other pictures by its tokens.
-    """
+    """Give the model in `folder` the tokenizer of `data`."""
     tensors = load_file(data / "tokenizer.safetensors")
     known = load_file(folder / "vq.safetensors")
     kept = [name for name in known if not name.startswith(LEARNT_FROM_CODES)]
@@ -63,11 +55,7 @@ def replace_tokenizer(data: Path, folder: Path) -> None:
 
 
 def replace_drafter(trained: Path, folder: Path) -> None:
-    """Give the model in `folder` the drafter that `lantern-hpu train` left in `trained`.
-
-    Raises:
-        SystemExit: it was trained for another target.
-    """
+    """Give the model in `folder` the drafter that `lantern-hpu train` left in `trained`."""
     about = json.loads((trained / DRAFTER).read_text())
     if about["target"] != json.loads((folder / CONFIG).read_text())["files"][TARGET]:
         raise SystemExit(f"{trained} was trained for another target than that of {folder}")

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.files import write_file
-from lantern_hpu.lab import plots
 from lantern_hpu.methods.relaxation import PRESETS, read_relaxation
-from lantern_hpu.methods.table import METHODS
+from lantern_hpu.methods.setting import METHODS
+from lantern_hpu.results import plots
 from lantern_hpu.tree import OLD_USUAL
 
 ROOT = Path(__file__).parent.parent

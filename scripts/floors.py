@@ -12,7 +12,7 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-from lantern_hpu.lab.bench.roofline import Rates, StepPasses, floor
+from lantern_hpu.bench.measure import Rates, StepPasses, floor
 from lantern_hpu.results.tables import markdown
 from lantern_hpu.tree import DraftTree, load_static
 from lantern_hpu.zoo.registry import entries

@@ -19,13 +19,13 @@ from typing import Any
 from tqdm import tqdm
 
 from lantern_hpu.files import write_file
-from lantern_hpu.lab import plots
-from lantern_hpu.lab.fidelity import interval
 from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results import plots
 from lantern_hpu.results.images import ImageRecord, tokens_per_step
-from lantern_hpu.results.prompts import usual_prompts
+from lantern_hpu.results.tables import usual_prompts
+from lantern_lab.fidelity import interval
 
 ROWS = (
     "scd@16,scd:tv=0.05@16,scd:tv=0.07@16,scd:tv=0.1@16,scd:tv=0.12@16,scd:tv=0.15@16,scd:tv=0.2@16,scd:tv=0.3@16,"

@@ -25,15 +25,15 @@ from safetensors.torch import load_file
 from tqdm import tqdm
 
 from lantern_hpu.files import ASSETS
-from lantern_hpu.lab.evaluate.options import FidelityOptions
-from lantern_hpu.lab.fidelity import Place, all_places, tv_distances
 from lantern_hpu.methods.relaxation import Multiplicative, read_relaxation
-from lantern_hpu.methods.table import METHODS
+from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.models.config import TransformerConfig, VQConfig
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.tables import markdown
 from lantern_hpu.tree import load_static
+from lantern_lab.evaluate.options import FidelityOptions
+from lantern_lab.fidelity import Place, all_places, tv_distances
 from scripts.picture_losses import PerceptualLoss
 from scripts.train_target import TextToImage, fresh_nats, start_from
 from scripts.train_tokenizer import measure
@@ -209,9 +209,7 @@ def goals(arguments: argparse.Namespace) -> list[Goal]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Hold the embedded model to its goals.")
-    parser.add_argument(
-        "--evaluation", type=Path, required=True, help="of lantern_hpu.lab.evaluate"
-    )
+    parser.add_argument("--evaluation", type=Path, required=True, help="of lantern_lab.evaluate")
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--places", type=int, default=64, help="where distributions are looked at")
     parser.add_argument("--pictures", type=int, default=1024, help="that the tokenizer is shown")

@@ -23,8 +23,7 @@ from lantern_hpu.errors import exit_code
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.prompts import usual_prompts
-from lantern_hpu.results.tables import markdown
+from lantern_hpu.results.tables import markdown, usual_prompts
 
 COLUMNS = ("layout", "method", "images", "", "load s", "warm-up s", "step ms", "of off")
 

@@ -45,7 +45,7 @@ import httpx
 from lantern_hpu.decode.batch import Finished
 from lantern_hpu.methods.request import Request
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.prompts import usual_prompts
+from lantern_hpu.results.tables import usual_prompts
 from lantern_hpu.serve.decoder import DecodeThread, Job, Lane
 from lantern_hpu.serve.options import ServeOptions
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lantern_hpu.lab.evaluate.attributes import Classifier
+from lantern_lab.evaluate.attributes import Classifier
 
 
 def picture_loss(drawn: Tensor, real: Tensor) -> Tensor:

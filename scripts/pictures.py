@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
-from lantern_hpu.lab.scenes import Noise, paint_picture, sample_scene
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.vq import VQModel
+from lantern_lab.scenes import Noise, paint_picture, sample_scene
 
 SIDE = 128  # pixels
 FRESH = 10**9
@@ -115,11 +115,7 @@ def to_float(pixels: NDArray[np.uint8]) -> Tensor:
 
 
 def load_tokenizer(data_dir: Path) -> VQModel:
-    """The tokenizer that scripts/train_tokenizer.py wrote.
-
-    Raises:
-        SystemExit: it is not there.
-    """
+    """The tokenizer that scripts/train_tokenizer.py wrote."""
     path = data_dir / "tokenizer.safetensors"
     if not path.exists():
         raise SystemExit(f"{path} is missing: run python -m scripts.train_tokenizer first")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from lantern_hpu.models.files.parts import Given
+from lantern_hpu.models.files.names import Given
 
 
 def write_all(folder: Path) -> None:
@@ -131,7 +131,7 @@ def metrics() -> Iterator[str]:
 def methods() -> Iterator[str]:
     """The table of methods and of published relaxations."""
     from lantern_hpu.methods.relaxation import PRESETS
-    from lantern_hpu.methods.table import METHODS
+    from lantern_hpu.methods.setting import METHODS
 
     yield from ("# Methods and presets", "", "## Methods", "")
     rows = [
@@ -156,7 +156,7 @@ def methods() -> Iterator[str]:
 
 def lint_rules() -> Iterator[str]:
     """The rules of `lantern-hpu lint`."""
-    from lantern_hpu.backends.hpu.lint.rules import RULES
+    from gaudi_emulator.lint.rules import RULES
 
     yield from ("# Lint rules", "")
     yield "What `lantern-hpu lint` finds in code for Gaudi."
@@ -176,9 +176,9 @@ def lint_rules() -> Iterator[str]:
 
 def gaudi_contract() -> Iterator[str]:
     """Flags that are set on a Gaudi, facts of its bridge, and what its emulator leaves out."""
-    from lantern_hpu.backends.hpu.emulator import scope
-    from lantern_hpu.backends.hpu.emulator.facts import FACTS
-    from lantern_hpu.backends.hpu.releases import RELEASES
+    from gaudi_emulator import scope
+    from gaudi_emulator.facts import FACTS
+    from lantern_hpu.backends.hpu.env import RELEASES
 
     yield from (
         "# Gaudi's contract",
@@ -213,8 +213,7 @@ def gaudi_contract() -> Iterator[str]:
 
 def gaudi_flags() -> Iterator[tuple[str, ...]]:
     """(flag, value, why, what another value does, where it is set) of both releases and modes."""
-    from lantern_hpu.backends.hpu.env import RECIPE_CACHE, prepare_flags
-    from lantern_hpu.backends.hpu.releases import RELEASES, VARIABLE
+    from lantern_hpu.backends.hpu.env import RECIPE_CACHE, RELEASES, VARIABLE, prepare_flags
 
     places: dict[tuple[str, ...], list[str]] = {}
     for release in RELEASES:

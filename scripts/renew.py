@@ -93,11 +93,7 @@ def weights() -> str:
 
 
 def run(task: Task, work: Path) -> None:
-    """Run a command and put its files where they belong.
-
-    Raises:
-        CalledProcessError: it failed; what it says is on the screen.
-    """
+    """Run a command and put its files where they belong."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     command = [sys.executable, "-m", task.module, *task.options]
     subprocess.run(command, check=True, cwd=work, env=os.environ | {"PYTHONPATH": path})

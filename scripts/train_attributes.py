@@ -28,7 +28,7 @@ from safetensors.torch import save
 from tqdm import tqdm
 
 from lantern_hpu.files import write_file
-from lantern_hpu.lab.evaluate.attributes import (
+from lantern_lab.evaluate.attributes import (
     ATTRIBUTES,
     SIDE,
     SPOILT,
@@ -39,7 +39,7 @@ from lantern_hpu.lab.evaluate.attributes import (
     scene_attributes,
     to_network,
 )
-from lantern_hpu.lab.scenes import paint_picture
+from lantern_lab.scenes import paint_picture
 from scripts.pictures import FRESH, Stream, noise
 from scripts.training import native_bfloat16, parse
 

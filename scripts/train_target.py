@@ -26,13 +26,12 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from lantern_hpu.files import write_file
-from lantern_hpu.lab.scenes import caption_of, sample_scene
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.text.prefix import CaptionProjection
-from lantern_hpu.models.text.words import WordConditioner
+from lantern_hpu.models.text.prefix import CaptionProjection, WordConditioner
 from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.models.vq import VQModel
-from lantern_hpu.ops.masks import additive_mask, causal_mask, prefix_mask
+from lantern_hpu.ops.buffers import additive_mask, causal_mask, prefix_mask
+from lantern_lab.scenes import caption_of, sample_scene
 from scripts.pictures import FRESH, Stream, chosen, encoded, load_tokenizer
 from scripts.training import Learner, Run, parse
 
@@ -144,11 +143,7 @@ class TextToImage(nn.Module):
 
 @torch.no_grad()
 def start_from(model: TextToImage, folder: Path, vq: VQModel) -> None:
-    """Take the weights of the model in `folder`: known words by name, and those of the codes if it has the same codes.
-
-    Raises:
-        SystemExit: its decoder has other sizes.
-    """
+    """Take the weights of the model in `folder`: known words by name, those of the codes if it has the same."""
     about = json.loads((folder / "model.json").read_text())
     found = load_file(folder / "target.safetensors")
     table, mine = found.pop("words.table.weight"), model.words.table.weight

@@ -285,11 +285,7 @@ class Trainer:
 
 
 def start_from(model: VQModel, folder: Path, keep_codes: bool) -> None:
-    """Take the weights of the tokenizer in `folder` that have the same name and size.
-
-    Raises:
-        SystemExit: its codes are to be kept, and the model has an encoder or a codebook of other sizes.
-    """
+    """Take the weights of the tokenizer in `folder` that have the same name and size."""
     known, mine = load_file(folder / "vq.safetensors"), model.state_dict()
     fitting = {n: t for n, t in known.items() if n in mine and t.shape == mine[n].shape}
     missing = [n for n in mine if not n.startswith(LEARNT_FROM_CODES) and n not in fitting]

@@ -46,11 +46,7 @@ def build(out: Path) -> Path:
 
 
 def run(command: Sequence[str | Path], folder: Path | None = None) -> str:
-    """What a command prints.
-
-    Raises:
-        OptionError: it fails; the end of what it printed is shown.
-    """
+    """What a command prints."""
     done = subprocess.run(command, cwd=folder, env=clean(), capture_output=True, text=True)
     if done.returncode:
         shown = " ".join(map(str, command))
@@ -74,11 +70,7 @@ def environment(python: str, folder: Path) -> Path:
 
 
 def try_wheel(programs: Path, folder: Path) -> dict[str, Any]:
-    """Draw, serve and stop, with the wheel that is installed in an environment.
-
-    Raises:
-        OptionError: a command fails, the image served is none, or the server does not stop with 0.
-    """
+    """Draw, serve and stop, with the wheel that is installed in an environment."""
     version, torch = json.loads(run([programs / "python", "-c", ABOUT], folder))
     began = time.perf_counter()
     image = folder / "apple.png"

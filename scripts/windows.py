@@ -28,7 +28,6 @@ from tqdm import tqdm
 
 from lantern_hpu.decode.drafting import WindowDrafting
 from lantern_hpu.errors import require
-from lantern_hpu.lab.fidelity import interval, prompts_of
 from lantern_hpu.methods.request import Request
 from lantern_hpu.ops.sampling import gather, gather_rows
 from lantern_hpu.pipeline import LanternPipeline
@@ -36,6 +35,7 @@ from lantern_hpu.results.images import RunStats
 from lantern_hpu.results.tables import markdown
 from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.tree import DraftTree, Guess, Rule, Tree, Window
+from lantern_lab.fidelity import interval, prompts_of
 
 RULES: tuple[Rule, ...] = ("jacobi", "scd", "sjd-pac")
 GUESSES: tuple[Guess, ...] = ("probs", "left", "above", "random")

@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from lantern_hpu.models.config import VQConfig
-from lantern_hpu.models.text.prefix import CaptionProjection
-from lantern_hpu.models.text.words import WordConditioner
+from lantern_hpu.models.text.prefix import CaptionProjection, WordConditioner
 from lantern_hpu.models.vq import VQModel
 from tests.tiny import CONFIG, tiny_config, tiny_models
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.decode.accept import Acceptance, Bounds, Verdict
-from lantern_hpu.decode.clusters import Clusters, descending
+from lantern_hpu.decode.accept import Acceptance, Bounds, Clusters, Verdict, descending
 from lantern_hpu.decode.tree_tables import StaticTables, TreeTables
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import Residual

@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import save_file
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.lab.evaluate.attributes import (
+from lantern_lab.evaluate.attributes import (
     ATTRIBUTES,
     SIDE,
     SPOILT,
@@ -18,8 +18,8 @@ from lantern_hpu.lab.evaluate.attributes import (
     caption_attributes,
     scene_attributes,
 )
-from lantern_hpu.lab.evaluate.scorer_builtin import CAPTIONS
-from lantern_hpu.lab.scenes import Noise, Picture, caption_of, paint_picture, sample_scene
+from lantern_lab.evaluate.scorer_builtin import CAPTIONS
+from lantern_lab.scenes import Noise, Picture, caption_of, paint_picture, sample_scene
 from scripts.train_attributes import spoil
 
 

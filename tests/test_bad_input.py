@@ -20,11 +20,10 @@ from torch import nn
 from lantern_hpu.cli import module_of
 from lantern_hpu.commands import convert, generate, pixels, serve
 from lantern_hpu.errors import OptionError, WeightsError
-from lantern_hpu.models.files.checkpoint import open_checkpoint
+from lantern_hpu.models.files.checkpoint import Stored, open_checkpoint, shapes_only
 from lantern_hpu.models.files.load import Opened, open_model
-from lantern_hpu.models.files.recipe import Stored, shapes_only
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.prompts import read_prompts
+from lantern_hpu.results.tables import read_prompts
 from lantern_hpu.zoo.find import find_parts
 
 ROOT = Path(__file__).parent.parent
@@ -43,7 +42,6 @@ ODD = [
     f"convert MODEL {LONG}",
     f"lint --script {LONG}.py",
     f"compare {LONG}.json --output o",
-    f"tree show {LONG}.json",
     f"train drafter --data {LONG}.txt --output o",
     f"bench --output {LONG}.json",
     f"fidelity --output {LONG}.json",
@@ -52,7 +50,6 @@ ODD = [
     "generate --model MODEL --prompts-file brackets.json",
     "generate --model brackets --prompt cat",
     "compare brackets.json --output o",
-    "tree show brackets.json",
     "tune --profile brackets.json",
     "pixels brackets.json",
     "lint --script brackets.json",

@@ -19,12 +19,8 @@ from tqdm import tqdm
 
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Backend
-from lantern_hpu.commands import bench
-from lantern_hpu.decode.engine import Engine
-from lantern_hpu.errors import DeviceError, OptionError
-from lantern_hpu.files import ASSETS
-from lantern_hpu.lab.bench import measure, rates, run_bench
-from lantern_hpu.lab.bench.cases import (
+from lantern_hpu.bench import measure, run_bench
+from lantern_hpu.bench.cases import (
     RANDOM,
     BenchRequest,
     Case,
@@ -32,33 +28,37 @@ from lantern_hpu.lab.bench.cases import (
     measurable_modes,
     settings_for,
 )
-from lantern_hpu.lab.bench.columns import PARTS, SpeedRow, with_speeds
-from lantern_hpu.lab.bench.measure import RunMeter
-from lantern_hpu.lab.bench.random_weights import make_model, step_sizes
-from lantern_hpu.lab.bench.report_schema import (
+from lantern_hpu.bench.columns import (
+    PARTS,
     VERSION,
+    SpeedRow,
     check_report,
     read_report,
     schema,
     schema_errors,
+    tables,
+    with_speeds,
 )
-from lantern_hpu.lab.bench.roofline import (
+from lantern_hpu.bench.measure import (
     Floor,
     Pass,
     Rates,
+    RunMeter,
     StepPasses,
     floor,
+    quantile,
     sizes,
 )
-from lantern_hpu.lab.bench.tables import tables
-from lantern_hpu.lab.clock import quantile
+from lantern_hpu.bench.run_bench import make_model, step_sizes
+from lantern_hpu.commands import bench
+from lantern_hpu.decode.engine import Engine
+from lantern_hpu.errors import DeviceError, OptionError
+from lantern_hpu.files import ASSETS
 from lantern_hpu.methods.relaxation import EXACT, PRESETS
 from lantern_hpu.methods.request import Request
-from lantern_hpu.methods.setting import Setting
-from lantern_hpu.methods.table import METHODS
+from lantern_hpu.methods.setting import METHODS, Setting
 from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfig, TransformerConfig
-from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.transformer import Target
+from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import RunStats
 from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree, tuned_trees
@@ -83,7 +83,7 @@ def few_steps() -> Iterator[None]:
         patch.setattr(measure, "WARM_STEPS", 2)
         patch.setattr(measure, "SPLIT_STEPS", 2)
         for name, value in {"COPIED": 2**20, "LARGEST": 256, "TIMES": 1, "ENOUGH": 1e-4}.items():
-            patch.setattr(rates, name, value)
+            patch.setattr(measure, name, value)
         yield
 
 
@@ -723,7 +723,7 @@ def test_every_accelerator_names_its_source() -> None:
 
 
 def test_rates_are_in_the_runs_format() -> None:
-    found = rates.measure_rates(get_backend("cpu"), torch.float32)
+    found = measure.measure_rates(get_backend("cpu"), torch.float32)
     assert found.copy_bytes_per_s > 0 and found.operations_per_s > 0
     assert found.bf16_operations_per_s is not None and found.bf16_operations_per_s > 0
 

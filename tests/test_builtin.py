@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from lantern_hpu.files import ASSETS
-from lantern_hpu.methods.table import METHODS
+from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.models.files.names import read_config
-from lantern_hpu.models.neighbours import nearest_codes
+from lantern_hpu.models.model import nearest_codes
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import GenerationResult, tokens_per_step

@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from gaudi_emulator import Finding
 from lantern_hpu.backends.hpu.backend import HPUBackend
-from lantern_hpu.backends.hpu.emulator import Finding
-from lantern_hpu.backends.hpu.releases import RELEASES, VARIABLE
+from lantern_hpu.backends.hpu.env import RELEASES, VARIABLE
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError
 from lantern_hpu.models.transformer import SelfAttention

@@ -28,11 +28,11 @@ from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import LanternError, OptionError, WeightsError
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import Setting
-from lantern_hpu.models import neighbours as codebook
+from lantern_hpu.models import model as codebook
 from lantern_hpu.models.families import llamagen
 from lantern_hpu.models.files.checkpoint import Checkpoint, open_checkpoint
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.parts import Given
+from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.files.tokenizers import open_vq
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.text.frames import FIRST_IMAGE_TOKEN, code_name
@@ -40,7 +40,7 @@ from lantern_hpu.models.text.prefix import CaptionConditioner, ClassConditioner,
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.models.transformer import rope_table
 from lantern_hpu.models.vq import VQModel
-from lantern_hpu.ops.masks import additive_mask, prefix_mask
+from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.zoo.find import find_parts

@@ -17,12 +17,10 @@ from PIL import Image
 from tqdm import tqdm
 
 from lantern_hpu.commands import generate
-from lantern_hpu.decode import noise
+from lantern_hpu.decode import engine
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Decoded
 from lantern_hpu.errors import OptionError
-from lantern_hpu.lab.evaluate.options import FidelityOptions
-from lantern_hpu.lab.fidelity import fidelity_rows
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Resolved, Setting
@@ -32,6 +30,8 @@ from lantern_hpu.serve.decoder import make_menu
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest
 from lantern_hpu.tree import Window, load_tree
+from lantern_lab.evaluate.options import FidelityOptions
+from lantern_lab.fidelity import fidelity_rows
 from tests.marks import mostly_slow
 from tests.test_step import (
     DISTRIBUTIONS,
@@ -78,7 +78,7 @@ def slow_image(models: Models, one: Request, tree: Window) -> tuple[list[int], l
     """
     config = models[0].config
     rows = condition(config, [one.prompt], one.sampling.cfg_scale != 1)[:2]
-    twin, keys = Twin(models, one, *rows), noise.keys(one.seed, config.tokens).tolist()
+    twin, keys = Twin(models, one, *rows), engine.noise_keys(one.seed, config.tokens).tolist()
 
     def draw(probs: Sequence[float], place: int) -> int:
         last = min(place, config.tokens - 1)
@@ -93,7 +93,7 @@ def slow_image(models: Models, one: Request, tree: Window) -> tuple[list[int], l
         return sum(max(0.0, a - b) for a, b in zip(q, p, strict=True))
 
     first = twin.target_probs([])
-    start = float(noise.uniforms(one.seed, 0, 1)[0])
+    start = float(engine.uniforms(one.seed, 0, 1)[0])
     tokens = [int(np.argmax(first)) if one.sampling.greedy else slow_sample(first, start)]
     drafts = [draw(first, 1 + i) for i in range(tree.width)]
     made: list[

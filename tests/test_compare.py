@@ -19,14 +19,13 @@ import matplotlib.style
 import pytest
 from matplotlib.figure import Figure
 
+from lantern_hpu.bench.columns import PARTS, SpeedRow, check_report
+from lantern_hpu.bench.compare_document import main_table
+from lantern_hpu.bench.compare_plots import pictures
+from lantern_hpu.bench.comparison import Comparison, load
 from lantern_hpu.commands import compare
-from lantern_hpu.lab.bench.columns import PARTS, SpeedRow
-from lantern_hpu.lab.bench.report_schema import check_report
-from lantern_hpu.lab.compare.comparison import Comparison, load
-from lantern_hpu.lab.compare.document import main_table
-from lantern_hpu.lab.compare.plots import pictures
-from lantern_hpu.lab.plots import STYLE
 from lantern_hpu.methods.relaxation import Multiplicative
+from lantern_hpu.results.plots import STYLE
 from tests.marks import mostly_slow
 
 Report = dict[str, Any]

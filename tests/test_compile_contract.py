@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lantern_hpu.backends.hpu.emulator import Device
-from lantern_hpu.backends.hpu.lint import Ended, lint_script
-from lantern_hpu.backends.hpu.releases import VARIABLE
+from gaudi_emulator import Device
+from gaudi_emulator.lint import Ended, lint_script
+from lantern_hpu.backends.hpu.env import VARIABLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -29,9 +29,15 @@ from lantern_hpu.methods.relaxation import (
     Residual,
 )
 from lantern_hpu.methods.request import MAX_SEED, Request, Sampling
-from lantern_hpu.methods.resolve import ResolveContext, resolve
-from lantern_hpu.methods.setting import Resolved, Setting
-from lantern_hpu.methods.table import AUTO, METHODS, Auto
+from lantern_hpu.methods.setting import (
+    AUTO,
+    METHODS,
+    Auto,
+    ResolveContext,
+    Resolved,
+    Setting,
+    resolve,
+)
 from lantern_hpu.tree import DynamicTree, Guess, Tree, Window, load_tree
 from lantern_hpu.tree.named import NAMED
 

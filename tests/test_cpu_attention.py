@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.backends.cpu import attention as form
-from lantern_hpu.backends.cpu.backend import CPUBackend
-from lantern_hpu.backends.cpu.tuning import CPUTuning
+from lantern_hpu.backends.cpu import backend as form
+from lantern_hpu.backends.cpu.backend import CPUBackend, CPUTuning
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.ops.kernels import PLAIN, attention
 from lantern_hpu.ops.kv_cache import KVCache

@@ -13,7 +13,7 @@ BASES = (
     "",
     "lantern_hpu",
     "docs",
-    "backends/hpu/emulator",
+    "gaudi_emulator",
     "lantern_hpu/decode/drafting",
     "lantern_hpu/decode",
 )

@@ -16,8 +16,9 @@ import pytest
 from lantern_hpu.commands import download
 from lantern_hpu.files import sha256
 from lantern_hpu.zoo import fetch as fetching
-from lantern_hpu.zoo import located, registry
-from lantern_hpu.zoo.located import locate_model
+from lantern_hpu.zoo import find as located
+from lantern_hpu.zoo import registry
+from lantern_hpu.zoo.find import locate_model
 from lantern_hpu.zoo.registry import KnownModel, entries
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, in_cache
 

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lantern_hpu.backends.hpu.emulator import ROOT, RULES, emulate
-from lantern_hpu.backends.hpu.emulator.compiled import compile_on_host
-from lantern_hpu.backends.hpu.emulator.device import Device
-from lantern_hpu.backends.hpu.emulator.ops import lists, op_of
-from lantern_hpu.backends.hpu.releases import RELEASES, Release
+from gaudi_emulator import ROOT, RULES, emulate
+from gaudi_emulator.compiled import compile_on_host
+from gaudi_emulator.device import Device
+from gaudi_emulator.ops import lists, op_of
+from lantern_hpu.backends.hpu.env import RELEASES, Release
 
 
 @pytest.fixture(params=RELEASES)
@@ -156,7 +156,7 @@ def test_tensors_of_a_list_are_resized_by_an_operator_without_a_result(card: Dev
 
 def test_an_emulator_that_is_never_left_ends_with_the_interpreter_in_silence() -> None:
     code = (
-        "from lantern_hpu.backends.hpu.emulator import emulate\n"
+        "from gaudi_emulator import emulate\n"
         "card = emulate(importable=True)\ncard.__enter__()\n"
         "import habana_frameworks.torch.core"
     )

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from lantern_hpu.commands.evaluate import main
-from lantern_hpu.lab.evaluate import workers as drawing_workers
-from lantern_hpu.lab.evaluate.folder import read_picture
-from lantern_hpu.lab.evaluate.rounds import settings_columns
 from lantern_hpu.methods.relaxation import Additive, Multiplicative
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_lab.commands.evaluate import main
+from lantern_lab.evaluate import workers as drawing_workers
+from lantern_lab.evaluate.folder import read_picture
+from lantern_lab.evaluate.rounds import settings_columns
 
 SIZES = "--images 65 --panels 2 --fresh 70 --rounds 10".split()
 
@@ -125,7 +125,7 @@ def test_pieces_done_by_others_in_any_order_are_the_same_evaluation(
     def shared(
         opener: str, arguments: list[Any], work: list[list[int]], workers: int, *device: Any
     ) -> Iterator[tuple[list[int], Any]]:
-        assert opener == "lantern_hpu.lab.evaluate.workers:open_picture_worker" and workers == 2
+        assert opener == "lantern_lab.evaluate.workers:open_picture_worker" and workers == 2
         hands = [
             drawing_workers.open_picture_worker(*pickle.loads(pickle.dumps(arguments)))
             for _ in range(workers)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from lantern_hpu.backends.hpu.backend import HPUBackend
-from lantern_hpu.backends.hpu.emulator import autocast, graphs, habana, modes, ops
-from lantern_hpu.backends.hpu.emulator.device import Device
-from lantern_hpu.backends.hpu.emulator.facts import (
+from gaudi_emulator import autocast, graphs, habana, modes, ops
+from gaudi_emulator.ask_facts import ask_fact
+from gaudi_emulator.device import Device
+from gaudi_emulator.facts import (
     FACTS,
     Card,
     Fact,
@@ -22,9 +22,9 @@ from lantern_hpu.backends.hpu.emulator.facts import (
     Unanswered,
     release_facts,
 )
-from lantern_hpu.backends.hpu.facts import ask_fact
-from lantern_hpu.backends.hpu.lint import checks
-from lantern_hpu.backends.hpu.releases import RELEASES, VARIABLE
+from gaudi_emulator.lint import checks
+from lantern_hpu.backends.hpu.backend import HPUBackend
+from lantern_hpu.backends.hpu.env import RELEASES, VARIABLE
 
 CASES = [
     (name, fact)

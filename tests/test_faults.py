@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lantern_hpu.commands.lint import main
+from gaudi_emulator.lint.command import main
 
 pytestmark = pytest.mark.slow
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 import habana_frameworks.torch as ht
 import habana_frameworks.torch.core as htcore
-from lantern_hpu.backends.hpu.lint import warmed_up
+from gaudi_emulator.lint import warmed_up
 
 class Step(nn.Module):
     def __init__(self):

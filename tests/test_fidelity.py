@@ -10,10 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.commands.fidelity import main
-from lantern_hpu.decode.accept import Acceptance, Bounds
-from lantern_hpu.decode.clusters import Clusters
-from lantern_hpu.lab.fidelity import Place, averaged_expectation, find_places, tv_at
+from lantern_hpu.decode.accept import Acceptance, Bounds, Clusters
 from lantern_hpu.methods.relaxation import (
     EXACT,
     Additive,
@@ -24,11 +21,12 @@ from lantern_hpu.methods.relaxation import (
     Relaxation,
 )
 from lantern_hpu.methods.request import Request
-from lantern_hpu.methods.setting import Resolved, Setting
-from lantern_hpu.methods.table import METHODS
+from lantern_hpu.methods.setting import METHODS, Resolved, Setting
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.tree import DraftTree
+from lantern_lab.commands.fidelity import main
+from lantern_lab.fidelity import Place, averaged_expectation, find_places, tv_at
 from tests.folder import write_folder
 from tests.tiny import circle, ring
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from lantern_hpu.backends.hpu.emulator import emulate
+from gaudi_emulator import emulate
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.slow

@@ -9,10 +9,10 @@ from types import ModuleType
 import pytest
 import torch
 
-from lantern_hpu.backends.hpu.emulator import ROOT, Device, emulate, scope
-from lantern_hpu.backends.hpu.lint import lint_script
-from lantern_hpu.backends.hpu.releases import RELEASES, Release
-from lantern_hpu.commands.lint import main
+from gaudi_emulator import ROOT, Device, emulate, scope
+from gaudi_emulator.lint import lint_script
+from gaudi_emulator.lint.command import main
+from lantern_hpu.backends.hpu.env import RELEASES, Release
 from tests.marks import mostly_slow
 
 Call = Callable[[torch.Tensor], torch.Tensor]

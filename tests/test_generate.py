@@ -20,10 +20,10 @@ from lantern_hpu.errors import OutputError
 from lantern_hpu.files import write_file
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.methods.request import Request, Sampling
-from lantern_hpu.methods.table import METHODS
+from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
-from lantern_hpu.results.prompts import read_prompts
+from lantern_hpu.results.tables import read_prompts
 from tests.folder import write_folder
 from tests.marks import mostly_slow
 

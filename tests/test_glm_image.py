@@ -27,7 +27,7 @@ from lantern_hpu.models.diffusion import DiffusionPixels, check_diffusers, prior
 from lantern_hpu.models.files.load import Opened, open_model
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.transformer import Rotary
-from lantern_hpu.ops.masks import additive_mask, prefix_mask
+from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.zoo.find import find_parts

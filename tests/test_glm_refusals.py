@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lantern_hpu.commands import generate
-from lantern_hpu.models.files.recipe import Stored
+from lantern_hpu.models.files.checkpoint import Stored
 
 pytest.importorskip("transformers.models.glm_image")
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lantern_hpu.methods.relaxation import EXACT
-from lantern_hpu.methods.table import METHODS
+from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.ops.grammar import RowEnds
 from lantern_hpu.tree import DraftTree, Guess, Rule, Tree, Window
 from tests import tiny

@@ -14,18 +14,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gaudi_emulator.lint.lint_model import lint_model
 from lantern_hpu.backends import get_backend
-from lantern_hpu.backends.hpu.backend import HPUBackend
-from lantern_hpu.backends.hpu.env import RECIPE_CACHE
-from lantern_hpu.backends.hpu.kernels import matmul_attention
-from lantern_hpu.backends.hpu.releases import RELEASES, VARIABLE
+from lantern_hpu.backends.hpu.backend import HPUBackend, matmul_attention
+from lantern_hpu.backends.hpu.env import RECIPE_CACHE, RELEASES, VARIABLE
 from lantern_hpu.commands.generate import main
 from lantern_hpu.decode.step import Step
 from lantern_hpu.errors import CaptureError, DeviceError, OptionError
 from lantern_hpu.graphs import make_runner
-from lantern_hpu.lab.lint_model import lint_model
 from lantern_hpu.methods.relaxation import PRESETS
-from lantern_hpu.methods.table import METHODS
+from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.ops import kernels
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DynamicTree, Tree, Window, load_tree

@@ -14,9 +14,9 @@ from types import ModuleType
 
 import pytest
 
+from lantern_hpu.backends.hpu import env
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
-from lantern_hpu.backends.hpu import releases
 from lantern_hpu.backends.hpu.env import LAZY, checks, prepare_flags
 from lantern_hpu.cli import module_of
 from lantern_hpu.errors import CaptureError, DeviceError
@@ -359,7 +359,7 @@ def test_the_plugins_version_picks_the_release(
     pretend(monkeypatch, torch=FORK, habana_torch_plugin=version)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        releases.nearest_release.cache_clear()
+        env.nearest_release.cache_clear()
         for _ in range(2):  # said once
             assert prepare_flags(environ={}).release == release
     known = version.startswith(release)

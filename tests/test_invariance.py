@@ -18,9 +18,15 @@ from torch import Tensor, nn
 from lantern_hpu.backends.base import Tuning
 from lantern_hpu.backends.cpu import layouts
 from lantern_hpu.backends.cpu.backend import CPUBackend
-from lantern_hpu.backends.cpu.invariance import UNIT, Plan, RowPlans, independent
-from lantern_hpu.backends.cpu.layouts import PlainLinear, lay_out
-from lantern_hpu.backends.cpu.timing import SAMPLED
+from lantern_hpu.backends.cpu.layouts import (
+    SAMPLED,
+    UNIT,
+    PlainLinear,
+    Plan,
+    RowPlans,
+    independent,
+    lay_out,
+)
 from lantern_hpu.commands.generate import main
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 from lantern_hpu.pipeline import LanternPipeline

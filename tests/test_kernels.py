@@ -32,9 +32,9 @@ from lantern_hpu.decode.tree_tables import StaticTables
 from lantern_hpu.graphs.strict import check_rules
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.models.transformer import Target, rope_table
+from lantern_hpu.ops.buffers import additive_mask
 from lantern_hpu.ops.kernels import PLAIN, CacheWrite, Kernels, rotate_into
 from lantern_hpu.ops.kv_cache import KVCache
-from lantern_hpu.ops.masks import additive_mask
 from lantern_hpu.ops.sampling import SamplingParams, guided_probs, sample, sample_distinct
 from lantern_hpu.tree import DraftTree
 from tests.marks import mostly_slow

@@ -25,11 +25,11 @@ from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.config import DrafterConfig
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.parts import Given
+from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.models.transformer import rope_table
-from lantern_hpu.ops.masks import additive_mask, prefix_mask
+from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.ops.sampling import apply_guidance
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.train.drafter_training import like_the_target

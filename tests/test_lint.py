@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from lantern_hpu.backends.hpu.lint import lint_script
-from lantern_hpu.backends.hpu.releases import DEFAULT, VARIABLE
-from lantern_hpu.commands.lint import main
+from gaudi_emulator.lint import lint_script
+from gaudi_emulator.lint.command import main
+from lantern_hpu.backends.hpu.env import DEFAULT, VARIABLE
 from tests.folder import write_folder
 
 START = """
 import torch
 import habana_frameworks.torch as ht
 import habana_frameworks.torch.core as htcore
-from lantern_hpu.backends.hpu.lint import warmed_up
+from gaudi_emulator.lint import warmed_up
 hpu = ht.hpu
 x = torch.ones(4, 4, device="hpu")
 ids = torch.tensor([1, 0, 3, 2], dtype=torch.int32, device="hpu")
@@ -131,7 +131,7 @@ def test_collectives_without_their_flag_are_caught(
 
 
 def test_the_gallery_covers_every_error_rule() -> None:
-    from lantern_hpu.backends.hpu.emulator import RULES
+    from gaudi_emulator import RULES
 
     errors = {r.id for r in RULES.values() if "error" in (r.severity, r.captured)}
     # Tests of their own: test_lint_compiled.py, test_compile_contract.py

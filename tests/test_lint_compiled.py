@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lantern_hpu.backends.hpu.lint import lint_script
-from lantern_hpu.commands.lint import main
+from gaudi_emulator.lint import lint_script
+from gaudi_emulator.lint.command import main
 
 pytestmark = pytest.mark.slow
 
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 import habana_frameworks.torch as ht
 import habana_frameworks.torch.core as htcore
-from lantern_hpu.backends.hpu.lint import warmed_up
+from gaudi_emulator.lint import warmed_up
 torch.manual_seed(0)
 
 class Layer(nn.Module):

@@ -15,9 +15,9 @@ from lantern_hpu.decode.tree_tables import StaticTables
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.transformer import HeadNorm, Target, rope_table
 from lantern_hpu.models.vq import VQModel
+from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.ops.kernels import rotate
 from lantern_hpu.ops.kv_cache import KVCache
-from lantern_hpu.ops.masks import additive_mask, prefix_mask
 from lantern_hpu.tree import DraftTree, load_static
 from tests.tiny import (
     NAMES,

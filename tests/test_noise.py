@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lantern_hpu.decode.noise import block, uniforms
+from lantern_hpu.decode.engine import uniform_block, uniforms
 
 SEEDS = [0, 1, 42, 2**63 - 1, 2**64 - 1]
 # The first six numbers times 2^24.
@@ -29,10 +29,10 @@ def test_number_does_not_depend_on_how_many_are_asked_for() -> None:
 
 
 def test_number_does_not_depend_on_batch_or_block() -> None:
-    whole = block(SEEDS, first=1, steps=6, count=9)
+    whole = uniform_block(SEEDS, first=1, steps=6, count=9)
     assert whole.shape == (6, 5, 9) and whole.dtype == np.float32
-    assert np.array_equal(block([42], 4, 2, 9)[:, 0], whole[3:5, 2])
-    assert np.array_equal(block(SEEDS[::-1], 1, 6, 9), whole[:, ::-1])
+    assert np.array_equal(uniform_block([42], 4, 2, 9)[:, 0], whole[3:5, 2])
+    assert np.array_equal(uniform_block(SEEDS[::-1], 1, 6, 9), whole[:, ::-1])
     for step in range(6):
         for image, seed in enumerate(SEEDS):
             assert np.array_equal(uniforms(seed, step + 1, 9), whole[step, image])
@@ -52,7 +52,7 @@ def test_large_seeds_are_told_apart() -> None:
 
 
 def test_numbers_are_uniform_below_one() -> None:
-    numbers = block(range(100), 0, 100, 60).ravel()
+    numbers = uniform_block(range(100), 0, 100, 60).ravel()
     assert numbers.min() >= 0 and numbers.max() < 1
     spread = 1 / np.sqrt(12 * numbers.size)
     assert abs(numbers.mean() - 0.5) < 5 * spread
@@ -63,7 +63,7 @@ def test_numbers_are_uniform_below_one() -> None:
 
 
 def test_neighbouring_numbers_are_not_correlated() -> None:
-    numbers = block(range(64), 0, 64, 32).astype(np.float64) - 0.5
+    numbers = uniform_block(range(64), 0, 64, 32).astype(np.float64) - 0.5
     for axis in range(3):  # steps, seeds, slots
         ahead = np.take(numbers, range(1, numbers.shape[axis]), axis)
         behind = np.take(numbers, range(numbers.shape[axis] - 1), axis)

@@ -20,6 +20,7 @@ else:
     import tomli as tomllib
 
 ROOT = Path(__file__).parent.parent
+PACKAGES = ("lantern_hpu", "gaudi_emulator", "lantern_lab")
 LINKS = ("backends", "graphs")
 
 
@@ -72,7 +73,7 @@ def test_bare_import_is_refused(name: str) -> None:
 
 def test_listed_packages_are_the_folders_on_disk(project: dict[str, Any]) -> None:
     found = {"lantern_hpu"}
-    for top, prefix in [("lantern_hpu", ""), *((name, "lantern_hpu.") for name in LINKS)]:
+    for top, prefix in [*((p, "") for p in PACKAGES), *((name, "lantern_hpu.") for name in LINKS)]:
         for file in (ROOT / top).rglob("__init__.py"):
             parts = file.parent.relative_to(ROOT).parts
             if top != "lantern_hpu" or len(parts) == 1 or parts[1] not in LINKS:
@@ -85,17 +86,17 @@ def test_every_mapped_package_exists(project: dict[str, Any]) -> None:
         assert (ROOT / folder / "__init__.py").is_file(), name
 
 
-def test_wheel_holds_one_package_and_nothing_else(wheel: list[str]) -> None:
+def test_wheel_holds_the_three_packages_and_nothing_else(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel}
     info = [top for top in tops if top.endswith(".dist-info")]
     assert len(info) == 1
-    assert tops == {"lantern_hpu", *info}
+    assert tops == {*PACKAGES, *info}
     assert not [name for name in wheel if "/tests/" in name or "/scripts/" in name]
 
 
 def test_wheel_holds_every_module_once(wheel: list[str]) -> None:
     expected = set()
-    for top, prefix in [("lantern_hpu", ""), *((name, "lantern_hpu/") for name in LINKS)]:
+    for top, prefix in [*((p, "") for p in PACKAGES), *((name, "lantern_hpu/") for name in LINKS)]:
         for file in (ROOT / top).rglob("*.py"):
             parts = file.relative_to(ROOT).parts
             if top != "lantern_hpu" or parts[1] not in LINKS:

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from lantern_hpu.backends.cpu import dtypes
+from lantern_hpu.backends.cpu import backend as dtypes
 from lantern_hpu.commands import download, generate, plan
 from lantern_hpu.decode import memory
 from lantern_hpu.decode.spec import Spec, capacity
 from lantern_hpu.errors import DeviceError, OptionError, WeightsError
 from lantern_hpu.models.config import DrafterConfig, ModelConfig, T5Config
-from lantern_hpu.models.files.parts import Given
+from lantern_hpu.models.files.names import Given
 from lantern_hpu.plan.requirements import find_model, parse_memory
 from lantern_hpu.tree import DraftTree, load_tree
 from lantern_hpu.zoo.find import find_parts
@@ -102,8 +102,7 @@ def test_a_plan_covers_what_a_card_holds_at_its_peak(public: Path, name: str, me
     from contextlib import closing
 
     from lantern_hpu.methods.request import Request
-    from lantern_hpu.methods.resolve import shortened
-    from lantern_hpu.methods.table import METHODS
+    from lantern_hpu.methods.setting import METHODS, shortened
     from lantern_hpu.pipeline import LanternPipeline
 
     where: dict[str, Any] = {"device": "hpu", "emulate": True, "dtype": "float32"}
@@ -158,8 +157,7 @@ def test_int8_blocks_are_as_small_as_they_become(public: Path, name: str) -> Non
     import torch
 
     from lantern_hpu.models.files.load import open_model
-    from lantern_hpu.models.model import Placement
-    from lantern_hpu.models.quantize import quantize_target
+    from lantern_hpu.models.model import Placement, quantize_target
 
     loaded = open_model(find_parts(str(public / name))).load(Placement(torch.bfloat16))
     quantize_target(loaded.target, "int8")
@@ -275,7 +273,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.Mo
     from lantern_hpu import pipeline
     from lantern_hpu.backends.base import Memory
     from lantern_hpu.backends.cpu.backend import CPUBackend
-    from lantern_hpu.lab.bench import random_weights
+    from lantern_hpu.bench import run_bench as random_weights
     from lantern_hpu.models.files.load import Opened
 
     class Card(CPUBackend):
@@ -366,7 +364,7 @@ def test_the_plan_of_a_folder_without_a_drafter(
 def test_a_drafter_is_counted_with_sizes_of_its_own(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from lantern_hpu.models.drafter import Drafter
+    from lantern_hpu.models.transformer import Drafter
     from tests.folder import write_folder
     from tests.tiny import tiny_config
 

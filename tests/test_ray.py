@@ -19,14 +19,14 @@ import pytest
 from PIL import Image
 
 from lantern_hpu.backends import card_of
-from lantern_hpu.commands import evaluate
 from lantern_hpu.commands.generate import main, make_parser
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.serve.options import ServeOptions
-from lantern_hpu.serve.replicas import deployment, drain
+from lantern_hpu.serve.process import deployment, drain
 from lantern_hpu.workers import pieces, share_of, share_work
+from lantern_lab.commands import evaluate
 
 ray = pytest.importorskip("ray")
 ROOT = Path(__file__).parent.parent

@@ -18,7 +18,7 @@ import pytest
 
 from lantern_hpu.commands.generate import main
 from lantern_hpu.serve.options import ServeOptions
-from lantern_hpu.serve.replicas import deployment
+from lantern_hpu.serve.process import deployment
 from lantern_hpu.workers import LOOPBACK, share_of
 
 ray = pytest.importorskip("ray")

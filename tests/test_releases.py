@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.backends.hpu import releases
-from lantern_hpu.backends.hpu.emulator import RULES, emulate
-from lantern_hpu.backends.hpu.lint import lint_script
-from lantern_hpu.backends.hpu.lint.rules import BY_RELEASE
-from lantern_hpu.backends.hpu.releases import RELEASES, VARIABLE
+from gaudi_emulator import RULES, emulate
+from gaudi_emulator.lint import lint_script
+from gaudi_emulator.lint.command import main
+from gaudi_emulator.lint.rules import BY_RELEASE
+from lantern_hpu.backends.hpu import env
+from lantern_hpu.backends.hpu.env import RELEASES, VARIABLE
 from lantern_hpu.commands.generate import main as generate
-from lantern_hpu.commands.lint import main
 from lantern_hpu.errors import OptionError
 
 OLD, NEW = RELEASES
@@ -215,14 +215,14 @@ def test_unknown_release_is_held_to_the_nearest_and_that_is_said_once(tmp_path: 
 def test_nearest_is_by_number() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        nearest = {v: releases.nearest_release(v).name for v in ("1.20.1", "1.23.0", "2.0", "0.9")}
+        nearest = {v: env.nearest_release(v).name for v in ("1.20.1", "1.23.0", "2.0", "0.9")}
     assert nearest == {"1.20.1": OLD, "1.23.0": NEW, "2.0": NEW, "0.9": OLD}
 
 
 def test_variable_that_holds_no_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "newest")
     with pytest.raises(OptionError, match=f"{VARIABLE} is 'newest'"):
-        releases.emulated()
+        env.emulated()
 
 
 # What else differs
@@ -271,7 +271,7 @@ def test_scalars_of_the_host_are_rebound_unless_a_flag_says_no(rebinds: bool) ->
 
 
 @pytest.mark.parametrize("release", RELEASES.values(), ids=str)
-def test_reset_ends_an_open_capture(release: releases.Release) -> None:
+def test_reset_ends_an_open_capture(release: env.Release) -> None:
     with emulate(release=release) as card:
         graph = hpu().HPUGraph()
         graph.capture_begin()
@@ -282,7 +282,7 @@ def test_reset_ends_an_open_capture(release: releases.Release) -> None:
 
 @pytest.mark.parametrize("release", RELEASES.values(), ids=str)
 def test_second_write_by_index_in_a_capture_is_noted_and_both_last(
-    release: releases.Release,
+    release: env.Release,
 ) -> None:
     with emulate(release=release) as card, torch.no_grad():
         cache, rows = ones(4, 2) * 0, [torch.tensor([n], device="hpu") for n in range(2)]

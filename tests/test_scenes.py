@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from lantern_hpu.lab.scenes import (
+from lantern_hpu.models.text.prefix import WordConditioner
+from lantern_lab.scenes import (
     Noise,
     Scene,
     caption_of,
@@ -16,9 +17,8 @@ from lantern_hpu.lab.scenes import (
     render_scene,
     sample_scene,
 )
-from lantern_hpu.lab.scenes.palette import DYES
-from lantern_hpu.lab.scenes.scene import LANDS, SEASONS, STILL, THINGS, TIMES, WEATHERS
-from lantern_hpu.models.text.words import WordConditioner
+from lantern_lab.scenes.palette import DYES
+from lantern_lab.scenes.scene import LANDS, SEASONS, STILL, THINGS, TIMES, WEATHERS
 
 SIDE = 64
 

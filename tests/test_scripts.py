@@ -16,8 +16,8 @@ from PIL import Image
 from safetensors.torch import load_file
 from torch.nn import functional
 
-from lantern_hpu.lab.evaluate.attributes import Classifier
-from lantern_hpu.lab.scenes import caption_of, paint_picture, sample_scene
+from lantern_lab.evaluate.attributes import Classifier
+from lantern_lab.scenes import caption_of, paint_picture, sample_scene
 from scripts import training
 from scripts.picture_losses import PerceptualLoss, balanced
 from scripts.pictures import Stream, chosen, noise, painted, to_float

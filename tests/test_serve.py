@@ -37,7 +37,8 @@ from lantern_hpu.methods.relaxation import EXACT, Blended
 from lantern_hpu.methods.request import Request
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
-from lantern_hpu.serve import middleware, process
+from lantern_hpu.serve import app as middleware
+from lantern_hpu.serve import process
 from lantern_hpu.serve.app import make_app
 from lantern_hpu.serve.calls import ONE_SHAPE
 from lantern_hpu.serve.decoder import DecodeThread, Done, Job, Partial, seconds_until_room

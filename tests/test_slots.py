@@ -19,7 +19,7 @@ from lantern_hpu.commands.generate import main
 from lantern_hpu.decode.batch import Batch, Finished
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.methods.request import Request
-from lantern_hpu.methods.table import METHODS
+from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_tree

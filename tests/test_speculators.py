@@ -20,9 +20,9 @@ from lantern_hpu.commands import convert
 from lantern_hpu.errors import LanternError, OptionError
 from lantern_hpu.models.families.speculators import write_drafter
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.parts import Given
+from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.model import ImageModel, Placement
-from lantern_hpu.zoo.cards import Subject, drafter_card, folder_card
+from lantern_hpu.zoo.fetch import Subject, drafter_card, folder_card
 from lantern_hpu.zoo.find import find_parts
 from lantern_hpu.zoo.registry import entries
 from tests.marks import mostly_slow

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy.linalg import sqrtm
 
-from lantern_hpu.lab.evaluate.metrics.frechet import Gaussian, frechet, frechet_metric
-from lantern_hpu.lab.evaluate.statistics import (
+from lantern_lab.evaluate.metrics.frechet import Gaussian, frechet, frechet_metric
+from lantern_lab.evaluate.statistics import (
     Difference,
     mean_metric,
     measured,

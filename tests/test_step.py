@@ -17,10 +17,9 @@ from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.methods.relaxation import Additive, Annealed, Clustered, Multiplicative, Relaxation
 from lantern_hpu.methods.request import Request
-from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.transformer import Target, rope_table
+from lantern_hpu.models.transformer import Drafter, Target, rope_table
+from lantern_hpu.ops.buffers import additive_mask
 from lantern_hpu.ops.kv_cache import KVCache
-from lantern_hpu.ops.masks import additive_mask
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
 from tests.marks import mostly_slow
 from tests.reference import Relaxed

@@ -14,24 +14,21 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends import get_backend, host
+from lantern_hpu.bench import measure
+from lantern_hpu.bench.columns import read_report, schema_errors, tables
+from lantern_hpu.bench.compare_document import document
+from lantern_hpu.bench.comparison import load
 from lantern_hpu.commands import bench, generate, tune
 from lantern_hpu.decode import memory
 from lantern_hpu.decode.acceptance_counts import profile
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import DeviceError, OptionError
-from lantern_hpu.lab.bench import measure, rates
-from lantern_hpu.lab.bench.report_schema import read_report, schema_errors
-from lantern_hpu.lab.bench.tables import tables
-from lantern_hpu.lab.compare.comparison import load
-from lantern_hpu.lab.compare.document import document
 from lantern_hpu.methods.relaxation import PRESETS
-from lantern_hpu.models import stretch
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.files.parts import Given
+from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.model import ImageModel, Placement
-from lantern_hpu.models.stretch import Stretched, kept_share, repeated, stretched_config
 from lantern_hpu.ops.sampling import SamplingParams, to_probs
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.requirements import find_model
@@ -39,7 +36,15 @@ from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.zoo import registry
 from lantern_hpu.zoo.find import find_parts
-from lantern_hpu.zoo.sizes import LLAMAGEN, stretch_sizes
+from lantern_lab import stretch
+from lantern_lab.stretch import (
+    LLAMAGEN,
+    Stretched,
+    kept_share,
+    repeated,
+    stretch_sizes,
+    stretched_config,
+)
 from tests.folder import write_folder
 from tests.marks import mostly_slow
 from tests.tiny import CONFIG, request, tiny_config
@@ -85,7 +90,7 @@ def pipelines(model: ImageModel, mode: str = "eager") -> tuple[LanternPipeline, 
 def features(model: ImageModel) -> tuple[Tensor, Tensor, Tensor]:
     """Of prefixes and some tokens after them: the target's, its logits, and the drafter's guesses, past the pads."""
     from lantern_hpu.models.transformer import rope_table
-    from lantern_hpu.ops.masks import additive_mask, prefix_mask
+    from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 
     prefix, config = model.condition.rows(PROMPTS, True), model.target.config
     assert prefix.embeddings.shape[1:] == (config.prefix, config.dim) and model.drafter is not None
@@ -281,7 +286,7 @@ def known() -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "entries", lambda: found)
         for name, value in {"COPIED": 2**20, "LARGEST": 256, "TIMES": 1, "ENOUGH": 1e-4}.items():
-            patch.setattr(rates, name, value)
+            patch.setattr(measure, name, value)
         patch.setattr(measure, "SPLIT_STEPS", 2)
         yield "tiny-xl"
 
@@ -348,7 +353,7 @@ def test_what_a_stretched_benchmark_measures_fits_its_methods() -> None:
 def test_tune_counts_on_the_small_model_and_times_the_large_one(
     folder: Path, known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lantern_hpu.lab.tune import tuner
+    from lantern_hpu.tune import tuner
 
     monkeypatch.setenv("LANTERN_HPU_CACHE", str(tmp_path / "cache"))
     widths: dict[str, set[int]] = {"counted": set(), "drawn": set()}

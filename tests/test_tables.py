@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.decode.drafting import Drafts
-from lantern_hpu.decode.drafting.dynamic import DynamicDrafting
+from lantern_hpu.decode.drafting.static import DynamicDrafting
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.decode.tree_tables import StaticTables

@@ -6,7 +6,6 @@ import gc
 import importlib.metadata
 import json
 import shutil
-import subprocess
 import sys
 import warnings
 import weakref
@@ -26,10 +25,8 @@ from transformers import AutoTokenizer, T5Config, T5EncoderModel, T5ForCondition
 
 from lantern_hpu.errors import OptionError, WeightsError, needing, torchvision_misfit
 from lantern_hpu.models.text import t5
-from lantern_hpu.models.text.classes import class_index, class_name
-from lantern_hpu.models.text.cleaning import clean, clean_caption
-from lantern_hpu.models.text.t5 import T5Conditioner
-from lantern_hpu.models.text.words import TextConditioner, TextFeatures
+from lantern_hpu.models.text.prefix import TextConditioner, TextFeatures, class_index, class_name
+from lantern_hpu.models.text.t5 import T5Conditioner, clean, clean_caption
 
 PREFIX, WIDTH = 12, 16
 SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json")  # all but the weights
@@ -505,10 +502,3 @@ def test_names_of_several_classes_list_them(text: str, indices: tuple[int, int])
     with pytest.raises(OptionError, match="several") as caught:
         class_index(text)
     assert all(str(index) in caught.value.why for index in indices)
-
-
-@pytest.mark.parametrize("module", ["cleaning", "classes"])
-def test_text_alone_loads_no_torch(module: str) -> None:
-    script = f"import sys, lantern_hpu.models.text.{module}; sys.exit('torch' in sys.modules)"
-    root = Path(__file__).parent.parent
-    assert subprocess.run([sys.executable, "-c", script], cwd=root).returncode == 0

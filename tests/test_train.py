@@ -27,11 +27,10 @@ from lantern_hpu.decode.acceptance_counts import profile
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import Resolved
-from lantern_hpu.models.drafter import Drafter
+from lantern_hpu.models.transformer import Drafter
 from lantern_hpu.train import wiring
 from lantern_hpu.train.drafter_training import DrafterTraining, begin, chain
-from lantern_hpu.train.samples import draw_samples, read_encoded, split
-from lantern_hpu.train.unroll import Lesson, Unrolled
+from lantern_hpu.train.unroll import Lesson, Unrolled, draw_samples, read_encoded, split
 from lantern_hpu.tree import DraftTree
 from tests.folder import write_folder
 

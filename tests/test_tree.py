@@ -8,11 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lantern_hpu.commands.tree import main
 from lantern_hpu.errors import TreeError
 from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree
-from lantern_hpu.tree.diagrams import as_svg, as_text
 from lantern_hpu.tree.named import NAMED
+from scripts.tree_diagrams import as_svg, as_text, main
 from tests.folder import write_folder
 from tests.tiny import NAMES, random_tree
 

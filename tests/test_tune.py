@@ -20,28 +20,30 @@ from tqdm import tqdm
 from lantern_hpu import cli
 from lantern_hpu.commands import generate
 from lantern_hpu.commands import tune as command
-from lantern_hpu.decode.child_counts import KINDS, ChildCounts
+from lantern_hpu.decode.acceptance_counts import KINDS, ChildCounts
 from lantern_hpu.errors import LanternError, OptionError, TreeError
-from lantern_hpu.lab.tune import tuner
-from lantern_hpu.lab.tune.costs import Costs, fit_costs, probes
-from lantern_hpu.lab.tune.expectation import (
-    ChanceTable,
-    estimate,
-    expected_steps,
-    expected_tokens,
-    gain_probs,
-)
-from lantern_hpu.lab.tune.options import TUNABLE, TuneOptions
-from lantern_hpu.lab.tune.profile import read_profile
-from lantern_hpu.lab.tune.result import Figures, TunedRow, TuningResult
-from lantern_hpu.lab.tune.search import Solver, best_tree, most_reached, ms_per_token
-from lantern_hpu.lab.tune.tables import fastest_text, tuning_table
 from lantern_hpu.methods.relaxation import EXACT, Multiplicative
-from lantern_hpu.methods.setting import Resolved
-from lantern_hpu.methods.table import METHODS
+from lantern_hpu.methods.setting import METHODS, Resolved
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import DraftTree, load_static, tuned_trees
+from lantern_hpu.tune import tuner
+from lantern_hpu.tune.options import TUNABLE, TuneOptions, read_profile
+from lantern_hpu.tune.result import Figures, TunedRow, TuningResult, fastest_text, tuning_table
+from lantern_hpu.tune.search import (
+    ChanceTable,
+    Costs,
+    Solver,
+    best_tree,
+    estimate,
+    expected_steps,
+    expected_tokens,
+    fit_costs,
+    gain_probs,
+    most_reached,
+    ms_per_token,
+    probes,
+)
 
 NODES, DEPTH, CHILDREN = 8, 3, 3  # of the trees that are all tried
 Nested = tuple[Any, ...]  # a tree as the tuple of its subtrees
@@ -381,8 +383,7 @@ def test_what_cannot_be_tuned_is_refused(
 def test_missing_scipy_is_said_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("costs", "result", "tables"):
-        monkeypatch.delitem(sys.modules, f"lantern_hpu.lab.tune.{name}")
+    monkeypatch.delitem(sys.modules, "lantern_hpu.tune.search")
     monkeypatch.setitem(sys.modules, "scipy.optimize", None)
     assert command.main([]) == 2
     said = capsys.readouterr().err

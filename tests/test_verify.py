@@ -14,18 +14,20 @@ import pytest
 import torch
 from torch import Tensor, fx
 
+from gaudi_emulator import hpex, lowering
+from gaudi_emulator.device import Device
+from gaudi_emulator.graphs import Recording
 from lantern_hpu.backends import OWN_KERNELS
 from lantern_hpu.backends.candidates import Candidate, candidates_of
 from lantern_hpu.backends.cuda import kernels as triton
 from lantern_hpu.backends.cuda.kernels import checks
-from lantern_hpu.backends.hpu.emulator import hpex, lowering
-from lantern_hpu.backends.hpu.emulator.device import Device
-from lantern_hpu.backends.hpu.emulator.graphs import Recording
 from lantern_hpu.commands.verify import main
 from lantern_hpu.decode.engine import Engine, GraphReport
-from lantern_hpu.lab.verify import stages
-from lantern_hpu.lab.verify.ask import Asked
-from lantern_hpu.lab.verify.items import (
+from lantern_hpu.methods.setting import METHODS
+from lantern_hpu.ops.kernels import PLAIN, Kernels
+from lantern_hpu.verify import stages
+from lantern_hpu.verify.ask import Asked
+from lantern_hpu.verify.items import (
     CACHES,
     Question,
     Result,
@@ -33,9 +35,7 @@ from lantern_hpu.lab.verify.items import (
     items_of,
     stages_of,
 )
-from lantern_hpu.lab.verify.page import verify_page
-from lantern_hpu.methods.table import METHODS
-from lantern_hpu.ops.kernels import PLAIN, Kernels
+from lantern_hpu.verify.page import verify_page
 from tests.folder import write_folder
 from tests.marks import mostly_slow
 

@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 
 from lantern_hpu.commands import generate, tune
-from lantern_hpu.decode import noise, spec
-from lantern_hpu.decode.accept import Acceptance, Bounds
-from lantern_hpu.decode.clusters import Clusters
+from lantern_hpu.decode import engine as noise
+from lantern_hpu.decode import spec
+from lantern_hpu.decode.accept import Acceptance, Bounds, Clusters
 from lantern_hpu.decode.tree_tables import StaticTables
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import (
@@ -29,10 +29,8 @@ from lantern_hpu.methods.relaxation import (
     Relaxation,
 )
 from lantern_hpu.methods.request import Request
-from lantern_hpu.methods.setting import Resolved
-from lantern_hpu.methods.table import METHODS
-from lantern_hpu.ops.race import FACTORS, race
-from lantern_hpu.ops.sampling import sample_distinct
+from lantern_hpu.methods.setting import METHODS, Resolved
+from lantern_hpu.ops.sampling import FACTORS, race, sample_distinct
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DraftTree, Window, is_name_of, load_tree, tuned_trees
 from scripts.windows import main as windows_script
@@ -65,23 +63,25 @@ def slow_race(keys: Sequence[int], token: int) -> float:
 
 
 def test_noise_is_that_of_the_slow_network() -> None:
-    keys, tokens = noise.keys(3, 5), [0, 1, 77, 4095, 32767, 70000]
+    keys, tokens = noise.noise_keys(3, 5), [0, 1, 77, 4095, 32767, 70000]
     fast = race(torch.from_numpy(keys), torch.tensor(tokens, dtype=torch.int32))
     slow = torch.tensor([[slow_race(place, token) for token in tokens] for place in keys.tolist()])
     torch.testing.assert_close(fast, slow.float(), rtol=1e-5, atol=0)
 
 
 def test_noise_of_a_place_depends_on_seed_and_place_alone() -> None:
-    assert noise.keys(3, 9)[:5].tolist() == noise.keys(3, 5).tolist()
-    assert noise.keys(4, 5).tolist() != noise.keys(3, 5).tolist()
-    assert len({tuple(place) for place in noise.keys(3, 500).tolist()}) == 500
+    assert noise.noise_keys(3, 9)[:5].tolist() == noise.noise_keys(3, 5).tolist()
+    assert noise.noise_keys(4, 5).tolist() != noise.noise_keys(3, 5).tolist()
+    assert len({tuple(place) for place in noise.noise_keys(3, 500).tolist()}) == 500
 
 
 @pytest.mark.parametrize("vocabulary", [5, 64, 1000])
 def test_races_are_won_as_often_as_a_token_is_probable(vocabulary: int) -> None:
     p = torch.rand(vocabulary, generator=torch.Generator().manual_seed(1)) ** 4
     p, tokens = p / p.sum(), torch.arange(vocabulary, dtype=torch.int32)
-    won = [(p * race(torch.from_numpy(noise.keys(s, 4096)), tokens)).argmax(-1) for s in range(8)]
+    won = [
+        (p * race(torch.from_numpy(noise.noise_keys(s, 4096)), tokens)).argmax(-1) for s in range(8)
+    ]
     counts = torch.bincount(torch.cat(won), minlength=vocabulary).double()
     assert surprise(counts, p.double()) < 4
 

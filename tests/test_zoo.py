@@ -16,10 +16,9 @@ from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.diffusion import FOLDERS
 from lantern_hpu.models.families import FAMILIES
-from lantern_hpu.models.text.classes import class_index
-from lantern_hpu.zoo import fetch, located, registry
-from lantern_hpu.zoo.find import find_parts
-from lantern_hpu.zoo.located import locate_model
+from lantern_hpu.models.text.prefix import class_index
+from lantern_hpu.zoo import fetch, find, registry
+from lantern_hpu.zoo.find import find_parts, locate_model
 from lantern_hpu.zoo.registry import KnownModel, Part, entries, find_model_by_name
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, in_cache, whole
 
@@ -194,7 +193,7 @@ def test_a_cache_is_recognised(empty_cache: Path) -> None:
     assert found["target"] is not None and found["target"].name == "t2i_XL_stage1_256.pt"
     assert found["vq"] is not None and found["vq"].name == "vq_ds16_t2i.pt"
     assert found["text"] is not None and (found["text"] / "config.json").is_file()
-    assert located.require_parts(entry)["drafter"] == found["drafter"]
+    assert find.require_parts(entry)["drafter"] == found["drafter"]
 
 
 def test_without_huggingface_hub_only_folders_are_looked_at(
@@ -232,7 +231,7 @@ def test_a_part_with_a_missing_or_broken_file_is_not_here(empty_cache: Path) -> 
 def test_what_is_missing_is_listed_at_once_with_sizes(empty_cache: Path) -> None:
     whole(empty_cache, entries()[T2I], "vq")
     with pytest.raises(WeightsError) as caught:
-        located.require_parts(entries()[T2I])
+        find.require_parts(entries()[T2I])
     said = str(caught.value)
     for words in (
         "target 3.11 GB (t2i_XL_stage1_256.pt of peizesun/llamagen_t2i)",

@@ -18,9 +18,8 @@ from lantern_hpu.decode.spec import Spec
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
-from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.text.prefix import Prefix, wordless
-from lantern_hpu.models.transformer import Target
+from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.tree import DraftTree, Tree, load_static
 
 Models = tuple[Target, Drafter]

@@ -2,17 +2,222 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 
 import torch
+from torch import Tensor, nn
 
-from lantern_hpu.backends import host
-from lantern_hpu.backends.base import Backend, Memory
-from lantern_hpu.backends.cpu.attention import attention_keeps_bits, filled_attention
-from lantern_hpu.backends.cpu.dtypes import DTYPES
-from lantern_hpu.backends.cpu.tuning import CPUTuning
-from lantern_hpu.ops.kernels import Kernels
+from lantern_hpu.backends import QUANTIZED, host
+from lantern_hpu.backends.base import Backend, Memory, Pace, Tuning, dtype_name, operator
+from lantern_hpu.backends.cpu import layouts
+from lantern_hpu.backends.cpu.layouts import LARGE
+from lantern_hpu.backends.cpu.threads import ThreadPace
+from lantern_hpu.backends.host import native_bfloat16
+from lantern_hpu.errors import DeviceError
+from lantern_hpu.ops.kernels import Kernels, Sizes
+from lantern_hpu.ops.kernels import attention as plain
+
+# ------------------------------------------------------------------------------------------ dtypes
+
+# Number formats on a processor, and which of them `auto` takes.
+
+DTYPES = {
+    "float32": "exact comparisons hold; the fastest one unless bfloat16 is native and a model large",
+    "bfloat16": "half the memory; pays where the processor multiplies bfloat16 natively",
+}
+
+
+def best_dtype(parameters: int) -> tuple[str, str]:
+    """bfloat16 where it is native and reading the model is what takes time; a small model keeps exact figures."""
+    native, size = native_bfloat16(), 4 * parameters
+    if native is None:
+        return "float32", "this processor does not multiply bfloat16 natively"
+    if size < LARGE:
+        return "float32", f"{size / 2**20:.0f} MiB of it: a small model keeps its exact figures"
+    return (
+        "bfloat16",
+        f"native here ({native}), and half of {size / 2**30:.1f} GiB to read in each step",
+    )
+
+
+def slow_here(name: str) -> str | None:
+    """Why a format that was asked for is a poor choice on this processor."""
+    if name == "bfloat16" and native_bfloat16() is None:
+        return "asked for, but this processor lacks it natively: half the memory, and slower than float32"
+    return None
+
+
+# --------------------------------------------------------------------------------------- attention
+
+# Attention of one token a row, on a processor: cache positions that no row attends to are not read.
+#
+# With one query a row in float32, sums run over the positions in turn, and a masked one adds an exact zero: what is
+# left out changes no bit. With several queries it does, as the library cuts longer sums otherwise, and in caches whose
+# size is no multiple of four, where the library has no whole vectors. Those take the plain form.
+#
+# In 16 bits the library is slow for one query a row: it takes three times as long as for two. So keys and values that
+# are read are brought to float32 and multiplied there, which rounds less.
+
+STEP = 16  # positions read are rounded up to a multiple of it: a vector of any number format
+VECTOR = 4  # sizes of a cache that the library goes through in whole vectors are multiples of it
+CAPACITIES = (192, 448, 1152)  # positions that the form is tried with
+
+
+def float32_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """`plain` in float32, whatever the dtype: q [R, h, T, hd] -> [R, h, T, hd]."""
+    return plain(q.float(), k.float(), v.float(), mask.float()).to(q.dtype)
+
+
+def filled_positions(mask: Tensor) -> int:
+    """How many of the positions of a mask [R, 1, T, S] are to be read; all of them if none is attended to."""
+    attended = (mask > torch.finfo(mask.dtype).min).flatten(0, -2).any(0).nonzero()  # [n, 1]
+    size = mask.shape[-1]
+    return min(size, -(-(int(attended[-1]) + 1) // STEP) * STEP) if len(attended) else size
+
+
+@operator(
+    "attention_filled(Tensor q, Tensor k, Tensor v, Tensor mask) -> Tensor",
+    lambda q, k, v, mask: torch.empty_like(q),
+)
+def attention_filled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """An operator because how much is read depends on data, which captures and compilers cannot follow."""
+    end = filled_positions(mask)
+    return float32_attention(q, k[:, :, :end], v[:, :, :end], mask[..., :end]).contiguous()
+
+
+def filled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """q [R, h, T, hd], k and v [R, kv, S, hd], additive mask [R, 1, T, S] -> [R, h, T, hd]."""
+    if q.shape[2] > 1 or torch.is_grad_enabled():
+        return plain(q, k, v, mask)
+    if k.shape[2] % VECTOR:
+        return float32_attention(q, k, v, mask)
+    result: Tensor = attention_filled(q, k, v, mask)
+    return result
+
+
+def masked_from(lengths: Tensor, capacity: int, dtype: torch.dtype) -> Tensor:
+    """An additive mask of rows that are filled to these lengths [R, 1, T, 1]: [R, 1, T, S]."""
+    hidden = torch.arange(capacity) >= lengths
+    return hidden.to(dtype) * torch.finfo(dtype).min
+
+
+@torch.no_grad()
+def attention_keeps_bits(dtype: torch.dtype) -> bool:
+    """Whether what is left out changes no bit here, in caches of several sizes filled to several lengths."""
+    random = torch.Generator().manual_seed(0)
+    for capacity in CAPACITIES:
+        k, v = (torch.randn(2, capacity, 4, 64, generator=random).to(dtype) for _ in range(2))
+        q = torch.randn(2, 4, 1, 64, generator=random).to(dtype)
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        for length in range(7, capacity, capacity // 5):
+            lengths = torch.tensor([length, length // 2 + 1])[:, None, None, None]
+            mask = masked_from(lengths, capacity, dtype)
+            if not torch.equal(filled_attention(q, k, v, mask), float32_attention(q, k, v, mask)):
+                return False
+    return True
+
+
+def by_positions(x: Tensor) -> Tensor:
+    """The same [R, kv, S, hd], which in memory is [R, S, kv, hd]."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@cache
+@torch.no_grad()
+def order_keeps_bits(dtype: torch.dtype) -> bool:
+    """Whether attention has the same bits here with a cache by head as with one by position."""
+    random = torch.Generator().manual_seed(0)
+    for capacity in CAPACITIES:
+        k, v = (torch.randn(2, 4, capacity, 64, generator=random).to(dtype) for _ in range(2))
+        for places in (1, 8, 17):
+            q = torch.randn(2, 4, places, 64, generator=random).to(dtype)
+            ends = torch.tensor([capacity // 3, capacity // 2])[:, None, None, None]
+            mask = masked_from(ends + torch.arange(places)[:, None], capacity, dtype)
+            if not torch.equal(
+                plain(q, k, v, mask), plain(q, by_positions(k), by_positions(v), mask)
+            ):
+                return False
+    return True
+
+
+# ------------------------------------------------------------------------------------------ tuning
+
+# What a processor chooses by measurement: number format (`dtypes.py`), layout of matrices, threads.
+
+
+class CPUTuning(Tuning):
+    """bfloat16 where it is native, matrices packed where that is faster, and as many threads as the clock says."""
+
+    quantized = QUANTIZED
+    layouts = layouts.LAYOUTS
+
+    def __init__(self, name: str, dtypes: Mapping[str, str]) -> None:
+        super().__init__(name, dtypes)
+        self.tries_threads = True  # whether their number is left to the clock
+
+    def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
+        return best_dtype(parameters)
+
+    def dtype(self, name: str = "auto", parameters: int = 0) -> torch.dtype:
+        dtype = super().dtype(name, parameters)
+        if why := slow_here(dtype_name(dtype)):
+            self.decided["dtype"] = f"{dtype_name(dtype)}: {why}"
+        return dtype
+
+    def lay_out(
+        self,
+        modules: Sequence[nn.Module],
+        choice: str = "auto",
+        modes: Collection[str] = (),
+        invariant: bool = False,
+    ) -> str:
+        self.check_layout(choice)
+        if "compile" in modes and choice in layouts.FORMS:
+            why, hint = "inductor takes no matrices in a library's order", "--graphs eager"
+            raise DeviceError(f"--layout {choice} cannot be compiled", why, hint)
+        plans = layouts.Plans(self.note_rows) if invariant else None
+        if "compile" in modes and choice == "auto":
+            layout, why = "plain", "inductor takes no others"
+        else:
+            layout, why = layouts.lay_out(modules, choice, plans)
+        self.decided["layout"] = f"{layout}: {why}"
+        return layout
+
+    def holds_rows(self, asked: bool, modes: Collection[str]) -> bool:
+        self.invariant = asked and "compile" not in modes
+        why = "what inductor makes of a step is not tried" if asked else "not asked for"
+        self.decided["invariant"] = "on" if self.invariant else f"off: {why}"
+        return self.invariant
+
+    def independent(self, kernels: Kernels, sizes: Sizes, dtype: torch.dtype) -> Kernels:
+        return layouts.independent(kernels, sizes, dtype)
+
+    def note_rows(self, text: str) -> None:
+        self.decided["invariant"] = f"on: {text}"
+
+    def keys_by_head(self, dtype: torch.dtype) -> bool:
+        """In bfloat16; in float32 windows lose by it, and one token a row gains nothing."""
+        return dtype == torch.bfloat16 and order_keeps_bits(dtype)
+
+    def weight_bytes(self, layout: str, dtype: torch.dtype) -> int:
+        return layouts.HALF_BYTES if layout == "half" else dtype.itemsize
+
+    def use_threads(self, count: int) -> None:
+        super().use_threads(count)
+        if count:
+            self.tries_threads = False
+            self.note_threads(count, "asked for")
+
+    def pace(self) -> Pace:
+        return ThreadPace(self.note_threads) if self.tries_threads else Pace()
+
+    def note_threads(self, count: int, why: str) -> None:
+        self.decided["threads"] = f"{count}: {why}"
+
+
+# ----------------------------------------------------------------------------------------- backend
 
 
 class CPUBackend(Backend):

@@ -10,11 +10,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lantern_hpu.backends import QUANTIZED
 from lantern_hpu.backends.base import Backend, Memory, Queue, Tuning
-from lantern_hpu.backends.cuda.dtypes import DTYPES, dtypes_of
-from lantern_hpu.backends.dtypes import QUANTIZED
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.ops.kernels import PLAIN, Kernels
+
+# ------------------------------------------------------------------------------------------ dtypes
+
+# Number formats on an NVIDIA GPU; `auto` takes the first that the card has.
+
+AMPERE = (8, 0)  # compute capability from which bfloat16 is native
+DTYPES = {
+    "bfloat16": "half the bytes to read a token, with float32's range",
+    "float16": "half the bytes; for cards before Ampere",
+    "float32": "for exact comparisons",
+}
+
+
+def dtypes_of(capability: tuple[int, int]) -> dict[str, str]:
+    """Those that a card of this compute capability multiplies natively."""
+    native = capability >= AMPERE
+    return {name: why for name, why in DTYPES.items() if native or name != "bfloat16"}
+
+
+# ----------------------------------------------------------------------------------------- backend
 
 WHEELS = "https://pytorch.org/get-started/locally"
 

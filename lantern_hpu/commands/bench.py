@@ -18,6 +18,17 @@ import time
 from collections.abc import Mapping, Sequence
 
 from lantern_hpu.backends import prepare
+from lantern_hpu.bench.cases import (
+    GRAPHS,
+    LARGE,
+    RANDOM,
+    USUAL,
+    BenchRequest,
+    find_entry,
+    methods_for,
+    settings_for,
+)
+from lantern_hpu.bench.columns import show_report, tables
 from lantern_hpu.commands.options import (
     add_device_options,
     add_fields,
@@ -29,22 +40,8 @@ from lantern_hpu.commands.options import (
 from lantern_hpu.errors import OptionError, exit_code, listed, require
 from lantern_hpu.files import check_free
 from lantern_hpu.graphs import RUNNERS
-from lantern_hpu.lab.bench.cases import (
-    GRAPHS,
-    LARGE,
-    RANDOM,
-    USUAL,
-    BenchRequest,
-    find_entry,
-    methods_for,
-    settings_for,
-)
-from lantern_hpu.lab.bench.tables import tables
-from lantern_hpu.lab.rows import show_report
-from lantern_hpu.methods.setting import FORM, Setting
-from lantern_hpu.methods.table import AUTO
+from lantern_hpu.methods.setting import AUTO, FORM, Setting
 from lantern_hpu.models.options import DeviceOptions
-from lantern_hpu.zoo.sizes import stretch_sizes
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -85,15 +82,13 @@ def fill_in(args: argparse.Namespace, usual: Mapping[str, object]) -> None:
 
 
 def bench_request(args: argparse.Namespace) -> BenchRequest:
-    """
-    Raises:
-        LanternError: one is out of range, or contradicts another one.
-    """
     if args.model is not None and args.random_weights is not None:
         raise OptionError("--model and --random-weights exclude each other")
     if args.stretch is not None:
         if args.random_weights is not None:
             raise OptionError("--stretch and --random-weights exclude each other")
+        from lantern_lab.stretch import stretch_sizes
+
         stretch_sizes(args.stretch)
     usual = LARGE if args.stretch else USUAL
     fill_in(args, {name: value for name, value in usual.items() if name != "trees"})
@@ -126,7 +121,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_free([args.output], args.force)
         began = time.perf_counter()
         prepare(wanted.device, wanted.mode)  # before torch is imported
-        from lantern_hpu.lab.bench.run_bench import run_bench
+        from lantern_hpu.bench.run_bench import run_bench
 
         result = run_bench(wanted, given, time.perf_counter() - began)
         show_report(result, tables(result), args.output, args.force)

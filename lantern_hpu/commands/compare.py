@@ -1,4 +1,4 @@
-"""Put reports of `lantern_hpu.lab.bench` beside each other: a table, plots, and a page to send to a colleague.
+"""Put reports of `lantern_hpu.bench` beside each other: a table, plots, and a page to send to a colleague.
 
     lantern-hpu compare cpu.json h100.json --output comparison
 
@@ -14,13 +14,13 @@ from dataclasses import MISSING, dataclass
 from itertools import chain
 from pathlib import Path
 
+from lantern_hpu.bench.compare_document import csv_text, document, main_table, notes
+from lantern_hpu.bench.compare_plots import draw_charts
+from lantern_hpu.bench.comparison import load
 from lantern_hpu.commands.options import add_fields, filled
 from lantern_hpu.errors import OutputError, exit_code, needing, option
 from lantern_hpu.files import write_file
-from lantern_hpu.lab.compare.comparison import load
-from lantern_hpu.lab.compare.document import csv_text, document, main_table, notes
-from lantern_hpu.lab.compare.plots import draw_charts
-from lantern_hpu.lab.pages import render_page
+from lantern_hpu.results.pages import render_page
 
 NAME = "comparison"  # of the table and the page
 
@@ -46,11 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_compare(asked: CompareRequest) -> None:
-    """Refuse what can be refused before anything is read or drawn.
-
-    Raises:
-        OutputError: the folder exists, unless forced, or is a file. OptionError: a library is missing.
-    """
+    """Refuse what can be refused before anything is read or drawn."""
     folder = asked.output
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{folder} is a file", "a folder cannot be written there")

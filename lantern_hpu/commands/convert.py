@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.commands.options import add_fields, add_part_options, filled, given_parts
 from lantern_hpu.errors import OptionError, OutputError, choices, exit_code, option
-from lantern_hpu.models.files.parts import Given
-from lantern_hpu.models.files.staged import staged
+from lantern_hpu.models.files.names import Given
 
 if TYPE_CHECKING:
     from lantern_hpu.models.model import ImageModel
@@ -56,11 +55,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def convert(asked: ConvertRequest) -> str:
-    """Write the folder. -> what it holds
-
-    Raises:
-        LanternError: the source cannot be loaded, or the output exists or cannot be written.
-    """
+    """Write the folder. -> what it holds"""
     output, dtype = asked.output, asked.dtype
     if dtype not in DTYPES:
         raise OptionError(f"--dtype is {dtype}", hint=choices(DTYPES))
@@ -71,6 +66,7 @@ def convert(asked: ConvertRequest) -> str:
     import torch
     from tqdm import tqdm
 
+    from lantern_hpu.models.files.folder import staged
     from lantern_hpu.models.files.load import open_model
     from lantern_hpu.models.model import Placement
     from lantern_hpu.zoo.find import find_parts
@@ -96,7 +92,7 @@ def convert(asked: ConvertRequest) -> str:
 def write_folder(model: ImageModel, folder: Path, asked: ConvertRequest, progress: Any) -> None:
     """All parts, and a card."""
     from lantern_hpu.models.files.folder import write_model
-    from lantern_hpu.zoo.cards import Subject, folder_card, write_card
+    from lantern_hpu.zoo.fetch import Subject, folder_card, write_card
 
     write_model(model, folder, progress)
     subject = Subject(model.name, model.config, model.fingerprint)
@@ -108,7 +104,7 @@ def write_speculators(
 ) -> None:
     """The drafter, and a card, with the figures of its training if it comes from a folder that has them."""
     from lantern_hpu.models.families.speculators import write_drafter
-    from lantern_hpu.zoo.cards import Subject, drafter_card, report_of, write_card
+    from lantern_hpu.zoo.fetch import Subject, drafter_card, report_of, write_card
 
     write_drafter(model, folder)
     progress.update()

@@ -19,7 +19,7 @@ from lantern_hpu import __version__
 from lantern_hpu.backends.examine import Facts, examine
 from lantern_hpu.commands.options import add_fields, filled
 from lantern_hpu.errors import option, torchvision_misfit
-from lantern_hpu.methods.table import METHODS
+from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import aligned
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from lantern_hpu.commands.options import add_fields, filled
 from lantern_hpu.errors import OptionError, OutputError, exit_code, option
 from lantern_hpu.zoo.fetch import choose_parts, fetch_all, fetch_text
-from lantern_hpu.zoo.located import Located, draw_command, locate_model, of_folder
+from lantern_hpu.zoo.find import Located, draw_command, locate_model, of_folder
 from lantern_hpu.zoo.registry import KnownModel, get
 
 INTERRUPTED = 130  # what a shell returns for it

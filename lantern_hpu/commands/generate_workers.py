@@ -8,8 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 from lantern_hpu.backends import prepare
-from lantern_hpu.commands.generate_again import check_kept
-from lantern_hpu.commands.generate_job import job_of, outputs_of, requests_of, resolve_job
+from lantern_hpu.commands.generate import check_kept, job_of, outputs_of, requests_of, resolve_job
 from lantern_hpu.decode.spec import batch_size_for
 from lantern_hpu.errors import OptionError, OutputError, require
 
@@ -48,8 +47,7 @@ def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
     job = job_of(args)
     prepare(job.device.device, job.device.graphs, job.device.emulate)
     from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.results.images import image_files
-    from lantern_hpu.results.outputs import Keeper
+    from lantern_hpu.results.images import Keeper, image_files
 
     pipeline = LanternPipeline.from_pretrained(
         job.model, given=job.given, size=job.size, check=job.check_model, **vars(job.device)

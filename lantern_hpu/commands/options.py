@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from lantern_hpu.backends import BACKENDS
-from lantern_hpu.backends.hpu.releases import DEFAULT, RELEASES, choose_release
+from lantern_hpu.backends.hpu.env import DEFAULT, RELEASES, choose_release
 from lantern_hpu.errors import allowed_range, option_name
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.relaxation import RelaxationOptions
 from lantern_hpu.methods.request import Sampling
-from lantern_hpu.methods.setting import Setting, window_tree
-from lantern_hpu.methods.table import (
+from lantern_hpu.methods.setting import (
     AUTO,
     DEFAULT_TREE,
     DEFAULT_WINDOW,
     METHODS,
     SMALL_TREE,
     SMALL_WINDOW,
+    Setting,
+    window_tree,
 )
-from lantern_hpu.models.files.parts import Given
+from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.tree import DYNAMIC, DynamicTree
 from lantern_hpu.tree.named import NAMED
@@ -137,11 +138,7 @@ def add_stretch_option(group: Group) -> None:
 
 
 def device_options(args: argparse.Namespace) -> DeviceOptions:
-    """The options of a device; `--bridge` holds from here on, also in the processes that this one starts.
-
-    Raises:
-        OptionError: one is out of range.
-    """
+    """The options of a device; `--bridge` holds from here on, also in the processes that this one starts."""
     choose_release(getattr(args, "bridge", None))
     return filled(DeviceOptions, args)
 
@@ -191,11 +188,7 @@ def add_method_options(group: Group) -> None:
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """One setting of `--method`, `--tree`, `--window` and the relaxation.
-
-    Raises:
-        OptionError, TreeError: they contradict each other, or one is out of range.
-    """
+    """One setting of `--method`, `--tree`, `--window` and the relaxation."""
     method = args.method or AUTO
     setting = Setting.of(method)
     tree = window_tree(setting.method, args.tree, args.window, args.window_tree, args.commit)

@@ -23,8 +23,7 @@ from lantern_hpu.commands import options
 from lantern_hpu.errors import OptionError, WeightsError, exit_code, option
 from lantern_hpu.files import check_free, write_file
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.files.names import VQ
-from lantern_hpu.models.files.parts import Given
+from lantern_hpu.models.files.names import VQ, Given
 from lantern_hpu.models.options import DeviceOptions
 
 if TYPE_CHECKING:
@@ -65,9 +64,6 @@ def check_tokens(tokens: NDArray[np.int64], config: TransformerConfig, file: Pat
     """
     Args:
         tokens: [images, N].
-
-    Raises:
-        OptionError: they are no pictures of a model of these sizes.
     """
     from lantern_hpu.decode.pixels import codes_of
 
@@ -93,9 +89,6 @@ def check_tokenizer(saved: SavedTokens, same: Collection[str], file: Path) -> No
     """
     Args:
         same: digests of the tokenizer at hand: of its file, and of its weights in any container.
-
-    Raises:
-        WeightsError: the tokens were drawn beside another tokenizer.
     """
     known = [one.get("config", {}).get("weights", {}).get(VQ) for one in saved.metadata]
     stated = {saved.tokenizer} if saved.tokenizer else {other for other in known if other}
@@ -105,12 +98,7 @@ def check_tokenizer(saved: SavedTokens, same: Collection[str], file: Path) -> No
 
 
 def diffused(saved: SavedTokens, opened: Opened, asked: PixelsRequest) -> Iterator[Image.Image]:
-    """Pictures of codes that a diffusion model reads, one at a time.
-
-    Raises:
-        OptionError: the file does not say of which grid and seeds they are, or they are no codes of the model.
-        WeightsError: parts of the diffusion model are missing.
-    """
+    """Pictures of codes that a diffusion model reads, one at a time."""
     from lantern_hpu.backends import get_backend
     from lantern_hpu.models.diffusion import DiffusionPixels
 
@@ -133,11 +121,7 @@ def diffused(saved: SavedTokens, opened: Opened, asked: PixelsRequest) -> Iterat
 
 
 def decoded(saved: SavedTokens, opened: Opened, asked: PixelsRequest) -> Iterator[Image.Image]:
-    """Pictures by the model's VQ tokenizer, one at a time.
-
-    Raises:
-        OptionError, WeightsError: the tokens are of another model, or of another tokenizer.
-    """
+    """Pictures by the model's VQ tokenizer, one at a time."""
     from lantern_hpu.backends import get_backend
     from lantern_hpu.decode.pixels import decode_pixels
 

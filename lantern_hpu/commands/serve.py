@@ -16,8 +16,7 @@ from lantern_hpu.backends import prepare
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import add_fields, filled
 from lantern_hpu.errors import exit_code, require
-from lantern_hpu.methods.setting import FORM
-from lantern_hpu.methods.table import METHODS
+from lantern_hpu.methods.setting import FORM, METHODS
 from lantern_hpu.serve.options import FILTERS, ServeOptions, names, picture_sizes
 
 
@@ -62,10 +61,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def serve_request(args: argparse.Namespace) -> ServeOptions:
-    """
-    Raises:
-        OptionError: one is out of range.
-    """
     require(0 <= args.port <= 65535, "--port", args.port, "0 (any that is free) to 65535")
     require(1 <= args.replicas <= 1024, "--replicas", args.replicas, "1 to 1024")
     made = {
@@ -87,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def command() -> int:
         asked = serve_request(args)
         if args.replicas > 1:
-            from lantern_hpu.serve.replicas import serve_replicas
+            from lantern_hpu.serve.process import serve_replicas
 
             serve_replicas(asked, args.host, args.port, args.replicas)
             return 0

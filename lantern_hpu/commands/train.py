@@ -25,7 +25,6 @@ from lantern_hpu.commands.options import (
 )
 from lantern_hpu.errors import exit_code
 from lantern_hpu.train.options import TrainOptions, TrainRequest
-from lantern_hpu.train.run_training import train
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -42,10 +41,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def train_request(args: argparse.Namespace) -> TrainRequest:
-    """
-    Raises:
-        OptionError: one is out of range.
-    """
     options = filled(TrainOptions, args)
     parts = {"options": options, "device": device_options(args), "given": given_parts(args)}
     return filled(TrainRequest, args, **parts)
@@ -63,6 +58,8 @@ def training_summary(report: dict[str, Any], folder: Path) -> str:
 
 
 def train_drafter(args: argparse.Namespace) -> None:
+    from lantern_hpu.train.drafter_training import train
+
     if report := train(train_request(args)):
         print(training_summary(report, args.output))
 

@@ -36,15 +36,13 @@ from lantern_hpu.commands.options import (
 )
 from lantern_hpu.errors import OptionError, exit_code, needing
 from lantern_hpu.files import check_free, write_file
-from lantern_hpu.lab.tune.options import LARGE, TuneOptions
-from lantern_hpu.lab.tune.profile import check_profile, read_profile
-from lantern_hpu.methods.table import METHODS
-from lantern_hpu.results.prompts import read_prompts
+from lantern_hpu.methods.setting import METHODS
+from lantern_hpu.results.tables import read_prompts
 from lantern_hpu.tree import tuned_trees
-from lantern_hpu.zoo.sizes import stretch_sizes
+from lantern_hpu.tune.options import LARGE, TuneOptions, check_profile, read_profile
 
 if TYPE_CHECKING:
-    from lantern_hpu.lab.tune.result import TuningResult
+    from lantern_hpu.tune.result import TuningResult
 
 KIND = "lantern_hpu.tune"
 
@@ -105,7 +103,7 @@ def save_fastest(
     tuning: TuningResult, situation: tuned_trees.Situation, args: argparse.Namespace
 ) -> None:
     """Keep the fastest tree for `--tree auto`, and print the command that draws with it."""
-    from lantern_hpu.lab.tune.tables import fastest_command
+    from lantern_hpu.tune.result import fastest_command
 
     best = tuning.best
     file = tuned_trees.save_tree(
@@ -119,6 +117,8 @@ def save_fastest(
 def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Measure, search, measure again; print, write and save."""
     if args.stretch is not None:
+        from lantern_lab.stretch import stretch_sizes
+
         stretch_sizes(args.stretch, given_parts(args))
     options = TuneOptions(**({} if args.stretch is None else LARGE) | taken(TuneOptions, args))
     check_outputs([args.output, args.report], args.force)
@@ -132,14 +132,14 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
         with needing("scipy", "what steps cost is fitted with it", "tune"):
             import_module("scipy.optimize")
     prepare(device.device, device.graphs)  # before torch is imported
-    from lantern_hpu.lab.tune.run_tuning import (
+    from lantern_hpu.pipeline import LanternPipeline
+    from lantern_hpu.tune.result import tuning_text
+    from lantern_hpu.tune.tuner import (
         check_model,
         measure_windows,
         run_tuning,
         tuning_report,
     )
-    from lantern_hpu.lab.tune.tables import tuning_text
-    from lantern_hpu.pipeline import LanternPipeline
 
     loaded = LanternPipeline.from_pretrained(args.model, given=given_parts(args), **vars(device))
     with closing(loaded) as pipeline:

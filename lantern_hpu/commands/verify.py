@@ -16,12 +16,12 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from lantern_hpu.backends.hpu.releases import choose_release
+from lantern_hpu.backends.hpu.env import choose_release
 from lantern_hpu.commands.options import add_bridge_option, add_fields, filled
 from lantern_hpu.errors import exit_code
 from lantern_hpu.files import write_file
-from lantern_hpu.lab.verify.page import counts, verify_page, verify_summary
-from lantern_hpu.lab.verify.stages import VerifyRequest, resumed, verify
+from lantern_hpu.verify.page import counts, verify_page, verify_summary
+from lantern_hpu.verify.stages import VerifyRequest, resumed, verify
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -6,13 +6,84 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lantern_hpu.decode.batch import Encode
-from lantern_hpu.decode.child_counts import ChildCounts
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.methods.request import Request
-from lantern_hpu.tree import DraftTree
+from lantern_hpu.tree import DraftTree, Path
+
+# ------------------------------------------------------------------------------------ child counts
+
+# How often the children of a static tree's nodes were offered to a walk and accepted. Needs no torch.
+
+KINDS = ("first", "later")  # of parents: the root and first children; all others
+
+
+def kind_of(path: Path) -> int:
+    """Which of `KINDS` a node is."""
+    return int(bool(path) and path[-1] > 0)
+
+
+@dataclass(frozen=True, eq=False)
+class ChildCounts:
+    """By the kind of the parent, its depth, and the rank of the child."""
+
+    offered: NDArray[np.int64]  # [2, D, C]
+    accepted: NDArray[np.int64]  # [2, D, C]
+
+    @classmethod
+    def none(cls, tree: DraftTree) -> ChildCounts:
+        """Before any walk down this tree."""
+        return cls(*np.zeros((2, len(KINDS), tree.depth, tree.max_children), np.int64))
+
+    @property
+    def walks(self) -> NDArray[np.int64]:
+        """[D] walks that reached a node with children at each depth: such a node has a first child."""
+        return self.offered[..., 0].sum(0)
+
+    def add(self, tree: DraftTree, node: int, room: int) -> None:
+        """Count a walk that ended at this node, in an image that lacked `room` tokens: no more is counted."""
+        path = tree.paths[node]
+        for depth in range(min(len(path) + 1, room, tree.depth)):
+            parent = path[:depth]
+            self.offered[kind_of(parent), depth, : len(tree.children[tree.ids[parent]])] += 1
+            if depth < len(path):
+                self.accepted[kind_of(parent), depth, path[depth]] += 1
+
+    def __add__(self, other: ChildCounts) -> ChildCounts:
+        """Of both; the trees need not be the same."""
+        pairs = ((self.offered, other.offered), (self.accepted, other.accepted))
+        return ChildCounts(*(padded_sum(*pair) for pair in pairs))
+
+    def as_json(self) -> dict[str, Any]:
+        """For each kind lists `offered` and `accepted` [D][C]."""
+        tables = zip(KINDS, self.offered, self.accepted, strict=True)
+        return {name: {"offered": o.tolist(), "accepted": a.tolist()} for name, o, a in tables}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> ChildCounts:
+        """What `as_json` wrote."""
+        names = ("offered", "accepted")
+        result = cls(
+            *(np.array([values[kind][name] for kind in KINDS], np.int64) for name in names)
+        )
+        if result.offered.ndim != 3 or result.offered.shape != result.accepted.shape:
+            raise ValueError("no counts by depth and rank")
+        return result
+
+
+def padded_sum(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.int64]:
+    """The sum of two tables of any shapes, as if each went on with zeros."""
+    total = np.zeros(np.maximum(a.shape, b.shape), np.int64)
+    for table in (a, b):
+        total[tuple(map(slice, table.shape))] += table
+    return total
+
+
+# ------------------------------------------------------------------------------- acceptance counts
 
 
 @dataclass(frozen=True)

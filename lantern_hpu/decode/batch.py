@@ -151,9 +151,6 @@ class Batch:
         Args:
             soon: needed until the next image is done, which lets another in; otherwise until all are.
             most: no more steps than this.
-
-        Raises:
-            CaptureError: something was captured again after warm-up.
         """
         began = time.perf_counter()
         needs = [self.steps_needed(s) for s in self.slots if s is not None and s.known < self.total]

@@ -19,24 +19,79 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_hpu.backends.base import Backend, dtype_name
-from lantern_hpu.decode import noise
 from lantern_hpu.decode.accept import Bounds
-from lantern_hpu.decode.admit import Admit
 from lantern_hpu.decode.drafting import Drafts, make_drafting
 from lantern_hpu.decode.memory import batch_bytes, check_batch
 from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.decode.scheduled_step import ScheduledStep
 from lantern_hpu.decode.spec import Spec, is_scheduled
 from lantern_hpu.decode.state import DecodeState, Entry, bits_digest
-from lantern_hpu.decode.step import Accepted, Step
+from lantern_hpu.decode.step import Accepted, Admit, Step
 from lantern_hpu.errors import CaptureError
 from lantern_hpu.graphs import check_mode, make_runner
 from lantern_hpu.graphs.base import Runner
 from lantern_hpu.methods.request import Request
-from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.prefix import Prefix
-from lantern_hpu.models.transformer import Target
+from lantern_hpu.models.transformer import Drafter, Target
+from lantern_hpu.ops.sampling import ROUNDS
+
+# ------------------------------------------------------------------------------------------- noise
+
+# Randomness as an input: uniforms from a counter-based generator, made on the host.
+#
+# Every number is a function of (seed, step, index) alone: it does not depend on the device, the batch, or
+# the numbers drawn before it. The generator is Philox 4x64 (Salmon et al., SC 2011).
+
+STREAM = 0x6C616E7465726E  # the second half of the key: keeps this use of a seed apart from others
+PLACES = 0x77696E646F77  # the same, for noise that belongs to a place and not to a step
+
+
+def uniforms(seed: int, step: int, count: int) -> NDArray[np.float32]:
+    """Uniform numbers of one image and step.
+
+    Args:
+        seed: the image's seed, 0 to 2**64 - 1.
+        step: 0 for prefill, then 1, 2, ...
+        count: how many numbers; the i-th is the same whatever it is.
+
+    Returns [count] float32 in [0, 1).
+    """
+    key = np.array([seed, STREAM], dtype=np.uint64)  # a list of mixed sizes would become float64
+    generator = np.random.Philox(key=key, counter=[0, step, 0, 0])
+    # 24 bits fill a float32 exactly, so that 1.0 cannot come out by rounding.
+    return (generator.random_raw(count) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def uniform_block(
+    seeds: Sequence[int | None], first: int | Sequence[int], steps: int, count: int
+) -> NDArray[np.float32]:
+    """Uniforms of several steps for a batch: [steps, B, count] float32.
+
+    Args:
+        seeds: of each image; None where there is none, whose numbers are 0.
+        first: number of the first of these steps, for all images or each one's own.
+    """
+    first = [first] * len(seeds) if isinstance(first, int) else first
+    result = np.zeros((steps, len(seeds), count), np.float32)
+    for image, (seed, begin) in enumerate(zip(seeds, first, strict=True)):
+        if seed is not None:
+            for step in range(steps):
+                result[step, image] = uniforms(seed, begin + step, count)
+    return result
+
+
+def noise_keys(seed: int, places: int) -> NDArray[np.int32]:
+    """Keys of the fixed noise of `ops/race.py`, a function of (seed, place).
+
+    Returns [places, ROUNDS] int32, 16 bits each.
+    """
+    key = np.array([seed, PLACES], dtype=np.uint64)
+    raw = np.random.Philox(key=key).random_raw(places * ROUNDS) >> np.uint64(48)
+    return raw.astype(np.int32).reshape(places, ROUNDS)
+
+
+# ------------------------------------------------------------------------------------------ engine
 
 MAX_ENGINES = 8  # engines of a model: two sizes of pictures and three of prefixes are six
 
@@ -263,10 +318,10 @@ class Engine:
                 room = getattr(goal, item.name)
                 if room is not None:  # of a rule that no image of the spec has
                     upload(getattr(values, item.name), room)
-        first = [noise.uniforms(request.seed, 0, 1)[0] for request in requests]
+        first = [uniforms(request.seed, 0, 1)[0] for request in requests]
         upload(torch.tensor(first, dtype=torch.float32), entry.first_uniform)
         if entry.keys is not None:
-            keys = [noise.keys(request.seed, self.target.config.tokens) for request in requests]
+            keys = [noise_keys(request.seed, self.target.config.tokens) for request in requests]
             upload(torch.from_numpy(np.stack(keys)), entry.keys)
 
     def upload_prefix(self, prefix: Prefix, entry: Entry) -> None:
@@ -289,7 +344,7 @@ class Engine:
             seeds: of each slot's image; None where there is none. first: number of the next step, of all or each.
         """
         block = np.zeros(self.state.uniforms.shape, np.float32)
-        block[:count] = noise.block(seeds, first, count, self.spec.draws)
+        block[:count] = uniform_block(seeds, first, count, self.spec.draws)
         self.backend.queue.upload(torch.from_numpy(block), self.state.uniforms)
         self.state.cursor.zero_()
 
@@ -410,9 +465,6 @@ class EngineCache:
 
         Args:
             mode: graph mode in place of the usual one. drafter: in place of the model's.
-
-        Raises:
-            DeviceError: the host has too little memory.
         """
         model = self.model
         self.check_room(spec)

@@ -13,8 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.backends import HOST
-from lantern_hpu.backends.dtypes import BYTES, QUANTIZED
+from lantern_hpu.backends import BYTES, HOST, QUANTIZED
 from lantern_hpu.decode.spec import Spec, capacity, keeps_noise
 from lantern_hpu.errors import DeviceError, OptionError, require
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
@@ -78,9 +77,6 @@ def phases(model: ModelConfig, setup: Setup) -> dict[str, Rows]:
 
     Target, drafter and image tokenizer are loaded, then caches are allocated, and both stay. Prompts are encoded
     before the first step.
-
-    Raises:
-        OptionError: an option is out of range, or the tree needs a drafter and there is none.
     """
     require(setup.dtype in BYTES, "--dtype", setup.dtype, ", ".join(BYTES))
     require(setup.batch_size > 0, "--batch-size", setup.batch_size, "1 or more")
@@ -270,9 +266,6 @@ def check_room(
 
     Args:
         mapped: whether its weights lie in files. A processor is not asked then: they need not all be in memory.
-
-    Raises:
-        DeviceError: too little memory is free; it says how much is needed, and what would fit.
     """
     free = backend.memory().free
     if free is None or (backend.name == HOST and mapped):
@@ -298,11 +291,7 @@ def batch_bytes(model: ModelConfig, spec: Spec, dtype: str) -> int:
 
 
 def check_batch(model: ModelConfig, spec: Spec, backend: Backend, dtype: str) -> None:
-    """Refuse, before it is allocated, a batch that the host has no memory for; cards say so themselves.
-
-    Raises:
-        DeviceError: too little memory is free; it says how much is needed, and which batch would fit.
-    """
+    """Refuse, before it is allocated, a batch that the host has no memory for; cards say so themselves."""
     free = backend.memory().free
     if free is None or backend.name != HOST or batch_bytes(model, spec, dtype) <= free:
         return

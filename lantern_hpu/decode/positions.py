@@ -9,8 +9,7 @@ from lantern_hpu.decode.spec import Spec, capacity
 from lantern_hpu.decode.state import DecodeState, Entry, Moves
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Rotary
-from lantern_hpu.ops.buffers import arange32, constant
-from lantern_hpu.ops.masks import causal_mask
+from lantern_hpu.ops.buffers import arange32, causal_mask, constant
 from lantern_hpu.ops.sampling import gather
 
 

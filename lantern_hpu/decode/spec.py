@@ -60,9 +60,6 @@ class Spec:
         Args:
             config: of the target, for the size of these requests.
             listed: neighbours that are known of each code, if not all are.
-
-        Raises:
-            OptionError: they cannot share a graph, or ask for more codes than there are.
         """
         samplings = [request.sampling for request in requests]
         listed = listed or config.codes - 1
@@ -131,9 +128,6 @@ def neighbours_needed(requests: Sequence[Request], codes: int, listed: int) -> i
 
     Args:
         listed: how many are known of each of so many codes.
-
-    Raises:
-        OptionError: fewer.
     """
     most = max((r.relaxation.k for r in requests if r.relaxation.lends), default=0)
     require(most < codes, "--relax-k", most, f"0 to {codes - 1}, the neighbours of a code")
@@ -179,9 +173,6 @@ def batch_size_for(images: int, wanted: int | None = None) -> int:
     """How many of so many images are decoded together, if it is not settled.
 
     Ten images in batches of at most eight are two batches of six, not eight and two.
-
-    Raises:
-        OptionError: fewer than one are wanted.
     """
     require(wanted is None or wanted >= 1, "--batch-size", wanted, "1 or more")
     if wanted:

@@ -17,8 +17,7 @@ from lantern_hpu.decode.accept import Bounds
 from lantern_hpu.decode.spec import Spec, capacity, token_columns
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.ops.kv_cache import KVCache
-from lantern_hpu.ops.race import ROUNDS
-from lantern_hpu.ops.sampling import SamplingParams
+from lantern_hpu.ops.sampling import ROUNDS, SamplingParams
 from lantern_hpu.tree import Window
 
 

@@ -249,11 +249,7 @@ RULES: dict[str, type[Any]] = {
 
 
 def read_relaxation(values: Mapping[str, Any]) -> Relaxation:
-    """What `as_json` wrote.
-
-    Raises:
-        OptionError: another version wrote it, or a value is out of range.
-    """
+    """What `as_json` wrote."""
     try:
         make = RULES[values["rule"]]
         fields = ("k", "residual", "bound", *make.more)
@@ -332,9 +328,6 @@ class RelaxationOptions:
         """What they mean; what is not given is the preset's, or the default's.
 
         Returns None if nothing was given, which leaves it to the method.
-
-        Raises:
-            OptionError: two rules at once, an unknown preset, or a value out of range.
         """
         self._check()
         if self == RelaxationOptions():
@@ -386,9 +379,6 @@ def parse(text: str, default: Relaxation | None = None) -> Relaxation | None:
 
     Args:
         default: what is not given, where no bound is. None if the text is empty, which leaves it to the method.
-
-    Raises:
-        OptionError: an unknown preset or value, one that is given twice or is out of range, or two rules at once.
     """
     given: dict[str, Any] = {}
     for part in text.split(":") if text else ():
@@ -403,10 +393,6 @@ def parse(text: str, default: Relaxation | None = None) -> Relaxation | None:
 
 
 def number_of(name: str, text: str) -> Any:
-    """
-    Raises:
-        OptionError: the value is no number.
-    """
     if name == "residual":
         return text
     try:

@@ -11,13 +11,172 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final, Literal
 
-from lantern_hpu.errors import LanternError, OptionError
+from lantern_hpu.errors import LanternError, OptionError, choices, require
 from lantern_hpu.methods import relaxation as relaxations
-from lantern_hpu.methods.relaxation import EXACT, Relaxation
-from lantern_hpu.methods.table import AUTO, DEFAULT_WINDOW, METHODS, WINDOWS, Auto, method_of
-from lantern_hpu.tree import DraftTree, DynamicTree, Tree, Window, load_tree, parse_front
+from lantern_hpu.methods.relaxation import EXACT, PRESETS, Relaxation
+from lantern_hpu.methods.request import MAX_SEED
+from lantern_hpu.tree import (
+    DYNAMIC,
+    DraftTree,
+    DynamicTree,
+    Rule,
+    Tree,
+    Window,
+    load_tree,
+    parse_front,
+    tuned_trees,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+# ------------------------------------------------------------------------------------------- table
+
+# The table of methods: what each drafts, and whether its acceptance may be relaxed. Needs no torch.
+
+Auto = Literal["auto"]
+AUTO: Final = (
+    "auto"  # of methods, the fastest measured here; of trees, the tuned one: see `resolve`
+)
+DEFAULT_TREE = "naive_extend_57"
+DEFAULT_WINDOW = 16
+# Where arithmetic is scarce, as on processors, more drafts cost more than they bring (docs/processors.md).
+SMALL_TREE, SMALL_DYNAMIC = "chain_2", "dynamic:1x0x1"
+SMALL_WINDOW, SMALL_FRONT = 2, (2, 1)
+
+
+@dataclass(frozen=True)
+class Method:
+    """One way to decode.
+
+    Attributes:
+        about: what it does, for help texts.
+        tree: the kind of tree that it drafts; None drafts nothing.
+        relaxation: the published default of a method that relaxes acceptance; None is exact.
+        rule: of its window.
+    """
+
+    about: str
+    tree: Literal["static", "dynamic", "window"] | None = None
+    relaxation: Relaxation | None = None
+    rule: Rule | None = None
+
+    @property
+    def drafts(self) -> bool:
+        return self.tree is not None
+
+    @property
+    def needs_drafter(self) -> bool:
+        return self.tree in ("static", "dynamic")
+
+    @property
+    def relaxes(self) -> bool:
+        """Whether it takes a relaxation; windows are exact without one."""
+        return self.relaxation is not None or self.rule in ("scd", "sjd-pac")
+
+    def takes_relaxation(self, relaxation: Relaxation) -> bool:
+        """Whether it can be relaxed in this way."""
+        return self.relaxes and not (relaxation.needs_draws and self.tree == "dynamic")
+
+    @property
+    def tunable(self) -> bool:
+        """Whether `lantern-hpu tune` finds trees or windows for it."""
+        return self.tree in ("static", "window")
+
+    @property
+    def default_tree(self) -> Tree:
+        if self.tree is None:
+            return DraftTree.root_only()
+        if self.rule is not None:
+            return Window.of(self.rule, DEFAULT_WINDOW)
+        return load_tree(DYNAMIC if self.tree == "dynamic" else DEFAULT_TREE)
+
+    def small_tree(self, width: int = SMALL_WINDOW) -> Tree:
+        """Instead of `default_tree`, on a device without idle arithmetic; a window has `width` drafts in a row."""
+        if self.rule is not None:
+            return Window.of(self.rule, width, SMALL_FRONT if self.rule == "sjd-pac" else None)
+        if not self.drafts:
+            return self.default_tree
+        return load_tree(SMALL_DYNAMIC if self.tree == "dynamic" else SMALL_TREE)
+
+    def takes(self, tree: Tree) -> bool:
+        """Whether it can draft this tree."""
+        if isinstance(tree, Window):
+            return self.rule == tree.rule
+        return self.tree == ("dynamic" if isinstance(tree, DynamicTree) else "static")
+
+
+METHODS: dict[str, Method] = {
+    "ar": Method("one token a step"),
+    "eagle": Method("static draft tree, lossless (EAGLE)", "static"),
+    "eagle2": Method("dynamic draft tree, lossless (EAGLE-2)", "dynamic"),
+    "lantern": Method(
+        "dynamic draft tree, relaxed acceptance (LANTERN)", "dynamic", PRESETS["delta-0.2"]
+    ),
+    "lantern++": Method(
+        "static draft tree, relaxed acceptance (LANTERN++)", "static", PRESETS["lambda-5"]
+    ),
+    "jacobi": Method(
+        "Jacobi window; same image as one-token decoding with the same noise",
+        "window",
+        rule="jacobi",
+    ),
+    "scd": Method(
+        "window with coupled sampling, lossless unless relaxed (SCD)", "window", rule="scd"
+    ),
+    "sjd-pac": Method(
+        "window that reuses drafts and starts with several candidates, lossless unless relaxed (SJD-PAC)",
+        "window",
+        rule="sjd-pac",
+    ),
+}
+# What draws with a model that has no drafter, and needs no bound
+WINDOWS = [name for name, method in METHODS.items() if method.rule]
+
+
+def method_of(name: str) -> Method:
+    if name not in METHODS:
+        raise OptionError(f"unknown method {name!r}", hint=choices([AUTO, *METHODS]))
+    return METHODS[name]
+
+
+# --------------------------------------------------------------------------------------- arguments
+
+# Arguments of a call in Python, in the forms that diffusers takes, as what draws.
+
+
+def per_prompt(name: str, value: str | Sequence[str] | None, count: int) -> list[str | None]:
+    """One value for each of `count` prompts."""
+    if value is None or isinstance(value, str):
+        return [value] * count
+    require(len(value) == count, f"the length of {name}", len(value), f"{count}, or one string")
+    return list(value)
+
+
+def seeds_of(
+    seed: int, generator: torch.Generator | Sequence[torch.Generator] | None, count: int
+) -> list[int]:
+    """A seed for each image."""
+    if isinstance(generator, Sequence):
+        require(
+            len(generator) == count, "the number of generators", len(generator), f"{count}, or one"
+        )
+        return [one.initial_seed() % (MAX_SEED + 1) for one in generator]
+    first = seed if generator is None else generator.initial_seed() % (MAX_SEED + 1)
+    return [first + i for i in range(count)]
+
+
+def relaxation_of(relax: str | Relaxation | None, method: str) -> Relaxation | None:
+    """What `relax` means to a method."""
+    if not isinstance(relax, str):
+        return relax
+    name = method.partition("@")[0].partition(":")[0]
+    return relaxations.parse(relax, METHODS[name].relaxation if name in METHODS else None)
+
+
+# ----------------------------------------------------------------------------------------- setting
 
 ROOT = DraftTree.root_only()
 NO_BOUND = "it draws each token itself and tries none, so that there is nothing to relax"
@@ -148,11 +307,7 @@ class Resolved(Setting):
 
     @classmethod
     def read(cls, values: Mapping[str, Any]) -> Resolved:
-        """What `as_json` wrote.
-
-        Raises:
-            OptionError: another version wrote it.
-        """
+        """What `as_json` wrote."""
         name = values["tree"]
         is_named = method_of(values["method"]).tree in ("dynamic", "window")
         tree = load_tree(name) if is_named else DraftTree.from_paths(name, values["tree_paths"])
@@ -169,11 +324,7 @@ def lacks_drafter(model: str, what: str) -> OptionError:
 
 
 def read_tree(method: str, text: str) -> Tree | Auto:
-    """A tree by name or file; of a window, its width and what else differs from the usual, or its whole name.
-
-    Raises:
-        TreeError, OptionError: there is none, or the method drafts none.
-    """
+    """A tree by name or file; of a window, its width and what else differs from the usual, or its whole name."""
     rule = None if method == AUTO else method_of(method).rule
     if text == AUTO:
         return AUTO
@@ -184,11 +335,7 @@ def read_tree(method: str, text: str) -> Tree | Auto:
 
 
 def with_tree(settings: Sequence[Setting], name: str) -> list[Setting]:
-    """Settings with a tree, where they have none and draft its kind.
-
-    Raises:
-        OptionError, TreeError: it cannot be read, or fits none of them.
-    """
+    """Settings with a tree, where they have none and draft its kind."""
     tree: Tree | Auto = AUTO if name == AUTO else load_tree(name)
 
     def takes(setting: Setting) -> bool:
@@ -219,11 +366,7 @@ def window_tree(
     front: str | None = None,
     commit: int | None = None,
 ) -> str | None:
-    """The name of the tree that `--window`, `--window-tree` and `--commit` mean; `--tree` itself where none is given.
-
-    Raises:
-        OptionError, TreeError: they do not fit the method or each other, or one is out of range.
-    """
+    """The tree that `--window`, `--window-tree` and `--commit` name; `--tree` itself where none is given."""
     options = {"--window": width, "--window-tree": front, "--commit": commit}
     given = next((name for name, value in options.items() if value is not None), None)
     if given is None:
@@ -308,3 +451,118 @@ def check_drafter(method: str, drafter: object) -> None:
     if drafter is not None and method in WINDOWS:
         why = "its drafts are the last step's own draws"
         raise OptionError(f"--drafter has no use for {method}", why, "leave --drafter out")
+
+
+# ----------------------------------------------------------------------------------------- resolve
+
+# Where the method is decided: a setting, with a model on a device and a batch size at hand, becomes what draws.
+
+
+@dataclass(frozen=True)
+class ResolveContext:
+    """What decides: a model on a device, and how many images are decoded together.
+
+    Attributes:
+        codes: a token may be. tokens: of an image.
+        fastest: the method measured to be fastest here, and its tree, if any was.
+        situation: what trees are tuned for; None where none can be.
+        idle_arithmetic: whether the device verifies dozens of drafts at little cost. images: decoded together.
+    """
+
+    codes: int
+    tokens: int
+    has_drafter: bool
+    fastest: tuple[str, str | None] | None = None
+    situation: tuned_trees.Situation | None = None
+    idle_arithmetic: bool = True
+    images: int = 1
+
+
+def resolve(setting: Setting, context: ResolveContext) -> Resolved:
+    """What draws.
+
+    `auto` is lossless unless a relaxation is given: the fastest lossless method measured with this model on this
+    device; where none was, `eagle` on a device with idle arithmetic and a drafter, else the fastest window tuned here,
+    or `ar` if that beat them all; where no window was tuned, a short one, and `ar` for several images on a processor.
+    With a tree it is `eagle`; with a relaxation `lantern++`, or `sjd-pac` without a drafter. The tree `auto` is the one
+    tuned for this model, device and batch size; if one token a step was faster and neither method nor relaxation is
+    given, the method is `ar`.
+
+    The default tree of a method is small on a device without idle arithmetic; a window is there as long as that which
+    was measured to be fastest with this model.
+
+    Published numbers of neighbours and usual windows are lowered to what the model has.
+    """
+    if isinstance(setting, Resolved):
+        return setting
+    if setting.tree == AUTO:
+        setting = with_tuned_tree(setting, context)
+    elif setting.method == AUTO:
+        setting = with_method(setting, context)
+    method, tree = METHODS[setting.method], setting.tree
+    relaxation = setting.relaxation or method.relaxation or EXACT
+    if tree is None:
+        tree = shortened(default_tree(method, context), context.tokens)
+    assert not isinstance(tree, str)
+    return Resolved(setting.method, relaxation.fitted(context.codes), tree)
+
+
+def with_tuned_tree(setting: Setting, context: ResolveContext) -> Setting:
+    """With the tree that was tuned for it; one for another relaxation of the method will do."""
+    name, situation = setting.drafting, context.situation
+    if situation is None:
+        why, hint = "that tree is known to a loaded model alone", "the file of tune --output"
+        raise OptionError(f"--tree {AUTO} has no meaning here", why, hint)
+    relaxed = Setting(name, setting.relaxation)
+    wanted = situation | {"method": str(relaxed)}
+    if not tuned_trees.file_of(wanted).is_file():
+        wanted = situation | {"method": name}
+    tuned = tuned_trees.find_tree(wanted)
+    if tuned.ar_wins and setting == Setting(AUTO, None, AUTO):
+        return Setting("ar")
+    return Setting(name, setting.relaxation, tuned.tree)
+
+
+def with_method(setting: Setting, context: ResolveContext) -> Setting:
+    """`auto` by its name."""
+    if setting == Setting(AUTO):
+        return fastest_method(context)
+    name = "sjd-pac" if setting.tree is None and not context.has_drafter else setting.drafting
+    return Setting(name, setting.relaxation, setting.tree)
+
+
+def fastest_method(context: ResolveContext) -> Setting:
+    """As measured with this model, if it is lossless; without a drafter only what needs none."""
+    if context.fastest is not None:
+        name, tree = context.fastest
+        method = METHODS[name]
+        if method.relaxation is None and (context.has_drafter or not method.needs_drafter):
+            return Setting.of(name, tree=tree)
+    if context.has_drafter and context.idle_arithmetic:
+        return Setting("eagle")
+    tuned = (
+        {} if context.situation is None else tuned_trees.tuned_windows(context.situation, WINDOWS)
+    )
+    paying = {name: window for name, window in tuned.items() if not window.ar_wins}
+    if paying:
+        name = min(paying, key=lambda name: paying[name].ms_per_token or 0)
+        return Setting(name, tree=paying[name].tree)
+    if tuned or (not context.idle_arithmetic and context.images > 1):
+        return Setting("ar")
+    return Setting("scd")
+
+
+def default_tree(method: Method, context: ResolveContext) -> Tree:
+    """The tree of a method where none is named."""
+    if context.idle_arithmetic:
+        return method.default_tree
+    measured = load_tree(context.fastest[1]) if context.fastest and context.fastest[1] else None
+    return method.small_tree(measured.depth if isinstance(measured, Window) else SMALL_WINDOW)
+
+
+def shortened(tree: Tree, tokens: int) -> Tree:
+    """A usual window no longer than an image of so many tokens; other trees as they are."""
+    most = tokens - 1
+    if not isinstance(tree, Window) or tree.depth <= most:
+        return tree
+    return Window.of(tree.rule, most, guess=tree.guess)

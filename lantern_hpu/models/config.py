@@ -90,9 +90,6 @@ class TransformerConfig:
 
         Args:
             grid: None: the model's own. words: 0: as many as fit.
-
-        Raises:
-            ValueError: the grid leaves no preview, or has places beyond the positions.
         """
         prefix = next((p for p in self.prefixes if 0 < words <= p), self.prefix)
         if (grid or self.grid, prefix) == (self.grid, self.prefix):
@@ -450,10 +447,6 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """
-        Raises:
-            KeyError, TypeError, ValueError: values are missing, unknown or senseless.
-        """
 
         def part(name: str, kind: type[Any]) -> Any:
             result = values.get(name)

@@ -25,9 +25,6 @@ def check_diffusers(version: str | None = None) -> None:
     """
     Args:
         version: in place of the installed one.
-
-    Raises:
-        OptionError: it is not installed, or of a release that is not known to work.
     """
     if version is None:
         with needing("diffusers", "it makes pictures of GLM-Image's codes", "glm"):
@@ -69,9 +66,6 @@ class DiffusionPixels:
         """
         Args:
             folder: of the whole pipeline.
-
-        Raises:
-            WeightsError: parts are missing or unreadable. OptionError: see `check_diffusers`.
         """
         check_diffusers()
         check_diffusion_folder(folder)

@@ -13,16 +13,12 @@ from lantern_hpu.backends import BACKENDS, HOST, get_backend, prepare
 from lantern_hpu.decode.memory import DeviceMemory, Setup, largest_phase, phases, summed
 from lantern_hpu.decode.spec import capacity, rounded_up
 from lantern_hpu.errors import DeviceError, OptionError, choices
-from lantern_hpu.methods.resolve import ResolveContext
-from lantern_hpu.methods.resolve import resolve as resolve_setting
-from lantern_hpu.methods.setting import Setting
-from lantern_hpu.methods.table import AUTO
+from lantern_hpu.methods.setting import AUTO, ResolveContext, Setting
+from lantern_hpu.methods.setting import resolve as resolve_setting
 from lantern_hpu.models.config import ModelConfig
-from lantern_hpu.models.files.names import CONFIG, read_config, with_text
-from lantern_hpu.models.files.parts import Given, Parts
+from lantern_hpu.models.files.names import CONFIG, Given, Parts, read_config, with_text
 from lantern_hpu.results.tables import amount
-from lantern_hpu.zoo.find import exists, find_parts
-from lantern_hpu.zoo.located import locate_model
+from lantern_hpu.zoo.find import exists, find_parts, locate_model
 from lantern_hpu.zoo.registry import get
 
 if TYPE_CHECKING:
@@ -39,11 +35,7 @@ class Counted:
 
 
 def find_model(name: str, given: Given) -> Counted:
-    """What there is to count of a known model, the embedded one, a folder or a weights file.
-
-    Raises:
-        OptionError: there is no such model. WeightsError: its files cannot be read, or parts are missing.
-    """
+    """What there is to count of a known model, the embedded one, a folder or a weights file."""
     if name == "builtin" or exists(Path(name)) or given != Given():
         return Counted(planned_config(find_parts(name, given)))
     entry = get(name, "a folder or a weights file")
@@ -64,11 +56,7 @@ def planned_config(parts: Parts) -> ModelConfig:
 
 
 def parse_memory(text: str) -> int:
-    """Bytes of `24GB`, `96 GiB`, `500MB`.
-
-    Raises:
-        OptionError: not an amount.
-    """
+    """Bytes of `24GB`, `96 GiB`, `500MB`."""
     match = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([kmgt])(i?)b?\s*", text.lower())
     if match is None or not float(match[1]):
         why = "not an amount of memory with its unit"
@@ -82,9 +70,6 @@ def find_device(device: str, memory: str | None, parameters: int) -> DeviceMemor
 
     Args:
         parameters: of the model that is to run there.
-
-    Raises:
-        DeviceError: unknown device. OptionError: not an amount of memory.
     """
     name, _, amount = device.partition(":")
     text = memory or amount
@@ -131,9 +116,6 @@ def setup_of(
 
     Args:
         how: batch_size, guidance, quantize and keep_text, as `Setup` has them.
-
-    Raises:
-        OptionError: an option is out of range. DeviceError: the device offers no such weights.
     """
     if how["quantize"] not in (None, *device.quantized):
         hint = choices(device.quantized) if device.quantized else "--dtype bfloat16"

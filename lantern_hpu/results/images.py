@@ -6,7 +6,7 @@ import io
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 from zipfile import BadZipFile
@@ -17,7 +17,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from lantern_hpu.errors import OptionError
-from lantern_hpu.files import parse_json
+from lantern_hpu.files import check_free, parse_json, write_file
 
 REPLAYED = ("model", "weights", "method", "tree", "tree_paths", "sampling", "relaxation", "dtype")
 MEASURED = (
@@ -209,11 +209,7 @@ def encode(image: Image.Image, info: PngInfo | None = None) -> bytes:
 
 
 def read_png(path: Path) -> dict[str, Any]:
-    """Metadata of an image that this package drew.
-
-    Raises:
-        OptionError: not readable, or not ours.
-    """
+    """Metadata of an image that this package drew."""
     try:
         with Image.open(path) as image:
             text = dict(getattr(image, "text", {}))
@@ -259,9 +255,6 @@ def image_files(
     """Where each image goes, and the sheet.
 
     A `.png` output is the image, or with `--grid` the sheet; anything else is a folder.
-
-    Raises:
-        OptionError: one file for several images.
     """
     if output.suffix.lower() == ".png":
         if as_grid:
@@ -329,11 +322,7 @@ class SavedTokens:
 
 
 def read_saved_tokens(path: Path) -> SavedTokens:
-    """A .npz with `tokens` [images, N], `prompts` and `metadata` if it has them; or a .npy of tokens alone.
-
-    Raises:
-        OptionError: unreadable, or no rows of whole numbers.
-    """
+    """A .npz with `tokens` [images, N], `prompts` and `metadata` if it has them; or a .npy of tokens alone."""
     try:
         with open(path, "rb") as file:
             loaded = np.load(file, allow_pickle=False)
@@ -355,3 +344,90 @@ def read_saved_tokens(path: Path) -> SavedTokens:
     if not len(tokens) == len(prompts) == len(metadata):
         raise OptionError(f"cannot use the tokens in {path}", "not each image has a prompt")
     return SavedTokens(tokens.astype(np.int64), prompts, metadata, tokenizer, grid, seeds)
+
+
+# ----------------------------------------------------------------------------------------- outputs
+
+# The files of a run: planned and checked before anything is drawn, written as soon as there is something to write.
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The files of a run.
+
+    Attributes:
+        images: one an image, or none if there is only a sheet.
+    """
+
+    images: list[Path]
+    sheet: Path | None
+    preview: Path | None
+    report: Path | None
+    tokens: Path | None
+
+    def of_tokens(self, name: str) -> Outputs:
+        """Without pictures, for a model that has nothing to decode them with."""
+        if self.sheet or self.preview:
+            what = "--grid and --preview-every need pictures"
+            raise OptionError(what, f"{name} has no VQ tokenizer", "--vq FILE")
+        return replace(self, images=[])
+
+    @classmethod
+    def of(
+        cls,
+        output: Path,
+        prompts: Sequence[str],
+        *,
+        sheet: bool = False,
+        previews: bool = False,
+        report: Path | None = None,
+        tokens: Path | None = None,
+        resume: bool = False,
+        force: bool = False,
+    ) -> Outputs:
+        """
+        Args:
+            output: a .png file or a folder. prompts: one an image.
+            resume: images that are there are kept. force: files that are there are replaced.
+        """
+        images, whole = image_files(output, prompts, sheet)
+        shown = preview_file(output) if previews else None
+        kept = {path for path in images if resume and path.is_file()}
+        new = [path for path in images if path not in kept]
+        others = [path for path in (whole, shown, report, tokens) if path is not None]
+        check_free([*new, *others], force)
+        return cls(images, whole, shown, report, tokens)
+
+
+def preview_file(output: Path) -> Path:
+    png = output.suffix.lower() == ".png"
+    return output.with_suffix(".preview.png") if png else output / "preview.png"
+
+
+class Keeper:
+    """Writes each image as soon as it is there, so that an interrupted run keeps what it drew."""
+
+    def __init__(self, numbers: Sequence[int], files: Sequence[Path], force: bool) -> None:
+        """
+        Args:
+            numbers: of the images to come, among all. files: of all, or none if they are not kept one by one.
+        """
+        self.numbers, self.files, self.force = numbers, files, force
+
+    def __call__(self, index: int, drawn: Drawn) -> None:
+        if self.files:
+            file = self.files[self.numbers[index]]
+            write_file(file, drawn.png(), self.force)
+            drawn.record.file = str(file)
+
+
+def save_outputs(
+    result: GenerationResult, outputs: Outputs, columns: int | None, force: bool
+) -> None:
+    """Write sheet, tokens and report, in this order."""
+    if outputs.sheet:
+        write_file(outputs.sheet, encode(grid(result.images, columns)), force)
+    if outputs.tokens:
+        write_file(outputs.tokens, tokens_file(result), force)
+    if outputs.report:
+        write_file(outputs.report, json.dumps(result.report(), indent=2).encode(), force)

@@ -81,10 +81,6 @@ CLUSTERS = ("relax_ranks", "relax_distance", "relax_gap")
 
 
 def read_call(asked: ImagesRequest, menu: Menu) -> Call:
-    """
-    Raises:
-        ApiError: it cannot be honoured; the message says what can.
-    """
     given = asked.given()
     if given.get("model", menu.model) != menu.model:
         what = f"model {given['model'][:60]!r} is not served here; allowed: {menu.model}"

@@ -25,11 +25,10 @@ from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import CaptureError, LanternError, OptionError
 from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.methods.request import Request
-from lantern_hpu.methods.setting import Resolved
-from lantern_hpu.methods.table import AUTO, METHODS
+from lantern_hpu.methods.setting import AUTO, METHODS, Resolved
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import Drawn, ImageRecord
-from lantern_hpu.results.prompts import usual_prompts
+from lantern_hpu.results.tables import usual_prompts
 from lantern_hpu.serve.calls import ONE_SHAPE, Menu, Served, Shape, translated
 from lantern_hpu.serve.metrics import Metrics
 from lantern_hpu.serve.options import ServeOptions
@@ -103,10 +102,6 @@ class DecodeThread:
     """Takes jobs from any thread; everything else happens in its own."""
 
     def __init__(self, pipeline: LanternPipeline, options: ServeOptions) -> None:
-        """
-        Raises:
-            LanternError: a method cannot be served with this model.
-        """
         self.pipeline, self.options = pipeline, options
         self.menu = make_menu(pipeline, options)
         self.metrics = Metrics(self.menu.model)
@@ -133,11 +128,7 @@ class DecodeThread:
             time.sleep(0.05)
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue the images of a request, all or none.
-
-        Raises:
-            ApiError: the server is not ready, about to stop, or has no room.
-        """
+        """Queue the images of a request, all or none."""
         with self.changed:
             if self.draining or not self.ready:
                 what = "about to stop" if self.draining else "not ready yet"
@@ -472,11 +463,7 @@ def seconds_until_room(places: int, left: Sequence[float], each: float, slots: i
 
 
 def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
-    """What this model can serve, with what the options allow.
-
-    Raises:
-        OptionError: nothing decodes its tokens, or a method does not go with the model or the tree.
-    """
+    """What this model can serve, with what the options allow."""
     model, config = pipeline.model, pipeline.model.target.config
     if model.vq is None and pipeline.diffusion is None:
         raise OptionError(f"{model.name} cannot be served", "nothing decodes its tokens", "--vq")
@@ -538,11 +525,7 @@ def warm_up_requests(
 
 
 def check_replay(pipeline: LanternPipeline, engine: Engine, request: Request) -> None:
-    """Hold the recordings of an engine against the same functions uncaptured, over a few steps.
-
-    Raises:
-        CaptureError: they draw other tokens.
-    """
+    """Hold the recordings of an engine against the same functions uncaptured, over a few steps."""
     requests = [replace(request, seed=seed) for seed in range(engine.spec.images)]
     seeds = [each.seed for each in requests]
     with pipeline.backend.queue.warming_up():

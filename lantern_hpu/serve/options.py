@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 from lantern_hpu.errors import OptionError, check_ranges, choices, listed, option, require
 from lantern_hpu.methods.relaxation import PRESETS
-from lantern_hpu.methods.setting import Setting, with_tree
-from lantern_hpu.methods.table import AUTO
-from lantern_hpu.models.files.parts import Given
+from lantern_hpu.methods.setting import AUTO, Setting, with_tree
+from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.options import DeviceOptions
 
 # Each makes the step's graph larger, and so is asked for
@@ -56,11 +55,7 @@ class ServeOptions:
 
     @property
     def settings(self) -> list[Setting]:
-        """What is served; `tree` goes to those that draft its kind and have none.
-
-        Raises:
-            OptionError, TreeError: it cannot be read, or the tree fits none.
-        """
+        """What is served; `tree` goes to those that draft its kind and have none."""
         result = [Setting.parse(text) for text in self.methods or DEFAULT]
         return result if self.tree is None else with_tree(result, self.tree)
 
@@ -81,11 +76,7 @@ class ServeOptions:
 
 
 def picture_sizes(text: str | None) -> tuple[tuple[int, int], ...]:
-    """Height and width of each of a comma-separated list of WIDTHxHEIGHT.
-
-    Raises:
-        OptionError: one is written otherwise.
-    """
+    """Height and width of each of a comma-separated list of WIDTHxHEIGHT."""
     result = []
     for name in dict.fromkeys(names(text, "--sizes")):
         read = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", name)

@@ -25,11 +25,12 @@ import pickle
 import statistics
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -37,23 +38,32 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from lantern_hpu.backends import HOST, prepare
 from lantern_hpu.decode.acceptance_counts import Profile, profile
-from lantern_hpu.errors import OptionError, TrainingError, WeightsError
+from lantern_hpu.errors import (
+    OptionError,
+    TrainingError,
+    WeightsError,
+)
 from lantern_hpu.files import write_file
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.request import in_turn
-from lantern_hpu.methods.table import DEFAULT_TREE, METHODS
+from lantern_hpu.methods.setting import DEFAULT_TREE, METHODS
 from lantern_hpu.models.config import DrafterConfig
-from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.files.names import DRAFTER, DRAFTER_WEIGHTS
 from lantern_hpu.models.model import ImageModel
-from lantern_hpu.models.transformer import Target
+from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.train.options import TrainOptions
-from lantern_hpu.train.samples import Samples
-from lantern_hpu.train.unroll import Lesson, Unrolled
+from lantern_hpu.results.tables import read_prompts
+from lantern_hpu.train.options import TrainOptions, TrainRequest, check_training
+from lantern_hpu.train.unroll import Lesson, Samples, Unrolled
 from lantern_hpu.tree import load_static
-from lantern_hpu.zoo.cards import REPORT_KIND, Subject, drafter_card, write_card
+from lantern_hpu.zoo.fetch import REPORT_KIND, Subject, drafter_card, write_card
+
+if TYPE_CHECKING:
+    from lantern_hpu.pipeline import LanternPipeline
+
+# -------------------------------------------------------------------------------- drafter training
 
 SAVE_EVERY = 50  # steps between two checkpoints
 AVERAGE = 0.99  # decay of the weights' moving average, which is what is measured and kept
@@ -101,9 +111,6 @@ def drafter_config(model: ImageModel, aux_layers: Sequence[int] = ()) -> Drafter
 
     Args:
         aux_layers: in place of its own, if there are any.
-
-    Raises:
-        OptionError: the target has no such layer.
     """
     last = model.target.config.layers - 1
     if any(layer > last for layer in aux_layers):
@@ -118,9 +125,6 @@ def begin(model: ImageModel, finetune: bool, seed: int, aux_layers: Sequence[int
 
     Args:
         seed: of the weights that the target has nothing for. aux_layers: see `drafter_config`.
-
-    Raises:
-        OptionError: it has none, or the target has no such layers.
     """
     torch.manual_seed(seed)
     drafter = like_the_target(model.target, drafter_config(model, aux_layers))
@@ -179,11 +183,7 @@ class DrafterTraining:
             return Lesson(self.pipeline.model, prompts, tokens, self.drafter.aux_layers)
 
     def learn(self) -> tuple[float, float]:
-        """One step. -> its loss, and the overlap of its first pass.
-
-        Raises:
-            TrainingError: the loss is not a number; nothing was changed by this step.
-        """
+        """One step. -> its loss, and the overlap of its first pass."""
         options, progress = self.options, self.progress
         loss, overlaps = self.model(self.lesson())
         value = float(self.accelerator.gather(loss.detach()[None]).mean())
@@ -319,11 +319,7 @@ class DrafterTraining:
         self.write("state.pt", content.getvalue())
 
     def resume(self) -> None:
-        """Go on from the checkpoint.
-
-        Raises:
-            WeightsError: it cannot be read, or belongs to another target.
-        """
+        """Go on from the checkpoint."""
         file = self.folder / "state.pt"
         try:
             state = torch.load(file, weights_only=True, map_location=self.accelerator.device)
@@ -393,3 +389,60 @@ def curve(progress: Progress) -> bytes:
     content = io.BytesIO()
     figure.savefig(content, format="png", dpi=120)
     return content.getvalue()
+
+
+# ------------------------------------------------------------------------------------ run training
+
+# A training run from its options to its report. Torch is loaded once they are checked.
+
+
+def train(wanted: TrainRequest) -> dict[str, Any]:
+    """Draw, train, measure; only the main process has a report, the others an empty one."""
+    check_training(wanted)
+    options = wanted.options
+    prompts = read_prompts(wanted.data)
+    device = replace(wanted.device, graphs="eager", layout="plain", invariant="off")
+    prepare(device.device, device.graphs)
+    from accelerate import Accelerator
+
+    from lantern_hpu.pipeline import LanternPipeline
+    from lantern_hpu.train import unroll
+
+    learned, held_out = unroll.split(prompts)
+    with closing(
+        LanternPipeline.from_pretrained(wanted.model, given=wanted.given, **vars(device))
+    ) as pipeline:
+        target = pipeline.model.target.config
+        known = wanted.tokens and unroll.read_encoded(wanted.tokens, target, held_out)
+        aux_layers = options.read_layers()
+        start = begin(pipeline.model, wanted.finetune, options.seed, aux_layers)
+        precision = wanted.mixed_precision
+        accelerator = Accelerator(cpu=pipeline.backend.name == HOST, mixed_precision=precision)
+        check_wiring(pipeline, prompts[0], accelerator.is_main_process)
+
+        def drawn(prompts: Sequence[str], count: int, folder: str) -> unroll.Samples:
+            place = wanted.output / folder
+            return unroll.draw_samples(
+                pipeline, prompts, count, place, accelerator, seed=options.seed
+            )
+
+        lessons = drawn(learned, wanted.samples, "samples")
+        if known:
+            lessons += known
+        measured = drawn(held_out, options.measured, "held-out")
+        run = DrafterTraining(
+            pipeline, start, lessons, measured, wanted.output, options, accelerator
+        )
+        if wanted.resume:
+            run.resume()
+        return run.run()
+
+
+def check_wiring(pipeline: LanternPipeline, prompt: str, shown: bool) -> None:
+    """Raise a WeightsError if the target does not agree with itself; print how well it does."""
+    from lantern_hpu.train import wiring
+
+    more = wiring.wasted_steps(pipeline, prompt)
+    if shown:
+        result = f"{more} steps more than the fewest" if more else "all of its drafts accepted"
+        print(f"wiring: the target as its own drafter, {result}", file=sys.stderr)

@@ -1,15 +1,28 @@
-"""How a drafter is trained. Needs no torch."""
+"""How a drafter is trained, and what can be refused before torch is loaded."""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.errors import OptionError, check_ranges, choices, option, option_name, require
-from lantern_hpu.models.files.parts import Given
+from lantern_hpu.errors import (
+    OptionError,
+    OutputError,
+    check_ranges,
+    choices,
+    option,
+    option_name,
+    require,
+)
+from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.options import DeviceOptions
+
+if TYPE_CHECKING:
+    pass
+
 
 PRECISIONS = ("no", "bf16", "fp16")
 
@@ -35,11 +48,7 @@ class TrainOptions:
         self.read_layers()
 
     def read_layers(self) -> tuple[int, ...]:
-        """`aux_layers` as numbers.
-
-        Raises:
-            OptionError: they are none, or do not rise.
-        """
+        """`aux_layers` as numbers."""
         try:
             layers = tuple(map(int, filter(None, self.aux_layers.split(","))))
         except ValueError:
@@ -87,3 +96,24 @@ class TrainRequest:
             )
         least = int(self.tokens is None)
         require(self.samples >= least, "--samples", self.samples, f"{least} or more")
+
+
+NEEDED = ("accelerate", "matplotlib")
+
+
+def check_training(wanted: TrainRequest) -> None:
+    """Refuse what can be refused before torch is loaded."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        hint = 'pip install "lantern-hpu[train]"'
+        raise OptionError(f"training needs {' and '.join(missing)}", "not installed", hint)
+    state = wanted.output / "state.pt"
+    if state.exists() and not wanted.resume:
+        why = "it holds an earlier training run"
+        raise OutputError(f"{wanted.output} is in use", why, "--resume, or another --output")
+    if wanted.resume and not state.exists():
+        why = f"there is no {state.name}"
+        hint = "without --resume; samples that lie there are used again"
+        raise OutputError(f"nothing to resume in {wanted.output}", why, hint)
+    if wanted.output.exists() and not wanted.output.is_dir():
+        raise OutputError(f"{wanted.output} is a file", "a folder cannot be written there")

@@ -15,10 +15,9 @@ from torch import Tensor
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.methods.request import Request
-from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.transformer import Target
+from lantern_hpu.models.transformer import Drafter, Target
+from lantern_hpu.ops.buffers import additive_mask
 from lantern_hpu.ops.kv_cache import GrowingCache, LayerCache
-from lantern_hpu.ops.masks import additive_mask
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DraftTree
 
@@ -75,11 +74,7 @@ def wasted(pipeline: LanternPipeline, prompt: str, seed: int = 0) -> int:
 
 
 def wasted_steps(pipeline: LanternPipeline, prompt: str) -> int:
-    """How many steps were wasted, if there were few.
-
-    Raises:
-        WeightsError: the target does not agree with itself.
-    """
+    """How many steps were wasted, if there were few."""
     more = wasted(pipeline, prompt)
     allowed = max(1, pipeline.model.target.config.tokens // 100)
     if more > allowed:

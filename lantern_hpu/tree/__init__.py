@@ -55,11 +55,7 @@ class DraftTree:
 
     @classmethod
     def from_paths(cls, name: str, paths: Iterable[Sequence[int]], draws: int = DRAWS) -> DraftTree:
-        """A validated tree from its drafts' paths in any order; the root need not be listed.
-
-        Raises:
-            TreeError: a path repeats, lacks its parent, skips a sibling, or needs more than `draws` draws.
-        """
+        """A validated tree from its drafts' paths in any order; the root need not be listed."""
         listed = [tuple(path) for path in paths if len(path)]
         for path in listed:
             if not all(type(rank) is int and rank >= 0 for rank in path):
@@ -197,9 +193,6 @@ class DynamicTree:
 
     The root and then, `expansions` times, the `top_k` most probable of the newest candidates get `top_k`
     children each; of all candidates the `drafts` most probable are kept. Whatever the values, the sizes are these.
-
-    Raises:
-        TreeError: a size is out of range.
     """
 
     top_k: int = DRAWS
@@ -310,9 +303,6 @@ class Window(DraftTree):
             width: W; 0 is one token a step, for `jacobi` with the same noise as any other width.
             front: K siblings at the first D levels, for `sjd-pac`; 3 x 3 if not given.
             commit: C, for a fixed schedule.
-
-        Raises:
-            TreeError: a size is out of range, or the rule has no use for it.
         """
         if rule not in get_args(Rule) or guess not in get_args(Guess):
             known = choices([*get_args(Rule), *get_args(Guess)])
@@ -344,11 +334,7 @@ class Window(DraftTree):
     def scheduled(
         cls, rule: Rule, width: int, front: tuple[int, int] | None, guess: Guess, commit: int
     ) -> Window:
-        """A window on a fixed schedule.
-
-        Raises:
-            TreeError: more places would be final than there are, or it would have siblings.
-        """
+        """A window on a fixed schedule."""
         if width < 1:
             raise TreeError(f"--commit is {commit}", "a window of width 0 has no drafts to accept")
         if not 1 <= commit <= width:
@@ -365,9 +351,6 @@ class Window(DraftTree):
         """`scd:16`, `scd:16:left`, `scd:16:commit=4`, or `sjd-pac:16:3x3:probs`: rule, W, C or K x D, and guess.
 
         What is usual may be left out.
-
-        Raises:
-            TreeError: it cannot be read, or see `of`.
         """
         rule, *parts = name.removesuffix(OLD_USUAL).split(":")
         guess = parts.pop() if parts and parts[-1] in get_args(Guess) else USUAL
@@ -430,11 +413,7 @@ def suffix(guess: Guess) -> str:
 
 
 def parse_front(text: str) -> tuple[int, int]:
-    """`3x3` as 3 siblings at 3 levels.
-
-    Raises:
-        TreeError: it cannot be read.
-    """
+    """`3x3` as 3 siblings at 3 levels."""
     sizes = text.split("x")
     if len(sizes) != 2 or not all(size.isdecimal() for size in sizes):
         why = "expected siblings and levels"
@@ -479,11 +458,7 @@ def load_tree(name: str) -> Tree:
 
 
 def load_static(name: str, draws: int = DRAWS) -> DraftTree:
-    """A named tree, or a user's from a JSON file: a list of paths, or `{"name": ..., "paths": [...]}`.
-
-    Raises:
-        TreeError: unknown name, unreadable file, or a tree that cannot be drafted.
-    """
+    """A named tree, or a user's from a JSON file: a list of paths, or `{"name": ..., "paths": [...]}`."""
     if name in NAMED:
         return DraftTree.from_counts(name, NAMED[name])
     file = FilePath(name)

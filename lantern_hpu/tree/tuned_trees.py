@@ -47,11 +47,7 @@ def tree_file(tree: DraftTree, about: dict[str, Any] | None = None) -> bytes:
 
 
 def save_tree(situation: Situation, tuned: TunedTree) -> Path:
-    """Keep a tree in place of an earlier one. -> its file
-
-    Raises:
-        OutputError: it cannot be written.
-    """
+    """Keep a tree in place of an earlier one. -> its file"""
     file = file_of(situation)
     about = {
         "ar_wins": tuned.ar_wins,
@@ -63,12 +59,7 @@ def save_tree(situation: Situation, tuned: TunedTree) -> Path:
 
 
 def find_tree(situation: Situation) -> TunedTree:
-    """The tree of a situation.
-
-    Raises:
-        OptionError: there is none; the batch sizes are named that there is one for.
-        TreeError: its file is damaged.
-    """
+    """The tree of a situation."""
     file = file_of(situation)
     if not file.is_file():
         method, batch = situation["method"], situation["batch_size"]

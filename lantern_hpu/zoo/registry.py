@@ -133,11 +133,7 @@ class KnownModel:
 
 @cache
 def entries() -> dict[str, KnownModel]:
-    """The known models by name, without `builtin`.
-
-    Raises:
-        WeightsError: the file with the facts is unreadable.
-    """
+    """The known models by name, without `builtin`."""
     with reading(FILE, "install the package again") as data:
         result = [read_entry(values, data) for values in data["models"]]
     return {entry.name: entry for entry in result}
@@ -196,9 +192,6 @@ def get(name: str, *others: str) -> KnownModel:
 
     Args:
         others: what else could have been named.
-
-    Raises:
-        OptionError: there is none, or several lie in that repository; the error lists what there is.
     """
     entry = find_model_by_name(name)
     if entry is not None:

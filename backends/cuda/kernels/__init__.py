@@ -41,11 +41,7 @@ def triton_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
 
 
 def triton_candidates(device: torch.device, dtype: torch.dtype) -> dict[str, Candidate]:
-    """All kernels, whether or not they agree here with the plain ones.
-
-    Raises:
-        ImportError: there is no Triton.
-    """
+    """All kernels, whether or not they agree here with the plain ones."""
     from lantern_hpu.backends.cuda.kernels import (
         attention,
         checks,

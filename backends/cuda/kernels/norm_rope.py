@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lantern_hpu.backends.base import operator
 from lantern_hpu.backends.cuda.kernels.programs import EXACTLY, block_of, warps
-from lantern_hpu.backends.operators import operator
 from lantern_hpu.ops.kernels import CacheWrite, rms_norm, rotate, rotate_into
 
 

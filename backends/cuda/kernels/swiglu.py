@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lantern_hpu.backends.base import operator
 from lantern_hpu.backends.cuda.kernels.programs import EXACTLY, warps
-from lantern_hpu.backends.operators import operator
 from lantern_hpu.ops.kernels import swiglu
 
 BLOCK = 1024  # features that one program makes

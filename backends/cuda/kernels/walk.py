@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lantern_hpu.backends.base import operator
 from lantern_hpu.backends.cuda.kernels.programs import EXACTLY, block_of, packed, warps
-from lantern_hpu.backends.operators import operator
 
 TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from lantern_hpu.decode.drafting.base import Committed, Drafting, Drafts
-from lantern_hpu.decode.drafting.dynamic import DynamicDrafting
 from lantern_hpu.decode.drafting.scheduled import ScheduledDrafting
-from lantern_hpu.decode.drafting.static import StaticDrafting
+from lantern_hpu.decode.drafting.static import DynamicDrafting, StaticDrafting
 from lantern_hpu.decode.drafting.window import WindowDrafting
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.transformer import Target
+from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.tree import DynamicTree, Window
 
 __all__ = [

@@ -19,10 +19,9 @@ from lantern_hpu.decode.sampler import Sampler
 from lantern_hpu.decode.spec import Spec, capacity
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.decode.tree_tables import TreeTables
-from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.transformer import Target
+from lantern_hpu.models.transformer import Drafter, Target
+from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.ops.kv_cache import KVCache, LayerCache, ScratchCache
-from lantern_hpu.ops.masks import additive_mask, prefix_mask
 from lantern_hpu.ops.sampling import gather_rows
 
 

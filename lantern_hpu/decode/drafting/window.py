@@ -28,8 +28,7 @@ from lantern_hpu.decode.state import DecodeState, Entry
 from lantern_hpu.decode.tree_tables import StaticTables
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.buffers import arange32, constant
-from lantern_hpu.ops.race import ROUNDS, race
-from lantern_hpu.ops.sampling import gather, gather_rows, topk_tokens
+from lantern_hpu.ops.sampling import ROUNDS, gather, gather_rows, race, topk_tokens
 from lantern_hpu.tree import Window
 
 CHUNK = 16  # places whose noise is made at once: it stays in a processor's cache

@@ -9,7 +9,7 @@ from lantern_hpu.models.families import chameleon, emu3, glm_image, janus, llama
 from lantern_hpu.models.families.base import Family
 from lantern_hpu.models.families.unsupported import check_supported
 from lantern_hpu.models.files.checkpoint import Checkpoint
-from lantern_hpu.models.files.parts import Parts
+from lantern_hpu.models.files.names import Parts
 
 # In this order: Lumina-mGPT has Chameleon's tensors
 FAMILIES: dict[str, Family] = {
@@ -26,9 +26,6 @@ def family_of(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Fa
     """
     Args:
         about: config.json beside the weights.
-
-    Raises:
-        WeightsError: of no known family, or a known relative that does not draw.
     """
     check_supported(checkpoint, about, parts)
     for family in FAMILIES.values():

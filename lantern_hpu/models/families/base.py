@@ -8,9 +8,8 @@ from typing import Any
 
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
-from lantern_hpu.models.files.checkpoint import Checkpoint
-from lantern_hpu.models.files.parts import CODE_PIXELS, Parts
-from lantern_hpu.models.files.recipe import Recipe
+from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe
+from lantern_hpu.models.files.names import CODE_PIXELS, Parts
 
 
 @dataclass(frozen=True)

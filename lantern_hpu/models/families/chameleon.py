@@ -13,9 +13,8 @@ from lantern_hpu.errors import WeightsError
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import Family, Published
-from lantern_hpu.models.files.checkpoint import Checkpoint
-from lantern_hpu.models.files.parts import Parts
-from lantern_hpu.models.files.recipe import Recipe, llama_block, take
+from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, llama_block, take
+from lantern_hpu.models.files.names import Parts
 from lantern_hpu.models.text.frames import FIRST_IMAGE_TOKEN, AnoleFrame
 from lantern_hpu.models.text.tokens import PROMPT_POSITIONS
 
@@ -85,10 +84,6 @@ def chameleon_recipe(config: TransformerConfig) -> Recipe:
 
 
 def read_chameleon(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
-    """
-    Raises:
-        WeightsError: it cannot draw.
-    """
     config = chameleon_config(checkpoint, about)
     check_draws(checkpoint, about, config)
     condition, recipe = ConditionConfig("tokens"), chameleon_recipe(config)

@@ -13,11 +13,7 @@ OpenedDrafter = TrainedDrafter | PublishedDrafter | SpeculatorsDrafter
 
 
 def open_drafter(path: Path, target: TransformerConfig) -> OpenedDrafter:
-    """A drafter of any kind; for a target of these sizes.
-
-    Raises:
-        WeightsError: unreadable, or of other sizes than the target needs.
-    """
+    """A drafter of any kind; for a target of these sizes."""
     if (path / DRAFTER).is_file():
         return TrainedDrafter(path)
     kind = SpeculatorsDrafter if is_speculators(path) else PublishedDrafter

@@ -15,13 +15,18 @@ from torch import nn
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.files import reading, reported_as, sha256
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
-from lantern_hpu.models.drafter import Drafter
-from lantern_hpu.models.files.checkpoint import Checkpoint, open_checkpoint, settings_beside
+from lantern_hpu.models.files.checkpoint import (
+    Checkpoint,
+    Stored,
+    llama_block,
+    open_checkpoint,
+    settings_beside,
+    take,
+)
 from lantern_hpu.models.files.names import DRAFTER, DRAFTER_WEIGHTS
-from lantern_hpu.models.files.recipe import Stored, llama_block, take
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.frames import AnoleFrame
-from lantern_hpu.models.transformer import Target
+from lantern_hpu.models.transformer import Drafter, Target
 
 BLOCK_SIZES = {"t2i": 256, "t2i2": 1024, "c2i": 576}  # `input_type` of their config.json
 EPS = 1e-6
@@ -30,11 +35,7 @@ SAMPLED_ROWS = 64  # rows of the embedding compared with the target's
 
 
 class TrainedDrafter:
-    """What `lantern_hpu.train` left in a folder, opened; no weight is read yet.
-
-    Raises:
-        WeightsError: unreadable.
-    """
+    """What `lantern_hpu.train` left in a folder, opened; no weight is read yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,9 +47,6 @@ class TrainedDrafter:
 
         Args:
             dtype: None keeps the file's.
-
-        Raises:
-            WeightsError: damaged, or trained for another target.
         """
         if self.fingerprint != model.fingerprint:
             why = f"it was trained for another target than {model.name}"
@@ -59,11 +57,7 @@ class TrainedDrafter:
 
 
 class PublishedDrafter:
-    """A drafter's files, opened for a target of these sizes; no weight is read yet.
-
-    Raises:
-        WeightsError: unreadable, or of other sizes than the target needs.
-    """
+    """A drafter's files, opened for a target of these sizes; no weight is read yet."""
 
     def __init__(self, path: Path, target: TransformerConfig) -> None:
         self.path, self.about = path, settings_beside(path)
@@ -76,9 +70,6 @@ class PublishedDrafter:
 
         Args:
             dtype: None keeps the file's.
-
-        Raises:
-            WeightsError: damaged, or trained for another target.
         """
         rows = drafter.config.embed_rows  # image tokens come first in ours: see `chameleon`
         table = None if rows is None else AnoleFrame.order.stretches(rows)
@@ -95,11 +86,7 @@ class PublishedDrafter:
 
 
 def check_family(drafter: Drafter, target: Target, path: Path) -> None:
-    """A published drafter's embedding is a copy of its target's, or of its target's head, and never trained.
-
-    Raises:
-        WeightsError: it is neither.
-    """
+    """A published drafter's embedding is a copy of its target's, or of its target's head, and never trained."""
     mine = drafter.embed.weight
     rows = torch.linspace(0, target.config.vocab_size - 1, SAMPLED_ROWS, device=mine.device).long()
     tables = [target.embed(rows)]
@@ -115,11 +102,7 @@ def check_family(drafter: Drafter, target: Target, path: Path) -> None:
 def eagle_config(
     checkpoint: Checkpoint, about: dict[str, Any], target: TransformerConfig
 ) -> DrafterConfig:
-    """A published drafter's kind, if its width and number of tokens are those of the target.
-
-    Raises:
-        WeightsError: they are not.
-    """
+    """A published drafter's kind, if its width and number of tokens are those of the target."""
     what = f"the drafter {checkpoint.path} is for another target"
     mine, theirs = checkpoint.shapes.get("fc.weight"), (target.dim, 2 * target.dim)
     if mine != theirs:

@@ -14,9 +14,8 @@ from typing import Any
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import Family, Published
-from lantern_hpu.models.files.checkpoint import Checkpoint
-from lantern_hpu.models.files.parts import Parts
-from lantern_hpu.models.files.recipe import Recipe, llama_block, take
+from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, llama_block, take
+from lantern_hpu.models.files.names import Parts
 from lantern_hpu.models.text.frames import Emu3Frame
 from lantern_hpu.models.text.tokens import PROMPT_POSITIONS
 

@@ -17,9 +17,8 @@ from lantern_hpu.files import reading
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import Family, Published
-from lantern_hpu.models.files.checkpoint import Checkpoint, folder_of
-from lantern_hpu.models.files.parts import Parts
-from lantern_hpu.models.files.recipe import Recipe, llama_block, take
+from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, folder_of, llama_block, take
+from lantern_hpu.models.files.names import Parts
 from lantern_hpu.ops.grammar import NEVER
 
 SAMPLING = {"glm-image": Sampling(1.0, 0.9, 50, 0.75)}
@@ -43,11 +42,7 @@ def is_glm_image(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) ->
 
 
 def glm_image_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
-    """Sizes, from the tensors and config.json.
-
-    Raises:
-        KeyError: config.json lacks one. WeightsError: it has another network.
-    """
+    """Sizes, from the tensors and config.json."""
     text = about["text_config"]
     rope, first = text["rope_parameters"], LAYER.format(0)
     codes, heads = int(about["vq_config"]["num_embeddings"]), int(text["num_attention_heads"])
@@ -130,10 +125,6 @@ def glm_image_recipe(config: TransformerConfig) -> Recipe:
 
 
 def read_glm_image(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
-    """
-    Raises:
-        WeightsError: it has another network.
-    """
     check_processor(parts.text)
     config = glm_image_config(checkpoint, about)
     spare = torch.zeros(config.vocab_size)

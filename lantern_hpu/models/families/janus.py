@@ -14,9 +14,8 @@ from lantern_hpu.errors import WeightsError
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import Family, Published
-from lantern_hpu.models.files.checkpoint import Checkpoint
-from lantern_hpu.models.files.parts import Parts
-from lantern_hpu.models.files.recipe import Recipe, llama_block, take
+from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, llama_block, take
+from lantern_hpu.models.files.names import Parts
 from lantern_hpu.models.text.tokens import PROMPT_POSITIONS
 
 GRID = (24, 24)  # 384 pixels, where no config.json says more
@@ -114,11 +113,7 @@ def janus_recipe(config: TransformerConfig) -> Recipe:
 
 
 def read_janus(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
-    """The language model's own head, and what reads pictures, is left aside.
-
-    Raises:
-        WeightsError: sizes that Janus does not have.
-    """
+    """The language model's own head, and what reads pictures, is left aside."""
     named = checkpoint.renamed(janus_name)
     drawing = named.only(lambda name: name.startswith(DRAWING))
     config = janus_config(drawing, about)

@@ -14,9 +14,8 @@ from lantern_hpu.errors import WeightsError
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import Family, Published
-from lantern_hpu.models.files.checkpoint import Checkpoint, some_names
-from lantern_hpu.models.files.parts import CODE_PIXELS, Parts
-from lantern_hpu.models.files.recipe import Recipe, llama_block, take
+from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, llama_block, some_names, take
+from lantern_hpu.models.files.names import CODE_PIXELS, Parts
 
 CAPTION_SLOTS = 120
 HEAD, LARGE_HEAD = 64, 100  # width of a head; the second is that of the 3B model, 3200 wide
@@ -89,9 +88,6 @@ def llamagen_config(
     Args:
         about: config.json beside the weights. size: pixels of an image's side, if the user or a list of known
             models says so.
-
-    Raises:
-        WeightsError: they contradict each other, or do not suffice.
     """
     vocabulary, dim = embedding_shape(checkpoint)
     layers = layers_of(checkpoint, about, dim)
@@ -182,10 +178,6 @@ def grid_side(checkpoint: Checkpoint, about: dict[str, Any], size: int | None) -
 
 
 def read_llamagen(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
-    """
-    Raises:
-        WeightsError: its sizes cannot be inferred, or its classes are not ImageNet's.
-    """
     # The Hugging Face copies lay the modules in `model.`, all but the head.
     bare = checkpoint.renamed(lambda name: name.removeprefix("model."))
     config = llamagen_config(bare, about, parts.image_size)

@@ -14,9 +14,8 @@ from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families import chameleon
 from lantern_hpu.models.families.base import Family, Published, called
-from lantern_hpu.models.files.checkpoint import Checkpoint
-from lantern_hpu.models.files.parts import CODE_PIXELS, Parts
-from lantern_hpu.models.files.recipe import Recipe, take
+from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, take
+from lantern_hpu.models.files.names import CODE_PIXELS, Parts
 from lantern_hpu.models.text.frames import LuminaFrame
 
 SAMPLING = {"lumina": Sampling(3.0, 1.0, 2000, 1.0)}
@@ -29,11 +28,7 @@ def is_lumina(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bo
 
 
 def image_size(about: dict[str, Any], parts: Parts) -> int:
-    """Pixels of a side, from what was asked for or the model's name.
-
-    Raises:
-        WeightsError: nothing says it, two say different things, or none of the models draws it.
-    """
+    """Pixels of a side, from what was asked for or the model's name."""
     named = {int(size) for size in re.findall(r"[-_](512|768|1024)\b", called(about, parts))}
     known = named | ({parts.image_size} if parts.image_size else set())
     hint = "--image-size " + " or ".join(map(str, SIZES))
@@ -63,10 +58,6 @@ def lumina_recipe(config: TransformerConfig) -> Recipe:
 
 
 def read_lumina(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
-    """
-    Raises:
-        WeightsError: its size is unknown, or no model's.
-    """
     side, plain = (
         image_size(about, parts) // CODE_PIXELS,
         chameleon.chameleon_config(checkpoint, about),

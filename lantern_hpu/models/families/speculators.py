@@ -22,11 +22,10 @@ from torch import Tensor
 from lantern_hpu.errors import OptionError, WeightsError, choices
 from lantern_hpu.files import reading
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
-from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.families.eagle import check_family
-from lantern_hpu.models.files.checkpoint import open_checkpoint
-from lantern_hpu.models.files.recipe import Recipe, Stored, llama_block, take
+from lantern_hpu.models.files.checkpoint import Recipe, Stored, llama_block, open_checkpoint, take
 from lantern_hpu.models.model import ImageModel
+from lantern_hpu.models.transformer import Drafter
 
 FILE = "config.json"
 WEIGHTS = "model.safetensors"
@@ -44,11 +43,7 @@ EMBEDDING, BIAS = "embed_tokens.weight", "fusion_fc.bias"
 
 
 class SpeculatorsDrafter:
-    """A drafter in the speculators layout, opened for a target of these sizes; no weight is read yet.
-
-    Raises:
-        WeightsError: unreadable, of another model type, fields are missing, or of other sizes than the target needs.
-    """
+    """A drafter in the speculators layout, opened for a target of these sizes; no weight is read yet."""
 
     def __init__(self, path: Path, target: TransformerConfig) -> None:
         self.path = path
@@ -93,9 +88,6 @@ class SpeculatorsDrafter:
 
         Args:
             dtype: None keeps the file's.
-
-        Raises:
-            WeightsError: damaged, or trained for another target.
         """
         if self.fingerprint not in (None, model.fingerprint):
             why = f"it was trained for another target than {model.name}"
@@ -114,11 +106,7 @@ class SpeculatorsDrafter:
 
 
 def is_speculators(path: Path) -> bool:
-    """Whether a folder's config.json speaks of this layout.
-
-    Raises:
-        WeightsError: it is there and cannot be read.
-    """
+    """Whether a folder's config.json speaks of this layout."""
     if not (path / FILE).is_file():
         return False
     with reading(path / FILE) as about:
@@ -202,11 +190,7 @@ def tensors_of(drafter: Drafter) -> dict[str, Tensor]:
 
 
 def write_drafter(model: ImageModel, folder: Path) -> None:
-    """Write a model's drafter into an empty folder.
-
-    Raises:
-        OptionError: the model has none, or its layer has parts that the layout has no name for.
-    """
+    """Write a model's drafter into an empty folder."""
     if model.drafter is None:
         hint = "--drafter FOLDER; `lantern-hpu train drafter` makes one"
         raise OptionError("there is nothing to convert", f"{model.name} has no drafter", hint)

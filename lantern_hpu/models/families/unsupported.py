@@ -9,7 +9,7 @@ from typing import Any
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.models.families.base import called
 from lantern_hpu.models.files.checkpoint import Checkpoint
-from lantern_hpu.models.files.parts import Parts
+from lantern_hpu.models.files.names import Parts
 
 CHAMELEON_TOKENS = 65536
 

@@ -4,7 +4,7 @@ model.json          sizes, kind of condition, default sampling, fastest methods,
 target.safetensors  target.*, and what turns a prompt into its prefix: words.*, condition.*, classes.*
 drafter.safetensors if there is one
 vq.safetensors
-neighbours.npy      if a published table was converted with it
+model.npy      if a published table was converted with it
 tokenizer.json      if prompts are read as tokens
 
 `lantern_hpu.commands.convert` writes it, `scripts/export_model.py` too. Files are mapped into memory and read once.
@@ -13,7 +13,13 @@ tokenizer.json      if prompts are read as tokens
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +27,10 @@ import numpy as np
 from safetensors.torch import save_file
 from torch import nn
 
-from lantern_hpu.errors import WeightsError
-from lantern_hpu.files import reported_as, sha256
+from lantern_hpu.errors import OutputError, WeightsError
+from lantern_hpu.files import lock_file, reported_as, sha256
 from lantern_hpu.methods.request import Sampling
-from lantern_hpu.models import neighbours
-from lantern_hpu.models.files.checkpoint import open_checkpoint
+from lantern_hpu.models.files.checkpoint import Stored, Weights, open_checkpoint
 from lantern_hpu.models.files.names import (
     CONFIG,
     DRAFTER_WEIGHTS,
@@ -33,22 +38,73 @@ from lantern_hpu.models.files.names import (
     TARGET,
     TOKENIZER,
     VQ,
+    Parts,
     check_sums,
     read_config,
 )
-from lantern_hpu.models.files.parts import Parts
-from lantern_hpu.models.files.recipe import Stored, Weights
 from lantern_hpu.models.files.tokenizers import check_vq, open_vq
-from lantern_hpu.models.model import ImageModel
+from lantern_hpu.models.model import CACHED_NEIGHBOURS, ImageModel, read_table
 from lantern_hpu.models.text.tokens import TokenConditioner
+
+# ------------------------------------------------------------------------------------------ staged
+
+# A new folder that takes its name when all of it is written, so that a killed run leaves none that is half.
+
+UNFINISHED = ".converting"  # ends the name of a folder that is being written
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[None]:
+    """A lock on a folder that ends with its process, however that ends; where there are no such locks, none."""
+    if os.name != "posix":  # a folder can be neither opened nor locked there
+        yield
+        return
+    opened = os.open(folder, os.O_RDONLY)
+    try:
+        lock_file(opened)
+        yield
+    finally:
+        os.close(opened)
+
+
+def clear_killed(output: Path) -> None:
+    """Remove what runs that were killed left beside an output; folders that another run still fills are held."""
+    for folder in output.parent.glob(f".{escape(output.name)}.*{UNFINISHED}"):
+        with suppress(OSError), held(folder):
+            shutil.rmtree(folder)
+
+
+@contextmanager
+def staged(output: Path) -> Iterator[Path]:
+    """A new folder beside the output, which takes its name when all is written, and is removed otherwise."""
+    from safetensors import SafetensorError
+
+    folder = None
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        clear_killed(output)
+        folder = Path(tempfile.mkdtemp(UNFINISHED, f".{output.name}.", output.parent))
+        with held(folder):
+            yield folder
+        mask = os.umask(0)
+        os.umask(mask)
+        folder.chmod(0o777 & ~mask)
+        for file in folder.iterdir():  # some libraries write for their user alone
+            file.chmod(0o666 & ~mask)
+        os.replace(folder, output)
+    except (OSError, SafetensorError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise OutputError(f"cannot write {output}", why, "another folder or disk") from error
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+# ------------------------------------------------------------------------------------------ folder
 
 
 class ModelFolder:
-    """A folder of ours, opened; no weight is read yet.
-
-    Raises:
-        WeightsError: its description is unreadable or senseless, or a tokenizer in place of its own does not fit.
-    """
+    """A folder of ours, opened; no weight is read yet."""
 
     def __init__(self, parts: Parts) -> None:
         self.path, self.vq = parts.target, None
@@ -70,11 +126,7 @@ class ModelFolder:
             self.config = replace(self.config, vq=vq)
 
     def weights(self) -> Weights:
-        """Of all parts; the files are checked first.
-
-        Raises:
-            WeightsError: files are missing or damaged.
-        """
+        """Of all parts; the files are checked first."""
         check_sums(self.path, self.about)
         files = self.about["files"]
 
@@ -114,8 +166,8 @@ def write_model(model: ImageModel, folder: Path, progress: Any) -> None:
         save_file(tensors, folder / name)
         progress.update()
     if model.neighbour_table is not None:
-        width = min(model.listed_neighbours, neighbours.CACHED_NEIGHBOURS)
-        table = neighbours.read_table(model.neighbour_table, width)
+        width = min(model.listed_neighbours, CACHED_NEIGHBOURS)
+        table = read_table(model.neighbour_table, width)
         np.save(folder / NEIGHBOURS, table.numpy())
     if isinstance(model.condition, TokenConditioner):
         text = model.condition.tokenizer.backend_tokenizer.to_str()

@@ -11,18 +11,31 @@ from torch import nn
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.files import reported_as
 from lantern_hpu.methods.request import Sampling
-from lantern_hpu.models import neighbours
 from lantern_hpu.models.config import ConditionConfig, ModelConfig
-from lantern_hpu.models.drafter import Drafter
 from lantern_hpu.models.families import family_of
 from lantern_hpu.models.families.drafters import OpenedDrafter, open_drafter
-from lantern_hpu.models.files.checkpoint import folder_of, open_checkpoint, settings_beside
+from lantern_hpu.models.files.checkpoint import (
+    Stored,
+    Weights,
+    fingerprint,
+    folder_of,
+    open_checkpoint,
+    settings_beside,
+    shapes_only,
+    take,
+)
 from lantern_hpu.models.files.folder import ModelFolder
-from lantern_hpu.models.files.names import CONFIG, DRAFTER_WEIGHTS, TARGET, VQ, with_text
-from lantern_hpu.models.files.parts import Parts
-from lantern_hpu.models.files.recipe import Stored, Weights, fingerprint, shapes_only, take
+from lantern_hpu.models.files.names import CONFIG, DRAFTER_WEIGHTS, TARGET, VQ, Parts, with_text
 from lantern_hpu.models.files.tokenizers import check_vq, open_vq
-from lantern_hpu.models.model import ImageModel, Placement, Tokenizer, grid_by_size, make_vq
+from lantern_hpu.models.model import (
+    ImageModel,
+    Placement,
+    Tokenizer,
+    check_table,
+    grid_by_size,
+    make_vq,
+    table_digest,
+)
 from lantern_hpu.models.text.features import SavedFeatures, is_saved
 from lantern_hpu.models.text.frames import FRAMES
 from lantern_hpu.models.text.prefix import (
@@ -30,11 +43,11 @@ from lantern_hpu.models.text.prefix import (
     CaptionProjection,
     ClassConditioner,
     Conditioner,
+    WordConditioner,
 )
 from lantern_hpu.models.text.t5 import T5Conditioner
 from lantern_hpu.models.text.tokens import TokenConditioner, load_tokenizer, splitter
-from lantern_hpu.models.text.words import WordConditioner
-from lantern_hpu.models.transformer import Target
+from lantern_hpu.models.transformer import Drafter, Target
 
 VQ_MISSING = "the VQ tokenizer (--vq; FoundationVision/LlamaGen vq_ds16_*.pt; Anole: vqgan.ckpt)"
 DIFFUSION_MISSING = "the diffusion model (the whole pipeline's folder; --save-tokens needs none)"
@@ -42,11 +55,7 @@ TEXT_MISSING = "the text encoder (--text-encoder; google/flan-t5-xl)"
 
 
 class PublishedModel:
-    """Published checkpoints, opened; no weight is read yet.
-
-    Raises:
-        WeightsError: of no known family, parts are missing (all are listed), or they do not belong together.
-    """
+    """Published checkpoints, opened; no weight is read yet."""
 
     def __init__(self, parts: Parts) -> None:
         about = settings_beside(parts.target)
@@ -92,10 +101,6 @@ class Opened:
     drafter: OpenedDrafter | None  # in place of the source's own
 
     def load(self, placement: Placement) -> ImageModel:
-        """
-        Raises:
-            WeightsError: parts are damaged, or do not belong together.
-        """
         parts, config, drafter = self.parts, self.config, None
         weights = self.source.weights()
         with reported_as(f"{parts.target} does not describe a model"), shapes_only():
@@ -146,11 +151,7 @@ class Opened:
             weights.drafter.fill(drafter, dtype, placement.device)
 
     def load_vq(self, weights: Weights, device: torch.device | None) -> tuple[Tokenizer, str]:
-        """The image tokenizer, and its digest.
-
-        Raises:
-            WeightsError: it is damaged.
-        """
+        """The image tokenizer, and its digest."""
         assert self.config.vq is not None and weights.vq is not None
         with shapes_only():
             vq = make_vq(self.config.vq)
@@ -162,18 +163,13 @@ def check_neighbours(model: ImageModel) -> None:
     assert model.neighbour_table is not None
     note = "neighbours were not held against a codebook: there is no tokenizer"
     if model.vq is not None:
-        note = neighbours.check_table(model.neighbour_table, model.codebook) or ""
+        note = check_table(model.neighbour_table, model.codebook) or ""
     model.notes += [note] if note else []
-    model.files["neighbours"] = neighbours.table_digest(model.neighbour_table)
+    model.files["neighbours"] = table_digest(model.neighbour_table)
 
 
 def open_model(parts: Parts) -> Opened:
-    """What these parts make.
-
-    Raises:
-        WeightsError: parts are missing (all are listed), unreadable, or of no known kind.
-        OptionError: another image size is asked for than the model has.
-    """
+    """What these parts make."""
     ours = (parts.target / CONFIG).is_file()
     source = ModelFolder(parts) if ours else PublishedModel(parts)
     config, drafter = with_text(source.config, parts.text), None
@@ -200,9 +196,6 @@ def make_condition(
 
     Args:
         folder: where a tokenizer lies.
-
-    Raises:
-        WeightsError: the tokenizer or the text encoder is missing, or is for another target.
     """
     dim, prefix, up = target.config.dim, target.config.prefix, placement.to_device
     if config.kind == "tokens":
@@ -225,11 +218,7 @@ def make_condition(
 def text_encoder(
     config: ConditionConfig, prefix: int, placement: Placement
 ) -> T5Conditioner | SavedFeatures:
-    """A T5 from where it lies, or what one said.
-
-    Raises:
-        WeightsError: it is not there, or of another width.
-    """
+    """A T5 from where it lies, or what one said."""
     dtype, keep = placement.dtype or torch.float32, placement.keep_text
     where = placement.device, placement.to_device
     if config.text is not None and is_saved(Path(config.text)):

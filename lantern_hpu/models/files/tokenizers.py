@@ -8,8 +8,7 @@ from pathlib import Path
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.files import reported_as
 from lantern_hpu.models.config import TransformerConfig, VQConfig
-from lantern_hpu.models.files.checkpoint import Checkpoint
-from lantern_hpu.models.files.recipe import Stored
+from lantern_hpu.models.files.checkpoint import Checkpoint, Stored
 
 # Of Emu3's: what reads pictures, and counters of its norms
 ENCODING_ONLY = ("encoder.", "quant_conv.", "num_batches_tracked")
@@ -24,9 +23,6 @@ def open_vq(checkpoint: Checkpoint, normalised: bool) -> tuple[VQConfig, Stored]
 
     Args:
         normalised: whether codes are used at length 1, as LlamaGen's are.
-
-    Raises:
-        WeightsError: without a decoder, or of another kind.
     """
     if "decoder.middle_block.block_1.conv1.weight" in checkpoint:
         return open_video_vq(checkpoint)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.files import sha256
-from lantern_hpu.models.text.words import TextFeatures, left_padded
+from lantern_hpu.models.text.prefix import TextFeatures, left_padded
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
 NUMPY, SAFE = ".npy", ".safetensors"
@@ -56,11 +56,7 @@ class SavedFeatures:
 
     @cached_property
     def names(self) -> dict[str, Path]:
-        """The file of each prompt.
-
-        Raises:
-            WeightsError: it cannot be read.
-        """
+        """The file of each prompt."""
         if self.path.suffix != SAFE:
             folder = self.path if self.path.is_dir() else self.path.parent
             files = sorted(self.path.rglob(f"*{NUMPY}")) if self.path.is_dir() else [self.path]
@@ -81,11 +77,7 @@ class SavedFeatures:
             raise OptionError(f"{self.path} has no features of {unknown[0]!r}", why, hint)
 
     def encode(self, prompts: Sequence[str]) -> TextFeatures:
-        """Features [B, P, C] and valid [B, P] of a batch, on the device.
-
-        Raises:
-            OptionError: there are none of a prompt. WeightsError: they are unreadable, or for another target.
-        """
+        """Features [B, P, C] and valid [B, P] of a batch, on the device."""
         self.prepare(prompts)
         rows = [self.real(prompt) for prompt in prompts]
         return left_padded(rows, self.prefix, self.width, self.dtype, self.device, self.to_device)
@@ -113,11 +105,7 @@ class SavedFeatures:
             raise WeightsError(f"cannot read the features of {prompt!r}", str(error)) from error
 
     def real(self, prompt: str) -> Tensor:
-        """Those of real tokens [v, C]; zeros at either end are pads.
-
-        Raises:
-            WeightsError: they are of another shape, too many, or no numbers.
-        """
+        """Those of real tokens [v, C]; zeros at either end are pads."""
         result, what = (
             self.read(prompt),
             f"the features of {prompt!r} in {self.path} cannot be used",

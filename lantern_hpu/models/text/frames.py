@@ -69,9 +69,6 @@ class Frame:
         """
         Args:
             words: splits text into tokens. vocabulary: the tokenizer's ids by name. where: it lies.
-
-        Raises:
-            WeightsError: the tokenizer is another family's.
         """
         self.words, self.config = words, config
         self.id: dict[str, int] = {}
@@ -270,10 +267,6 @@ class GlmImageFrame(Frame):
         return other
 
     def ids(self, prompt: str) -> list[int]:
-        """
-        Raises:
-            OptionError: the prompt is too long.
-        """
         words = self.words(prompt)
         if len(words) > self.room:
             why = f"{self.family} reads prompts of up to {self.room}"
@@ -314,11 +307,7 @@ def code_name(code: int) -> str:
 
 
 def check_image_tokens(vocabulary: Mapping[str, int], codes: int, where: Path) -> None:
-    """Code c must be token c + 4, by the names of the tokens.
-
-    Raises:
-        WeightsError: a name is missing or lies elsewhere.
-    """
+    """Code c must be token c + 4, by the names of the tokens."""
     for code in range(codes):
         result = vocabulary.get(code_name(code))
         if result != code + FIRST_IMAGE_TOKEN:

@@ -2,17 +2,178 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from difflib import get_close_matches
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lantern_hpu.errors import OptionError
+from lantern_hpu.files import ASSETS
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.text.classes import class_index
-from lantern_hpu.models.text.words import TextConditioner
 from lantern_hpu.ops.buffers import ToDevice, to_device
+
+# ------------------------------------------------------------------------------------------- words
+
+# From prompts to caption features: the interface, and the word table of the embedded model.
+
+ARTICLES = frozenset({"a", "an", "the"})
+
+
+class TextFeatures(NamedTuple):
+    """What a batch of prompts becomes before the target's own projection."""
+
+    features: Tensor  # [B, P, C], zero at pads, left-padded
+    valid: Tensor  # [B, P] bool
+
+
+def left_padded(
+    rows: Sequence[Tensor],
+    prefix: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device | None,
+    to_device: ToDevice,
+) -> TextFeatures:
+    """Features of several prompts [v, C], v <= P each, behind zeros: [B, P, C] and [B, P] on the device.
+
+    They are put together on the host, so that one copy goes up.
+    """
+    features = torch.zeros(len(rows), prefix, width, dtype=dtype)  # [B, P, C]
+    valid = torch.zeros(features.shape[:2], dtype=torch.bool)
+    for place, known in enumerate(rows):
+        features[place, prefix - len(known) :] = known
+        valid[place, prefix - len(known) :] = True
+    return TextFeatures(to_device(features, device), to_device(valid, device))
+
+
+class TextConditioner(Protocol):
+    """Turns prompts into caption features; T5 and word tables are implementations."""
+
+    def encode(self, prompts: Sequence[str]) -> TextFeatures:
+        """Features of each prompt, cut to the prefix."""
+        ...
+
+    def notes(self, prompt: str) -> list[str]:
+        """Warnings for the user: words that were cut or that the model does not know."""
+        ...
+
+
+class WordConditioner(nn.Module):
+    """A table of words with learned positions: the text side of the embedded model.
+
+    Id 0 pads, id 1 is any unknown word, known words follow in sorted order. Articles are dropped.
+    """
+
+    def __init__(
+        self, words: Sequence[str], dim: int, prefix: int, to_device: ToDevice = to_device
+    ) -> None:
+        super().__init__()
+        self.to_device = to_device
+        self.words = tuple(words)
+        self.index = {word: i + 2 for i, word in enumerate(self.words)}
+        self.prefix = prefix
+        self.table = nn.Embedding(len(self.words) + 2, dim)
+        self.position = nn.Embedding(prefix, dim)
+        nn.init.normal_(self.table.weight, std=dim**-0.5)
+        nn.init.normal_(self.position.weight, std=dim**-0.5)
+
+    @staticmethod
+    def split(prompt: str) -> list[str]:
+        """Lower-case words and numbers without articles."""
+        return [w for w in re.findall(r"[^\W_]+", prompt.lower()) if w not in ARTICLES]
+
+    def ids(self, prompt: str) -> list[int]:
+        """Ids of a prompt's words, at most `prefix` of them."""
+        return [self.index.get(word, 1) for word in self.split(prompt)[: self.prefix]]
+
+    def forward(self, ids: Tensor) -> TextFeatures:
+        """[B, P] int32 ids, padded with 0 on the left -> features."""
+        valid = ids > 0
+        # A word's place, whatever the padding
+        order = (valid.int().cumsum(-1, dtype=torch.int32) - 1).clamp(min=0)
+        features = (self.table(ids) + self.position(order)) * valid[..., None]
+        return TextFeatures(features, valid)
+
+    def encode(self, prompts: Sequence[str]) -> TextFeatures:
+        rows = [self.ids(prompt) for prompt in prompts]
+        padded = [[0] * (self.prefix - len(row)) + row for row in rows]
+        ids = torch.tensor(padded, dtype=torch.int32)
+        return self(self.to_device(ids, self.table.weight.device))
+
+    def notes(self, prompt: str) -> list[str]:
+        words = self.split(prompt)
+        result = []
+        if not any(word in self.index for word in words[: self.prefix]):
+            result.append("no word of it is known to this model, so it may draw anything")
+        if len(words) > self.prefix:
+            cut = " ".join(words[self.prefix :])
+            result.append(f"the prompt is longer than {self.prefix} words; left out: {cut!r}")
+        unknown = [w for w in words[: self.prefix] if w not in self.index]
+        if unknown:
+            result.append(f"words this model does not know: {', '.join(unknown)}")
+        return result
+
+
+# ----------------------------------------------------------------------------------------- classes
+
+# The classes of ImageNet-1k by index and by name, for class-conditional models. Needs no torch.
+#
+# `assets/imagenet.txt` has one class a line, in index order: its name, then its synonyms.
+
+FILE = ASSETS / "imagenet.txt"
+
+
+def class_index(text: str) -> int:
+    """Index of a class given as "207", or by a name or synonym in any case ("golden retriever").
+
+    A synonym of several classes means the one that it is the first name of: "gong" is 577, not 494
+    ("chime, bell, gong").
+    """
+    if re.fullmatch(r"\s*[+-]?\d+\s*", text):
+        index = int(text)
+        class_name(index)  # checks the range
+        return index
+    name = _plain(text)
+    known = [[_plain(name) for name in names] for names in _classes()]
+    result = [index for index, names in enumerate(known) if names[0] == name]
+    result = result or [index for index, names in enumerate(known) if name in names]
+    if not result:
+        close = get_close_matches(name, {n for names in known for n in names}, n=5, cutoff=0.6)
+        hint = ", ".join(close) or f"an index from 0 to {len(_classes()) - 1}"
+        raise OptionError(f"no ImageNet class is called {text!r}", hint=hint)
+    if len(result) > 1:
+        meant = "; ".join(f"{i} ({', '.join(_classes()[i])})" for i in result)
+        what = f"several ImageNet classes are called {text!r}"
+        raise OptionError(what, meant, "the index of the one you mean")
+    return result[0]
+
+
+def class_name(index: int) -> str:
+    """The first name of a class."""
+    if not 0 <= index < len(_classes()):
+        hint = f"an index from 0 to {len(_classes()) - 1}"
+        raise OptionError(f"there is no ImageNet class {index}", hint=hint)
+    return _classes()[index][0]
+
+
+@cache
+def _classes() -> list[list[str]]:
+    """The names of each class."""
+    lines = FILE.read_text(encoding="utf-8").splitlines()
+    return [[name.strip() for name in line.split(",")] for line in lines]
+
+
+def _plain(name: str) -> str:
+    """Names are compared without case; an underscore is a space, as in many lists of classes."""
+    return " ".join(name.replace("_", " ").casefold().split())
+
+
+# ------------------------------------------------------------------------------------------ prefix
 
 
 class Prefix(NamedTuple):
@@ -33,11 +194,7 @@ class Conditioner(Protocol):
         ...
 
     def rows(self, prompts: Sequence[str], guidance: bool) -> Prefix:
-        """The prefix of each prompt.
-
-        Raises:
-            OptionError: a prompt that means nothing to this model.
-        """
+        """The prefix of each prompt."""
         ...
 
     def sized(self, config: TransformerConfig) -> Conditioner:
@@ -45,11 +202,7 @@ class Conditioner(Protocol):
         ...
 
     def length(self, prompt: str) -> int:
-        """Positions that a prompt takes; 0 where that is always the whole prefix.
-
-        Raises:
-            OptionError: it is too long for a family that cuts none.
-        """
+        """Positions that a prompt takes; 0 where that is always the whole prefix."""
         ...
 
     def notes(self, prompt: str) -> list[str]:

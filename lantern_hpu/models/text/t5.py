@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from urllib.parse import unquote_plus
 
 import torch
 from torch import Tensor
@@ -17,9 +20,114 @@ from lantern_hpu.errors import WeightsError, choices, needing, require
 from lantern_hpu.files import reading
 from lantern_hpu.models.files.checkpoint import SINGLES
 from lantern_hpu.models.options import KEEP_TEXT
-from lantern_hpu.models.text.cleaning import clean
-from lantern_hpu.models.text.words import TextFeatures, left_padded
+from lantern_hpu.models.text.prefix import TextFeatures, left_padded
 from lantern_hpu.ops.buffers import ToDevice, to_device
+
+# ---------------------------------------------------------------------------------------- cleaning
+
+# Caption cleaning, as the public DeepFloyd IF and PixArt pipelines do it before their T5.
+#
+# Models conditioned on T5 features were trained on captions that went through these rules, twice. Cleaning
+# differently would show them words they have never seen, so the rules are kept as they are, odd ones
+# included. Source: `clean_caption` of DeepFloyd IF and PixArt, as in diffusers (Apache-2.0). No torch here.
+
+Rule = tuple[re.Pattern[str], str]  # what to find, what to write in its place
+
+_LINK = r"[a-z0-9.\-]+\.(?:com|co|ru|net|org|edu|gov|it)[\w/-]*\b/?(?!@)"
+_FILE = "png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4"
+_DASHES = (
+    "-\u058a\u05be\u1400\u1806\u2010-\u2015\u2e17\u2e1a\u2e3a\u2e3b\u2e40"
+    "\u301c\u3030\u30a0\ufe31\ufe32\ufe58\ufe63\uff0d"
+)
+
+
+def _table(*rows: tuple[str, str]) -> list[Rule]:
+    return [(re.compile(pattern), replacement) for pattern, replacement in rows]
+
+
+# Before tags are read, so that a link takes no tag with it.
+LINKS = _table(
+    ("<person>", "person"),  # else it would be taken for a tag
+    (rf"\b(?:https?:(?:/{{1,3}}|[a-z0-9%])|{_LINK})", ""),
+    (rf"\b(?:www:(?:/{{1,3}}|[a-z0-9%])|{_LINK})", ""),
+)
+SYMBOLS = _table(
+    (r"@\w+\b", ""),  # @nick
+    ("[\u31c0-\u9fff]+", ""),  # CJK strokes to unified ideographs
+    (f"[{_DASHES}]+", "-"),
+    ("[`´«»“”¨]", '"'),
+    ("[‘’]", "'"),
+    ("&quot;?", ""),
+    ("&amp", ""),
+    (r"\d{1,3}\.\d{1,3}\.\d{1,3}\.\d{1,3}", " "),  # IP address
+    (r"\d:\d\d\s+$", ""),  # article id
+    (r"\\n", " "),  # the two characters, not a line break
+    (r"#\d{1,3}\b", ""),
+    (r"#\d{5,}\b", ""),
+    (r"\b\d{6,}\b", ""),
+    (rf"\S+\.(?:{_FILE})", ""),  # file name
+    ("[\"']{2,}", '"'),
+    (r"\.{2,}", " "),
+    (r"[#®•©™&@·º½¾¿¡§~()\[\]{}|\\/*]+", " "),
+    (r"\s+\.\s+", " "),
+)
+CLUTTER = _table(
+    (r"\b[a-zA-Z]{1,3}\d{3,15}\b", ""),  # jc6640
+    (r"\b[a-zA-Z]+\d+[a-zA-Z]+\b", ""),  # jc6640vc
+    (r"\b\d+[a-zA-Z]+\d+\b", ""),  # 6640vc231
+    (r"(?:worldwide\s+)?(?:free\s+)?shipping", ""),
+    (r"(?:free\s)?download(?:\sfree)?", ""),
+    (r"\bclick\b\s(?:for|on)\s\w+", ""),
+    (rf"\b(?:{_FILE})(?:\simages?)?", ""),
+    (r"\bpage\s+\d+\b", ""),
+    (r"\b\d*[a-zA-Z]+\d+[a-zA-Z]+\d+[a-zA-Z\d]*\b", " "),  # j2d1a2a
+    ("\\b\\d+\\.?\\d*[x\u0445\u00d7]\\d+\\.?\\d*\\b", ""),  # 1024x768, also Cyrillic and times sign
+    (r"\b\s+:\s+", ": "),
+    (r"(\D[,./])\b", r"\1 "),
+    (r"\s+", " "),
+)
+# The last strip comes after these: a space at an end shields what lies behind it until the second round.
+EDGES = _table(
+    ("^[\"']([\\w\\W]+)[\"']$", r"\1"),
+    (r"^['_,\-:;]", ""),
+    (r"['_,\-:+]$", ""),
+    (r"^\.\S+$", ""),
+)
+
+
+def clean_caption(text: str) -> str:
+    """One round of cleaning; see `clean`."""
+    with needing("ftfy", "it mends captions"):
+        from ftfy import fix_text
+    text = unquote_plus(text).strip().lower()
+    text = _without_markup(_replace(text, LINKS))
+    text = _replace(text, SYMBOLS)
+    if len(re.findall("[-_]", text)) > 3:  # this-is-my-cute-cat, but not black-and-white
+        text = re.sub("[-_]", " ", text)
+    text = html.unescape(html.unescape(fix_text(text))).strip()
+    return _replace(_replace(text, CLUTTER), EDGES).strip()
+
+
+def clean(text: str) -> str:
+    """A caption as T5-conditioned models expect it: cleaned twice, as in their training."""
+    return clean_caption(clean_caption(text))
+
+
+def _replace(text: str, rules: list[Rule]) -> str:
+    for pattern, replacement in rules:
+        text = pattern.sub(replacement, text)
+    return text
+
+
+def _without_markup(text: str) -> str:
+    with needing("bs4", "it takes the tags out of captions"):
+        from bs4 import BeautifulSoup
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a caption looks like a file name or an address
+        return BeautifulSoup(text, features="html.parser").text
+
+
+# ---------------------------------------------------------------------------------------------- t5
 
 CACHED = 1024  # prompts whose features stay on the host, at most 0.5 GB for flan-t5-xl
 HINT = "download all files of google/flan-t5-xl into one folder"
@@ -37,10 +145,6 @@ class T5Conditioner:
         dtype: of the encoder and of the features.
         device: where the encoder runs and the features go; None is the host.
         keep: where the encoder stays between prompts; "free" drops it and reads it again when needed.
-
-    Raises:
-        OptionError: unknown `keep`; a package is missing.
-        WeightsError: the folder lacks files, or its configuration is unreadable.
     """
 
     def __init__(
@@ -67,21 +171,13 @@ class T5Conditioner:
         self._known: dict[str, Tensor] = {}  # prompt -> [v, C] on the host, oldest first
 
     def encode(self, prompts: Sequence[str]) -> TextFeatures:
-        """Features [B, P, C] and valid [B, P] of a batch, on the device.
-
-        Raises:
-            WeightsError: the encoder or its tokenizer cannot be loaded.
-        """
+        """Features [B, P, C] and valid [B, P] of a batch, on the device."""
         self.prepare(prompts)
         rows = [self._known[prompt] for prompt in prompts]
         return left_padded(rows, self.prefix, self.width, self.dtype, self.device, self.to_device)
 
     def prepare(self, prompts: Sequence[str]) -> None:
-        """Encode the prompts that are not known yet, then put the encoder where `keep` says.
-
-        Raises:
-            WeightsError: the encoder or its tokenizer cannot be loaded.
-        """
+        """Encode the prompts that are not known yet, then put the encoder where `keep` says."""
         wanted = list(dict.fromkeys(prompts))
         unknown = [prompt for prompt in wanted if prompt not in self._known]
         if unknown:
@@ -177,11 +273,7 @@ class T5Conditioner:
 
 
 def check_t5_files(folder: Path) -> None:
-    """Raise unless a folder has all files of a T5 encoder, every part of divided weights included.
-
-    Raises:
-        WeightsError: names the folder and what is missing.
-    """
+    """Raise unless a folder has all files of a T5 encoder, every part of divided weights included."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
     missing += _missing_weights(folder)
     if not any((folder / name).is_file() for name in TOKENIZERS):

@@ -19,11 +19,7 @@ PROMPT_POSITIONS = 256  # P: what a prompt and its frame must fit into
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a checkpoint's folder.
-
-    Raises:
-        OptionError: transformers is missing. WeightsError: no tokenizer, or one that does not fit.
-    """
+    """The tokenizer of a checkpoint's folder."""
     with needing("transformers", "it splits prompts"):
         from transformers import PreTrainedTokenizerFast
     file = folder / "tokenizer.json"
@@ -74,11 +70,7 @@ class TokenConditioner:
         return self.others[config]
 
     def length(self, prompt: str) -> int:
-        """Tokens of a framed prompt.
-
-        Raises:
-            OptionError: it is too long for a family that cuts none.
-        """
+        """Tokens of a framed prompt."""
         return len(self.frame.ids(prompt))
 
     def prepare(self, prompts: Sequence[str]) -> None:

@@ -1,0 +1,688 @@
+"""HPU graphs: capture, replay, and the wrapper that keys graphs by their arguments.
+
+A capture executes what it records. A replay runs the recorded operators again on the recorded storages, so
+whatever Python changed without copying it into them is visibly stale. The wrapper's traps are kept: its key
+compares hashes alone (in 1.19 without number formats), its static inputs are the first caller's tensors, its outputs
+are one storage.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import weakref
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import wraps
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from gaudi_emulator import ops
+from gaudi_emulator.device import Device, current, flag
+from gaudi_emulator.lint import checks
+from gaudi_emulator.lint.checks import raw
+from gaudi_emulator.nested import mapped, tensors_in
+from gaudi_emulator.rehearsal import module_tensors, rehearse
+from gaudi_emulator.tensor import DEVICE, HPUTensor
+
+GARBAGE = -(2**31)
+SHAPES = (
+    16  # of the inputs of one wrapped function, each with a graph of its own, that nobody minds
+)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A result of an earlier recorded operator."""
+
+    index: int
+
+
+@dataclass
+class Recorded:
+    """One operator of a recording."""
+
+    op: ops.Op
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[int]  # slots of new results; -1 for an argument given back
+
+
+class Recording:
+    """Operators in their order, and which results somebody still holds."""
+
+    def __init__(self, device: Device, dry_run: bool) -> None:
+        self.device, self.dry_run = device, dry_run
+        self.steps: list[Recorded] = []
+        self.first: list[Tensor] = []  # results at capture: they keep their storage
+        self.slots: dict[int, int] = {}
+        self.held: list[tuple[weakref.ref[HPUTensor], int]] = []
+        self.segments = 1
+        self.before: dict[int, tuple[Tensor, Tensor]] = {}  # what a dry run must undo
+        self.rebound: set[int] = set()  # scalars of the host that are read at each replay
+        self.indexed: set[int] = set()  # storages that were written by index
+
+    def add(
+        self, op: ops.Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        """Record an operator that has just run."""
+        results = result if isinstance(result, (list, tuple)) else [result]
+        given = {id(value) for value in (*args, *kwargs.values())}
+        step = Recorded(
+            op,
+            func,
+            tuple(map(self.point, args)),
+            {n: self.point(v) for n, v in kwargs.items()},
+            [],
+        )
+        for made in results:
+            if isinstance(made, Tensor) and id(made) not in given:
+                self.slots[id(made)] = len(self.first)
+                step.results.append(len(self.first))
+                self.first.append(made)
+            else:
+                step.results.append(-1)
+        self.steps.append(step)
+
+    def write_by_index(self, target: Tensor) -> bool:
+        """Note a write by index into a tensor. -> whether it is not the first into its storage"""
+        key = target.untyped_storage().data_ptr()
+        again = key in self.indexed
+        self.indexed.add(key)
+        return again
+
+    def point(self, value: Any) -> Any:
+        """An argument, with earlier results replaced by their slots."""
+        if isinstance(value, Tensor):
+            if id(value) in self.slots:
+                return Slot(self.slots[id(value)])
+            return value
+        if isinstance(value, list):
+            return [self.point(item) for item in value]
+        return value
+
+    def follow(self, tensor: HPUTensor) -> None:
+        """A tensor made in this capture: if it outlives the capture, replays refresh it."""
+        slot = self.slots.get(id(tensor.raw))
+        if slot is not None:
+            self.held.append((weakref.ref(tensor), slot))
+
+    def keep(self, target: Tensor) -> None:
+        """Before a dry run changes a tensor from outside: note what was in it."""
+        key = target.untyped_storage().data_ptr()
+        if self.dry_run and key not in self.before:
+            self.before[key] = (target, target.clone())
+
+    def close(self) -> None:
+        """The capture ends; a dry run leaves no trace but garbage in its results."""
+        self.held = [(ref, slot) for ref, slot in self.held if ref() is not None]
+        for target, values in self.before.values():
+            target.copy_(values)
+        for ref, _ in self.held if self.dry_run else ():
+            tensor = ref()
+            if tensor is not None:
+                spoil(tensor.raw)
+                tensor.stale = "H067"
+
+    def run(self, live: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Run everything again; see `HPUGraph.rerun`."""
+        now: list[Any] = [None] * len(self.first)
+
+        def fill(value: Any) -> Any:
+            if type(value) is Slot:
+                return now[value.index]
+            if live and isinstance(value, Tensor):
+                return live.get(id(value), value)
+            return [fill(item) for item in value] if type(value) is list else value
+
+        no_functions, no_dispatch = torch._C.DisableTorchFunction, torch._C._DisableTorchDispatch
+        with no_functions(), no_dispatch(), torch.no_grad():
+            for step in self.steps:
+                args = tuple(map(fill, step.args))
+                kwargs = {name: fill(value) for name, value in step.kwargs.items()}
+                if step.op.packet in checks.INDEXED:
+                    self.check(step, args)
+                seed = self.device.draw_seed() if step.op.random else None
+                result = self.device.compute(step.op, step.func, args, kwargs, seed)
+                made = result if isinstance(result, (list, tuple)) else [result]
+                for slot, value in zip(step.results, made, strict=True):
+                    if slot >= 0:
+                        now[slot] = value
+            if not live:
+                self.refresh(now)
+        return {id(old): new for old, new in zip(self.first, now, strict=True)}
+
+    def check(self, step: Recorded, args: tuple[Any, ...]) -> None:
+        """Indices are data: they are looked at in each replay."""
+        if checks.masked(step.op, args):
+            return
+        accumulates = len(args) > 3 and args[3] is True
+        indices = checks.index_tensors(step.op, args)
+        for rule, detail in checks.broken_indices(
+            step.op.name, args[0], indices, args, accumulates
+        ):
+            self.device.findings.hit(rule, f"{step.op.name} in a replay: {detail}", "error")
+
+    def refresh(self, now: list[Any]) -> None:
+        """Put the new results where the capture left the old ones."""
+        for ref, slot in self.held:
+            tensor = ref()
+            if tensor is not None and now[slot].data_ptr() != tensor.raw.data_ptr():
+                tensor.raw.copy_(now[slot])
+            if tensor is not None and tensor.stale == "H067":
+                tensor.stale = None
+
+
+def spoil(raw: Tensor) -> None:
+    """Fill with what no honest result has."""
+    raw.fill_(float("nan") if raw.is_floating_point() else GARBAGE if raw.dtype.itemsize > 2 else 1)
+
+
+def fatal_error(device: Device, message: str) -> RuntimeError:
+    device.findings.hit("H066", message, "error")
+    return RuntimeError(message)
+
+
+def need_lazy(device: Device, what: str) -> None:
+    if not device.lazy:
+        device.findings.hit("H080", what, "error")
+        raise RuntimeError(f"{what} is available in lazy mode only.")
+
+
+class HPUGraph:
+    """A recording and its replays (`hpu/graphs.py`)."""
+
+    def __init__(self) -> None:
+        self.device = current()
+        need_lazy(self.device, "HPUGraph class")
+        self.recording: Recording | None = None
+        self.stream: object = None
+        self.inputs: list[Tensor] = []
+
+    def capture_begin(self, dry_run: bool = False) -> None:
+        from gaudi_emulator.habana import current_stream
+
+        device = self.device
+        if device.recording is not None:
+            raise fatal_error(device, "graph Capture already in progress")
+        if int(device.flags.get("WORLD_SIZE", 1)) > 1 and not flag(
+            device.flags, "PT_HPU_ENABLE_LAZY_COLLECTIVES"
+        ):
+            device.findings.hit("H085", "", "error")
+        device.flush("capture begin")
+        device.dynamic_shapes = False  # and nothing turns it on again
+        self.stream = current_stream()
+        self.recording = device.recording = Recording(device, dry_run)
+
+    def capture_end(self) -> None:
+        from gaudi_emulator.habana import current_stream
+
+        device = self.device
+        if device.recording is None or device.recording is not self.recording:
+            raise fatal_error(device, "capture_end without a capture of this graph")
+        if self.stream is not current_stream():
+            raise fatal_error(device, "capture must end on the stream it began on")
+        device.flush("capture end")
+        device.recording = None
+        self.recording.close()
+        device.counts.graphs["captured"] += 1
+
+    def replay(self, asynchronous: bool = False) -> None:
+        device = self.device
+        if device.recording is not None:
+            raise fatal_error(device, "replay while a graph is captured")
+        if self.recording is None:
+            raise fatal_error(device, "replay of a graph that was never captured")
+        self.rerun({})
+
+    def rerun(self, live: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Run the recording, with live tensors in the place of those of its capture.
+
+        Args:
+            live: by the id of the CPU tensor that the capture saw.
+
+        Returns:
+            The new results, by the id of the CPU tensor that the capture made.
+        """
+        device = self.device
+        assert self.recording is not None
+        device.flush("replay")
+        now = self.recording.run(live)
+        device.counts.launches += self.recording.segments
+        device.counts.graphs["replayed"] += 1
+        device.counts.graphs["launches"] += self.recording.segments
+        device.earn()
+        return now
+
+    def made(self, tensor: HPUTensor) -> bool:
+        """Whether a tensor lies in a storage that the capture made."""
+        return self.recording is not None and id(tensor.raw) in self.recording.slots
+
+    def replayV2(
+        self, static_tlist: list[Tensor], tlist: list[Tensor], asynchronous: bool = False
+    ) -> None:
+        copy_to(static_tlist, tlist)
+        self.replay(asynchronous)
+
+    def replayV3(self, tlistI: list[Tensor], asynchronous: bool = False) -> None:
+        matched = zip(self.inputs, tlistI, strict=False)
+        self.rerun({id(raw(old)): raw(new) for old, new in matched})
+
+    def replay_with_inputs(
+        self, tlistI: list[Tensor] | None = None, asynchronous: bool = False
+    ) -> None:
+        """A replay whose scalars on the host are those of this call; from 1.24 on."""
+        if self.device.release.name == "1.19":
+            raise AttributeError("'HPUGraph' object has no attribute 'replay_with_inputs'")
+        rebinds = flag(self.device.flags, "PT_HPU_ENABLE_H2D_SCALES", True)
+        for old, new in zip(self.inputs, tlistI or (), strict=False):
+            if rebinds and is_host_scalar(old):
+                old.copy_(new)
+        self.replay(asynchronous)
+
+    def mark_user_inputs(self, static_tlist: list[Tensor]) -> None:
+        self.inputs = list(static_tlist)
+        rebinds = flag(self.device.flags, "PT_HPU_ENABLE_H2D_SCALES", True)
+        if self.recording is not None and rebinds and self.device.release.name != "1.19":
+            self.recording.rebound = {id(t) for t in self.inputs if is_host_scalar(t)}
+
+    def mark_user_outputs(self, static_tlist: list[Tensor], free_inplace: bool = True) -> None: ...
+
+    def get_user_input_match_indices(self) -> list[int]:
+        return list(range(len(self.inputs)))
+
+    def clear_inputs(self) -> None:
+        self.inputs = []
+
+    def reset(self) -> None:
+        """Forget the recording; an open one is no longer in the way of others."""
+        if self.device.recording is self.recording:
+            self.device.recording = None
+        self.recording = None
+
+
+class graph:
+    """`with graph(g): ...` captures on a stream of its own and always ends the capture."""
+
+    def __init__(self, hpu_graph: HPUGraph, stream: Any = None, dry_run: bool = False) -> None:
+        from gaudi_emulator import habana
+
+        need_lazy(current(), "Context-manager for HPUGraph")
+        self.graph, self.dry_run = hpu_graph, dry_run
+        self.stream: Any = stream or habana.Stream()
+        self.context = habana.stream(self.stream)
+
+    def __enter__(self) -> None:
+        current().flush("synchronize")
+        gc.collect()
+        self.context.__enter__()
+        self.stream.is_capture = True
+        self.graph.capture_begin(self.dry_run)
+
+    def __exit__(self, *error: Any) -> None:
+        try:
+            self.graph.capture_end()
+        finally:
+            self.stream.is_capture = False
+            self.context.__exit__(*error)
+
+
+# The wrapper
+
+
+def input_hash(obj: Any) -> int:
+    """The key of arguments (`input_hash` of graphs.py): shapes, chains of views and the autocast switch of tensors,
+    from 1.24 on their number formats too; values of everything else; no equality.
+
+    In 1.19 a `UserDict` takes its tensors apart, so it never meets its key again, and a dataclass is hashed whole; from
+    1.24 on both go by what they hold.
+    """
+    autocast = torch.is_autocast_enabled(DEVICE)
+    typed = current().release.key_has_dtype
+    if isinstance(obj, dict):
+        return input_hash(tuple(obj.items()))
+    if isinstance(obj, UserDict):
+        parts = (lambda value: (input_hash(v) for v in value)) if typed else iter
+        return hash(tuple((name, tuple(parts(value))) for name, value in obj.items()))
+    if typed and is_dataclass(obj) and not isinstance(obj, type):
+        return hash(tuple((f.name, input_hash(getattr(obj, f.name))) for f in fields(obj)))
+    if isinstance(obj, (list, tuple)):
+        return hash((*(input_hash(item) for item in obj), autocast))
+    if isinstance(obj, Tensor):
+        base = getattr(obj, "base", None)
+        chain = None if base is None else (obj.stride(), obj.storage_offset())
+        return hash((obj.dtype if typed else None, tuple(obj.shape), chain, autocast))
+    return hash((obj, autocast))
+
+
+def copy_to(dst: Any, src: Any) -> None:
+    """Copy tensors into tensors, container by container; what is left over on one side is ignored."""
+    if isinstance(dst, Tensor) and isinstance(src, Tensor):
+        if dst is not src and getattr(dst, "raw", dst) is not getattr(src, "raw", src):
+            dst.copy_(src)
+        return
+    if type(dst) is not type(src):
+        raise TypeError(f"cannot copy {type(src).__name__} to {type(dst).__name__}")
+    if isinstance(dst, (dict, UserDict)):
+        if set(dst) != set(src):
+            raise KeyError(f"keys differ: {sorted(dst)} and {sorted(src)}")
+        for name in dst:
+            copy_to(dst[name], src[name])
+    elif isinstance(dst, (list, tuple)):
+        for one, other in zip(dst, src):  # noqa: B905 - cut to the shorter one, as the bridge does
+            copy_to(one, other)
+
+
+def is_host_scalar(value: object) -> bool:
+    """A CPU tensor of no dimensions: from 1.24 on its value is that of each call, not of the capture."""
+    scalar = isinstance(value, Tensor) and value.device.type == "cpu" and value.dim() == 0
+    return scalar and value.dtype in (torch.float32, torch.bfloat16)  # type: ignore[attr-defined]
+
+
+@dataclass
+class Cached:
+    """A graph with its static inputs and outputs; `CachedParams` of 1.19."""
+
+    graph_inputs: Any
+    graph_outputs: Any
+    graph: HPUGraph
+    out_tinfo_list: Any = None
+    asynchronous: bool = False
+    # The emulator's own notes
+    signature: Any = None
+    callers: list[weakref.ref[HPUTensor]] = field(default_factory=list)  # first inputs
+    handed_out: list[weakref.ref[HPUTensor]] = field(default_factory=list)
+
+
+@dataclass
+class CachedParams(Cached):
+    """The same with counters of all graphs, from 1.24 on."""
+
+    cache_hits: ClassVar[dict[int, int]] = {}  # by key
+    skip_replay_cnt: ClassVar[dict[int, int]] = {}
+    iteration_cnt: ClassVar[int] = 0
+    bypass_hpu_graphs: ClassVar[int] = 0
+
+
+def signature(obj: Any) -> Any:
+    """What the key should have held."""
+    if isinstance(obj, Tensor):
+        return ("tensor", obj.dtype, tuple(obj.shape))
+    if isinstance(obj, (dict, UserDict)):
+        return tuple((name, signature(value)) for name, value in obj.items())
+    if isinstance(obj, (list, tuple)):
+        return tuple(signature(item) for item in obj)
+    plain = isinstance(obj, (bool, int, float, str, bytes, type(None)))
+    return (type(obj).__name__, obj if plain else id(obj))
+
+
+class Wrapped:
+    """A function whose calls are captured once for each key and replayed after (`wrapped_hpugraph_forward`)."""
+
+    def __init__(
+        self,
+        func: Callable[..., Any],
+        asynchronous: bool = False,
+        disable_tensor_cache: bool = False,
+        dry_run: bool | None = None,
+        max_graphs: int | None = None,
+        **since_1_24: Any,
+    ) -> None:
+        known = {"free_inplace": True, "verbose": False, "log_frequency": 100}
+        allowed = {} if current().release.name == "1.19" else known
+        for name in since_1_24:
+            if name not in allowed:
+                raise TypeError(f"wrap_in_hpu_graph() got an unexpected keyword argument {name!r}")
+        self.options = known | since_1_24
+        self.func, self.dry_run, self.max_graphs = func, bool(dry_run), max_graphs
+        self.asynchronous = asynchronous
+        self.disable_tensor_cache = disable_tensor_cache
+        self.cache: dict[int, CachedParams] = {}
+        self.shapes: dict[Any, set[int]] = {}  # keys by the shapes of their tensors alone
+
+    @property
+    def live(self) -> bool:
+        """Whether inputs are bound anew at each call; the variable is read each time and wins (graphs.py:594)."""
+        name = "PT_HPUGRAPH_DISABLE_TENSOR_CACHE"
+        return flag({**current().flags, **os.environ}, name, self.disable_tensor_cache)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        CachedParams.iteration_cnt += 1
+        try:
+            return self.call(*args, **kwargs)
+        finally:
+            often = self.options["log_frequency"]
+            if self.options["verbose"] and often > 0 and CachedParams.iteration_cnt % often == 0:
+                self.log_statistics()
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        device = current()
+        warmup = kwargs.pop("warmup_mode", False)
+        kwargs.pop("cache_tensors_list", None)
+        if kwargs.pop("bypass_hpu_graphs", False):
+            device.counts.graphs["bypassed"] += 1
+            CachedParams.bypass_hpu_graphs += 1
+            return self.func(*args, **kwargs)
+        inputs = (args, kwargs)
+        key = input_hash(inputs)
+        if key in self.cache:
+            counter = CachedParams.skip_replay_cnt if warmup else CachedParams.cache_hits
+            counter[key] = counter.get(key, 0) + 1
+            return self.again(device, self.cache[key], inputs, warmup)
+        if self.max_graphs is not None and len(self.cache) >= self.max_graphs:
+            device.findings.hit("H023", f"{self.max_graphs} graphs")
+            device.counts.graphs["bypassed"] += 1
+            return self.func(*args, **kwargs)
+        return self.capture(device, key, inputs)
+
+    def capture(self, device: Device, key: int, inputs: Any) -> Any:
+        self.watch_keys(device, key, inputs)
+        for tensor in tensors_in(inputs):
+            if tensor.base is not None or not tensor.is_contiguous():
+                device.findings.hit("H062", "view or not contiguous")
+        rehearse(
+            device, lambda: self.func(*inputs[0], **inputs[1]), lambda: module_tensors(self.func)
+        )
+        made = HPUGraph()
+        made.capture_begin(self.dry_run or self.live)
+        if device.release.name != "1.19":
+            given: list[Tensor] = []
+            mapped(inputs, given.append)
+            made.mark_user_inputs(given)
+        outputs = self.func(*inputs[0], **inputs[1])  # no try: an exception leaves the capture open
+        made.capture_end()
+        # The storages are the first caller's; the objects are not, so that it is known which are still alive.
+        known = CachedParams(mapped(inputs, alias), outputs, made, signature=signature(inputs))
+        known.callers = [weakref.ref(t) for t in tensors_in(inputs)]
+        self.cache[key] = known
+        if self.live:
+            return self.bound(known, inputs)
+        if self.dry_run:
+            made.replay()
+        known.handed_out = [weakref.ref(t) for t in tensors_in(outputs) if made.made(t)]
+        return outputs
+
+    def watch_keys(self, device: Device, key: int, inputs: Any) -> None:
+        """Too many graphs that differ by a Python value alone."""
+        shapes = tuple((tuple(t.shape), t.dtype) for t in tensors_in(inputs))
+        keys = self.shapes.setdefault(shapes, set())
+        keys.add(key)
+        if len(self.shapes) > SHAPES:
+            device.findings.hit("H021", f"{len(self.shapes)} graphs for as many shapes", "warn")
+        if len(keys) > 4:
+            device.findings.hit("H021", f"{len(keys)} graphs for the same tensor shapes", "error")
+
+    def again(self, device: Device, known: CachedParams, inputs: Any, warmup: bool) -> Any:
+        if warmup:
+            device.flush("mark_step")
+            return known.graph_outputs
+        if known.signature != signature(inputs):
+            device.findings.hit(
+                "H022", "dtype or type of an argument differs from the capture", "error"
+            )
+        if self.live:
+            return self.bound(known, inputs)
+        for ref, mine, new in zip(
+            known.callers, tensors_in(known.graph_inputs), tensors_in(inputs), strict=False
+        ):
+            if ref() is not None and mine.raw is not new.raw:
+                device.findings.hit("H064")
+        copy_to(known.graph_inputs, inputs)
+        known.graph.replay()
+        return self.hand_out(known)
+
+    def bound(self, known: CachedParams, inputs: Any) -> Any:
+        """A replay on these very inputs; its results have storages of their own."""
+        live = dict(
+            zip(
+                (id(t.raw) for t in tensors_in(known.graph_inputs)),
+                tensors_in(inputs),
+                strict=False,
+            )
+        )
+        now = known.graph.rerun({key: tensor.raw for key, tensor in live.items()})
+
+        def fresh(tensor: Tensor) -> Tensor:
+            if not isinstance(tensor, HPUTensor):
+                return tensor
+            made = now.get(id(tensor.raw))
+            return HPUTensor(made) if made is not None else live.get(id(tensor.raw), tensor)
+
+        return mapped(known.graph_outputs, fresh)
+
+    def hand_out(self, known: CachedParams) -> Any:
+        """The outputs, and a mark on those of the last replay: they lie in the same storage.
+
+        The bridge gives the cached object itself; here each call gets its own names for the same storages, so that
+        one kept past the next replay is recognised.
+        """
+        for ref in known.handed_out:
+            old = ref()
+            if old is not None:
+                old.stale = "H063"
+        fresh = mapped(
+            known.graph_outputs,
+            lambda t: alias(t) if isinstance(t, HPUTensor) and known.graph.made(t) else t,
+        )
+        known.handed_out = [weakref.ref(t) for t in tensors_in(fresh) if known.graph.made(t)]
+        return fresh
+
+    def clear_cache(self) -> None:
+        current().counts.graphs["evicted"] += len(self.cache)
+        self.cache.clear()
+
+    def clear_inputs(self) -> None:
+        for known in self.cache.values():
+            known.graph.clear_inputs()
+
+    def log_statistics(self) -> None:
+        """What the wrapper did, as 1.24 prints it."""
+        print("HPU Graph Inference Statistics")
+        rows = {
+            "Max graphs": self.max_graphs,
+            "Async execution config": self.asynchronous,
+            "Disable Tensor Cache": self.live,
+            "Dry Run": self.dry_run or self.live,
+            "No. of HPUGraphs cached": len(self.cache),
+            "Total cached hits": sum(CachedParams.cache_hits.values()),
+            "Total HPUGraph warmups": sum(CachedParams.skip_replay_cnt.values()),
+            "Total HPUGraphs bypassed": CachedParams.bypass_hpu_graphs,
+        }
+        for name, value in rows.items():
+            print(f"    {name:<40}:- {value}")
+
+
+def alias(tensor: Tensor) -> Tensor:
+    """Another object for the same storage."""
+    return HPUTensor(tensor.raw) if isinstance(tensor, HPUTensor) else tensor
+
+
+def wrap_in_hpu_graph_func(func: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """A function with a graph for each key; it keeps its name and signature."""
+    wrapped = Wrapped(func, **options)
+
+    @wraps(func)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return wrapped(*args, **kwargs)
+
+    for name in ("clear_cache", "clear_inputs", "log_statistics"):
+        setattr(call, name, getattr(wrapped, name))
+    return call
+
+
+def wrap_in_hpu_graph(module: nn.Module, **options: Any) -> nn.Module:
+    """The same module with its `forward` replaced."""
+    call: Any = wrap_in_hpu_graph_func(module.forward, **options)
+    module.forward = call
+    module.clear_cache = call.clear_cache
+    module.clear_inputs = call.clear_inputs
+    if current().release.name != "1.19":
+        module.log_statistics = call.log_statistics
+    return module
+
+
+def make_graphed_callables(
+    callables: Any,
+    sample_args: Any,
+    warmups: int = 0,
+    allow_unused_input: bool = False,
+    asynchronous: bool = False,
+    disable_tensor_cache: bool = False,
+    dry_run: bool = False,
+) -> Any:
+    """Callables captured on sample arguments. Those that learn run plainly: their backward is not recorded here."""
+    single = not isinstance(callables, tuple)
+    made = []
+    for one, sample in zip(
+        (callables,) if single else callables,
+        (sample_args,) if single else sample_args,
+        strict=True,
+    ):
+        learns = isinstance(one, nn.Module) and any(p.requires_grad for p in one.parameters())
+        if torch.is_grad_enabled() and learns:
+            made.append(one)
+            continue
+        if isinstance(one, nn.Module):
+            wrapped: Any = wrap_in_hpu_graph(
+                one, disable_tensor_cache=disable_tensor_cache, dry_run=dry_run
+            )
+        else:
+            wrapped = wrap_in_hpu_graph_func(
+                one, disable_tensor_cache=disable_tensor_cache, dry_run=dry_run
+            )
+        for _ in range(warmups + 1):
+            wrapped(*sample)
+        made.append(wrapped)
+    return made[0] if single else tuple(made)
+
+
+class ModuleCacher:
+    """Graphs for training (graphs.py:907). Here the model runs plainly: the numbers are the same, and the lint sees
+    its operators; what a card would record of forward and backward is not counted."""
+
+    def __init__(self, max_graphs: int = 10) -> None:
+        self.max_graphs = max_graphs
+
+    def __call__(self, model: nn.Module, inplace: bool = True, **options: Any) -> nn.Module:
+        model = model if inplace else copy.deepcopy(model)
+        for name in ("set_iteration_count", "capture_start", "capture_end"):
+            setattr(model, name, lambda *args, **kwargs: None)
+        model.is_hpugraph_tracing = lambda: False  # type: ignore[assignment]
+        return model
+
+
+@contextmanager
+def abandoned_on_error(device: Device) -> Iterator[None]:
+    """An open capture that an exception left behind is noted once and closed, for the next program."""
+    try:
+        yield
+    finally:
+        if device.recording is not None:
+            device.findings.hit("H066", "a capture was never ended", "error")
+            device.recording = None

@@ -1,0 +1,615 @@
+"""The modules of `habana_frameworks.torch`, of the release that the emulated card is of.
+
+They are objects to hand around. They reach `sys.modules` only while a foreign script runs under the lint:
+transformers, accelerate and Ray take the mere presence of that name for a Gaudi.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from functools import wraps
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from gaudi_emulator import graphs, hpex
+from gaudi_emulator.device import LIMIT, Device, current
+from gaudi_emulator.scope import WHOLE, BeyondModule, names_of
+from gaudi_emulator.tensor import DEVICE, HPUTensor
+from lantern_hpu.backends.hpu.env import ROOT, version_number
+from lantern_hpu.files import write_file
+
+NAME = "GAUDI2"
+
+# core
+
+
+def is_lazy() -> bool:
+    return current().lazy
+
+
+def lazy_only(function: Callable[..., object]) -> Callable[..., None]:
+    """Runs in lazy mode and returns None; outside it warns once and does nothing."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> None:
+        card = current()
+        if card.lazy:
+            function(*args, **kwargs)
+        elif function.__name__ not in card.warned:
+            card.warned.add(function.__name__)
+            warnings.warn(f"{function.__name__} does nothing outside lazy mode", stacklevel=2)
+
+    return call
+
+
+closures: list[tuple[Callable[..., object], tuple[Any, ...]]] = []
+
+
+@lazy_only
+def mark_step(device_str: str = "", sync: bool = False) -> None:
+    """End the gathered graph and launch it; then run the queued closures."""
+    current().flush("mark_step")
+    waiting, closures[:] = list(closures), []
+    for closure, args in waiting:
+        closure(*args)
+
+
+@lazy_only
+def iter_mark_step(device_str: str = "") -> None:
+    mark_step(device_str)
+
+
+@lazy_only
+def add_step_closure(closure: Callable[..., object], args: tuple[Any, ...] = ()) -> None:
+    closures.append((closure, args))
+
+
+def accept_anything(*args: Any, **kwargs: Any) -> None:
+    """Settings that change nothing here."""
+
+
+# hpu: life cycle, streams, events
+
+
+class Stream:
+    made = 0
+
+    def __init__(self, device: object = None, priority: int = 0) -> None:
+        self.id = self.stream_id = Stream.made
+        Stream.made += 1
+
+    def wait_event(self, event: Event) -> None: ...
+
+    def wait_stream(self, stream: Stream) -> None: ...
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        event_sync("stream query")
+        return True
+
+    def synchronize(self) -> None:
+        event_sync("stream synchronize")
+
+
+DEFAULT_STREAM = Stream()
+streams = [DEFAULT_STREAM]
+
+
+def current_stream(device: object = None) -> Stream:
+    return streams[-1]
+
+
+def default_stream(device: object = None) -> Stream:
+    return DEFAULT_STREAM
+
+
+def set_stream(stream: Stream) -> None:
+    streams[-1] = stream
+
+
+@contextmanager
+def stream(stream: Stream | None) -> Iterator[None]:
+    streams.append(stream or streams[-1])
+    try:
+        yield
+    finally:
+        streams.pop()
+
+
+class Event:
+    def __init__(self, enable_timing: bool = False) -> None:
+        self.time = 0.0
+
+    def record(self, stream: Stream | None = None) -> None:
+        event_sync("event record")
+        self.time = time.perf_counter()
+
+    def wait(self, stream: Stream | None = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1000 * (end.time - self.time)
+
+    def synchronize(self) -> None: ...
+
+
+def event_sync(reason: str) -> None:
+    card = current()
+    card.findings.hit("H003", reason)
+    card.flush(reason)
+
+
+def synchronize(device: object = None) -> None:
+    """A StepMarker and a wait; no value is read."""
+    card = current()
+    if card.recording is not None:
+        card.findings.hit("H003", "synchronize")
+    card.flush("synchronize")
+
+
+# hpu: memory
+
+
+def memory_stats(device: object = None) -> dict[str, int]:
+    card = current()
+    return {
+        "Limit": LIMIT,
+        "InUse": card.in_use,
+        "MaxInUse": card.peak,
+        "NumAllocs": card.counts.allocations,
+        "NumFrees": 0,
+        "ActiveAllocs": 0,
+        "MaxAllocSize": card.largest,
+        "TotalSystemAllocs": 0,
+        "TotalSystemFrees": 0,
+        "TotalActiveAllocs": 0,
+    }
+
+
+def memory_of(name: str) -> Callable[..., int]:
+    return lambda device=None: memory_stats()[name]
+
+
+def reset_peak_memory_stats(device: object = None) -> None:
+    current().peak = current().in_use
+
+
+def mem_get_info(device: object = None) -> tuple[int, int]:
+    return LIMIT - current().in_use, LIMIT
+
+
+def memory_summary(device: object = None, abbreviated: bool = False) -> str:
+    return "\n".join(f"{name:<24}{value}" for name, value in memory_stats().items())
+
+
+# hpu: random numbers, from a generator on the host
+
+
+def manual_seed(seed: int) -> None:
+    current().generator.manual_seed(seed)
+
+
+def seed() -> int:
+    return current().generator.seed()
+
+
+def get_rng_state(device: object = "hpu") -> Tensor:
+    return current().generator.get_state()
+
+
+def set_rng_state(new_state: Tensor, device: object = "hpu") -> None:
+    current().generator.set_state(new_state)
+
+
+# hpu: metrics
+
+
+class Metric:
+    """A metric, counted from its last reset."""
+
+    def __init__(self, name: str) -> None:
+        card = current()
+        if name not in metrics_of(card):
+            raise NOT_FOUND[card.release.missing_metric](
+                f"Metric with given name ({name}) doesn't exist."
+            )
+        self._name, self.rows = name, metrics_of(card)[name]
+        self.base = self.rows(card)
+
+    def name(self) -> str:
+        return self._name
+
+    def stats(self) -> list[tuple[str, Any]] | dict[str, Any]:
+        """(key, value) pairs; callers index them by position. Of `device_memory` the largest values so far."""
+        now = self.rows(current())
+        if self._name == "device_memory":
+            return dict(now)
+        return [
+            (key, value - old if isinstance(value, (int, float)) else value)
+            for (key, value), (_, old) in zip(now, self.base, strict=True)
+        ]
+
+    def reset(self) -> None:
+        self.base = self.rows(current())
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+
+def graph_compilation(card: Device) -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = [
+        ("TotalNumber", card.counts.recipes),
+        ("TotalTime", 0),
+        ("AvgTime", 0),
+    ]
+    if card.flags.get("PT_HPU_METRICS_GC_DETAILS"):
+        rows.append(("Recipes", []))
+    return rows
+
+
+METRICS: dict[str, Callable[[Device], list[tuple[str, Any]]]] = {
+    "graph_compilation": graph_compilation,
+    "cpu_fallback": lambda card: [
+        ("TotalNumber", card.counts.fallbacks.total()),
+        ("FallbackOps", dict(card.counts.fallbacks)),
+    ],
+    "memory_defragmentation": lambda card: [
+        ("TotalNumber", 0),
+        ("TotalSuccessful", 0),
+        ("AvgTime", 0),
+        ("MaxTime", 0),
+    ],
+    "recipe_cache": lambda card: [
+        ("TotalHit", card.counts.hits),
+        ("RecipeHit", []),
+        ("TotalMiss", card.counts.recipes),
+        ("RecipeMiss", []),
+    ],
+}
+
+
+class MetricNotFound(Exception):
+    """A local metric of a name that is unknown."""
+
+
+class MetricNotFoundError(Exception):
+    """The same, from 1.24 on."""
+
+
+NOT_FOUND = {error.__name__: error for error in (MetricNotFound, MetricNotFoundError)}
+
+
+def device_memory(card: Device) -> list[tuple[str, Any]]:
+    return [("peak_memory", card.peak)]
+
+
+def metrics_of(card: Device) -> dict[str, Callable[[Device], list[tuple[str, Any]]]]:
+    if card.release.name == "1.19":
+        return METRICS
+    return METRICS | {"device_memory": device_memory}
+
+
+def metric_global(name: str) -> Metric | None:
+    """Counted from the start of the process; None for a name that is unknown (hpu/metrics/metrics.py)."""
+    if name not in metrics_of(current()):
+        return None
+    metric = Metric(name)
+    metric.base = [
+        (key, 0 if isinstance(value, (int, float)) else value) for key, value in metric.base
+    ]
+    return metric
+
+
+@contextmanager
+def metric_localcontext(name: str) -> Iterator[Metric]:
+    yield Metric(name)
+
+
+def metrics_dump(file_name: str, format: str = "json", triggered_by: str = "user") -> None:
+    """All metrics, as records or as text; the file's name gets the rank of the process."""
+    file = Path(file_name)
+    file = file.with_name(f"{file.stem}-rank{os.environ.get('RANK', 0)}{file.suffix}")
+    records = [
+        {
+            "metric_name": name,
+            "triggered_by": triggered_by,
+            "generated_on": time.strftime("%Y-%m-%dT%H:%M:%S"),
+            "statistics": dict(rows(current())),
+        }
+        for name, rows in metrics_of(current()).items()
+    ]
+    lines = [f"{r['metric_name']}: {r['statistics']}" for r in records]
+    write_file(
+        file, (json.dumps(records) if format == "json" else "\n".join(lines)).encode(), force=True
+    )
+
+
+def dump_asked_for(card: Device) -> None:
+    """At the end of the program, if its flags ask for a file of metrics."""
+    file = card.flags.get("PT_HPU_METRICS_FILE", card.flags.get("HABANA_PT_METRICS_FILE"))
+    if file and "process_exit" in card.flags.get("PT_HPU_METRICS_DUMP_TRIGGERS", "process_exit"):
+        form = card.flags.get("PT_HPU_METRICS_FILE_FORMAT", "json")
+        metrics_dump(file, form, "process_exit")
+
+
+# internal.bridge_config
+
+
+@contextmanager
+def env_setting(name: str, value: object) -> Iterator[None]:
+    """A flag of the bridge for a while."""
+    flags = current().flags
+    before = flags.get(name)
+    flags[name] = str(value)
+    try:
+        yield
+    finally:
+        if before is None:
+            flags.pop(name, None)
+        else:
+            flags[name] = before
+
+
+def data_ptr(tensor: HPUTensor) -> int:
+    return tensor.raw.data_ptr()
+
+
+# The tree of modules
+
+CORE = {
+    "mark_step": mark_step,
+    "iter_mark_step": iter_mark_step,
+    "add_step_closure": add_step_closure,
+    **dict.fromkeys(
+        "hpu_set_env hpu_initialize hpu_reset_env hpu_set_inference_env hpu_inference_set_env "
+        "hpu_inference_initialize hpu_teardown_inference_env".split(),
+        accept_anything,
+    ),
+}
+GRAPHS = {
+    name: getattr(graphs, name)
+    for name in "HPUGraph graph make_graphed_callables CachedParams input_hash copy_to wrap_in_hpu_graph "
+    "wrap_in_hpu_graph_func ModuleCacher".split()
+} | {"is_current_stream_capturing": lambda: bool(getattr(current_stream(), "is_capture", False))}
+SETTINGS = (
+    "setDeterministic enable_inference_mode disable_inference_mode enable_optim_output_sif "
+    "enable_quantization disable_quantization enable_const_section_serialization set_sync_debug_mode "
+    "disable_const_section_serialization enable_matmul3d_2d_reshape enable_recompute_sdp "
+    "disable_matmul3d_2d_reshape disable_optim_output_sif record_stream set_device init"
+).split()
+RANDOM = {
+    "manual_seed": manual_seed,
+    "manual_seed_all": manual_seed,
+    "get_rng_state": get_rng_state,
+    "set_rng_state": set_rng_state,
+    "initial_seed": lambda: current().generator.initial_seed(),
+    "seed": seed,
+    "seed_all": seed,
+    "get_rng_state_all": lambda: [get_rng_state()],
+    "set_rng_state_all": lambda states: set_rng_state(states[0]),
+}
+MEMORY = {
+    "memory_stats": memory_stats,
+    "memory_allocated": memory_of("InUse"),
+    "max_memory_allocated": memory_of("MaxInUse"),
+    "memory_reserved": memory_of("Limit"),
+    "max_memory_reserved": memory_of("Limit"),
+    "reset_peak_memory_stats": reset_peak_memory_stats,
+    "mem_get_info": mem_get_info,
+    "memory_summary": memory_summary,
+    "memory_cached": memory_of("Limit"),
+    "max_memory_cached": memory_of("Limit"),
+    "reset_accumulated_memory_stats": accept_anything,
+}
+STREAMS = {
+    "Stream": Stream,
+    "Event": Event,
+    "stream": stream,
+    "set_stream": set_stream,
+    "current_stream": current_stream,
+    "default_stream": default_stream,
+}
+METRIC_API = {
+    "metric_global": metric_global,
+    "metric_localcontext": metric_localcontext,
+    "metrics_dump": metrics_dump,
+}
+
+
+# hpu: identity, switches
+
+
+class DeviceProperties(NamedTuple):
+    name: str
+    total_memory: int
+    major: int = 0
+    minor: int = 0
+    multi_processor_count: int = 1
+
+
+def version() -> str:
+    return f"{current().release.name}.0"
+
+
+class SynDeviceType(IntEnum):
+    synDeviceGaudi = 1
+    synDeviceGaudi2 = 4
+    synDeviceGaudi3 = 5
+
+
+def set_dynamic_shapes(on: bool) -> Callable[[], None]:
+    def switch() -> None:
+        current().dynamic_shapes = on
+
+    return switch
+
+
+@contextmanager
+def nothing(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """A context that changes nothing here: one card, one device."""
+    yield
+
+
+IDENTITY = {
+    "is_available": lambda: True,
+    "is_initialized": lambda: True,
+    "_lazy_init": accept_anything,
+    "device_count": lambda: 1,
+    "current_device": lambda: 0,
+    "get_device_name": lambda device=None: NAME,
+    "get_device_capability": lambda device=None: version(),
+    "get_device_properties": lambda device=None: DeviceProperties(
+        NAME, LIMIT, *(version_number(version()) or ())
+    ),
+    "get_arch_list": lambda: [NAME.lower()],
+    "get_gencode_flags": lambda: "",
+    "can_device_access_peer": lambda device, peer_device: False,
+    "is_bf16_supported": lambda including_emulation=True: True,
+    "get_amp_supported_dtype": lambda: [torch.bfloat16, torch.float16],
+    "synchronize": synchronize,
+    "device": nothing,
+    "device_of": nothing,
+    "sdp_kernel": nothing,
+    "recompute_sdp_enabled": lambda: True,
+    "getDeterministic": lambda: False,
+    "get_sync_debug_mode": lambda: False,
+    "enable_dynamic_shape": set_dynamic_shapes(True),
+    "disable_dynamic_shape": set_dynamic_shapes(False),
+    "get_dynamic_shape_status": lambda: current().dynamic_shapes,
+    "set_autocast_hpu_enabled": lambda on: torch.set_autocast_enabled(DEVICE, on),
+    "is_autocast_hpu_enabled": lambda: torch.is_autocast_enabled(DEVICE),
+    "set_autocast_hpu_dtype": lambda dtype: torch.set_autocast_dtype(DEVICE, dtype),
+    "get_autocast_hpu_dtype": lambda: torch.get_autocast_dtype(DEVICE),
+    "memory_usage": lambda device=None: int(100 * current().in_use / LIMIT),
+    "utilization": lambda device=None: 0,
+    "_is_in_bad_fork": lambda: False,
+}
+
+
+SINCE_1_24 = {
+    "formatted_memory_stats": lambda device=None: memory_summary(device),
+    "is_inference_mode_enabled": lambda: False,
+    "sdp_kernel_flag": nothing,
+    "set_mark_scale_const": accept_anything,
+    "set_mark_non_scale_const": accept_anything,
+}
+
+
+class HPUModule(ModuleType):
+    """`torch.hpu`; in 1.19 the graphs API is missing outside lazy mode, and asking for it is worth a word."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in GRAPHS:
+            current().findings.hit("H080", name, "error")
+        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+
+
+def module(name: str, **members: Any) -> ModuleType:
+    below = name.partition(".torch.")[2]
+    kind = HPUModule if below == "hpu" else BeyondModule if below in WHOLE else ModuleType
+    made = kind(name)
+    made.__path__ = []  # a package: its parts are imported by name
+    made.__spec__ = ModuleSpec(
+        name, None, origin="emulated", is_package=True
+    )  # `find_spec` finds it
+    made.__dict__.update(names_of(below) | members)
+    if isinstance(made, BeyondModule):
+        made.meanwhile = WHOLE[below]
+    return made
+
+
+def modules(device: Device) -> dict[str, ModuleType]:
+    """All modules by their full names, tied together as attributes."""
+    named = device.lazy or device.release.graphs_always_named
+    newer = device.release.name != "1.19"
+    api = GRAPHS if newer else GRAPHS | {"CachedParams": graphs.Cached}
+    lazy_graphs = api if named else {}
+    hpu = {
+        **STREAMS,
+        **MEMORY,
+        **RANDOM,
+        **dict.fromkeys(SETTINGS, accept_anything),
+        **lazy_graphs,
+        **IDENTITY,
+        **(SINCE_1_24 if newer else {}),
+        "default_generators": (device.generator,),
+    }
+    parts: dict[str, dict[str, Any]] = {
+        "": {},
+        ".torch": {},
+        ".torch.core": CORE,
+        ".torch.hpu": hpu,
+        ".torch.hpu.metrics": METRIC_API
+        | {device.release.missing_metric: NOT_FOUND[device.release.missing_metric]},
+        ".torch.hpu.random": RANDOM,
+        ".torch.hpu.memory": MEMORY,
+        ".torch.utils": {},
+        ".torch.utils.internal": {"is_lazy": is_lazy, "lazy_only": lazy_only},
+        ".torch.utils.debug": {"_get_fallback_op_count": lambda: dict(current().counts.fallbacks)},
+        ".torch.utils.experimental": {
+            "_data_ptr": data_ptr,
+            "_is_fp16_supported": lambda: True,
+            "_get_device_type": lambda: SynDeviceType.synDeviceGaudi2,
+            "synDeviceType": SynDeviceType,
+            "_compute_stream": lambda: 0,
+        },
+        ".torch.internal": {},
+        ".torch.internal.bridge_config": {"env_setting": env_setting},
+        ".torch.distributed": {},
+        ".torch.distributed.hccl": {
+            "initialize_distributed_hpu": lambda world_size=None, rank=None, local_rank=None: (
+                int(os.environ.get("WORLD_SIZE", 1)),
+                int(os.environ.get("RANK", 0)),
+                int(os.environ.get("LOCAL_RANK", 0)),
+            )
+        },
+        ".torch.hpex": {},
+        ".torch.hpex.kernels": {
+            name: getattr(hpex, name)
+            for name in "FusedSDPA RotaryPosEmbeddingMode apply_rotary_pos_emb RotaryPosEmbeddingHelperV1 "
+            "RotaryPosEmbeddingHelperV2 RotaryPosEmbeddingHelperV3 CustomSoftmax".split()
+        },
+        ".torch.hpex.normalization": {
+            "FusedRMSNorm": hpex.FusedRMSNorm,
+            "FusedClipNorm": hpex.FusedClipNorm,
+        },
+        ".torch.hpex.optimizers": {"FusedAdamW": hpex.FusedAdamW},
+        ".torch.hpex.movingavrg": {},
+        ".torch.hpex.experimental": {},
+        **{f".torch.{name}": {} for name in WHOLE},
+        ".torch.core.quantization": {n: CORE[n] for n in CORE if n.startswith("hpu_")},
+        ".torch.hpu.streams": {n: STREAMS[n] for n in STREAMS if n != "Event"},
+        ".torch.hpu.events": {"Event": Event},
+        ".torch.dynamo": {},
+        ".torch.dynamo.compile_backend": {},
+    }
+    if named:
+        parts[".torch.hpu.graphs"] = api
+    if newer:
+        full = f"{device.release.name}.0"
+        parts[".torch.version"] = {"__version__": full, "version": full}
+    made = {ROOT + name: module(ROOT + name, **members) for name, members in parts.items()}
+    for name in made:
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(made[parent], child, made[name])
+    made[f"{ROOT}.torch.core"].hpu = made[f"{ROOT}.torch.hpu"]  # type: ignore[attr-defined]
+    return made

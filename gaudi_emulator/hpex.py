@@ -1,0 +1,316 @@
+"""The fused kernels of `habana_frameworks.torch.hpex`, with their calling rules and plain arithmetic.
+
+They are autograd functions, so `apply` takes positions only: as many as the release has. Each kernel is one operator,
+as on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.library import Library
+
+from gaudi_emulator.device import current
+from gaudi_emulator.scope import OutOfScope
+from lantern_hpu.ops.kernels import rms_norm
+
+OPERATORS = Library("hpu_emulated", "DEF")
+OPERATORS.define(
+    "sdpa(Tensor q, Tensor k, Tensor v, Tensor? mask, float dropout, bool causal, float? scale) -> Tensor"
+)
+OPERATORS.define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor")
+OPERATORS.define("rope(Tensor x, Tensor cos, Tensor sin, bool pairwise) -> Tensor")
+
+
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    causal: bool,
+    scale: float | None,
+) -> Tensor:
+    grouped = q.dim() == 4 and q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, causal, scale=scale, enable_gqa=grouped
+    )
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, pairwise: bool) -> Tensor:
+    if pairwise:
+        turned = torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+    else:
+        first, second = x.chunk(2, -1)
+        turned = torch.cat([-second, first], -1)
+    return x * cos + turned * sin
+
+
+for name, function in (("sdpa", sdpa), ("rms_norm", rms_norm), ("rope", rope)):
+    OPERATORS.impl(name, function, "CPU")
+    OPERATORS.impl(name, lambda x, *others: torch.empty_like(x), "Meta")
+
+
+def need(condition: bool, message: str) -> None:
+    if not condition:
+        raise RuntimeError(message)
+
+
+class Fused(torch.autograd.Function):
+    """A fused kernel forward; backward by its plain arithmetic, operator by operator."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, kernel: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Any
+    ) -> Tensor:
+        ctx.plain, ctx.inputs = plain, inputs
+        return kernel(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        with torch.enable_grad():
+            own = [
+                x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x
+                for x in ctx.inputs
+            ]
+            learning = [x for x in own if isinstance(x, Tensor) and x.requires_grad]
+            found = iter(torch.autograd.grad(ctx.plain(*own), learning, grad, allow_unused=True))
+        grads = [next(found) if isinstance(x, Tensor) and x.requires_grad else None for x in own]
+        return None, None, *grads
+
+
+def run_fused(name: str, plain: Callable[..., Tensor], *inputs: Any) -> Tensor:
+    """One operator of the device, with gradients where somebody learns."""
+    kernel = getattr(torch.ops.hpu_emulated, name)
+    learns = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
+    made: Tensor = (
+        Fused.apply(kernel, plain, *inputs)
+        if learns and torch.is_grad_enabled()
+        else kernel(*inputs)
+    )
+    return made
+
+
+# A program under torch.compile need not trace the card.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def release_name() -> str:
+    """Of the release that the card in use has."""
+    return current().release.name
+
+
+class FusedSDPA:
+    """Attention in one kernel (tests/pytest_working/any_mode/test_hpu_sdpa.py)."""
+
+    @staticmethod
+    def apply(
+        q: Tensor,  # [B, Hq, Lq, D], or [B, Lq, D]
+        k: Tensor,  # [B, Hkv, Lkv, D]
+        v: Tensor,
+        attn_mask: Tensor | None = None,  # bool or additive, broadcasts to [B, Hq, Lq, Lkv]
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        softmax_mode: str = "None",
+        recompute_mode: bool | None = None,
+        valid_seq_len: Tensor | None = None,
+        seq_padding_type: str = "left",
+        return_dropout_mask: bool = False,
+        return_attn_probs: bool = False,
+        *since_1_24: Any,
+    ) -> Tensor:
+        newer = release_name() != "1.19"
+        most = 15 if newer else 13
+        if 13 + len(since_1_24) > most:
+            raise TypeError(f"FusedSDPA takes {most} positions, not {13 + len(since_1_24)}")
+        window = since_1_24[0] if since_1_24 else (-1, -1)
+        sink = since_1_24[1] if len(since_1_24) > 1 else None
+        if newer and 0 in (q.numel(), k.numel(), v.numel()):
+            return q.new_empty((*q.shape[:-1], v.shape[-1]))
+        need(
+            not (is_causal and attn_mask is not None),
+            "FusedSDPA takes a mask or is_causal, not both",
+        )
+        mode = softmax_mode.lower()
+        need(mode in ("none", "fast", "fp32"), f"unknown softmax_mode {softmax_mode!r}")
+        need(mode != "fp32" or q.dtype == torch.bfloat16, "softmax_mode fp32 is for bfloat16 alone")
+        need(
+            q.dim() == k.dim() == v.dim() and q.dim() in (3, 4),
+            "FusedSDPA takes tensors of 3 or 4 dimensions",
+        )
+        need(q.dtype == k.dtype == v.dtype, "q, k and v must have one dtype")
+        need(valid_seq_len is None or is_causal, "valid_seq_len needs is_causal")
+        if attn_mask is not None:
+            need(
+                attn_mask.dtype in (q.dtype, torch.bool),
+                "the mask must be of booleans, or additive and of q's dtype",
+            )
+        if return_dropout_mask or return_attn_probs:
+            raise OutOfScope("FusedSDPA with more results than one", "plain attention")
+        if sink is not None:
+            raise OutOfScope("FusedSDPA with a sink", "plain attention")
+        if valid_seq_len is not None or tuple(window) != (-1, -1):
+            padding = seq_padding_type.lower()
+            need(padding in ("left", "right"), f"unknown seq_padding_type {seq_padding_type!r}")
+            allowed = allowed_pairs(q, k, is_causal, valid_seq_len, padding, window)
+            attn_mask, is_causal = joined(attn_mask, allowed), False
+        return run_fused("sdpa", sdpa, q, k, v, attn_mask, dropout_p, is_causal, scale)
+
+
+def allowed_pairs(
+    q: Tensor,
+    k: Tensor,
+    is_causal: bool,
+    valid_seq_len: Tensor | None,
+    padding: str,
+    window: tuple[int, int],
+) -> Tensor:
+    """Which query sees which key: [Lq, Lkv], or [B, 1, Lq, Lkv] with lengths [B]. A query that is padding sees all."""
+    rows = torch.arange(q.shape[-2], device=q.device)[:, None]  # [Lq, 1]
+    columns = torch.arange(k.shape[-2], device=q.device)  # [Lkv]
+    allowed = columns <= rows if is_causal else columns >= 0 * rows  # [Lq, Lkv]
+    left, right = window
+    if left >= 0:
+        allowed = allowed & (columns >= rows - left)
+    if right >= 0:
+        allowed = allowed & (columns <= rows + right)
+    if valid_seq_len is None:
+        return allowed
+    lengths = valid_seq_len.to(q.device).reshape(-1, 1, 1, 1)  # [B, 1, 1, 1]
+    begins = k.shape[-2] - lengths if padding == "left" else 0 * lengths
+    ends = begins + lengths
+    real = (columns >= begins) & (columns < ends)  # [B, 1, 1, Lkv]
+    padded = (rows < begins) | (rows >= ends)  # [B, 1, Lq, 1]
+    return (allowed & real) | padded
+
+
+def joined(mask: Tensor | None, allowed: Tensor) -> Tensor:
+    """A mask that also keeps to the allowed pairs."""
+    if mask is None:
+        return allowed
+    if mask.dtype == torch.bool:
+        return mask & allowed
+    return mask.masked_fill(~allowed, float("-inf"))
+
+
+class FusedRMSNorm:
+    """Root-mean-square norm in one kernel."""
+
+    @staticmethod
+    def apply(
+        data_in: Tensor,
+        gamma: Tensor,
+        eps: float,
+        use_stages: bool = True,
+        bwd_mode: int = 0,
+        fast_math: bool = False,
+        /,
+    ) -> Tensor:
+        wanted = torch.promote_types(data_in.dtype, gamma.dtype)
+        return run_fused("rms_norm", rms_norm, data_in.to(wanted), gamma.to(wanted), eps).to(
+            data_in.dtype
+        )
+
+
+class RotaryPosEmbeddingMode(Enum):
+    """Which features form a pair."""
+
+    BLOCKWISE = 0  # (0, d / 2), (1, d / 2 + 1), ...
+    PAIRWISE = 1  # (0, 1), (2, 3), ...
+
+
+def apply_rotary_pos_emb(
+    p: Tensor,  # [..., heads, D], or [B, heads, T, D] with position_ids
+    cos: Tensor,  # broadcasts with p, D wide: each angle stands at both features of its pair
+    sin: Tensor | None = None,
+    position_ids: Tensor | None = None,  # [B, T], rows of cos and sin
+    offset: int = 0,
+    mode: RotaryPosEmbeddingMode = RotaryPosEmbeddingMode.BLOCKWISE,
+) -> Tensor:
+    """Turn pairs of features (hpex/kernels/RotaryPosEmbeddingHelper.py): formats are matched, float32 wins."""
+    if sin is None:
+        return rotate_cached(p, cos)
+    wanted = torch.float32 if torch.float32 in (p.dtype, cos.dtype, sin.dtype) else p.dtype
+    p, cos, sin = p.to(wanted), cos.to(wanted), sin.to(wanted)
+    if position_ids is not None and mode == RotaryPosEmbeddingMode.BLOCKWISE:
+        width = cos.shape[-1]
+        cos, sin = (t.reshape(-1, width)[position_ids].unsqueeze(1) for t in (cos, sin))
+    elif offset:
+        # Positions lie along dimension 0, or as in attention, which is all that [1, 1, S, D] and [S, D] fit
+        dim = -2 if cos.dim() == 2 or cos.shape[0] == 1 else 0
+        cos, sin = (t.narrow(dim, offset, p.shape[dim]) for t in (cos, sin))
+    need(cos.shape[-1] == p.shape[-1], "cos and sin must be as wide as the features")
+    return run_fused("rope", rope, p, cos, sin, mode == RotaryPosEmbeddingMode.PAIRWISE)
+
+
+def rotate_cached(p: Tensor, rope_cache: Tensor) -> Tensor:
+    """ChatGLM's form: p [T, B, heads, D], angles [T, B, pairs, 2]; features beyond the pairs stay."""
+    length, width = p.shape[0], 2 * rope_cache.shape[-2]
+    angles = rope_cache[:length].reshape(length, -1, 1, width // 2, 2)
+    cos, sin = (angles[..., i].repeat_interleave(2, -1).to(p.dtype) for i in (0, 1))
+    turned = run_fused("rope", rope, p[..., :width], cos, sin, True)
+    return torch.cat([turned, p[..., width:]], -1)
+
+
+class RotaryPosEmbeddingHelperV1:
+    """GPT-NeoX before 4.27: rows begin at an offset."""
+
+    @staticmethod
+    def apply(p: Tensor, cos: Tensor, sin: Tensor, offset: int) -> Tensor:
+        return apply_rotary_pos_emb(p, cos, sin, None, offset)
+
+
+class RotaryPosEmbeddingHelperV2:
+    """Rows by position."""
+
+    @staticmethod
+    def apply(p: Tensor, cos: Tensor, sin: Tensor, position_ids: Tensor) -> Tensor:
+        return apply_rotary_pos_emb(p, cos, sin, position_ids)
+
+
+class RotaryPosEmbeddingHelperV3:
+    """Angles in one tensor."""
+
+    @staticmethod
+    def apply(p: Tensor, rope_cache: Tensor) -> Tensor:
+        return rotate_cached(p, rope_cache)
+
+
+class CustomSoftmax:
+    """Softmax over the last dimension; the flavour is one of speed."""
+
+    @staticmethod
+    def apply(inp: Tensor, flavor: int) -> Tensor:
+        return inp.softmax(-1)
+
+
+class FusedAdamW(torch.optim.AdamW):
+    """AdamW (hpex/optimizers/FusedAdamW.py), here by torch's own arithmetic."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        bias_correction: bool = True,
+        moments_dtype: Any = None,
+    ) -> None:
+        super().__init__(
+            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=False
+        )
+
+
+class FusedClipNorm:
+    """Clips the norm of all gradients together (hpex/normalization/FusedClipNorm.py)."""
+
+    def __init__(self, parameters: Any, max_norm: float) -> None:
+        self.max_norm = float(max_norm)
+
+    def clip_norm(self, parameters: Any) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(parameters, self.max_norm, foreach=False)

@@ -1,0 +1,199 @@
+"""Programs on the emulated card: what of Gaudi's contract they break, and where.
+
+    from gaudi_emulator.lint import warmed_up
+
+is the one call that a program may make to be judged more closely. Loading this does not load torch.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lantern_hpu.backends.hpu.env import LAZY_MODE, emulated
+from lantern_hpu.errors import LanternError, OptionError
+
+if TYPE_CHECKING:
+    from gaudi_emulator import (
+        Device as Device,
+    )  # those who call this name them too
+    from gaudi_emulator import Finding as Finding
+
+
+@dataclass(frozen=True)
+class LintRun:
+    """A program under one release of the bridge.
+
+    Attributes:
+        counts: what the device did, by name.
+        ended: what ended the program, with its type; None if it went through.
+    """
+
+    release: str
+    findings: list[Finding]
+    counts: dict[str, int]
+    ended: str | None
+
+    @classmethod
+    def of(cls, cards: Sequence[Device], ended: Ended) -> LintRun:
+        return cls(emulated().name, merged(cards), lint_counts(cards), ending(ended))
+
+    @property
+    def runs(self) -> bool:
+        """Whether a card would run it: nothing ended it, and no finding is an error."""
+        return self.ended is None and all(f.severity != "error" for f in self.findings)
+
+
+def findings_of(runs: Sequence[LintRun]) -> list[Finding]:
+    """Findings of the same program under several releases, each once, with those that it holds for."""
+    from gaudi_emulator.lint.rules import joined_over_releases
+
+    return joined_over_releases({run.release: run.findings for run in runs})
+
+
+RECOMPILING = ("H013", "H014", "H021", "H024")  # rules whose warnings mean a compilation an input
+Ended = BaseException | None  # what ended a program, if something did
+
+
+def ending(error: Ended) -> str | None:
+    """What ended a program, in one line; without the hint of an error of ours, which may advise to run the lint."""
+    if error is None:
+        return None
+    message = f"{error.what}: {error.why}" if isinstance(error, LanternError) else str(error)
+    return f"{type(error).__name__}: {message}"
+
+
+def warmed_up() -> None:
+    """For a program: every shape has occurred, so that a new recipe is an error. Without the emulator: nothing."""
+    from gaudi_emulator import current
+
+    try:
+        card = current()
+    except RuntimeError:
+        return
+    card.warmed_up()
+
+
+class TimeOver(BaseException):
+    """The program ran longer than it may; no handler of its own is to catch that."""
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Raises TimeOver in a program that goes on for too long."""
+
+    def stop(*_: object) -> None:
+        raise TimeOver(f"it was stopped after {seconds:g} seconds (--timeout)")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def lint_script(
+    file: Path, args: Sequence[str], lazy: bool, timeout: float = 600.0
+) -> tuple[Device, Ended]:
+    """Run a program on an emulated card. -> the card, and the exception that ended the program, if one did
+
+    What the program prints goes to the error stream: the other one has the findings.
+    """
+    from gaudi_emulator import emulate
+
+    if not file.is_file():
+        raise OptionError(f"there is no {file}", hint="the path of a Python program")
+    check_program(file)
+    ended: Ended = None
+    with started_as(file, args, lazy):
+        flags = {n: v for n, v in os.environ.items() if n.startswith(("PT_", "WORLD_SIZE"))}
+        with emulate(lazy, flags, importable=True) as card:
+            card.differential = True
+            try:
+                with redirect_stdout(sys.stderr), limited(timeout):
+                    runpy.run_path(str(file), run_name="__main__")
+            except SystemExit as stop:
+                ended = stop if stop.code else None
+            except (Exception, TimeOver) as error:
+                ended = error
+                card.note_failure(error)
+            card.flush("exit")
+    return card, ended
+
+
+def check_program(file: Path) -> None:
+    """Raise an OptionError if a file cannot be compiled as Python."""
+    try:
+        compile(file.read_bytes(), str(file), "exec")
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        raise OptionError(f"{file} is no Python program", str(error) or repr(error)) from error
+
+
+@contextmanager
+def started_as(file: Path, args: Sequence[str], lazy: bool) -> Iterator[None]:
+    """Arguments, import path, mode and environment, as if the program had been started by itself."""
+    argv, path, environment = sys.argv, sys.path, dict(os.environ)
+    sys.argv, sys.path = [str(file), *args], [str(file.parent), *path]
+    os.environ[LAZY_MODE] = str(int(lazy))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path = argv, path
+        os.environ.clear()  # the flags that the program set are its own
+        os.environ.update(environment)
+
+
+def merged(cards: Iterable[Device]) -> list[Finding]:
+    """Findings of several runs, each rule and place once."""
+    from gaudi_emulator.lint.rules import Findings
+
+    together = Findings(lambda: False)
+    for card in cards:
+        together.add(card.findings)
+    return together.sorted()
+
+
+def text(findings: Sequence[Finding], named: bool = False) -> str:
+    """One paragraph a finding.
+
+    Args:
+        named: whether the releases that a finding holds for are named.
+    """
+    blocks = []
+    for finding in findings:
+        file = os.path.relpath(finding.file) if os.path.isabs(finding.file) else finding.file
+        where = f"{file}:{finding.line}"
+        captured = " in a capture" if finding.captured else ""
+        often = f", {finding.count} times" if finding.count > 1 else ""
+        detail = f" ({finding.detail}{often})" if finding.detail else often
+        under = f" under {' and '.join(finding.releases)}" if named else ""
+        blocks.append(
+            f"{where}: {finding.severity} {finding.rule.title}{captured}{under}{detail}\n"
+            f"    why: {finding.rule.reason(finding.releases)}\n    instead: {finding.rule.instead}"
+        )
+    return "\n".join(blocks)
+
+
+def lint_counts(cards: Sequence[Device]) -> dict[str, int]:
+    """Counts over all runs."""
+    counts = [card.counts for card in cards]
+    return {
+        "recompiles_after_warmup": sum(c.recompiles for c in counts),
+        "cpu_fallbacks": sum(c.fallbacks.total() for c in counts),
+        "eager_cuts": sum(c.cuts.total() for c in counts),
+        "whole_copies": sum(c.whole_copies for c in counts),
+        "recipes": sum(c.recipes for c in counts),
+        "launches": sum(c.launches for c in counts),
+        "graph_launches": sum(c.graphs["launches"] for c in counts),
+        "host_syncs": sum(c.host_syncs.total() for c in counts),
+        "uploads": sum(c.uploads for c in counts),
+    }

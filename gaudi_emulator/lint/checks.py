@@ -1,0 +1,353 @@
+"""The rules that look at one operator and its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from gaudi_emulator import ops
+from gaudi_emulator.tensor import HPUTensor
+
+if TYPE_CHECKING:
+    from gaudi_emulator.device import Device
+    from gaudi_emulator.ops import Op
+
+INT32 = torch.iinfo(torch.int32)
+NUMBERS = (bool, int, float)
+MEGABYTE = 2**20
+DYNAMIC = {
+    **dict.fromkeys(("nonzero", "nonzero_numpy", "masked_select", "argwhere"), "H010"),
+    **dict.fromkeys(
+        ("_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount"), "H011"
+    ),
+}
+COMPLEX = ("view_as_complex", "view_as_real", "polar", "complex", "fft", "_fft")
+PAYLOADS = frozenset(
+    "gather take_along_dim scatter scatter_ argmax argmin max min topk index_put index_put_".split()
+)
+PRODUCTS = frozenset("mm bmm addmm baddbmm addbmm addmv mv".split())
+# Operators that only move numbers: what was in range stays so
+MOVES = frozenset(
+    "clone cat stack index_select gather index embedding copy_ where masked_fill masked_fill_ flip roll repeat "
+    "index_copy index_copy_ scatter scatter_ index_put index_put_ zeros ones zeros_like ones_like empty "
+    "empty_like empty_strided new_empty new_zeros new_ones zero_ constant_pad_nd one_hot argmax argmin topk sort "
+    "max min amax amin slice_backward select_backward _unsafe_view".split()
+)
+INDEXED = frozenset(
+    "gather index_select embedding index index_put index_put_ index_copy index_copy_ index_add index_add_ "
+    "index_fill index_fill_ scatter scatter_ scatter_add scatter_add_ scatter_reduce take".split()
+)
+WRITES_ONCE = frozenset("index_put index_put_ index_copy index_copy_ scatter scatter_".split())
+INDEX_WRITES = frozenset(
+    "index_copy_ index_put_ index_add_ index_fill_ scatter_ scatter_add_ scatter_reduce_".split()
+)
+WHOLE_COPIES = frozenset("index_put_ index_add_ scatter_add_".split())
+
+
+def before(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Everything that can be said of an operator before it runs."""
+    hit = device.findings.hit
+    first = args[0] if args and isinstance(args[0], Tensor) else None
+    if op.packet in DYNAMIC:
+        dynamic(device, op, DYNAMIC[op.packet])
+    if op.packet == "repeat_interleave" and kwargs.get("output_size") is None:
+        dynamic(device, op, "H011")
+    for target in ops.written_arguments(op, args, kwargs):
+        if isinstance(target, HPUTensor):
+            view_write(device, op, target)
+    if op.packet.startswith(COMPLEX) or (first is not None and first.is_complex()):
+        hit("H034", op.name)
+    if first is None:
+        return
+    if first.dtype == torch.float64:
+        hit("H033", op.name)
+    if op.packet in PAYLOADS and first.dtype == torch.int64 and first.dim() and device.lazy:
+        hit("H032", op.name)
+    if (
+        op.packet in ("sort", "argsort", "msort")
+        and first.dim()
+        and first.shape[sort_dim(args, kwargs)] > 1024
+    ):
+        hit("H044", op.name)
+    half = first.dtype in (torch.bfloat16, torch.float16)
+    if op.packet == "multinomial" and half and first.shape[-1] > 32767:
+        hit("H046", op.name)
+    if op.packet in INDEXED:
+        indexed(device, op, args, kwargs)
+
+
+def sort_dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    numbers = [a for a in args[1:] if type(a) is int]
+    dim: int = kwargs.get("dim", numbers[0] if numbers else -1)
+    return dim
+
+
+def falls_back(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Why a native operator falls back for these arguments; empty if it does not.
+
+    First the bridge's named checks, then its lists of number formats.
+    """
+    hit = device.findings.hit
+    first = next((a for a in args if isinstance(a, Tensor)), None)
+    if first is None:
+        return ""
+    given = {a.name: v for a, v in zip(op.arguments, args, strict=False)} | kwargs
+    if op.name in ("sort.stable", "sort.values_stable") and given.get("stable"):
+        dim = sort_dim(args, kwargs) % max(first.dim(), 1)
+        limit = device.release.sort_limit
+        if limit is not None and (dim == 0 or first.shape[dim] > limit):
+            hit("H041", op.name)
+            return "stable"
+    packets, formats = UNREDUCED[device.release.name]
+    by_dim = op.packet.startswith("arg") or len(args) > 1 or "dim" in kwargs
+    if op.packet in packets and by_dim and first.dtype in formats:
+        hit("H042", f"{op.name} on {format_name(first.dtype)}")
+        return f"on {format_name(first.dtype)}"
+    if op.packet in PRODUCTS and not first.is_floating_point() and not first.is_complex():
+        hit("H043", op.name)
+        return f"on {format_name(first.dtype)}"
+    check = FALLBACK_CHECKS.get(op.packet)
+    if op.packet == "binary_cross_entropy_with_logits" and not isinstance(first, HPUTensor):
+        check = None  # a compiled graph's
+    if op.packet in device.release.fallback_checks and check is not None and check(given):
+        return "with these arguments"
+    promoted = kwargs.get("dtype") or computed_in(op, given, first)
+    taken = ops.takes(op, promoted, device.lazy, device.release)
+    return "" if taken else f"on {format_name(promoted)}"
+
+
+# By release: reductions, and the number formats that they do not take
+UNREDUCED = {
+    "1.19": (frozenset("argmax argmin max min".split()), (torch.bool,)),
+    "1.24": (frozenset("argmax argmin".split()), (torch.bool, torch.int16)),
+}
+
+
+def format_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def computed_in(op: Op, given: dict[str, Any], first: Tensor) -> torch.dtype:
+    """The number format that an operator is checked for: two tensors meet in their common one."""
+    other = given.get("other")
+    if not isinstance(other, (Tensor, *NUMBERS)):
+        return first.dtype
+    return torch.result_type(raw(first), raw(other))
+
+
+# hpu_ops: embedding_gen.cpp, binary_cross_entropy_gen.cpp, unique_gen.cpp, where_gen.cpp, index_select_gen.cpp
+FALLBACK_CHECKS: dict[str, Callable[[dict[str, Any]], bool]] = {
+    "embedding": lambda given: bool(given.get("scale_grad_by_freq") or given.get("sparse")),
+    "binary_cross_entropy_with_logits": lambda given: given["self"].dim() >= 5,
+    "unique_dim": lambda given: bool(given.get("sorted", True)),
+    "where": lambda given: given["condition"].dtype != torch.bool,
+    "index_select": lambda given: given["self"].dim() > 5,
+    "index_reduce": lambda given: (
+        given.get("reduce") == "prod" and not given.get("include_self", True)
+    ),
+    "div": lambda given: (
+        given.get("rounding_mode") is not None and given["self"].dtype == torch.bool
+    ),
+}
+
+
+def dynamic(device: Device, op: Op, rule: str) -> None:
+    """An operator whose result's shape depends on data: it reads the size back."""
+    device.findings.hit(rule, op.name)
+    device.counts.dynamic[op.name] += 1
+    device.wait("dynamic shape")
+
+
+def view_write(device: Device, op: Op, target: HPUTensor) -> None:
+    if target.base is not None:
+        device.findings.hit("H060", op.name)
+
+
+def foreign(device: Device, op: Op, value: Tensor) -> None:
+    """A CPU tensor among device tensors: lazy mode uploads it without a word (habana_lazy/lazy_kernels.h)."""
+    if value.dim() == 0:
+        return
+    if device.lazy or op.packet in ("index", "index_put", "index_put_"):
+        if device.recording is None:  # an upload in a capture is a finding of its own
+            device.findings.hit("H061", f"{op.name} uploads a CPU tensor", "warn")
+        device.accept(value)
+        return
+    device.findings.hit("H061", op.name)
+    raise RuntimeError(
+        "Expected all tensors to be on the same device, but found at least two devices, hpu:0 and cpu! "
+        f"({op.name})"
+    )
+
+
+# Numbers
+
+
+def upload(device: Device, values: Tensor) -> None:
+    """The range check of an upload, which the bridge makes on the host."""
+    if values.is_complex():
+        device.findings.hit("H034", "upload")
+    if values.dtype == torch.float64:
+        device.findings.hit("H033", "upload")
+    if not device.lazy or not values.numel() or values.dtype != torch.int64:
+        return
+    low, high = int(values.min()), int(values.max())
+    if low < INT32.min or high > INT32.max:
+        device.findings.hit("H030", f"[{low}, {high}]")
+        if device.flags.get("PT_HPU_ENABLE_VALID_DATA_RANGE_CHECK", "true").lower() in (
+            "1",
+            "true",
+        ):
+            raise RuntimeError(
+                f"Error when trying to cast Long to Int, Input values range [{low}, {high}] exceeds "
+                f"Int range [{INT32.min}, {INT32.max}]"
+            )
+
+
+def stored(device: Device, raw: Tensor) -> None:
+    """An upload as the device stores it; what is out of range wraps where the check of it is off."""
+    if raw.dtype == torch.float64:
+        raw.copy_(raw.float())
+    elif raw.dtype == torch.int64 and device.lazy:
+        raw.copy_(raw.int())
+
+
+def narrow(device: Device, op: Op, values: Iterable[Any]) -> None:
+    """Store results as the device does: float64 as float32, and int64 as int32 in lazy mode."""
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            narrow(device, op, value)
+        elif not isinstance(value, Tensor) or value.is_sparse or not value.numel():
+            continue
+        elif value.dtype == torch.float64:
+            value.copy_(value.float())
+        elif value.dtype == torch.int64 and device.lazy and op.packet not in MOVES:
+            low, high = (int(x) for x in torch.aminmax(value))
+            if low >= INT32.min and high <= INT32.max:
+                continue
+            if not op.random:
+                device.findings.hit("H031", f"{op.name}: [{low}, {high}]")
+            value.copy_(value.int())
+
+
+# Indices
+
+
+def indexed(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Rules for reads and writes through index tensors."""
+    hit = device.findings.hit
+    first, indices = args[0], index_tensors(op, args)
+    if op.packet in ("index", "index_put", "index_put_"):
+        if masked(op, args):
+            boolean_index(device, op, args)
+            return
+        if any(i is None for i in args[1]):
+            hit("H047", op.name)
+        if first.dim() > (5 if op.packet == "index" else 8):
+            hit("H045", f"{op.name} on {first.dim()} dimensions")
+    if op.packet == "index_select" and first.dim() > 5:
+        hit("H045", f"{op.name} on {first.dim()} dimensions")
+    accumulates = (len(args) > 3 and args[3] is True) or kwargs.get("accumulate") is True
+    if op.packet in WHOLE_COPIES and first.numel() * first.element_size() > MEGABYTE:
+        hit("H054", op.name)
+    source = args[3] if op.packet.startswith("scatter") and len(args) > 3 else None
+    if isinstance(source, HPUTensor) and source.raw.data_ptr() == raw(first).data_ptr():
+        hit("H053", op.name)
+    for problem, detail in broken_indices(op.packet, raw(first), indices, args, accumulates):
+        hit(problem, f"{op.name}: {detail}")
+
+
+def masked(op: Op, args: tuple[Any, ...]) -> bool:
+    """Whether an index is a mask."""
+    return op.packet in ("index", "index_put", "index_put_") and any(
+        i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]
+    )
+
+
+def raw(value: Any) -> Any:
+    return value.raw if isinstance(value, HPUTensor) else value
+
+
+def boolean_index(device: Device, op: Op, args: tuple[Any, ...]) -> None:
+    if op.packet == "index":
+        dynamic(device, op, "H010")
+        return
+    if args[2].dim() == 0:
+        device.findings.hit("H012", op.name)
+        return
+    device.findings.hit("H012", op.name, "error")
+    dynamic(device, op, "H010")
+
+
+def index_tensors(op: Op, args: tuple[Any, ...]) -> list[tuple[int, Tensor]]:
+    """(size of the indexed dimension, index) of each index tensor."""
+    first = args[0]
+    if op.packet == "embedding":
+        return [(first.shape[0], raw(args[1]))]
+    if op.packet == "take":
+        return [(first.numel(), raw(args[1]))]
+    if op.packet in ("index", "index_put", "index_put_"):
+        return [(first.shape[d], raw(i)) for d, i in enumerate(args[1]) if i is not None]
+    return [(first.shape[args[1]] if first.dim() else 1, raw(args[2]))]
+
+
+def clamped(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments on the CPU with every index inside its dimension; advanced ones may count from the end."""
+    from_end = op.packet.startswith("index_put") or op.packet in ("index", "take")
+    bounded = {
+        id(i): i.clamp(-size if from_end else 0, size - 1) for size, i in index_tensors(op, args)
+    }
+
+    def change(value: Any) -> Any:
+        if isinstance(value, list):
+            return [change(item) for item in value]
+        return bounded.get(id(value), value)
+
+    return tuple(map(change, args))
+
+
+def broken_indices(
+    packet: str, target: Tensor, indices: list[tuple[int, Tensor]], args: Any, accumulates: bool
+) -> list[tuple[str, str]]:
+    """Negative, too large and repeated indices: (rule, detail)."""
+    found = []
+    indices = [(size, slim(index)) for size, index in indices]
+    writes = packet.startswith(("index_put", "index_copy", "index_add", "index_fill", "scatter"))
+    for size, index in indices:
+        if not index.numel():
+            continue
+        low, high = (int(x) for x in torch.aminmax(index))
+        if low < 0 and not (writes and packet.startswith("index_put")):
+            found.append(("H050", f"{low}"))
+        if high >= size or low < -size:
+            found.append(("H051", f"{high if high >= size else low} of {size}"))
+    if packet in WRITES_ONCE and not accumulates and repeats(packet, indices, args):
+        found.append(("H052", "two writes to one place"))
+    return found
+
+
+def slim(index: Tensor) -> Tensor:
+    """An expanded index once: its repetitions say nothing new."""
+    for dim, (size, stride) in enumerate(zip(index.shape, index.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            index = index.narrow(dim, 0, 1)
+    return index
+
+
+def repeats(packet: str, indices: list[tuple[int, Tensor]], args: Any) -> bool:
+    """Whether one place is written twice."""
+    if packet.startswith("index_copy"):
+        index = indices[0][1]
+    elif packet.startswith("index_put"):
+        flat = torch.broadcast_tensors(*(i for _, i in indices))
+        index = torch.zeros_like(flat[0], dtype=torch.int64)
+        for (size, _), part in zip(indices, flat, strict=True):
+            index = index * size + part % size
+    else:  # scatter: along one dimension
+        ordered = indices[0][1].sort(args[1]).values
+        count = ordered.shape[args[1]] if ordered.dim() else 1
+        before = ordered.narrow(args[1], 0, max(count - 1, 0))
+        return bool((before == ordered.narrow(args[1], min(1, count), max(count - 1, 0))).any())
+    return index.unique().numel() < index.numel()

@@ -1,0 +1,256 @@
+"""Where torch's calls reach the card: Python functions that name a device or read a tensor, then operators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _device
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gaudi_emulator.device import Device
+from gaudi_emulator.ops import RANDOM
+from gaudi_emulator.patches import restored
+from gaudi_emulator.tensor import META, HPUTensor, is_hpu
+
+Handler = Callable[[Device, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Functions(TorchFunctionMode):
+    """Calls of torch's Python functions."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.card = device
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in HANDLERS:
+            if func in (torch.tensor, torch.as_tensor) and is_hpu(_device.CURRENT_DEVICE):
+                kwargs.setdefault("device", _device.CURRENT_DEVICE)
+            return HANDLERS[func](self.card, func, args, kwargs)
+        here = is_hpu(kwargs.get("device"))
+        if kwargs.get("device") is None and is_hpu(_device.CURRENT_DEVICE):  # set_default_device
+            here = func in _device._device_constructors()
+        if here:
+            kwargs["device"] = META
+        # What torch makes on `meta` on the way is ours if the call was.
+        outer, self.card.inside = self.card.inside, here or HPUTensor in types
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.card.inside = outer
+
+
+class Operators(TorchDispatchMode):
+    """Operators, after torch has taken composite functions apart."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self.card = device
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        goal = kwargs.get("device")
+        made_here = goal is not None and goal.type == "meta" and self.card.inside
+        if made_here or HPUTensor in types:
+            return self.card.run(func, args, kwargs)
+        if self.card.recording is not None:
+            host_operator(self.card, func)
+        return func(*args, **kwargs)
+
+
+def host_operator(card: Device, func: Any) -> None:
+    """An operator on CPU tensors while a graph is captured: the recording will not see it."""
+    packet = func._schema.name.partition("::")[2]
+    if packet in RANDOM:
+        card.findings.hit("H070", packet)
+    elif packet in ("empty", "zeros", "ones", "full", "arange", "lift_fresh", "scalar_tensor"):
+        card.findings.hit("H061", f"{packet} on the CPU", "warn")
+
+
+# Functions that move tensors, or that torch refuses for subclasses
+
+
+def move(
+    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`Tensor.to`: dtype, device, both, or those of another tensor."""
+    source, *rest = args
+    if rest and isinstance(rest[0], HPUTensor):
+        rest = [rest[0].device, rest[0].dtype, *rest[1:]]
+    other = kwargs.pop("other", None)
+    if isinstance(other, HPUTensor):
+        kwargs |= {"device": other.device, "dtype": other.dtype}
+    copies = kwargs.pop("copy", False)
+    goal, dtype, _, layout = torch._C._nn._parse_to(*rest, **kwargs)
+    dtype = dtype or source.dtype
+    extra: dict[str, Any] = {} if layout is None else {"memory_format": layout}
+    if isinstance(source, HPUTensor):
+        if goal is not None and goal.type == "cpu":
+            moved = across(card, source, "copy to the host")
+            return moved.to(dtype, **extra) if extra or moved.dtype != dtype else moved
+        if goal is not None and goal.type == "meta":
+            return source.raw.to(META, dtype)
+        return func(source, dtype, copy=copies, **extra)
+    if goal is not None and is_hpu(goal):
+        return across(card, func(source, dtype, **extra), "upload")
+    return func(source, *rest, copy=copies, **kwargs)
+
+
+def across(card: Device, source: Tensor, reason: str, rule: str = "H002") -> Tensor:
+    """A copy on the other side; gradients flow back the same way."""
+    if source.requires_grad and torch.is_grad_enabled():
+        moved: Tensor = Across.apply(source, card, reason, rule)
+        return moved
+    return crossed(card, source, reason, rule)
+
+
+def crossed(card: Device, source: Tensor, reason: str, rule: str) -> Tensor:
+    if isinstance(source, HPUTensor):
+        return card.read(source, reason, rule).clone()
+    return card.upload(source)
+
+
+class Across(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, card: Device, reason: str, rule: str) -> Tensor:
+        ctx.card = card
+        return crossed(card, source.detach(), reason, rule)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        reason = "copy to the host" if isinstance(grad, HPUTensor) else "upload"
+        return crossed(ctx.card, grad, reason, "H002"), None, None, None
+
+
+def read_to_host(
+    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`cpu` and `numpy`."""
+    source = args[0]
+    if not isinstance(source, HPUTensor):
+        return func(*args, **kwargs)
+    if func is Tensor.numpy:
+        raise TypeError(
+            "can't convert hpu:0 device type tensor to numpy. Use Tensor.cpu() to copy the tensor first."
+        )
+    return across(card, source, "copy to the host")
+
+
+def make(
+    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`torch.tensor` and `torch.as_tensor`: made on the host, then uploaded."""
+    if not is_hpu(kwargs.get("device")):
+        return func(*args, **kwargs)
+    if isinstance(args[0], HPUTensor):
+        return args[0].detach().clone() if func is torch.tensor else args[0]
+    return card.upload(func(*args, **{**kwargs, "device": torch.device("cpu")}))
+
+
+def complex_on_host(
+    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`torch.complex` of device tensors gives a CPU tensor, without a word."""
+    if not any(isinstance(a, HPUTensor) for a in args):
+        return func(*args, **kwargs)
+    card.findings.hit("H034", "torch.complex")
+    card.sync("copy to the host", "H002")
+    return func(*(a.raw if isinstance(a, HPUTensor) else a for a in args), **kwargs)
+
+
+def make_like(
+    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`new_tensor`: made on the host in the tensor's format, then uploaded where it is for the device."""
+    like, *rest = args
+    goal = kwargs.get("device")
+    here = isinstance(like, HPUTensor) if goal is None else is_hpu(goal)
+    if not here and not isinstance(like, HPUTensor):
+        return func(*args, **kwargs)
+    kwargs = {"dtype": like.dtype, **kwargs, "device": torch.device("cpu")}
+    learns = kwargs.pop("requires_grad", False)
+    made = torch.tensor(*rest, **kwargs)
+    return (card.upload(made) if here else made).requires_grad_(learns)
+
+
+def set_data(
+    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`x.data = y`: the same object with another storage; also from a CPU tensor to a device tensor."""
+    target, source = args
+    if isinstance(target, HPUTensor):
+        source = source if isinstance(source, HPUTensor) else card.upload(source)
+        target.become(source.raw, source.base)
+    elif isinstance(source, HPUTensor):
+        made: Tensor = HPUTensor(source.raw, source.base)
+        if isinstance(target, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, target.requires_grad)
+        torch.utils.swap_tensors(target, made)
+    else:
+        func(target, source)
+
+
+def deep_copy(
+    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """`copy.deepcopy` of a tensor: a storage of its own on the device."""
+    source, memo = args
+    if not isinstance(source, HPUTensor):
+        return func(*args, **kwargs)
+    if id(source) in memo:
+        return memo[id(source)]
+    if not source.is_leaf:
+        raise RuntimeError(
+            "Only Tensors created explicitly by the user (graph leaves) support the deepcopy protocol at the moment."
+        )
+    with torch.no_grad():
+        made: Tensor = source.detach().clone()
+        if isinstance(source, torch.nn.Parameter):
+            made = torch.nn.Parameter(made, requires_grad=source.requires_grad)
+        made.requires_grad_(source.requires_grad)
+        if source.grad is not None:
+            made.grad = source.grad.clone()
+    memo[id(source)] = made
+    return made
+
+
+def pickled(
+    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A pickle holds the numbers."""
+    source = args[0]
+    if not isinstance(source, HPUTensor):
+        return func(*args, **kwargs)
+    values = card.read(source, "pickle").detach().clone()
+    return restored, (values, source.requires_grad, isinstance(source, torch.nn.Parameter))
+
+
+HANDLERS: dict[Callable[..., Any], Handler] = {
+    Tensor.to: move,
+    Tensor.cpu: read_to_host,
+    Tensor.numpy: read_to_host,
+    Tensor.new_tensor: make_like,
+    Tensor.data.__set__: set_data,  # type: ignore[attr-defined]
+    Tensor.__deepcopy__: deep_copy,
+    Tensor.__reduce_ex__: pickled,
+    torch.tensor: make,
+    torch.as_tensor: make,
+    torch.complex: complex_on_host,
+}

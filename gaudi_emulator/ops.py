@@ -1,0 +1,214 @@
+"""What the device can do with each operator: native, view, write, or a fallback to the CPU.
+
+`ops_v1.19.json` and `ops_v1.24.json` hold the names of the operators that these releases of the public bridge
+register (HabanaAI/gaudi-pytorch-bridge, Apache-2.0, scripts/hpu_op.yaml; names only). An operator that is not among
+them and that torch does not compose of others runs on the CPU: inputs down, results up, and a wait.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lantern_hpu.backends.hpu.env import Release
+
+COMPOSED = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
+SCALAR_TYPES = {
+    "BFloat16": (torch.bfloat16,),
+    "Byte": (torch.uint8,),
+    "Char": (torch.int8, torch.bool),  # a bool is a byte on the device
+    "Float": (torch.float32, torch.float64),  # float64 is narrowed before
+    "Half": (torch.float16,),
+    "Int": (torch.int32,),
+    "Long": (torch.int64,),
+    "Short": (torch.int16,),
+}
+LETTERS = {  # of the documentation's table; uint8 has none
+    "F": (torch.float32, torch.float64),
+    "B": (torch.bfloat16,),
+    "H": (torch.float16,),
+    "8": (torch.float8_e4m3fn, torch.float8_e5m2),
+    "L": (torch.int64,),
+    "I": (torch.int32,),
+    "S": (torch.int16,),
+    "C": (torch.int8,),
+    "T": (torch.bool,),
+}
+SCATTERED_VIEWS = frozenset("slice_scatter select_scatter diagonal_scatter".split())
+FLOAT8 = frozenset(LETTERS["8"])
+MOVES_FLOAT8 = frozenset({"repeat", "roll"})
+IN_TABLE = frozenset(dtype for dtypes in LETTERS.values() for dtype in dtypes)
+
+
+@dataclass(frozen=True)
+class Lists:
+    """What a release says of operators.
+
+    Attributes:
+        native: overloads that it registers. cpu_only: those of torch that it would run on the CPU.
+        formats: number formats of the overloads that the bridge checks by a list.
+        documented: those of functions by the table of its documentation, from 1.24 on.
+    """
+
+    native: frozenset[str]
+    cpu_only: frozenset[str]
+    formats: dict[str, frozenset[torch.dtype]]
+    documented: dict[str, frozenset[torch.dtype]]
+
+
+@cache
+def lists(release: Release) -> Lists:
+    file = Path(__file__).with_name(f"ops_v{release.name}.json")
+    table: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    formats = {
+        name: frozenset(dtype for kind in kinds.split() for dtype in SCALAR_TYPES[kind])
+        for kinds, names in table["dtypes"].items()
+        for name in names
+    }
+    documented = {
+        name: frozenset(dtype for letter in letters for dtype in LETTERS[letter])
+        for letters, names in table.get("dtypes_docs", {}).items()
+        for name in names
+    }
+    native, cpu_only = table["native_overloads"], table["cpu_only_not_listed"]
+    return Lists(frozenset(native), frozenset(cpu_only), formats, documented)
+
+
+# Operators whose Scalar arguments are constants of the graph all the same
+KEYED_SCALARS = ("arange", "full", "linspace", "new_full", "fill")
+RANDOM = frozenset(
+    "bernoulli bernoulli_ cauchy_ dropout exponential_ geometric_ log_normal_ multinomial native_dropout normal "
+    "normal_ poisson rand rand_like randint randint_like randn randn_like random_ randperm uniform_".split()
+)
+
+# Factories that take shape and number format of a tensor, which may be on the host
+MADE_LIKE = frozenset(
+    "empty_like full_like new_empty new_empty_strided new_full new_ones new_zeros ones_like rand_like randint_like "
+    "randn_like zeros_like".split()
+)
+
+
+@dataclass(frozen=True)
+class Op:
+    """An overload, as the device sees it."""
+
+    name: str  # "add.Tensor", or "mm" for a default overload
+    packet: str  # "add"
+    native: bool
+    writes: tuple[
+        int | str, ...
+    ]  # arguments that it changes: positions, or names of keyword arguments
+    view_of: int | None  # the argument that its results are views of
+    scalars: frozenset[int | str]  # arguments that are device scalars, not constants of the graph
+    random: bool
+    arguments: tuple[Any, ...]  # of the schema
+
+
+def mark(index: int, argument: Any) -> int | str:
+    return str(argument.name) if argument.kwarg_only else index
+
+
+@cache
+def op_of(func: Any, release: Release) -> Op:
+    """What a release knows of an `OpOverload`."""
+    schema = func._schema
+    packet = schema.name.partition("::")[2]
+    name = f"{packet}.{schema.overload_name}" if schema.overload_name else packet
+    writes, view_of, scalars = [], None, []
+    for index, argument in enumerate(schema.arguments):
+        alias = argument.alias_info
+        if alias is not None and alias.is_write:
+            writes.append(mark(index, argument))
+        elif alias is not None and view_of is None and not argument.kwarg_only:
+            view_of = index
+        # `x * 2.0` reaches `mul.Tensor` with the number in a tensor's place
+        number = "number" in str(argument.type) or str(argument.type) == "Tensor"
+        if number and not packet.startswith(KEYED_SCALARS):
+            scalars.append(mark(index, argument))
+    viewed = view_of is not None and not writes and name not in lists(release).cpu_only
+    native = not schema.name.startswith("aten::") or viewed or is_native(func, release)
+    return Op(
+        name,
+        packet,
+        native,
+        tuple(writes),
+        None if writes else view_of,
+        frozenset(scalars),
+        packet in RANDOM,
+        tuple(schema.arguments),
+    )
+
+
+def is_native(func: Any, release: Release) -> bool:
+    """Whether a release lists an operator or another form of it, or torch makes it of others.
+
+    A structured operator counts by its functional, in-place or `out` form; torch generates the others from it.
+    """
+    if any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in COMPOSED):
+        return True
+    packet = func._schema.name.partition("::")[2]
+    if packet == "new_empty_strided" or packet in SCATTERED_VIEWS:
+        return True  # an allocation; a copy and a write into a view of it
+    plain = packet if packet.startswith("__") else packet.rstrip("_")
+    native = lists(release).native
+    return any(
+        f"{name}.{overload}".removesuffix(".default") in native
+        and arguments(getattr(forms, overload)) == arguments(func)
+        for name in (plain, f"{plain}_")
+        if (forms := getattr(torch.ops.aten, name, None)) is not None
+        for overload in forms.overloads()
+    )
+
+
+def arguments(func: Any) -> tuple[tuple[str, str], ...]:
+    """Names and types of what goes in; forms of one operator agree in it."""
+    return tuple((a.name, str(a.type)) for a in func._schema.arguments if not a.is_out)
+
+
+def takes(op: Op, dtype: torch.dtype, lazy: bool, release: Release) -> bool:
+    """Whether an operator takes a number format: by the bridge's list (hpu_ops/supported_dtypes.cpp), and by the table
+    of the documentation where a release judges at run time."""
+    if dtype in FLOAT8 and op.packet in MOVES_FLOAT8:
+        return True
+    known = lists(release).formats.get(op.name)
+    if known is not None:
+        if lazy and dtype == torch.int64:
+            dtype = torch.int32  # which lazy mode stores
+        return dtype in known or (dtype == torch.int32 and torch.int64 in known)
+    if op.view_of is not None:
+        return True  # no kernel runs
+    row = lists(release).documented.get(op.packet)
+    return row is None or dtype in row or dtype not in IN_TABLE
+
+
+def written_arguments(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operator changes."""
+    return [kwargs.get(mark) if isinstance(mark, str) else args[mark] for mark in op.writes]
+
+
+def spec(value: Any) -> Any:
+    """A constant or a tensor as a recipe key sees it: dtype and shape of tensors, values of the rest."""
+    if isinstance(value, Tensor):
+        return (value.dtype, tuple(value.shape))
+    if isinstance(value, (list, tuple)):
+        return tuple(spec(item) for item in value)
+    return (type(value).__name__, value)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, (bool, int, float))
+
+
+def recipe_key(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """An operator's part of a recipe key; the value of a device scalar does not belong to it."""
+    parts = tuple(
+        (name, type(value).__name__ if name in op.scalars and is_number(value) else spec(value))
+        for name, value in [*enumerate(args), *kwargs.items()]
+    )
+    return (op.name, parts)

@@ -1,0 +1,201 @@
+"""What a benchmark is to measure: its options, and the rows that follow on a device. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from lantern_hpu.errors import DeviceError, OptionError, check_ranges, choices, option, require
+from lantern_hpu.graphs import check_mode
+from lantern_hpu.methods.relaxation import PRESETS, Relaxation
+from lantern_hpu.methods.request import MAX_IMAGES, Request
+from lantern_hpu.methods.setting import (
+    AUTO,
+    METHODS,
+    SMALL_DYNAMIC,
+    SMALL_TREE,
+    Resolved,
+    Setting,
+    read_tree,
+)
+from lantern_hpu.tree import load_tree
+from lantern_hpu.zoo import registry
+
+if TYPE_CHECKING:
+    from lantern_hpu.backends.base import Backend
+    from lantern_hpu.pipeline import LanternPipeline
+
+GRAPHS = "eager,auto"
+# What a run measures unless something else is asked for
+USUAL = {"methods": ",".join(METHODS), "batch_sizes": "1,8"}
+# The same of a stretched model, whose images take minutes: where arithmetic is scarce, small trees and windows can pay
+LARGE = {
+    "methods": ",".join(METHODS),
+    "trees": f"{SMALL_TREE},{SMALL_DYNAMIC},jacobi:2,scd:2,scd:4,scd:8,sjd-pac:2:2x1",
+    "batch_sizes": "1",
+    "images": 1,
+}
+RANDOM = {  # --random-weights: the known model whose sizes are meant
+    "llamagen-xl": "llamagen-t2i-256",
+    "llamagen-3b": "llamagen-c2i-3b-384",
+    "anole-7b": "anole-7b",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchRequest:
+    """The options of a run.
+
+    Attributes:
+        entry: the known model whose sizes get random weights, in place of `model`.
+        stretch: the known model to whose sizes `model` is widened.
+        settings: one a row of each graph mode and batch size.
+        by_name: whether the graph modes were asked for, or are the usual ones.
+    """
+
+    model: str = option("builtin", "`builtin`, a known model, a Hub id or a model folder")
+    entry: registry.KnownModel | None = None
+    stretch: str | None = None
+    device: str = "auto"
+    dtype: str = "auto"
+    kernels: str = "auto"
+    layout: str = "auto"
+    invariant: str = "on"
+    threads: int = 0
+    settings: list[Setting]
+    modes: list[str]
+    by_name: bool = True
+    batches: list[int]
+    images: int = option(
+        8,
+        f"least number of timed images per row; with --stretch {LARGE['images']}",
+        low=1,
+        high=MAX_IMAGES,
+    )
+    interleave: bool = option(
+        False,
+        "rows of a graph mode and batch size draw a batch each in turn, so that a drift of the machine's speed affects "
+        "all alike; needs the memory of all at once",
+    )
+    steps: int = option(64, "timed steps per row with --random-weights", low=1)
+    seed: int = option(0, "of the first image")
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        Request("any", self.seed)
+        if self.interleave and self.entry is not None:
+            why = "with random weights there are no images to take turns"
+            raise OptionError("--interleave and --random-weights exclude each other", why)
+
+    @property
+    def mode(self) -> str:
+        """What a device prepares for: its best graph mode, if that is asked for."""
+        return AUTO if AUTO in self.modes else self.modes[0]
+
+
+def settings_for(
+    texts: Sequence[str], trees: Sequence[str], relax: str | None = None
+) -> list[Setting]:
+    """Each setting with each tree of its method's kind; with its own tree where it has one or none fits.
+
+    Args:
+        texts: written forms. relax: a preset for those that take one and have none.
+    """
+    if relax is not None:
+        require(relax in PRESETS, "--relax", relax, f"one of {', '.join(PRESETS)}")
+    asked = [relaxed(Setting.parse(text), relax) for text in texts]
+    drafting = {tree: methods_for(tree) for tree in trees}
+    result = []
+    for setting in asked:
+        fitting = [] if setting.tree else [t for t in trees if setting.method in drafting[t]]
+        result += [replace(setting, tree=read_tree(setting.method, t)) for t in fitting] or [
+            setting
+        ]
+    for tree, methods in drafting.items():
+        if not any(setting.method in methods for setting in asked):
+            raise OptionError(f"--trees {tree} fits none of {', '.join(texts)}")
+    return result
+
+
+def relaxed(setting: Setting, preset: str | None) -> Setting:
+    """With a preset, if it takes one and has none."""
+    if preset is None or setting.relaxation is not None:
+        return setting
+    takes = METHODS[setting.drafting].takes_relaxation(PRESETS[preset])
+    return replace(setting, relaxation=PRESETS[preset]) if takes else setting
+
+
+def methods_for(tree: str) -> list[str]:
+    """The methods that can draft a tree."""
+    if tree == AUTO:
+        return [name for name, method in METHODS.items() if method.tunable]
+    loaded = load_tree(tree)
+    return [name for name, method in METHODS.items() if method.takes(loaded)]
+
+
+def find_entry(name: str) -> registry.KnownModel:
+    """The known model that `--random-weights` means."""
+    result = registry.find_model_by_name(RANDOM.get(name, name))
+    if result is None:
+        hint = choices([*RANDOM, *registry.entries()])
+        raise OptionError(f"unknown model sizes: {name!r}", "--random-weights", hint)
+    return result
+
+
+# ------------------------------------------------------------------------------------ rows
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one row measures."""
+
+    setting: Resolved
+    mode: str
+    batch: int
+
+    def __str__(self) -> str:
+        return f"{self.setting.method}, {self.setting.tree.name}, {self.mode}, batch {self.batch}"
+
+    def timed_batches(self, wanted: BenchRequest) -> int:
+        """How many are timed: enough for the images, or with random weights one."""
+        return 1 if wanted.entry else -(-wanted.images // self.batch)
+
+
+def measurable_modes(
+    backend: Backend, modes: Sequence[str], by_name: bool
+) -> tuple[list[str], list[str]]:
+    """The graph modes to measure, and what to say about those that are not."""
+    best = check_mode(backend, AUTO)
+    result: list[str] = []
+    notes = []
+    for mode in modes:
+        real = best if mode == AUTO else mode
+        if real in result:
+            notes.append(f"`auto` is `{real}` on this device: measured once")
+        elif real in backend.graph_modes:
+            result.append(real)
+        elif by_name:
+            hint = choices([AUTO, *backend.graph_modes])
+            why = f"beside {best}, in one process"
+            raise DeviceError(f"{backend.name} has no graph mode {real!r}", why, hint)
+        else:
+            notes.append(
+                f"`{real}` is not offered beside `{best}` in one process: measure it with --graphs {real} "
+                "into a second file; lantern_hpu.lab.compare takes both"
+            )
+    return result, notes
+
+
+def cases_of(pipeline: LanternPipeline, wanted: BenchRequest, modes: Sequence[str]) -> list[Case]:
+    """What each row is of. A tuned tree is the one found for the mode that the pipeline is in, in all modes."""
+    result: dict[tuple[str, Relaxation, str, int], Resolved] = {}
+    for batch in wanted.batches:
+        for setting in wanted.settings:
+            chosen = pipeline.resolve(setting, batch)
+            key = (chosen.method, chosen.relaxation, chosen.tree.name, batch)
+            # The tuned tree may be a named one that is asked for as well.
+            if result.setdefault(key, chosen) != chosen:
+                why = f"--trees has two different ones of the name {chosen.tree.name!r}"
+                raise OptionError("rows are identified by the names of trees", why)
+    return [Case(setting, mode, batch) for mode in modes for (*_, batch), setting in result.items()]

@@ -1,0 +1,475 @@
+"""Time drawing: whole images, or steps alone; where a step's time goes; what it keeps in memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lantern_hpu.backends.base import Backend
+from lantern_hpu.bench.cases import Case
+from lantern_hpu.bench.columns import PARTS, SpeedRow
+from lantern_hpu.decode.batch import Finished
+from lantern_hpu.decode.engine import Engine
+from lantern_hpu.methods.request import Request
+from lantern_hpu.models.config import ModelConfig, TransformerConfig
+from lantern_hpu.models.text.prefix import Prefix
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results.images import ImageRecord, RunStats, mean_tv, tokens_per_step
+from lantern_hpu.results.progress import Event
+from lantern_hpu.tree import DynamicTree, Tree
+
+# ------------------------------------------------------------------------------------------- clock
+
+# One clock for everything that is timed: steps of a run, calls on a device, images from prompt to pixels.
+
+
+def device_time(backend: Backend) -> float:
+    """The time in seconds when everything asked for so far is done."""
+    backend.queue.flush()  # a lazy device would drop or postpone it
+    backend.synchronize()
+    return time.perf_counter()
+
+
+def seconds_of(backend: Backend, function: Callable[[], object], calls: int = 1) -> float:
+    """Mean seconds of a call, of several in a row: waiting for the device then hardly counts."""
+    began = device_time(backend)
+    for _ in range(calls):
+        function()
+        backend.queue.flush()
+    return (device_time(backend) - began) / calls
+
+
+def image_seconds(timing: RunStats, images: int) -> float:
+    """Prompt to pixels, without loading and warm-up."""
+    return (timing.text_s + timing.generate_s + timing.decode_s) / images
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """What this share of the values does not exceed, between neighbours in proportion."""
+    return float(np.quantile(values, share))
+
+
+@dataclass
+class StepClock:
+    """Times the steps of runs through `LanternPipeline.stream`, which takes `timing` and `read`.
+
+    Attributes:
+        blocks: seconds and steps between two host reads.
+        show: is called with the progress.
+    """
+
+    show: Callable[[str], object] = str
+    timing: RunStats = field(default_factory=RunStats)
+    blocks: list[tuple[float, int]] = field(default_factory=list)
+    _seen: tuple[float, int] = (0.0, 0)
+
+    def read(self, event: Event) -> None:
+        """Callback of the run: a host read is done."""
+        seconds, steps = self._seen
+        if (
+            self.timing.steps > steps
+        ):  # what is on its way belongs to the block that is read with it
+            self.blocks.append((self.timing.steps_s - seconds, self.timing.steps - steps))
+            self._seen = self.timing.steps_s, self.timing.steps
+        self.show(f"{self.timing.steps} steps")
+
+    @property
+    def step_ms(self) -> list[float]:
+        """Milliseconds of each step, all of a block alike."""
+        return [1000 * seconds / steps for seconds, steps in self.blocks for _ in range(steps)]
+
+
+# ---------------------------------------------------------------------------------------- roofline
+
+# The least time that a step can take: bytes over bandwidth, operations over rate. Arithmetic alone, no torch.
+#
+# A pass of the target must read each of its weights and the keys and values of the committed positions once, and
+# multiply each weight with each token. What is counted is what no implementation can avoid, so masks, activations
+# and unused positions are not. Whichever takes longer, reading or multiplying, is the floor of a pass; passes of a step
+# wait for each other, so their floors add up. The cache is taken as it is in the middle of an image.
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a device can do in one number format: bytes a second, operations a second.
+
+    Attributes:
+        weight_bytes: of a number in a matrix, where it is not kept in that format.
+    """
+
+    bandwidth: float
+    rate: float
+    number_bytes: int = 2  # of the format: bfloat16
+    weight_bytes: int | None = None
+
+
+class Pass(NamedTuple):
+    """One pass of the target or the drafter over some tokens a row, the head over some of them."""
+
+    tokens: int
+    logits: int
+
+
+@dataclass(frozen=True)
+class StepPasses:
+    """The passes of a step: the drafter's one after the other, then the target's over all nodes."""
+
+    draft: tuple[Pass, ...]
+    verify: Pass
+
+    @classmethod
+    def of(cls, tree: Tree) -> StepPasses:
+        """Of a draft tree; the drafter's first pass catches up with one token."""
+        if not tree.needs_drafter:
+            return cls((), Pass(tree.size, tree.size))
+        catch_up = Pass(1, 1)
+        if isinstance(tree, DynamicTree):
+            grow = (Pass(tree.top_k, tree.top_k),) * tree.expansions
+            return cls((catch_up, *grow), Pass(tree.size, tree.size + 1))
+        levels = tuple(Pass(len(level), len(level)) for level in tree.frontiers[1:])
+        # Logits at the nodes with children, and at the one where the walk stops
+        return cls((catch_up, *levels), Pass(tree.size, len(tree.expanded) + 1))
+
+    def as_json(self) -> dict[str, Any]:
+        """`[tokens, logits]` of each pass."""
+        return {"draft": list(map(list, self.draft)), "verify": list(self.verify)}
+
+
+@dataclass(frozen=True)
+class Floor:
+    """Least seconds of a step's two parts, and what bounds the larger one."""
+
+    draft: float
+    verify: float
+    bound: str  # "bandwidth" or "arithmetic", of the verification
+
+    @property
+    def step(self) -> float:
+        return self.draft + self.verify
+
+
+def sizes(model: ModelConfig, guidance: bool, number_bytes: int) -> dict[str, int]:
+    """What a step of a model reads and multiplies, as reports have it: counts of numbers unless the name says more."""
+    config = model.target
+    return {
+        "body": config.layers * config.block_parameters(),
+        "head": config.head_parameters,
+        "drafter": model.drafter.own_parameters(config) if model.drafter else 0,
+        "layers": config.layers,
+        "width": config.width,
+        "kv_width": config.kv_width,
+        "prefix": config.prefix,
+        "tokens": config.tokens,
+        "rows_per_image": 2 if guidance else 1,
+        "number_bytes": number_bytes,
+    }
+
+
+def pass_seconds(
+    config: TransformerConfig, parameters: int, layers: int, what: Pass, rows: int, rates: Rates
+) -> tuple[float, float]:
+    """Least seconds to read what a pass through so many parameters and layers needs, and to multiply it."""
+    context = config.prefix + config.tokens / 2  # committed positions
+    head = config.head_parameters if what.logits else 0
+    cached = rows * context * layers * 2 * config.kv_width
+    # A multiplication with its addition counts as two.
+    matrices = 2 * (what.tokens * parameters + what.logits * head)
+    attention = 4 * what.tokens * context * layers * config.width
+    weights = (parameters + head) * (rates.weight_bytes or rates.number_bytes)
+    read = weights + cached * rates.number_bytes
+    return read / rates.bandwidth, rows * (matrices + attention) / rates.rate
+
+
+def floor(model: ModelConfig, passes: StepPasses, rows: int, rates: Rates) -> Floor:
+    """The floor of a step over a batch.
+
+    Args:
+        rows: of the batch; with guidance, two an image.
+    """
+    config = model.target
+    drafter = model.drafter.own_parameters(config) if model.drafter else 0
+    drafts = [pass_seconds(config, drafter, 1, what, rows, rates) for what in passes.draft]
+    body = config.layers * config.block_parameters()
+    read, multiply = pass_seconds(config, body, config.layers, passes.verify, rows, rates)
+    bound = "bandwidth" if read >= multiply else "arithmetic"
+    return Floor(sum(max(pair) for pair in drafts), max(read, multiply), bound)
+
+
+# ------------------------------------------------------------------------------------------- rates
+
+# Two reference lines of a device, measured: how fast it copies memory, and how fast it multiplies matrices.
+
+COPIED = 256 * 2**20  # bytes of the copied tensor: more than a cache holds
+LARGEST = 8192  # rows and columns of the largest product tried
+ENOUGH = 0.02  # seconds of one timing; products that take as long are large enough
+TIMES = 5  # timings of each; the fastest is kept, as a floor is what can be reached
+
+
+@dataclass(frozen=True)
+class MeasuredRates:
+    """As reports have them; `bf16_operations_per_s` is None where the device has no bfloat16."""
+
+    copy_bytes_per_s: float
+    bf16_operations_per_s: float | None
+    operations_per_s: float  # in the run's own format
+    how: str = (
+        f"fastest of {TIMES}: one tensor of {COPIED // 2**20} MiB copied to another, counted as read "
+        f"and written; square matrix products of growing size up to {LARGEST}"
+    )
+
+
+def least_seconds(backend: Backend, function: Callable[[], object]) -> float:
+    """Least time of a call; short ones are timed several in a row."""
+    seconds_of(backend, function)
+    calls = max(1, round(ENOUGH / seconds_of(backend, function)))
+    return min(seconds_of(backend, function, calls) for _ in range(TIMES))
+
+
+@torch.no_grad()
+def copy_bandwidth(backend: Backend) -> float:
+    """Bytes a second of one tensor copied to another: each byte is read once and written once."""
+    source = torch.ones(COPIED // 4, dtype=torch.float32, device=backend.device)
+    goal = torch.zeros_like(source)
+    return 2 * COPIED / least_seconds(backend, lambda: goal.copy_(source))
+
+
+@torch.no_grad()
+def matrix_rate(backend: Backend, dtype: torch.dtype) -> float:
+    """Operations a second of a square matrix product; the size grows until a product takes long enough."""
+    size, best = 256, 0.0
+    while True:
+        left = torch.ones(size, size, dtype=dtype, device=backend.device)
+        right, product = torch.ones_like(left), torch.empty_like(left)
+
+        def multiply(a: Tensor = left, b: Tensor = right, out: Tensor = product) -> Tensor:
+            return torch.mm(a, b, out=out)
+
+        taken = least_seconds(backend, multiply)
+        best = max(best, 2 * size**3 / taken)
+        if taken >= ENOUGH or size >= LARGEST:
+            return best
+        size *= 2
+
+
+def measure_rates(backend: Backend, dtype: torch.dtype) -> MeasuredRates:
+    """The reference lines for a report.
+
+    Args:
+        dtype: of the run; its floor is counted with the matrix rate of this format.
+    """
+    with backend.errors():
+        matrices = matrix_rate(backend, dtype)
+        bf16: float | None = matrices
+        if dtype != torch.bfloat16:
+            known = "bfloat16" in backend.dtypes
+            bf16 = matrix_rate(backend, torch.bfloat16) if known else None
+        return MeasuredRates(copy_bandwidth(backend), bf16, matrices)
+
+
+# ----------------------------------------------------------------------------------------- measure
+
+WARM_STEPS = 16  # of the first batch, after capture and replay, before anything is timed
+UNTIMED, SPLIT_STEPS = 2, 16  # eager steps before and while their parts are timed
+BRIEF_STEPS = (
+    4  # in place of `SPLIT_STEPS` with a stretched model, and no `WARM_STEPS`: its steps are long
+)
+BRIEF_WARM_UP = (
+    "text, prefill, step and pixels twice each, which records and replays what is recorded"
+)
+WARM_UP = f"{BRIEF_WARM_UP}; then {WARM_STEPS} steps of the first batch"
+
+
+def conditional(taken: Sequence[int], steps: int) -> list[float | None]:
+    """How often a depth was accepted where the one before it was; None where that never happened."""
+    before = [steps, *taken]
+    return [now / last if last else None for now, last in zip(taken, before, strict=False)]
+
+
+def step_alone(engine: Engine, prefix: Prefix, requests: Sequence[Request], most: int) -> float:
+    """Milliseconds of a step that follows the one before at once: nothing is fed or read between them.
+
+    Args:
+        most: steps.
+    """
+    engine.start(prefix, requests)
+    count = min(most, engine.spec.block)
+    engine.upload_uniforms([request.seed for request in requests], 1, count)
+    with engine.pace.held():
+        return 1000 * seconds_of(engine.backend, engine.step, count)
+
+
+def split_step(
+    engine: Engine, prefix: Prefix, requests: Sequence[Request], most: int
+) -> dict[str, float]:
+    """Milliseconds of each part of an eager step; `tables` are those of dynamic trees.
+
+    The step is run as it stands, past the recording, so that each part can be waited for. `host` is what is left of
+    the whole: random numbers, reads, and Python between the parts.
+
+    Args:
+        most: timed steps.
+    """
+    waiting = partial(device_time, engine.backend)
+    ends, seconds = [waiting()], []
+    for step in islice(engine.trace(prefix, requests, waiting), UNTIMED + most):
+        seconds.append(step.seconds)
+        ends.append(waiting())
+    untimed = min(UNTIMED, len(seconds) - 1)
+    timed = seconds[untimed:]
+    parts = {part: sum(each.get(part, 0.0) for each in timed) for part in PARTS}
+    if not isinstance(engine.spec.tree, DynamicTree):  # constants, and hardly any time
+        parts["draft"] += parts["tables"]
+        parts["tables"] = 0.0
+    parts["host"] = max(ends[-1] - ends[untimed] - sum(parts.values()), 0.0)
+    return {part: 1000 * spent / len(timed) for part, spent in parts.items()}
+
+
+class RunMeter:
+    """Measures one case. Its engine is warmed up as `WARM_UP` says, and that is timed as well."""
+
+    def __init__(
+        self,
+        pipeline: LanternPipeline,
+        case: Case,
+        requests: Sequence[Request],
+        rates: Rates,
+        startup_s: float,
+        show: Callable[[str], object] = str,
+    ) -> None:
+        """
+        Args:
+            requests: whole batches of them.
+            rates: measured, for the floor of the step.
+            startup_s: importing and loading, in seconds.
+            show: is called with the progress of a batch.
+        """
+        began = time.perf_counter()
+        self.pipeline, self.case, self.rates, self.startup_s = pipeline, case, rates, startup_s
+        size = case.batch
+        self.batches = [requests[i : i + size] for i in range(0, len(requests), size)]
+        self.engine = pipeline.engines.get(pipeline.spec(requests, case.setting.tree, size))
+        pipeline.prepare(self.engine, requests, RunStats())
+        is_long = pipeline.model.stretched is not None
+        self.split = min(BRIEF_STEPS, SPLIT_STEPS) if is_long else SPLIT_STEPS
+        self.begin(show)
+        self.run_steps(0 if is_long else WARM_STEPS)
+        self.begin(show)
+        self.warmup_s = time.perf_counter() - began
+        self.batch_seconds: list[float] = []
+        self.pixel_seconds: list[float] = []  # of them, those that made pictures of tokens
+        self.records: list[ImageRecord] = []
+
+    def begin(self, show: Callable[[str], object]) -> None:
+        """Count and time from here on."""
+        self.clock, self.runs, self.before = StepClock(show), 0, self.engine.report()
+
+    def run(self, requests: Sequence[Request], most: int | None = None) -> list[Finished]:
+        """The images of a batch, or so many steps of it."""
+        clock = self.clock
+        stream = self.pipeline.stream(self.engine, requests, clock.timing, clock.read, most)
+        self.runs += 1
+        return [image for _, image in sorted(stream, key=lambda numbered: numbered[0])]
+
+    def run_steps(self, count: int) -> None:
+        """At least so many steps of the first batch; of the batch again where it is done before."""
+        until = self.clock.timing.steps + count
+        while self.clock.timing.steps < until:
+            self.run(self.batches[0], until - self.clock.timing.steps)
+
+    # -- rows
+
+    def draw(self) -> None:
+        """The next batch of images, from the prompt to pixels."""
+        began = time.perf_counter()
+        finished = self.run(self.batches[len(self.batch_seconds)])
+        tokens_done = time.perf_counter()
+        self.pipeline.pixels(np.stack([done.tokens for done in finished]))
+        done = time.perf_counter()
+        self.batch_seconds.append(done - began)
+        self.pixel_seconds.append(done - tokens_done)
+        self.records += map(self.pipeline.record, finished)
+
+    def images(self) -> SpeedRow:
+        """The case with what is known of the batches drawn."""
+        return with_images(self.row(), self.batch_seconds, self.pixel_seconds, self.records)
+
+    def row(self) -> SpeedRow:
+        """The case with what is known of its steps, however they were run."""
+        case, engine, requests = self.case, self.engine, self.batches[0]
+        counted, peak = engine.report(), self.pipeline.backend.memory().peak
+        prefix, each = self.pipeline.prefix(engine, requests), self.clock.step_ms
+        mean, alone = sum(each) / len(each), step_alone(engine, prefix, requests, self.split)
+        parts = split_step(engine, prefix, requests, self.split)
+        passes = StepPasses.of(case.setting.tree)
+        least = floor(self.pipeline.model.config, passes, engine.spec.rows, self.rates)
+        stats = engine.report()
+        return SpeedRow(
+            method=case.setting.method,
+            tree=case.setting.tree.name,
+            relaxation=case.setting.relaxation.as_json(),
+            graphs=case.mode,
+            batch_size=case.batch,
+            prefill_s_per_image=self.clock.timing.prefill_s / self.runs / case.batch,
+            steps=len(each),
+            ms_per_step=mean,
+            p50_ms_per_step=quantile(each, 0.5),
+            p95_ms_per_step=quantile(each, 0.95),
+            step_alone_ms=alone,
+            host_share=max(0.0, 1 - alone / mean),
+            eager_step_ms=parts,
+            step_passes=passes.as_json(),
+            floor_ms=1000 * least.step,
+            floor_ratio=1000 * least.step / mean,
+            verify_floor_ms=1000 * least.verify,
+            verify_floor_ratio=1000 * least.verify / parts["verify"],
+            floor_bound=least.bound,
+            host_reads=counted.host_reads - self.before.host_reads,
+            graph_replays=counted.replays - self.before.replays,
+            recompiles_after_warmup=stats.recompiles_after_warmup,
+            warmup_s=self.warmup_s,
+            capture_s=stats.capture_seconds,
+            startup_s=self.startup_s + self.warmup_s,
+            state_bytes=sum(tensor.nbytes for tensor in engine.state.tensors().values()),
+            peak_memory_bytes=peak,
+        )
+
+
+def with_images(
+    row: SpeedRow, seconds: list[float], pixels: list[float], records: Sequence[ImageRecord]
+) -> SpeedRow:
+    """A row of steps, with what is known of the images whose steps they were.
+
+    Args:
+        seconds: of each batch. pixels: of them, those that made pictures of tokens.
+    """
+    images, steps = len(records), sum(record.steps for record in records)
+    by_depth = zip(*(record.accepted_by_depth for record in records), strict=True)
+    taken, each = [sum(counts) for counts in by_depth], [s / row.batch_size for s in seconds]
+    return replace(
+        row,
+        images=images,
+        batch_seconds=seconds,
+        seconds_per_image=sum(seconds) / images,
+        p50_seconds_per_image=quantile(each, 0.5),
+        p95_seconds_per_image=quantile(each, 0.95),
+        p50_batch_s=quantile(seconds, 0.5),
+        p95_batch_s=quantile(seconds, 0.95),
+        images_per_second=images / sum(seconds),
+        steps_s_per_image=row.steps * row.ms_per_step / 1000 / images,
+        vq_decode_s_per_image=sum(pixels) / images,
+        tokens_per_step=tokens_per_step(records),
+        accepted_per_step=sum(taken) / steps,
+        accepted_by_depth=[count / steps for count in taken],
+        accept_rate_by_depth=conditional(taken, steps),
+        relaxed_accepts_per_image=sum(record.relaxed_accepts for record in records) / images,
+        tv_per_token=mean_tv(records),
+        host_reads_per_image=row.host_reads / images,
+    )

@@ -1,1 +1,0 @@
-"""Everything that measures. Nothing outside this package and the commands imports it."""

@@ -1,0 +1,85 @@
+"""What `tune` may search, and which of it can be refused before a model is loaded. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lantern_hpu.errors import OptionError, check_ranges, choices, option, require
+from lantern_hpu.files import parse_json
+from lantern_hpu.methods.request import MAX_SEED
+from lantern_hpu.methods.setting import METHODS, Setting
+from lantern_hpu.tree import tuned_trees
+
+if TYPE_CHECKING:
+    from lantern_hpu.decode.acceptance_counts import ChildCounts
+
+TUNABLE = [name for name, method in METHODS.items() if method.tunable]
+
+
+# Of a stretched model, whose images take minutes
+MOST_NODES, MOST_DEPTH = 96, 12
+LARGE = {"max_nodes": 12, "max_depth": 4, "images": 1}
+
+
+HELD_OUT = 1_000_000  # added to the seeds of images that check what was expected
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """Which trees may be found, for what, and how many images are drawn with each that is measured."""
+
+    method: str = option("eagle", f"{', '.join(TUNABLE)}, or a setting without a tree")
+    batch_size: int = option(1, "images per batch", low=1)
+    max_nodes: int = option(
+        64,
+        f"largest number of tree nodes, root included; with --stretch {LARGE['max_nodes']}",
+        low=2,
+        high=MOST_NODES,
+    )
+    max_depth: int = option(
+        6, f"largest tree depth; with --stretch {LARGE['max_depth']}", low=1, high=MOST_DEPTH
+    )
+    images: int = option(
+        8, f"least number of images per tree; with --stretch {LARGE['images']}", low=1
+    )
+    seed: int = option(0, "of the first image")
+
+    @property
+    def setting(self) -> Setting:
+        """The method, and how it is relaxed."""
+        return Setting.parse(self.method)
+
+    def __post_init__(self) -> None:
+        if self.setting.method not in TUNABLE:
+            raise OptionError(f"--method {self.method} cannot be tuned", hint=choices(TUNABLE))
+        if self.setting.tree is not None:
+            what = f"--method {self.method} has a tree of its own"
+            raise OptionError(what, "tune searches for the tree", "the method without @TREE")
+        check_ranges(self)
+        last = MAX_SEED - HELD_OUT - self.images - self.batch_size
+        require(0 <= self.seed <= last, "--seed", self.seed, f"0 to {last}")
+
+
+def read_profile(file: Path) -> tuple[ChildCounts, tuned_trees.Situation]:
+    """The counts of an earlier run, from its report, and what they hold for."""
+    from lantern_hpu.decode.acceptance_counts import ChildCounts
+
+    try:
+        profile = parse_json(file.read_text(encoding="utf-8"))["profile"]
+        return ChildCounts.from_json(profile), dict(profile["situation"])
+    except OSError as error:
+        raise OptionError(f"cannot read {file}", str(error)) from error
+    except (ValueError, KeyError, TypeError) as error:
+        why = "expected the --report of an earlier run"
+        raise OptionError(f"{file} holds no profile", why) from error
+
+
+def check_profile(
+    situation: tuned_trees.Situation, here: tuned_trees.Situation, file: Path
+) -> None:
+    """Raise an OptionError unless a profile is of this model, drafter and method."""
+    for name in ("target", "drafter", "method"):
+        if situation.get(name) != here[name]:
+            raise OptionError(f"the profile in {file} cannot be used", f"it is of another {name}")

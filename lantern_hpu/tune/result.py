@@ -1,0 +1,183 @@
+"""Results of tuning: figures of each tree or window, expected and measured, and which is fastest. Needs no torch."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from lantern_hpu.decode.acceptance_counts import KINDS, ChildCounts
+from lantern_hpu.results.tables import Table
+from lantern_hpu.tree import DraftTree
+from lantern_hpu.tune.search import ChanceTable, Costs, estimate, expected_steps, gain_probs
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Of drawing with a tree; the time of a token is that of the whole batch, divided by its tokens."""
+
+    tokens_per_step: float
+    ms_per_step: float
+    ms_per_token: float
+
+    @classmethod
+    def expected(
+        cls, tree: DraftTree, chances: ChanceTable, costs: Costs, tokens: int, images: int
+    ) -> Figures:
+        """What so many images of so many tokens, decoded together, should come to."""
+        gains, step = gain_probs(tree, chances), costs.step(tree)
+        slowest = expected_steps(gains, tokens, images)
+        each = slowest if images == 1 else expected_steps(gains, tokens)
+        return cls(tokens / each, step, step * slowest / (images * tokens))
+
+
+@dataclass(frozen=True)
+class TunedRow:
+    """A tree or window that was drawn with; the one-node tree is `ar`.
+
+    Attributes:
+        expected: None of windows, which are all drawn with.
+    """
+
+    tree: DraftTree
+    expected: Figures | None
+    measured: Figures
+
+    @property
+    def name(self) -> str:
+        return self.tree.name if self.tree.depth else "ar"
+
+    def times_as_fast(self, other: TunedRow) -> tuple[float, ...]:
+        """How many times as fast as another: as expected, where that is known of both, and as measured."""
+        kinds = [(self.measured, other.measured)]
+        if self.expected is not None and other.expected is not None:
+            kinds.insert(0, (self.expected, other.expected))
+        return tuple(theirs.ms_per_token / mine.ms_per_token for mine, theirs in kinds)
+
+    def as_json(self) -> dict[str, Any]:
+        about: dict[str, Any] = {"tree": self.name, "nodes": self.tree.size}
+        if self.expected is not None:
+            about |= {"depth": self.tree.depth, "expected": asdict(self.expected)}
+        return about | {"measured": asdict(self.measured)}
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """All results.
+
+    Attributes:
+        counts, costs: of trees; None of windows.
+        rows: `ar`, the tree that was expected to be best, the named trees; or `ar` and the windows by width.
+    """
+
+    counts: ChildCounts | None
+    costs: Costs | None
+    rows: Sequence[TunedRow]
+
+    @property
+    def best(self) -> TunedRow:
+        """The fastest but `ar`."""
+        return min(self.rows[1:], key=lambda row: row.measured.ms_per_token)
+
+    @property
+    def ar_wins(self) -> bool:
+        """Whether one token a step was measured to be faster still."""
+        return self.rows[0].measured.ms_per_token <= self.best.measured.ms_per_token
+
+    @property
+    def fastest(self) -> str:
+        return "ar" if self.ar_wins else self.best.name
+
+
+# ------------------------------------------------------------------------------------------ tables
+
+# Results of tuning in words and tables. Needs no torch.
+
+FIGURES = "tokens a step, ms a step, ms a token, x ar".split(", ")
+
+
+def tuning_text(tuning: TuningResult) -> str:
+    """All of it."""
+    parts = [tuning_table(tuning), fastest_text(tuning)]
+    if tuning.costs is not None and tuning.counts is not None:
+        parts = [costs_text(tuning.costs), chances_text(estimate(tuning.counts)), *parts]
+    return "\n\n".join(parts)
+
+
+def tuning_table(tuning: TuningResult) -> str:
+    """The rows as a Markdown table; every figure as expected, if that is known, then as measured."""
+    ar, tuned, *_ = tuning.rows
+    of_trees = tuned.expected is not None
+    lines = []
+    for row in tuning.rows:
+        kinds = [asdict(figures) for figures in (row.expected, row.measured) if figures is not None]
+        figures = [*zip(*(kind.values() for kind in kinds), strict=True), row.times_as_fast(ar)]
+        if of_trees:
+            figures.append(tuned.times_as_fast(row))
+        shape = [str(row.tree.size), *([str(row.tree.depth)] if of_trees else [])]
+        cells = [" -> ".join(f"{value:.2f}" for value in figure) for figure in figures]
+        lines.append([row.name, *shape, *cells])
+    head = ["window", "nodes", *FIGURES]
+    if of_trees:
+        head = ["expected -> measured", "nodes", "depth", *FIGURES, f"{tuned.name} is x"]
+    return Table(head, lines).markdown()
+
+
+def costs_text(costs: Costs) -> str:
+    """What steps cost."""
+    measured = zip(costs.widths, costs.verify, strict=True)
+    verify = ", ".join(f"{ms:.2f} ({width})" for width, ms in measured)
+    return (
+        f"ms of a step: {costs.alone:.2f} for ar; with drafts {verify} nodes verified,\n"
+        f"and {costs.level:.2f} each level, {costs.node:.2f} each node with children, "
+        f"{costs.child:.2f} each child tried in turn"
+    )
+
+
+def chances_text(chances: ChanceTable) -> str:
+    """Acceptance by depth and rank."""
+    lines = ["chance of each child, once its parent was accepted:"]
+    for depth, rows in enumerate(chances, 1):
+        for name, row in zip(KINDS, rows, strict=True):
+            if depth > 1 or name == KINDS[0]:
+                parent = "the root" if depth == 1 else f"a {name} child"
+                shown = " ".join(f"{chance:.2f}" for chance in row)
+                lines.append(f"  depth {depth}, of {parent}: {shown}")
+    return "\n".join(lines)
+
+
+def fastest_text(tuning: TuningResult) -> str:
+    """Which tree or window is fastest, and whether `ar` is faster still."""
+    ar, tuned, *_ = tuning.rows
+    best = tuning.best
+    *expected, gain = best.times_as_fast(ar)
+    hoped = f" (expected {expected[0]:.2f})" if expected else ""
+    if tuning.ar_wins:
+        what = "tree" if expected else "window"
+        line = f"ar wins: the fastest {what}, {best.name}, draws {gain:.2f} times as fast{hoped}"
+    else:
+        line = f"{best.name} draws {gain:.2f} times as fast as ar{hoped}"
+    if expected and best is not tuned:
+        lead = best.times_as_fast(tuned)[-1]
+        line += f"\n{best.name} was measured {lead:.2f} times as fast as {tuned.name}, the best expected"
+    return line
+
+
+def fastest_command(
+    tuning: TuningResult, situation: Mapping[str, Any], given: Mapping[str, Any]
+) -> str:
+    """The `generate` command that draws as was measured to be fastest.
+
+    Args:
+        given: options of `tune` by their names; those of the model and the device are repeated.
+    """
+    method, size = str(situation["method"]), int(situation["batch_size"])
+    words = ["lantern-hpu", "generate"]
+    words += ["--model", str(given["model"])] if given["model"] not in (None, "builtin") else []
+    for name in ("stretch", "device", "dtype", "quantize", "layout", "graphs", "drafter"):
+        value = given.get(name)
+        words += [f"--{name}", str(value)] if value not in (None, "auto") else []
+    words += ["--method", "ar"] if tuning.ar_wins else ["--method", method, "--tree", "auto"]
+    words += [] if size == 1 else ["--num-images", str(size)]
+    return shlex.join([*words, "--prompt", "a red apple"])

@@ -1,0 +1,314 @@
+"""One stage, in a process that holds the device: its questions are answered one by one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from lantern_hpu.backends import HOST, get_backend
+from lantern_hpu.backends.base import Backend
+from lantern_hpu.backends.candidates import LACKING, candidates_of, difference
+from lantern_hpu.backends.hpu import errors as hpu_errors
+from lantern_hpu.bench.cases import BenchRequest
+from lantern_hpu.bench.run_bench import run_bench
+from lantern_hpu.decode.engine import Engine, GraphReport
+from lantern_hpu.decode.memory import DeviceMemory, Setup, largest_phase, summed
+from lantern_hpu.decode.state import DecodeState
+from lantern_hpu.errors import LanternError
+from lantern_hpu.methods.request import Request
+from lantern_hpu.methods.setting import Setting
+from lantern_hpu.ops.kv_cache import KVCache
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.plan.requirements import Counted, setup_of
+from lantern_hpu.results.images import RunStats
+from lantern_hpu.verify.items import CUTS_REFUSED, Question, Result, Stage, State
+
+PROMPT = "a red apple"
+SEED = 7
+EMULATED_STEPS = (
+    16  # whose tokens are compared on the emulator: it is slow, and its arithmetic the CPU's
+)
+CACHE_STEPS = 12  # after which the caches are compared
+CACHE_TOLERANCE = (
+    2e-2  # sums of several layers, in another order and on a card in lower precision inside
+)
+CUT_STEPS = 2  # the first compiles all that a step is made of
+Answer = tuple[State, str, dict[str, Any]]
+
+
+class Asked:
+    """A device in one graph mode, opened when the first question needs it."""
+
+    def __init__(self, stage: Stage, device: str, emulate: bool, model: str) -> None:
+        self.stage, self.device, self.emulate, self.model = stage, device, emulate, model
+        self.stack = ExitStack()
+        self.counted: dict[str, int] = {}  # by the device itself, in the last steps
+
+    @cached_property
+    def backend(self) -> Backend:
+        made = get_backend(self.device, self.stage.graphs, self.emulate)
+        return self.stack.enter_context(closing(made))
+
+    @cached_property
+    def pipeline(self) -> LanternPipeline:
+        """The model on the device, in float32: only so are tokens to be compared."""
+        made = LanternPipeline.from_pretrained(
+            self.model,
+            device=self.device,
+            dtype="float32",
+            graphs=self.stage.graphs,
+            emulate=self.emulate,
+        )
+        return self.stack.enter_context(closing(made))
+
+    @cached_property
+    def host(self) -> LanternPipeline:
+        """The model on the CPU, with the plain step."""
+        made = LanternPipeline.from_pretrained(
+            self.model, device=HOST, dtype="float32", graphs="eager", kernels="plain"
+        )
+        return self.stack.enter_context(closing(made))
+
+    def expected(self, method: str) -> list[int]:
+        """The tokens of the plain step on the CPU."""
+        with self.without_emulator():
+            return self.drawn(self.host, method)[0]
+
+    def drawn(self, pipeline: LanternPipeline, method: str) -> tuple[list[int], int, GraphReport]:
+        """The tokens of one image, or of its beginning on the emulator; steps; what the runners did."""
+        engine, steps = self.steps(pipeline, method, EMULATED_STEPS if self.emulate else None)
+        assert engine.known is not None
+        known = engine.read(engine.known)[0]
+        return engine.partial()[0, :known].tolist(), steps, engine.report()
+
+    def steps(self, pipeline: LanternPipeline, method: str, most: int | None) -> tuple[Engine, int]:
+        """An engine after so many steps of one image, and how many those were."""
+        chosen, timing = pipeline.resolve(method), RunStats()
+        request = Request(PROMPT, SEED, pipeline.model.sampling, chosen.relaxation)
+        engine = pipeline.engines.get(pipeline.spec([request], chosen.tree, 1))
+        pipeline.prepare(engine, [request], timing)
+        before = pipeline.backend.queue.counters()
+        with pipeline.backend.errors(), torch.no_grad():
+            list(pipeline.stream(engine, [request], timing, most=most))
+        after = pipeline.backend.queue.counters()
+        self.counted = {name: after[name] - before.get(name, 0) for name in after}
+        return engine, timing.steps
+
+    def without_emulator(self) -> AbstractContextManager[None]:
+        """An open emulator checks every operator, also those of the CPU."""
+        opened = vars(self).get("pipeline")
+        card = getattr(opened.backend, "card", None) if opened is not None else None
+        return nullcontext() if card is None else card.aside()
+
+    def hardware(self) -> dict[str, Any] | None:
+        """What was opened."""
+        opened = vars(self)
+        backend = opened["pipeline"].backend if "pipeline" in opened else opened.get("backend")
+        return None if backend is None else dict(backend.describe())
+
+    def answer(self, item: str) -> Answer:
+        return {
+            "facts": self.fact,
+            "kernels": self.kernel,
+            "caches": self.caches,
+            "methods": self.method,
+            "cuts": self.cuts,
+            "bench": self.bench,
+        }[self.stage.kind](item)
+
+    # Facts
+
+    def fact(self, item: str) -> Answer:
+        from gaudi_emulator.ask_facts import ask_fact
+
+        return *ask_fact(item, self.backend), {}
+
+    # Kernels
+
+    def kernel(self, item: str) -> Answer:
+        """A device's own form itself, whether or not it is the one that serves."""
+        backend = self.backend
+        candidate = candidates_of(backend, torch.float32)[item]
+        try:
+            apart = candidate.apart()
+        except LACKING as error:
+            return "unanswered", f"{explained(error)}: the plain one serves", {}
+        serves = backend.kernels("auto", torch.float32).names().get(item, "plain")
+        numbers = {"largest difference": apart, "tolerance": candidate.tolerance, "serves": serves}
+        state: State = "confirmed" if apart <= candidate.tolerance else "refuted"
+        return state, f"{apart:.1e} apart, {candidate.tolerance:g} is allowed", numbers
+
+    # Caches
+
+    def caches(self, item: str) -> Answer:
+        """Keys and values of all layers after a few steps."""
+        with self.without_emulator():
+            wanted = self.kept(self.host, item)
+        result = self.kept(self.pipeline, item)
+        apart = {name: difference(result[name], want) for name, want in wanted.items()}
+        worst = max(apart, key=lambda name: apart[name])
+        wrong = [name for name, value in apart.items() if not value <= CACHE_TOLERANCE]
+        numbers = {"largest difference": apart[worst], "tolerance": CACHE_TOLERANCE}
+        if wrong:
+            what = f"{len(wrong)} of {len(apart)} differ, {worst} the most, by {apart[worst]:.1e}"
+            return "refuted", what, numbers | {"wrong": wrong}
+        return "confirmed", f"{len(apart)} tensors, {apart[worst]:.1e} apart at most", numbers
+
+    def kept(self, pipeline: LanternPipeline, method: str) -> dict[str, torch.Tensor]:
+        """Keys and values [positions, kv_heads, hd] of each layer's cache, by name, as far as they are final."""
+        engine, _ = self.steps(pipeline, method, CACHE_STEPS)
+        state = engine.state
+        counts = state.count.cpu().repeat(engine.spec.rows // engine.spec.images)  # [R]
+        pending = engine.spec.tree.depth + 1  # positions that the next step writes at last
+        known = pipeline.model.target.config.prefix + counts.min() - pending
+        valid = state.valid.cpu()[:, :known]  # [R, positions]
+        return {
+            f"{name}, layer {layer}, {part}": tensor.cpu()[:, :known][valid]
+            for name, cache in (("target", state.kv_cache), ("drafter", drafter_cache(state)))
+            if cache is not None
+            for layer, one in enumerate(cache.layers)
+            for part, tensor in zip(("keys", "values"), one.read(), strict=True)
+        }
+
+    # Methods
+
+    def method(self, item: str) -> Answer:
+        want, pipeline = self.expected(item), self.pipeline
+        pipeline.backend.memory(reset_peak=True)
+        got, steps, report = self.drawn(pipeline, item)
+        other = [i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b]
+        numbers: dict[str, Any] = {
+            "steps": steps,
+            "capture seconds": round(report.capture_seconds, 3),
+            "captures after warm-up": report.recompiles_after_warmup,
+            **{name.replace("_", " "): count for name, count in self.counted.items()},
+            **self.memory(pipeline, item),
+        }
+        for name in ("captures after warm-up", "graph compilations", "cpu fallbacks"):
+            if numbers.get(name):
+                return (
+                    "refuted",
+                    f"{numbers[name]} {name} while drawing, and 0 were expected",
+                    numbers,
+                )
+        if other:
+            what = f"{len(other)} of {len(want)} tokens differ, the first is number {other[0]}"
+            return "refuted", what, numbers
+        part = "first " if len(want) < pipeline.model.target.config.tokens else ""
+        return "confirmed", f"the CPU's {part}{len(want)} tokens", numbers
+
+    def memory(self, pipeline: LanternPipeline, method: str) -> dict[str, Any]:
+        """Bytes at the peak, and those that `plan` counts."""
+        peak, backend = pipeline.backend.memory().peak, pipeline.backend
+        counted = DeviceMemory(None, "", "float32", (), backend.name == HOST)
+        how = {"batch_size": 1, "guidance": True, "quantize": None, "keep_text": "host"}
+        setup: Setup = setup_of(
+            Counted(pipeline.model.config), counted, "float32", method, None, **how
+        )
+        planned = summed(largest_phase(pipeline.model.config, setup)[1])
+        return {"peak bytes": peak, "planned bytes": planned}
+
+    # Cuts
+
+    def cuts(self, item: str) -> Answer:
+        """Whether steps are compiled whole: with the flag of the stage the compiler raises where it would run an
+        operator eagerly, or on the CPU."""
+        try:
+            self.steps(self.pipeline, item, CUT_STEPS)
+        except Exception as error:
+            refusals = [line for cause in causes(error) if (line := refusal_of_a_cut(cause))]
+            if not refusals:
+                raise
+            return "refuted", refusals[-1], {}
+        return "confirmed", f"compiled whole with {CUTS_REFUSED}=0", {}
+
+    # Benchmark
+
+    def bench(self, item: str) -> Answer:
+        if self.emulate:
+            return "unanswered", "an emulator's speed says nothing of a card", {}
+        wanted = BenchRequest(
+            model=self.model,
+            device=self.device,
+            settings=[Setting("ar"), Setting("lantern++")],
+            modes=["auto"],
+            batches=[1],
+            images=1,
+        )
+        report = run_bench(wanted, [], 0.0)
+        rows = [
+            {
+                n: row[n]
+                for n in ("method", "graphs", "seconds_per_image", "ms_per_step", "tokens_per_step")
+                if n in row
+            }
+            for row in report["rows"]
+        ]
+        return "confirmed", "; ".join(report["notes"]), {"rows": rows}
+
+
+def drafter_cache(state: DecodeState) -> KVCache | None:
+    """The cache of a drafter that has one."""
+    return getattr(state.drafting, "kv_cache", None)
+
+
+def causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what led to it."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def refusal_of_a_cut(error: BaseException) -> str:
+    """The line of an error by which a compiler refuses to cut; empty if it is another's."""
+    lines = str(error).splitlines() or [""]
+    named = [line.strip() for line in lines if "fallback" in line.lower()]
+    if named or isinstance(error, AssertionError):
+        return f"{type(error).__name__}: {[*named, lines[0]][0]}"
+    return ""
+
+
+def explained(error: BaseException) -> str:
+    """An error in one line, in plain words where it is a known one."""
+    if isinstance(error, LanternError):
+        return f"{error.what}: {error.why}" if error.why else error.what
+    known = hpu_errors.explain_gaudi(error) if isinstance(error, Exception) else None
+    if known is not None:
+        return f"{known.what} ({known.hint})"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"
+
+
+def answer_all(
+    stage: Stage,
+    device: str,
+    emulate: bool,
+    model: str,
+    questions: Sequence[Question],
+    send: Callable[[Question | Result | dict[str, Any]], None],
+) -> None:
+    """Answer the questions of a stage.
+
+    Args:
+        send: is called with each question, with its result, and last with what the hardware is.
+    """
+    asked = Asked(stage, device, emulate, model)
+    with asked.stack:
+        for question in questions:
+            send(question)
+            began = time.perf_counter()
+            try:
+                state, detail, numbers = asked.answer(question.item)
+            except Exception as error:  # whatever a device's software raises is the answer
+                state, detail, numbers = "unanswered", explained(error), {}
+            seconds = round(time.perf_counter() - began, 2)
+            send(
+                Result(stage.name, question.item, state, detail, question.source, seconds, numbers)
+            )
+        if (hardware := asked.hardware()) is not None:
+            send(hardware)

@@ -1,0 +1,48 @@
+"""The page: what was confirmed, refuted and left open; `assets/verify.html` lays it out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import groupby
+from typing import Any
+
+from lantern_hpu.results.pages import render_page
+
+STATES = ("refuted", "unanswered", "confirmed")  # as the page sorts them
+MARKS = {"confirmed": "yes", "refuted": "NO", "unanswered": "open"}
+
+
+def counts(report: dict[str, Any]) -> dict[str, int]:
+    """How many answers there are of each state."""
+    results = Counter(result["state"] for result in report["results"])
+    return {state: results[state] for state in MARKS}
+
+
+def verify_summary(report: dict[str, Any]) -> str:
+    """The report in one line."""
+    counted = ", ".join(f"{count} {state}" for state, count in counts(report).items())
+    emulated = ", emulated: nothing ran on a card" if report["emulated"] else ""
+    return f"{report['device']}{emulated}: {counted}, in {report['seconds']:.0f} seconds"
+
+
+def on_one_line(value: object) -> object:
+    """Flags and the like on one line."""
+    if isinstance(value, dict):
+        return ", ".join(f"{name}={part}" for name, part in value.items())
+    return value
+
+
+def verify_page(report: dict[str, Any]) -> str:
+    """A whole HTML document."""
+    names = ("release", "model", "torch", "lantern_hpu")  # the release of Gaudi's software
+    about = {"device": report["device"] + (" (emulated)" if report["emulated"] else "")}
+    about |= {name: report[name] for name in names if report.get(name)}
+    hardware = {n: v for n, v in report["hardware"].items() if n not in ("device", "torch")}
+    about |= {name: on_one_line(value) for name, value in hardware.items()}
+    stages = []
+    for stage, results in groupby(report["results"], lambda result: result["stage"]):
+        worst_first = sorted(results, key=lambda result: STATES.index(result["state"]))
+        states = Counter(result["state"] for result in worst_first)
+        stages.append({"name": stage, "results": worst_first, "counts": states})
+    shown = {"about": about, "stages": stages, "states": STATES, "marks": MARKS}
+    return render_page("verify.html", report=report, summary=verify_summary(report), **shown)

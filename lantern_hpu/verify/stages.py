@@ -1,0 +1,216 @@
+"""All stages of a device, a process each, one after the other; the file has what is known so far at any time."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from lantern_hpu import __version__
+from lantern_hpu.backends import BACKENDS, EMULATED
+from lantern_hpu.backends.hpu import env as hpu_env
+from lantern_hpu.bench.columns import write_rows
+from lantern_hpu.errors import OptionError, OutputError, choices, option, require
+from lantern_hpu.files import reading
+from lantern_hpu.verify.items import Question, Result, Stage, items_of, stages_of
+
+KIND = "lantern_hpu.verify"
+SLOWEST = 300.0  # seconds that one question may take
+LEAST = 5.0  # seconds that are worth beginning a stage for
+
+
+@dataclass(frozen=True)
+class VerifyRequest:
+    """The options of a run."""
+
+    device: str = option(EMULATED, ", ".join(BACKENDS))
+    emulate: bool = option(False, "check the emulator instead of a card")
+    model: str = option("builtin", "`builtin`, or a model folder")
+    output: Path = option(Path("verify.json"), "report file", metavar="FILE.json")
+    minutes: float = option(10.0, "time limit; remaining checks are left open: above 0")
+    force: bool = option(False, "start over, even if the file has results")
+
+    def __post_init__(self) -> None:
+        if self.device not in BACKENDS:
+            raise OptionError(f"unknown device {self.device!r}", hint=choices(BACKENDS))
+        if self.emulate and self.device != EMULATED:
+            raise OptionError(f"{self.device} cannot be emulated", hint=f"--device {EMULATED}")
+        require(self.minutes > 0, "--minutes", self.minutes, "more than 0")
+        json = self.output.suffix == ".json"
+        require(json, "--output", self.output, "a name that ends in .json")
+
+
+@dataclass
+class Report:
+    """The one file.
+
+    Attributes:
+        say: is called with a line of progress.
+    """
+
+    wanted: VerifyRequest
+    say: Callable[[str], object] = str
+    results: dict[tuple[str, str], Result] = field(default_factory=dict)
+    hardware: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        checks = hpu_env.checks() if self.wanted.device == EMULATED else []
+        return {
+            "kind": KIND,
+            "lantern_hpu": __version__,
+            "torch": hpu_env.version_of("torch"),
+            "device": self.wanted.device,
+            "emulated": self.wanted.emulate,
+            "release": self.release,
+            "model": self.wanted.model,
+            "hardware": self.hardware,
+            "checks": [asdict(check) for check in checks],
+            "seconds": round(self.seconds, 1),
+            "results": [result.as_json() for result in self.results.values()],
+        }
+
+    @property
+    def release(self) -> str | None:
+        """Of Gaudi's software, the one whose facts are asked."""
+        gaudi = self.wanted.device == EMULATED
+        return hpu_env.release_of(self.wanted.emulate).name if gaudi else None
+
+    def save(self) -> None:
+        write_rows(self.wanted.output, self.as_json(), force=True)
+
+    def add(self, result: Result) -> None:
+        """An answer, which is written at once."""
+        self.results[result.stage, result.item] = result
+        detail = f": {result.detail}" if result.detail else ""
+        self.say(f"{result.state:<10} {result.stage}, {result.item}{detail}")
+        self.save()
+
+    def leave_open(self, stage: Stage, questions: Sequence[Question], why: str) -> None:
+        """Questions that got no answer."""
+        for item, source in questions:
+            self.add(Result(stage.name, item, "unanswered", why, source))
+
+    def missing(self, stage: Stage) -> list[Question]:
+        """Questions of a stage that have no answer yet."""
+        return [one for one in items_of(stage) if (stage.name, one.item) not in self.results]
+
+
+def resumed(wanted: VerifyRequest, say: Callable[[str], object] = str) -> Report:
+    """A new report, or the one in the file: what is answered in it is not asked again."""
+    report = Report(wanted, say)
+    if not wanted.output.exists():
+        return report
+    with reading(wanted.output, "another --output") as earlier:
+        now = report.as_json()
+        for name in ("kind", "lantern_hpu", "torch", "device", "emulated", "release", "model"):
+            if earlier.get(name) != now[name]:
+                what = f"{wanted.output} cannot be gone on with"
+                why = f"it is of {name} {earlier.get(name)!r}, and this run of {now[name]!r}"
+                raise OutputError(what, why, "another --output, or --force")
+        report.hardware, report.seconds = earlier["hardware"], earlier["seconds"]
+        answers = [Result(**entry) for entry in earlier["results"]]
+        report.results = {(a.stage, a.item): a for a in answers if a.state != "unanswered"}
+    return report
+
+
+def verify(report: Report) -> None:
+    """Ask everything that has no answer yet."""
+    began, before = time.monotonic(), report.seconds
+    ends = began + 60 * report.wanted.minutes
+    for stage in stages_of(report.wanted.device, report.wanted.emulate):
+        try:
+            ask_stage(report, stage, ends)
+        finally:
+            report.seconds = before + time.monotonic() - began
+            report.save()
+
+
+def ask_stage(report: Report, stage: Stage, ends: float) -> None:
+    """One stage; where a question ended its process, another one goes on after that question.
+
+    Args:
+        ends: when the time of the run is over.
+    """
+    while missing := report.missing(stage):
+        if ends - time.monotonic() < LEAST:
+            why = f"no time left of {report.wanted.minutes:g} minutes"
+            return report.leave_open(stage, missing, why)
+        asked: Question | None = None
+        why = "the process ended before it was asked"
+        for message in messages_of(report.wanted, stage, missing, ends):
+            if isinstance(message, Question):
+                asked = message
+                if stage.kind != "facts":  # those take no time
+                    report.say(f"{'asking':<10} {stage.name}, {asked.item}")
+            elif isinstance(message, Result):
+                report.add(message)
+                asked = None
+            elif isinstance(message, dict):
+                report.hardware = message
+            else:
+                why = message
+        if asked is None:
+            return report.leave_open(stage, report.missing(stage), why)
+        report.leave_open(stage, [asked], why)
+
+
+Message = Question | Result | dict[str, Any] | str
+
+
+def messages_of(
+    wanted: VerifyRequest, stage: Stage, questions: Sequence[Question], ends: float
+) -> Iterator[Message]:
+    """From the process of a stage: each question, its result, the hardware; last why it ended if not by itself."""
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "log"
+        child = context.Process(
+            target=answer_in_process, args=(wanted, stage, questions, writer, log)
+        )
+        child.start()
+        writer.close()
+        try:
+            while True:
+                limit = min(time.monotonic() + SLOWEST, ends)
+                if not reader.poll(max(limit - time.monotonic(), 0.0)):
+                    late = limit == ends
+                    yield "the time was over" if late else f"no answer in {SLOWEST:g} seconds"
+                    return
+                yield reader.recv()
+        except EOFError:
+            child.join()
+            if child.exitcode:
+                lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                last = lines[-1] if lines else "it printed nothing"
+                yield f"its process ended with {child.exitcode}: {last}"
+        finally:
+            child.kill()
+            child.join()
+
+
+def answer_in_process(
+    wanted: VerifyRequest,
+    stage: Stage,
+    questions: Sequence[Question],
+    writer: Connection,
+    log: Path,
+) -> None:
+    """What the process of a stage does; all it prints goes into the log."""
+    # Flags that the parent has set would count as the user's.
+    os.environ.pop(hpu_env.LAZY_MODE, None)
+    os.environ.update(stage.flags)
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT)
+    for stream in (sys.stdout, sys.stderr):
+        os.dup2(descriptor, stream.fileno())
+    from lantern_hpu.verify.ask import answer_all
+
+    answer_all(stage, wanted.device, wanted.emulate, wanted.model, questions, writer.send)

@@ -1,0 +1,1 @@
+"""Commands of the wing: options, one call, what is printed."""

@@ -1,0 +1,150 @@
+"""What a method costs in pictures: draw a set of prompts with many settings, score them, put them in one table.
+
+    lantern-hpu evaluate --model builtin --output evaluation
+    lantern-hpu evaluate --model llamagen-t2i-256 --preset lantern --prompts-file captions_val2017.json \
+        --reference val2017 --output evaluation
+
+A run that was stopped goes on where it was; a further setting, or another metric, is added to what is there.
+docs/evaluation.md has the protocols.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lantern_hpu.commands import options
+from lantern_hpu.commands.options import add_fields, filled, taken
+from lantern_hpu.errors import OptionError, choices, exit_code, listed
+from lantern_hpu.methods.relaxation import PRESETS as RELAXATIONS
+from lantern_hpu.methods.request import Sampling
+from lantern_hpu.methods.setting import Setting
+from lantern_lab.evaluate.metrics import PUBLISHED
+from lantern_lab.evaluate.options import EvaluateOptions, PaintedOptions
+from lantern_lab.evaluate.protocols import (
+    PRESETS,
+    SCENES,
+    SCENES_ROWS,
+    Library,
+    preset_of,
+)
+from lantern_lab.evaluate.request import EvaluateRequest, evaluate, folders_of
+
+NO_METRIC = "none"
+OTHERS = "also score a folder of images of another program, named by prompt id; repeat for several"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lantern-hpu evaluate",
+        description="Compare the image quality of methods: FID, KID, CLIP score and others.",
+    )
+    add_drawn(parser.add_argument_group("what is drawn"))
+    options.add_sampling_options(
+        parser.add_argument_group("sampling (default: the preset's, else the model's own)")
+    )
+    add_scores(parser.add_argument_group("how it is scored"))
+    how = parser.add_argument_group("how it runs")
+    options.add_device_options(how)
+    options.add_running_options(how)
+    add_fields(how, EvaluateRequest, "workers")
+    how.add_argument(
+        "--output",
+        type=options.file_path,
+        required=True,
+        metavar="FOLDER",
+        help="output folder; an interrupted run in it is resumed",
+    )
+    return parser
+
+
+def add_drawn(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    protocols = ", ".join([SCENES, *PRESETS])
+    form = "comma-separated METHOD, METHOD:PRESET or METHOD:NAME=VALUE:..., of lambda, delta, omega, nu, mu, k and"
+    images = f"number of images, from the first prompts of the set (all if not set); for {SCENES}"
+    add_fields(group, EvaluateRequest, "model")
+    options.add_part_options(group)
+    add("--preset", help=f"protocol: {protocols} ({SCENES} for the embedded model)")
+    add_fields(group, Library, "prompts", "prompts_file")
+    add(
+        "--rows", help=f"{form} {', '.join(RELAXATIONS)} (the preset's; of {SCENES}: {SCENES_ROWS})"
+    )
+    panels = f"for {SCENES}: captions with four images each, to compare by eye"
+    add_fields(group, PaintedOptions, "images", "panels", images=images, panels=panels)
+    add_fields(group, EvaluateOptions, "tree", "seed", "batch_size")
+    add(
+        "--no-floor",
+        action="store_true",
+        help="skip the second set of `ar` images, which measures the noise floor",
+    )
+    add("--folder", action="append", default=[], metavar="NAME=FOLDER", help=OTHERS)
+
+
+def add_scores(group: argparse._ArgumentGroup) -> None:
+    metrics = f"comma-separated, of {', '.join(PUBLISHED)}; or {NO_METRIC} (the preset's)"
+    group.add_argument("--metrics", help=metrics)
+    fresh = f"for {SCENES}: reference images from the scene generator"
+    add_fields(group, PaintedOptions, "fresh", fresh=fresh)
+    add_fields(group, EvaluateOptions, "rounds", "places")
+    add_fields(group, Library, "reference", "inception", "vgg", "clip", "hps", "any_weights")
+    add_fields(group, EvaluateRequest, "export")
+
+
+# ------------------------------------------------------------------------------------ what is asked for
+
+
+def preset_for(args: argparse.Namespace) -> str:
+    name = args.preset or (SCENES if args.model in (None, "builtin") else None)
+    if name is None:
+        why, hint = "figures of two protocols cannot be compared", choices([SCENES, *PRESETS])
+        raise OptionError("--preset is missing", why, hint)
+    if name != SCENES:
+        preset_of(name)
+    library = "prompts prompts_file metrics reference inception vgg clip hps export"
+    others = (library if name == SCENES else "fresh panels").split()
+    given = [option for option in others if getattr(args, option) is not None]
+    if given:
+        option = "--" + given[0].replace("_", "-")
+        raise OptionError(f"{option} has no meaning for --preset {name}")
+    return str(name)
+
+
+def library_of(args: argparse.Namespace, preset: str) -> Library:
+    metrics: tuple[str, ...] | None = None
+    if args.metrics is not None:
+        none = args.metrics == NO_METRIC
+        metrics = (
+            () if none else tuple(listed(args.metrics, "--metrics", "metric", tuple(PUBLISHED)))
+        )
+    return filled(Library, args, **{"preset": preset_of(preset), "metrics": metrics})
+
+
+def evaluate_request(args: argparse.Namespace) -> EvaluateRequest:
+    preset = preset_for(args)
+    library = None if preset == SCENES else library_of(args, preset)
+    rows = args.rows or (SCENES_ROWS if library is None else library.preset.rows)
+    made = {
+        "settings": [Setting.parse(text) for text in listed(rows, "--rows")],
+        "library": library,
+        "painted": filled(PaintedOptions, args) if library is None else PaintedOptions(),
+        "options": filled(EvaluateOptions, args, floor=not args.no_floor),
+        "sampling": taken(Sampling, args),
+        "given": options.given_parts(args),
+        "device": options.device_options(args),
+        "folders": folders_of(args.folder),
+    }
+    return filled(EvaluateRequest, args, **made)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `evaluate` command; returns the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = make_parser().parse_args(given)
+
+    def command() -> None:
+        print(evaluate(evaluate_request(args), given))
+        print(f"wrote {args.output / 'evaluation.json'}, .md and the plots beside them")
+
+    return exit_code(command)

@@ -1,0 +1,118 @@
+"""Measure how far each method moves the distribution of the next token.
+
+    lantern-hpu fidelity --images 64 --output fidelity.json
+
+What is measured, and how: `lantern_hpu/lab/fidelity.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
+from typing import Any
+
+from lantern_hpu.backends import prepare
+from lantern_hpu.bench.columns import heading, show_report
+from lantern_hpu.commands.options import (
+    add_device_options,
+    add_fields,
+    device_options,
+    file_path,
+    filled,
+)
+from lantern_hpu.errors import exit_code, listed
+from lantern_hpu.files import check_free
+from lantern_hpu.methods.relaxation import EXACT, PRESETS
+from lantern_hpu.methods.setting import METHODS, Setting
+from lantern_hpu.models.options import DeviceOptions
+from lantern_hpu.results.tables import markdown
+from lantern_lab.evaluate.options import FidelityOptions
+
+DEFAULT_ROWS = (
+    "ar,eagle,eagle2,lantern:delta-0.1,lantern:delta-0.2,lantern:delta-0.4,"
+    "lantern++:lambda-5,lantern++:lambda-20,lantern++:omega-2,"
+    "jacobi,scd,scd:delta-0.2,scd:lambda-5,scd:omega-2,sjd-pac,sjd-pac:delta-0.2,sjd-pac:lambda-5,sjd-pac:omega-2"
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "lantern-hpu fidelity",
+        description="Measure each method's total variation distance to the target distribution.",
+    )
+    parser.add_argument("--model", default="builtin", help="`builtin`, or a model folder (builtin)")
+    add_device_options(parser, graphs=False)
+    parser.add_argument(
+        "--rows",
+        default=DEFAULT_ROWS,
+        help=f"comma-separated METHOD or METHOD:PRESET, of {', '.join(PRESETS)} ({DEFAULT_ROWS})",
+    )
+    add_fields(parser, FidelityOptions)
+    parser.add_argument("--output", type=file_path, default=None, metavar="FILE.json")
+    parser.add_argument("--force", action="store_true", help="replace an existing file")
+    return parser
+
+
+def fidelity_report(
+    model: str,
+    device: DeviceOptions,
+    settings: Sequence[Setting],
+    options: FidelityOptions,
+    argv: Sequence[str],
+) -> dict[str, Any]:
+    """The report: every setting on one model."""
+    prepare(device.device, device.graphs)  # before torch is imported
+    from tqdm import tqdm
+
+    from lantern_hpu.pipeline import LanternPipeline
+    from lantern_lab.fidelity import fidelity_rows, images_total
+
+    with closing(LanternPipeline.from_pretrained(model, **vars(device))) as pipeline:
+        with tqdm(
+            total=images_total(pipeline, settings, options), unit="image", file=sys.stderr
+        ) as bar:
+            rows = list(fidelity_rows(pipeline, settings, options, bar))
+        sizes = {name: value for name, value in asdict(options).items() if name != "seed"}
+        return heading("lantern_hpu.fidelity", pipeline, argv) | sizes | {"rows": rows}
+
+
+def fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
+    """The rows as a Markdown table."""
+    head = ("method", "setting", "tokens a step", "ms an image", "TV of the next token")
+    lines = []
+    for row in rows:
+        method, _, preset = row["row"].partition(":")
+        setting = preset or ("default" if METHODS[method].relaxation else "exact")
+        figures = f"{row['tokens_per_step']:.2f}", f"{row['ms_per_image']:.0f}"
+        lines.append((method, setting, *figures, tv_text(row)))
+    return markdown(head, lines)
+
+
+def tv_text(row: dict[str, Any]) -> str:
+    """The figure with its interval; an exact method's is what the estimate's noise leaves."""
+    around = row["tv_interval"]
+    figure = f"{row['tv']:.3f}" + ("" if around is None else f" ± {around:.3f}")
+    if row["method"] in ("ar", "jacobi"):  # draws from the target's own distribution
+        return "0"
+    return f"0 (measured {figure})" if row["relaxation"] == EXACT.as_json() else figure
+
+
+def measure_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> None:
+    """Check the options, measure, print and write."""
+    settings = [Setting.parse(text) for text in listed(args.rows, "--rows")]
+    options = filled(FidelityOptions, args)
+    if args.output:
+        check_free([args.output], args.force)
+    device = replace(device_options(args), graphs="eager")
+    result = fidelity_report(args.model, device, settings, options, argv)
+    show_report(result, fidelity_table(result["rows"]), args.output, args.force)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The `fidelity` command; returns the exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    args = make_parser().parse_args(given)
+    return exit_code(lambda: measure_fidelity(args, given))

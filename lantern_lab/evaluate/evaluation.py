@@ -1,0 +1,219 @@
+"""One evaluation from prompts to the page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tqdm import tqdm
+
+from lantern_hpu.bench.columns import write_rows
+from lantern_hpu.errors import OptionError
+from lantern_hpu.files import parse_json, write_file
+from lantern_hpu.methods.request import Sampling
+from lantern_hpu.methods.setting import Setting
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results.pages import render_page
+from lantern_hpu.results.plots import in_style
+from lantern_lab.evaluate.folder import open_evaluation
+from lantern_lab.evaluate.options import EvaluateOptions, FidelityOptions
+from lantern_lab.evaluate.quality_rows import (
+    NOISE,
+    PACE,
+    SECONDS,
+    SPENT,
+    STEPS,
+    QualityRow,
+    judged,
+    pace,
+    plot,
+    quality_table,
+)
+from lantern_lab.evaluate.rounds import AGAIN, Column, Drawing, RemoteDrawing, settings_columns
+from lantern_lab.evaluate.scorer_builtin import extra_of
+from lantern_lab.evaluate.sets import Item, digest
+from lantern_lab.evaluate.statistics import QualityMetric, Rows, figures
+from lantern_lab.fidelity import fidelity_rows, images_total
+
+SIDE_BY_SIDE = (
+    "Workers drew the pictures, side by side: seconds an image are those of one of them, and the device named here is "
+    "that of the process that scored."
+)
+
+
+class Scorer(Protocol):
+    """Turns pictures into rows, and knows what is made of them."""
+
+    name: str
+    items: list[Item]
+    metrics: list[QualityMetric]  # once prepared
+
+    def prepare(self) -> None:
+        """What takes time, after the pictures are drawn."""
+
+    def rows(self, name: str, files: Sequence[Path]) -> Rows:
+        """Of the pictures of a setting, in the order of the items."""
+        ...
+
+    def baselines(self, rounds: int) -> list[QualityRow]:
+        """Rows that no method drew."""
+        ...
+
+    def protocol(self) -> str:
+        """In a sentence."""
+        ...
+
+    def notes(self) -> list[str]:
+        """What a reader must know of the figures."""
+        ...
+
+
+@dataclass
+class Evaluation:
+    """A model, settings and a protocol, and the folder of all that comes of them.
+
+    Attributes:
+        folders: pictures drawn elsewhere, by the names of their rows.
+        about: how the run came about. workers: other processes that draw; None: this one does.
+    """
+
+    pipeline: LanternPipeline
+    scorer: Scorer
+    settings: Sequence[Setting]
+    options: EvaluateOptions
+    sampling: Sampling
+    output: Path
+    folders: Mapping[str, Path]
+    about: Mapping[str, Any]
+    workers: RemoteDrawing | None = None
+
+    def run(self) -> str:
+        """Draw what is missing, score everything, write all files; returns the table."""
+        with in_style("evaluate"):  # matplotlib is there
+            pass
+        outside = {name: self.outside(folder) for name, folder in self.folders.items()}
+        identity = self.identity()
+        open_evaluation(self.output, identity)
+        options, drawing = self.options, self.drawing()
+        wanted = settings_columns(
+            self.pipeline, self.settings, options.tree, options.batch_size, options.floor
+        )
+        drawing.draw(wanted, self.workers)
+        self.scorer.prepare()
+        moved = self.fidelity()
+        rows = [
+            self.drawn(drawing, column, moved.get(column.name, {}))
+            for column in tqdm(wanted, desc="scoring", unit="setting")
+        ]
+        rows += [self.scored(name, files) for name, files in outside.items()]
+        rows = judged(rows, next((row for row in rows if row.name == AGAIN), None))
+        return self.write(identity | asdict(options), rows)
+
+    def identity(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
+        return {
+            "protocol": self.scorer.name,
+            "model": self.pipeline.model.name,
+            "weights": self.pipeline.model.files,
+            "prompts": digest(self.scorer.items),
+            "sampling": asdict(self.sampling),
+            "seed": self.options.seed,
+        }
+
+    def places(self) -> dict[str, dict[str, Path]]:
+        """The pictures of each setting, by its folder's name and the items' ids."""
+        options, drawing = self.options, self.drawing()
+        wanted = settings_columns(
+            self.pipeline, self.settings, options.tree, options.batch_size, options.floor
+        )
+        return {column.slug: drawing.folder_of(column).places for column in wanted}
+
+    def drawing(self) -> Drawing:
+        seed, size = self.options.seed, self.options.batch_size
+        return Drawing(self.pipeline, self.scorer.items, self.sampling, seed, size, self.output)
+
+    def outside(self, folder: Path) -> list[Path]:
+        """The pictures of a folder, in the order of the items."""
+        places = {file.stem: file for file in sorted(folder.rglob("*.png"))}
+        missing = [item.id for item in self.scorer.items if item.id not in places]
+        if missing:
+            some = ", ".join(f"{name}.png" for name in missing[:3])
+            why = f"{len(missing)} of {len(self.scorer.items)} are missing, first {some}"
+            raise OptionError(f"{folder} does not hold the pictures of these prompts", why)
+        return [places[item.id] for item in self.scorer.items]
+
+    def drawn(self, drawing: Drawing, column: Column, extra: Mapping[str, Any]) -> QualityRow:
+        """Figures of a setting."""
+        pictures = drawing.folder_of(column)
+        lines, files = pictures.drawn(), list(pictures.places.values())
+        rows = self.scorer.rows(column.slug, files)
+        paces = pace([lines[item.id] for item in drawing.items])
+        result = figures([*PACE, *self.scorer.metrics], {**rows, **paces}, self.options.rounds)
+        return QualityRow(column.name, column.about(), result, {**extra_of(rows), **extra})
+
+    def scored(self, name: str, files: Sequence[Path]) -> QualityRow:
+        """Figures of pictures that were drawn elsewhere."""
+        rows = self.scorer.rows(f"folder-{name}", files)
+        result = figures(self.scorer.metrics, rows, self.options.rounds)
+        return QualityRow(name, {}, result, extra_of(rows))
+
+    def fidelity(self) -> dict[str, dict[str, Any]]:
+        """By setting, how far it moves the distribution of the next token."""
+        if not self.options.places:
+            return {}
+        chosen = self.options
+        options = FidelityOptions(chosen.places, draws=64, timed=1, seed=chosen.seed)
+        file = self.output / "fidelity.json"
+        key = json.loads(json.dumps([asdict(options), asdict(self.sampling)]))
+        known: dict[str, Any] = {}
+        if file.exists():
+            data = parse_json(file.read_text(encoding="utf-8"))
+            known = data["rows"] if data["key"] == key else {}
+        missing = [setting for setting in self.settings if str(setting) not in known]
+        if missing:
+            images = images_total(self.pipeline, missing, options)
+            with tqdm(total=images, desc="fidelity", unit="image") as bar:
+                for row in fidelity_rows(self.pipeline, missing, options, bar):
+                    known[row["row"]] = {name: row[name] for name in ("tv", "tv_interval")}
+            write_file(file, json.dumps({"key": key, "rows": known}).encode(), force=True)
+        return known
+
+    def write(self, settings: Mapping[str, Any], rows: Sequence[QualityRow]) -> str:
+        """All files of the result; returns the table."""
+        baselines = self.scorer.baselines(self.options.rounds)
+        everything, metrics = [*rows, *baselines], self.scorer.metrics
+        about = {
+            **self.about,
+            "protocol": f"{self.scorer.protocol()} {self.options.batch_size} images a batch.",
+            "notes": [
+                f"± is half of a 95 % interval: bootstrap over pictures, {self.options.rounds} rounds at most.",
+                f"{NOISE}: no farther from `ar` than `ar` with other seeds is, or the interval of the difference "
+                "holds 0.",
+                *self.scorer.notes(),
+                *([] if self.workers is None else [SIDE_BY_SIDE]),
+            ],
+        }
+        document = {
+            **about,
+            "settings": settings,
+            "rows": [row.as_json() for row in rows],
+            "baselines": [row.as_json() for row in baselines],
+        }
+        timed = [row for row in rows if row.about]
+        axes = {"quality-tokens": STEPS, "quality-seconds": SECONDS} if metrics else {}
+        metered = [row for row in timed if SPENT.name in row.figures]
+        if any(row.figures[SPENT.name].value for row in metered):
+            axes |= {"quality-tv": SPENT} if metrics else {}
+        files = {f"{n}.png": plot(timed, baselines, metrics, axis) for n, axis in axes.items()}
+        if "quality-tv" in axes:
+            files["tokens-tv.png"] = plot(metered, [], [STEPS, SECONDS], SPENT)
+        table = quality_table(everything, metrics)
+        names = [name.removesuffix(".png") for name in files]
+        page = render_page("evaluation.md", about=about, table=table, plots=names)
+        write_rows(self.output / "evaluation.json", document, force=True)
+        for name, data in {**files, "evaluation.md": page.encode()}.items():
+            write_file(self.output / name, data, force=True)
+        return table.markdown()

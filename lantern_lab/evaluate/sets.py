@@ -1,0 +1,165 @@
+"""What is drawn: prompts with the names that their pictures go by. Needs no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from lantern_hpu.errors import OptionError, choices
+from lantern_hpu.files import parse_json, write_file
+from lantern_hpu.results.images import encode, grid
+from lantern_hpu.results.tables import read_prompts
+
+
+@dataclass(frozen=True)
+class Item:
+    """A picture that is to be drawn.
+
+    Attributes:
+        id: its file's name without the ending; unique.
+    """
+
+    id: str
+    prompt: str
+
+
+def digest(items: Sequence[Item]) -> str:
+    """Of all ids and prompts: two lists are one set or not."""
+    text = json.dumps([[item.id, item.prompt] for item in items])
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+# ------------------------------------------------------------------------------------ prompt sets
+
+
+def coco(file: Path, rule: str, count: int | None = None) -> list[Item]:
+    """A caption of each picture of a COCO annotation file, by ascending id of the picture.
+
+    Args:
+        rule: "longest" (the first of the longest), or "first". count: pictures, all if not given.
+    """
+    by_picture: dict[int, list[str]] = {}
+    for number, entry in enumerate(listed_in(file, "annotations")):
+        try:
+            by_picture.setdefault(int(entry["image_id"]), []).append(str(entry["caption"]).strip())
+        except (KeyError, TypeError, ValueError) as error:
+            why = f"annotation {number} has no {error.args[0]}" if error.args else str(error)
+            raise OptionError(f"{file} is no file of captions", why, COCO_HINT) from error
+    chosen = sorted(by_picture)[:count]
+    if not chosen:
+        raise OptionError(f"{file} holds no captions", hint=COCO_HINT)
+    pick = (lambda texts: max(texts, key=len)) if rule == "longest" else (lambda texts: texts[0])
+    return [Item(f"{number:012d}", pick(by_picture[number])) for number in chosen]
+
+
+COCO_HINT = "captions_val2017.json of https://cocodataset.org (2017 Train/Val annotations)"
+
+
+def listed_in(file: Path, name: str) -> list[Any]:
+    """A list in a JSON file."""
+    try:
+        result = parse_json(file.read_text(encoding="utf-8"))[name]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise OptionError(f"cannot read captions from {file}", str(error), COCO_HINT) from error
+    if not isinstance(result, list):
+        raise OptionError(f"cannot read captions from {file}", f"{name} is no list", COCO_HINT)
+    return result
+
+
+def plain(file: Path) -> list[Item]:
+    """Prompts of a text, TSV or JSON file, named by their place."""
+    return [Item(f"{i:06d}", text) for i, text in enumerate(read_prompts(file))]
+
+
+def classes(each: int) -> list[Item]:
+    """So many pictures of each class of ImageNet, a round of all classes at a time."""
+    return [Item(f"{label:04d}-{k:02d}", str(label)) for k in range(each) for label in range(1000)]
+
+
+def geneval(file: Path) -> list[Item]:
+    """Four pictures of each prompt of GenEval's evaluation_metadata.jsonl."""
+    try:
+        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        prompts = [str(parse_json(line)["prompt"]) for line in lines]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        hint = "evaluation_metadata.jsonl of https://github.com/djghosh13/geneval"
+        raise OptionError(f"cannot read prompts from {file}", str(error), hint) from error
+    return [Item(f"{i:05d}-{k:04d}", text) for i, text in enumerate(prompts) for k in range(4)]
+
+
+def dpg(folder: Path) -> list[Item]:
+    """Four pictures of each prompt of DPG-Bench's folder of text files."""
+    files = sorted(folder.glob("*.txt"))
+    if not files:
+        hint = "dpg_bench/prompts of https://github.com/TencentQQGYLab/ELLA"
+        raise OptionError(f"{folder} holds no .txt files", "a prompt each was expected", hint)
+    texts = {file.stem: file.read_text(encoding="utf-8").strip() for file in files}
+    return [Item(f"{name}-{k}", text) for name, text in texts.items() for k in range(4)]
+
+
+SETS = ("coco-val2017", "coco-val2014-30k", "parti", "imagenet-50k", "geneval", "dpg", "file")
+
+
+def read_set(name: str, file: Path | None, rule: str, count: int | None) -> list[Item]:
+    """A set of prompts.
+
+    Args:
+        file: what the user has of it. count: of its first pictures, all if not given.
+    """
+    if name not in SETS:
+        raise OptionError(f"unknown prompts {name!r}", hint=choices(SETS))
+    if name == "imagenet-50k":
+        return classes(50)[:count]
+    if file is None:
+        why = f"the prompts of {name} do not come with this package"
+        raise OptionError("--prompts-file is missing", why, f"--prompts-file FILE; {WHERE[name]}")
+    if name.startswith("coco"):
+        most = 30_000 if name.endswith("30k") else None
+        result = coco(file, rule, most)
+    else:
+        result = {"parti": plain, "file": plain, "geneval": geneval, "dpg": dpg}[name](file)
+    return result[:count]
+
+
+WHERE = {
+    "coco-val2017": COCO_HINT,
+    "coco-val2014-30k": "captions_val2014.json of https://cocodataset.org (2014 Train/Val annotations)",
+    "parti": "PartiPrompts.tsv of https://github.com/google-research/parti",
+    "geneval": "evaluation_metadata.jsonl of https://github.com/djghosh13/geneval",
+    "dpg": "the folder dpg_bench/prompts of https://github.com/TencentQQGYLab/ELLA",
+    "file": ".txt, .tsv or .json",
+}
+
+
+def export(
+    name: str, items: Sequence[Item], places: Mapping[str, Path], source: Path, to: Path
+) -> None:
+    """Pictures in the layout that a benchmark reads.
+
+    GenEval: NUMBER/metadata.jsonl and NUMBER/samples/0000.png to 0003.png. DPG: NAME.png, a sheet of 2 x 2.
+
+    Args:
+        name: "geneval" or "dpg". places: pictures by the items' ids. source: the set's own file.
+        to: an empty or new folder.
+    """
+    if name == "geneval":
+        lines = [line for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
+        for item in items:
+            prompt, _, sample = item.id.partition("-")
+            folder = to / prompt
+            write_file(folder / "metadata.jsonl", lines[int(prompt)].encode() + b"\n", force=True)
+            write_file(
+                folder / "samples" / f"{sample}.png", places[item.id].read_bytes(), force=True
+            )
+        return
+    by_name: dict[str, list[Image.Image]] = {}
+    for item in items:
+        by_name.setdefault(item.id.rpartition("-")[0], []).append(Image.open(places[item.id]))
+    for stem, pictures in by_name.items():
+        write_file(to / f"{stem}.png", encode(grid(pictures, 2, gap=0)), force=True)

@@ -1,0 +1,274 @@
+"""How far a method moves the distribution of the next token: what a relaxation costs.
+
+Exact decoding draws images up to places spread over the image. There the target's distribution p of the next token is
+known, and so is, for given drafts, that of the token which acceptance lets through: `Acceptance.expectation` has the
+chances and residuals of decoding, multiplied out instead of drawn. Averaged over the drafts this is the method's own,
+and
+
+    TV = 1/2 sum |method's - p|
+
+is the share of next tokens that are not the model's own choice. A dynamic tree's drafts are not drawn, so one
+evaluation is exact. A static tree's are: `averaged_expectation` sums over all codes that a child may be, and draws
+only which code the refused siblings before it were. That leaves little noise even where thousands of codes are
+likely, and the figure of `eagle`, whose TV is 0, says how much. The interval is that of the mean over the places.
+
+The measured token is the first of a step. Tokens a step and milliseconds an image are those of real drawing.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from lantern_hpu.bench.measure import image_seconds
+from lantern_hpu.decode.accept import Acceptance, Bounds, Clusters
+from lantern_hpu.decode.engine import StepTrace
+from lantern_hpu.errors import OptionError
+from lantern_hpu.methods.relaxation import Relaxation
+from lantern_hpu.methods.request import Request, in_turn
+from lantern_hpu.methods.setting import METHODS, Resolved, Setting
+from lantern_hpu.ops.sampling import gather, sample
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results.images import tokens_per_step
+from lantern_hpu.results.tables import usual_prompts
+from lantern_hpu.tree import Tree
+from lantern_lab.evaluate.options import FidelityOptions
+
+BATCH = 8  # images whose places are found together
+MOST_NUMBERS = 2**23  # of a table that is made for several draws together
+
+
+@dataclass
+class Place:
+    """Where an image stands before a step: what the distribution of its next token depends on."""
+
+    p: Tensor  # [1, V] the target's probabilities after the root
+    q: Tensor | None  # [1, V] the drafter's; None: the drafts are not drawn
+    tokens: Tensor  # [1, C] the root's children
+    exists: Tensor  # [1, C] bool
+
+    @classmethod
+    def of(cls, step: StepTrace, image: int) -> Place:
+        """Of one image; a copy, as the trace goes on."""
+        drafts, one = step.drafts, slice(image, image + 1)
+        child = drafts.tables.child[one, 0]  # [1, C]
+        q = None if drafts.q is None else drafts.q[one, 0].clone()
+        tokens = gather(drafts.tokens[one], 1, child)
+        return cls(step.accepted.probs[one, 0].clone(), q, tokens, child > 0)
+
+
+def prompts_of(pipeline: LanternPipeline) -> Sequence[str]:
+    return usual_prompts(pipeline.model.condition.takes_classes)
+
+
+def tries_drafts(setting: Resolved) -> bool:
+    """Whether drafts are tried; `ar` and `jacobi` draw each token from the target's own distribution.
+
+    On a fixed schedule nothing is tried, and the meter tells what that costs.
+    """
+    method = METHODS[setting.method]
+    return method.drafts and method.rule != "jacobi" and not setting.commit
+
+
+# ------------------------------------------------------------------------------------ places
+
+
+def find_places(
+    pipeline: LanternPipeline, tree: Tree, requests: Sequence[Request], shares: Sequence[float]
+) -> list[Place]:
+    """Of a batch that is drawn with this tree, each image up to its share of the whole."""
+    engine = pipeline.engines.get(pipeline.spec(requests, tree, len(requests)))
+    # One step past its place an image must not be over.
+    last = pipeline.model.target.config.tokens - 1 - engine.spec.max_step_tokens
+    until = [max(1, round(share * last)) for share in shares]
+    result: dict[int, Place] = {}
+    for step in engine.trace(pipeline.prefix(engine, requests), requests):
+        for image, known in enumerate(step.before):
+            if image not in result and known >= until[image]:
+                result[image] = Place.of(step, image)
+        if len(result) == len(requests):
+            break
+    return [result[image] for image in range(len(requests))]
+
+
+def all_places(
+    pipeline: LanternPipeline, tree: Tree, options: FidelityOptions, bar: tqdm[Any]
+) -> list[Place]:
+    """As many as asked for, one an image and evenly over the images, which are drawn exactly."""
+    result: list[Place] = []
+    for start in range(0, options.images, BATCH):
+        index = range(start, min(options.images, start + BATCH))
+        requests = in_turn(prompts_of(pipeline), index, options.seed, pipeline.model.sampling)
+        # Neighbours in the list lie far apart in the image, so that a batch has both ends of it.
+        shares = [(i * 0.618 + 0.5 / options.images) % 1 for i in index]
+        result += find_places(pipeline, tree, requests, shares)
+        bar.update(len(index))
+    return result
+
+
+# ------------------------------------------------------------------------------------ distances
+
+
+def tv_distances(
+    pipeline: LanternPipeline,
+    tree: Tree,
+    places: Sequence[Place],
+    relaxation: Relaxation,
+    options: FidelityOptions,
+) -> list[float]:
+    """The TV at each of the places."""
+    request = Request("any", sampling=pipeline.model.sampling, relaxation=relaxation)
+    spec, device = pipeline.spec([request], tree, 1), pipeline.backend.device
+    neighbours, codes = pipeline.model.code_tables(spec.neighbours, spec.ranks)
+    clusters = Clusters(codes, spec.ranks) if codes is not None else None
+    how = neighbours, spec.residual, spec.annealed
+    rule = Acceptance(tree, *how, clusters=clusters, blended=spec.blended)
+    acceptance = rule.to(device)
+    bounds = Bounds.of([relaxation], 1, device)
+    generator, result = torch.Generator().manual_seed(options.seed), []
+    for place in places:
+        uniform = torch.rand(options.draws, place.tokens.shape[1], generator=generator)
+        result.append(tv_at(place, acceptance, bounds, uniform.to(device)))
+    return result
+
+
+def tv_at(place: Place, acceptance: Acceptance, bounds: Bounds, uniform: Tensor) -> float:
+    """The TV at a place.
+
+    Args:
+        bounds: of one image.
+        uniform: [n, C], for n draws of the refused drafts, where drafts are drawn.
+    """
+    if place.q is None:
+        expected = acceptance.expectation(place.p, None, place.tokens, place.exists, bounds, 0)
+    else:
+        together = max(1, MOST_NUMBERS // (place.p.shape[1] * acceptance.width))
+        parts = uniform[:, : int(place.exists.sum())].split(together)
+        sums = [
+            averaged_expectation(acceptance, place.p, place.q, part, bounds).sum(0)
+            for part in parts
+        ]
+        expected = torch.stack(sums).sum(0) / len(uniform)
+    return float((expected - place.p).abs().sum()) / 2
+
+
+def averaged_expectation(
+    acceptance: Acceptance, p: Tensor, q: Tensor, uniform: Tensor, bounds: Bounds
+) -> Tensor:
+    """`Acceptance.expectation` averaged over drawn children, but for the codes of the refused ones, which are drawn.
+
+    Args:
+        p, q: [1, V] the target's and the drafter's probabilities at a node.
+        uniform: [n, c], one a child.
+
+    Returns n estimates [n, V] of the probabilities of the token after the node; without bias.
+    """
+    whole = p = p.expand(len(uniform), -1)  # [n, V]
+    q = q.expand_as(p)
+    every = torch.arange(p.shape[1], device=p.device).expand_as(p)  # [n, V] codes a child may be
+    result, left = torch.zeros_like(p), torch.ones_like(p[:, :1])
+    blend = acceptance.blend(p[:, None], q[:, None], bounds)
+    for child in range(uniform.shape[1]):
+        # [n, V] what each code would be accepted with
+        lenders = acceptance.lenders(p, every, p, bounds)
+        mass = acceptance.raised(p, q, every, p, bounds.weight[:, :1], lenders, bounds)
+        if blend is not None and child == 0:
+            mass = blend.raised(mass, q)
+        passed = torch.minimum(mass, q)  # [n, V] drawn and accepted
+        result = result + left * passed
+        refused = (q - passed).clamp(min=0)  # [n, V] drawn and refused
+        share = refused.sum(-1, keepdim=True)  # [n, 1]
+        token = sample(refused / share.clamp(min=1e-30), uniform[:, child])[:, None]
+        exists = share[:, 0] > 0
+        trial = acceptance.trial(p, q, token, exists, whole, bounds, 0)
+        others = q if trial.others is None else trial.others
+        p, q = torch.where(exists[:, None], trial.rest, p), others
+        left = left * share
+    return result + left * p
+
+
+def interval(values: Sequence[float]) -> float | None:
+    """Half the width of the 95 % interval of their mean; a single value has none."""
+    if len(values) < 2:
+        return None
+    return 1.96 * statistics.stdev(values) / math.sqrt(len(values))
+
+
+# ------------------------------------------------------------------------------------ all of it
+
+
+def speed(
+    pipeline: LanternPipeline, setting: Resolved, options: FidelityOptions
+) -> dict[str, float]:
+    """Tokens a step and milliseconds an image, one image at a time, after a first one."""
+    index, sampling = range(options.timed), pipeline.model.sampling
+    requests = in_turn(prompts_of(pipeline), index, options.seed, sampling, setting.relaxation)
+    pipeline.draw(requests[:1], setting, 1)
+    result = pipeline.draw(requests, setting, 1)
+    return {
+        "tokens_per_step": tokens_per_step(result.records),
+        "ms_per_image": 1000 * image_seconds(result.timing, options.timed),
+    }
+
+
+def metered_tv(
+    pipeline: LanternPipeline, setting: Resolved, options: FidelityOptions
+) -> list[float]:
+    """What the meter says of each of so many images, as the mean of a token."""
+    index, sampling = range(options.images), pipeline.model.sampling
+    requests = in_turn(prompts_of(pipeline), index, options.seed, sampling, setting.relaxation)
+    records = pipeline.draw(requests, setting, BATCH, decode=False).records
+    return [record.tv_mean or 0.0 for record in records]
+
+
+@torch.no_grad()
+def fidelity_rows(
+    pipeline: LanternPipeline,
+    settings: Sequence[Setting],
+    options: FidelityOptions,
+    bar: tqdm[Any],
+) -> Iterator[dict[str, Any]]:
+    """A row of the report for each setting."""
+    if pipeline.model.sampling.greedy:
+        why = "its tokens have no distribution to move"
+        raise OptionError(f"{pipeline.model.name} is greedy", why)
+    places: dict[Tree, list[Place]] = {}  # methods that draft alike share them
+    for asked in settings:
+        bar.set_description(str(asked))
+        setting = pipeline.resolve(asked)
+        tree = setting.tree
+        tv = [0.0]  # what tries nothing draws from p itself
+        if tries_drafts(setting):
+            if tree not in places:
+                places[tree] = all_places(pipeline, tree, options, bar)
+            tv = tv_distances(pipeline, tree, places[tree], setting.relaxation, options)
+        elif setting.commit > 1:
+            tv = metered_tv(pipeline, setting, options)
+        bar.update(options.images)
+        drawn = speed(pipeline, setting, options)
+        bar.update(options.timed)
+        yield {
+            "row": str(asked),
+            "method": setting.method,
+            "relaxation": setting.relaxation.as_json(),
+            "places": len(tv),
+            "tv": statistics.fmean(tv),
+            "tv_interval": interval(tv) if tv != [0.0] else 0.0,
+            **drawn,
+        }
+
+
+def images_total(
+    pipeline: LanternPipeline, settings: Sequence[Setting], options: FidelityOptions
+) -> int:
+    """Images that the bar of `fidelity_rows` counts."""
+    resolved = [pipeline.resolve(setting) for setting in settings]
+    trees = {setting.tree for setting in resolved if tries_drafts(setting)}
+    return options.images * (len(trees) + len(settings)) + options.timed * len(settings)
