@@ -9,7 +9,7 @@ from pathlib import Path
 from sphinx.application import Sphinx
 
 from lantern_hpu import __version__
-from scripts import reference_pages
+from scripts.docs import reference_pages
 
 project, author = "lantern_hpu", "the lantern_hpu contributors"
 copyright = f"2026, {author}. Apache-2.0"

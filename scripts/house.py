@@ -17,7 +17,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from scripts import ROOT
+
 PRODUCT = ("lantern_hpu", "backends", "graphs")
 PARTS = (*PRODUCT, "gaudi_emulator", "lantern_lab", "scripts", "docs")
 

@@ -70,7 +70,7 @@ def pipeline(model: Path) -> LanternPipeline:
 def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every published format, small; tests only read it."""
     pytest.importorskip("transformers")
-    from scripts.make_synthetic_checkpoints import write_all
+    from scripts.checkpoints.synthetic import write_all
     from tests.once import made_once
 
     return made_once(tmp_path_factory, "public", write_all)

@@ -20,7 +20,7 @@ from lantern_lab.evaluate.attributes import (
 )
 from lantern_lab.evaluate.scorer_builtin import CAPTIONS
 from lantern_lab.scenes import Noise, Picture, caption_of, paint_picture, sample_scene
-from scripts.train_attributes import spoil
+from scripts.embedded_model.train_attributes import spoil
 
 
 def test_captions_say_what_the_scene_shows() -> None:

@@ -19,7 +19,7 @@ from lantern_hpu.models.model import nearest_codes
 from lantern_hpu.models.vq import VQModel
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import GenerationResult, tokens_per_step
-from scripts.pictures import FRESH, painted, to_float
+from scripts.embedded_model.pictures import FRESH, painted, to_float
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parent.parent

@@ -23,9 +23,10 @@ PAGES = [
     *sorted(p for p in (ROOT / "docs").rglob("*.md") if "generated" not in p.parts),
 ]
 FENCED, INDENTED = r"^```(?:bash|shell|console)\n(.*?)^```", r"(?:^ {4}\S.*\n(?: {8}.*\n)*)+"
-INLINE = r"(?<!`)`((?:lantern-hpu [^`]+ --|python -m (?:scripts|lantern_hpu)\.)[^`]+)`(?!`)"  # a bare name is a mention
+# Of a name alone no option is parsed
+INLINE = r"(?<!`)`((?:lantern-hpu [^`]+ --|python -m (?:scripts|lantern_hpu)\.)[^`]+)`(?!`)"
 STARTS = re.compile(
-    r"^(?:[A-Z_]+=\S+ )*(lantern-hpu|gaudi|python -m lantern_hpu\.generate|python -m scripts\.\w+) "
+    r"^(?:[A-Z_]+=\S+ )*(lantern-hpu|gaudi|python -m (?:lantern_hpu\.generate|scripts\.[\w.]+)) "
 )
 VARIABLES = {"$TREES": "--trees chain,broad_7", "$card": "3", "${card}": "3"}  # that the pages set
 

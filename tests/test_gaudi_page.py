@@ -14,7 +14,7 @@ from gaudi_emulator import RULES
 from gaudi_emulator.facts import FACTS
 from gaudi_emulator.lint.command import main
 from lantern_hpu.backends.hpu.env import RELEASES
-from scripts.reference_pages import gaudi_flags
+from scripts.docs.reference_pages import gaudi_flags
 from tests import test_faults, test_foreign, test_idioms, test_lint, test_lint_compiled
 
 ROOT = Path(__file__).parent.parent

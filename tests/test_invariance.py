@@ -31,7 +31,7 @@ from lantern_hpu.commands.generate import main
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import METADATA, read_png
-from scripts import batches, invariance_costs
+from scripts.measure import batches
 from tests.marks import mostly_slow
 from tests.tiny import tiny_models
 
@@ -271,16 +271,6 @@ def test_images_that_differ_are_counted(
     assert others[0]["bits_differ"] == 4
     other = [*asked, "--invariant", "off", "--output", str(file)]
     assert batches.main(other) == 2, "a file of images that were drawn otherwise was added to"
-
-
-def test_what_it_costs_is_measured_with_and_without(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    asked = ["--model", str(model), "--layouts", "plain", "--methods", "ar", "--batch-sizes", "2"]
-    assert invariance_costs.main([*asked, "--turns", "2", "--steps", "2"]) == 0
-    on, off = (line.split("|") for line in capsys.readouterr().out.strip().splitlines()[2:])
-    assert (on[4].strip(), off[4].strip()) == ("on", "off")
-    assert float(on[8]) > 0 and not off[8].strip()
 
 
 def test_few_rows_are_padded_where_more_take_less_time() -> None:

@@ -1,6 +1,6 @@
 """Language models that draw: each equals transformers' own class on small random weights, and draws by every method.
 
-The files are those of `scripts/synthetic_language_models.py`; the loader does not know them, transformers wrote them.
+The files are those of `scripts/checkpoints/language_models.py`; the loader does not know them, transformers wrote them.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def test_both_layouts_of_janus_hold_the_same_model(tmp_path: Path) -> None:
     """The authors' file and transformers' of one seed load into equal tensors."""
     from torch import Generator
 
-    from scripts import synthetic_language_models as small
+    from scripts.checkpoints import language_models as small
 
     for writer in (small.write_janus, small.write_hub_janus):
         list(writer(tmp_path, Generator().manual_seed(3)))
@@ -372,7 +372,7 @@ def test_emu3_decodes_codes_as_transformers_does(public: Path) -> None:
 def test_both_layouts_of_emu3_hold_the_same_model(tmp_path: Path) -> None:
     from torch import Generator
 
-    from scripts import synthetic_language_models as small
+    from scripts.checkpoints import language_models as small
 
     for writer in (small.write_emu3, small.write_authors_emu3):
         list(writer(tmp_path, Generator().manual_seed(3)))

@@ -10,7 +10,7 @@ from urllib.parse import unquote
 
 import pytest
 
-from scripts import reference_pages
+from scripts.docs import reference_pages
 
 ROOT = Path(__file__).parent.parent
 GENERATED = ROOT / "docs" / "reference" / "generated"

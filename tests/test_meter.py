@@ -13,7 +13,7 @@ from lantern_hpu.decode.accept import gain
 from lantern_hpu.methods.relaxation import Additive, Annealed, Clustered, Multiplicative, Relaxation
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, Window, load_tree
 from lantern_lab.fidelity import Place, tv_at
-from scripts.frontier import main as frontier
+from scripts.measure.frontier import main as frontier
 from tests.reference import Relaxed
 from tests.test_accept import RULES, acceptance_of, bounds_of, random_probs, siblings_probs
 from tests.test_step import PROMPTS

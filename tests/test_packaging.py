@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from scripts.wheel import build, environment, run, try_wheel
+from scripts.release.wheel import build, environment, run, try_wheel
 
 if sys.version_info >= (3, 11):
     import tomllib

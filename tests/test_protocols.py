@@ -424,7 +424,7 @@ def test_preset_lantern_scores_a_run_with_random_networks(
 @pytest.mark.slow
 def test_preset_lantern_scores_a_synthetic_llamagen(tmp_path: Path) -> None:
     """The published format, T5 and drafter, drawn by two of the preset's rows; CLIP by transformers."""
-    from scripts import make_synthetic_checkpoints as synthetic
+    from scripts.checkpoints import synthetic
 
     synthetic.write_all(tmp_path / "public", only={"llamagen-t2i-256"})
     clip, out, file = tiny_clip(tmp_path / "clip"), tmp_path / "out", tmp_path / "captions.json"

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.batches import table
-from scripts.kills import COMMANDS, kill_often
-from scripts.load import fair, soak
+from scripts.measure.batches import table
+from scripts.measure.kills import COMMANDS, kill_often
+from scripts.measure.load import fair, soak
 
 ROOT = Path(__file__).parent.parent
 

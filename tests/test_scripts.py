@@ -18,23 +18,23 @@ from torch.nn import functional
 
 from lantern_lab.evaluate.attributes import Classifier
 from lantern_lab.scenes import caption_of, paint_picture, sample_scene
-from scripts import training
-from scripts.picture_losses import PerceptualLoss, balanced
-from scripts.pictures import Stream, chosen, noise, painted, to_float
-from scripts.training import Learner, Muon, Run
+from scripts.embedded_model import training
+from scripts.embedded_model.picture_losses import PerceptualLoss, balanced
+from scripts.embedded_model.pictures import Stream, chosen, noise, painted, to_float
+from scripts.embedded_model.training import Learner, Muon, Run
 
 ROOT = Path(__file__).parent.parent
 TARGET = "train_target --dim 64 --layers 1 --batch 4 --accumulate 1 --measured 8"
 STAGES = (
-    "scripts.train_tokenizer --steps 2 --warm-up 1 --batch 4 --measured 8 --codebook-pictures 64",
+    "scripts.embedded_model.train_tokenizer --steps 2 --warm-up 1 --batch 4 --measured 8 --codebook-pictures 64",
     f"scripts.{TARGET} --minutes 0.02",
     f"scripts.{TARGET} --minutes 0.04 --resume",
-    "scripts.export_model --output model",
-    "scripts.scene_tokens --pictures 34",
+    "scripts.embedded_model.export --output model",
+    "scripts.embedded_model.scene_tokens --pictures 34",
     "lantern_hpu train drafter --model model --data prompts.txt --tokens data/scenes.npz --samples 0 "
     "--steps 2 --batch 1 --measured 1 --aux-layers 0 --output drafter",
-    "scripts.export_model --drafter drafter --only drafter --output model",
-    "scripts.export_model --drafter drafter --output model",
+    "scripts.embedded_model.export --drafter drafter --only drafter --output model",
+    "scripts.embedded_model.export --drafter drafter --output model",
 )
 
 
@@ -65,7 +65,7 @@ def test_all_stages_run_one_after_the_other(tmp_path: Path) -> None:
 def codes_are_kept(folder: Path) -> None:
     """A decoder that is trained anew on the model's codes leaves encoder and codebook as they are."""
     kept = "--keep-codes --start model --steps 3 --batch 4 --measured 16 --adversarial-from 0.3"
-    run(folder, "scripts.train_tokenizer", *kept.split(), "--data-dir", "finer")
+    run(folder, "scripts.embedded_model.train_tokenizer", *kept.split(), "--data-dir", "finer")
     old = load_file(folder / "model" / "vq.safetensors")
     new = load_file(folder / "finer" / "tokenizer.safetensors")
     changed = {name for name, weight in old.items() if not torch.equal(new[name].half(), weight)}
@@ -74,7 +74,7 @@ def codes_are_kept(folder: Path) -> None:
     curve = json.loads((folder / "finer" / "runs" / "tokenizer" / "curve.json").read_text())
     assert curve[-1]["step"] == 3 and curve[-1]["training_discriminator"] > 0
     target = (folder / "model" / "target.safetensors").read_bytes()
-    export = ["scripts.export_model", "--only", "tokenizer", "--output", "model"]
+    export = ["scripts.embedded_model.export", "--only", "tokenizer", "--output", "model"]
     run(folder, *export, "--data-dir", "finer")
     assert (folder / "model" / "target.safetensors").read_bytes() == target
     decoder = load_file(folder / "model" / "vq.safetensors")["decoder.conv_out.weight"]
@@ -97,7 +97,7 @@ def test_the_attribute_network_resumes_to_the_same_weights(tmp_path: Path) -> No
     def trained(folder: str, *options: str) -> dict[str, torch.Tensor]:
         sizes = "--pictures 64 --batch 16 --epochs 2 --measured 70 --threads 1".split()
         place = ["--data-dir", folder, "--output", f"{folder}.safetensors"]
-        run(tmp_path, "scripts.train_attributes", *sizes, *place, *options)
+        run(tmp_path, "scripts.embedded_model.train_attributes", *sizes, *place, *options)
         return load_file(tmp_path / f"{folder}.safetensors")
 
     whole = trained("whole")
@@ -212,7 +212,7 @@ def test_pictures_are_encoded_as_their_larger_selves() -> None:
 def test_what_was_renewed_is_left_out_the_next_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from scripts import renew
+    from scripts.measure import renew
 
     ran: list[str] = []
     monkeypatch.setattr(renew, "run", lambda task, work: ran.append(task.module))
@@ -222,7 +222,7 @@ def test_what_was_renewed_is_left_out_the_next_time(
     assert ran == everything
     assert renew.main() == 0 and ran == everything
     monkeypatch.setattr(sys, "argv", ["renew", "--data-dir", str(tmp_path), "--only", "tables"])
-    assert renew.main() == 0 and ran == [*everything, "scripts.figures"]
+    assert renew.main() == 0 and ran == [*everything, "scripts.docs.figures"]
     monkeypatch.setattr(sys, "argv", ["renew", "--data-dir", str(tmp_path), "--only", "tabels"])
     assert renew.main() == 2 and len(ran) == len(everything) + 1
 
@@ -275,7 +275,7 @@ JUNIT = """<testsuites><testsuite>
 
 
 def test_a_conformance_scorecard_lists_what_fails_on_the_emulator_alone() -> None:
-    from scripts.conformance import outcomes, scorecard
+    from scripts.measure.conformance import outcomes, scorecard
 
     emulated = outcomes(ElementTree.fromstring(JUNIT))
     assert emulated["operators.test_a::one"] == "passed"
@@ -289,7 +289,7 @@ def test_a_conformance_scorecard_lists_what_fails_on_the_emulator_alone() -> Non
 def test_the_conformance_suite_runs_over_the_emulator() -> None:
     """Where it is installed: it is no dependency, since it declares an older torch."""
     pytest.importorskip("torchcts")
-    from scripts.conformance import run_suite
+    from scripts.measure.conformance import run_suite
 
     found = run_suite("hpu", "operators/test_binary.py")
     assert len(found) >= 5 and "failed" not in found.values()

@@ -96,7 +96,7 @@ def test_each_known_model_has_its_command_for_each_device(device: str) -> None:
     """The commands parse; their models are all known ones; their memory is what `plan` counts."""
     from lantern_hpu.commands.serve import make_parser
     from lantern_hpu.zoo.registry import entries
-    from scripts.reference_pages import device_command, memory_of, models_by_device
+    from scripts.docs.reference_pages import device_command, memory_of, models_by_device
 
     page = "\n".join(models_by_device())
     for name in entries():
@@ -108,7 +108,7 @@ def test_each_known_model_has_its_command_for_each_device(device: str) -> None:
 
 
 def test_the_table_of_memory_is_what_plan_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    from scripts.reference_pages import memory_of
+    from scripts.docs.reference_pages import memory_of
 
     plan = ["plan", "anole-7b", "--device", "hpu:96GB", "--dtype", "bfloat16", "--batch-size"]
     for images in (1, 8):
@@ -117,7 +117,7 @@ def test_the_table_of_memory_is_what_plan_prints(capsys: pytest.CaptureFixture[s
 
 
 def test_tables_of_figures_are_those_of_their_raw_files() -> None:
-    from scripts.figures import MARKED, PAGES, rewritten
+    from scripts.docs.figures import MARKED, PAGES, rewritten
 
     marked = [name for page in PAGES for _, name, *_ in MARKED.findall(page.read_text("utf-8"))]
     assert len(marked) >= 6 and len(set(marked)) == len(marked), "each file stands in one place"
@@ -126,7 +126,7 @@ def test_tables_of_figures_are_those_of_their_raw_files() -> None:
 
 
 def test_links_of_the_front_page_can_be_made_absolute() -> None:
-    from scripts.absolute_links import LINK, absolute
+    from scripts.docs.absolute_links import LINK, absolute
 
     text = (ROOT / "README.md").read_text("utf-8")
     made = absolute(text, "https://raw", "https://pages")

@@ -529,7 +529,7 @@ def test_a_family_without_a_drafter_gets_one_by_command(
 ) -> None:
     """Two steps: what is kept drafts, and greedy pictures stay what they were."""
     pytest.importorskip("transformers")
-    from scripts import make_synthetic_checkpoints as synthetic
+    from scripts.checkpoints import synthetic
 
     synthetic.write_all(tmp_path / "public", only={name})
     folder, model = tmp_path / "drafter", tmp_path / "public" / name

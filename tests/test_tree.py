@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ import pytest
 from lantern_hpu.errors import TreeError
 from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree
 from lantern_hpu.tree.named import NAMED
-from scripts.tree_diagrams import as_svg, as_text, main
-from tests.folder import write_folder
+from scripts.docs.tree_diagrams import as_text, main
 from tests.tiny import NAMES, random_tree
 
 # name: drafts, depth, nodes at depths 1 .., nodes with children at depths 0 .., leaves, most children
@@ -157,31 +155,13 @@ def test_text_drawing_shows_every_node_once(tree: DraftTree) -> None:
     assert sorted(shown) == sorted(".".join(map(str, path)) for path in tree.paths[1:])
 
 
-@pytest.mark.parametrize("tree", TREES[:12], ids=lambda tree: tree.name)
-def test_svg_drawing_has_a_circle_a_node_and_a_line_a_draft(tree: DraftTree) -> None:
-    picture = ElementTree.fromstring(as_svg(tree))
-    space = "{http://www.w3.org/2000/svg}"
-    spots = [(float(c.attrib["cx"]), float(c.attrib["cy"])) for c in picture.iter(f"{space}circle")]
-    assert len(spots) == len(set(spots)) == tree.size
-    assert len(list(picture.iter(f"{space}line"))) == tree.size - 1
-    width, height = float(picture.attrib["width"]), float(picture.attrib["height"])
-    assert all(0 < x < width and 0 < y < height for x, y in spots)
-
-
-def test_svg_escapes_the_name_of_a_user_tree() -> None:
-    picture = ElementTree.fromstring(as_svg(DraftTree.from_paths("a<b & c", [[0]])))
-    assert any((text.text or "").startswith("a<b & c:") for text in picture.iter())
-
-
-def test_list_command_names_all_trees(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list"]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"{name}:" in shown for name in NAMES)
-
-
-def test_show_command_reports_an_unknown_tree(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["show", "oak"]) == 2
-    assert "unknown tree 'oak'" in capsys.readouterr().err
+def test_diagram_command_draws_a_tree_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["tree_diagrams", "chain"])
+    assert main() == 0 and capsys.readouterr().out.count("└─") == 5
+    monkeypatch.setattr("sys.argv", ["tree_diagrams", "oak"])
+    assert main() == 2 and "unknown tree 'oak'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -209,30 +189,3 @@ def test_dynamic_tree_by_name(name: str, sizes: tuple[int, int, int]) -> None:
 def test_dynamic_tree_that_cannot_be_grown_is_refused(name: str, why: str) -> None:
     with pytest.raises(TreeError, match=why):
         load_tree(name)
-
-
-def test_show_command_draws_a_dynamic_tree_at_a_step(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    file, model = tmp_path / "tree.svg", str(write_folder(tmp_path / "tiny"))
-    request = ["--model", model, "--prompt", "red cat", "--step", "2", "--svg", str(file)]
-    assert main(["show", "dynamic:3x2x8", *request]) == 0
-    shown = capsys.readouterr().out
-    assert "8 drafts + root" in shown and shown.count("token ") == 8
-    assert len(list(ElementTree.parse(file).iter("{http://www.w3.org/2000/svg}circle"))) == 9
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (["dynamic"], "a dynamic tree depends on the image"),
-        (["chain", "--prompt", "a sun"], "--prompt has no meaning for chain"),
-        (["dynamic", "--prompt", "a sun", "--step", "-1"], "--step is -1"),
-        (["dynamic", "--prompt", "a sun", "--step", "16"], "the image ends with step"),
-    ],
-)
-def test_show_command_refuses(
-    given: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    assert main(["show", *given, "--model", str(write_folder(tmp_path / "tiny"))]) == 2
-    assert said in capsys.readouterr().err

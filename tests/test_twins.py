@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.vq import VQModel
-from scripts import make_synthetic_checkpoints as synthetic
-from scripts import synthetic_files
+from scripts.checkpoints import files as synthetic_files
+from scripts.checkpoints import synthetic
 from tests import numpy_twins as twins
 
 RNG = np.random.default_rng(0)

@@ -33,8 +33,8 @@ from lantern_hpu.methods.setting import METHODS, Resolved
 from lantern_hpu.ops.sampling import FACTORS, race, sample_distinct
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DraftTree, Window, is_name_of, load_tree, tuned_trees
-from scripts.windows import main as windows_script
-from scripts.windows import permutation, stale_probs
+from scripts.measure.windows import main as windows_script
+from scripts.measure.windows import permutation, stale_probs
 from tests.marks import mostly_slow
 from tests.test_step import DISTRIBUTIONS, SETTINGS, SMALL, count_images, exact_probs, surprise
 from tests.tiny import Models, circle, request, ring, sample, tiny_models

@@ -7,7 +7,7 @@ vq.safetensors
 model.npy      if a published table was converted with it
 tokenizer.json      if prompts are read as tokens
 
-`lantern_hpu.commands.convert` writes it, `scripts/export_model.py` too. Files are mapped into memory and read once.
+Written by `lantern_hpu.commands.convert` and `scripts/embedded_model/export.py`; mapped into memory and read once.
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
 """Bounded load on a server of this machine: images a second and latencies, against closed batches in the same run.
 
-    python -m scripts.load --images 64 --slots 8
+    python -m scripts.measure.load --images 64 --slots 8
 
 The server runs in a process of its own, on the loopback address, with a model of this machine. Measured are, one
 after the other so that none disturbs the other: closed batches of as many images as there are slots; single images
 with `generate`'s pipeline; then the server with one client, and with requests that arrive at random (a Poisson
 process) faster than it can answer. Only ratios mean something on a machine that others use.
 
-    python -m scripts.load --soak --images 200
+    python -m scripts.measure.load --soak --images 200
 
 sends mixed requests instead, 32 at a time, of which every third is hostile: senseless bodies, other hosts, clients that
 leave. It counts the answers and their shapes, holds the server's counters against them, and says how much its memory
 grew after the first quarter.
 
-    python -m scripts.load --fair --seconds 60
+    python -m scripts.measure.load --fair --seconds 60
 
 asks the decode loop for two methods all the time, without HTTP, with a partial picture of each row as the start page
 has it, and counts the processor's time that each of them has. That means something on a machine that others use.
@@ -48,9 +48,9 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.tables import usual_prompts
 from lantern_hpu.serve.decoder import DecodeThread, Job, Lane
 from lantern_hpu.serve.options import ServeOptions
+from scripts import ROOT
 
 MOST = 2000  # images of one run
-ROOT = Path(__file__).parent.parent
 PATH = "/v1/images/generations"
 
 
@@ -352,7 +352,7 @@ def measure(model: str, method: str, slots: int, images: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("scripts.load", description=__doc__)
+    parser = argparse.ArgumentParser("scripts.measure.load", description=__doc__)
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--method", default="ar")
     parser.add_argument("--slots", type=int, default=8)

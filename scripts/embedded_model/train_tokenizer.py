@@ -1,7 +1,7 @@
 """Train the embedded model's VQ tokenizer on painted scenes.
 
-    python -m scripts.train_tokenizer --data-dir data --minutes 90
-    python -m scripts.train_tokenizer --data-dir data --minutes 90 --start lantern_hpu/assets/builtin --keep-codes
+    python -m scripts.embedded_model.train_tokenizer --data-dir data --minutes 90
+    python -m scripts.embedded_model.train_tokenizer --data-dir data --minutes 90 --start MODEL --keep-codes
 
 writes `tokenizer.safetensors` and `tokenizer.json`, and in `runs/tokenizer` the learning curve (`curve.json`) and
 `grid.png`, unseen pictures above their reconstructions. The first steps train a plain autoencoder; then the codebook
@@ -35,9 +35,14 @@ from tqdm import tqdm
 from lantern_hpu.files import write_file
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.vq import VQModel
-from scripts.picture_losses import PatchDiscriminator, PerceptualLoss, balanced, picture_loss
-from scripts.pictures import FRESH, Stream, painted, to_float
-from scripts.training import native_bfloat16
+from scripts.embedded_model.picture_losses import (
+    PatchDiscriminator,
+    PerceptualLoss,
+    balanced,
+    picture_loss,
+)
+from scripts.embedded_model.pictures import FRESH, Stream, painted, to_float
+from scripts.embedded_model.training import native_bfloat16
 
 CONFIG = VQConfig(
     channels=16,

@@ -1,11 +1,10 @@
 """Everything that shows the embedded model, made anew: sheets, animation, figures, tables.
 
-    python -m scripts.renew                          # after scripts.export_model has written a model
-    python -m scripts.renew --only sheets,tables
+    python -m scripts.measure.renew                          # after scripts.embedded_model.export has written a model
+    python -m scripts.measure.renew --only sheets,tables
 
 One step after the other, each a command that can be run alone. A step that was done with these weights is left out,
 and evaluation and TV go on where they were stopped. `race` and `bench` are timed: nothing else should run meanwhile.
-The last step prints the goals that docs/embedded-model.md lists; its text is for a person to write.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from pathlib import Path
 from tqdm import tqdm
 
 from lantern_hpu.files import ASSETS, sha256, write_file
+from scripts import ROOT
 
-ROOT = Path(__file__).parent.parent
 IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
 EVALUATED = (
     "ar,eagle@deep_7,lantern++:lambda=2@deep_7,lantern++:lambda-5@deep_7,lantern++:lambda-20@deep_7,"
@@ -61,8 +60,8 @@ def tasks(images: int, processor: str) -> dict[str, Task]:
     workers = ("--workers", "2", "--threads", "1", "--batch-size", "8")
     rows = ("--batch-sizes", "1", "--graphs", "eager", "--methods", MEASURED, "--interleave")
     return {
-        "sheets": Task("scripts.readme_pictures", ("--output", str(IMAGES / "examples.png"))),
-        "race": Task("scripts.race", ("--output", str(IMAGES / "race.gif"), "--force")),
+        "sheets": Task("scripts.docs.readme_pictures", ("--output", str(IMAGES / "examples.png"))),
+        "race": Task("scripts.docs.race", ("--output", str(IMAGES / "race.gif"), "--force")),
         "evaluate": Task(
             "lantern_hpu",
             (*evaluate, *workers, "--output", "pictures"),
@@ -73,7 +72,7 @@ def tasks(images: int, processor: str) -> dict[str, Task]:
             },
         ),
         "tv": Task(
-            "scripts.frontier",
+            "scripts.measure.frontier",
             ("--output", "tv.json", "--plot", "tv.png"),
             {"tv.json": RESULTS / "tv-embedded.json", "tv.png": IMAGES / "tv.png"},
         ),
@@ -82,8 +81,7 @@ def tasks(images: int, processor: str) -> dict[str, Task]:
             ("bench", "--device", "cpu", *rows, "--output", bench, "--force"),
             {bench: RESULTS / bench},
         ),
-        "tables": Task("scripts.figures"),
-        "goals": Task("scripts.goals", ("--evaluation", "pictures/evaluation.json")),
+        "tables": Task("scripts.docs.figures"),
     }
 
 

@@ -1,6 +1,6 @@
 """An animation of two methods at the speed they really have: each draws alone, both are shown side by side.
 
-    python -m scripts.race --output docs/images/race.gif
+    python -m scripts.docs.race --output docs/images/race.gif
 
 Each method warms up and then draws while nothing else runs; the time at which each row of tokens was known is
 written down, and the animation shows the finished picture as far as it was known at that time.

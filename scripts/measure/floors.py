@@ -1,16 +1,17 @@
 """The least time that steps of large models can take on known cards: arithmetic from published peaks, nothing measured.
 
-    python -m scripts.floors
+    python -m scripts.measure.floors
 
 prints the tables of docs/performance.md: milliseconds of a step in bfloat16 with guidance, for `ar` and for draft
-trees of three sizes, drafting included. See `lantern_hpu/bench/roofline.py` for what is counted.
+trees of three sizes, drafting included. `lantern_hpu.bench.measure.floor` counts them.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lantern_hpu.bench.measure import Rates, StepPasses, floor
 from lantern_hpu.results.tables import markdown
@@ -23,39 +24,32 @@ BATCHES = (1, 4, 16)
 TREES = (DraftTree.root_only(), *map(load_static, ("chain", "mc_sim_7b_63", "naive_extend_57")))
 
 
-@dataclass(frozen=True)
-class Accelerator:
-    """Published peaks of a card; see `accelerators.json`."""
-
-    name: str
-    title: str
-    bandwidth: float
-    rate: float
-    source: str
-
-    @property
-    def rates(self) -> Rates:
-        return Rates(self.bandwidth, self.rate)
-
-
-def accelerators() -> dict[str, Accelerator]:
-    """The known accelerators by name."""
+def accelerators() -> dict[str, dict[str, Any]]:
+    """The known accelerators by name: their published peaks, and the source."""
     listed = json.loads((Path(__file__).parent / "accelerators.json").read_text())["accelerators"]
-    return {values["name"]: Accelerator(**values) for values in listed}
+    return {values["name"]: values for values in listed}
 
 
 def table(name: str) -> str:
     """Milliseconds of a step on each card; those that arithmetic bounds, not bandwidth, are starred."""
     model, known, lines = entries()[name].config, accelerators(), []
     for card in (known[name] for name in CARDS):
+        rates = Rates(card["bandwidth"], card["rate"])
         for images in BATCHES:
-            each = [floor(model, StepPasses.of(tree), 2 * images, card.rates) for tree in TREES]
+            each = [floor(model, StepPasses.of(tree), 2 * images, rates) for tree in TREES]
             cells = [f"{1000 * f.step:.2f}{'*' * (f.bound == 'arithmetic')}" for f in each]
-            lines.append([card.title, str(images), *cells])
+            lines.append([card["title"], str(images), *cells])
     head = ["card", "images", "ar", *(f"{tree.name}, {tree.size} nodes" for tree in TREES[1:])]
     return markdown(head, lines)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    argparse.ArgumentParser(
+        description="Print the least time of steps on known cards."
+    ).parse_args()
     for name in MODELS:
         print(f"{name}\n\n{table(name)}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,10 @@
 """Kill commands at random moments, run them again, and compare what they leave with an unbroken run's.
 
-    python -m scripts.kills --model MODEL --times 20
+    python -m scripts.measure.kills --model MODEL --times 20
 
 Each kill is a SIGKILL after a random share of the time that the unbroken run took. What counts is the same bytes: of
 pictures, of a drafter's weights, of a converted folder, of a model's files. Files whose names begin with a dot must be
-gone. Downloads, into a folder and into the cache, are from a Hub of this machine alone: `scripts/local_hub.py`.
+gone. Downloads, into a folder and into the cache, are from a Hub of this machine alone: `scripts/measure/local_hub.py`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.local_hub import local_hub
-
-ROOT = Path(__file__).parent.parent
+from scripts import ROOT
+from scripts.measure.local_hub import local_hub
 
 
 @dataclass(frozen=True)
@@ -152,7 +151,7 @@ def kill_often(model: str, times: int, names: Sequence[str], seed: int) -> dict[
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("scripts.kills", description=__doc__)
+    parser = argparse.ArgumentParser("scripts.measure.kills", description=__doc__)
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--only", nargs="*", choices=list(COMMANDS), default=list(COMMANDS))

@@ -1,6 +1,6 @@
 """The wheel as a user has it: in a clean environment it draws, serves an image over HTTP, and stops on SIGINT.
 
-    python -m scripts.wheel --python python3.10 --python python3.13
+    python -m scripts.release.wheel --python python3.10 --python python3.13
 
 builds it, and tries it with each Python: a line of JSON each. Where the package index has torch for NVIDIA cards,
 `PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu` brings a smaller one.
@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.errors import OptionError, exit_code
+from scripts import ROOT
 
-ROOT = Path(__file__).parent.parent
 SKIPPED = (".*", "data", "out", "build", "dist", "*.egg-info", "__pycache__")
 PROMPT = "a red apple"
 PATIENCE = 300  # seconds for a server to be ready, and to answer

@@ -115,10 +115,12 @@ def to_float(pixels: NDArray[np.uint8]) -> Tensor:
 
 
 def load_tokenizer(data_dir: Path) -> VQModel:
-    """The tokenizer that scripts/train_tokenizer.py wrote."""
+    """The tokenizer that scripts/embedded_model/train_tokenizer.py wrote."""
     path = data_dir / "tokenizer.safetensors"
     if not path.exists():
-        raise SystemExit(f"{path} is missing: run python -m scripts.train_tokenizer first")
+        raise SystemExit(
+            f"{path} is missing: run python -m scripts.embedded_model.train_tokenizer first"
+        )
     model = VQModel(VQConfig(**json.loads((data_dir / "tokenizer.json").read_text())))
     model.load_state_dict(load_file(path))
     model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # 1.7 times as fast

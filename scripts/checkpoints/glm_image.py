@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import Generator
 
-from scripts.synthetic_files import fill, write_json, write_shards
-from scripts.synthetic_language_models import write_byte_tokenizer
+from scripts.checkpoints.files import fill, write_json, write_shards
+from scripts.checkpoints.language_models import write_byte_tokenizer
 
 CODES, SPECIAL, DIM, HEADS, LAYERS = 64, 128, 64, 4, 2
 WORDS_FROM = CODES + SPECIAL

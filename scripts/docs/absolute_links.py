@@ -1,6 +1,6 @@
 """Make the relative links and pictures of a page absolute, as a package index needs them.
 
-    python -m scripts.absolute_links README.md RAW_ADDRESS PAGE_ADDRESS
+    python -m scripts.docs.absolute_links README.md RAW_ADDRESS PAGE_ADDRESS
 
 Pictures are taken from RAW_ADDRESS, pages from PAGE_ADDRESS.
 """

@@ -1,8 +1,8 @@
 """What windows promise and what they gain, measured on a model's images.
 
-    python -m scripts.windows same       jacobi: tokens that differ from one-token decoding with the same noise
-    python -m scripts.windows lossless   scd and sjd-pac: permutation tests against ar, and one that has to fail
-    python -m scripts.windows guesses    tokens a step by rule, width and first guess
+    python -m scripts.measure.windows same       jacobi: tokens that differ from one-token decoding with the same noise
+    python -m scripts.measure.windows lossless   scd and sjd-pac: permutation tests against ar, and one that has to fail
+    python -m scripts.measure.windows guesses    tokens a step by rule, width and first guess
 
 **lossless.** Images of `ar` and of a window are drawn from the same prompts with other seeds, in pairs. If the window
 is exact the two of a pair can be exchanged; so the statistic - the largest of the paired t-values of some features - is

@@ -1,11 +1,11 @@
-"""Tables and the chart of speeds in the pages, made from the raw files of `bench`, `evaluate` and `scripts.frontier`.
+"""Tables and the chart of speeds in the pages, made from raw files of `bench`, `evaluate` and `measure.frontier`.
 
-    python -m scripts.figures            # rewrite the tables between their marks, and docs/images/speed.png
-    python -m scripts.figures --check    # exit with 1 if a page has other figures than its raw file
+    python -m scripts.docs.figures            # rewrite the tables between their marks, and docs/images/speed.png
+    python -m scripts.docs.figures --check    # exit with 1 if a page has other figures than its raw file
 
 A page marks a table with the comments `figures: FILE.json` and `end of figures`; the file lies in
 benchmarks/results. After it a graph mode may follow, in place of the best one, `batches` for a column a batch size,
-`pictures` for what `evaluate` measured, or `tv` for what `scripts.frontier` did.
+`pictures` for what `evaluate` measured, or `tv` for what `scripts.measure.frontier` did.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from lantern_hpu.files import write_file
@@ -25,8 +24,8 @@ from lantern_hpu.methods.relaxation import PRESETS, read_relaxation
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results import plots
 from lantern_hpu.tree import OLD_USUAL
+from scripts import ROOT
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 MARKED = re.compile(

@@ -1,7 +1,7 @@
 """TorchCTS, the public conformance suite for out-of-tree PyTorch devices, over the emulated Gaudi: a scorecard.
 
     pip install --no-deps torchcts expecttest
-    python -m scripts.conformance --output scorecard.json
+    python -m scripts.measure.conformance --output scorecard.json
 
 Its operator tests run on the emulator and on the CPU, so that failures of the emulator alone are listed. `--no-deps`,
 since TorchCTS 0.4 declares torch below 2.12.2; with a later one it prints a warning and runs.
@@ -26,8 +26,8 @@ import torch
 
 from lantern_hpu.errors import OptionError, exit_code
 from lantern_hpu.files import write_file
+from scripts import ROOT
 
-ROOT = Path(__file__).parent.parent
 NEEDED = ("torchcts", "expecttest")
 SUITE = "operators"  # written by hand; the others are made from OpInfo, and take minutes to collect
 LEVEL = "4"

@@ -1,6 +1,6 @@
 """Train the network that tells what a painted picture shows: `lantern_hpu/evaluate/attributes.py`.
 
-    python -m scripts.train_attributes --data-dir data
+    python -m scripts.embedded_model.train_attributes --data-dir data
 
 paints pictures, each in a process of its own while the network already learns from those there are, and goes over
 them again; half of them are spoilt, by one of four means that the network has to name, as drawn pictures are. Writes
@@ -40,8 +40,8 @@ from lantern_lab.evaluate.attributes import (
     to_network,
 )
 from lantern_lab.scenes import paint_picture
-from scripts.pictures import FRESH, Stream, noise
-from scripts.training import native_bfloat16, parse
+from scripts.embedded_model.pictures import FRESH, Stream, noise
+from scripts.embedded_model.training import native_bfloat16, parse
 
 NONE = -100  # what cross_entropy leaves out
 FIRST = 5 * 10**8  # pictures of no other training

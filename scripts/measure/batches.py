@@ -1,9 +1,9 @@
 """Does an image depend on how it is drawn? Counted, by processor form and method.
 
-    python -m scripts.batches --layouts plain,packed,half --methods ar,scd@16 --images 40 --output counted.json
-    python -m scripts.batches --layouts half --ways closed-1,workers-2,threads-2 --output counted.json
-    python -m scripts.batches --device hpu --emulate --images 2 --output counted.json
-    ONEDNN_MAX_CPU_ISA=AVX2 python -m scripts.batches --images 40
+    python -m scripts.measure.batches --layouts plain,packed,half --methods ar,scd@16 --images 40 --output counted.json
+    python -m scripts.measure.batches --layouts half --ways closed-1,workers-2,threads-2 --output counted.json
+    python -m scripts.measure.batches --device hpu --emulate --images 2 --output counted.json
+    ONEDNN_MAX_CPU_ISA=AVX2 python -m scripts.measure.batches --images 40
 
 The images of the first way, batches of one, are drawn again in the others:
 
@@ -196,7 +196,9 @@ class Drawer:
 
     def by_workers(self, workers: int, numbers: Sequence[int]) -> Iterator[tuple[int, Image]]:
         work = [[numbers[i] for i in piece] for piece in pieces(len(numbers), workers, BATCH)]
-        opened = share_work("scripts.batches:piece_drawer", (self.how, self.method), work, workers)
+        opened = share_work(
+            "scripts.measure.batches:piece_drawer", (self.how, self.method), work, workers
+        )
         for _, images in opened:
             yield from images.items()
 
@@ -304,7 +306,7 @@ def draw_case(drawer: Drawer, ways: Sequence[Way], images: int, record: Record) 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("scripts.batches", description=__doc__)
+    parser = argparse.ArgumentParser("scripts.measure.batches", description=__doc__)
     parser.add_argument("--model", default="builtin")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--emulate", action="store_true")

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Generator
 
-from scripts.synthetic_files import State, fill, merges, write_json, write_pickle, write_safetensors
+from scripts.checkpoints.files import (
+    State,
+    fill,
+    merges,
+    write_json,
+    write_pickle,
+    write_safetensors,
+)
 
 DIM, LAYERS, HEADS, FFN = 32, 2, 2, 48
 # Janus: 8 x 8 codes of 16 pixels

@@ -1,6 +1,6 @@
 """Draw the sheet of docs/embedded-model.md: a row of prompts for each seed, by `ar`.
 
-python -m scripts.readme_pictures --output docs/images/examples.png
+python -m scripts.docs.readme_pictures --output docs/images/examples.png
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Write small random checkpoints in the public formats, to try loaders without downloading anything.
 
-    python -m scripts.make_synthetic_checkpoints DIR [--seed 0] [--force]
+    python -m scripts.checkpoints.synthetic DIR [--seed 0] [--force]
 
 Names, containers, dtypes and file layouts are those of the published files; sizes are tiny. Head width (64, and 100 in
 the 3B file), vocabulary layout (Chameleon's 65536 ids), classes, caption slots and grids are real. `DIR/index.json`
@@ -22,7 +22,7 @@ from torch import Generator, Tensor
 
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.vq import VQModel
-from scripts.synthetic_files import (
+from scripts.checkpoints.files import (
     WORDS,
     Shapes,
     State,
@@ -35,8 +35,8 @@ from scripts.synthetic_files import (
     write_safetensors,
     write_shards,
 )
-from scripts.synthetic_glm_image import write_glm_image
-from scripts.synthetic_language_models import (
+from scripts.checkpoints.glm_image import write_glm_image
+from scripts.checkpoints.language_models import (
     write_authors_emu3,
     write_emu3,
     write_hub_janus,
