@@ -129,11 +129,14 @@ def metrics() -> Iterator[str]:
 
 
 def methods() -> Iterator[str]:
-    """The table of methods and of published relaxations."""
+    """The table of methods and of published relaxations, and the named trees."""
     from lantern_hpu.methods.relaxation import PRESETS
     from lantern_hpu.methods.setting import METHODS
+    from lantern_hpu.tree import load_static
+    from lantern_hpu.tree.named import NAMED
+    from scripts.docs.tree_diagrams import as_text
 
-    yield from ("# Methods and presets", "", "## Methods", "")
+    yield from ("# Methods, presets and trees", "", "## Methods", "")
     rows = [
         (
             f"`{name}`",
@@ -152,6 +155,10 @@ def methods() -> Iterator[str]:
         ("preset", "rule", "values"),
         [(f"`{name}`", r.rule, f"`{json.dumps(r.as_json())}`") for name, r in PRESETS.items()],
     )
+    yield from ("", "## Draft trees", "")
+    yield "Each line is a node, named by the ranks of the siblings on its path from the root."
+    for name in NAMED:
+        yield from ("", f"### {name}", "", "```text", as_text(load_static(name)), "```")
 
 
 def lint_rules() -> Iterator[str]:
