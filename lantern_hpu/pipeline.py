@@ -56,7 +56,6 @@ from lantern_hpu.results.images import Drawn, GenerationResult, ImageRecord, Out
 from lantern_hpu.results.progress import Bar, Event
 from lantern_hpu.tree import Tree
 from lantern_hpu.zoo.find import find_parts
-from lantern_lab.stretch import Stretched, stretch_sizes
 
 StepEnd = Callable[["LanternPipeline", int, int, dict[str, Any]], object]
 
@@ -113,11 +112,6 @@ def open_checked(
     return opened
 
 
-def stretched(opened: Opened, stretch: str, given: Given) -> Stretched:
-    """The model widened to the sizes of a known one."""
-    return Stretched.of(opened, stretch, stretch_sizes(stretch, given).config.target)
-
-
 def placement_on(
     backend: Backend,
     kernels: str,
@@ -132,7 +126,7 @@ def placement_on(
     return Placement(dtype, backend.device, chosen, keep_text, backend.queue.to_device)
 
 
-def load_quantized(opened: Opened | Stretched, place: Placement, kind: str | None) -> ImageModel:
+def load_quantized(opened: Opened, place: Placement, kind: str | None) -> ImageModel:
     """Read the weights; those of the target in a smaller format if one is given."""
     model = opened.load(place)
     if kind is not None:
@@ -182,7 +176,6 @@ class LanternPipeline:
         keep_text: str = "host",
         quantize: str | None = None,
         pictures: bool = True,
-        stretch: str | None = None,
         layout: str = "auto",
         invariant: str = "on",
         threads: int = 0,
@@ -203,7 +196,6 @@ class LanternPipeline:
             keep_text: where a text encoder stays once prompts are encoded: `device`, `host` or `free`.
             quantize: `int8` for the target's weights, where the device offers it.
             pictures: False if tokens are enough, so that a model without its tokenizer of pictures loads too.
-            stretch: a known model to whose sizes it is widened, computing what it computed: see `models.stretch`.
             layout: of the matrices: `auto`, the fastest, or one the device offers; for training `plain`.
             invariant: `on`: on a processor an image's bits do not depend on its batch; `off`: speed alone.
             threads: of the processor; 0 for the fastest number.
@@ -227,19 +219,17 @@ class LanternPipeline:
             check_offered(backend, graphs, layout, threads, quantize)
             opened = open_checked(model, given, size, pictures, check)
             painting = opened.source.pixels if pictures else None
-            loadable = opened if stretch is None else stretched(opened, stretch, given)
             number = backend.tuning.dtype(
                 dtype if isinstance(dtype, str) else dtype_name(dtype),
-                loadable.config.target.parameters,
+                opened.config.target.parameters,
             )
             how = (dtype_name(number), keep_text, quantize)
-            title = model if stretch is None else f"{model} stretched to {stretch}"
-            check_room(title, loadable.config, backend, *how, mapped=stretch is None)
+            check_room(model, opened.config, backend, *how)
             with backend.errors():
                 held = backend.tuning.holds_rows(invariant == "on", [graphs])
-                target = loadable.config.target
+                target = opened.config.target
                 place = placement_on(backend, kernels, number, target, held, keep_text)
-                loaded = load_quantized(loadable, place, quantize)
+                loaded = load_quantized(opened, place, quantize)
                 matrices = [*loaded.stepping, *loaded.condition.parts().values()]
                 layout = backend.tuning.lay_out(matrices, layout, [graphs], held)
             parts = given.resolved()
@@ -735,7 +725,6 @@ class LanternPipeline:
         """What all images of a run share; with an image's own sampling and relaxation it draws the image again."""
         return {
             "model": self.model.source,
-            "stretch": self.model.stretched,
             "parts": {name: value for name, value in asdict(self.given).items() if value},
             "weights": self.model.files,
             **setting.as_json(),

@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from lantern_hpu.backends import get_backend, host
 from lantern_hpu.bench import measure
-from lantern_hpu.bench.columns import read_report, schema_errors, tables
-from lantern_hpu.bench.compare_document import document
-from lantern_hpu.bench.comparison import load
-from lantern_hpu.commands import bench, generate, tune
+from lantern_hpu.commands import generate
 from lantern_hpu.decode import memory
-from lantern_hpu.decode.acceptance_counts import profile
-from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.methods.relaxation import PRESETS
@@ -32,11 +25,9 @@ from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.ops.sampling import SamplingParams, to_probs
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.requirements import find_model
-from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.zoo import registry
 from lantern_hpu.zoo.find import find_parts
-from lantern_lab import stretch
 from lantern_lab.stretch import (
     LLAMAGEN,
     Stretched,
@@ -291,123 +282,7 @@ def known() -> Iterator[str]:
         yield "tiny-xl"
 
 
-def test_a_picture_remembers_that_it_was_stretched(
-    folder: Path, known: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    given = ["--model", str(folder), "--prompt", "red cat", "--temperature", "0"]
-    for name, more in (("small", []), ("large", ["--stretch", known])):
-        files = ["--output", str(tmp_path / f"{name}.png")]
-        files += ["--save-tokens", str(tmp_path / f"{name}.npz")]
-        files += ["--report", str(tmp_path / f"{name}.json")]
-        assert generate.main([*given, *more, "--method", "eagle", "--tree", "flat_4", *files]) == 0
-    said = capsys.readouterr()
-    assert f"stretched to {known}" in said.err
-    again = ["--from-png", str(tmp_path / "large.png"), "--output", str(tmp_path / "again.png")]
-    assert generate.main([*again, "--save-tokens", str(tmp_path / "again.npz")]) == 0
-    tokens = [np.load(tmp_path / f"{n}.npz")["tokens"] for n in ("small", "large", "again")]
-    assert (tokens[0] == tokens[1]).all() and (tokens[0] == tokens[2]).all()
-    for name in ("large", "again"):
-        assert read_png(tmp_path / f"{name}.png")["config"]["stretch"] == known
-    assert json.loads((tmp_path / "large.json").read_text())["config"]["stretch"] == known
-    assert json.loads((tmp_path / "small.json").read_text())["config"]["stretch"] is None
-    assert generate.main([*again, "--force", "--stretch", known]) == 2
-    assert "--from-png and --stretch exclude each other" in capsys.readouterr().err
-
-
-def test_bench_measures_whole_images_and_says_what_they_are(
-    folder: Path, known: str, tmp_path: Path
-) -> None:
-    file = tmp_path / "xl.json"
-    what = ["--model", str(folder), "--stretch", known, "--methods", "ar,eagle,scd"]
-    how = ["--trees", "flat_4,scd:4", "--graphs", "eager"]
-    assert bench.main([*what, *how, "--output", str(file)]) == 0
-    report = read_report(file)
-    assert report["stretched"] == known and report["model"].endswith(f"stretched to {known}")
-    assert [row["images"] for row in report["rows"]] == [1, 1, 1]
-    assert [row["tree"] for row in report["rows"]] == ["root", "flat_4", "scd:4"]
-    assert report["sizes"]["layers"] == TWICE.layers and report["sizes"]["width"] == TWICE.width
-    assert any("added layers the output projections are zero" in note for note in report["notes"])
-    text = tables(report)
-    assert f"stretched to {known}, float32" in text and "| x ar |" in text
-    assert f"stretched to {known}" in document(load([file]), []).lead
-    older = {name: value for name, value in report.items() if name != "stretched"}
-    assert not schema_errors(older) and "stretched" in document(load([file]), []).title
-    older |= {"model": "as it comes", "notes": []}
-    assert "stretched to" not in tables(older)
-
-
-def test_what_a_stretched_benchmark_measures_fits_its_methods() -> None:
-    def settings(*options: str) -> list[str]:
-        parsed = bench.make_parser().parse_args(["--stretch", "llamagen-xl", *options])
-        return [*map(str, bench.bench_request(parsed).settings)]
-
-    usual = settings()
-    assert {"eagle@chain_2", "eagle2@dynamic:1x0x1", "scd@8"} < set(usual) and len(usual) == 10
-    assert settings("--methods", "ar,scd") == ["ar", *(f"scd@{width}" for width in (2, 4, 8))]
-    assert settings("--methods", "ar,eagle2") == ["ar", "eagle2@dynamic:1x0x1"]
-    assert settings("--methods", "eagle", "--trees", "chain") == ["eagle@chain"]
-    plain = bench.bench_request(bench.make_parser().parse_args([]))
-    assert (plain.images, plain.batches, len(plain.settings)) == (8, [1, 8], 8)
-
-
-def test_tune_counts_on_the_small_model_and_times_the_large_one(
-    folder: Path, known: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from lantern_hpu.tune import tuner
-
-    monkeypatch.setenv("LANTERN_HPU_CACHE", str(tmp_path / "cache"))
-    widths: dict[str, set[int]] = {"counted": set(), "drawn": set()}
-    draw = LanternPipeline.draw_batch
-
-    def counted(engine: Engine, *given: Any, **how: Any) -> Any:
-        widths["counted"].add(engine.target.config.dim)
-        return profile(engine, *given, **how)
-
-    def drawn(pipeline: LanternPipeline, *given: Any, **how: Any) -> Any:
-        widths["drawn"].add(pipeline.model.target.config.dim)
-        return draw(pipeline, *given, **how)
-
-    monkeypatch.setattr(tuner, "COUNTED", 2)
-    monkeypatch.setattr(tuner, "PROFILED", 8)
-    monkeypatch.setattr(tuner, "profile", counted)
-    monkeypatch.setattr(LanternPipeline, "draw_batch", drawn)
-    report = tmp_path / "report.json"
-    given = ["--model", str(folder), "--stretch", known, "--method", "eagle"]
-    sizes = ["--max-nodes", "5", "--max-depth", "2"]
-    assert tune.main([*given, *sizes, "--report", str(report)]) == 0
-    assert widths == {"counted": {CONFIG.dim}, "drawn": {TWICE.dim}}
-    found = json.loads(report.read_text())
-    assert found["stretched"] == known
-    names = [row["tree"] for row in found["rows"]]
-    assert names[0] == "ar" and names[1].startswith("tuned_") and names[2:] == ["chain_2", "flat_4"]
-    image = ["--prompt", "red cat", "--output", str(tmp_path / "x.png")]
-    assert generate.main([*given, "--tree", "auto", *image]) == 0
-    best = min(found["rows"][1:], key=lambda row: row["measured"]["ms_per_token"])
-    assert read_png(tmp_path / "x.png")["config"]["tree"] == best["tree"]
-    # A tree of the stretched model is none of the small one.
-    assert generate.main(["--model", str(folder), "--tree", "auto", *image, "--force"]) == 2
-
-
 # ------------------------------------------------------------------------------------ bad input
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("llamagen-xs", "no sizes are known of it"),
-        ("anole-7b", "it is of the family chameleon"),
-        ("janus-pro-1b", "it is of the family janus"),
-    ],
-)
-@pytest.mark.parametrize("command", [generate.main, bench.main, tune.main])
-def test_names_that_mean_no_sizes_are_refused(
-    name: str, said: str, command: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
-    more = ["--prompt", "x"] if command is generate.main else []
-    assert command([*more, "--stretch", name]) == 2
-    error = capsys.readouterr().err
-    assert said in error and all(known in error for known in LLAMAGEN)
-    assert error.count("error: ") == 1 and "Traceback" not in error
 
 
 @pytest.mark.parametrize(
@@ -445,37 +320,7 @@ def test_the_embedded_model_stretches_to_what_is_offered_or_says_why_not() -> No
         assert found.head_parameters - large.head_parameters == large.vocab_size  # the bias
 
 
-@pytest.mark.parametrize(
-    ("command", "options", "said"),
-    [
-        (generate.main, ["--prompt", "x", "--drafter", "mine"], "--stretch and --drafter exclude"),
-        (tune.main, ["--drafter", "mine"], "--stretch and --drafter exclude"),
-        (bench.main, ["--random-weights", "anole-7b"], "--stretch and --random-weights exclude"),
-    ],
-)
-def test_options_that_contradict_it_are_refused(
-    command: Any, options: list[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command(["--stretch", "llamagen-xl", *options]) == 2
-    assert said in capsys.readouterr().err
-
-
 # ------------------------------------------------------------------------------------ the host's memory
-
-
-def test_what_the_host_cannot_hold_is_refused_before_it_is_made(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Only where weights are made: those in files need not all be in memory."""
-    monkeypatch.setattr(host, "available_bytes", lambda: 2 * 10**9)
-    monkeypatch.setattr(stretch, "fill_stretched", None)
-    given = ["--stretch", "llamagen-xl", "--device", "cpu", "--prompt", "x"]
-    assert generate.main([*given, "--dtype", "float32"]) == 2
-    error = capsys.readouterr().err
-    assert "builtin stretched to llamagen-xl needs 3." in error
-    assert "does not fit in 2.00 GB (free on cpu)" in error and "--dtype bfloat16" in error
-    monkeypatch.setattr(host, "available_bytes", lambda: 10**6)
-    assert LanternPipeline.from_pretrained("builtin", device="cpu").model.name == "builtin"
 
 
 def test_a_batch_that_the_host_cannot_hold_is_refused_with_one_that_fits(

@@ -49,14 +49,12 @@ class BenchRequest:
 
     Attributes:
         entry: the known model whose sizes get random weights, in place of `model`.
-        stretch: the known model to whose sizes `model` is widened.
         settings: one a row of each graph mode and batch size.
         by_name: whether the graph modes were asked for, or are the usual ones.
     """
 
     model: str = option("builtin", "`builtin`, a known model, a Hub id or a model folder")
     entry: registry.KnownModel | None = None
-    stretch: str | None = None
     device: str = "auto"
     dtype: str = "auto"
     kernels: str = "auto"
@@ -69,7 +67,7 @@ class BenchRequest:
     batches: list[int]
     images: int = option(
         8,
-        f"least number of timed images per row; with --stretch {LARGE['images']}",
+        "least number of timed images per row",
         low=1,
         high=MAX_IMAGES,
     )

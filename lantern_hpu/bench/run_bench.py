@@ -207,7 +207,6 @@ def open_pipeline(wanted: BenchRequest) -> LanternPipeline:
             dtype=wanted.dtype,
             graphs=wanted.mode,
             kernels=wanted.kernels,
-            stretch=wanted.stretch,
             layout=layout_of(wanted),
             invariant="off" if "compile" in wanted.modes else wanted.invariant,
             threads=wanted.threads,

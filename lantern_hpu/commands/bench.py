@@ -2,7 +2,6 @@
 
     lantern-hpu bench --output bench.json
     lantern-hpu bench --random-weights anole-7b --output anole.json
-    lantern-hpu bench --stretch llamagen-xl --output xl.json
 
 Every figure is measured on this machine. Each (method, tree, graph mode, batch size) is warmed up - captured,
 replayed, and run for a few steps - before anything is timed, and the warm-up is reported, not hidden. Speed is given
@@ -20,12 +19,10 @@ from collections.abc import Mapping, Sequence
 from lantern_hpu.backends import prepare
 from lantern_hpu.bench.cases import (
     GRAPHS,
-    LARGE,
     RANDOM,
     USUAL,
     BenchRequest,
     find_entry,
-    methods_for,
     settings_for,
 )
 from lantern_hpu.bench.columns import show_report, tables
@@ -33,14 +30,13 @@ from lantern_hpu.commands.options import (
     add_device_options,
     add_fields,
     add_processor_options,
-    add_stretch_option,
     file_path,
     taken,
 )
 from lantern_hpu.errors import OptionError, exit_code, listed, require
 from lantern_hpu.files import check_free
 from lantern_hpu.graphs import RUNNERS
-from lantern_hpu.methods.setting import AUTO, FORM, Setting
+from lantern_hpu.methods.setting import AUTO, FORM
 from lantern_hpu.models.options import DeviceOptions
 
 
@@ -54,10 +50,9 @@ def make_parser() -> argparse.ArgumentParser:
     trees = "comma-separated draft trees, each for methods that use its kind; auto is the tuned one (method default)"
     modes = f"comma-separated graph modes; `auto` is the device's best ({GRAPHS})"
     methods = USUAL["methods"]
-    small = f"comma-separated, a name or {FORM} ({methods}; stretched {LARGE['methods']})"
+    small = f"comma-separated, a name or {FORM} ({methods})"
     add_fields(parser, BenchRequest)
     add("--random-weights", metavar="NAME", help=sizes)
-    add_stretch_option(parser)
     add_device_options(parser, graphs=False)
     add_fields(parser, DeviceOptions, "kernels")
     add("--methods", help=small)
@@ -68,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--graphs", help=modes)
     add_processor_options(parser)
-    add("--batch-sizes", help="comma-separated (1,8; stretched 1)")
+    add("--batch-sizes", help="comma-separated (1,8)")
     add("--output", type=file_path, metavar="FILE.json")
     add("--force", action="store_true", help="replace an existing file")
     return parser
@@ -84,19 +79,9 @@ def fill_in(args: argparse.Namespace, usual: Mapping[str, object]) -> None:
 def bench_request(args: argparse.Namespace) -> BenchRequest:
     if args.model is not None and args.random_weights is not None:
         raise OptionError("--model and --random-weights exclude each other")
-    if args.stretch is not None:
-        if args.random_weights is not None:
-            raise OptionError("--stretch and --random-weights exclude each other")
-        from lantern_lab.stretch import stretch_sizes
-
-        stretch_sizes(args.stretch)
-    usual = LARGE if args.stretch else USUAL
-    fill_in(args, {name: value for name, value in usual.items() if name != "trees"})
+    fill_in(args, USUAL)
     methods = listed(args.methods, "--methods")
     trees = [] if args.trees is None else listed(args.trees, "--trees")
-    if args.stretch is not None and args.trees is None:
-        drafting = {Setting.parse(text).method for text in methods}
-        trees = [t for t in str(LARGE["trees"]).split(",") if drafting & set(methods_for(t))]
     sizes = listed(args.batch_sizes, "--batch-sizes")
     whole = all(size.isdecimal() and int(size) >= 1 for size in sizes)
     require(whole, "--batch-sizes", args.batch_sizes, "numbers from 1, such as 1,8")

@@ -192,7 +192,7 @@ def show_geometry(pipeline: LanternPipeline, size: tuple[int, int] | None = None
     model = pipeline.model
     for note in model.notes:
         print(f"note: {note}", file=sys.stderr)
-    if model.source == "builtin" and model.stretched is None:
+    if model.source == "builtin":
         return
     height, width = size or model.config.image_size
     grid = grid_by_size(model.target.config, size, model.name)
@@ -292,10 +292,6 @@ def new_job(args: argparse.Namespace) -> GenerateJob:
         class_index(label)
     setting = options.setting_of(args)
     check_drafter(setting.method, args.drafter)
-    if args.stretch is not None:
-        from lantern_lab.stretch import stretch_sizes
-
-        stretch_sizes(args.stretch, options.given_parts(args))
     job = GenerateJob(
         prompts=[prompt for prompt in prompts for _ in range(count)],
         seed=args.seed or 0,
@@ -350,7 +346,7 @@ def requests_of(job: GenerateJob, chosen: Resolved, sampling: Sampling) -> list[
 
 # What an image to draw again already says; giving one of these beside it is a contradiction.
 SETTLED = (
-    *"prompt negative_prompt class_label prompts_file num_images height width seed dtype quantize stretch".split(),
+    *"prompt negative_prompt class_label prompts_file num_images height width seed dtype quantize".split(),
     *"method tree window window_tree commit".split(),
     *options.dests(RelaxationOptions).values(),
     *options.dests(Sampling).values(),
@@ -369,7 +365,11 @@ def job_again(args: argparse.Namespace) -> GenerateJob:
         )
     data = read_png(args.from_png)
     config: dict[str, Any] = data["config"]
-    settled = {"dtype": config["dtype"]} | {n: config.get(n) for n in ("quantize", "stretch")}
+    if name := config.get("stretch"):
+        what = f"{args.from_png} is of a model stretched to {name}, which is a folder now"
+        hint = f"lantern-hpu stretch {name} --output FOLDER, then --model FOLDER with --prompt and --seed"
+        raise OptionError(what, hint=hint)
+    settled = {"dtype": config["dtype"], "quantize": config.get("quantize")}
     settled["layout"] = args.layout or config.get("layout", "plain")
     settled["invariant"] = args.invariant or config.get("invariant", "off")
     # Images of a processor that do not name them were drawn by the plain kernels, or by others with the same bits
@@ -429,7 +429,6 @@ def make_parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how it runs")
     models = "a name of `lantern-hpu models`, a Hub id, a folder or a weights file"
     how.add_argument("--model", help=f"`builtin`, {models} (builtin)")
-    options.add_stretch_option(how)
     options.add_part_options(how)
     options.add_device_options(how)
     options.add_running_options(how)

@@ -132,11 +132,6 @@ def add_quantize_option(group: Group) -> None:
     add_fields(group, DeviceOptions, "quantize")
 
 
-def add_stretch_option(group: Group) -> None:
-    """`--stretch`; which names there are is the zoo's to say."""
-    add_fields(group, DeviceOptions, "stretch")
-
-
 def device_options(args: argparse.Namespace) -> DeviceOptions:
     """The options of a device; `--bridge` holds from here on, also in the processes that this one starts."""
     choose_release(getattr(args, "bridge", None))

@@ -28,7 +28,6 @@ from lantern_hpu.commands.options import (
     add_fields,
     add_part_options,
     add_quantize_option,
-    add_stretch_option,
     device_options,
     file_path,
     given_parts,
@@ -39,7 +38,7 @@ from lantern_hpu.files import check_free, write_file
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import read_prompts
 from lantern_hpu.tree import tuned_trees
-from lantern_hpu.tune.options import LARGE, TuneOptions, check_profile, read_profile
+from lantern_hpu.tune.options import TuneOptions, check_profile, read_profile
 
 if TYPE_CHECKING:
     from lantern_hpu.tune.result import TuningResult
@@ -56,7 +55,6 @@ def make_parser() -> argparse.ArgumentParser:
     what.add_argument(
         "--model", default="builtin", help="model name, Hub id, folder or weights file (builtin)"
     )
-    add_stretch_option(what)
     add_part_options(what)
     add_device_options(what)
     add_quantize_option(what)
@@ -116,11 +114,7 @@ def save_fastest(
 
 def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
     """Measure, search, measure again; print, write and save."""
-    if args.stretch is not None:
-        from lantern_lab.stretch import stretch_sizes
-
-        stretch_sizes(args.stretch, given_parts(args))
-    options = TuneOptions(**({} if args.stretch is None else LARGE) | taken(TuneOptions, args))
+    options = TuneOptions(**taken(TuneOptions, args))
     check_outputs([args.output, args.report], args.force)
     prompts = read_prompts(args.prompts) if args.prompts else []
     is_window = METHODS[options.setting.method].rule is not None

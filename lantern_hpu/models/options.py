@@ -34,11 +34,6 @@ class DeviceOptions:
         "host", f"where to keep the text encoder after encoding the prompts: {', '.join(KEEP_TEXT)}"
     )
     quantize: str | None = option(None, "quantize the weights of the target model", metavar="int8")
-    stretch: str | None = option(
-        None,
-        "widen the model to the sizes of a known one, to measure that one's cost without its weights (llamagen-xl)",
-        metavar="NAME",
-    )
     layout: str = option("auto", f"of the matrices: {LAYOUTS}")
     invariant: str = option("on", "batch-invariant results on CPUs: on, or off for speed")
     threads: int = option(0, "CPU threads; 0 selects the fastest number", metavar="N")

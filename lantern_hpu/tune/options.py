@@ -34,16 +34,12 @@ class TuneOptions:
     batch_size: int = option(1, "images per batch", low=1)
     max_nodes: int = option(
         64,
-        f"largest number of tree nodes, root included; with --stretch {LARGE['max_nodes']}",
+        "largest number of tree nodes, root included",
         low=2,
         high=MOST_NODES,
     )
-    max_depth: int = option(
-        6, f"largest tree depth; with --stretch {LARGE['max_depth']}", low=1, high=MOST_DEPTH
-    )
-    images: int = option(
-        8, f"least number of images per tree; with --stretch {LARGE['images']}", low=1
-    )
+    max_depth: int = option(6, "largest tree depth", low=1, high=MOST_DEPTH)
+    images: int = option(8, "least number of images per tree", low=1)
     seed: int = option(0, "of the first image")
 
     @property

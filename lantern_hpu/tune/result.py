@@ -175,7 +175,7 @@ def fastest_command(
     method, size = str(situation["method"]), int(situation["batch_size"])
     words = ["lantern-hpu", "generate"]
     words += ["--model", str(given["model"])] if given["model"] not in (None, "builtin") else []
-    for name in ("stretch", "device", "dtype", "quantize", "layout", "graphs", "drafter"):
+    for name in ("device", "dtype", "quantize", "layout", "graphs", "drafter"):
         value = given.get(name)
         words += [f"--{name}", str(value)] if value not in (None, "auto") else []
     words += ["--method", "ar"] if tuning.ar_wins else ["--method", method, "--tree", "auto"]
