@@ -106,9 +106,9 @@ def open_checked(
     grid_by_size(opened.config.target, size, model)
     if check is not None:
         check(opened)
-    if pictures and opened.source.pixels is not None:
+    if pictures and opened.pixels is not None:
         check_diffusers()
-        check_diffusion_folder(opened.source.pixels)
+        check_diffusion_folder(opened.pixels)
     return opened
 
 
@@ -218,7 +218,7 @@ class LanternPipeline:
         try:
             check_offered(backend, graphs, layout, threads, quantize)
             opened = open_checked(model, given, size, pictures, check)
-            painting = opened.source.pixels if pictures else None
+            painting = opened.pixels if pictures else None
             number = backend.tuning.dtype(
                 dtype if isinstance(dtype, str) else dtype_name(dtype),
                 opened.config.target.parameters,

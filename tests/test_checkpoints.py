@@ -405,7 +405,7 @@ def test_a_full_disk_leaves_nothing(
         Path(file).write_bytes(b"half")
         raise SafetensorError("No space left on device (os error 28)")
 
-    monkeypatch.setattr("lantern_hpu.models.files.folder.save_file", full)
+    monkeypatch.setattr("lantern_hpu.models.files.write.save_file", full)
     (tmp_path / "ours.part").mkdir()  # the user's own
     model, _ = FORMATS["pt, key model"]
     assert convert.main([str(public / model), str(tmp_path / "ours")]) == 2

@@ -1,4 +1,4 @@
-"""Tokens without pictures, pictures of saved tokens, and caption features that were computed elsewhere."""
+"""Tokens without pictures, and pictures of saved tokens."""
 
 from __future__ import annotations
 
@@ -10,12 +10,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 
 from lantern_hpu.commands import generate
 from lantern_hpu.commands import pixels as decode
-from lantern_hpu.models.text.features import SavedFeatures
-from lantern_hpu.models.text.t5 import T5Conditioner
 from lantern_hpu.results.images import read_png
 
 TEXT, EMU3 = "llamagen-t2i-256", "emu3"
@@ -173,78 +170,3 @@ def test_tokens_of_another_tokenizer_are_refused(
     torch.save(content, other)
     assert decoded(public / TEXT, tokens, tmp_path / "out", "--vq", other) == 2
     assert "another VQ tokenizer" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------ caption features
-
-
-@pytest.fixture(scope="module")
-def features(public: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
-    """What the T5 says of the prompts: [v, C]."""
-    text = T5Conditioner(public / TEXT / "text", 120, torch.float32)
-    found, valid = text.encode(PROMPTS)
-    return {prompt: found[i][valid[i]].clone() for i, prompt in enumerate(PROMPTS)}
-
-
-@pytest.mark.slow
-def test_saved_features_draw_what_their_encoder_draws(
-    public: Path, features: dict[str, torch.Tensor], tmp_path: Path
-) -> None:
-    """A file of tensors by prompt, a folder of files as LlamaGen's pipeline saves them, and one file alone."""
-    assert drawn(public / TEXT, tmp_path / "t5") == 0
-    one, many = tmp_path / "features.safetensors", tmp_path / "features"
-    save_file(features, one)
-    many.mkdir()
-    for prompt, tensor in features.items():
-        np.save(many / f"{prompt}.npy", tensor[None].numpy())
-    padded = torch.zeros(1, 120, tensor.shape[1])
-    padded[0, : len(tensor)] = tensor
-    np.save(tmp_path / f"{prompt}.npy", padded.numpy())
-    for name, place in (("one", one), ("many", many)):
-        assert drawn(public / TEXT, tmp_path / name, "--text-encoder", place) == 0
-        assert same_pictures(tmp_path / "t5", tmp_path / name)
-    file, shown = tmp_path / f"{prompt}.npy", tmp_path / "alone.png"
-    given = ("--text-encoder", file, "--seed", "1")
-    assert drawn(public / TEXT, shown, *given, prompts=[prompt]) == 0
-    want = sorted((tmp_path / "t5").iterdir())[1]
-    assert np.array_equal(np.asarray(Image.open(shown)), np.asarray(Image.open(want)))
-    assert generate.main(["--from-png", str(shown), "--output", str(tmp_path / "again.png")]) == 0
-    again = np.asarray(Image.open(tmp_path / "again.png"))
-    assert np.array_equal(again, np.asarray(Image.open(shown)))
-
-
-def test_features_that_do_not_fit_are_refused(
-    public: Path,
-    features: dict[str, torch.Tensor],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    tensor = features["dog"]
-    wrong = {
-        "wide": (torch.cat([tensor, tensor], 1), "expected [tokens, 48]"),
-        "long": (tensor[:1].repeat(121, 1), "of 121 tokens, the target reads 1 to 120"),
-        "empty": (torch.zeros_like(tensor), "of 0 tokens"),
-        "nan": (tensor * float("nan"), "not finite"),
-        "flat": (tensor[0], "expected [tokens, 48]"),
-    }
-    file = tmp_path / "features.safetensors"
-    save_file({name: bad.contiguous() for name, (bad, _) in wrong.items()}, file)
-    for name, (_, said) in wrong.items():
-        more = ("--text-encoder", file)
-        assert drawn(public / TEXT, tmp_path / "out", *more, prompts=[name]) == 2
-        assert said in capsys.readouterr().err
-    assert drawn(public / TEXT, tmp_path / "out", "--text-encoder", file) == 2
-    assert "no features of 'a red apple'" in capsys.readouterr().err
-    (tmp_path / "dog.npy").write_bytes(b"no numbers")
-    more = ("--text-encoder", tmp_path / "dog.npy")
-    assert drawn(public / TEXT, tmp_path / "out", *more, prompts=["dog"]) == 2
-    assert "cannot read the features of 'dog'" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
-
-
-def test_zeros_at_the_ends_are_pads_and_zeros_between_are_not(tmp_path: Path) -> None:
-    rows = torch.tensor([[0.0, 0], [1, 2], [0, 0], [3, 4], [0, 0]])
-    save_file({"x": rows}, tmp_path / "f.safetensors")
-    found, valid = SavedFeatures(tmp_path / "f.safetensors", 5, 2).encode(["x"])
-    assert valid[0].tolist() == [False, False, True, True, True]
-    assert torch.equal(found[0, 2:], rows[1:4]) and not found[0, :2].any()

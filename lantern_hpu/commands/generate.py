@@ -256,7 +256,7 @@ class GenerateJob:
 
     def check_model(self, opened: Opened) -> None:
         """Refuse what a model cannot draw, before its weights are read."""
-        condition, name = opened.config.condition, opened.source.name
+        condition, name = opened.config.condition, opened.name
         if self.labels and condition.kind != "classes":
             why = f"{name} draws from text"
             raise OptionError("--class-label cannot be used", why, "--prompt")

@@ -102,7 +102,7 @@ def diffused(saved: SavedTokens, opened: Opened, asked: PixelsRequest) -> Iterat
     from lantern_hpu.backends import get_backend
     from lantern_hpu.models.diffusion import DiffusionPixels
 
-    folder, config, file = opened.source.pixels, opened.config.target, asked.tokens
+    folder, config, file = opened.pixels, opened.config.target, asked.tokens
     assert folder is not None
     grid, what = saved.grid, f"the tokens in {file} become no pictures"
     if len(grid) != 2 or len(saved.seeds) != len(saved.tokens):
@@ -124,14 +124,15 @@ def decoded(saved: SavedTokens, opened: Opened, asked: PixelsRequest) -> Iterato
     """Pictures by the model's VQ tokenizer, one at a time."""
     from lantern_hpu.backends import get_backend
     from lantern_hpu.decode.pixels import decode_pixels
+    from lantern_hpu.models.files.load import load_vq
 
     config = opened.config.target
     check_tokens(saved.tokens, config, asked.tokens)
     with closing(get_backend(asked.device.device, "eager")) as backend, backend.errors():
-        weights = opened.source.weights()
-        vq, digest = opened.load_vq(weights, backend.device)
-        assert weights.vq is not None
-        check_tokenizer(saved, {digest, weights.vq.fingerprint(vq)}, asked.tokens)
+        stored = opened.weights().vq
+        assert stored is not None and opened.config.vq is not None
+        vq, digest = load_vq(opened.config.vq, stored, backend.device)
+        check_tokenizer(saved, {digest, stored.fingerprint(vq)}, asked.tokens)
         for row in saved.tokens:
             yield from decode_pixels(vq, config, backend, row[None])
 
@@ -150,7 +151,7 @@ def decode_saved(asked: PixelsRequest) -> str:
     from lantern_hpu.zoo.find import find_parts
 
     opened = open_model(find_parts(asked.model, asked.given, spared=("text",)))
-    make = decoded if opened.source.pixels is None else diffused
+    make = decoded if opened.pixels is None else diffused
     named = zip(tqdm(files, unit="image"), saved.metadata, strict=True)
     # Files last, so that what makes the pictures is given back once all are made
     for image, (file, settings) in zip(make(saved, opened, asked), named, strict=True):

@@ -1,8 +1,4 @@
-"""What a model is made of, in numbers: sizes, variants, and what follows from them. Needs no torch.
-
-Networks are built from these, checkpoints are recognised as these, and whoever counts parameters, bytes or operations
-counts from these.
-"""
+"""What a model is made of, in numbers: sizes, variants, and counts of parameters. Needs no torch."""
 
 from __future__ import annotations
 
@@ -184,10 +180,8 @@ class TransformerConfig:
 
     @property
     def head_parameters(self) -> int:
-        if self.head_hidden is None:
-            return self.vocab_size * (
-                self.dim + (self.spare_codes > 0)
-            )  # a bias forbids spare codes
+        if self.head_hidden is None:  # a bias forbids spare codes
+            return self.vocab_size * (self.dim + (self.spare_codes > 0))
         return (self.dim + 1) * self.head_hidden + (self.head_hidden + 1) * self.vocab_size
 
     @property
@@ -272,74 +266,38 @@ class VQConfig:
 
     @property
     def parameters(self) -> int:
-        """Of encoder, decoder and codebook."""
-        if self.kind == "video":
-            return self._video_parameters()
+        """Of decoder and codebook, and of the encoder where there is one."""
+        z, code, blocks = self.z_channels, self.code_dim, self.res_blocks
+        video = self.kind == "video"
         widths = [self.channels * m for m in self.multipliers]
-        deepest = widths[-1]
-        middle = 2 * _res(deepest, deepest) + _attention(deepest)
-        seen = widths[self.decoder_only :]
-        down = self._levels([seen[0], *seen], self.res_blocks)
-        up = self._levels([deepest, *reversed(widths)], self.res_blocks + 1, deepest_first=True)
-        encoder = _conv(3, seen[0]) + down + _norm(deepest) + _conv(deepest, self.z_channels)
-        decoder = _conv(self.z_channels, deepest) + up + _norm(widths[0]) + _conv(widths[0], 3)
-        codes = self.codebook_size * self.code_dim
-        codes += _conv(self.z_channels, self.code_dim, 1) + _conv(self.code_dim, self.z_channels, 1)
-        return encoder + decoder + 2 * middle + codes
+        coarsest = widths[-1]
 
-    def _video_parameters(self) -> int:
-        """Of decoder and codebook; see `models/emu3_vq.py`."""
-        z, code = self.z_channels, self.code_dim
-        widths = [self.channels * m for m in self.multipliers]
+        def norm(width: int) -> int:
+            return 2 * width + (2 * _conv(code, width, 1) if video else 0)  # scaled by the codes
 
-        def norm(channels: int) -> int:
-            return 2 * channels + 2 * _conv(code, channels, 1)
-
-        def block(a: int, b: int) -> int:
+        def res(a: int, b: int) -> int:
             shortcut = _conv(a, b, 1) if a != b else 0
             return norm(a) + norm(b) + _conv(a, b) + _conv(b, b) + shortcut
 
-        over_time = (27 * z + 1) * z
-        total = self.res_blocks * 2 * (4 * z + over_time) + 2 * over_time
-        deepest = widths[-1]
-        attention = norm(deepest) + 4 * _conv(deepest, deepest, 1)
-        total += _conv(z, deepest) + 2 * block(deepest, deepest) + attention
-        for index, (before, width) in enumerate(zip([*widths[1:], deepest], widths, strict=True)):
-            total += block(before, width) + self.res_blocks * block(width, width)
-            total += _conv(width, width) if index else 0
-        total += (self.res_blocks + 1) * attention if self.attention else 0
-        total += norm(widths[0]) + _conv(widths[0], 3)
-        return total + self.codebook_size * code + (3 * code + 1) * z
+        def half(inputs: int, first: int, widths: list[int], blocks: int, outputs: int) -> int:
+            """Of encoder or decoder: levels of these widths, and two blocks around an attention at the coarsest."""
+            attention = norm(coarsest) + 4 * _conv(coarsest, coarsest, 1)
+            levels = zip([first, *widths[:-1]], widths, strict=True)
+            total = sum(res(a, b) + (blocks - 1) * res(b, b) for a, b in levels)
+            total += sum(_conv(width, width) for width in widths[:-1])  # changes of resolution
+            total += 2 * res(coarsest, coarsest) + (1 + self.attention * blocks) * attention
+            return total + _conv(inputs, first) + norm(widths[-1]) + _conv(widths[-1], outputs)
 
-    def _levels(self, widths: list[int], blocks: int, deepest_first: bool = False) -> int:
-        """Blocks of each level, from width to width, and the convolutions between levels."""
-        total, last = 0, len(widths) - 2
-        for index, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
-            total += _res(before, after) + (blocks - 1) * _res(after, after)
-            if self.attention and index == (0 if deepest_first else last):
-                total += blocks * _attention(after)
-            if index != last:
-                total += _conv(after, after)
-        return total
+        decoder = half(z, coarsest, widths[::-1], blocks + 1, 3) + self.codebook_size * code
+        if video:  # convolutions over three frames: two blocks of two, and two doublings of time
+            over_time = (27 * z + 1) * z
+            return decoder + blocks * 2 * (4 * z + over_time) + 2 * over_time + (3 * code + 1) * z
+        seen = widths[self.decoder_only :]
+        return decoder + half(3, seen[0], seen, blocks, z) + _conv(z, code, 1) + _conv(code, z, 1)
 
 
 def _conv(inputs: int, outputs: int, side: int = 3) -> int:
     return (side**2 * inputs + 1) * outputs
-
-
-def _norm(channels: int) -> int:
-    return 2 * channels
-
-
-def _res(inputs: int, outputs: int) -> int:
-    shortcut = _conv(inputs, outputs, 1) if inputs != outputs else 0
-    return (
-        _norm(inputs) + _conv(inputs, outputs) + _norm(outputs) + _conv(outputs, outputs) + shortcut
-    )
-
-
-def _attention(channels: int) -> int:
-    return _norm(channels) + 4 * _conv(channels, channels, 1)
 
 
 @dataclass(frozen=True)
@@ -447,7 +405,6 @@ class ModelConfig:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelConfig:
-
         def part(name: str, kind: type[Any]) -> Any:
             result = values.get(name)
             return None if result is None else kind(**result)

@@ -60,10 +60,10 @@ def opener(options: ServeOptions) -> Callable[[], DecodeThread]:
         """Refuse what cannot be served before weights are read."""
         for setting in options.settings:
             if opened.config.drafter is None and setting.needs_drafter:
-                raise lacks_drafter(opened.source.name, f"--methods {setting}")
+                raise lacks_drafter(opened.name, f"--methods {setting}")
         for size in options.sizes:
             try:
-                grid_by_size(opened.config.target, size, opened.source.name)
+                grid_by_size(opened.config.target, size, opened.name)
             except OptionError as error:
                 asked = f"--sizes {size[1]}x{size[0]} cannot be served"
                 raise OptionError(asked, error.why, "leave it out") from error

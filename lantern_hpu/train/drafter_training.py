@@ -58,7 +58,7 @@ from lantern_hpu.results.tables import read_prompts
 from lantern_hpu.train.options import TrainOptions, TrainRequest, check_training
 from lantern_hpu.train.unroll import Lesson, Samples, Unrolled
 from lantern_hpu.tree import load_static
-from lantern_hpu.zoo.fetch import REPORT_KIND, Subject, drafter_card, write_card
+from lantern_hpu.zoo.cards import Subject, drafter_card, write_card
 
 if TYPE_CHECKING:
     from lantern_hpu.pipeline import LanternPipeline
@@ -347,7 +347,7 @@ class DrafterTraining:
         kept = load_file(self.folder / DRAFTER_WEIGHTS)
         self.average = [kept[name] for name, _ in self.drafter.named_parameters()]
         report = {
-            "kind": REPORT_KIND,
+            "kind": "lantern_hpu.train drafter",
             "target": about["target"],
             "steps": self.progress.step,
             "kept_step": about["step"],

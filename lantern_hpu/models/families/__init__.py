@@ -7,8 +7,7 @@ from typing import Any
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.models.families import chameleon, emu3, glm_image, janus, llamagen, lumina
 from lantern_hpu.models.families.base import Family
-from lantern_hpu.models.families.unsupported import check_supported
-from lantern_hpu.models.files.checkpoint import Checkpoint
+from lantern_hpu.models.files.checkpoint import Checkpoint, some_names
 from lantern_hpu.models.files.names import Parts
 
 # In this order: Lumina-mGPT has Chameleon's tensors
@@ -27,10 +26,10 @@ def family_of(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Fa
     Args:
         about: config.json beside the weights.
     """
-    check_supported(checkpoint, about, parts)
     for family in FAMILIES.values():
         if family.recognises(checkpoint, about, parts):
             return family
-    why = f"its tensors are those of none of {', '.join(sorted(FAMILIES))}"
-    hint = "lantern-hpu models"
-    raise WeightsError(f"{checkpoint.path} is of an unknown model family", why, hint)
+    why = f"it holds {some_names(sorted(checkpoint.shapes))}; known are {', '.join(FAMILIES)}"
+    raise WeightsError(
+        f"{checkpoint.path} is of an unknown model family", why, "lantern-hpu models"
+    )

@@ -19,6 +19,7 @@ from lantern_hpu.models.text.frames import FIRST_IMAGE_TOKEN, AnoleFrame
 from lantern_hpu.models.text.tokens import PROMPT_POSITIONS
 
 GRID = (32, 32)
+TOKENS = 65536  # rows of the table; relatives with another one have tokenizers of their own
 SAMPLING = {"chameleon": Sampling(3.0, 1.0, 2000, 1.0)}
 INNER_VQ = (
     "model.vqmodel."  # the stock model holds an encoder of pictures alone, which nothing here reads
@@ -27,7 +28,8 @@ IGNORED = (INNER_VQ, "rotary_emb.inv_freq", "vocabulary_mapping")
 
 
 def is_chameleon(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
-    return "model.layers.0.self_attn.q_norm.weight" in checkpoint
+    rows = checkpoint.shapes.get("model.embed_tokens.weight", (0,))[0]
+    return rows == TOKENS and "model.layers.0.self_attn.q_norm.weight" in checkpoint
 
 
 def chameleon_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:

@@ -34,6 +34,11 @@ FITTING = "the one that was published with this target"
 SAMPLED_ROWS = 64  # rows of the embedding compared with the target's
 
 
+def open_drafter(path: Path, target: TransformerConfig) -> OpenedDrafter:
+    """A drafter for a target of these sizes."""
+    return TrainedDrafter(path) if (path / DRAFTER).is_file() else PublishedDrafter(path, target)
+
+
 class TrainedDrafter:
     """What `lantern_hpu.train` left in a folder, opened; no weight is read yet."""
 
@@ -83,6 +88,9 @@ class PublishedDrafter:
         if not self.about.get("trusted"):
             check_family(drafter, model.target, self.path)
         return digest
+
+
+OpenedDrafter = TrainedDrafter | PublishedDrafter
 
 
 def check_family(drafter: Drafter, target: Target, path: Path) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -11,9 +12,9 @@ from torch import nn
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.files import reported_as
 from lantern_hpu.methods.request import Sampling
-from lantern_hpu.models.config import ConditionConfig, ModelConfig
+from lantern_hpu.models.config import ConditionConfig, ModelConfig, VQConfig
 from lantern_hpu.models.families import family_of
-from lantern_hpu.models.families.drafters import OpenedDrafter, open_drafter
+from lantern_hpu.models.families.eagle import OpenedDrafter, open_drafter
 from lantern_hpu.models.files.checkpoint import (
     Stored,
     Weights,
@@ -24,8 +25,17 @@ from lantern_hpu.models.files.checkpoint import (
     shapes_only,
     take,
 )
-from lantern_hpu.models.files.folder import ModelFolder
-from lantern_hpu.models.files.names import CONFIG, DRAFTER_WEIGHTS, TARGET, VQ, Parts, with_text
+from lantern_hpu.models.files.names import (
+    CONFIG,
+    DRAFTER_WEIGHTS,
+    NEIGHBOURS,
+    TARGET,
+    VQ,
+    Parts,
+    check_sums,
+    read_config,
+    with_text,
+)
 from lantern_hpu.models.files.tokenizers import check_vq, open_vq
 from lantern_hpu.models.model import (
     ImageModel,
@@ -36,7 +46,6 @@ from lantern_hpu.models.model import (
     make_vq,
     table_digest,
 )
-from lantern_hpu.models.text.features import SavedFeatures, is_saved
 from lantern_hpu.models.text.frames import FRAMES
 from lantern_hpu.models.text.prefix import (
     CaptionConditioner,
@@ -54,126 +63,74 @@ DIFFUSION_MISSING = "the diffusion model (the whole pipeline's folder; --save-to
 TEXT_MISSING = "the text encoder (--text-encoder; google/flan-t5-xl)"
 
 
-class PublishedModel:
-    """Published checkpoints, opened; no weight is read yet."""
-
-    def __init__(self, parts: Parts) -> None:
-        about = settings_beside(parts.target)
-        stored = open_checkpoint(parts.target).within("module.")
-        with reported_as(f"{parts.target} does not describe a model"):
-            family = family_of(stored, about, parts)
-            result = family.read(stored, about, parts)
-        tokenizer = open_checkpoint(parts.vq) if parts.vq else result.tokenizer
-        absent = {
-            "vq": (tokenizer is None and not result.diffusion, VQ_MISSING),
-            "pixels": (result.diffusion and parts.pixels is None, DIFFUSION_MISSING),
-            "text": (result.condition.kind == "t5" and parts.text is None, TEXT_MISSING),
-        }
-        missing = [
-            said for part, (lacks, said) in absent.items() if lacks and part not in parts.spared
-        ]
-        if missing:
-            hint = "name them, or lay them beside the target"
-            raise WeightsError(f"parts are missing for {parts.target}", "; ".join(missing), hint)
-        self.name, self.code_pixels = parts.name, family.code_pixels
-        self.vq, self.pixels = None, parts.pixels
-        self.config = ModelConfig(result.config, result.condition, codebook=result.codebook)
-        if tokenizer is not None:
-            vq, self.vq = open_vq(tokenizer, family.normalized_codes)
-            check_vq(vq, result.config, family.code_pixels, tokenizer.path)
-            self.config = replace(self.config, vq=vq)
-        self.target = Stored(result.checkpoint, result.recipe, family.ignored)
-        published, usual = parts.sampling, result.sampling or family.sampling[result.kind]
-        self.sampling = Sampling(**published) if published else usual
-        self.fastest: dict[str, tuple[str, str | None]] = {}
-
-    def weights(self) -> Weights:
-        return Weights(self.target, self.vq)
-
-
-@dataclass
+@dataclass(frozen=True)
 class Opened:
-    """What parts make: its sizes are known, and it can be loaded."""
+    """A model of known sizes; its weights are not read yet.
+
+    Attributes:
+        code_pixels: along a code. fastest: see `ImageModel`. pixels: a pipeline of diffusers that makes its pictures.
+        drafter: in place of the one in `weights`.
+    """
 
     parts: Parts
+    name: str
     config: ModelConfig
-    source: ModelFolder | PublishedModel
-    drafter: OpenedDrafter | None  # in place of the source's own
+    code_pixels: int
+    sampling: Sampling
+    weights: Callable[[], Weights]
+    pixels: Path | None
+    fastest: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    drafter: OpenedDrafter | None = None
 
     def load(self, placement: Placement) -> ImageModel:
-        parts, config, drafter = self.parts, self.config, None
-        weights = self.source.weights()
-        with reported_as(f"{parts.target} does not describe a model"), shapes_only():
+        config, dtype, device = self.config, placement.dtype, placement.device
+        weights, drafter, vectors, vq = self.weights(), None, None, None
+        with reported_as(f"{self.parts.target} does not describe a model"), shapes_only():
             target = Target(config.target, placement.kernels)
             if config.drafter is not None:
                 drafter = Drafter(config.target, config.drafter, placement.kernels)
-        folder = parts.text or folder_of(parts.target)
+            if config.codebook:
+                vectors = nn.Embedding(config.target.codes, config.codebook)
+        folder = self.parts.text or folder_of(self.parts.target)
         condition = make_condition(config.condition, target, folder, placement)
         main = nn.ModuleDict({**condition.parts(), "target": target})
-        vectors: nn.Embedding | None = None
-        if config.codebook:
-            with shapes_only():
-                main["codebook"] = vectors = nn.Embedding(config.target.codes, config.codebook)
-        dtype, device = placement.dtype, placement.device
+        if vectors is not None:
+            main["codebook"] = vectors
         digest = weights.target.fill(main, dtype, device)
-        vq, files, vq_fingerprint = None, {TARGET: digest}, ""
+        files = {**weights.files, TARGET: digest, **text_digest(condition)}
         if config.vq is not None and weights.vq is not None:
-            vq, files[VQ] = self.load_vq(weights, device)
-            vq_fingerprint = weights.vq.fingerprint(vq)
+            vq, files[VQ] = load_vq(config.vq, weights.vq, device)
         model = ImageModel(
-            name=self.source.name,
-            source=parts.source,
+            name=self.name,
+            source=self.parts.source,
             config=config,
-            files={**weights.files, **files, **text_digest(condition)},
+            files=files,
             fingerprint=weights.fingerprint or digest,
             target=target,
             drafter=drafter,
             condition=condition,
             vq=vq,
-            sampling=self.source.sampling,
-            fastest=self.source.fastest,
-            neighbour_table=parts.neighbours or weights.neighbours,
-            vq_fingerprint=vq_fingerprint,
+            sampling=self.sampling,
+            fastest=self.fastest,
+            neighbour_table=self.parts.neighbours or weights.neighbours,
+            vq_fingerprint=weights.vq.fingerprint(vq) if vq and weights.vq else "",
             code_vectors_alone=vectors.weight if vectors else None,
-            pixels_by=self.source.pixels,
+            pixels_by=self.pixels,
         )
-        self.fill_drafter(model, weights, placement)
-        if model.neighbour_table is not None:
-            check_neighbours(model)
-        return model
-
-    def fill_drafter(self, model: ImageModel, weights: Weights, placement: Placement) -> None:
-        """Read the drafter's weights, if there is one: its own file's, or those beside the target."""
-        drafter, dtype = model.drafter, placement.dtype
         if drafter is not None and self.drafter is not None:
-            model.files[DRAFTER_WEIGHTS] = self.drafter.fill(drafter, model, dtype)
+            files[DRAFTER_WEIGHTS] = self.drafter.fill(drafter, model, dtype)
         elif drafter is not None and weights.drafter is not None:
-            weights.drafter.fill(drafter, dtype, placement.device)
-
-    def load_vq(self, weights: Weights, device: torch.device | None) -> tuple[Tokenizer, str]:
-        """The image tokenizer, and its digest."""
-        assert self.config.vq is not None and weights.vq is not None
-        with shapes_only():
-            vq = make_vq(self.config.vq)
-        return vq, weights.vq.fill(vq, torch.float32, device)
-
-
-def check_neighbours(model: ImageModel) -> None:
-    """Hold a model's table of neighbours against its codebook, and take its digest."""
-    assert model.neighbour_table is not None
-    note = "neighbours were not held against a codebook: there is no tokenizer"
-    if model.vq is not None:
-        note = check_table(model.neighbour_table, model.codebook) or ""
-    model.notes += [note] if note else []
-    model.files["neighbours"] = table_digest(model.neighbour_table)
+            weights.drafter.fill(drafter, dtype, device)
+        check_neighbours(model)
+        return model
 
 
 def open_model(parts: Parts) -> Opened:
     """What these parts make."""
     ours = (parts.target / CONFIG).is_file()
-    source = ModelFolder(parts) if ours else PublishedModel(parts)
-    config, drafter = with_text(source.config, parts.text), None
-    height, width = (side * source.code_pixels for side in config.target.grid)
+    opened = open_folder(parts) if ours else open_published(parts)
+    config, drafter = with_text(opened.config, parts.text), None
+    height, width = (side * opened.code_pixels for side in config.target.grid)
     if parts.image_size and config.target.code_pixels:
         grid = grid_by_size(config.target, (parts.image_size, parts.image_size), parts.name)
         config = replace(config, target=config.target.of_grid(grid))
@@ -183,10 +140,91 @@ def open_model(parts: Parts) -> Opened:
     if parts.drafter is not None:
         drafter = open_drafter(parts.drafter, config.target)
         config = replace(config, drafter=drafter.config)
-    return Opened(parts, config, source, drafter)
+    return replace(opened, config=config, drafter=drafter)
 
 
-# ------------------------------------------------------------------------------------ conditions
+def open_folder(parts: Parts) -> Opened:
+    """A folder of ours; see `write.py`."""
+    path = parts.target
+    about, config = read_config(path)
+    files = about["files"]
+    with reported_as(f"cannot read {path / CONFIG}"):
+        sampling = Sampling(**about["sampling"])
+        fastest = {device: (method, tree) for device, (method, tree) in about["fastest"].items()}
+        if config.vq is None and not config.target.code_pixels:
+            raise KeyError("vq")
+    code_pixels = config.vq.downsample if config.vq else config.target.code_pixels
+    other_vq = None
+    if parts.vq is not None and config.vq is not None:
+        vq, other_vq = open_vq(open_checkpoint(parts.vq), config.vq.normalize_codebook)
+        check_vq(vq, config.target, code_pixels, parts.vq)
+        config = replace(config, vq=vq)
+
+    def stored(name: str) -> Stored:
+        return Stored(open_checkpoint(path / name), digest=files.get(name))
+
+    def weights() -> Weights:
+        check_sums(path, about)
+        return Weights(
+            stored(TARGET),
+            other_vq or (stored(VQ) if config.vq else None),
+            stored(DRAFTER_WEIGHTS) if config.drafter else None,
+            files,
+            about.get("fingerprint"),
+            path / NEIGHBOURS if NEIGHBOURS in files else None,
+        )
+
+    pixels = parts.pixels or (Path(about["pixels"]) if about.get("pixels") else None)
+    name = about.get("name", path.name)
+    return Opened(parts, name, config, code_pixels, sampling, weights, pixels, fastest)
+
+
+def open_published(parts: Parts) -> Opened:
+    """Published checkpoints."""
+    about = settings_beside(parts.target)
+    stored = open_checkpoint(parts.target).within("module.")
+    with reported_as(f"{parts.target} does not describe a model"):
+        family = family_of(stored, about, parts)
+        result = family.read(stored, about, parts)
+    tokenizer = open_checkpoint(parts.vq) if parts.vq else result.tokenizer
+    absent = {
+        "vq": (tokenizer is None and not result.diffusion, VQ_MISSING),
+        "pixels": (result.diffusion and parts.pixels is None, DIFFUSION_MISSING),
+        "text": (result.condition.kind == "t5" and parts.text is None, TEXT_MISSING),
+    }
+    missing = [said for part, (lacks, said) in absent.items() if lacks and part not in parts.spared]
+    if missing:
+        hint = "name them, or put them beside the target"
+        raise WeightsError(f"parts are missing for {parts.target}", "; ".join(missing), hint)
+    config, vq = ModelConfig(result.config, result.condition, codebook=result.codebook), None
+    if tokenizer is not None:
+        sizes, vq = open_vq(tokenizer, family.normalized_codes)
+        check_vq(sizes, result.config, family.code_pixels, tokenizer.path)
+        config = replace(config, vq=sizes)
+    weights = Weights(Stored(result.checkpoint, result.recipe, family.ignored), vq)
+    sampling = result.sampling or family.sampling[result.kind]
+    if parts.sampling:
+        sampling = Sampling(**parts.sampling)
+    pixels = family.code_pixels
+    return Opened(parts, parts.name, config, pixels, sampling, lambda: weights, parts.pixels)
+
+
+def load_vq(config: VQConfig, stored: Stored, device: torch.device | None) -> tuple[Tokenizer, str]:
+    """The image tokenizer, and its digest."""
+    with shapes_only():
+        vq = make_vq(config)
+    return vq, stored.fill(vq, torch.float32, device)
+
+
+def check_neighbours(model: ImageModel) -> None:
+    """Compare a model's table of neighbours, if it has one, with its codebook, and take its digest."""
+    if model.neighbour_table is None:
+        return
+    note = "neighbours were not compared with a codebook: there is no tokenizer"
+    if model.vq is not None:
+        note = check_table(model.neighbour_table, model.codebook) or ""
+    model.notes += [note] if note else []
+    model.files["neighbours"] = table_digest(model.neighbour_table)
 
 
 def make_condition(
@@ -195,7 +233,7 @@ def make_condition(
     """What reads prompts; its `parts` are still to be filled.
 
     Args:
-        folder: where a tokenizer lies.
+        folder: of the tokenizer.
     """
     dim, prefix, up = target.config.dim, target.config.prefix, placement.to_device
     if config.kind == "tokens":
@@ -215,18 +253,12 @@ def make_condition(
     return CaptionConditioner(text_encoder(config, prefix, placement), projection)
 
 
-def text_encoder(
-    config: ConditionConfig, prefix: int, placement: Placement
-) -> T5Conditioner | SavedFeatures:
-    """A T5 from where it lies, or what one said."""
-    dtype, keep = placement.dtype or torch.float32, placement.keep_text
-    where = placement.device, placement.to_device
-    if config.text is not None and is_saved(Path(config.text)):
-        return SavedFeatures(Path(config.text), prefix, config.dim, dtype, *where)
+def text_encoder(config: ConditionConfig, prefix: int, placement: Placement) -> T5Conditioner:
     if config.text is None or not Path(config.text).is_dir():
         what = "the text encoder is missing" + (f" ({config.text})" if config.text else "")
         raise WeightsError(what, "prompts cannot be read", "--text-encoder FOLDER")
-    text = T5Conditioner(Path(config.text), prefix, dtype, *where, keep=keep)
+    dtype, where = placement.dtype or torch.float32, (placement.device, placement.to_device)
+    text = T5Conditioner(Path(config.text), prefix, dtype, *where, keep=placement.keep_text)
     if text.width != config.dim:
         why = f"its features are {text.width} wide, the target reads {config.dim}"
         raise WeightsError(f"the text encoder {text.folder} is for another target", why)
@@ -234,10 +266,8 @@ def text_encoder(
 
 
 def text_digest(condition: Conditioner) -> dict[str, str]:
-    """Which text encoder reads the prompts, for the record of an image; nothing where none of its own does."""
+    """Which text encoder reads the prompts, for the record of an image; empty without one."""
     text = getattr(condition, "text", None)
-    if isinstance(text, SavedFeatures):
-        return {"text": text.digest()}
     if not isinstance(text, T5Conditioner):
         return {}
     stored = open_checkpoint(text.folder)

@@ -42,13 +42,11 @@ class Parts:
 class Given:
     """Parts that the user named on their own."""
 
-    drafter: str | None = option(
-        None, "path of a drafter: published, from `lantern-hpu train`, or in the speculators layout"
-    )
+    drafter: str | None = option(None, "path of a drafter: published, or from `lantern-hpu train`")
     vq: str | None = option(None, "path of the VQ image tokenizer", metavar="FILE")
     text: str | None = option(
         None,
-        "path of the T5 encoder, of T5 features (.npy, .safetensors, a folder of .npy), or of the text tokenizer",
+        "path of the T5 encoder, or of the text tokenizer",
         name="--text-encoder",
         metavar="PATH",
     )

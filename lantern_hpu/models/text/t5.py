@@ -23,15 +23,14 @@ from lantern_hpu.models.options import KEEP_TEXT
 from lantern_hpu.models.text.prefix import TextFeatures, left_padded
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
-# ---------------------------------------------------------------------------------------- cleaning
+CACHED = 1024  # prompts whose features stay on the host, at most 0.5 GB for flan-t5-xl
+HINT = "download all files of google/flan-t5-xl into one folder"
+TOKENIZERS = ("tokenizer.json", "spiece.model")
 
-# Caption cleaning, as the public DeepFloyd IF and PixArt pipelines do it before their T5.
-#
-# Models conditioned on T5 features were trained on captions that went through these rules, twice. Cleaning
-# differently would show them words they have never seen, so the rules are kept as they are, odd ones
-# included. Source: `clean_caption` of DeepFloyd IF and PixArt, as in diffusers (Apache-2.0). No torch here.
-
-Rule = tuple[re.Pattern[str], str]  # what to find, what to write in its place
+# Rules of caption cleaning: what to find, and what to write in its place. Models conditioned on T5 features were trained
+# on captions that went through these rules twice, so they are kept as they are, odd ones included. Source:
+# `clean_caption` of DeepFloyd IF and PixArt, as in diffusers (Apache-2.0).
+Rules = tuple[tuple[str, str], ...]
 
 _LINK = r"[a-z0-9.\-]+\.(?:com|co|ru|net|org|edu|gov|it)[\w/-]*\b/?(?!@)"
 _FILE = "png|jpg|jpeg|bmp|webp|eps|pdf|apk|mp4"
@@ -41,17 +40,13 @@ _DASHES = (
 )
 
 
-def _table(*rows: tuple[str, str]) -> list[Rule]:
-    return [(re.compile(pattern), replacement) for pattern, replacement in rows]
-
-
 # Before tags are read, so that a link takes no tag with it.
-LINKS = _table(
+LINKS: Rules = (
     ("<person>", "person"),  # else it would be taken for a tag
     (rf"\b(?:https?:(?:/{{1,3}}|[a-z0-9%])|{_LINK})", ""),
     (rf"\b(?:www:(?:/{{1,3}}|[a-z0-9%])|{_LINK})", ""),
 )
-SYMBOLS = _table(
+SYMBOLS: Rules = (
     (r"@\w+\b", ""),  # @nick
     ("[\u31c0-\u9fff]+", ""),  # CJK strokes to unified ideographs
     (f"[{_DASHES}]+", "-"),
@@ -71,7 +66,7 @@ SYMBOLS = _table(
     (r"[#®•©™&@·º½¾¿¡§~()\[\]{}|\\/*]+", " "),
     (r"\s+\.\s+", " "),
 )
-CLUTTER = _table(
+CLUTTER: Rules = (
     (r"\b[a-zA-Z]{1,3}\d{3,15}\b", ""),  # jc6640
     (r"\b[a-zA-Z]+\d+[a-zA-Z]+\b", ""),  # jc6640vc
     (r"\b\d+[a-zA-Z]+\d+\b", ""),  # 6640vc231
@@ -87,7 +82,7 @@ CLUTTER = _table(
     (r"\s+", " "),
 )
 # The last strip comes after these: a space at an end shields what lies behind it until the second round.
-EDGES = _table(
+EDGES: Rules = (
     ("^[\"']([\\w\\W]+)[\"']$", r"\1"),
     (r"^['_,\-:;]", ""),
     (r"['_,\-:+]$", ""),
@@ -113,9 +108,9 @@ def clean(text: str) -> str:
     return clean_caption(clean_caption(text))
 
 
-def _replace(text: str, rules: list[Rule]) -> str:
+def _replace(text: str, rules: Rules) -> str:
     for pattern, replacement in rules:
-        text = pattern.sub(replacement, text)
+        text = re.sub(pattern, replacement, text)
     return text
 
 
@@ -125,13 +120,6 @@ def _without_markup(text: str) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a caption looks like a file name or an address
         return BeautifulSoup(text, features="html.parser").text
-
-
-# ---------------------------------------------------------------------------------------------- t5
-
-CACHED = 1024  # prompts whose features stay on the host, at most 0.5 GB for flan-t5-xl
-HINT = "download all files of google/flan-t5-xl into one folder"
-TOKENIZERS = ("tokenizer.json", "spiece.model")
 
 
 class T5Conditioner:
