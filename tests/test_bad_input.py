@@ -234,11 +234,11 @@ def test_a_description_names_no_file_outside_its_folder(
 
 KILLED = """
 import sys, time
-from lantern_hpu.models.files import folder
+from lantern_hpu.models.files import write
 def slow(*_):
     print("writing", flush=True)
     time.sleep(60)
-folder.model_json = slow
+write.model_json = slow
 from lantern_hpu.commands.convert import main
 main(sys.argv[1:])
 """

@@ -165,7 +165,7 @@ def clean_up(folder: Path, done: bool) -> None:
 
 
 @contextmanager
-def explained(entry: KnownModel, part: Part, where: Path) -> Iterator[None]:
+def explain_errors(entry: KnownModel, part: Part, where: Path) -> Iterator[None]:
     """What can go wrong between the Hub and the disk, as errors that say what to do."""
     try:
         yield
@@ -230,14 +230,14 @@ def fetch_all(entry: KnownModel, parts: Sequence[Part], located: Located, to: Pa
     where, done = to or hub_cache(), False
     files: list[File] = []
     for part in parts:
-        with explained(entry, part, where):
+        with explain_errors(entry, part, where):
             files += list_files(hub, part, located.absent[part.role])
     check_space(files, where)
     size = amount(sum(file.bytes or 0 for file in files))
     print(f"fetching {len(files)} file{'s' * (len(files) > 1)}, {size}, to {where}", flush=True)
     try:
         for file in files:
-            with explained(entry, file.part, where):
+            with explain_errors(entry, file.part, where):
                 fetch(hub, file, to)
                 if to is not None:  # so that the folder says which model it holds
                     (to / LABEL).write_text(json.dumps({"model": entry.name}, indent=1) + "\n")

@@ -43,7 +43,7 @@ UNFINISHED = ".converting"  # ends the name of a folder that is being written
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def folder_lock(folder: Path) -> Iterator[None]:
     """A lock on a folder that ends with its process, however that ends; where there are no such locks, none."""
     if os.name != "posix":  # a folder can be neither opened nor locked there
         yield
@@ -66,10 +66,10 @@ def staged(output: Path) -> Iterator[Path]:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         for old in output.parent.glob(f".{escape(output.name)}.*{UNFINISHED}"):
-            with suppress(OSError), locked(old):
+            with suppress(OSError), folder_lock(old):
                 shutil.rmtree(old)
         folder = Path(tempfile.mkdtemp(UNFINISHED, f".{output.name}.", output.parent))
-        with locked(folder):
+        with folder_lock(folder):
             yield folder
         mask = os.umask(0)
         os.umask(mask)

@@ -27,7 +27,7 @@ CACHED = 1024  # prompts whose features stay on the host, at most 0.5 GB for fla
 HINT = "download all files of google/flan-t5-xl into one folder"
 TOKENIZERS = ("tokenizer.json", "spiece.model")
 
-# Rules of caption cleaning: what to find, and what to write in its place. Models conditioned on T5 features were trained
+# Rules of caption cleaning: what to find, and what replaces it. Models conditioned on T5 features were trained
 # on captions that went through these rules twice, so they are kept as they are, odd ones included. Source:
 # `clean_caption` of DeepFloyd IF and PixArt, as in diffusers (Apache-2.0).
 Rules = tuple[tuple[str, str], ...]
