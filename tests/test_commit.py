@@ -26,7 +26,7 @@ from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Resolved, Setting
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.calls import read_call
-from lantern_hpu.serve.decoder import make_menu
+from lantern_hpu.serve.menu import make_menu
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest
 from lantern_hpu.tree import Window, load_tree

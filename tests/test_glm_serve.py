@@ -45,7 +45,7 @@ def decoder(folder: Path) -> DecodeThread:
 def client(decoder: DecodeThread) -> Iterator[TestClient]:
     app = make_app(decoder.options, lambda: decoder)
     with TestClient(app, base_url="http://localhost") as client:
-        decoder.settled()
+        decoder.start(wait=True)
         assert decoder.failure is None
         yield client
 

@@ -40,8 +40,8 @@ from lantern_hpu.results.images import read_png
 from lantern_hpu.serve import app as middleware
 from lantern_hpu.serve import process
 from lantern_hpu.serve.app import make_app
-from lantern_hpu.serve.calls import ONE_SHAPE
 from lantern_hpu.serve.decoder import DecodeThread, Done, Job, Partial, seconds_until_room
+from lantern_hpu.serve.menu import ONE_SHAPE
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.process import Protocol, Server
 from lantern_hpu.serve.protocol import ApiError
@@ -212,7 +212,7 @@ def test_images_that_come_at_random_are_those_of_generate(
             assert answer.status_code == 200, answer.text
             drawn = pixels(answer.json()["data"][0]["b64_json"])
             assert np.array_equal(drawn, wanted(pipeline, "red cat", i, METHODS[i % 3]))
-    server.until(lambda: not server.decoder.busy)
+    server.until(lambda: not server.decoder.open_jobs)
     assert server.metric("recompiles_after_readiness") == before == 0
 
 
@@ -239,7 +239,7 @@ def test_an_image_that_began_alone_begins_again_among_others(
     many = server.decoder.lanes["ar", ONE_SHAPE][-1].batch.engine.step.stats
     before, queued = many.replays, server.metric("request_queue_time_seconds_count")
     server.decoder.submit([Job(request, "ar", deadline, (1, 2), tell)])
-    server.until(lambda: answers and not server.decoder.busy)
+    server.until(lambda: answers and not server.decoder.open_jobs)
     assert server.metric("request_queue_time_seconds_count") == queued + 2
     assert many.replays > before
     assert [event.rows for event in heard if isinstance(event, Partial)] == [1, 2]
@@ -458,7 +458,7 @@ def test_room_comes_when_enough_images_have_found_a_slot(
 def test_retry_after_is_about_when_there_is_room(server: Running, slow: None) -> None:
     """Twelve wait and three are drawn: a thirteenth has room when the first of those three is done."""
     decoder, late = server.decoder, time.monotonic() + 300
-    server.until(lambda: not decoder.busy)
+    server.until(lambda: not decoder.open_jobs)
     jobs = [job("ar", late)[0] for _ in range(15)]
     decoder.submit(jobs[:3])
     server.until(lambda: decoder.running == 3)
@@ -469,7 +469,7 @@ def test_retry_after_is_about_when_there_is_room(server: Running, slow: None) ->
     server.until(lambda: len(decoder.waiting) < 12)
     assert promised <= 1 + 4 * (time.monotonic() - began) + 1
     decoder.cancel(jobs)
-    server.until(lambda: not decoder.busy)
+    server.until(lambda: not decoder.open_jobs)
 
 
 def test_engines_share_the_time_whatever_a_turn_of_theirs_takes(
@@ -492,7 +492,7 @@ def test_engines_share_the_time_whatever_a_turn_of_theirs_takes(
         share.extend([method] * (self.queued - before))
 
     decoder = server.decoder
-    server.until(lambda: not decoder.busy)
+    server.until(lambda: not decoder.open_jobs)
     monkeypatch.setattr(decoder, "clock", lambda: float(steps))
     monkeypatch.setattr(Batch, "advance", advance)
     late = time.monotonic() + 300
@@ -502,7 +502,7 @@ def test_engines_share_the_time_whatever_a_turn_of_theirs_takes(
         return [Job(request, method, late, shows, lambda event: None) for _ in range(6)]
 
     decoder.submit([*jobs("jacobi", (1, 2, 3)), *jobs("ar", ())])
-    server.until(lambda: not decoder.busy)
+    server.until(lambda: not decoder.open_jobs)
     both = min(len(share) - share[::-1].index(method) for method in ("ar", "jacobi"))
     ahead = np.cumsum([1 if method == "ar" else -1 for method in share[:both]])
     assert both > 20 and abs(ahead).max() <= 16
@@ -574,7 +574,7 @@ def test_a_client_that_goes_away_frees_its_slot(server: Running, slow: None) -> 
     soon = httpx.Timeout(60, read=0.05)  # no image is done that soon
     with pytest.raises(httpx.TimeoutException):
         httpx.post(server.url + PATH, json={"prompt": "cat", "method": "ar"}, timeout=soon)
-    server.until(lambda: not server.decoder.busy)
+    server.until(lambda: not server.decoder.open_jobs)
     assert server.metric("request_cancelled_total") == before + 2
 
 
@@ -588,7 +588,7 @@ def test_an_image_past_its_deadline_is_given_up(server: Running) -> None:
     server.decoder.submit([late])
     server.until(lambda: heard)
     assert isinstance(heard[0], ApiError) and heard[0].status_code == 504
-    server.until(lambda: not server.decoder.busy)
+    server.until(lambda: not server.decoder.open_jobs)
 
 
 # How it is
@@ -762,10 +762,9 @@ def test_nothing_is_taken_before_readiness_or_while_draining(model: Path) -> Non
     decoder.ready = True
     taken, heard = job("ar", time.monotonic() + 9)
     decoder.submit([taken])
-    decoder.drain()
+    decoder.stop()
     with pytest.raises(ApiError, match="about to stop"):
         decoder.submit([job("ar", time.monotonic() + 9)[0]])
-    decoder.end()  # waiting requests are answered
     assert isinstance(heard[0], ApiError) and heard[0].status_code == 503
 
 
@@ -909,7 +908,7 @@ def test_images_that_are_not_done_in_time_are_told_so(model: Path, slow: None) -
     options = ServeOptions(str(model), methods=("ar",), slots=1)
     decoder = DecodeThread(LanternPipeline.from_pretrained(str(model)), options)
     decoder.start()
-    decoder.settled()
+    decoder.start(wait=True)
     (first, _), (late, heard) = (job("ar", time.monotonic() + 99) for _ in range(2))
     decoder.submit([first, late])  # one slot, so the second waits
     server = Server(uvicorn.Config(make_app(options, lambda: decoder)), decoder, 0.0)

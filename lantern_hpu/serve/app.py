@@ -7,10 +7,12 @@ import base64
 import ipaddress
 import json
 import logging
+import re
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,20 +26,28 @@ from lantern_hpu.serve.decoder import DecodeThread, Done, Job, Partial
 from lantern_hpu.serve.options import MAX_BODY, ServeOptions
 from lantern_hpu.serve.protocol import ApiError
 
-# -------------------------------------------------------------------------------------- middleware
-
-# Around the endpoints: which requests reach them, how long a body may take, and the log.
-
 with needing("fastapi", "the server is built on it", "serve"):
-    from fastapi.responses import JSONResponse
+    from fastapi import APIRouter, Depends, FastAPI, Request, Response, Security
+    from fastapi.exceptions import RequestValidationError
+    from fastapi.openapi.utils import get_openapi
+    from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+    from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+    from pydantic.json_schema import models_json_schema
     from starlette.datastructures import Headers, MutableHeaders
+    from starlette.exceptions import HTTPException
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+HERE = Path(__file__).parent
 IMAGES = "/v1/images/generations"
 DISCARDED = 64 * 2**20  # bytes of a body that is too large, read and forgotten
 BODY_SECONDS = 10.0  # in which a body has to arrive
 CLOSED = 499  # status in log and metrics where the client left, as nginx has it
+STOPPING = 0.3  # seconds for the decode thread to end, once all its images are answered
+STALE = 120.0  # seconds without a heartbeat after which the loop is taken for dead
+Event = Partial | Done | ApiError
 log = logging.getLogger("lantern_hpu.serve")
+router = APIRouter()
+bearer = HTTPBearer(auto_error=False)
 
 
 class Record:
@@ -73,7 +83,10 @@ class Record:
 
 
 class Guard:
-    """ASGI middleware. Endpoints find the request's `Record` as `request.state.record`."""
+    """ASGI middleware: which requests reach the endpoints, how long a body may take, and the log.
+
+    Endpoints find the request's `Record` as `request.state.record`.
+    """
 
     def __init__(
         self, app: ASGIApp, hosts: Collection[str], count_failure: Callable[[int], None]
@@ -116,7 +129,7 @@ class Guard:
                 record.write()
 
     def check(self, scope: Scope, headers: Headers) -> None:
-        """Raise an ApiError where a web page of somebody else may have sent the request through a browser.
+        """Raise an ApiError where a foreign web page may have sent the request through a browser.
 
         A name that is not ours may have been pointed here (DNS rebinding), and what is not JSON a browser sends to any
         host without asking it first.
@@ -132,9 +145,8 @@ class Guard:
 
 
 def known_host(header: str, hosts: Collection[str]) -> bool:
-    """Whether a Host header is an address, `localhost` or one of the names; its port is not looked at."""
-    name = header.rpartition(":")[0] if header.rpartition(":")[2].isdigit() else header
-    name = name.strip("[]").lower()
+    """Whether a Host header is an address, `localhost` or one of the names, with any port."""
+    name = re.sub(r":\d+$", "", header).strip("[]").lower()
     if "*" in hosts or name in ("localhost", *hosts):
         return True
     try:
@@ -155,17 +167,16 @@ class Body:
         if self.whole:
             return await self.inner()
         message = await self.part()
+        # What a client still sends when the connection is closed takes the answer from it
         while MAX_BODY < self.size <= DISCARDED and not self.whole:
-            await (
-                self.part()
-            )  # what a client still sends when the connection is closed takes the answer from it
+            await self.part()
         if self.size > MAX_BODY:
             what = f"the body is larger than {MAX_BODY} bytes"
             raise ApiError(413, what, None, "too_large", {"Connection": "close"})
         return message
 
     async def part(self) -> Message:
-        """What comes next of the body."""
+        """The next piece of the body."""
         self.until = self.until or time.monotonic() + BODY_SECONDS
         try:
             message = await asyncio.wait_for(self.inner(), self.until - time.monotonic())
@@ -179,32 +190,15 @@ class Body:
         return message
 
 
-# --------------------------------------------------------------------------------------------- app
-
-with needing("fastapi", "the server is built on it", "serve"):
-    from fastapi import APIRouter, Depends, FastAPI, Request, Response, Security
-    from fastapi.exceptions import RequestValidationError
-    from fastapi.openapi.utils import get_openapi
-    from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
-    from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-    from pydantic.json_schema import models_json_schema
-    from starlette.exceptions import HTTPException
-
-HERE = Path(__file__).parent
-STOPPING = 0.3  # seconds for the decode thread to end: nobody waits for its images any more
-STALE = 120.0  # seconds without a heartbeat after which the loop is taken for dead
-router = APIRouter()
-
-
-def make_app(options: ServeOptions, opened: Callable[[], DecodeThread]) -> FastAPI:
-    """The application; its decoder is opened when it starts and stopped when it ends."""
+def make_app(options: ServeOptions, load: Callable[[], DecodeThread]) -> FastAPI:
+    """The application; its decoder is loaded when it starts and stopped when it ends."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.decoder = await asyncio.to_thread(opened)
+        app.state.decoder = await asyncio.to_thread(load)
         app.state.decoder.start()
         yield
-        await asyncio.to_thread(app.state.decoder.abandon, STOPPING)
+        await asyncio.to_thread(app.state.decoder.stop, wait=STOPPING)
 
     def count_failure(status: int) -> None:
         metrics = app.state.decoder.metrics
@@ -214,9 +208,8 @@ def make_app(options: ServeOptions, opened: Callable[[], DecodeThread]) -> FastA
     app.state.options = options
     app.include_router(router)
     app.add_middleware(Guard, hosts=options.allow_host, count_failure=count_failure)
-    app.add_exception_handler(RequestValidationError, refused)
-    app.add_exception_handler(HTTPException, refused)
-    app.add_exception_handler(Exception, refused)
+    for kind in (RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer_error)
     app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
     return app
 
@@ -235,8 +228,8 @@ def openapi(app: FastAPI) -> dict[str, Any]:
     return made
 
 
-async def refused(request: Request, error: Exception) -> Response:
-    """Whatever went wrong, in OpenAI's shape."""
+async def answer_error(request: Request, error: Exception) -> Response:
+    """Any error, in OpenAI's shape."""
     if isinstance(error, RequestValidationError):
         error = protocol.invalid(error.errors())
     if not isinstance(error, ApiError):
@@ -247,9 +240,6 @@ async def refused(request: Request, error: Exception) -> Response:
         error = ApiError(status, messages.get(status, f"{place} is not served here"), None, code)
     request.state.record.failed(error)
     return JSONResponse(error.body(), error.status_code, headers=error.headers)
-
-
-bearer = HTTPBearer(auto_error=False)
 
 
 def check_key(
@@ -268,11 +258,6 @@ def decoder_of(request: Request) -> DecodeThread:
     return decoder
 
 
-def record_of(request: Request) -> Record:
-    record: Record = request.state.record
-    return record
-
-
 TheDecoder = Annotated[DecodeThread, Depends(decoder_of)]
 WITH_KEY = [Depends(check_key)]
 
@@ -282,9 +267,6 @@ def errors(**statuses: str) -> dict[int | str, dict[str, Any]]:
         int(status[1:]): {"model": protocol.ErrorResponse, "description": about}
         for status, about in statuses.items()
     }
-
-
-# -- health, metrics, models
 
 
 @router.get("/livez", responses={503: {"model": protocol.Status}})
@@ -345,8 +327,6 @@ async def script() -> FileResponse:
     return FileResponse(HERE / "page.js", media_type="text/javascript")
 
 
-# -- images
-
 STREAMED: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "With `event_stream`: `PartialImage` events, then a `CompletedImage`.",
@@ -377,199 +357,175 @@ async def generate_images(
     asked: protocol.ImagesRequest, request: Request, decoder: TheDecoder
 ) -> protocol.ImagesResponse | Response:
     """Draw images for a prompt."""
-    record, options = record_of(request), request.app.state.options
+    record: Record = request.state.record
     call = read_call(asked, decoder.menu)
     record.asked(call)
-    waiting = Waiting(decoder, call, options.timeout)
-    answer = Answer(decoder, call)
+    payload = payload_of(decoder, call)
+    jobs, events = submit(decoder, call, request.app.state.options.timeout)
     if call.stream:
-        events = event_stream(waiting, answer, record)
+        stream = event_stream(decoder, call, payload, jobs, events, record)
         headers = {"Cache-Control": "no-store"}
-        return StreamingResponse(events, media_type="text/event-stream", headers=headers)
-    images = await unless_gone(request, waiting)
+        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
+    images = await wait_unless_gone(request, decoder, jobs, events)
     if images is None:
         record.status = CLOSED
         return Response(status_code=CLOSED)
     record.answered(images)
-    return await answer.whole(images)
+    data = [
+        protocol.ImageData(
+            b64_json=await asyncio.to_thread(base64_png, done),
+            seed=done.drawn.record.seed,
+            metrics=image_metrics(call, done),
+        )
+        for done in images
+    ]
+    usage = token_usage(decoder, call)
+    return protocol.ImagesResponse(**payload, data=data, usage=usage, **used_settings(call))
 
 
-class Waiting:
-    """The images of one call, on their way."""
+def submit(
+    decoder: DecodeThread, call: Call, timeout: float
+) -> tuple[list[Job], asyncio.Queue[tuple[int, Event]]]:
+    """Queue the images of a call. -> their jobs, and what will come of each by its number"""
+    loop, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
-    def __init__(self, decoder: DecodeThread, call: Call, timeout: float) -> None:
-        loop = asyncio.get_running_loop()
-        self.decoder, self.call = decoder, call
-        self.events: asyncio.Queue[tuple[int, Partial | Done | ApiError]] = asyncio.Queue()
+    def send(index: int, event: Event) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(events.put_nowait, (index, event))
 
-        def sender(index: int) -> Callable[[Partial | Done | ApiError], None]:
-            def send(event: Partial | Done | ApiError) -> None:
-                with suppress(RuntimeError):  # the loop is closed, so nobody listens
-                    loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
+    deadline, shape = time.monotonic() + timeout, (call.need.grid, call.need.prefix)
+    method = call.served.setting.method
+    jobs = [
+        Job(request, method, deadline, call.shows, partial(send, index), shape)
+        for index, request in enumerate(call.requests)
+    ]
+    decoder.submit(jobs)
+    return jobs, events
 
-            return send
 
-        deadline = time.monotonic() + timeout
-        self.jobs = [
-            Job(
-                request,
-                call.served.setting.method,
-                deadline,
-                call.shows,
-                sender(index),
-                (call.need.grid, call.need.prefix),
-            )
-            for index, request in enumerate(call.requests)
-        ]
-        decoder.submit(self.jobs)
+async def wait_unless_gone(
+    request: Request,
+    decoder: DecodeThread,
+    jobs: list[Job],
+    events: asyncio.Queue[tuple[int, Event]],
+) -> list[Done] | None:
+    """The images; None if the client went away first, in which case they are given up."""
 
-    def cancel(self) -> None:
-        self.decoder.cancel(self.jobs)
-
-    async def all_done(self) -> list[Done]:
+    async def all_done() -> list[Done]:
         done: dict[int, Done] = {}
-        while len(done) < len(self.jobs):
-            index, event = await self.events.get()
+        while len(done) < len(jobs):
+            index, event = await events.get()
             if isinstance(event, ApiError):
                 raise event
             if isinstance(event, Done):
                 done[index] = event
-        return [done[index] for index in range(len(self.jobs))]
+        return [done[index] for index in range(len(jobs))]
 
+    async def disconnected() -> None:  # the body has been read
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
 
-async def unless_gone(request: Request, waiting: Waiting) -> list[Done] | None:
-    """The images; None if the client went away first, in which case they are given up."""
-    done = asyncio.ensure_future(waiting.all_done())
-    gone = asyncio.ensure_future(disconnected(request))
+    done, gone = asyncio.ensure_future(all_done()), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait([done, gone], return_when=asyncio.FIRST_COMPLETED)
         return await done if done.done() else None
     finally:
         gone.cancel()
         done.cancel()
-        waiting.cancel()
+        decoder.cancel(jobs)
 
 
-async def disconnected(request: Request) -> None:
-    """Returns when the client is gone; the body must have been read."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def event_stream(waiting: Waiting, answer: Answer, record: Record) -> AsyncIterator[str]:
+async def event_stream(
+    decoder: DecodeThread,
+    call: Call,
+    payload: dict[str, Any],
+    jobs: list[Job],
+    events: asyncio.Queue[tuple[int, Event]],
+    record: Record,
+) -> AsyncIterator[str]:
     """Server-sent events; where the client goes away, the generator is closed and the image given up."""
     record.status, index = CLOSED, 0
     try:
         while True:
-            _, event = await waiting.events.get()
-            if isinstance(event, Partial):
-                shown = await answer.partial(event, index)
-                yield f"event: {shown.type}\ndata: {shown.model_dump_json()}\n\n"
-                index += 1
-            elif isinstance(event, Done):
-                whole = await answer.completed(event)
-                yield f"event: {whole.type}\ndata: {whole.model_dump_json()}\n\n"
-                record.answered([event])
-                return
-            else:
+            _, event = await events.get()
+            if isinstance(event, ApiError):
                 error = {"type": "error", **event.body()}
                 yield f"event: error\ndata: {json.dumps(error)}\n\n"
                 record.failed(event)
                 return
+            common = {**payload, "created_at": payload["created"]}
+            common["b64_json"] = await asyncio.to_thread(base64_png, event)
+            if isinstance(event, Partial):
+                rate = round((event.tokens - 1) / max(event.steps, 1), 4)
+                metrics = protocol.PartialMetrics(steps=event.steps, tokens_per_step=rate)
+                shown = protocol.PartialImage(
+                    **common, partial_image_index=index, rows=event.rows, metrics=metrics
+                )
+                yield f"event: {shown.type}\ndata: {shown.model_dump_json()}\n\n"
+                index += 1
+                continue
+            usage, spent = token_usage(decoder, call), image_metrics(call, event)
+            whole = protocol.CompletedImage(
+                **common, usage=usage, metrics=spent, **used_settings(call)
+            )
+            yield f"event: {whole.type}\ndata: {whole.model_dump_json()}\n\n"
+            record.answered([event])
+            return
     finally:
-        waiting.cancel()
+        decoder.cancel(jobs)
 
 
-class Answer:
-    """What is sent of finished images."""
-
-    def __init__(self, decoder: DecodeThread, call: Call) -> None:
-        height, width = call.size
-        self.call, self.decoder, self.created = call, decoder, int(time.time())
-        self.shared: dict[str, Any] = {
-            "created": self.created,
-            "model": decoder.menu.model,
-            "size": f"{width}x{height}",
-        }
-
-    def settings(self) -> dict[str, Any]:
-        """Of `protocol.Settings`."""
-        request, served = self.call.requests[0], self.call.served
-        return {
-            "seed": request.seed,
-            "method": served.setting.method,
-            "tree": served.setting.tree.name,
-            "relaxation": request.relaxation.as_json(),
-            **vars(request.sampling),
-        }
-
-    def metrics(self, done: Done) -> protocol.ImageMetrics:
-        record, seconds = done.drawn.record, (done.queue, done.prefill, done.decode, done.pixels)
-        names = ("queue_s", "prefill_s", "steps_s", "decode_s")
-        times = {name: round(value, 4) for name, value in zip(names, seconds, strict=True)}
-        drafts, by_depth = METHODS[self.call.served.setting.method].drafts, record.accepted_by_depth
-        return protocol.ImageMetrics(
-            **times,
-            steps=record.steps,
-            tokens_per_step=record.tokens_per_step,
-            accepted_by_depth=by_depth,
-            relaxed_accepts=record.relaxed_accepts,
-            tv_mean=record.tv_mean,
-            tv_max=record.tv_max,
-            tv_sum=record.tv_sum,
-            speculative_decoding=protocol.SpeculativeDecoding.of(record.steps, by_depth)
-            if drafts
-            else None,
-        )
-
-    def usage(self, images: int) -> protocol.Usage:
-        config = self.call.need.sizes(self.decoder.pipeline.model.target.config)
-        read, drawn = config.prefix * images, config.tokens * images
-        details = protocol.InputTokensDetails(text_tokens=read, image_tokens=0)
-        return protocol.Usage(
-            input_tokens=read,
-            input_tokens_details=details,
-            output_tokens=drawn,
-            total_tokens=read + drawn,
-        )
-
-    async def data(self, done: Done) -> protocol.ImageData:
-        seed = done.drawn.record.seed
-        assert seed is not None
-        b64 = await asyncio.to_thread(final, done)
-        return protocol.ImageData(b64_json=b64, seed=seed, metrics=self.metrics(done))
-
-    async def whole(self, images: list[Done]) -> protocol.ImagesResponse:
-        data = [await self.data(done) for done in images]
-        usage = self.usage(len(images))
-        return protocol.ImagesResponse(**self.shared, data=data, usage=usage, **self.settings())
-
-    async def partial(self, event: Partial, index: int) -> protocol.PartialImage:
-        rate = round((event.tokens - 1) / max(event.steps, 1), 4)
-        return protocol.PartialImage(
-            **self.shared,
-            created_at=self.created,
-            b64_json=await asyncio.to_thread(picture, event.image),
-            partial_image_index=index,
-            rows=event.rows,
-            metrics=protocol.PartialMetrics(steps=event.steps, tokens_per_step=rate),
-        )
-
-    async def completed(self, done: Done) -> protocol.CompletedImage:
-        return protocol.CompletedImage(
-            **self.shared,
-            created_at=self.created,
-            b64_json=await asyncio.to_thread(final, done),
-            usage=self.usage(1),
-            metrics=self.metrics(done),
-            **self.settings(),
-        )
+def payload_of(decoder: DecodeThread, call: Call) -> dict[str, Any]:
+    """What all answers to a call begin with."""
+    height, width = call.size
+    return {"created": int(time.time()), "model": decoder.menu.model, "size": f"{width}x{height}"}
 
 
-def picture(image: Any) -> str:
-    return base64.b64encode(encode(image)).decode()
+def used_settings(call: Call) -> dict[str, Any]:
+    """Of `protocol.Settings`."""
+    request, served = call.requests[0], call.served
+    return {
+        "seed": request.seed,
+        "method": served.setting.method,
+        "tree": served.setting.tree.name,
+        "relaxation": request.relaxation.as_json(),
+        **vars(request.sampling),
+    }
 
 
-def final(done: Done) -> str:
-    """With the metadata to draw it again."""
-    return base64.b64encode(done.drawn.png()).decode()
+def image_metrics(call: Call, done: Done) -> protocol.ImageMetrics:
+    record, by_depth = done.drawn.record, done.drawn.record.accepted_by_depth
+    drafts = METHODS[call.served.setting.method].drafts
+    return protocol.ImageMetrics(
+        queue_s=round(done.queue, 4),
+        prefill_s=round(done.prefill, 4),
+        steps_s=round(done.decode, 4),
+        decode_s=round(done.pixels, 4),
+        steps=record.steps,
+        tokens_per_step=record.tokens_per_step,
+        accepted_by_depth=by_depth,
+        relaxed_accepts=record.relaxed_accepts,
+        tv_mean=record.tv_mean,
+        tv_max=record.tv_max,
+        tv_sum=record.tv_sum,
+        speculative_decoding=(
+            protocol.SpeculativeDecoding.of(record.steps, by_depth) if drafts else None
+        ),
+    )
+
+
+def token_usage(decoder: DecodeThread, call: Call) -> protocol.Usage:
+    config = call.need.sizes(decoder.pipeline.model.target.config)
+    read, drawn = (tokens * len(call.requests) for tokens in (config.prefix, config.tokens))
+    return protocol.Usage(
+        input_tokens=read,
+        input_tokens_details=protocol.InputTokensDetails(text_tokens=read, image_tokens=0),
+        output_tokens=drawn,
+        total_tokens=read + drawn,
+    )
+
+
+def base64_png(shown: Partial | Done) -> str:
+    """A finished picture has the metadata to draw it again."""
+    png = shown.drawn.png() if isinstance(shown, Done) else encode(shown.image)
+    return base64.b64encode(png).decode()

@@ -4,49 +4,18 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import LanternError
 from lantern_hpu.methods.relaxation import Relaxation, RelaxationOptions
-from lantern_hpu.methods.request import MAX_SEED, Request, Sampling
-from lantern_hpu.methods.setting import Resolved, check_drawn, check_relaxation, check_schedule
+from lantern_hpu.methods.request import MAX_SEED, Request
+from lantern_hpu.methods.setting import check_drawn, check_relaxation, check_schedule
+from lantern_hpu.serve.menu import Menu, Served
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest, refuse
-from lantern_hpu.tree import Tree, is_name_of
-
-Shape = tuple[tuple[int, int] | None, int | None]  # grid and prefix of a spec
-ONE_SHAPE: Shape = (None, None)  # of a model that has one size and one length
-
-
-@dataclass(frozen=True)
-class Served:
-    """One method as it is served: what a request may ask of it.
-
-    Attributes:
-        spec: of its step, which no request may go past.
-        shapes: what is captured of it: each size that is served, for each length of prefix.
-    """
-
-    setting: Resolved
-    spec: Spec
-    shapes: tuple[Shape, ...] = (ONE_SHAPE,)
-
-
-@dataclass(frozen=True)
-class Menu:
-    """What a server has."""
-
-    model: str
-    sizes: tuple[tuple[int, int], ...]  # height, width; the first is the default
-    by_request: bool  # whether a request has its size, or the model has one
-    rows: int  # of image tokens; 1 where there are no partial pictures
-    vocabulary: int
-    codes: int
-    sampling: Sampling  # the model's own
-    methods: dict[str, Served]  # the first is the default
-    spec_of: Callable[[Request, Tree], Spec]  # what a request needs
+from lantern_hpu.tree import is_name_of
 
 
 @dataclass(frozen=True)

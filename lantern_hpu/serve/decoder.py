@@ -1,4 +1,4 @@
-"""The decode loop: one thread that owns the device, its engines, and all that is drawn on them.
+"""The decode loop: one thread that owns the device and its engines, and decides whose turn it is.
 
 Each method that is served has two engines: one of all slots, and one of a single slot for an image that comes while
 nothing else runs, which then takes no longer than it does alone. All are captured before the first request.
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,24 +22,23 @@ from lantern_hpu.decode.batch import Batch, Finished
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.pixels import preview
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.errors import CaptureError, LanternError, OptionError
-from lantern_hpu.methods.relaxation import PRESETS
+from lantern_hpu.errors import CaptureError, LanternError
 from lantern_hpu.methods.request import Request
-from lantern_hpu.methods.setting import AUTO, METHODS, Resolved
+from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import Drawn, ImageRecord
 from lantern_hpu.results.tables import usual_prompts
-from lantern_hpu.serve.calls import ONE_SHAPE, Menu, Served, Shape, translated
+from lantern_hpu.serve.calls import translated
+from lantern_hpu.serve.menu import ONE_SHAPE, Served, Shape, make_menu
 from lantern_hpu.serve.metrics import Metrics
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.protocol import ApiError
 
-PROBED = 3  # steps that a recording is held against the step uncaptured
+PROBED = 3  # steps of a recording that are compared with the step uncaptured
 IDLE = 0.5  # seconds between two heartbeats where nothing is to be drawn
 
 
-@dataclass
-class Partial:
+class Partial(NamedTuple):
     """A picture on its way."""
 
     image: Any  # a PIL image, grey where nothing is known
@@ -48,25 +47,24 @@ class Partial:
     steps: int
 
 
-@dataclass
-class Done:
+class Done(NamedTuple):
     """A picture, and the seconds it took."""
 
     drawn: Drawn
     queue: float
     prefill: float
-    decode: float  # the steps, shared with who else was there
+    decode: float  # the steps, shared with the other images of the batch
     pixels: float
 
 
 @dataclass(eq=False)
 class Job:
-    """One image that somebody waits for.
+    """One image that a client waits for.
 
     Attributes:
         deadline: by the monotonic clock.
         shows: rows at which a partial picture is wanted, rising.
-        send: what is called with each event, in the decode thread as a rule.
+        send: called with each event, in the decode thread as a rule.
     """
 
     request: Request
@@ -82,7 +80,7 @@ class Job:
 
 
 class Lane:
-    """The slots of one engine, and who sits in them."""
+    """The slots of one engine, and the jobs in them."""
 
     def __init__(self, served: Served, batch: Batch) -> None:
         self.served, self.batch = served, batch
@@ -115,17 +113,40 @@ class DecodeThread:
         self.failure: BaseException | None = None
         self.watch()
 
-    # -- asked by other threads
+    # Called by other threads
 
-    def start(self) -> None:
-        """Begin to record, and then to draw; once."""
+    def start(self, wait: bool = False) -> None:
+        """Begin to record, and then to draw.
+
+        Args:
+            wait: return when it is ready, or has failed.
+        """
         if self.thread.ident is None:
             self.thread.start()
-
-    def settled(self) -> None:
-        """Wait until it is ready, or has failed."""
-        while not self.ready and self.failure is None and not self.stopping:
+        while wait and not self.ready and self.failure is None and not self.stopping:
             time.sleep(0.05)
+
+    def stop(self, drain: float = 0.0, wait: float | None = None) -> int:
+        """Take no more jobs, draw on for up to `drain` seconds, and answer all that are left with an error.
+
+        Args:
+            wait: seconds for the steps under way to end; None: as long as they take.
+
+        Returns how many were left.
+        """
+        until = time.monotonic() + drain
+        with self.changed:
+            self.draining = True
+            self.changed.notify()
+        while self.open_jobs and self.failure is None and time.monotonic() < until:
+            time.sleep(0.05)
+        left, self.stopping = len(self.open_jobs), True
+        with self.changed:
+            self.changed.notify()
+        self.answer_all(ApiError(503, "the server stopped"))
+        if self.thread.is_alive():
+            self.thread.join(wait)
+        return left
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue the images of a request, all or none."""
@@ -143,18 +164,13 @@ class DecodeThread:
             self.changed.notify()
 
     def cancel(self, jobs: Iterable[Job]) -> None:
-        """Nobody waits for these any more; their slots are free at the next host read."""
+        """Give jobs up; their slots are free at the next host read."""
         for job in jobs:
             job.cancelled = True
 
     @property
     def running(self) -> int:
         return sum(len(lane.jobs) for lane in self.all_lanes())
-
-    @property
-    def busy(self) -> bool:
-        """Whether somebody waits for an image."""
-        return bool(self.open_jobs)
 
     def retry_after(self, places: int) -> int:
         """About how many seconds until so many images have left the queue for a slot: at least one."""
@@ -167,93 +183,61 @@ class DecodeThread:
                 left.append(each * (1 - done))
         return max(1, math.ceil(seconds_until_room(places, left, each, self.options.slots)))
 
-    def drain(self) -> None:
-        """Take no more; what was taken is drawn."""
-        with self.changed:
-            self.draining = True
-            self.changed.notify()
-
-    def stop(self) -> None:
-        """End the thread after the steps it is in; waiting requests are answered with an error."""
-        self.abandon(wait=None)
-
-    def abandon(self, wait: float | None = 0.0) -> None:
-        """Tell who still waits that the server stops, without waiting for the steps under way.
-
-        Args:
-            wait: seconds for the decode thread to end; None waits for as long as it takes.
-        """
-        with self.changed:
-            self.draining = self.stopping = True
-            self.changed.notify()
-        if wait is None and self.thread.is_alive():
-            self.thread.join()
-        self.close_all(ApiError(503, "the server stopped"))
-        if wait and self.thread.is_alive():
-            self.thread.join(wait)
-
-    def close_all(self, event: ApiError) -> None:
-        for job in list(self.open_jobs):
-            self.close(job, event)
-
     def all_lanes(self) -> list[Lane]:
         return [lane for lanes in list(self.lanes.values()) for lane in lanes]
 
     def watch(self) -> None:
         """Gauges."""
-        pipeline, metrics = self.pipeline, self.metrics
 
         def recompiles() -> int:
             engines = [lane.batch.engine.report() for lane in self.all_lanes()]
             return sum(report.recompiles_after_warmup for report in engines)
 
-        running = "Images in slots"
-        metrics.watch("num_requests_running", running, lambda: self.running)
-        metrics.watch("num_requests_waiting", "Images in the queue", lambda: len(self.waiting))
-        metrics.watch("slots_in_use_ratio", "Slots taken, of those of a method's engine",
-                      lambda: self.running / self.options.slots)  # fmt: skip
-        metrics.watch("recompiles_after_readiness", "Captures that should not be", recompiles)
+        backend, slots, watch = self.pipeline.backend, self.options.slots, self.metrics.watch
+        watch("num_requests_running", "Images in slots", lambda: self.running)
+        watch("num_requests_waiting", "Images in the queue", lambda: len(self.waiting))
+        taken = "Slots taken, of those of a method's engine"
+        watch("slots_in_use_ratio", taken, lambda: self.running / slots)
+        watch("recompiles_after_readiness", "Captures that should not be", recompiles)
         memory = "Most bytes of device memory in use so far"
-        metrics.watch(
-            "device_memory_peak_bytes", memory, lambda: pipeline.backend.memory().peak or 0
-        )
+        watch("device_memory_peak_bytes", memory, lambda: backend.memory().peak or 0)
 
-    # -- the thread
+    # In the thread
 
     def run(self) -> None:
+        event = ApiError(503, "the server stopped")
         try:
             with self.pipeline.backend.errors(), torch.no_grad():
-                self.open()
+                self.capture()
                 self.ready = True
                 while not self.stopping:
                     self.turn()
         except BaseException as error:
             self.failure = error
+            event = ApiError(500, f"the server failed: {error}")
         finally:
             self.ready = False
-            self.end()
+            with self.changed:
+                self.draining = True
+                self.waiting.clear()
+            for lane in self.all_lanes():
+                lane.jobs.clear()
+            self.answer_all(event)
 
-    def end(self) -> None:
-        """Nobody is left without an answer."""
-        with self.changed:
-            self.draining = True
-            self.waiting.clear()
-        for lane in self.all_lanes():
-            lane.jobs.clear()
-        failed = self.failure is not None
-        why = f"the server failed: {self.failure}" if failed else "the server stopped"
-        self.close_all(ApiError(500 if failed else 503, why))
-
-    def close(self, job: Job, event: Done | ApiError | None) -> None:
-        """The last that is sent for a job, once; nothing where nobody listens."""
+    def answer(self, job: Job, event: Done | ApiError | None) -> None:
+        """Send the last event of a job, once; None where the client left."""
         with self.changed:
             if job in self.open_jobs:
                 if event is not None:
                     job.send(event)
                 self.open_jobs.remove(job)
 
-    def open(self) -> None:
-        """Capture every engine, and hold each against itself uncaptured."""
+    def answer_all(self, event: ApiError) -> None:
+        for job in list(self.open_jobs):
+            self.answer(job, event)
+
+    def capture(self) -> None:
+        """Capture every engine, and compare each with itself uncaptured."""
         engines = self.pipeline.engines
         for served in self.menu.methods.values():
             sizes = dict.fromkeys((1, self.options.slots))
@@ -274,19 +258,16 @@ class DecodeThread:
     def lane(self, served: Served, spec: Spec) -> Lane:
         """An engine that is captured and checked."""
         engine = self.pipeline.engines.get(spec)
-        request = Request(self.probe(), 0, self.menu.sampling, served.setting.relaxation)
+        prompt = usual_prompts(self.pipeline.model.condition.takes_classes)[0]
+        request = Request(prompt, 0, self.menu.sampling, served.setting.relaxation)
         self.pipeline.model.condition.prepare([request.prompt])
         self.pipeline.warm_up(engine, request)
         check_replay(self.pipeline, engine, request)
         self.beat = time.monotonic()
         return Lane(served, self.pipeline.batch(engine))
 
-    def probe(self) -> str:
-        """What engines are warmed up and checked with."""
-        return usual_prompts(self.pipeline.model.condition.takes_classes)[0]
-
     def turn(self) -> None:
-        """Admit who can be, and go on with one of the engines that have images until its next host read.
+        """Admit the jobs that have room, and run one of the engines that have images until its next host read.
 
         It is the one that has had the least time: a turn of one engine may be a step of a window, that of another
         sixteen steps of `ar`, so turns one after the other would not share the device fairly.
@@ -338,13 +319,13 @@ class DecodeThread:
         return list(chosen.items())
 
     def gone(self, job: Job) -> bool:
-        """Whether nobody waits for a job any more, or it took too long, which it is answered with."""
+        """Whether a job was cancelled, or took too long, which it is answered with."""
         if job.cancelled:
             self.metrics.cancelled.labels(self.menu.model).inc()
-            self.close(job, None)
+            self.answer(job, None)
         elif time.monotonic() > job.deadline:
             what = f"the image was not done within {self.options.timeout:g} s"
-            self.close(job, ApiError(504, what, None, "timeout"))
+            self.answer(job, ApiError(504, what, None, "timeout"))
         else:
             return False
         return True
@@ -356,7 +337,7 @@ class DecodeThread:
                 self.pipeline.model.condition.prepare([job.request.prompt])
                 good.append(job)
             except LanternError as error:  # a prompt that means nothing to this model
-                self.close(job, translated(error))
+                self.answer(job, translated(error))
         if not good:
             return
         if lane.idle:  # what it did not use meanwhile is not saved up
@@ -368,7 +349,7 @@ class DecodeThread:
         begun = time.monotonic()
         for slot, job in zip(slots, good, strict=True):
             lane.jobs[slot] = job
-            self.look_at(lane, slot)
+            self.schedule_preview(lane, slot)
             if not job.admitted:  # else it began alone and begins again among others
                 job.admitted, job.begun = began, begun
                 self.metrics.queue.labels(self.menu.model).observe(began - job.queued)
@@ -388,7 +369,7 @@ class DecodeThread:
         self.show(lane)
 
     def show(self, lane: Lane) -> None:
-        """Partial pictures of who wants one now."""
+        """Send the partial pictures that are due."""
         columns = self.pipeline.model.target.config.columns
         wanted = []
         for slot, job in lane.jobs.items():
@@ -409,10 +390,10 @@ class DecodeThread:
             steps = state.step - 1 - state.pending
             shown = Partial(pictures[0], known[slot] // columns, known[slot], steps)
             lane.jobs[slot].send(shown)
-            self.look_at(lane, slot)
+            self.schedule_preview(lane, slot)
 
-    def look_at(self, lane: Lane, slot: int) -> None:
-        """Have the host read when the next partial picture of a slot may be there."""
+    def schedule_preview(self, lane: Lane, slot: int) -> None:
+        """Have the host read when the next partial picture of a slot may be due."""
         state, shows = lane.batch.slots[slot], lane.jobs[slot].shows
         columns = self.pipeline.model.target.config.columns
         if state is not None:
@@ -427,7 +408,7 @@ class DecodeThread:
         spent = now - job.admitted
         self.seconds = 0.8 * self.seconds + 0.2 * spent if self.seconds else spent
         times = (job.admitted - job.queued, job.begun - job.admitted, began - job.begun)
-        self.close(job, Done(drawn, *times, now - began))
+        self.answer(job, Done(drawn, *times, now - began))
 
     def count(self, lane: Lane, done: Finished, record: ImageRecord) -> None:
         model, method, metrics = self.menu.model, lane.served.setting.method, self.metrics
@@ -462,70 +443,8 @@ def seconds_until_room(places: int, left: Sequence[float], each: float, slots: i
     return begun
 
 
-def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
-    """What this model can serve, with what the options allow."""
-    model, config = pipeline.model, pipeline.model.target.config
-    if model.vq is None and pipeline.diffusion is None:
-        raise OptionError(f"{model.name} cannot be served", "nothing decodes its tokens", "--vq")
-    served: dict[str, Served] = {}
-    for asked in options.settings:
-        setting = pipeline.resolve(asked, options.slots)
-        if setting.method in served:
-            if asked.method == AUTO or not options.methods:
-                continue  # `auto` may be one that is named as well
-            why = "requests choose by the name of the method"
-            raise OptionError(f"--methods has {setting.method} twice", why, "one setting of each")
-        requests = warm_up_requests(pipeline, setting, options)
-        specs = [
-            pipeline.spec([replace(r, size=s) for r in requests], setting.tree, options.slots)
-            for s in options.sizes or (None,)
-        ]
-        prefixes = (*config.prefixes, config.prefix) if config.prefixes else (None,)
-        shapes = tuple((spec.grid, prefix) for spec in specs for prefix in prefixes)
-        served[setting.method] = Served(setting, specs[0], shapes)
-    for name in PRESETS.keys() & set(options.allow):
-        if not any(METHODS[method].takes_relaxation(PRESETS[name]) for method in served):
-            why = f"none of {', '.join(served)} takes it"
-            raise OptionError(f"{name} cannot be allowed", why, "--methods scd,ar")
-
-    def spec_of(request: Request, tree: Any) -> Spec:
-        return pipeline.spec([request], tree, 1)
-
-    return Menu(
-        model=model.name,
-        sizes=options.sizes or (model.config.image_size,),
-        by_request=config.code_pixels > 0,
-        rows=config.grid[0] if pipeline.diffusion is None else 1,
-        vocabulary=config.vocab_size,
-        codes=model.codes,
-        sampling=model.sampling,
-        methods=served,
-        spec_of=spec_of,
-    )
-
-
-def warm_up_requests(
-    pipeline: LanternPipeline, setting: Resolved, options: ServeOptions
-) -> list[Request]:
-    """Requests that between them need all that a step is to do."""
-    usual = pipeline.model.sampling
-    kinds = [usual]
-    if "greedy" in options.allow:
-        kinds.append(replace(usual, temperature=0.0))
-    if "top_k" in options.allow:
-        kinds.append(replace(usual, top_k=pipeline.model.target.config.vocab_size - 1))
-    if "top_p" in options.allow:
-        kinds.append(replace(usual, top_p=0.9))
-    method = METHODS[setting.method]
-    presets = [PRESETS[name] for name in options.allow if name in PRESETS]
-    codes = pipeline.model.codes
-    lent = [rule.fitted(codes) for rule in presets if method.takes_relaxation(rule)]
-    result = [Request("any", 0, kind, setting.relaxation) for kind in kinds]
-    return result + [Request("any", 0, usual, relaxation) for relaxation in lent]
-
-
 def check_replay(pipeline: LanternPipeline, engine: Engine, request: Request) -> None:
-    """Hold the recordings of an engine against the same functions uncaptured, over a few steps."""
+    """Compare the recordings of an engine with the same functions uncaptured, over a few steps."""
     requests = [replace(request, seed=seed) for seed in range(engine.spec.images)]
     seeds = [each.seed for each in requests]
     with pipeline.backend.queue.warming_up():

@@ -1,4 +1,4 @@
-"""One server process: its socket, its signals, its end."""
+"""One server process: its socket, its signals, its end; and several through Ray Serve."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lantern_hpu.backends import prepare
 from lantern_hpu.errors import DeviceError, LanternError, OptionError, needing
@@ -27,9 +26,6 @@ from lantern_hpu.serve.decoder import DecodeThread
 from lantern_hpu.serve.options import MAX_N, ServeOptions
 from lantern_hpu.workers import connect, share_of
 
-if TYPE_CHECKING:
-    from lantern_hpu.serve.decoder import DecodeThread
-
 with needing("uvicorn", "the server runs in it", "serve"):
     import uvicorn
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
@@ -39,13 +35,13 @@ HURRY = 1  # the same after a second signal
 HEAD_SECONDS = 10.0  # in which the head of a request has to arrive
 
 
-def bound(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    result = socket.socket(family)
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that has the port, so that others are refused it while the model is loaded."""
+    result = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         result.bind((host, port))
-        result.listen(1024)  # whoever else asks for the port is refused from here on
+        result.listen(1024)
     except (OSError, OverflowError) as error:
         result.close()
         why = getattr(error, "strerror", None) or str(error)
@@ -53,32 +49,29 @@ def bound(host: str, port: int) -> socket.socket:
     return result
 
 
-def opener(options: ServeOptions) -> Callable[[], DecodeThread]:
-    """What loads the model; the device's software is imported only then."""
+def check_served(options: ServeOptions, opened: Opened) -> None:
+    """Refuse what cannot be served before weights are read."""
+    for setting in options.settings:
+        if opened.config.drafter is None and setting.needs_drafter:
+            raise lacks_drafter(opened.name, f"--methods {setting}")
+    for size in options.sizes:
+        try:
+            grid_by_size(opened.config.target, size, opened.name)
+        except OptionError as error:
+            asked = f"--sizes {size[1]}x{size[0]} cannot be served"
+            raise OptionError(asked, error.why, "leave it out") from error
 
-    def check(opened: Opened) -> None:
-        """Refuse what cannot be served before weights are read."""
-        for setting in options.settings:
-            if opened.config.drafter is None and setting.needs_drafter:
-                raise lacks_drafter(opened.name, f"--methods {setting}")
-        for size in options.sizes:
-            try:
-                grid_by_size(opened.config.target, size, opened.name)
-            except OptionError as error:
-                asked = f"--sizes {size[1]}x{size[0]} cannot be served"
-                raise OptionError(asked, error.why, "leave it out") from error
 
-    def opened() -> DecodeThread:
-        load = partial(
-            LanternPipeline.from_pretrained, options.model, given=options.given, check=check
-        )
-        # In a thread that ends, so that its OpenMP threads do too: left idle, they and those of the decode thread
-        # would be more than the cores, and the waits in a step become system calls.
-        with ThreadPoolExecutor(1) as loading:
-            pipeline = loading.submit(load, **vars(options.device)).result()
-        return DecodeThread(pipeline, options)
+def load_decoder(options: ServeOptions) -> DecodeThread:
+    """The model in a decode thread that is not started yet.
 
-    return opened
+    It is loaded in a thread that ends, so that its OpenMP threads do too: left idle, they and the decode thread's
+    would be more than the cores, and the waits in a step become system calls.
+    """
+    check = partial(check_served, options)
+    load = partial(LanternPipeline.from_pretrained, options.model, given=options.given, check=check)
+    with ThreadPoolExecutor(1) as loading:
+        return DecodeThread(loading.submit(load, **vars(options.device)).result(), options)
 
 
 class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
@@ -116,33 +109,24 @@ class Server(uvicorn.Server):
         self.decoder, self.shutdown_timeout, self.lost = decoder, shutdown, False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.decoder.draining:
-            threading.Thread(target=self.hurry, args=(sig,), name="hurry", daemon=True).start()
-            return
-        self.decoder.draining = True
-        threading.Thread(target=self.drain, args=(sig,), name="drain", daemon=True).start()
+        again, self.decoder.draining = self.decoder.draining, True
+        threading.Thread(target=self.drain, args=(sig, again), daemon=True).start()
 
-    def hurry(self, sig: int) -> None:
-        """Waiting requests are answered with an error; the steps under way are not waited for."""
-        self.lost = self.lost or self.decoder.busy
-        say(f"{signal.Signals(sig).name} again: {len(self.decoder.open_jobs)} images given up")
-        self.config.timeout_graceful_shutdown = HURRY
-        self.decoder.abandon()
-        self.should_exit = True
+    def drain(self, sig: int, again: bool = False) -> None:
+        """Wait until all that was taken is drawn, or the time is up; not where it is asked for again.
 
-    def drain(self, sig: int) -> None:
-        """Wait until all that was taken is drawn, or the time is up."""
-        decoder = self.decoder
-        decoder.drain()
-        left = len(decoder.open_jobs)
-        say(f"{signal.Signals(sig).name}: no more requests, {left} images to finish")
-        until = time.monotonic() + self.shutdown_timeout
-        while decoder.busy and time.monotonic() < until and decoder.failure is None:
-            time.sleep(0.05)
-        if decoder.busy:
-            self.lost = True
-            say(f"{len(decoder.open_jobs)} images were not done in time")
-            decoder.abandon()  # their clients are answered while connections are still there
+        Clients are answered while their connections are still there; the steps under way are not waited for.
+        """
+        name, left = signal.Signals(sig).name, len(self.decoder.open_jobs)
+        if again:
+            say(f"{name} again: {left} images given up")
+            self.config.timeout_graceful_shutdown = HURRY
+        else:
+            say(f"{name}: no more requests, {left} images to finish")
+        lost = self.decoder.stop(0.0 if again else self.shutdown_timeout, wait=0)
+        self.lost = self.lost or lost > 0
+        if lost and not again:
+            say(f"{lost} images were not done in time")
         self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
@@ -157,14 +141,13 @@ def say(text: str) -> None:
 
 def serve(options: ServeOptions, host: str, port: int) -> int:
     """Serve until a signal; returns the exit code: 0, or 1 if images were lost."""
-    listening = bound(host, port)
+    listening = listen(host, port)
     try:
-        decoder = opener(options)()
+        decoder = load_decoder(options)
         logging.basicConfig(format="%(message)s", level=logging.INFO, stream=sys.stderr, force=True)
         logging.getLogger("httpx").setLevel(logging.WARNING)
-        app = make_app(options, lambda: decoder)
         config = uvicorn.Config(
-            app,
+            make_app(options, lambda: decoder),
             log_level="warning",
             access_log=False,
             timeout_graceful_shutdown=LAST,
@@ -172,14 +155,12 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
             http=Protocol,
         )
         server = Server(config, decoder, options.shutdown)
-        port = listening.getsockname()[1]
-        threading.Thread(target=announce_address, args=(decoder, host, port), daemon=True).start()
+        url = f"http://{host}:{listening.getsockname()[1]}"
+        threading.Thread(target=announce, args=(decoder, url), daemon=True).start()
         asyncio.run(server.serve(sockets=[listening]))
     finally:
         listening.close()
-    if (
-        decoder.thread.is_alive()
-    ):  # in a step that nobody waits for; threads cannot be ended from outside
+    if decoder.thread.is_alive():  # in a step; threads cannot be ended from outside
         say("stopped")
         os._exit(int(server.lost))
     decoder.pipeline.close()
@@ -191,46 +172,31 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
     return int(server.lost)
 
 
-def announce_address(decoder: DecodeThread, host: str, port: int) -> None:
-    """Say once where it serves what."""
-    began = time.monotonic()
-    served = ", ".join(str(served.setting) for served in decoder.menu.methods.values())
+def announce(decoder: DecodeThread, url: str) -> None:
+    """Say what is warmed up, and once it is, where it is served."""
+    began, menu = time.monotonic(), decoder.menu
+    served = ", ".join(str(served.setting) for served in menu.methods.values())
     say(f"warming up {served}: each is captured and checked, for one image and for all slots")
-    decoder.settled()
+    decoder.start(wait=True)
     if decoder.ready:
-        methods, slots = ", ".join(decoder.menu.methods), decoder.options.slots
-        spent = time.monotonic() - began
-        say(
-            f"http://{host}:{port} serves {decoder.menu.model}: {methods}; {slots} slots, warm after {spent:.1f} s"
-        )
+        slots = f"{decoder.options.slots} slots, warm after {time.monotonic() - began:.1f} s"
+        say(f"{url} serves {menu.model}: {', '.join(menu.methods)}; {slots}")
 
-
-# ---------------------------------------------------------------------------------------- replicas
 
 # Several servers behind one port, through Ray Serve: one replica a card, each the application of a single process.
-#
 # Which replica draws an image changes nothing about it.
-
 NAME = "lantern_hpu"
-_opened: list[DecodeThread] = []  # of this process, which is a replica's
+replica: DecodeThread | None = None  # of this process, if it is one
 
 
-def build(options: ServeOptions) -> Any:
-    """The application, in a replica; the device's software is imported here and not before."""
-    prepare(options.device.device, options.device.graphs, options.device.emulate)
-    from lantern_hpu.serve.app import make_app
-
-    def opened() -> DecodeThread:
-        """Ray sends requests only to replicas that are ready, so this waits."""
-        decoder = opener(options)()
-        _opened.append(decoder)
-        decoder.start()
-        decoder.settled()
-        if decoder.failure is not None:
-            raise RuntimeError("the replica cannot draw") from decoder.failure
-        return decoder
-
-    return make_app(options, opened)
+def load_replica(options: ServeOptions) -> DecodeThread:
+    """A decoder that is ready: Ray sends requests to replicas that are."""
+    global replica
+    replica = load_decoder(options)
+    replica.start(wait=True)
+    if replica.failure is not None:
+        raise RuntimeError("the replica cannot draw") from replica.failure
+    return replica
 
 
 class Replica:
@@ -238,8 +204,8 @@ class Replica:
 
     def check_health(self) -> None:
         """Raise where the decode loop has ended, so that Ray starts another replica."""
-        if _opened and _opened[-1].failure is not None:
-            raise RuntimeError(repr(_opened[-1].failure))
+        if replica is not None and replica.failure is not None:
+            raise RuntimeError(repr(replica.failure))
 
 
 def deployment(options: ServeOptions, replicas: int, share: dict[str, Any]) -> Any:
@@ -247,8 +213,13 @@ def deployment(options: ServeOptions, replicas: int, share: dict[str, Any]) -> A
     with needing("ray", "replicas run in it", "ray"):
         from ray import serve
 
-    def built() -> Any:
-        return build(options)
+    def build() -> Any:
+        """The application, in a replica; the device's software is imported here and not before."""
+        prepare(options.device.device, options.device.graphs, options.device.emulate)
+        from lantern_hpu.serve.app import make_app
+        from lantern_hpu.serve.process import load_replica
+
+        return make_app(options, lambda: load_replica(options))
 
     made = serve.deployment(
         name=NAME,
@@ -259,7 +230,7 @@ def deployment(options: ServeOptions, replicas: int, share: dict[str, Any]) -> A
         graceful_shutdown_timeout_s=options.shutdown,
         health_check_period_s=5,
     )
-    return made(serve.ingress(built)(Replica)).bind()
+    return made(serve.ingress(build)(Replica)).bind()
 
 
 def drain() -> None:
@@ -284,10 +255,10 @@ def serve_replicas(options: ServeOptions, host: str, port: int, replicas: int) -
         raise DeviceError(what, "each replica has one of its own", f"--replicas {offered}")
     serve.start(http_options={"host": host, "port": port})
     serve.run(deployment(options, replicas, share), name=NAME)
-    print(f"http://{host}:{port} serves {options.model}: {replicas} replicas", file=sys.stderr)
+    say(f"http://{host}:{port} serves {options.model}: {replicas} replicas")
     stop = threading.Event()
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, lambda *_: stop.set())
     stop.wait()
     drain()
-    print("stopped", file=sys.stderr)
+    say("stopped")

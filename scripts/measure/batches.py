@@ -108,8 +108,7 @@ class Server(DecodeThread):
     def __init__(self, pipeline: LanternPipeline, options: ServeOptions) -> None:
         super().__init__(pipeline, options)
         self.drawn: Images = {}
-        self.start()
-        self.settled()
+        self.start(wait=True)
 
     def finish(self, lane: Lane, job: Job, done: Finished) -> None:
         pixels = self.pipeline.pictures(done)[0].tobytes()

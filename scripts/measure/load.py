@@ -277,7 +277,8 @@ class Shares(DecodeThread):
     def keep_busy(self, seconds: float, seeds: Iterator[int]) -> None:
         """As many images of each method as it has slots, and partial pictures of each row."""
         shows, until = tuple(range(1, self.menu.rows)), time.monotonic() + seconds
-        prompt, sampling = self.probe(), self.menu.sampling
+        takes_classes = self.pipeline.model.condition.takes_classes
+        prompt, sampling = usual_prompts(takes_classes)[0], self.menu.sampling
         while time.monotonic() < until and self.failure is None:
             there = Counter(job.method for job in list(self.open_jobs))
             for method, served in self.menu.methods.items():
@@ -291,8 +292,7 @@ def fair(model: str, settings: str, slots: int, seconds: float) -> dict[str, Any
     """What each of several methods has of the processor's time while all are asked for; threads: one."""
     options = ServeOptions(model, methods=tuple(settings.split(",")), slots=slots)
     loop = Shares(LanternPipeline.from_pretrained(model, threads=1), options)
-    loop.start()
-    loop.settled()
+    loop.start(wait=True)
     seeds = count()
     loop.keep_busy(seconds / 4, seeds)  # so that all are there
     used, drawn = dict(loop.used), Counter(loop.drawn)

@@ -1,0 +1,109 @@
+"""What a server offers: methods as they are recorded, and what requests may ask of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lantern_hpu.decode.spec import Spec
+from lantern_hpu.errors import OptionError
+from lantern_hpu.methods.relaxation import PRESETS
+from lantern_hpu.methods.request import Request, Sampling
+from lantern_hpu.methods.setting import AUTO, METHODS, Resolved
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.serve.options import ServeOptions
+from lantern_hpu.tree import Tree
+
+Shape = tuple[tuple[int, int] | None, int | None]  # grid and prefix of a spec
+ONE_SHAPE: Shape = (None, None)  # of a model that has one size and one length
+
+
+@dataclass(frozen=True)
+class Served:
+    """One method as it is served: what a request may ask of it.
+
+    Attributes:
+        spec: of its step, which no request may go past.
+        shapes: what is captured of it: each size that is served, for each length of prefix.
+    """
+
+    setting: Resolved
+    spec: Spec
+    shapes: tuple[Shape, ...] = (ONE_SHAPE,)
+
+
+@dataclass(frozen=True)
+class Menu:
+    """What a server has."""
+
+    model: str
+    sizes: tuple[tuple[int, int], ...]  # height, width; the first is the default
+    by_request: bool  # whether a request has its size, or the model has one
+    rows: int  # of image tokens; 1 where there are no partial pictures
+    vocabulary: int
+    codes: int
+    sampling: Sampling  # the model's own
+    methods: dict[str, Served]  # the first is the default
+    spec_of: Callable[[Request, Tree], Spec]  # what a request needs
+
+
+def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
+    """What this model can serve, with what the options allow."""
+    model, config = pipeline.model, pipeline.model.target.config
+    if model.vq is None and pipeline.diffusion is None:
+        raise OptionError(f"{model.name} cannot be served", "nothing decodes its tokens", "--vq")
+    served: dict[str, Served] = {}
+    for asked in options.settings:
+        setting = pipeline.resolve(asked, options.slots)
+        if setting.method in served:
+            if asked.method == AUTO or not options.methods:
+                continue  # `auto` may be one that is named as well
+            why = "requests choose by the name of the method"
+            raise OptionError(f"--methods has {setting.method} twice", why, "one setting of each")
+        requests = warm_up_requests(pipeline, setting, options)
+        specs = [
+            pipeline.spec([replace(r, size=s) for r in requests], setting.tree, options.slots)
+            for s in options.sizes or (None,)
+        ]
+        prefixes = (*config.prefixes, config.prefix) if config.prefixes else (None,)
+        shapes = tuple((spec.grid, prefix) for spec in specs for prefix in prefixes)
+        served[setting.method] = Served(setting, specs[0], shapes)
+    for name in PRESETS.keys() & set(options.allow):
+        if not any(METHODS[method].takes_relaxation(PRESETS[name]) for method in served):
+            why = f"none of {', '.join(served)} takes it"
+            raise OptionError(f"{name} cannot be allowed", why, "--methods scd,ar")
+
+    def spec_of(request: Request, tree: Tree) -> Spec:
+        return pipeline.spec([request], tree, 1)
+
+    return Menu(
+        model=model.name,
+        sizes=options.sizes or (model.config.image_size,),
+        by_request=config.code_pixels > 0,
+        rows=config.grid[0] if pipeline.diffusion is None else 1,
+        vocabulary=config.vocab_size,
+        codes=model.codes,
+        sampling=model.sampling,
+        methods=served,
+        spec_of=spec_of,
+    )
+
+
+def warm_up_requests(
+    pipeline: LanternPipeline, setting: Resolved, options: ServeOptions
+) -> list[Request]:
+    """Requests that between them need all that a step is to do."""
+    usual = pipeline.model.sampling
+    kinds = [usual]
+    if "greedy" in options.allow:
+        kinds.append(replace(usual, temperature=0.0))
+    if "top_k" in options.allow:
+        kinds.append(replace(usual, top_k=pipeline.model.target.config.vocab_size - 1))
+    if "top_p" in options.allow:
+        kinds.append(replace(usual, top_p=0.9))
+    method = METHODS[setting.method]
+    presets = [PRESETS[name] for name in options.allow if name in PRESETS]
+    codes = pipeline.model.codes
+    lent = [rule.fitted(codes) for rule in presets if method.takes_relaxation(rule)]
+    result = [Request("any", 0, kind, setting.relaxation) for kind in kinds]
+    return result + [Request("any", 0, usual, relaxation) for relaxation in lent]
