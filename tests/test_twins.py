@@ -17,8 +17,8 @@ from torch import Tensor
 
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.vq import VQModel
+from scripts.checkpoints import chameleon, llamagen, synthetic
 from scripts.checkpoints import files as synthetic_files
-from scripts.checkpoints import synthetic
 from tests import numpy_twins as twins
 
 RNG = np.random.default_rng(0)
@@ -38,12 +38,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def text_model() -> dict[str, twins.Array]:
     """The weights of a text-to-image .pt under the hub's names."""
-    shapes = synthetic.gpt_shapes(caption=synthetic.CAPTION)
+    shapes = llamagen.gpt_shapes(caption=llamagen.CAPTION)
     return twins.from_gpt(twins.arrays(synthetic_files.draw_all(shapes, generator(0))))
 
 
 def caption(slots: int, words: int) -> tuple[twins.Array, list[bool]]:
-    features = RNG.normal(size=(slots, synthetic.CAPTION))
+    features = RNG.normal(size=(slots, llamagen.CAPTION))
     return twins.flip(features, [i < words for i in range(slots)])
 
 
@@ -203,7 +203,7 @@ def test_nobody_looks_ahead_or_at_pads(text_model: dict[str, twins.Array]) -> No
         return twins.llamagen_target(text_model, 2, grid, prefix, valid, tokens, **more)[0]
 
     logits = run(prefix, tokens)
-    assert logits.shape == (10, synthetic.CODES)
+    assert logits.shape == (10, llamagen.CODES)
     np.testing.assert_allclose(run(prefix, tokens[:2]), logits[:8], atol=1e-12)
     noisy = prefix + (np.arange(6) < 2)[:, None]
     for pads in ("self", "earlier"):
@@ -226,7 +226,7 @@ def test_the_condition_is_seen_evenly(text_model: dict[str, twins.Array]) -> Non
 
 def test_drafter_positions(text_model: dict[str, twins.Array]) -> None:
     """An entry stands where the target's next token stands, and sees every entry before it."""
-    shapes = synthetic.drafter_shapes(synthetic.CODES, synthetic.DIM, synthetic.FFN)
+    shapes = llamagen.drafter_shapes(llamagen.CODES, llamagen.DIM, llamagen.FFN)
     weights = twins.arrays(synthetic_files.draw_all(shapes, generator(3)))
     head = text_model["lm_head.weight"]
     features, valid = caption(6, 2)
@@ -237,7 +237,7 @@ def test_drafter_positions(text_model: dict[str, twins.Array]) -> None:
         return twins.llamagen_drafter(weights, head, 2, (16, 16), 6, hidden, tokens)[1]
 
     logits = run(hidden[:8], tokens)
-    assert logits.shape == (8, synthetic.CODES)
+    assert logits.shape == (8, llamagen.CODES)
     np.testing.assert_allclose(run(hidden[:7], tokens[:2]), logits[:7], atol=1e-12)
     np.testing.assert_allclose(run(hidden[:8], [7, 63, 0])[:5], logits[:5], atol=1e-12)
     assert np.abs(run(hidden[:8], [7, 63, 0])[5] - logits[5]).max() > 0.1  # the first token
@@ -249,7 +249,7 @@ def test_drafter_positions(text_model: dict[str, twins.Array]) -> None:
 
 
 def test_anole_drafter_hides_pads() -> None:
-    shapes = synthetic.drafter_shapes(32, 16, 24, heads=2)
+    shapes = llamagen.drafter_shapes(32, 16, 24, heads=2)
     weights = twins.arrays(synthetic_files.draw_all(shapes, generator(0)))
     hidden, head = RNG.normal(size=(6, 16)), RNG.normal(size=(9, 16))
     valid, positions = [False, False, True, True, True, True], [0, 0, 0, 1, 2, 3]
@@ -274,7 +274,7 @@ def llamagen_vq(config: VQConfig) -> tuple[VQModel, dict[str, Tensor]]:
 
 
 def test_llamagen_image_equals_the_package() -> None:
-    model, state = llamagen_vq(replace(synthetic.VQ, multipliers=(1, 2)))
+    model, state = llamagen_vq(replace(llamagen.VQ, multipliers=(1, 2)))
     codes = RNG.integers(0, 64, 16)
     ours = twins.llamagen_image(twins.arrays(state), codes.tolist())
     with torch.no_grad():
@@ -287,8 +287,8 @@ def test_anole_image_equals_the_package_without_attention() -> None:
     """LlamaGen's decoder is the same one with other names and attention on the deepest level: cut that out."""
     sizes: dict[str, Any] = {"ch": 32, "ch_mult": (1, 2), "res_blocks": 1}
     sizes |= {"z": 32, "embed": 8, "codes": 64}
-    state = synthetic_files.draw_all(synthetic.taming_shapes(**sizes), generator(0))
-    model, other = llamagen_vq(replace(synthetic.VQ, multipliers=(1, 2), normalize_codebook=False))
+    state = synthetic_files.draw_all(chameleon.taming_shapes(**sizes), generator(0))
+    model, other = llamagen_vq(replace(llamagen.VQ, multipliers=(1, 2), normalize_codebook=False))
     for name in other:
         if "conv_blocks" in name and ".attn." in name and "proj_out" in name:
             other[name].zero_()
@@ -314,24 +314,20 @@ def test_anole_image_equals_the_package_without_attention() -> None:
 
 
 def test_real_sizes() -> None:
-    count = {n: math.prod(s) for n, s in synthetic.taming_shapes().items()}
+    count = {n: math.prod(s) for n, s in chameleon.taming_shapes().items()}
     assert sum(count.values()) == 68_718_467
     assert sum(c for n, c in count.items() if n.startswith("decoder.")) == 39_294_851
 
 
 def test_layouts(folder: Path) -> None:
-    entries = json.loads((folder / "index.json").read_text())["checkpoints"]
-    assert [e["name"] for e in entries] == NAMES
-    for entry in entries:
-        for key in ("model", "vq", "text", "drafter", "neighbours"):
-            assert entry.get(key) is None or (folder / entry[key]).exists(), (entry["name"], key)
-    table = np.load(folder / entries[0]["neighbours"])
+    assert sorted(path.name for path in folder.iterdir()) == sorted(NAMES)
+    table = np.load(folder / "llamagen-t2i-256" / "vq_distances" / "top_63_indices.npy")
     assert table.shape == (64, 63) and table.dtype == np.uint16
     assert all(row not in neighbours for row, neighbours in enumerate(table))
     index = json.loads((folder / "anole-hub" / "model.safetensors.index.json").read_text())
     names = index["weight_map"]
     assert "model.vqmodel.decoder.up.4.upsample.conv.weight" in names
-    vocabulary = synthetic.vocabulary()
+    vocabulary = chameleon.vocabulary()
     assert len(vocabulary) == len(set(vocabulary.values())) == max(vocabulary.values()) + 1
     assert vocabulary["IMGIMGIBHBZ"] == 4 + 8171 and vocabulary["!"] == 16384
 

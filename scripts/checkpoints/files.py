@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,8 @@ def draw(name: str, shape: tuple[int, ...], generator: Generator) -> Tensor:
         return 0.1 * values
     if len(shape) == 1 or "norm" in name:
         return 1 + 0.2 * values
-    sharp = (
-        3 if name.endswith(("output.weight", "lm_head.weight")) else 1
-    )  # distributions far from flat
+    # A sharp head makes distributions that are far from flat
+    sharp = 3 if name.endswith(("output.weight", "lm_head.weight")) else 1
     return values * sharp / math.sqrt(math.prod(shape[1:]))
 
 
@@ -93,3 +92,30 @@ def merges() -> list[tuple[str, str]]:
         for end in range(1, len(word)):
             found[word[:end], word[end]] = None
     return list(found)
+
+
+def byte_pieces() -> list[str]:
+    """The pieces of a byte-level tokenizer: 256 bytes, then what `merges` makes."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return [*sorted(ByteLevel.alphabet()), *dict.fromkeys(a + b for a, b in merges())]
+
+
+def write_byte_tokenizer(
+    folder: Path,
+    vocabulary: Mapping[str, int],
+    special: Iterable[str],
+    processor: Any = None,
+    **options: Any,
+) -> None:
+    """tokenizer.json of a byte-level vocabulary, of which `special` are matched whole."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.BPE(vocab=dict(vocabulary), merges=merges(), **options))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if processor is not None:
+        tokenizer.post_processor = processor
+    tokenizer.add_special_tokens(list(special))
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))

@@ -1,4 +1,4 @@
-"""A small random GLM-Image in the layout that is published: a pipeline of diffusers. See `make_synthetic_checkpoints`.
+"""A small random GLM-Image in the layout that is published: a pipeline of diffusers.
 
 Names, files and rules are real: preview grids, special tokens behind the codes, words behind those. Sizes are tiny. The
 diffusion model is written where diffusers is installed.
@@ -7,17 +7,22 @@ diffusion model is written where diffusers is installed.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Generator
 
-from scripts.checkpoints.files import fill, write_json, write_shards
-from scripts.checkpoints.language_models import write_byte_tokenizer
+from scripts.checkpoints.files import (
+    byte_pieces,
+    fill,
+    write_byte_tokenizer,
+    write_json,
+    write_shards,
+)
 
 CODES, SPECIAL, DIM, HEADS, LAYERS = 64, 128, 64, 4, 2
 WORDS_FROM = CODES + SPECIAL
+END = f"<|dit_token_{CODES + 1}|>"
 NAMED = ("<sop>", "<eop>", "<|image|>", "<|endoftext|>")
 ROWS = 1024  # of the table
 GLYPHS = 32  # width of the encoder of quoted text
@@ -39,21 +44,14 @@ def write_processor(folder: Path) -> None:
     from transformers.models.glm_image.processing_glm_image import GlmImageProcessor
 
     start = f"<|dit_token_{CODES}|>"
-    codes = {f"<|dit_token_{i}|>": i for i in range(WORDS_FROM)}
-    write_byte_tokenizer(folder, special_ids() | {start: CODES}, codes, first=WORDS_FROM)
+    names = [*(f"<|dit_token_{i}|>" for i in range(WORDS_FROM)), *byte_pieces()]
+    vocabulary = {name: i for i, name in enumerate(names)} | special_ids()
+    write_byte_tokenizer(folder, vocabulary, [*NAMED, start])
     make: Any = PreTrainedTokenizerFast
-    tokenizer = make(
-        tokenizer_file=str(folder / "tokenizer.json"),
-        padding_side="left",
-        bos_token=start,
-        eos_token=f"<|dit_token_{CODES + 1}|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens={
-            "image_token": "<|image|>",
-            "grid_bos_token": "<sop>",
-            "grid_eos_token": "<eop>",
-        },
-    )
+    ends = {"bos_token": start, "eos_token": END, "pad_token": "<|endoftext|>"}
+    grids = {"grid_bos_token": "<sop>", "grid_eos_token": "<eop>", "image_token": "<|image|>"}
+    file = str(folder / "tokenizer.json")
+    tokenizer = make(tokenizer_file=file, padding_side="left", extra_special_tokens=grids, **ends)
     processor: Any = GlmImageProcessor(GlmImageImageProcessorPil(), tokenizer, TEMPLATE)
     processor.save_pretrained(folder)
 
@@ -63,34 +61,19 @@ def autoregressive_model(generator: Generator) -> Any:
     from transformers import GlmImageConfig, GlmImageForConditionalGeneration
 
     named = special_ids()
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+    text: dict[str, Any] = {
+        "vocab_size": ROWS,
+        "vision_vocab_size": WORDS_FROM,
+        "max_position_embeddings": 4096,
+    }
+    text |= {"hidden_size": DIM, "intermediate_size": 96, "num_hidden_layers": LAYERS}
+    text |= {"num_attention_heads": HEADS, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
+    text |= {"pad_token_id": named["<|endoftext|>"], "eos_token_id": CODES + 1}
+    vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2}
     config = GlmImageConfig(
-        text_config={
-            "vocab_size": ROWS,
-            "vision_vocab_size": WORDS_FROM,
-            "hidden_size": DIM,
-            "intermediate_size": 96,
-            "num_hidden_layers": LAYERS,
-            "num_attention_heads": HEADS,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 4096,
-            "rms_norm_eps": 1e-5,
-            "pad_token_id": named["<|endoftext|>"],
-            "eos_token_id": CODES + 1,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 10000.0,
-                "mrope_section": [1, 2, 1],
-                "partial_rotary_factor": 0.5,
-            },
-        },
-        vision_config={
-            "depth": 1,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_heads": 2,
-            "patch_size": 16,
-            "image_size": 64,
-        },
+        text_config=text | {"rope_parameters": rope | {"mrope_section": [1, 2, 1]}},
+        vision_config=vision | {"patch_size": 16, "image_size": 64},
         vq_config={"embed_dim": 24, "latent_channels": 32, "num_embeddings": CODES},
         image_token_id=named["<|image|>"],
         image_start_token_id=CODES,
@@ -137,28 +120,22 @@ def diffusion_parts(generator: Generator) -> dict[str, Any]:
         use_post_quant_conv=False,
         mid_block_add_attention=False,
     )
-    modules: list[Any] = [encoder, transformer, vae]
-    for module in modules:
+    parts: dict[str, Any] = {"text_encoder": encoder, "transformer": transformer, "vae": vae}
+    for module in parts.values():
         fill(module, generator)
     scheduler = FlowMatchEulerDiscreteScheduler(
         use_dynamic_shifting=True, time_shift_type="linear", base_shift=0.25, max_shift=0.75
     )
-    return {
-        "tokenizer": ByT5Tokenizer(),
-        "text_encoder": encoder,
-        "transformer": transformer,
-        "vae": vae,
-        "scheduler": scheduler,
-    }
+    return parts | {"scheduler": scheduler, "tokenizer": ByT5Tokenizer()}
 
 
-def write_glm_image(root: Path, generator: Generator) -> Iterator[dict[str, Any]]:
+def write_glm_image(folder: Path, generator: Generator) -> None:
     """The published layout: a folder a part, the autoregressive stage in four shards of bfloat16."""
     try:
         from transformers import GlmImageConfig  # noqa: F401
     except ImportError:  # before 5.0
         return
-    folder, inner = root / "glm-image", root / "glm-image" / "vision_language_encoder"
+    inner = folder / "vision_language_encoder"
     model = autoregressive_model(generator)
     state = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
     write_shards(inner, state, 4)
@@ -169,41 +146,19 @@ def write_glm_image(root: Path, generator: Generator) -> Iterator[dict[str, Any]
     pad = special_ids()["<|image|>"]
     write_json(inner / "generation_config.json", drawing | {"pad_token_id": pad})
     write_processor(folder / "processor")
-    kinds = {
-        "processor": ["transformers", "GlmImageProcessor"],
-        "vision_language_encoder": ["transformers", "GlmImageForConditionalGeneration"],
-        "tokenizer": ["transformers", "ByT5Tokenizer"],
-        "text_encoder": ["transformers", "T5EncoderModel"],
-        "transformer": ["diffusers", "GlmImageTransformer2DModel"],
-        "vae": ["diffusers", "AutoencoderKL"],
-        "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
-    }
-    write_json(folder / "model_index.json", {"_class_name": "GlmImagePipeline"} | kinds)
+    ours = {"processor": "GlmImageProcessor", "tokenizer": "ByT5Tokenizer"}
+    ours |= {"vision_language_encoder": "GlmImageForConditionalGeneration"}
+    ours |= {"text_encoder": "T5EncoderModel"}
+    theirs = {"transformer": "GlmImageTransformer2DModel", "vae": "AutoencoderKL"}
+    theirs |= {"scheduler": "FlowMatchEulerDiscreteScheduler"}
+    index = {name: ["transformers", kind] for name, kind in ours.items()}
+    index |= {name: ["diffusers", kind] for name, kind in theirs.items()}
+    write_json(folder / "model_index.json", {"_class_name": "GlmImagePipeline"} | index)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             parts = diffusion_parts(generator)
     except ImportError:
-        parts = {}
+        return
     for name, part in parts.items():
         part.save_pretrained(folder / name)
-    yield {
-        "name": folder.name,
-        "family": "glm-image",
-        "model": folder.name,
-        "prompt": "a photo of a red apple",
-        "class_label": None,
-        "image_size": 1024,
-        "tokens": 1280,
-        "grid": [32, 32],
-        "codes": CODES,
-        "dim": DIM,
-        "heads": HEADS,
-        "layers": LAYERS,
-        "norm_eps": 1e-5,
-        "dtype": "bfloat16",
-        "vq": None,
-        "pixels": bool(parts),
-        "drafter": None,
-        "neighbours": None,
-    }
