@@ -149,13 +149,14 @@ def test_muon_moves_along_the_nearest_orthogonal_matrix() -> None:
 
 def test_a_run_that_is_cut_off_goes_on_to_the_same_weights(tmp_path: Path) -> None:
     def begun() -> Run:
-        return Run(tmp_path, learner_of(1), minutes=1, lr=0.01, warm_up=2, seed=5)
+        return Run(tmp_path, {"learner": learner_of(1)}, minutes=1)
 
     def steps(run: Run, count: int) -> None:
         for _ in range(count):
-            batch = torch.randn(5, 4, generator=run.generator)
-            run.learner.gradients(lambda model, batch: model(batch).square().mean(), [batch])
-            run.learner.step(0.01, run.step)
+            batch, learner = torch.randn(5, 4, generator=run.generator), run.parts["learner"]
+            assert isinstance(learner, Learner)
+            learner.gradients(lambda model, batch: model(batch).square().mean(), [batch])
+            learner.step(0.01, run.step)
             run.step += 1
 
     whole = begun()
@@ -167,7 +168,9 @@ def test_a_run_that_is_cut_off_goes_on_to_the_same_weights(tmp_path: Path) -> No
     second.resume()
     steps(second, 3)
     assert second.step == 6
-    for got, want in zip(second.learner.weights, whole.learner.weights, strict=True):
+    for got, want in zip(
+        *(run.parts["learner"].state_dict()["weights"] for run in (second, whole)), strict=True
+    ):
         assert torch.equal(got, want)
 
 

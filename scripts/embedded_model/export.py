@@ -39,9 +39,26 @@ def half(part: str, tensors: dict[str, Tensor]) -> bytes:
     return save(small)
 
 
-def untrained(target: dict[str, Any]) -> dict[str, Tensor]:
-    """Weights of a drafter that knows nothing yet."""
-    return Drafter(TransformerConfig(**target), DrafterConfig()).state_dict()
+def read_json(file: Path) -> Any:
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def write_part(folder: Path, part: str, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Write the weights of one part; returns their checksum by the file's name."""
+    content, file = half(part, tensors), folder / f"{part}.safetensors"
+    write_file(file, content, force=True)
+    print(f"{part}: {len(content) / 1e6:.1f} MB")
+    return {file.name: hashlib.sha256(content).hexdigest()}
+
+
+def replace_part(
+    folder: Path, part: str, tensors: dict[str, Tensor], sizes: dict[str, Any]
+) -> None:
+    """Write one part of a model folder, and what `model.json` says of it."""
+    config = read_json(folder / CONFIG)
+    config[part] = sizes
+    config["files"] |= write_part(folder, part, tensors)
+    write_file(folder / CONFIG, json.dumps(config, indent=1).encode(), force=True)
 
 
 def replace_tokenizer(data: Path, folder: Path) -> None:
@@ -51,27 +68,15 @@ def replace_tokenizer(data: Path, folder: Path) -> None:
     kept = [name for name in known if not name.startswith(LEARNT_FROM_CODES)]
     if not all(torch.equal(tensors[name].half(), known[name].half()) for name in kept):
         raise SystemExit(f"{data} has other codes than {folder}: train with --keep-codes")
-    replace_part(folder, "vq", tensors, json.loads((data / "tokenizer.json").read_text()))
+    replace_part(folder, "vq", tensors, read_json(data / "tokenizer.json"))
 
 
 def replace_drafter(trained: Path, folder: Path) -> None:
     """Give the model in `folder` the drafter that `lantern-hpu train` left in `trained`."""
-    about = json.loads((trained / DRAFTER).read_text())
-    if about["target"] != json.loads((folder / CONFIG).read_text())["files"][TARGET]:
+    about = read_json(trained / DRAFTER)
+    if about["target"] != read_json(folder / CONFIG)["files"][TARGET]:
         raise SystemExit(f"{trained} was trained for another target than that of {folder}")
     replace_part(folder, "drafter", load_file(trained / DRAFTER_WEIGHTS), about["options"])
-
-
-def replace_part(
-    folder: Path, part: str, tensors: dict[str, Tensor], sizes: dict[str, Any]
-) -> None:
-    """Write one part of a model folder, and what `model.json` says of it."""
-    content, config = half(part, tensors), json.loads((folder / CONFIG).read_text())
-    config[part] = sizes
-    config["files"][f"{part}.safetensors"] = hashlib.sha256(content).hexdigest()
-    write_file(folder / f"{part}.safetensors", content, force=True)
-    write_file(folder / CONFIG, json.dumps(config, indent=1).encode(), force=True)
-    print(f"{part}: {len(content) / 1e6:.1f} MB")
 
 
 def fastest(text: str) -> tuple[str, list[str | None]]:
@@ -81,69 +86,59 @@ def fastest(text: str) -> tuple[str, list[str | None]]:
     return device, [method, tree or None]
 
 
+def export(args: argparse.Namespace) -> None:
+    """Write all parts of a model folder and its `model.json`."""
+    data, folder = args.data_dir, args.output
+    folder.mkdir(parents=True, exist_ok=True)
+    sizes, target = read_json(data / "target.json"), load_file(data / "target.safetensors")
+    options = DrafterConfig().as_json()
+    drafter = Drafter(TransformerConfig(**sizes), DrafterConfig()).state_dict()  # untrained
+    if args.drafter is not None:
+        options = read_json(args.drafter / DRAFTER)["options"]
+        drafter = load_file(args.drafter / DRAFTER_WEIGHTS)
+    vq = load_file(data / "tokenizer.safetensors")
+    words = {"kind": "words", "dim": target["words.table.weight"].shape[1]}
+    files = {}
+    for part, tensors in (("target", target), ("vq", vq), ("drafter", drafter)):
+        files |= write_part(folder, part, tensors)
+    sampling = {
+        name: getattr(args, name) for name in ("cfg_scale", "temperature", "top_k", "top_p")
+    }
+    config = {
+        "name": args.name,
+        "files": files,
+        "target": sizes,
+        "condition": words | {"words": read_json(data / "words.json")},
+        "drafter": options,
+        "vq": read_json(data / "tokenizer.json"),
+        "sampling": sampling,
+        "fastest": dict(map(fastest, args.fastest.split(","))),
+    }
+    write_file(folder / CONFIG, json.dumps(config, indent=1).encode(), force=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Put the trained parts into a model folder.")
-    parser.add_argument("--data-dir", type=Path, default=Path("data"))
-    parser.add_argument("--output", type=Path, default=Path("lantern_hpu/assets/builtin"))
-    parser.add_argument("--drafter", type=Path, help="a folder of lantern_hpu.train")
-    parser.add_argument(
-        "--only", choices=("tokenizer", "drafter"), help="leave the rest of the model in --output"
-    )
-    parser.add_argument("--name", default="builtin")
-    parser.add_argument("--cfg-scale", type=float, default=1.5)
-    parser.add_argument("--temperature", type=float, default=0.6)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument(
-        "--fastest",
-        default="cpu=scd+scd:4",
-        help="DEVICE=METHOD or DEVICE=METHOD+TREE, as `bench` measured; DEVICE:1 is of one image at a time",
-    )
-    arguments = parser.parse_args()
-    data: Path = arguments.data_dir
-    if arguments.only == "tokenizer":
-        return replace_tokenizer(data, arguments.output)
-    if arguments.only == "drafter":
-        if arguments.drafter is None:
-            parser.error("--only drafter needs --drafter FOLDER")
-        return replace_drafter(arguments.drafter, arguments.output)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    target: dict[str, Any] = json.loads((data / "target.json").read_text())
-    sources = {
-        "target": load_file(data / "target.safetensors"),
-        "vq": load_file(data / "tokenizer.safetensors"),
-        "drafter": untrained(target)
-        if arguments.drafter is None
-        else load_file(arguments.drafter / DRAFTER_WEIGHTS),
-    }
-    files = {}
-    for part, tensors in sources.items():
-        content = half(part, tensors)
-        write_file(arguments.output / f"{part}.safetensors", content, force=True)
-        files[f"{part}.safetensors"] = hashlib.sha256(content).hexdigest()
-        print(f"{part}: {len(content) / 1e6:.1f} MB")
-    config = {
-        "name": arguments.name,
-        "files": files,
-        "target": target,
-        "condition": {
-            "kind": "words",
-            "dim": sources["target"]["words.table.weight"].shape[1],
-            "words": json.loads((data / "words.json").read_text()),
-        },
-        "drafter": DrafterConfig().as_json()
-        if arguments.drafter is None
-        else json.loads((arguments.drafter / DRAFTER).read_text())["options"],
-        "vq": json.loads((data / "tokenizer.json").read_text()),
-        "sampling": {
-            "cfg_scale": arguments.cfg_scale,
-            "temperature": arguments.temperature,
-            "top_k": arguments.top_k,
-            "top_p": arguments.top_p,
-        },
-        "fastest": dict(map(fastest, arguments.fastest.split(","))),
-    }
-    write_file(arguments.output / CONFIG, json.dumps(config, indent=1).encode(), force=True)
+    add = parser.add_argument
+    add("--data-dir", type=Path, default=Path("data"))
+    add("--output", type=Path, default=Path("lantern_hpu/assets/builtin"))
+    add("--drafter", type=Path, help="a folder of `lantern-hpu train`")
+    add("--only", choices=("tokenizer", "drafter"), help="leave the rest of the model in --output")
+    add("--name", default="builtin")
+    add("--cfg-scale", type=float, default=1.5)
+    add("--temperature", type=float, default=0.6)
+    add("--top-k", type=int, default=0)
+    add("--top-p", type=float, default=1.0)
+    device = "DEVICE=METHOD or DEVICE=METHOD+TREE, as `bench` measured; DEVICE:1 is of one image"
+    add("--fastest", default="cpu=scd+scd:4", help=device)
+    args = parser.parse_args()
+    if args.only == "tokenizer":
+        return replace_tokenizer(args.data_dir, args.output)
+    if args.only is None:
+        return export(args)
+    if args.drafter is None:
+        parser.error("--only drafter needs --drafter FOLDER")
+    return replace_drafter(args.drafter, args.output)
 
 
 if __name__ == "__main__":

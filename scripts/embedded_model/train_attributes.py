@@ -14,7 +14,6 @@ import argparse
 import io
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +40,7 @@ from lantern_lab.evaluate.attributes import (
 )
 from lantern_lab.scenes import paint_picture
 from scripts.embedded_model.pictures import FRESH, Stream, noise
-from scripts.embedded_model.training import native_bfloat16, parse
+from scripts.embedded_model.training import Run, native_bfloat16, parse
 
 NONE = -100  # what cross_entropy leaves out
 FIRST = 5 * 10**8  # pictures of no other training
@@ -108,24 +107,21 @@ def spoilt(pixels: Pixels, rng: Generator) -> Labelled:
 class Training:
     """The network, its optimiser and the pictures: all that a step needs."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments = arguments
-        torch.manual_seed(arguments.seed)
-        self.net = AttributeNet()
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.net = args, AttributeNet()
         self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimiser = torch.optim.AdamW(self.net.parameters(), lr=0.0, weight_decay=0.02)
-        self.bfloat16, self.step = native_bfloat16(), 0
-        self.steps = arguments.epochs * arguments.pictures // arguments.batch
+        self.bfloat16 = native_bfloat16()
         self.kept: list[Labelled] = []
-        self.stream = Stream(labelled, arguments.batch, FIRST)
-        self.file: Path = arguments.data_dir / "runs" / "attributes" / "last.pt"
-        if arguments.resume:
-            self.load()
-
-    @property
-    def fresh(self) -> int:
-        """Batches that are painted; after them old ones come again."""
-        return int(self.arguments.pictures // self.arguments.batch)
+        self.fresh = args.pictures // args.batch  # batches that are painted, then seen again
+        self.stream = Stream(labelled, args.batch, FIRST)
+        parts: dict[str, Any] = {"net": self.net, "optimiser": self.optimiser}
+        steps = args.epochs * args.pictures // args.batch
+        self.run = Run(args.data_dir / "runs" / "attributes", parts, steps=steps)
+        if args.resume:
+            self.run.resume()
+            for _ in tqdm(range(min(self.run.step, self.fresh)), desc="painting again"):
+                self.kept.append(self.stream.batch())
 
     def pictures(self, rng: Generator) -> Labelled:
         """The next ones, turned around half the time."""
@@ -133,73 +129,32 @@ class Training:
             self.kept.append(self.stream.batch())
             pixels, labels = self.kept[-1]
         else:
-            chosen = rng.integers(self.fresh * self.arguments.batch, size=self.arguments.batch)
-            pairs = [divmod(i, self.arguments.batch) for i in chosen.tolist()]
+            chosen = rng.integers(self.fresh * self.args.batch, size=self.args.batch)
+            pairs = [divmod(i, self.args.batch) for i in chosen.tolist()]
             pixels = np.stack([self.kept[a][0][b] for a, b in pairs])
             labels = np.stack([self.kept[a][1][b] for a, b in pairs])
         turned = rng.random(len(pixels)) < 0.5
         return np.where(turned[:, None, None, None], pixels[:, :, ::-1], pixels), labels
 
-    def train_step(self) -> float:
+    def train_step(self) -> dict[str, float]:
         """One step; its random numbers depend on its number alone, so that a resumed run goes on alike."""
-        rng = np.random.default_rng((self.arguments.seed, self.step))
+        rng = np.random.default_rng((self.args.seed, self.run.step))
         pixels, labels = self.pictures(rng)
         pixels, how = spoilt(pixels, rng)
-        warm = min(1.0, (self.step + 1) / 200)
-        rate = 0.5 * (1 + math.cos(math.pi * self.step / self.steps))
-        for group in self.optimiser.param_groups:
-            group["lr"] = self.arguments.lr * warm * rate
+        warm = min(1.0, (self.run.step + 1) / 200)
+        rate = 0.5 * (1 + math.cos(math.pi * self.run.progress))
+        self.optimiser.param_groups[0]["lr"] = self.args.lr * warm * rate
         with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
             features = self.net(to_network(pixels))
         targets = torch.from_numpy(np.concatenate([labels, how[:, None]], 1)).T  # [heads, B]
-        logits = self.net.logits(features.float()).values()
-        loss = (
-            torch.stack(
-                [
-                    F.cross_entropy(*pair, ignore_index=NONE)
-                    for pair in zip(logits, targets, strict=True)
-                ]
-            )
-            .nan_to_num()
-            .sum()
-        )
+        pairs = zip(self.net.logits(features.float()).values(), targets, strict=True)
+        losses = [F.cross_entropy(*pair, ignore_index=NONE) for pair in pairs]
+        loss = torch.stack(losses).nan_to_num().sum()
         self.optimiser.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.net.parameters(), 5.0)
         self.optimiser.step()
-        self.step += 1
-        return loss.item()
-
-    def save(self) -> None:
-        state = {
-            "net": self.net.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
-            "step": self.step,
-        }
-        file = io.BytesIO()
-        torch.save(state, file)
-        write_file(self.file, file.getvalue(), force=True)
-
-    def load(self) -> None:
-        state = torch.load(self.file, weights_only=True)
-        self.net.load_state_dict(state["net"])
-        self.optimiser.load_state_dict(state["optimiser"])
-        self.step = state["step"]
-        for _ in tqdm(range(min(self.step, self.fresh)), desc="painting again", unit="batch"):
-            self.kept.append(self.stream.batch())
-
-    def train(self) -> None:
-        """All steps, with a checkpoint every thousand."""
-        mean = math.nan
-        bar = tqdm(total=self.steps, initial=self.step, unit="step", mininterval=5)
-        with bar:
-            while self.step < (self.arguments.stop or self.steps):
-                loss = self.train_step()
-                mean = loss if math.isnan(mean) else 0.98 * mean + 0.02 * loss
-                bar.set_description(f"loss {mean:.3f}", refresh=False)
-                bar.update()
-                if self.step % 1000 == 0:
-                    self.save()
+        return {"loss": loss.item()}
 
 
 # ------------------------------------------------------------------------------------ its own error
@@ -229,36 +184,29 @@ def measured(classifier: Classifier, count: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train the network that tells attributes.")
-    parser.add_argument("--data-dir", type=Path, default=Path("data"))
-    parser.add_argument("--output", type=Path, default=WEIGHTS)
-    parser.add_argument("--pictures", type=int, default=32_000, help="painted")
-    parser.add_argument("--epochs", type=int, default=6, help="times that each is seen")
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--stop", type=int, help="the step to stop at; --resume goes on")
-    parser.add_argument("--measured", type=int, default=2000, help="fresh pictures at the end")
-    arguments = parse(parser)
-    training = Training(arguments)
-    training.train()
-    training.save()
+    parser = argparse.ArgumentParser(description="Train the network that names attributes.")
+    add = parser.add_argument
+    add("--output", type=Path, default=WEIGHTS)
+    add("--pictures", type=int, default=32_000, help="painted")
+    add("--epochs", type=int, default=6, help="times that each is seen")
+    add("--batch", type=int, default=64)
+    add("--lr", type=float, default=2e-3)
+    add("--stop", type=int, help="the step to stop at; --resume goes on")
+    add("--measured", type=int, default=2000, help="fresh pictures at the end")
+    args = parse(parser)
+    training = Training(args)
+    training.run.train(training.train_step, lambda means: "saved", "loss", args.stop)
     # As they are stored, so that what is measured is what is used
-    tensors = {
-        name: t.half() if t.is_floating_point() else t
-        for name, t in training.net.state_dict().items()
-    }
+    state = training.net.state_dict()
+    tensors = {n: t.half() if t.is_floating_point() else t for n, t in state.items()}
     training.net.load_state_dict(tensors)
-    about: dict[str, Any] = {
-        "pictures": arguments.pictures,
-        "epochs": arguments.epochs,
-        "measured_on": arguments.measured,
-        "accuracy": measured(Classifier(training.net, {}), arguments.measured),
-    }
+    about: dict[str, Any] = {"pictures": args.pictures, "epochs": args.epochs}
+    about["measured_on"] = args.measured
+    about["accuracy"] = measured(Classifier(training.net, {}), args.measured)
     contiguous = {name: t.contiguous() for name, t in tensors.items()}
-    data = save(contiguous, metadata={"about": json.dumps(about)})
-    write_file(arguments.output, data, force=True)
+    write_file(args.output, save(contiguous, metadata={"about": json.dumps(about)}), force=True)
     print(json.dumps(about["accuracy"], indent=1))
-    print(f"wrote {arguments.output}, {os.path.getsize(arguments.output) / 1e6:.2f} MB")
+    print(f"wrote {args.output}, {args.output.stat().st_size / 1e6:.2f} MB")
 
 
 if __name__ == "__main__":

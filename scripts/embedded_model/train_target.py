@@ -162,42 +162,50 @@ def start_from(model: TextToImage, folder: Path, vq: VQModel) -> None:
 class Trainer:
     """The model, its pictures and its run."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.arguments, self.config = arguments, config_of(arguments)
-        torch.manual_seed(arguments.seed)
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.config = args, config_of(args)
         words = vocabulary()
-        write_file(
-            arguments.data_dir / "words.json", json.dumps(words, indent=0).encode(), force=True
-        )
+        write_file(args.data_dir / "words.json", json.dumps(words, indent=0).encode(), force=True)
         self.model = TextToImage(self.config, words)
-        if arguments.start:
-            start_from(self.model, arguments.start, tokenizer(arguments.data_dir))
-        how = {"decay": 0.05, "clip": 1.0, "average": 0.998, "compiled": arguments.compile}
-        learner = Learner(self.model, arguments.threads, **how)
-        folder = arguments.data_dir / "runs" / "target"
-        self.run = Run(folder, learner, arguments.minutes, arguments.lr, 100, arguments.seed)
-        if arguments.resume:
+        if args.start:
+            start_from(self.model, args.start, tokenizer(args.data_dir))
+        how = {"decay": 0.05, "clip": 1.0, "average": 0.998, "compiled": args.compile}
+        self.learner = Learner(self.model, args.threads, **how)
+        folder = args.data_dir / "runs" / "target"
+        self.run = Run(folder, {"learner": self.learner}, args.minutes)
+        if args.resume:
             self.run.resume()
-        make = partial(lessons, arguments.data_dir, tuple(words))
-        size = arguments.batch * arguments.accumulate
-        self.stream = Stream(make, size, arguments.first + self.run.step * size)
+        size = args.batch * args.accumulate
+        make = partial(lessons, args.data_dir, tuple(words))
+        self.stream = Stream(make, size, args.first + self.run.step * size)
 
-    def gradients(self) -> float:
-        """One step's loss, its gradients summed over the micro-batches."""
-        size, lesson = self.arguments.batch, self.stream.batch()
+    @property
+    def learning_rate(self) -> float:
+        """Linear warm-up, then level, then a line down to 2 % in the last third.
+
+        Because it is level, a run can be resumed with more minutes.
+        """
+        warm = min(1.0, (self.run.step + 1) / 100)
+        return float(self.args.lr * warm * min(1.0, 0.02 + 3 * (1 - self.run.progress)))
+
+    def train_step(self) -> dict[str, float]:
+        """One step, its gradients summed over the micro-batches."""
+        size, lesson = self.args.batch, self.stream.batch()
         uncond = torch.rand(len(lesson.ids), generator=self.run.generator) < 0.1
         parts = zip(
             lesson.ids.split(size), lesson.codes.split(size), uncond.split(size), strict=True
         )
         batches = [(Lesson(ids, codes), dropped) for ids, codes, dropped in parts]
-        return self.run.learner.gradients(lambda model, batch: model(*batch), batches)
+        nats = self.learner.gradients(lambda model, batch: model(*batch), batches)
+        self.learner.step(self.learning_rate, self.run.step)
+        return {"nats": nats}
 
-    def milestone(self) -> str:
+    def milestone(self, means: dict[str, float]) -> str:
         """Measure and save the averaged weights."""
-        data_dir: Path = self.arguments.data_dir
-        with self.run.learner.averaged():  # of `model`
-            nats = fresh_nats(self.model, tokenizer(data_dir), self.arguments.measured)
-        weights = save(self.run.learner.named_average())
+        data_dir: Path = self.args.data_dir
+        with self.learner.averaged():  # of `model`
+            nats = fresh_nats(self.model, tokenizer(data_dir), self.args.measured)
+        weights = save(self.learner.named_average())
         write_file(data_dir / "target.safetensors", weights, force=True)
         config = json.dumps(asdict(self.config), indent=2).encode()
         write_file(data_dir / "target.json", config, force=True)
@@ -206,25 +214,21 @@ class Trainer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train the embedded model's target.")
-    parser.add_argument("--data-dir", type=Path, default=Path("data"))
-    parser.add_argument("--start", type=Path, help="a model folder whose weights to start from")
-    parser.add_argument(
-        "--first", type=int, default=0, help="first place, so that --start trains on none twice"
-    )
-    parser.add_argument("--minutes", type=float, default=600.0)
-    parser.add_argument("--dim", type=int, default=320)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--batch", type=int, default=6, help="pictures a micro-batch")
-    parser.add_argument("--accumulate", type=int, default=4, help="micro-batches a step")
-    parser.add_argument("--lr", type=float, default=1.5e-3)
-    parser.add_argument("--measured", type=int, default=64, help="fresh pictures at a milestone")
-    parser.add_argument(
-        "--compile", action="store_true", help="compile the model: faster after the first minute"
-    )
+    add = parser.add_argument
+    add("--start", type=Path, help="a model folder whose weights to start from")
+    add("--first", type=int, default=0, help="first place, so that --start trains on none twice")
+    add("--minutes", type=float, default=600.0, help="budget of training time")
+    add("--dim", type=int, default=320)
+    add("--layers", type=int, default=8)
+    add("--batch", type=int, default=6, help="pictures a micro-batch")
+    add("--accumulate", type=int, default=4, help="micro-batches a step")
+    add("--lr", type=float, default=1.5e-3)
+    add("--measured", type=int, default=64, help="fresh pictures at a milestone")
+    add("--compile", action="store_true", help="faster after the first minute")
     trainer = Trainer(parse(parser))
-    parameters = sum(w.numel() for w in trainer.run.learner.weights)
-    print(f"{parameters / 1e6:.2f} M parameters, {trainer.run.learner.dtype}")
-    trainer.run.train(trainer.gradients, trainer.milestone, "nats")
+    parameters = sum(w.numel() for w in trainer.learner.weights)
+    print(f"{parameters / 1e6:.2f} M parameters, {trainer.learner.dtype}")
+    trainer.run.train(trainer.train_step, trainer.milestone, "nats")
 
 
 if __name__ == "__main__":

@@ -5,19 +5,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import io
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-CHECKPOINT_SECONDS = 300.0
+from lantern_hpu.files import write_file
+
+CHECKPOINT_SECONDS = 120.0
 TABLES = ("embed.weight", "head.weight", "table.weight", "position.weight", "uncond")
 
 
@@ -165,14 +168,14 @@ class Learner:
     def named_average(self) -> dict[str, Tensor]:
         return dict(zip(self.names, self.average, strict=True))
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {
             "weights": self.weights,
             "average": self.average,
             "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
         }
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         mine, saved = self.weights + self.average, state["weights"] + state["average"]
         for tensor, value in zip(mine, saved, strict=True):
             tensor.copy_(value)
@@ -181,83 +184,93 @@ class Learner:
         self.publish(self.weights)
 
 
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
+
+
 class Run:
-    """A training run: its budget, schedule, random numbers and checkpoint."""
+    """A training run: its budget, random numbers, learning curve and checkpoint."""
 
     def __init__(
-        self, folder: Path, learner: Learner, minutes: float, lr: float, warm_up: int, seed: int
+        self, folder: Path, parts: Mapping[str, Stateful], minutes: float = 0, steps: int = 0
     ) -> None:
-        self.file, self.learner = folder / "last.pt", learner
-        self.minutes, self.lr, self.warm_up = minutes, lr, warm_up
-        self.generator = torch.Generator().manual_seed(seed)
-        self.step, self.seconds = 0, 0.0
+        """
+        Args:
+            folder: for the checkpoint. parts: what a checkpoint holds, by name.
+            minutes: the budget, of training time alone. steps: the budget in place of minutes.
+        """
+        self.folder, self.file, self.parts = folder, folder / "last.pt", parts
+        self.minutes, self.steps = minutes, steps
+        self.generator = torch.Generator().manual_seed(torch.initial_seed())
+        self.step, self.seconds, self.curve = 0, 0.0, list[dict[str, float]]()
 
     @property
     def progress(self) -> float:
         """How much of the budget is spent, 0 to 1."""
-        return min(1.0, self.seconds / (60 * self.minutes))
-
-    @property
-    def learning_rate(self) -> float:
-        """Linear warm-up, then level, then a line down to 2 % in the last third.
-
-        Because it is level, a run can be resumed with more minutes.
-        """
-        warm = min(1.0, (self.step + 1) / self.warm_up)
-        return self.lr * warm * min(1.0, 0.02 + 3 * (1 - self.progress))
+        spent = self.step / self.steps if self.steps else self.seconds / (60 * self.minutes)
+        return min(1.0, spent)
 
     def save(self) -> None:
-        state = self.learner.state() | {
-            "generator": self.generator.get_state(),
-            "step": self.step,
-            "seconds": self.seconds,
-        }
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        part = self.file.with_suffix(".part")
-        torch.save(state, part)
-        os.replace(part, self.file)
+        state = {name: part.state_dict() for name, part in self.parts.items()}
+        numbers = {"generator": self.generator.get_state(), "torch": torch.get_rng_state()}
+        rest = {"step": self.step, "seconds": self.seconds, "curve": self.curve}
+        content = io.BytesIO()
+        torch.save(state | numbers | rest, content)
+        write_file(self.file, content.getvalue(), force=True)
 
     def resume(self) -> None:
         state = torch.load(self.file, weights_only=True)
-        self.learner.load(state)
+        for name, part in self.parts.items():
+            part.load_state_dict(state[name])
         self.generator.set_state(state["generator"])
-        self.step, self.seconds = state["step"], state["seconds"]
+        torch.set_rng_state(state["torch"])
+        self.step, self.seconds, self.curve = state["step"], state["seconds"], state["curve"]
 
     def train(
-        self, gradients: Callable[[], float], milestone: Callable[[], str], figure: str
+        self,
+        train_step: Callable[[], dict[str, float]],
+        milestone: Callable[[dict[str, float]], str],
+        shown: str,
+        stop: int | None = None,
     ) -> None:
         """Spend the budget.
 
         Args:
-            gradients: runs forward and backward of one step and returns the figure to show.
-            milestone: measures and saves usable weights, every few minutes and at the end.
-            figure: name of the figure.
+            train_step: moves the weights, and returns figures.
+            milestone: measures and saves usable weights, every few minutes and at the end; takes the figures'
+                running means, and returns what to print.
+            shown: the figure beside the progress bar. stop: the step to stop at, for another run to resume.
         """
-        saved, mean = self.seconds, math.nan
-        shape = "{desc} {percentage:3.0f}%|{bar}| {elapsed}"
-        with tqdm(total=100, bar_format=shape, mininterval=5) as bar:
-            while self.progress < 1:
+        saved, means = self.seconds, dict[str, float]()
+        form = "{desc} {percentage:3.0f}%|{bar}| {elapsed}"
+        with tqdm(total=100, bar_format=form, mininterval=5) as bar:
+            while self.progress < 1 and self.step != stop:
                 began = time.monotonic()
-                value = gradients()
-                self.learner.step(self.learning_rate, self.step)
+                figures = train_step()
                 self.step += 1
                 self.seconds += time.monotonic() - began
-                mean = value if math.isnan(mean) else 0.98 * mean + 0.02 * value
+                for name, value in figures.items():
+                    means[name] = 0.98 * means.get(name, value) + 0.02 * value
                 bar.n = 100 * self.progress
-                bar.set_description(f"step {self.step} {figure} {mean:.3f}", refresh=False)
+                bar.set_description(f"step {self.step} {shown} {means[shown]:.3f}", refresh=False)
                 bar.update(0)
-                if self.seconds - saved > CHECKPOINT_SECONDS or self.progress >= 1:
+                ends = self.progress >= 1 or self.step == stop
+                if ends or self.seconds - saved > CHECKPOINT_SECONDS:
                     saved = self.seconds
-                    shown = f"step {self.step}, {self.seconds / 60:.1f} min: {figure} {mean:.3f}, "
-                    tqdm.write(shown + milestone())
+                    about = f"step {self.step}, {self.seconds / 60:.1f} min: "
+                    tqdm.write(f"{about}{shown} {means[shown]:.3f}, {milestone(means)}")
                     self.save()
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """Parse with the options every training has, and set the threads."""
+    """Parse with the options every training has, and set threads and seed."""
+    parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--resume", action="store_true")
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    return arguments
+    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+    return args
