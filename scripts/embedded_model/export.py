@@ -98,7 +98,7 @@ def export(args: argparse.Namespace) -> None:
         drafter = load_file(args.drafter / DRAFTER_WEIGHTS)
     vq = load_file(data / "tokenizer.safetensors")
     words = {"kind": "words", "dim": target["words.table.weight"].shape[1]}
-    files = {}
+    files: dict[str, str] = {}
     for part, tensors in (("target", target), ("vq", vq), ("drafter", drafter)):
         files |= write_part(folder, part, tensors)
     sampling = {
