@@ -29,6 +29,7 @@ COMMANDS = {
     "bench": "compare methods and graph modes",
     "compare": "put benchmarks beside each other: table, plots, a page",
     "fidelity": "measure how far methods move what is drawn",
+    "stretch": "write a small model at the sizes of a large one",
     "evaluate": "score what methods draw: quality against speed",
     "lint": "name the rules of Gaudi that code breaks",
     "verify": "ask a device whether it is as expected",
@@ -38,6 +39,7 @@ COMMANDS = {
 # Commands of the wings, which the product does not import
 WINGS = {
     "fidelity": "lantern_lab.commands.fidelity",
+    "stretch": "lantern_lab.commands.stretch",
     "evaluate": "lantern_lab.commands.evaluate",
     "lint": "gaudi_emulator.lint.command",
 }

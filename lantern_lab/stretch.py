@@ -12,60 +12,29 @@ Function-preserving widening is Net2Net's idea (arXiv 1511.05641).
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from lantern_hpu.errors import OptionError, choices
+from lantern_hpu.errors import OptionError
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
 from lantern_hpu.models.files.checkpoint import shapes_only
 from lantern_hpu.models.files.load import Opened
-from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.model import ImageModel, Placement
-from lantern_hpu.models.text.prefix import Conditioner, FixedPrefix, Prefix, wordless
+from lantern_hpu.models.text.prefix import (
+    CaptionConditioner,
+    CaptionProjection,
+    ClassConditioner,
+    Conditioner,
+    WordConditioner,
+)
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.ops.grammar import NEVER
-from lantern_hpu.zoo import registry
-from lantern_hpu.zoo.registry import KnownModel
-
-# ------------------------------------------------------------------------------------------- sizes
-
-# Known models for their sizes alone, by short names. Needs no torch.
-
-LLAMAGEN = {
-    "llamagen-b": "llamagen-c2i-b-256",
-    "llamagen-l": "llamagen-c2i-l-256",
-    "llamagen-xl": "llamagen-t2i-256",
-    "llamagen-xxl": "llamagen-c2i-xxl-384",
-    "llamagen-3b": "llamagen-c2i-3b-384",
-}
-
-
-def stretch_sizes(name: str, given: Given = Given()) -> KnownModel:
-    """The known model that `--stretch` means.
-
-    Args:
-        given: parts in place of the model's own.
-    """
-    result = registry.find_model_by_name(LLAMAGEN.get(name, name))
-    if result is None or not result.family.startswith("llamagen"):
-        why = (
-            "no sizes are known of it" if result is None else f"it is of the family {result.family}"
-        )
-        raise OptionError(f"--stretch is {name!r}", why, choices(LLAMAGEN))
-    if given.drafter is not None:
-        why = "the model's own drafter is widened with it"
-        raise OptionError("--stretch and --drafter exclude each other", why, "leave --drafter out")
-    return result
-
-
-# ----------------------------------------------------------------------------------------- stretch
 
 # What must be alike for one model to compute what the other does
 VARIANTS = (
@@ -75,6 +44,10 @@ SIZES = {"layers": "layers", "dim": "width", "ffn_dim": "FFN width", "vocab_size
 GROUPS = {"qkv": 3, "gate_up": 2}  # matrices that hold several, one under another
 PARTS = {"fc": 2}  # matrices that read several inputs, one beside another
 SILENT = ("out", "down")  # what an added layer writes with
+NOTE = (
+    "{small} at the sizes of {large}: features and heads are repeated, and of added layers the output projections "
+    "are zero, so it draws what {small} draws, each step at the larger model's cost"
+)
 
 
 # ------------------------------------------------------------------------------------ sizes
@@ -94,7 +67,12 @@ def stretched_config(config: ModelConfig, name: str, large: TransformerConfig) -
     if drafter is not None:
         eps = None if drafter.norm_eps is None else drafter.norm_eps * share
         drafter = replace(drafter, ffn_dim=None, norm_eps=eps)
-    longer = max(small.prefix, large.prefix)
+    condition, prefix = config.condition, max(small.prefix, large.prefix)
+    # A label is one position; a drafter that attends to pads would attend to more of them
+    if condition.kind == "classes" or (drafter is not None and drafter.sees_pads):
+        prefix = small.prefix
+    if condition.kind == "words":
+        condition = replace(condition, positions=condition.positions or small.prefix)
     target = replace(
         small,
         vocab_size=large.vocab_size,
@@ -102,12 +80,11 @@ def stretched_config(config: ModelConfig, name: str, large: TransformerConfig) -
         layers=large.layers,
         heads=large.heads,
         ffn_dim=large.ffn_dim,
-        # A drafter that attends to pads would attend to more padding
-        prefix=small.prefix if drafter is not None and drafter.sees_pads else longer,
+        prefix=prefix,
         norm_eps=small.norm_eps * share,
         spare_codes=large.vocab_size - small.vocab_size,
     )
-    return replace(config, target=target, drafter=drafter)
+    return replace(config, target=target, drafter=drafter, condition=condition)
 
 
 def check_fits(small: TransformerConfig, name: str, large: TransformerConfig) -> None:
@@ -116,7 +93,7 @@ def check_fits(small: TransformerConfig, name: str, large: TransformerConfig) ->
     others = [v for v in VARIANTS if getattr(small, v) != getattr(large, v)]
     if others:
         differing = ", ".join(f"{v} {getattr(small, v)} and {getattr(large, v)}" for v in others)
-        hint = "--model builtin --stretch llamagen-xl"
+        hint = "lantern-hpu stretch llamagen-xl"
         raise OptionError(what, f"they differ in kind: {differing}", hint)
     less = [
         f"{word} {getattr(large, field)} of {getattr(small, field)}"
@@ -124,7 +101,7 @@ def check_fits(small: TransformerConfig, name: str, large: TransformerConfig) ->
         if getattr(large, field) < getattr(small, field)
     ]
     if less:
-        hint = "--stretch with a larger one, such as llamagen-xl"
+        hint = "a larger one, such as llamagen-xl"
         raise OptionError(what, "it is smaller: " + ", ".join(less), hint)
 
 
@@ -136,21 +113,21 @@ def kept_share(small: TransformerConfig, large: TransformerConfig) -> float:
 # ------------------------------------------------------------------------------------ weights
 
 
-def repeated(x: Tensor, size: int, groups: int = 1) -> Tensor:
+def repeat(x: Tensor, size: int, groups: int = 1) -> Tensor:
     """Rows of x [g n, ..] as often as they fit into [size, ..], each of the g groups by itself; then zeros."""
     parts, each = x.unflatten(0, (groups, -1)), size // groups  # [g, n, ..]
-    widened = torch.cat([parts] * (each // parts.shape[1]), 1)
-    zeros = widened.new_zeros(groups, each - widened.shape[1], *x.shape[1:])
-    return torch.cat([widened, zeros], 1).flatten(0, 1)
+    copies = torch.cat([parts] * (each // parts.shape[1]), 1)
+    zeros = copies.new_zeros(groups, each - copies.shape[1], *x.shape[1:])
+    return torch.cat([copies, zeros], 1).flatten(0, 1)
 
 
-def divided(weight: Tensor, inputs: int, parts: int = 1) -> Tensor:
+def divide(weight: Tensor, inputs: int, parts: int = 1) -> Tensor:
     """Columns of a matrix [o, p i] for inputs that are repeated: [o, inputs]."""
     copies = inputs // weight.shape[1]
-    return repeated(weight.T, inputs, parts).T / copies
+    return repeat(weight.T, inputs, parts).T / copies
 
 
-def widened(name: str, old: Tensor, shape: Sequence[int], share: float) -> Tensor:
+def widen(name: str, old: Tensor, shape: Sequence[int], share: float) -> Tensor:
     """A parameter over more features, in float32; a table of codes keeps its rows.
 
     Args:
@@ -159,112 +136,116 @@ def widened(name: str, old: Tensor, shape: Sequence[int], share: float) -> Tenso
     *_, layer, leaf = name.split(".")
     old = old.float()
     if layer == "embed":
-        return repeated(old.T, shape[1]).T
+        return repeat(old.T, shape[1]).T
     if layer == "head":
-        return divided(old, shape[1])
-    rows = repeated(old, shape[0], GROUPS.get(layer, 1))
+        return divide(old, shape[1])
+    rows = repeat(old, shape[0], GROUPS.get(layer, 1))
     if old.dim() == 2:
-        return divided(rows, shape[1], PARTS.get(layer, 1))
+        return divide(rows, shape[1], PARTS.get(layer, 1))
     return rows if leaf == "bias" else rows * share**0.5
 
 
-def noise(name: str, shape: Sequence[int]) -> Tensor:
+def random_weight(name: str, shape: Sequence[int]) -> Tensor:
     """Random numbers of the scale that keeps features at theirs; the same for a name on every device."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
     return torch.empty(*shape).normal_(std=shape[-1] ** -0.5, generator=generator)
 
 
-def added(name: str, shape: Sequence[int]) -> Tensor:
+def fill_layer(name: str, shape: Sequence[int]) -> Tensor:
     """A parameter of a layer that adds nothing."""
     layer = name.split(".")[-2]
     if layer in SILENT:
         return torch.zeros(*shape)
-    return torch.ones(*shape) if len(shape) == 1 else noise(name, shape)
+    return torch.ones(*shape) if len(shape) == 1 else random_weight(name, shape)
 
 
-def never(shape: Sequence[int], allowed: int, dtype: torch.dtype) -> Tensor:
+def forbid(shape: Sequence[int], allowed: int, dtype: torch.dtype) -> Tensor:
     """A head's bias [V] that leaves the first codes alone."""
     bias = torch.full(tuple(shape), max(NEVER, torch.finfo(dtype).min))
     bias[:allowed] = 0
     return bias
 
 
-def fill_stretched(new: nn.Module, old: nn.Module, share: float, bar: tqdm[None]) -> None:
-    """Give a module that lies on `meta` what it is made of, one tensor at a time, on the old one's device."""
+def fill_module(new: nn.Module, old: nn.Module, share: float, progress: Any) -> None:
+    """Replace the parameters of a module on `meta`, one at a time, by the old one's widened."""
     known = dict(old.named_parameters())
     like = next(iter(known.values()))
     for name, goal in list(new.named_parameters()):
         shape, source = tuple(goal.shape), known.get(name)
         if name == "head.bias":
-            made = never(shape, len(known["head.weight"]), like.dtype)
+            result = forbid(shape, len(known["head.weight"]), like.dtype)
         elif source is None:
-            made = added(name, shape)
+            result = fill_layer(name, shape)
         else:
-            made = widened(name, source, shape, share)
-            if len(made) < shape[0]:  # codes that the small vocabulary lacks
-                spare = noise(name, (shape[0] - len(made), shape[1]))
-                made = torch.cat([made, spare.to(made.device)])
+            result = widen(name, source, shape, share)
+            if len(result) < shape[0]:  # codes that the small vocabulary lacks
+                spare = random_weight(name, (shape[0] - len(result), shape[1]))
+                result = torch.cat([result, spare])
         place, _, leaf = name.rpartition(".")
-        weight = made.to(like.device, like.dtype).contiguous()
+        weight = result.to(like.dtype).contiguous()
         new.get_submodule(place)._parameters[leaf] = nn.Parameter(weight, requires_grad=False)
-        bar.update()
+        progress.update()
     new.requires_grad_(False).eval()
 
 
 # ------------------------------------------------------------------------------------ models
 
 
-class StretchedCondition(FixedPrefix):
-    """A small model's prefix, its features repeated, behind more padding."""
+def widen_condition(small: Conditioner, config: ModelConfig) -> Conditioner:
+    """The same with features repeated, behind more padding."""
+    dim, prefix = config.target.dim, config.target.prefix
+    if isinstance(small, ClassConditioner):
+        return ClassConditioner(nn.Embedding.from_pretrained(repeat(small.table.weight.T, dim).T))
+    assert isinstance(small, CaptionConditioner)
+    old, text = small.projection, small.text
+    projection = CaptionProjection(old.uncond.shape[1], dim, prefix).to(old.uncond.dtype)
+    weights = {
+        "fc1.weight": repeat(old.fc1.weight, dim),
+        "fc2.weight": divide(repeat(old.fc2.weight, dim), dim),
+        "uncond": F.pad(old.uncond, (0, 0, prefix - len(old.uncond), 0)),
+    }
+    projection.load_state_dict(weights)
+    if isinstance(text, WordConditioner):
+        words = WordConditioner(text.words, config.condition.dim, prefix, positions=text.positions)
+        words.load_state_dict(text.state_dict())
+        text = words.to(text.table.weight.dtype)
+    return CaptionConditioner(text, projection.requires_grad_(False))
 
-    def __init__(self, small: Conditioner, config: TransformerConfig) -> None:
-        self.small, self.config = small, config
-        self.takes_classes = small.takes_classes
-        self.prepare, self.notes, self.parts = small.prepare, small.notes, small.parts
 
-    def rows(self, prompts: Sequence[str], guidance: bool) -> Prefix:
-        embeddings, valid, _ = self.small.rows(prompts, guidance)  # [R, p, h], [R, p]
-        pads = self.config.prefix - valid.shape[1]
-        widened = repeated(embeddings.movedim(-1, 0), self.config.dim).movedim(0, -1)  # [R, p, H]
-        return wordless(F.pad(widened, (0, 0, pads, 0)), F.pad(valid, (pads, 0), value=False))
+def stretch_model(
+    opened: Opened,
+    name: str,
+    large: TransformerConfig,
+    dtype: torch.dtype | None,
+    progress: Any,
+) -> ImageModel:
+    """The large model. Its defaults are the small one's, so that the same options draw the same picture.
 
-
-@dataclass
-class Stretched:
-    """An opened model that is widened as it is loaded; both of the same `config` and `load`."""
-
-    opened: Opened
-    name: str  # of the known model
-    config: ModelConfig
-
-    @classmethod
-    def of(cls, opened: Opened, name: str, large: TransformerConfig) -> Stretched:
-        return cls(opened, name, stretched_config(opened.config, name, large))
-
-    def load(self, placement: Placement) -> ImageModel:
-        """The large model. Its defaults are the small one's, so that the same options draw the same picture."""
-        base, config, drafter = self.opened.load(placement), self.config, None
-        with shapes_only():
-            target = Target(config.target, placement.kernels)
-            if config.drafter is not None:
-                drafter = Drafter(config.target, config.drafter, placement.kernels)
-        share = kept_share(base.target.config, config.target)
-        pairs: list[tuple[nn.Module, nn.Module]] = [(target, base.target)]
-        if drafter is not None and base.drafter is not None:
-            pairs.append((drafter, base.drafter))
-        total = sum(len(list(new.parameters())) for new, _ in pairs)
-        with tqdm(total=total, desc="stretching", file=sys.stderr, leave=False) as bar:
-            for new, old in pairs:
-                fill_stretched(new, old, share, bar)
-        return replace(
-            base,
-            name=f"{base.name} stretched to {self.name}",
-            config=config,
-            fingerprint=f"{base.fingerprint} stretched to {self.name}",
-            target=target,
-            drafter=drafter,
-            condition=StretchedCondition(base.condition, config.target),
-            stretched=self.name,
-            base=base,
-            _near={},
-        )
+    Args:
+        name: of the known model. large: its sizes. dtype: None: as stored.
+        progress: a bar of tqdm; each tensor is a step of it.
+    """
+    config = stretched_config(opened.config, name, large)
+    small = opened.load(Placement(dtype))
+    with torch.no_grad(), shapes_only():
+        target = Target(config.target)
+        drafter = Drafter(config.target, config.drafter) if config.drafter is not None else None
+    share = kept_share(small.target.config, config.target)
+    pairs = [(target, small.target), (drafter, small.drafter)]
+    progress.reset(sum(len(list(new.parameters())) for new, _ in pairs if new is not None))
+    for new, old in pairs:
+        if new is not None and old is not None:
+            fill_module(new, old, share, progress)
+    title = f"{small.name} stretched to {name}"
+    return replace(
+        small,
+        name=title,
+        source=title,
+        config=config,
+        fingerprint=f"{small.fingerprint} stretched to {name}",
+        target=target,
+        drafter=drafter,
+        condition=widen_condition(small.condition, config),
+        notes=[*small.notes, NOTE.format(small=small.name, large=name)],
+        _near={},
+    )

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
+from tqdm import tqdm
 
 from lantern_hpu.backends import get_backend, host
-from lantern_hpu.bench import measure
 from lantern_hpu.commands import generate
 from lantern_hpu.decode import memory
 from lantern_hpu.decode.spec import Spec
@@ -21,6 +24,7 @@ from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.write import write_model
 from lantern_hpu.models.model import ImageModel, Placement
 from lantern_hpu.ops.sampling import SamplingParams, to_probs
 from lantern_hpu.pipeline import LanternPipeline
@@ -28,14 +32,9 @@ from lantern_hpu.plan.requirements import find_model
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.zoo import registry
 from lantern_hpu.zoo.find import find_parts
-from lantern_lab.stretch import (
-    LLAMAGEN,
-    Stretched,
-    kept_share,
-    repeated,
-    stretch_sizes,
-    stretched_config,
-)
+from lantern_lab.commands import stretch
+from lantern_lab.commands.stretch import LLAMAGEN, find_sizes
+from lantern_lab.stretch import kept_share, repeat, stretch_model, stretched_config
 from tests.folder import write_folder
 from tests.marks import mostly_slow
 from tests.tiny import CONFIG, request, tiny_config
@@ -54,16 +53,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stretched(
     folder: Path, large: TransformerConfig, dtype: torch.dtype = torch.float32
 ) -> ImageModel:
-    opened = open_model(find_parts(str(folder)))
-    model = Stretched.of(opened, "large", large).load(Placement(dtype, torch.device("cpu")))
-    assert model.base is not None
-    return model
+    return stretch_model(
+        open_model(find_parts(str(folder))), "large", large, dtype, tqdm(disable=True)
+    )
 
 
 @pytest.fixture(scope="module")
-def models(folder: Path) -> dict[int, ImageModel]:
-    """By their width."""
-    return {large.dim: stretched(folder, large) for large in (TWICE, ODD)}
+def base(folder: Path) -> ImageModel:
+    return open_model(find_parts(str(folder))).load(Placement())
+
+
+@pytest.fixture(scope="module")
+def models(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, ImageModel]:
+    """By their width, as they are read from the folders that they were written to."""
+    result = {}
+    for large in (TWICE, ODD):
+        path = tmp_path_factory.mktemp("wide")
+        write_model(stretched(folder, large), path, tqdm(disable=True))
+        result[large.dim] = open_model(find_parts(str(path))).load(Placement())
+    return result
 
 
 @pytest.fixture(params=[TWICE, ODD], ids=["twice", "odd"])
@@ -71,11 +79,8 @@ def model(request: pytest.FixtureRequest, models: dict[int, ImageModel]) -> Imag
     return models[request.param.dim]
 
 
-def pipelines(model: ImageModel, mode: str = "eager") -> tuple[LanternPipeline, LanternPipeline]:
-    """The small one and the large one."""
-    assert model.base is not None
-    backend = get_backend("cpu")
-    return LanternPipeline(model.base, backend, mode), LanternPipeline(model, backend, mode)
+def pipelines(*models: ImageModel, mode: str = "eager") -> list[LanternPipeline]:
+    return [LanternPipeline(model, get_backend("cpu"), mode) for model in models]
 
 
 def features(model: ImageModel) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,12 +105,13 @@ def features(model: ImageModel) -> tuple[Tensor, Tensor, Tensor]:
 # ------------------------------------------------------------------------------------ the same function
 
 
-def test_features_are_repeated_and_logits_are_the_small_models(model: ImageModel) -> None:
-    assert model.base is not None
-    small, large = features(model.base), features(model)
+def test_features_are_repeated_and_logits_are_the_small_models(
+    base: ImageModel, model: ImageModel
+) -> None:
+    small, large = features(base), features(model)
     width = large[0].shape[-1]
     for here, there in ((small[0], large[0]), (small[2], large[2])):
-        want = repeated(here.movedim(-1, 0), width).movedim(0, -1)
+        want = repeat(here.movedim(-1, 0), width).movedim(0, -1)
         torch.testing.assert_close(there, want, rtol=0, atol=1e-4)
     torch.testing.assert_close(large[1][..., : model.codes], small[1], rtol=0, atol=1e-4)
     assert large[1].shape[-1] == model.vocabulary > model.codes == CONFIG.vocab_size
@@ -126,7 +132,7 @@ METHODS: dict[str, tuple[TransformerConfig, str, str | None, dict[str, Any]]] = 
 
 @pytest.mark.parametrize("case", mostly_slow(METHODS, "eagle, greedy", "lantern++", "scd"))
 def test_promise_pictures_and_steps_are_the_small_models(
-    models: dict[int, ImageModel], case: str
+    base: ImageModel, models: dict[int, ImageModel], case: str
 ) -> None:
     """So tokens a step are equal, as are the drafts that were accepted at each depth."""
     large, method, tree, given = METHODS[case]
@@ -134,7 +140,7 @@ def test_promise_pictures_and_steps_are_the_small_models(
     settings = {name: x for name, x in given.items() if name != "relaxation"}
     small, wide = (
         pipeline(PROMPTS[:2], method=method, tree=tree, relax=rule, guidance_scale=2.0, **settings)
-        for pipeline in pipelines(models[large.dim])
+        for pipeline in pipelines(base, models[large.dim])
     )
     assert (wide.tokens == small.tokens).all()
     for here, there in zip(small.records, wide.records, strict=True):
@@ -145,7 +151,7 @@ def test_promise_pictures_and_steps_are_the_small_models(
 
 
 def test_the_step_can_be_captured(models: dict[int, ImageModel]) -> None:
-    _, large = pipelines(models[TWICE.dim], "strict")
+    (large,) = pipelines(models[TWICE.dim], mode="strict")
     result = large(PROMPTS[:1], method="lantern++", tree="flat_4")
     assert result.graph["recompiles_after_warmup"] == 0
 
@@ -170,7 +176,7 @@ def test_padding_that_a_drafter_sees_is_not_added() -> None:
 
 def test_repetition_is_by_group_and_ends_in_zeros() -> None:
     x = torch.arange(1, 5)[:, None]  # two groups of two rows
-    assert repeated(x, 10, 2).flatten().tolist() == [1, 2, 1, 2, 0, 3, 4, 3, 4, 0]
+    assert repeat(x, 10, 2).flatten().tolist() == [1, 2, 1, 2, 0, 3, 4, 3, 4, 0]
     assert kept_share(CONFIG, ODD) == 128 / 160 and kept_share(CONFIG, TWICE) == 1
 
 
@@ -247,10 +253,10 @@ def test_promise_spare_codes_have_no_probability(folder: Path, dtype: torch.dtyp
     assert probs.sum(-1).allclose(torch.ones(()), atol=1e-4)
 
 
-def test_neighbours_of_all_tokens_are_codes(model: ImageModel) -> None:
+def test_neighbours_of_all_tokens_are_codes(base: ImageModel, model: ImageModel) -> None:
     near = model.nearest(5)
     assert near.shape == (model.vocabulary, 5) and int(near.max()) < model.codes
-    assert model.base is not None and torch.equal(near[: model.codes], model.base.nearest(5))
+    assert torch.equal(near[: model.codes], base.nearest(5))
 
 
 def test_trees_know_the_real_codes_alone(model: ImageModel) -> None:
@@ -265,24 +271,78 @@ def test_small_parts_of_a_config_must_make_sense() -> None:
             tiny_config(**changes)
 
 
-# ------------------------------------------------------------------------------------ commands
+# ------------------------------------------------------------------------------------ the command
 
 
 @pytest.fixture
-def known() -> Iterator[str]:
+def known(monkeypatch: pytest.MonkeyPatch) -> str:
     """A large model, which is tiny."""
     entry = registry.entries()["llamagen-t2i-256"]
     own = replace(entry, name="tiny-xl", config=replace(entry.config, target=TWICE))
     found = registry.entries() | {"tiny-xl": own}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "entries", lambda: found)
-        for name, value in {"COPIED": 2**20, "LARGEST": 256, "TIMES": 1, "ENOUGH": 1e-4}.items():
-            patch.setattr(measure, name, value)
-        patch.setattr(measure, "SPLIT_STEPS", 2)
-        yield "tiny-xl"
+    monkeypatch.setattr(registry, "entries", lambda: found)
+    return "tiny-xl"
+
+
+def test_promise_a_folder_is_written_that_draws_the_small_models_pictures(
+    folder: Path, known: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wide = tmp_path / "wide"
+    written = [known, "--model", str(folder), "--output", str(wide)]
+    assert stretch.main(written) == 0
+    said = capsys.readouterr().out
+    assert f"stretched to {known}" in said and "output projections are zero" in said
+    assert stretch.main(written) == 2 and "exists" in capsys.readouterr().err
+    prompt = ["--prompt", "red cat on blue apple red", "--temperature", "0", "--method", "eagle"]
+    for name, model in (("small", folder), ("large", wide)):
+        files = ["--output", str(tmp_path / f"{name}.png")]
+        files += ["--save-tokens", str(tmp_path / f"{name}.npz")]
+        assert generate.main(["--model", str(model), *prompt, "--tree", "flat_4", *files]) == 0
+    assert "output projections are zero" in capsys.readouterr().err
+    again = ["--from-png", str(tmp_path / "large.png"), "--output", str(tmp_path / "again.png")]
+    assert generate.main([*again, "--save-tokens", str(tmp_path / "again.npz")]) == 0
+    tokens = [np.load(tmp_path / f"{n}.npz")["tokens"] for n in ("small", "large", "again")]
+    assert (tokens[0] == tokens[1]).all() and (tokens[0] == tokens[2]).all()
+    pixels = [np.asarray(Image.open(tmp_path / f"{n}.png")) for n in ("small", "large")]
+    assert (pixels[0] == pixels[1]).all()
+
+
+def test_words_beyond_the_small_prefix_are_still_cut(base: ImageModel, model: ImageModel) -> None:
+    long = "red cat blue apple on red cat blue apple on"
+    assert model.condition.notes(long) == base.condition.notes(long) != []
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_what_does_not_fit_is_refused_before_it_is_made(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if place == "memory":
+        monkeypatch.setattr(host, "available_bytes", lambda: 10**9)
+    else:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=10**9))
+    assert stretch.main(["llamagen-xl", "--output", str(tmp_path / "xl")]) == 2
+    error = capsys.readouterr().err
+    assert "needs 1." in error and "1.00 GB are free" in error and "--dtype bfloat16" in error
+    assert not list(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("llamagen-xs", "no sizes are known of it"),
+        ("anole-7b", "it is of the family chameleon"),
+        ("janus-pro-1b", "it is of the family janus"),
+    ],
+)
+def test_names_that_mean_no_sizes_are_refused(
+    name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert stretch.main([name, "--output", str(tmp_path / "x")]) == 2
+    error = capsys.readouterr().err
+    assert said in error and all(known in error for known in LLAMAGEN)
 
 
 @pytest.mark.parametrize(
@@ -300,14 +360,14 @@ def test_sizes_that_do_not_fit_are_refused(
     folder: Path, large: TransformerConfig, said: str
 ) -> None:
     with pytest.raises(OptionError) as refused:
-        Stretched.of(open_model(find_parts(str(folder))), "large", large)
+        stretched(folder, large)
     assert said in str(refused.value)
 
 
 def test_the_embedded_model_stretches_to_what_is_offered_or_says_why_not() -> None:
     config = find_model("builtin", Given()).config
     for name in LLAMAGEN:
-        large = stretch_sizes(name).config.target
+        large = find_sizes(name).config.target
         if name == "llamagen-3b":
             with pytest.raises(OptionError, match="cannot be stretched") as refused:
                 stretched_config(config, name, large)

@@ -29,13 +29,14 @@ if TYPE_CHECKING:
 GRAPHS = "eager,auto"
 # What a run measures unless something else is asked for
 USUAL = {"methods": ",".join(METHODS), "batch_sizes": "1,8"}
-# The same of a stretched model, whose images take minutes: where arithmetic is scarce, small trees and windows can pay
+# The same of a large model where arithmetic is scarce: an image takes minutes, small trees and windows can pay
 LARGE = {
     "methods": ",".join(METHODS),
     "trees": f"{SMALL_TREE},{SMALL_DYNAMIC},jacobi:2,scd:2,scd:4,scd:8,sjd-pac:2:2x1",
     "batch_sizes": "1",
     "images": 1,
 }
+LARGE_PARAMETERS = 10**8  # of the target
 RANDOM = {  # --random-weights: the known model whose sizes are meant
     "llamagen-xl": "llamagen-t2i-256",
     "llamagen-3b": "llamagen-c2i-3b-384",
@@ -139,6 +140,12 @@ def find_entry(name: str) -> registry.KnownModel:
         hint = choices([*RANDOM, *registry.entries()])
         raise OptionError(f"unknown model sizes: {name!r}", "--random-weights", hint)
     return result
+
+
+def has_long_steps(pipeline: LanternPipeline) -> bool:
+    """Whether the model is large for a device on which arithmetic is scarce, as processors."""
+    parameters = pipeline.model.config.target.parameters
+    return parameters >= LARGE_PARAMETERS and not pipeline.backend.tuning.idle_arithmetic
 
 
 # ------------------------------------------------------------------------------------ rows

@@ -287,13 +287,12 @@ def split_table(rows: Sequence[SpeedRow]) -> str:
 
 
 def reference_lines(report: Mapping[str, Any]) -> str:
-    """The device's measured rates, and the model where it is not as it comes."""
+    """The model, and the device's measured rates."""
     rates, dtype = report["rates"], report["dtype"]
     rates_shown = [f"copies {rates['copy_bytes_per_s'] / 1e9:.3g} GB/s (read and written)"]
     matrices = {"bfloat16": rates["bf16_operations_per_s"], dtype: rates["operations_per_s"]}
     rates_shown += [f"{name} matrices {v / 1e12:.3g} TFLOP/s" for name, v in matrices.items() if v]
-    model = f"{report['model']}, {dtype}, " if report.get("stretched") else ""
-    return f"{model}{report['device_title']}: {'; '.join(rates_shown)}"
+    return f"{report['model']}, {dtype}, {report['device_title']}: {'; '.join(rates_shown)}"
 
 
 def tables(report: Mapping[str, Any]) -> str:

@@ -65,8 +65,6 @@ def lead(comparison: Comparison) -> str:
     settings, tokens = report["settings"], report["sizes"]["tokens"]
     about = ", ".join(f"{name} {value:g}" for name, value in settings["sampling"].items())
     what = "steps of random weights" if comparison.of_steps else "whole images, prompt to pixels"
-    if report.get("stretched"):
-        what += f", stretched to {report['stretched']}: pictures of the small model at the cost of the large one"
     return (
         f"lantern_hpu.bench, {what}, {tokens} tokens an image; the same weights, sampling ({about}), seeds "
         f"and prompts on each device. Warm-up: {settings['warm_up']}."

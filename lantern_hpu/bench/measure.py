@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends.base import Backend
-from lantern_hpu.bench.cases import Case
+from lantern_hpu.bench.cases import Case, has_long_steps
 from lantern_hpu.bench.columns import PARTS, SpeedRow
 from lantern_hpu.decode.batch import Finished
 from lantern_hpu.decode.engine import Engine
@@ -278,9 +278,7 @@ def measure_rates(backend: Backend, dtype: torch.dtype) -> MeasuredRates:
 
 WARM_STEPS = 16  # of the first batch, after capture and replay, before anything is timed
 UNTIMED, SPLIT_STEPS = 2, 16  # eager steps before and while their parts are timed
-BRIEF_STEPS = (
-    4  # in place of `SPLIT_STEPS` with a stretched model, and no `WARM_STEPS`: its steps are long
-)
+BRIEF_STEPS = 4  # in place of `SPLIT_STEPS` with a large model on a processor, and no `WARM_STEPS`: its steps are long
 BRIEF_WARM_UP = (
     "text, prefill, step and pixels twice each, which records and replays what is recorded"
 )
@@ -357,7 +355,7 @@ class RunMeter:
         self.batches = [requests[i : i + size] for i in range(0, len(requests), size)]
         self.engine = pipeline.engines.get(pipeline.spec(requests, case.setting.tree, size))
         pipeline.prepare(self.engine, requests, RunStats())
-        is_long = pipeline.model.stretched is not None
+        is_long = has_long_steps(pipeline)
         self.split = min(BRIEF_STEPS, SPLIT_STEPS) if is_long else SPLIT_STEPS
         self.begin(show)
         self.run_steps(0 if is_long else WARM_STEPS)

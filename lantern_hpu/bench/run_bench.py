@@ -22,7 +22,13 @@ from tqdm import tqdm
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Backend, dtype_name
 from lantern_hpu.backends.host import processor_name
-from lantern_hpu.bench.cases import BenchRequest, Case, cases_of, measurable_modes
+from lantern_hpu.bench.cases import (
+    BenchRequest,
+    Case,
+    cases_of,
+    has_long_steps,
+    measurable_modes,
+)
 from lantern_hpu.bench.columns import EAGER, KIND, VERSION, SpeedRow, heading, with_speeds
 from lantern_hpu.bench.measure import BRIEF_WARM_UP, WARM_UP, Rates, RunMeter, measure_rates, sizes
 from lantern_hpu.decode.memory import check_room
@@ -359,7 +365,6 @@ def about(pipeline: LanternPipeline, wanted: BenchRequest) -> dict[str, Any]:
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         },
         "random_weights": wanted.entry.name if wanted.entry else None,
-        "stretched": model.stretched,
         "weights": {"target": model.fingerprint, "drafter": digests[0] if digests else None},
         "weights_bytes": sum(p.nbytes for module in modules for p in module.parameters()),
         "settings": {
@@ -369,7 +374,7 @@ def about(pipeline: LanternPipeline, wanted: BenchRequest) -> dict[str, Any]:
             "images": None if wanted.entry else wanted.images,
             "steps": wanted.steps if wanted.entry else None,
             "kernels": wanted.kernels,
-            "warm_up": WARM_UP if model.stretched is None else BRIEF_WARM_UP,
+            "warm_up": BRIEF_WARM_UP if has_long_steps(pipeline) else WARM_UP,
         },
         "sizes": sizes(model.config, guidance, model.target.dtype.itemsize),
     }
@@ -398,13 +403,7 @@ def silences(pipeline: LanternPipeline, wanted: BenchRequest) -> list[str]:
             result.append(
                 f"no drafter is published for {wanted.entry.name}: one of LlamaGen's kind was made, at its width"
             )
-    base = pipeline.model.base
-    if base is not None:
-        more = pipeline.model.config.target.layers - base.config.target.layers
-        result.append(
-            f"{pipeline.model.name}: it computes what {base.name} computes, so pictures and tokens a step are "
-            f"that model's, and times are of the large sizes; of {more} added layers the output projections are zero"
-        )
+    result += pipeline.model.notes
     if wanted.interleave:
         result.append(
             "rows of a graph mode and batch size took turns, a batch of images each, so that a drift of the machine's "

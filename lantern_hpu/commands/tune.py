@@ -5,10 +5,10 @@
 
 What a step costs is measured over trees of different shapes, in the graph mode that will draw; which drafts are
 accepted, on images drawn with the method's own relaxation, first with a typical tree and then with the best tree that
-follows, as a tree also decides where steps begin. `lab/tune/search.py` puts the two together. What it expects is then
+follows, as a tree also decides where steps begin. `tune/search.py` puts the two together. What it expects is then
 measured, on other seeds, beside `ar` and the named trees. The fastest tree is saved for `--tree auto`, with a note if
-`ar` is faster still. Windows (`--method scd`) are few: each width is drawn with. Of a stretched model (`--stretch`)
-acceptance is counted on the small one, which computes the same, and times are measured on the large one.
+`ar` is faster still. Windows (`--method scd`) are few: each width is drawn with. Of a large
+model on a processor, whose images take minutes, fewer and smaller trees are measured, with an image each.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lantern_hpu.backends import prepare
+from lantern_hpu.bench.cases import has_long_steps
 from lantern_hpu.commands.options import (
     add_device_options,
     add_fields,
@@ -38,7 +39,7 @@ from lantern_hpu.files import check_free, write_file
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import read_prompts
 from lantern_hpu.tree import tuned_trees
-from lantern_hpu.tune.options import TuneOptions, check_profile, read_profile
+from lantern_hpu.tune.options import LARGE, TuneOptions, check_profile, read_profile
 
 if TYPE_CHECKING:
     from lantern_hpu.tune.result import TuningResult
@@ -139,6 +140,8 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
     with closing(loaded) as pipeline:
         situation = pipeline.situation(str(options.setting), options.batch_size)
         check_model(pipeline, situation)
+        if has_long_steps(pipeline):
+            options = TuneOptions(**LARGE | taken(TuneOptions, args))
         if earlier is not None:
             check_profile(earlier, situation, args.profile)
         if is_window:
@@ -146,8 +149,6 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
         else:
             tuning = run_tuning(pipeline, options, prompts, counts)
         print(tuning_text(tuning))
-        if pipeline.model.stretched is not None:
-            print(f"{pipeline.model.name}: times at that size, acceptance of the small model")
         whole = tuning_report(pipeline, options, tuning, situation, KIND, argv)
     tree = tuned_trees.tree_file(tuning.best.tree)
     for file, data in ((args.output, tree), (args.report, json.dumps(whole, indent=1).encode())):

@@ -336,7 +336,7 @@ class T5Config:
 
 # What a kind of condition has in `model.json`
 KINDS = {
-    "words": ("dim", "words"),
+    "words": ("dim", "words", "positions"),
     "t5": ("dim", "text"),
     "classes": ("classes",),
     "tokens": ("frame", "rows"),
@@ -350,7 +350,8 @@ class ConditionConfig:
     Attributes:
         kind: `words`, a table of words and LlamaGen's projection; `t5`, features of a T5 and the projection;
             `classes`, a table of labels; `tokens`, tokens of a language model.
-        dim: width of caption features. classes: labels. words: the table's.
+        dim: width of caption features. classes: labels. words: the table's. positions: words that are read of a prompt;
+            0: as many as the prefix has positions.
         text: folder of the text encoder, where it is known.
         frame: how tokens are framed, a name of `text.frames`. rows: of their own table; 0: they are in the target's.
     """
@@ -362,6 +363,7 @@ class ConditionConfig:
     text: str | None = None
     frame: str = "anole"
     rows: int = 0
+    positions: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "words", tuple(self.words))
@@ -375,7 +377,7 @@ class ConditionConfig:
         if self.kind == "tokens":
             return self.rows * target.dim
         projection = (target.prefix + target.dim) * self.dim + target.dim**2
-        table = (len(self.words) + 2 + target.prefix) * self.dim
+        table = (len(self.words) + 2 + (self.positions or target.prefix)) * self.dim
         return projection + (table if self.kind == "words" else 0)
 
     def as_json(self) -> dict[str, Any]:

@@ -246,8 +246,6 @@ class ImageModel:
     code_vectors_alone: Tensor | None = None  # [codes, dim], where there is no tokenizer beside
     pixels_by: Path | None = None  # a pipeline of diffusers that makes pictures of its codes
     notes: list[str] = field(default_factory=list)  # what a user should know of its parts
-    stretched: str | None = None  # to the sizes of which known model: see `models/stretch.py`
-    base: ImageModel | None = None  # what it was before, which computes the same
     _near: dict[int, Tensor] = field(default_factory=dict, repr=False)  # by number of neighbours
 
     @property

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 TUNABLE = [name for name, method in METHODS.items() if method.tunable]
 
 
-# Of a stretched model, whose images take minutes
+# Of a large model on a processor, whose images take minutes
 MOST_NODES, MOST_DEPTH = 96, 12
 LARGE = {"max_nodes": 12, "max_depth": 4, "images": 1}
 
@@ -34,12 +34,21 @@ class TuneOptions:
     batch_size: int = option(1, "images per batch", low=1)
     max_nodes: int = option(
         64,
-        "largest number of tree nodes, root included",
+        f"largest number of tree nodes, root included; large on a processor {LARGE['max_nodes']}",
         low=2,
         high=MOST_NODES,
     )
-    max_depth: int = option(6, "largest tree depth", low=1, high=MOST_DEPTH)
-    images: int = option(8, "least number of images per tree", low=1)
+    max_depth: int = option(
+        6,
+        f"largest tree depth; large on a processor {LARGE['max_depth']}",
+        low=1,
+        high=MOST_DEPTH,
+    )
+    images: int = option(
+        8,
+        f"least number of images per tree; large on a processor {LARGE['images']}",
+        low=1,
+    )
     seed: int = option(0, "of the first image")
 
     @property

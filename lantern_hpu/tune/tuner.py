@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from lantern_hpu.bench.cases import has_long_steps
 from lantern_hpu.bench.columns import heading
 from lantern_hpu.decode.acceptance_counts import ChildCounts, profile
 from lantern_hpu.decode.engine import Engine
@@ -46,7 +47,7 @@ from lantern_hpu.tune.search import (
 
 PROFILED = 64  # nodes of the first tree that acceptance is measured with
 TIMED, STEPS = 5, 4  # timings of each tree, and steps of each timing
-FEW = 2  # of both with a stretched model, whose steps are long
+FEW = 2  # of both where steps are long
 COUNTED = 8  # images that acceptance is counted with, at least
 # Typical chances by rank, of children of a first child and of others: they shape the first tree, nothing more
 TYPICAL = (
@@ -71,11 +72,8 @@ class Tuner:
             bar: counts `parts`.
         """
         self.pipeline, self.options, self.bar = pipeline, options, bar
-        model, self.counting = pipeline.model, pipeline
-        self.is_long = model.base is not None  # its steps are
-        if model.base is not None:  # which accepts the same, and takes a moment
-            self.counting = LanternPipeline(model.base, pipeline.backend, pipeline.graphs)
-        condition = model.condition
+        self.is_long = has_long_steps(pipeline)
+        condition = pipeline.model.condition
         self.prompts = list(prompts or usual_prompts(condition.takes_classes))
         self.relaxation = pipeline.resolve(options.setting).relaxation
         with pipeline.backend.errors(), torch.no_grad():
@@ -88,12 +86,12 @@ class Tuner:
 
     @property
     def counted(self) -> int:
-        """Images that acceptance is counted with: they are many only where they take little."""
+        """Images that acceptance is counted with: together, so that several take little longer than one."""
         return max(self.options.images, COUNTED) if self.is_long else self.options.images
 
     @property
     def named(self) -> list[DraftTree]:
-        """The named trees that are drawn with: all, or of a stretched model the small ones."""
+        """The named trees that are drawn with: all, or where steps are long the small ones."""
         trees = [load_static(name) for name in NAMED]
         return [tree for tree in trees if not self.is_long or tree.size <= self.options.max_nodes]
 
@@ -165,7 +163,7 @@ class Tuner:
         # Acceptance does not depend on the batch: many at once take less time.
         size = min(images, max(self.options.batch_size, BATCHES[-1]))
         with self.part(f"acceptance, {tree.name}"):
-            pipeline = self.counting
+            pipeline = self.pipeline
             engine = pipeline.engines.make(pipeline.spec(requests, tree, size), "eager")
             encode = partial(pipeline.prefix, engine)
             result = profile(
@@ -276,7 +274,6 @@ def tuning_report(
         measured = {"costs": asdict(tuning.costs), "profile": profile}
     return heading(kind, pipeline, argv) | {
         "situation": situation,
-        "stretched": pipeline.model.stretched,
         "images": options.images,
         "seed": options.seed,
         **measured,

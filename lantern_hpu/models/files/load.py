@@ -68,8 +68,8 @@ class Opened:
     """A model of known sizes; its weights are not read yet.
 
     Attributes:
-        code_pixels: along a code. fastest: see `ImageModel`. pixels: a pipeline of diffusers that makes its pictures.
-        drafter: in place of the one in `weights`.
+        code_pixels: along a code. pixels: a pipeline of diffusers that makes its pictures.
+        fastest, notes: see `ImageModel`. drafter: in place of the one in `weights`.
     """
 
     parts: Parts
@@ -80,6 +80,7 @@ class Opened:
     weights: Callable[[], Weights]
     pixels: Path | None
     fastest: dict[str, tuple[str, str | None]] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     drafter: OpenedDrafter | None = None
 
     def load(self, placement: Placement) -> ImageModel:
@@ -116,6 +117,7 @@ class Opened:
             vq_fingerprint=weights.vq.fingerprint(vq) if vq and weights.vq else "",
             code_vectors_alone=vectors.weight if vectors else None,
             pixels_by=self.pixels,
+            notes=[*self.notes],
         )
         if drafter is not None and self.drafter is not None:
             files[DRAFTER_WEIGHTS] = self.drafter.fill(drafter, model, dtype)
@@ -175,8 +177,8 @@ def open_folder(parts: Parts) -> Opened:
         )
 
     pixels = parts.pixels or (Path(about["pixels"]) if about.get("pixels") else None)
-    name = about.get("name", path.name)
-    return Opened(parts, name, config, code_pixels, sampling, weights, pixels, fastest)
+    name, notes = about.get("name", path.name), tuple(about.get("notes", ()))
+    return Opened(parts, name, config, code_pixels, sampling, weights, pixels, fastest, notes)
 
 
 def open_published(parts: Parts) -> Opened:
@@ -223,7 +225,7 @@ def check_neighbours(model: ImageModel) -> None:
     note = "neighbours were not compared with a codebook: there is no tokenizer"
     if model.vq is not None:
         note = check_table(model.neighbour_table, model.codebook) or ""
-    model.notes += [note] if note else []
+    model.notes += [note] if note and note not in model.notes else []
     model.files["neighbours"] = table_digest(model.neighbour_table)
 
 
@@ -248,7 +250,7 @@ def make_condition(
             return ClassConditioner(nn.Embedding(config.classes + 1, dim), up)
         projection = CaptionProjection(config.dim, dim, prefix)
         if config.kind == "words":
-            words = WordConditioner(config.words, config.dim, prefix, up)
+            words = WordConditioner(config.words, config.dim, prefix, up, config.positions)
             return CaptionConditioner(words, projection)
     return CaptionConditioner(text_encoder(config, prefix, placement), projection)
 

@@ -125,6 +125,7 @@ def model_json(model: ImageModel, files: dict[str, str]) -> dict[str, Any]:
         "vq": asdict(config.vq) if config.vq else None,
         **({"codebook": config.codebook} if config.codebook else {}),
         **({"pixels": str(model.pixels_by.resolve())} if model.pixels_by else {}),
+        **({"notes": model.notes} if model.notes else {}),
         "sampling": asdict(model.sampling),
         "fastest": {name: list(value) for name, value in model.fastest.items()},
     }

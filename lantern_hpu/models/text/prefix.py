@@ -70,15 +70,20 @@ class WordConditioner(nn.Module):
     """
 
     def __init__(
-        self, words: Sequence[str], dim: int, prefix: int, to_device: ToDevice = to_device
+        self,
+        words: Sequence[str],
+        dim: int,
+        prefix: int,
+        to_device: ToDevice = to_device,
+        positions: int = 0,
     ) -> None:
         super().__init__()
         self.to_device = to_device
         self.words = tuple(words)
         self.index = {word: i + 2 for i, word in enumerate(self.words)}
-        self.prefix = prefix
+        self.prefix, self.positions = prefix, positions or prefix  # words that are read
         self.table = nn.Embedding(len(self.words) + 2, dim)
-        self.position = nn.Embedding(prefix, dim)
+        self.position = nn.Embedding(self.positions, dim)
         nn.init.normal_(self.table.weight, std=dim**-0.5)
         nn.init.normal_(self.position.weight, std=dim**-0.5)
 
@@ -88,8 +93,8 @@ class WordConditioner(nn.Module):
         return [w for w in re.findall(r"[^\W_]+", prompt.lower()) if w not in ARTICLES]
 
     def ids(self, prompt: str) -> list[int]:
-        """Ids of a prompt's words, at most `prefix` of them."""
-        return [self.index.get(word, 1) for word in self.split(prompt)[: self.prefix]]
+        """Ids of a prompt's words, at most `positions` of them."""
+        return [self.index.get(word, 1) for word in self.split(prompt)[: self.positions]]
 
     def forward(self, ids: Tensor) -> TextFeatures:
         """[B, P] int32 ids, padded with 0 on the left -> features."""
@@ -108,12 +113,12 @@ class WordConditioner(nn.Module):
     def notes(self, prompt: str) -> list[str]:
         words = self.split(prompt)
         result = []
-        if not any(word in self.index for word in words[: self.prefix]):
+        if not any(word in self.index for word in words[: self.positions]):
             result.append("no word of it is known to this model, so it may draw anything")
-        if len(words) > self.prefix:
-            cut = " ".join(words[self.prefix :])
-            result.append(f"the prompt is longer than {self.prefix} words; left out: {cut!r}")
-        unknown = [w for w in words[: self.prefix] if w not in self.index]
+        if len(words) > self.positions:
+            cut = " ".join(words[self.positions :])
+            result.append(f"the prompt is longer than {self.positions} words; left out: {cut!r}")
+        unknown = [w for w in words[: self.positions] if w not in self.index]
         if unknown:
             result.append(f"words this model does not know: {', '.join(unknown)}")
         return result
