@@ -21,6 +21,7 @@ RENAMED = {
     "cfg_scale": "guidance_scale",
     "sampling": "temperature=, top_k=, top_p=, guidance_scale=",
     "callback": "callback_on_step_end",
+    "commit": 'window="16:commit=4"',
     "num_inference_steps": "window= or tree=; the number of steps follows from them",
 }
 
@@ -130,9 +131,9 @@ def nearest_keyword(function: Callable[P, T]) -> Callable[P, T]:
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         for name in kwargs:
             if name not in known:
-                close = difflib.get_close_matches(name, known, 1, 0.5) or [RENAMED.get(name, "")]
+                close = difflib.get_close_matches(name, known, 1, 0.5) or [", ".join(known)]
                 what = f"{function.__name__}() has no argument {name!r}"
-                raise OptionError(what, hint=close[0] or ", ".join(known))
+                raise OptionError(what, hint=RENAMED.get(name, close[0]))
         return function(*args, **kwargs)
 
     return checked

@@ -26,18 +26,21 @@ from lantern_hpu.decode.spec import Spec, batch_size_for
 from lantern_hpu.errors import OptionError, choices, nearest_keyword, require
 from lantern_hpu.graphs import check_mode
 from lantern_hpu.methods.relaxation import Relaxation
-from lantern_hpu.methods.request import MAX_IMAGES, Request, Sampling, size_of
+from lantern_hpu.methods.request import (
+    MAX_IMAGES,
+    Request,
+    Sampling,
+    per_prompt,
+    seeds_of,
+    size_of,
+)
 from lantern_hpu.methods.setting import (
     AUTO,
     ResolveContext,
     Resolved,
     Setting,
     lacks_drafter,
-    per_prompt,
-    relaxation_of,
     resolve,
-    seeds_of,
-    window_tree,
 )
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.diffusion import (
@@ -309,8 +312,7 @@ class LanternPipeline:
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         method: str = AUTO,
         relax: str | Relaxation | None = None,
-        window: int | None = None,
-        commit: int | None = None,
+        window: int | str | None = None,
         tree: Tree | str | None = None,
         height: int | None = None,
         width: int | None = None,
@@ -327,8 +329,7 @@ class LanternPipeline:
             generator: its initial seed is used instead of `seed`; of a list, one for each image.
             method: its name, or a whole setting such as `lantern++:lambda=5@broad_7`: see `methods.setting`.
             relax: how a relaxed method accepts: `lambda-5`, values such as `lambda=5:k=10`, or a `Relaxation`.
-            window: places of a window, for methods without a drafter.
-            commit: of those the first so many are made final in each step, whatever they are: a fixed schedule.
+            window: places of a window, for methods without a drafter; `16:commit=4` for a fixed schedule.
             tree: name, file or `auto`, for methods that draft.
             height, width: in pixels, for models that draw many sizes; either alone is both.
             batch_size: images decoded together, at most 8 if not given. It does not change the images.
@@ -350,10 +351,7 @@ class LanternPipeline:
         count = len(prompts) * num_images_per_prompt
         require(count <= MAX_IMAGES, "images of one call", count, f"at most {MAX_IMAGES}")
         sampling = self.sampling(guidance_scale, temperature, top_k, top_p)
-        if window is not None or commit is not None:
-            named_tree = tree if isinstance(tree, str) else None
-            tree = window_tree(method, named_tree, window, commit=commit)
-        asked = Setting.of(method, relaxation_of(relax, method), tree)
+        asked = Setting.of(method, relax, tree, window)
         setting = self.resolve(asked, batch_size_for(count, batch_size))
         size, seeds = size_of(height, width), iter(seeds_of(seed, generator, count))
         requests = [

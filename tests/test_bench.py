@@ -561,9 +561,9 @@ def test_a_preset_relaxes_every_method_that_takes_one(pipeline: LanternPipeline)
     wanted = BenchRequest(settings=settings_for(methods, [], "lambda-20"), modes=[], batches=[1])
     cases = cases_of(pipeline, wanted, ["eager"])
     found = {case.setting.method: case.setting.relaxation for case in cases}
-    assert found["lantern++"] == found["scd"] == PRESETS["lambda-20"].fitted(pipeline.model.codes)
+    assert found["lantern++"] == found["scd"] == PRESETS["lambda-20"].fit(pipeline.model.codes)
     assert found["ar"] == found["eagle"] == found["jacobi"] == EXACT
-    assert found["sjd-pac"] == PRESETS["lambda-5"].fitted(pipeline.model.codes)
+    assert found["sjd-pac"] == PRESETS["lambda-5"].fit(pipeline.model.codes)
     with pytest.raises(OptionError, match="--relax"):
         settings_for(methods, [], "lambda-6")
 

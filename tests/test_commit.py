@@ -269,22 +269,28 @@ def test_the_window_is_part_of_its_name() -> None:
 
 
 BAD = {
-    "more than the window": (["--method", "scd", "--window", "8", "--commit", "9"], "1 to 8"),
-    "none": (["--method", "scd", "--window", "8", "--commit", "0"], "1 to 8"),
-    "less than none": (["--method", "scd", "--window", "8", "--commit", "-1"], "1 to 8"),
-    "no places": (["--method", "jacobi", "--window", "0", "--commit", "1"], "no drafts to accept"),
-    "no window": (["--method", "eagle", "--commit", "4"], "--method jacobi or scd or sjd-pac"),
-    "auto": (["--commit", "4"], "auto chooses the tree"),
+    "more than the window": (["--method", "scd", "--window", "8:commit=9"], "1 to 8"),
+    "none": (["--method", "scd", "--window", "8:commit=0"], "1 to 8"),
+    "less than none": (["--method", "scd", "--window", "8:commit=-1"], "cannot read the window"),
+    "no places": (["--method", "jacobi", "--window", "0:commit=1"], "no drafts to accept"),
+    "no window": (
+        ["--method", "eagle", "--window", "16:commit=4"],
+        "--method jacobi or scd or sjd-pac",
+    ),
+    "auto": (["--window", "16:commit=4"], "auto chooses the tree"),
     "relaxed": (
-        ["--method", "scd", "--window", "8", "--commit", "4", "--relax", "lambda-5"],
-        "--commit takes no relaxation",
+        ["--method", "scd", "--window", "8:commit=4", "--relax", "lambda-5"],
+        "commit takes no relaxation",
     ),
     "siblings": (
-        ["--method", "sjd-pac", "--window", "8", "--commit", "4", "--window-tree", "2x2"],
+        ["--method", "sjd-pac", "--window", "8:2x2:commit=4"],
         "exclude each other",
     ),
-    "longer than the picture": (["--method", "scd", "--window", "16", "--commit", "4"], "--window"),
-    "a tree": (["--method", "scd", "--tree", "scd:8", "--commit", "4"], "exclude each other"),
+    "longer than the picture": (["--method", "scd", "--window", "16:commit=4"], "--window"),
+    "a tree": (
+        ["--method", "scd", "--tree", "scd:8", "--window", "8:commit=4"],
+        "exclude each other",
+    ),
     "no number": (["--method", "scd@8:commit=all"], "cannot read the window"),
 }
 
@@ -306,7 +312,7 @@ def test_a_relaxed_request_is_refused_in_a_batch(models: Models) -> None:
 def test_an_image_is_drawn_again_from_its_file(model: Path, tmp_path: Path) -> None:
     first, again, report = tmp_path / "first.png", tmp_path / "again.png", tmp_path / "r.json"
     given = ["--model", str(model), "--prompt", "red cat", "--seed", "4", "--output", str(first)]
-    window = ["--method", "scd", "--window", "9", "--commit", "3", "--report", str(report)]
+    window = ["--method", "scd", "--window", "9:commit=3", "--report", str(report)]
     assert generate.main([*given, *window]) == 0
     record = json.loads(report.read_text())["images"][0]
     assert record["steps"] == 5 and record["tokens_per_step"] == 3
@@ -330,11 +336,14 @@ def test_a_server_says_which_schedule_it_serves(model: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
     menu = make_menu(pipeline, ServeOptions(str(model), methods=("scd@9:commit=3", "ar"), slots=2))
     assert menu.methods["scd"].spec.max_step_tokens == 3
-    call = read_call(ImagesRequest.model_validate({"prompt": "red cat", "commit": 3}), menu)
+    call = read_call(
+        ImagesRequest.model_validate({"prompt": "red cat", "window": "9:commit=3"}), menu
+    )
     assert call.served.setting.tree.name == "scd:9:commit=3"
     for body, allowed in (
-        ({"commit": 2}, "3, as scd"),
-        ({"method": "ar", "commit": 3}, "0, as ar"),
+        ({"window": "9:commit=2"}, "scd:9:commit=3, which scd serves"),
+        ({"window": 9}, "scd:9:commit=3, which scd serves"),
+        ({"method": "ar", "window": "9:commit=3"}, "root, which ar serves"),
     ):
         with pytest.raises(ApiError, match=allowed):
             read_call(ImagesRequest.model_validate({"prompt": "red cat", **body}), menu)
@@ -349,7 +358,7 @@ def test_python_takes_the_option(model: Path) -> None:
     def note(_: Any, steps: int, tokens: int, more: Any) -> None:
         seen.append(steps)
 
-    got = pipeline("red cat", seed=4, method="scd", window=9, commit=3, callback_on_step_end=note)
+    got = pipeline("red cat", seed=4, method="scd", window="9:commit=3", callback_on_step_end=note)
     assert got.records[0].steps == seen[-1] == 5 and got.config["tree"] == "scd:9:commit=3"
     same = pipeline("red cat", seed=4, method="scd@9:commit=3")
     assert torch.equal(torch.from_numpy(got.tokens), torch.from_numpy(same.tokens))

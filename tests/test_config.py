@@ -14,6 +14,7 @@ from typing import Any, get_args
 
 import pytest
 
+from lantern_hpu.commands import generate
 from lantern_hpu.commands.options import add_fields, filled, taken
 from lantern_hpu.errors import OptionError, check_ranges, option
 from lantern_hpu.methods.relaxation import (
@@ -25,7 +26,6 @@ from lantern_hpu.methods.relaxation import (
     Clustered,
     Multiplicative,
     Relaxation,
-    RelaxationOptions,
     Residual,
 )
 from lantern_hpu.methods.request import MAX_SEED, Request, Sampling
@@ -45,10 +45,6 @@ ADDITIVE = partial(Additive, 1)
 MULTIPLICATIVE = partial(Multiplicative, 1)
 
 
-def complete(method: str, **options: Any) -> Relaxation | None:
-    return RelaxationOptions(**options).relaxation(METHODS[method].relaxation)
-
-
 OUT_OF_RANGE: list[tuple[Callable[..., Any], str, float, str, str]] = [
     (Sampling, "cfg_scale", 0.9, "--cfg-scale", "1 (off) to 100"),
     (Sampling, "cfg_scale", 101, "--cfg-scale", "1 (off) to 100"),
@@ -58,18 +54,18 @@ OUT_OF_RANGE: list[tuple[Callable[..., Any], str, float, str, str]] = [
     (Sampling, "top_k", -1, "--top-k", "0 (off) or more"),
     (Sampling, "top_p", 0.0, "--top-p", "above 0, up to 1 (off)"),
     (Sampling, "top_p", 1.1, "--top-p", "above 0, up to 1 (off)"),
-    (Multiplicative, "k", -1, "--relax-k", "0 (exact) or more"),
-    (ADDITIVE, "bound", -0.1, "--relax-delta", "0 (exact) to 1"),
-    (ADDITIVE, "bound", 1.5, "--relax-delta", "0 (exact) to 1"),
-    (MULTIPLICATIVE, "lam", 0.5, "--relax-lambda", "1 (exact) or more"),
-    (MULTIPLICATIVE, "lam", float("nan"), "--relax-lambda", "1 (exact) or more"),
-    (Annealed, "omega", -1, "--relax-omega", "0 to 1000; a weight up to 1 is exact"),
-    (Annealed, "nu", 11, "--relax-nu", "-10 to 10"),
-    (Annealed, "mu", float("nan"), "--relax-mu", "-10 to 10"),
-    (Clustered, "distance", -0.1, "--relax-distance", "0 (exact) or more"),
-    (Clustered, "distance", float("nan"), "--relax-distance", "0 (exact) or more"),
-    (Clustered, "ranks", -1, "--relax-ranks", "0 (exact) to 1000"),
-    (Clustered, "gap", 1.1, "--relax-gap", "0 (exact) to 1"),
+    (Multiplicative, "k", -1, "--relax k", "0 (exact) or more"),
+    (ADDITIVE, "bound", -0.1, "--relax delta", "0 (exact) to 1"),
+    (ADDITIVE, "bound", 1.5, "--relax delta", "0 (exact) to 1"),
+    (MULTIPLICATIVE, "lam", 0.5, "--relax lambda", "1 (exact) or more"),
+    (MULTIPLICATIVE, "lam", float("nan"), "--relax lambda", "1 (exact) or more"),
+    (Annealed, "omega", -1, "--relax omega", "0 to 1000; a weight up to 1 is exact"),
+    (Annealed, "nu", 11, "--relax nu", "-10 to 10"),
+    (Annealed, "mu", float("nan"), "--relax mu", "-10 to 10"),
+    (Clustered, "distance", -0.1, "--relax distance", "0 (exact) or more"),
+    (Clustered, "distance", float("nan"), "--relax distance", "0 (exact) or more"),
+    (Clustered, "ranks", -1, "--relax ranks", "0 (exact) to 1000"),
+    (Clustered, "gap", 1.1, "--relax gap", "0 (exact) to 1"),
 ]
 
 
@@ -100,48 +96,86 @@ def test_temperature_zero_is_greedy() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("text", "said"),
     [
-        ({"delta": 0.1, "lam": 2.0}, "--relax-delta and --relax-lambda exclude each other"),
-        ({"lam": 2.0, "omega": 2.0}, "--relax-lambda and --relax-omega exclude each other"),
-        ({"preset": "delta-0.1", "lam": 2.0}, "--relax and --relax-lambda exclude each other"),
-        ({"preset": "magic"}, "unknown preset 'magic'"),
-        ({"omega": 2.0, "k": 3}, "--relax-k is 3"),
-        ({"omega": 2.0, "distance": 0.5}, "--relax-omega and --relax-distance exclude each other"),
-        ({"distance": 0.5, "k": 3}, "--relax-k is 3"),
-        ({"preset": "gsd", "k": 3}, "--relax-k is 3"),
-        ({"preset": "delta-0.1", "ranks": 3}, "belong to --relax-distance"),
-        ({"gap": 0.1}, "--relax-ranks and --relax-gap belong to --relax-distance"),
-        ({"nu": 1.0}, "--relax-nu and --relax-mu belong to --relax-omega"),
+        ("delta=0.1:lambda=2", "delta and lambda exclude each other"),
+        ("lambda=2:omega=2", "lambda and omega exclude each other"),
+        ("delta-0.1:lambda=2", "delta-0.1 and lambda exclude each other"),
+        ("magic", "unknown preset 'magic'"),
+        ("lambda", "unknown preset 'lambda'"),
+        ("", "unknown preset ''"),
+        ("omega=2:k=3", "--relax k is 3"),
+        ("omega=2:distance=0.5", "omega and distance exclude each other"),
+        ("distance=0.5:k=3", "--relax k is 3"),
+        ("gsd:k=3", "--relax k is 3"),
+        ("delta-0.1:ranks=3", "--relax ranks belongs to distance"),
+        ("gap=0.1", "--relax gap belongs to distance"),
+        ("nu=1", "--relax nu belongs to omega"),
     ],
-    ids=str,
 )
-def test_contradicting_relaxations_are_refused(options: dict[str, Any], said: str) -> None:
+def test_contradicting_relaxations_are_refused(text: str, said: str) -> None:
     with pytest.raises(OptionError, match=said):
-        complete("lantern", **options)
+        Setting.of("lantern", text)
 
 
 @pytest.mark.parametrize(
-    ("method", "options", "meant"),
+    ("method", "text", "meant"),
     [
-        ("lantern", {}, None),
-        ("lantern", {"k": 5}, Additive(5, bound=0.2)),
-        ("lantern++", {"k": 5}, Multiplicative(5, lam=5.0)),
-        ("lantern++", {"delta": 0.1}, Additive(1000, bound=0.1)),
-        ("lantern", {"lam": 3.0}, Multiplicative(10, lam=3.0)),
-        ("lantern", {"preset": "lambda-20", "k": 7}, Multiplicative(7, lam=20.0)),
-        ("lantern", {"residual": "official"}, Additive(1000, "official", 0.2)),
-        ("lantern", {"omega": 1.5, "nu": 0.7}, Annealed(omega=1.5, nu=0.7)),
-        ("scd", {"preset": "gsd"}, Clustered(0, "sound", 0.5, 7, 0.15)),
-        ("scd", {"preset": "gsd", "ranks": 3}, Clustered(0, "sound", 0.5, 3, 0.15)),
-        ("scd", {"distance": 0.2, "gap": 0.1}, Clustered(0, "sound", 0.2, 7, 0.1)),
+        ("lantern", "k=5", Additive(5, bound=0.2)),
+        ("lantern++", "k=5", Multiplicative(5, lam=5.0)),
+        ("lantern++", "delta=0.1", Additive(1000, bound=0.1)),
+        ("lantern", "lambda=3", Multiplicative(10, lam=3.0)),
+        ("lantern", "lambda-20:k=7", Multiplicative(7, lam=20.0)),
+        ("lantern", "residual=official", Additive(1000, "official", 0.2)),
+        ("lantern", "omega=1.5:nu=0.7", Annealed(omega=1.5, nu=0.7)),
+        ("scd", "gsd", Clustered(0, "sound", 0.5, 7, 0.15)),
+        ("scd", "gsd:ranks=3", Clustered(0, "sound", 0.5, 3, 0.15)),
+        ("scd", "distance=0.2:gap=0.1", Clustered(0, "sound", 0.2, 7, 0.1)),
+        ("auto", "k=5", Multiplicative(5, lam=5.0)),
     ],
     ids=str,
 )
 def test_what_is_not_said_is_the_published_default(
-    method: str, options: dict[str, Any], meant: Relaxation | None
+    method: str, text: str, meant: Relaxation
 ) -> None:
-    assert complete(method, **options) == meant
+    assert Setting.of(method, text) == Setting.parse(f"{method}:{text}")
+    assert Setting.of(method, text).relaxation == meant
+
+
+def test_short_forms_mean_what_a_whole_setting_means() -> None:
+    whole = Setting.parse("scd:tv=0.1:budget=3@16:left")
+    assert Setting.of("scd", "tv=0.1:budget=3", window="16:left") == whole
+    assert Setting.of("scd:tv=0.1:budget=3", tree="scd:16:left") == whole
+    assert Setting.of("sjd-pac", window="2:2x1") == Setting.parse("sjd-pac@2:2x1")
+    assert Setting.of("scd", window=16) == Setting.parse("scd@16")
+    assert Setting.of("scd@16:commit=4") == Setting.of("scd", window="16:commit=4")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--relax-tv", "0.1"], "--relax-tv is gone\n  try: --relax tv=0.1\n"),
+        (["--relax-k=3"], "--relax-k is gone\n  try: --relax k=3\n"),
+        (["--residual", "official"], "--residual is gone\n  try: --relax residual=official\n"),
+        (["--relax", "gsd", "--relax-ranks", "3"], "try: --relax gsd:ranks=3\n"),
+        (
+            ["--relax-lambda", "5", "--relax-k", "10"],
+            "--relax-lambda and --relax-k are gone\n  try: --relax lambda=5:k=10\n",
+        ),
+        (["--commit", "4"], "--commit is gone\n  try: --window 16:commit=4\n"),
+        (["--window", "8", "--commit", "4"], "try: --window 8:commit=4\n"),
+        (["--window-tree", "2x1"], "--window-tree is gone\n  try: --window 16:2x1\n"),
+        (["--commit", "2", "--relax-nu", "1"], "try: --relax nu=1 --window 16:commit=2\n"),
+    ],
+    ids=str,
+)
+def test_an_option_of_version_0_3_says_its_new_form(
+    options: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        generate.main(["--prompt", "cat", *options])
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and shown.startswith("error: --") and shown.endswith(said)
 
 
 def test_annealed_weights_fall_with_depth() -> None:
@@ -380,10 +414,10 @@ def test_a_resolved_setting_is_not_resolved_again() -> None:
         ("lantern++:kappa=3", "unknown value 'kappa'", "lambda"),
         ("lantern++:lambda-6", "unknown preset 'lambda-6'", "lambda-5"),
         ("lantern++:lambda=much", "lambda is 'much': a number was expected", "METHOD"),
-        ("lantern++:lambda=0.5", "--relax-lambda is 0.5: allowed: 1 (exact) or more", "METHOD"),
+        ("lantern++:lambda=0.5", "--relax lambda is 0.5: allowed: 1 (exact) or more", "METHOD"),
         ("lantern++:lambda=2:lambda=3", "lambda is given twice", "METHOD"),
-        ("lantern++:lambda-5:gsd", "two presets are given", "METHOD"),
-        ("lantern++:lambda=2:delta=0.1", "exclude each other", "give one"),
+        ("lantern++:lambda-5:gsd", "lambda-5 and gsd exclude each other", "one of them"),
+        ("lantern++:lambda=2:delta=0.1", "exclude each other", "one of them"),
         ("eagle:lambda-5", "eagle is exact", "lantern++"),
         ("jacobi:lambda-5", "jacobi takes no relaxation", "scd"),
         ("lantern:gsd", "no clusters with a dynamic tree", "lantern++"),
@@ -398,7 +432,7 @@ def test_a_resolved_setting_is_not_resolved_again() -> None:
         ("ar@chain", "--tree has no meaning for ar", "eagle"),
         ("scd@0", "scd takes 1 to 256", "METHOD"),
         ("scd@jacobi:4", "scd drafts a window of its own", "jacobi"),
-        ("sjd-pac@8:x3", "cannot read --window-tree 'x3'", "3x3"),
+        ("sjd-pac@8:x3", "cannot read the window 'sjd-pac:8:x3'", "3x3"),
         ("eagle@nowhere.json", "cannot read the tree 'nowhere.json'", "METHOD"),
     ],
 )

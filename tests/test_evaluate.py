@@ -190,7 +190,7 @@ def test_pictures_of_another_run_are_not_taken_for_these(
         (["--rows", "magic"], "unknown method 'magic'"),
         (["--rows", "lantern++:kappa=3"], "unknown value 'kappa'"),
         (["--rows", "lantern++:lambda=much"], "lambda is 'much'"),
-        (["--rows", "lantern++:lambda=0.5"], "--relax-lambda is 0.5"),
+        (["--rows", "lantern++:lambda=0.5"], "--relax lambda is 0.5"),
         (["--images", "30"], "--images is 30"),
         (["--panels", "1"], "--panels is 1"),
         (["--batch-size", "0"], "--batch-size is 0"),

@@ -87,7 +87,7 @@ def test_report_keeps_its_contract(model: Path, tmp_path: Path) -> None:
 
 def test_seed_is_echoed_and_replayable(model: Path, tmp_path: Path) -> None:
     drawn, again = tmp_path / "drawn", tmp_path / "again.png"
-    options = ("--temperature", 0.9, "--top-k", 12, "--relax-delta", 0.2, "--relax-k", 4)
+    options = ("--temperature", 0.9, "--top-k", 12, "--relax", "delta=0.2:k=4")
     assert (
         generate(
             model,
@@ -154,9 +154,7 @@ def test_each_png_holds_its_own_settings(pipeline: LanternPipeline, tmp_path: Pa
         assert np.array_equal(pixels(again), pixels(tmp_path / name))
 
 
-@pytest.mark.parametrize(
-    "option", ["--seed", "--temperature", "--top-k", "--relax-k", "--relax-tv", "--relax-budget"]
-)
+@pytest.mark.parametrize("option", ["--seed", "--temperature", "--top-k", "--relax", "--window"])
 def test_replay_refuses_other_settings(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
 ) -> None:
@@ -285,12 +283,12 @@ def test_nothing_is_overwritten_unasked(
         (["--device", "toaster"], "cpu"),
         (["--graphs", "paper"], "strict"),
         (["--dtype", "int3"], "float32"),
-        (["--relax-lambda", "0.5"], "1 (exact) or more"),
-        (["--relax-delta", "1.5"], "0 (exact) to 1"),
-        (["--relax-delta", "0.1", "--relax-lambda", "2"], "exclude each other"),
-        (["--method", "eagle", "--relax-k", "3"], "exact"),
+        (["--relax", "lambda=0.5"], "1 (exact) or more"),
+        (["--relax", "delta=1.5"], "0 (exact) to 1"),
+        (["--relax", "delta=0.1:lambda=2"], "exclude each other"),
+        (["--method", "eagle", "--relax", "k=3"], "exact"),
         (["--method", "ar", "--tree", "chain"], "drafts nothing"),
-        (["--residual", "odd"], "official"),
+        (["--relax", "residual=odd"], "official"),
         (["--cfg-scale", "0.5"], "--cfg-scale"),
         (["--temperature", "-1"], "0 (greedy)"),
         (["--top-p", "0"], "--top-p"),
@@ -299,7 +297,7 @@ def test_nothing_is_overwritten_unasked(
         (["--preview-every", "-1"], "--preview-every"),
         (["--num-images", "0"], "--num-images"),
         (["--batch-size", "0"], "--batch-size"),
-        (["--relax-k", "99"], "0 to 31"),
+        (["--relax", "k=99"], "0 to 31"),
         (["--prompts-file", "nowhere.txt"], "nowhere.txt"),
         (["--prompt", "   "], "empty"),
         (["--from-png", "x.png"], "exclude each other"),

@@ -49,7 +49,7 @@ def test_twenty_different_requests_keep_four_engines_and_free_the_others(model: 
     most = 0
     for tree in trees:
         for sampling in samplings:
-            pipeline.draw([Request("a red apple", 0, sampling)], Resolved("test", tree=tree))
+            pipeline.draw([Request("a red apple", 0, sampling)], Resolved("eagle", tree=tree))
             built.update(pipeline.engines.engines.values())
             gc.collect()
             most = max(most, len(built))
@@ -63,7 +63,7 @@ def test_requests_that_differ_a_little_share_an_engine(model: Path) -> None:
     for seed, top_k in enumerate((17, 20, 25, 31)):
         sampling = Sampling(1.5 + seed, 0.9, top_k)
         relaxation = Additive(k=17 + seed, bound=0.1)
-        pipeline.draw([Request("cat", seed, sampling, relaxation)], Resolved("test", tree=tree))
+        pipeline.draw([Request("cat", seed, sampling, relaxation)], Resolved("eagle", tree=tree))
     assert len(pipeline.engines.engines) == 1
 
 
@@ -112,5 +112,5 @@ def test_a_relaxation_of_an_unknown_rule_is_refused() -> None:
 
 
 def test_a_stored_relaxation_out_of_range_is_refused() -> None:
-    with pytest.raises(OptionError, match="--relax-delta"):
+    with pytest.raises(OptionError, match="--relax delta"):
         read_relaxation(replace(Additive(5, bound=0.5)).as_json() | {"bound": 2.0})

@@ -43,9 +43,9 @@ FIELDS: dict[str, st.SearchStrategy[Any]] = {
     "top_k": st.integers(-1, 40),
     "top_p": st.floats(0, 2),
     "relax_k": st.integers(-1, 40),
-    "relax_lambda": st.floats(),
-    "relax_delta": st.floats(),
-    "relax": st.sampled_from(["lambda-5", "delta-0.1", "gsd", "lambda=5:k=10", ":", "odd"]),
+    "window": st.integers(-1, 40) | st.sampled_from(["16", "16:commit=4", "2:2x1", "", "x"]),
+    "relax": st.sampled_from(["lambda-5", "delta-0.1", "gsd", "lambda=5:k=10", ":", "odd"])
+    | st.builds("{}={}".format, st.sampled_from(["k", "lambda", "delta", "tv"]), st.floats()),
     "stream": st.booleans(),
     "partial_images": st.integers(-1, 4),
     "size": st.sampled_from(["auto", "8x8", "9x9"]),

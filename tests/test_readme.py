@@ -52,7 +52,7 @@ def run(command: str) -> int:
     words = shlex.split(command)
     words = ["generate", *words[3:]] if words[0] == "python" else words[1:]
     shorter = [] if command == FIRST or "--script" in command else SHORTER.get(words[0], [])
-    if "--relax-k" in command:
+    if ":k=" in command:
         shorter = ["--model", "many-codes"]
     return cli.main([*words, *shorter])
 

@@ -275,7 +275,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"method": "magic"}, "lantern++, ar, eagle2"),
     ({"method": "eagle"}, "lantern++, ar, eagle2"),
     ({"tree": "chain"}, "chain_2"),
-    ({"commit": 4}, "0, as lantern++ is served"),
+    ({"commit": 4}, "commit is gone try: window 16:commit=4"),
+    ({"window": "16:commit=4"}, "chain_2, which lantern++ serves"),
     ({"seed": -1}, "greater than or equal to 0"),
     ({"seed": 2**80}, "less than or equal to"),
     ({"seed": 2**63 - 1}, "0 to"),
@@ -288,21 +289,22 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 2**40}, "0 (off) to 32"),
     ({"top_p": 0.5}, "--allow top_p"),
     ({"top_p": 7}, "up to 1"),
-    ({"relax_k": 31}, "relax_k"),
-    ({"relax_k": -1}, "0 (exact) or more"),
-    ({"relax_lambda": 0.1}, "1 (exact) or more"),
-    ({"relax_omega": 0.5}, "relax_omega"),
-    ({"relax_tv": 0.1}, "--allow tv"),
-    ({"relax_tv": 2}, "0 (exact) to 1"),
-    ({"relax_tv": 0.1, "relax_budget": -1}, "0 (exact) or more"),
-    ({"relax_lambda": 2, "relax_delta": 0.1}, "exclude each other"),
-    ({"residual": "official"}, "sound"),
+    ({"relax": "k=31"}, "relax is 'k=31'; allowed: k of 0 to"),
+    ({"relax": "k=-1"}, "0 (exact) or more"),
+    ({"relax": "lambda=0.1"}, "1 (exact) or more"),
+    ({"relax": "omega=0.5"}, "no omega"),
+    ({"relax": "tv=0.1"}, "--allow tv"),
+    ({"relax_tv": 0.1}, "relax_tv is gone try: relax tv=0.1"),
+    ({"relax": "tv=2"}, "0 (exact) to 1"),
+    ({"relax": "tv=0.1:budget=-1"}, "0 (exact) or more"),
+    ({"relax": "lambda=2:delta=0.1"}, "exclude each other"),
+    ({"relax": "residual=official"}, "sound"),
     ({"relax": "odd"}, "unknown preset"),
     ({"relax": "delta-0.2"}, "relax is 'delta-0.2'"),
     ({"relax": "gsd"}, "--allow gsd"),
-    ({"relax_gap": 0.1}, "belong to relax_distance"),
-    ({"relax_ranks": 1.5}, "valid integer"),
-    ({"method": "ar", "relax_lambda": 2}, "exact"),
+    ({"relax": "gap=0.1"}, "gap belongs to distance"),
+    ({"relax": "gsd:ranks=1.5"}, "a number was expected"),
+    ({"method": "ar", "relax": "lambda=2"}, "exact"),
     ({"negative_prompt": "x"}, "unknown field"),
     ({"num_inference_steps": 3}, "unknown field"),
     ({"method": "\ud800"}, "lantern++, ar, eagle2"),
@@ -516,7 +518,7 @@ def test_greedy_and_weaker_relaxations_share_the_graph(
     assert answer["data"][0]["b64_json"] != "" and answer["temperature"] == 0
     first, second = (pixels(each["data"][0]["b64_json"]) for each in (answer, again))
     assert np.array_equal(first, second)
-    exact = server.post(prompt="cat", seed=4, method="lantern++", relax_lambda=1).json()
+    exact = server.post(prompt="cat", seed=4, method="lantern++", relax="lambda=1").json()
     drawn = pixels(exact["data"][0]["b64_json"])
     assert np.array_equal(drawn, wanted(pipeline, "cat", 4, "eagle"))
     assert server.metric("recompiles_after_readiness") == 0
@@ -525,7 +527,7 @@ def test_greedy_and_weaker_relaxations_share_the_graph(
 def test_a_request_bounds_what_its_tokens_cost(model: Path, pipeline: LanternPipeline) -> None:
     options = ServeOptions(str(model), methods=("scd", "lantern++"), slots=2, allow=("tv",))
     with served(options) as server:
-        asked = {"relax_tv": 0.2, "relax_budget": 0.9}
+        asked = {"relax": "tv=0.2:budget=0.9"}
         answer = server.post(prompt="cat", method="scd", seed=3, **asked).json()
         drawn = pixels(answer["data"][0]["b64_json"])
         result = pipeline("cat", seed=3, method="scd", relax=Blended(tv=0.2, budget=0.9))
@@ -535,12 +537,12 @@ def test_a_request_bounds_what_its_tokens_cost(model: Path, pipeline: LanternPip
             [record.tv_mean, record.tv_max, record.tv_sum]
         )
         assert 0 < metrics["tv_max"] < 0.2001 < metrics["tv_sum"] < 0.9001
-        exact = server.post(prompt="cat", method="scd", seed=3, relax_tv=0).json()["data"][0]
+        exact = server.post(prompt="cat", method="scd", seed=3, relax="tv=0").json()["data"][0]
         assert exact["metrics"]["tv_sum"] == 0
         assert server.metric("spec_decode_tv_total") == pytest.approx(metrics["tv_sum"])
         assert server.metric("tv_mean_count") == 2
-        none = server.post(prompt="cat", relax_budget=2, method="scd")
-        assert none.status_code == 400 and "relax_budget" in none.json()["error"]["message"]
+        none = server.post(prompt="cat", relax="budget=2", method="scd")
+        assert none.status_code == 400 and "budget" in none.json()["error"]["message"]
         assert server.metric("recompiles_after_readiness") == 0
 
 
@@ -555,7 +557,7 @@ def test_presets_that_were_allowed_relax_a_window(model: Path, pipeline: Lantern
             image = pipeline("cat", seed=3, method="scd", relax=name).images[0]
             assert np.array_equal(drawn, np.asarray(image))
         weights = server.post(prompt="cat", method="scd", relax="omega-2")
-        assert weights.status_code == 400 and "relax_omega" in weights.json()["error"]["message"]
+        assert weights.status_code == 400 and "omega" in weights.json()["error"]["message"]
         assert server.metric("recompiles_after_readiness") == 0
     with pytest.raises(OptionError, match="gsd cannot be allowed"):
         DecodeThread(pipeline, ServeOptions(str(model), methods=("eagle2", "ar"), allow=("gsd",)))

@@ -305,7 +305,7 @@ def test_written_forms() -> None:
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("lantern:tv=0.1", "no --relax-tv with a dynamic tree"),
+        ("lantern:tv=0.1", "no tv with a dynamic tree"),
         ("eagle2:tv=0.1", "eagle2 is exact"),
         ("eagle:tv=0.1", "eagle is exact"),
         ("jacobi:tv=0.1", "jacobi takes no relaxation"),
@@ -323,14 +323,14 @@ def test_methods_that_draw_nothing_refuse_it_and_name_those_that_take_it(
 @pytest.mark.parametrize(
     ("setting", "says"),
     [
-        ("scd:tv=1.5", "--relax-tv is 1.5"),
-        ("scd:tv=-0.1", "--relax-tv is -0.1"),
-        ("scd:tv=nan", "--relax-tv is nan"),
-        ("scd:tv=0.1:budget=-1", "--relax-budget is -1"),
-        ("scd:tv=0.1:budget=inf", "--relax-budget is inf"),
-        ("scd:lambda=5:budget=2", "--relax-budget belongs to --relax-tv"),
-        ("scd:budget=2", "--relax-budget belongs to --relax-tv"),
-        ("scd:tv=0.1:k=3", "--relax-k is 3"),
+        ("scd:tv=1.5", "--relax tv is 1.5"),
+        ("scd:tv=-0.1", "--relax tv is -0.1"),
+        ("scd:tv=nan", "--relax tv is nan"),
+        ("scd:tv=0.1:budget=-1", "--relax budget is -1"),
+        ("scd:tv=0.1:budget=inf", "--relax budget is inf"),
+        ("scd:lambda=5:budget=2", "--relax budget belongs to tv"),
+        ("scd:budget=2", "--relax budget belongs to tv"),
+        ("scd:tv=0.1:k=3", "--relax k is 3"),
         ("scd:tv=0.1:lambda=5", "exclude each other"),
     ],
 )
@@ -342,7 +342,7 @@ def test_values_out_of_range(setting: str, says: str) -> None:
 
 def test_a_picture_says_what_it_spent_and_is_drawn_again(model: Path, tmp_path: Path) -> None:
     first, again, report = tmp_path / "a.png", tmp_path / "b.png", tmp_path / "r.json"
-    options = ("--method", "scd", "--window", 4, "--relax-tv", 0.2, "--relax-budget", 0.7)
+    options = ("--method", "scd", "--window", 4, "--relax", "tv=0.2:budget=0.7")
     asked = ("--prompt", "cat", "--seed", 5, *options, "--output", first, "--report", report)
     assert generate(model, *asked) == 0
     assert generate(model, "--from-png", first, "--output", again) == 0

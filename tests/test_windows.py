@@ -32,7 +32,8 @@ from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import METHODS, Resolved
 from lantern_hpu.ops.sampling import FACTORS, race, sample_distinct
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.tree import DraftTree, Window, is_name_of, load_tree, tuned_trees
+from lantern_hpu.serve.calls import is_served
+from lantern_hpu.tree import DraftTree, Window, load_tree, tuned_trees
 from scripts.measure.windows import main as windows_script
 from scripts.measure.windows import permutation, stale_probs
 from tests.marks import mostly_slow
@@ -263,8 +264,9 @@ def test_names_of_windows_say_all_there_is_to_know() -> None:
 def test_files_and_requests_with_the_names_of_version_0_2_are_read(old: str, new: str) -> None:
     tree = load_tree(old)
     assert tree.name == (new or "scd:9:commit=3") == load_tree(f"{tree.name}:probs").name
-    assert is_name_of(tree, old) and is_name_of(tree, tree.name)
-    assert not is_name_of(tree, "scd:16:left") and not is_name_of(tree, "broad_7")
+    assert is_served(old, tree) and is_served(tree.name, tree)
+    assert is_served(tree.name.partition(":")[2], tree)
+    assert not is_served("scd:16:left", tree) and not is_served("broad_7", tree)
     written = Resolved(old.partition(":")[0], EXACT, tree)
     assert Resolved.read(written.as_json() | {"tree": old}) == written
 
@@ -275,14 +277,14 @@ BAD = {
     "none at all": (["--method", "scd", "--window", "0"], "scd takes 1 to 256"),
     "a method without one": (["--method", "eagle", "--window", "8"], "eagle has no window"),
     "auto": (["--window", "8"], "auto chooses the tree"),
-    "a front for a chain": (["--method", "scd", "--window-tree", "2x2"], "one draft at each place"),
+    "a front for a chain": (["--method", "scd", "--window", "8:2x2"], "one draft at each place"),
     "a front deeper than W": (
-        ["--method", "sjd-pac", "--window", "2", "--window-tree", "2x3"],
+        ["--method", "sjd-pac", "--window", "2:2x3"],
         "0 to 2 levels",
     ),
-    "a front of words": (["--method", "sjd-pac", "--window-tree", "wide"], "cannot read"),
+    "a front of words": (["--method", "sjd-pac", "--window", "8:wide"], "cannot read"),
     "wider than the vocabulary": (
-        ["--method", "sjd-pac", "--window", "8", "--window-tree", "33x2"],
+        ["--method", "sjd-pac", "--window", "8:33x2"],
         "at most 32 children",
     ),
     "jacobi with a bound": (["--method", "jacobi", "--relax", "lambda-5"], "nothing to relax"),
@@ -321,7 +323,7 @@ def test_jacobi_refuses_a_relaxed_request_in_a_batch(models: Models) -> None:
 def test_an_image_of_a_window_is_drawn_again_from_its_file(model: Path, tmp_path: Path) -> None:
     first, again = tmp_path / "first.png", tmp_path / "again.png"
     given = ["--model", str(model), "--prompt", "red cat", "--seed", "4", "--output", str(first)]
-    window = ["--method", "sjd-pac", "--window", "9", "--window-tree", "2x3", "--relax", "lambda-5"]
+    window = ["--method", "sjd-pac", "--window", "9:2x3", "--relax", "lambda-5"]
     assert generate.main([*given, *window]) == 0
     assert generate.main(["--from-png", str(first), "--output", str(again)]) == 0
     assert np.array_equal(np.asarray(Image.open(first)), np.asarray(Image.open(again)))

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from lantern_hpu.errors import DeviceError, OptionError, check_ranges, choices, option, require
+from lantern_hpu.errors import DeviceError, OptionError, check_ranges, choices, option
 from lantern_hpu.graphs import check_mode
-from lantern_hpu.methods.relaxation import PRESETS, Relaxation
+from lantern_hpu.methods.relaxation import Relaxation, parse
 from lantern_hpu.methods.request import MAX_IMAGES, Request
 from lantern_hpu.methods.setting import (
     AUTO,
@@ -99,11 +99,12 @@ def settings_for(
     """Each setting with each tree of its method's kind; with its own tree where it has one or none fits.
 
     Args:
-        texts: written forms. relax: a preset for those that take one and have none.
+        texts: written forms. relax: a relaxation for those that take it and have none.
     """
+    asked = [Setting.parse(text) for text in texts]
     if relax is not None:
-        require(relax in PRESETS, "--relax", relax, f"one of {', '.join(PRESETS)}")
-    asked = [relaxed(Setting.parse(text), relax) for text in texts]
+        rule = parse(relax)
+        asked = [relaxed(setting, rule) for setting in asked]
     drafting = {tree: methods_for(tree) for tree in trees}
     result = []
     for setting in asked:
@@ -117,12 +118,10 @@ def settings_for(
     return result
 
 
-def relaxed(setting: Setting, preset: str | None) -> Setting:
-    """With a preset, if it takes one and has none."""
-    if preset is None or setting.relaxation is not None:
-        return setting
-    takes = METHODS[setting.drafting].takes_relaxation(PRESETS[preset])
-    return replace(setting, relaxation=PRESETS[preset]) if takes else setting
+def relaxed(setting: Setting, rule: Relaxation) -> Setting:
+    """With a relaxation, if it takes this one and has none."""
+    takes = METHODS[setting.drafting].takes_relaxation(rule)
+    return replace(setting, relaxation=rule) if takes and not setting.relaxation else setting
 
 
 def methods_for(tree: str) -> list[str]:

@@ -59,7 +59,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--trees", "--tree", help=trees)
     add(
         "--relax",
-        help="relaxation preset for all methods that can be relaxed, windows included (method default)",
+        metavar="TEXT",
+        help="relaxation for all methods that can be relaxed, windows included; see generate --help (method default)",
     )
     add("--graphs", help=modes)
     add_processor_options(parser)

@@ -28,9 +28,8 @@ from lantern_hpu.errors import (
     exit_code,
     require,
 )
-from lantern_hpu.methods.relaxation import RelaxationOptions
 from lantern_hpu.methods.request import MAX_IMAGES, Request, Sampling, size_of
-from lantern_hpu.methods.setting import AUTO, Resolved, Setting, check_drafter, lacks_drafter
+from lantern_hpu.methods.setting import AUTO, WINDOWS, Resolved, Setting, lacks_drafter
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.models.text.frames import no_negative, takes_negative
@@ -291,7 +290,9 @@ def new_job(args: argparse.Namespace) -> GenerateJob:
 
         class_index(label)
     setting = options.setting_of(args)
-    check_drafter(setting.method, args.drafter)
+    if args.drafter is not None and setting.method in WINDOWS:
+        why = "its drafts are the last step's own draws"
+        raise OptionError(f"--drafter has no use for {setting.method}", why, "leave --drafter out")
     job = GenerateJob(
         prompts=[prompt for prompt in prompts for _ in range(count)],
         seed=args.seed or 0,
@@ -347,8 +348,7 @@ def requests_of(job: GenerateJob, chosen: Resolved, sampling: Sampling) -> list[
 # What an image to draw again already says; giving one of these beside it is a contradiction.
 SETTLED = (
     *"prompt negative_prompt class_label prompts_file num_images height width seed dtype quantize".split(),
-    *"method tree window window_tree commit".split(),
-    *options.dests(RelaxationOptions).values(),
+    *"method tree window relax".split(),
     *options.dests(Sampling).values(),
 )
 
@@ -515,7 +515,7 @@ def generate_summary(result: GenerationResult, output: Path) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `generate` command; returns the exit code."""
-    args = make_parser().parse_args(argv)
+    args = options.parse_args(make_parser(), argv)
 
     def command() -> None:
         if args.workers is not None:

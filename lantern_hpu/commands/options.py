@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
 from dataclasses import MISSING, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -11,17 +13,18 @@ from lantern_hpu.backends import BACKENDS
 from lantern_hpu.backends.hpu.env import DEFAULT, RELEASES, choose_release
 from lantern_hpu.errors import allowed_range, option_name
 from lantern_hpu.graphs import RUNNERS
-from lantern_hpu.methods.relaxation import RelaxationOptions
+from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import (
     AUTO,
     DEFAULT_TREE,
     DEFAULT_WINDOW,
     METHODS,
+    REPLACED,
     SMALL_TREE,
     SMALL_WINDOW,
     Setting,
-    window_tree,
+    replaced,
 )
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.options import DeviceOptions
@@ -167,28 +170,37 @@ def add_method_options(group: Group) -> None:
     )
     add(
         "--window",
-        type=int,
         metavar="W",
         help=f"drafts per step of a window method ({DEFAULT_WINDOW}; on processors {SMALL_WINDOW}, or as measured with "
-        "the model)",
+        "the model); W:KxD for K candidates at each of the first D positions (sjd-pac; 3x3); W:commit=C to accept the "
+        "first C drafts in every step: a fixed number of steps, lossless only for C = 1",
     )
     add(
-        "--window-tree",
-        metavar="KxD",
-        help="sjd-pac: K candidates at each of the first D positions of the window (3x3)",
+        "--relax",
+        metavar="TEXT",
+        help=f"relaxation: {', '.join(PRESETS)}, or values: lambda=5:k=10, delta=0.2:k=1000, tv=0.1:budget=10, "
+        "omega=2:nu=0.2:mu=0, distance=0.5:ranks=7:gap=0.15, residual=official; docs/methods.md (the method's own)",
     )
-    more = "accept the first C drafts of a window in every step: a fixed number of steps, lossless only for C = 1"
-    add("--commit", type=int, metavar="C", help=more)
-    add_fields(group, RelaxationOptions)
 
 
 def setting_of(args: argparse.Namespace) -> Setting:
-    """One setting of `--method`, `--tree`, `--window` and the relaxation."""
-    method = args.method or AUTO
-    setting = Setting.of(method)
-    tree = window_tree(setting.method, args.tree, args.window, args.window_tree, args.commit)
-    bounds = filled(RelaxationOptions, args).relaxation(METHODS[setting.drafting].relaxation)
-    return Setting.of(method, bounds, tree)
+    """One setting of `--method` and its short forms."""
+    return Setting.of(args.method or AUTO, args.relax, args.tree, args.window)
+
+
+def parse_args(
+    parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
+) -> argparse.Namespace:
+    """What was given; an option of version 0.3 ends the program with the form that replaces it."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    given: dict[str, str] = {}
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        if name.startswith("--"):
+            given[name[2:].replace("-", "_")] = value if equals else after
+    if given.keys() & REPLACED.keys():
+        parser.exit(2, f"error: {replaced(given, '--')}\n")
+    return parser.parse_args(words)
 
 
 def add_sampling_options(group: Group) -> None:

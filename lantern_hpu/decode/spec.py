@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from lantern_hpu.errors import OptionError, require
 from lantern_hpu.methods.relaxation import Residual
 from lantern_hpu.methods.request import Request
-from lantern_hpu.methods.setting import NO_BOUND, check_drawn, check_schedule
+from lantern_hpu.methods.setting import check_acceptance
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.tree import Tree, Window
 
@@ -130,31 +130,23 @@ def neighbours_needed(requests: Sequence[Request], codes: int, listed: int) -> i
         listed: how many are known of each of so many codes.
     """
     most = max((r.relaxation.k for r in requests if r.relaxation.lends), default=0)
-    require(most < codes, "--relax-k", most, f"0 to {codes - 1}, the neighbours of a code")
+    require(most < codes, "--relax k", most, f"0 to {codes - 1}, the neighbours of a code")
     # The published residual looks one neighbour further than the bound.
     need = min(most + 1, codes - 1) if most else 0
-    require(need <= listed, "--relax-k", most, f"0 to {listed - 1}, as many as are listed")
+    require(need <= listed, "--relax k", most, f"0 to {listed - 1}, as many as are listed")
     return need
 
 
 def check_drawable(tree: Tree, requests: Sequence[Request], config: TransformerConfig) -> None:
     """Raise an OptionError for a tree that these images cannot be drawn with."""
     allowed = f"at most {config.codes} children of a node"
-    option = "--window-tree" if isinstance(tree, Window) else "--tree"
+    option = "--window" if isinstance(tree, Window) else "--tree"
     require(tree.max_children <= config.codes, option, tree.name, allowed)
     for request in requests:
-        check_drawn(tree, request.relaxation)
-        check_schedule(tree, request.relaxation)
+        check_acceptance(tree, request.relaxation)
     if isinstance(tree, Window):
-        check_window(tree, requests, config)
-
-
-def check_window(tree: Window, requests: Sequence[Request], config: TransformerConfig) -> None:
-    """Raise an OptionError for a window that these images cannot be drawn with."""
-    most = config.tokens - 1
-    require(tree.width <= most, "--window", tree.width, f"at most {most}, the rest of the image")
-    if tree.rule == "jacobi" and any(request.relaxation.active for request in requests):
-        raise OptionError("jacobi takes no relaxation", NO_BOUND, "--method scd")
+        most, why = config.tokens - 1, "the rest of the image"
+        require(tree.width <= most, "--window", tree.width, f"at most {most}, {why}")
 
 
 def keeps_noise(config: TransformerConfig, tree: Tree, images: int) -> bool:

@@ -1,36 +1,41 @@
-"""How far acceptance may depart from the exact rule: five types, and the published settings. Needs no torch.
+"""How far acceptance may depart from the lossless rule: one class a rule, and the published settings. Needs no torch.
 
-Written as `delta-0.1`, the name of a published setting, or as values between colons: `lambda=2:k=30`.
-The algorithm is `decode/accept.py`; what each rule bounds and what it does not: docs/methods.md.
+Written as values between colons, `lambda=2:k=30`, or the name of a published setting, `delta-0.1`, which values may
+follow. The algorithm is `decode/accept.py`; what each rule bounds and what it does not: docs/methods.md.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
-from lantern_hpu.errors import OptionError, choices, option, require
+from lantern_hpu.errors import OptionError, choices, require
 
 Residual = Literal["sound", "official"]
 
 
+def value(default: Any, low: float, high: float, allowed: str, key: str = "") -> Any:
+    """A field that is written `key=value`, or by its own name, and held to a range; None is always allowed."""
+    return field(default=default, metadata={"range": (low, high, allowed), "key": key})
+
+
 @dataclass(frozen=True)
 class Relaxation:
-    """What acceptance needs of a rule; these values are exact.
+    """What acceptance needs of a rule; these values are lossless.
 
     Attributes:
-        rule: its name in PNG files and reports. bound_name: of its bound, where it is written.
-        k: neighbours that may lend their mass; 0 is exact.
+        rule: its name in PNG files and reports.
+        k: neighbours that may lend their mass; 0 is lossless.
         residual: what is left after a refusal; "official" reproduces the published code.
         published: whether `k` is a published number, which a small codebook may lower, and not the user's.
     """
 
     rule: ClassVar[str]
-    bound_name: ClassVar[str]
-    more: ClassVar[tuple[str, ...]] = ()  # its fields after the bound
-    k: int = 0
+    has_neighbours: ClassVar[bool] = False
+    k: int = value(0, 0, math.inf, "0 (exact) or more")
     residual: Residual = "sound"
     published: bool = field(default=False, compare=False, repr=False, kw_only=True)
 
@@ -38,7 +43,22 @@ class Relaxation:
         if self.residual not in get_args(Residual):
             hint = choices(get_args(Residual))
             raise OptionError(f"unknown residual {self.residual!r}", hint=hint)
-        require(self.k >= 0, "--relax-k", self.k, "0 (exact) or more")
+        for key, part in self.by_key().items():
+            number = getattr(self, part.name)
+            if "range" in part.metadata and number is not None:
+                low, high, allowed = part.metadata["range"]
+                require(low <= number <= high, f"--relax {key}", number, allowed)
+        why = f"0, as no neighbour lends mass to {self.bound_key()}"
+        require(self.has_neighbours or self.k == 0, "--relax k", self.k, why)
+
+    @classmethod
+    def by_key(cls) -> dict[str, Field[Any]]:
+        """Its fields by the keys that they are written with: k, residual, the bound, and what it has beside."""
+        return {part.metadata.get("key") or part.name: part for part in fields(cls) if part.compare}
+
+    @classmethod
+    def bound_key(cls) -> str:
+        return list(cls.by_key())[2]
 
     @property
     def delta(self) -> float:
@@ -56,12 +76,12 @@ class Relaxation:
 
     @property
     def limits(self) -> tuple[int, float, float]:
-        """Ranks, probability and squared distance within which codes are of one cluster; a 0 among them is exact."""
+        """Ranks, probability and squared distance within which codes are of one cluster; a 0 is lossless."""
         return 0, 0.0, 0.0
 
     @property
     def tv(self) -> float:
-        """Total variation that the first child of a node may cost; 0 is exact."""
+        """Total variation that the first child of a node may cost; 0 is lossless."""
         return 0.0
 
     @property
@@ -71,7 +91,7 @@ class Relaxation:
 
     @property
     def lends(self) -> bool:
-        """Whether neighbours can lend anything; k = 0, delta = 0 and lambda = 1 are all exact."""
+        """Whether neighbours can lend anything; k = 0, delta = 0 and lambda = 1 are all lossless."""
         return self.k > 0 and self.delta + self.factor > 0
 
     @property
@@ -85,59 +105,54 @@ class Relaxation:
         return min(self.limits) > 0
 
     @property
-    def active(self) -> bool:
-        """Whether it can change what is accepted."""
-        return self.lends or self.weighs or self.clusters or self.tv > 0
+    def needs_draws(self) -> bool:
+        """Whether it compares the target's mass with the distribution that drafts were drawn from."""
+        return self.clusters or self.tv > 0
 
     @property
-    def needs_draws(self) -> bool:
-        """Whether it holds the target's mass against what drafts were drawn with."""
-        return self.clusters or self.tv > 0
+    def active(self) -> bool:
+        """Whether it can change what is accepted."""
+        return self.lends or self.weighs or self.needs_draws
 
     @property
     def metered(self) -> bool:
         """Whether its cost can be computed from the drafts that are tried."""
         return self.active and not (self.lends and self.residual == "official")
 
-    def fitted(self, codes: int) -> Relaxation:
+    def fit(self, codes: int) -> Relaxation:
         """A published setting with no more neighbours than a codebook of so many codes has; others as they are."""
         if not self.published or self.k < codes:
             return self
         return replace(self, k=codes - 1, published=False)
 
     def __str__(self) -> str:
-        """The form that `parse` reads: the name of a published setting, or the values that are not the usual ones."""
+        """What `parse` reads: the name of a published setting, or the bound and the values that are not the usual."""
         for name, preset in PRESETS.items():
             if self == preset and (self.published or not self.k):
                 return name
-        usual, bound = USUAL[self.bound_name], self.bound_name
-        values = {
-            BOUNDS.get(f.name, f.name): getattr(self, f.name) for f in fields(self) if f.compare
-        }
-        marks = {bound: values.pop(bound)}
-        for name, value in values.items():
-            is_given = name == "k" and self.k and not self.published
-            if is_given or value != getattr(usual, name):
-                marks[name] = value
-        return ":".join(f"{name}={text_of(value)}" for name, value in marks.items())
+        bound, usual = self.bound_key(), USUAL[self.bound_key()]
+        values = {key: getattr(self, part.name) for key, part in self.by_key().items()}
+        written = {bound: values.pop(bound)}
+        for key, number in values.items():
+            is_given = key == "k" and self.k and not self.published
+            if is_given or number != getattr(usual, self.by_key()[key].name):
+                written[key] = number
+        return ":".join(f"{key}={value_text(number)}" for key, number in written.items())
 
     def as_json(self) -> dict[str, Any]:
-        """The form of PNG files and reports: one bound, whatever it means to the rule."""
-        k, residual, bound, *more = (getattr(self, f.name) for f in fields(self) if f.compare)
+        """The form of PNG files and reports: the bound is called so with every rule."""
+        values = {key: getattr(self, part.name) for key, part in self.by_key().items()}
+        k, residual, bound = (values.pop(key) for key in ("k", "residual", self.bound_key()))
         shared = {"rule": self.rule, "k": k, "bound": bound, "residual": residual}
-        return shared | {"nu": 0.0, "mu": 0.0} | dict(zip(self.more, more, strict=True))
+        return shared | {"nu": 0.0, "mu": 0.0} | values
 
 
 @dataclass(frozen=True)
 class Multiplicative(Relaxation):
     """LANTERN++: a draft's nearest codes raise its mass to at most `lam` times its own."""
 
-    rule, bound_name = "multiplicative", "lambda"
-    lam: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.lam >= 1, "--relax-lambda", self.lam, "1 (exact) or more")
+    rule, has_neighbours = "multiplicative", True
+    lam: float = value(1.0, 1, math.inf, "1 (exact) or more", "lambda")
 
     @property
     def factor(self) -> float:
@@ -148,12 +163,8 @@ class Multiplicative(Relaxation):
 class Additive(Relaxation):
     """LANTERN: a draft's nearest codes lend it at most `bound` of their mass."""
 
-    rule, bound_name = "additive", "delta"
-    bound: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.bound <= 1, "--relax-delta", self.bound, "0 (exact) to 1")
+    rule, has_neighbours = "additive", True
+    bound: float = value(0.0, 0, 1, "0 (exact) to 1", "delta")
 
     @property
     def delta(self) -> float:
@@ -162,25 +173,12 @@ class Additive(Relaxation):
 
 @dataclass(frozen=True)
 class Annealed(Relaxation):
-    """Cool-SD: a draft's mass is multiplied by omega exp(-nu i - mu), i drafts below the root's children.
+    """Cool-SD: a draft's mass is multiplied by omega exp(-nu i - mu), i drafts below the root's children."""
 
-    No neighbour lends anything; a weight up to 1 is exact.
-    """
-
-    rule, bound_name = "annealed", "omega"
-    more = ("nu", "mu")
-    omega: float = 1.0
-    nu: float = 0.0
-    mu: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        why = "0, as no neighbour lends mass to --relax-omega"
-        require(self.k == 0, "--relax-k", self.k, why)
-        allowed = "0 to 1000; a weight up to 1 is exact"
-        require(0 <= self.omega <= 1000, "--relax-omega", self.omega, allowed)
-        for name, value in {"--relax-nu": self.nu, "--relax-mu": self.mu}.items():
-            require(-10 <= value <= 10, name, value, "-10 to 10")
+    rule = "annealed"
+    omega: float = value(1.0, 0, 1000, "0 to 1000; a weight up to 1 is exact")
+    nu: float = value(0.0, -10, 10, "-10 to 10")
+    mu: float = value(0.0, -10, 10, "-10 to 10")
 
     def weights(self, depth: int) -> list[float]:
         return [self.omega * math.exp(-self.nu * i - self.mu) for i in range(depth)]
@@ -188,9 +186,7 @@ class Annealed(Relaxation):
 
 @dataclass(frozen=True)
 class Clustered(Relaxation):
-    """GSD: a draft is tried as its whole cluster, the codes close to it in rank, in probability and in the codebook.
-
-    No neighbour lends anything beside.
+    """GSD: a draft is tried as its cluster, the codes close to it in rank, in probability and in the codebook.
 
     Attributes:
         distance: squared, between the codes' vectors; that of a member is less.
@@ -198,20 +194,10 @@ class Clustered(Relaxation):
         gap: between the probabilities; that of a member is less.
     """
 
-    rule, bound_name = "clusters", "distance"
-    more = ("ranks", "gap")
-    distance: float = 0.0
-    ranks: int = 7
-    gap: float = 0.15
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        why = "0, as no neighbour lends mass to --relax-distance"
-        require(self.k == 0, "--relax-k", self.k, why)
-        allowed = "0 (exact) or more"
-        require(0 <= self.distance < math.inf, "--relax-distance", self.distance, allowed)
-        require(0 <= self.ranks <= 1000, "--relax-ranks", self.ranks, "0 (exact) to 1000")
-        require(0 <= self.gap <= 1, "--relax-gap", self.gap, "0 (exact) to 1")
+    rule = "clusters"
+    distance: float = value(0.0, 0, sys.float_info.max, "0 (exact) or more")
+    ranks: int = value(7, 0, 1000, "0 (exact) to 1000")
+    gap: float = value(0.15, 0, 1, "0 (exact) to 1")
 
     @property
     def limits(self) -> tuple[int, float, float]:
@@ -222,45 +208,23 @@ class Clustered(Relaxation):
 class Blended(Relaxation):
     """A token follows h q + (1 - h) p, h being the largest that keeps it within a total variation `tv` of p.
 
-    No neighbour lends anything. Only the first child of a node is relaxed.
+    Only the first child of a node is relaxed.
 
     Attributes:
         tv: of a token.
         budget: of all tokens of an image together; None is no bound.
     """
 
-    rule, bound_name = "tv", "tv"
-    more = ("budget",)
-    tv: float = 0.0
-    budget: float | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(self.k == 0, "--relax-k", self.k, "0, as no neighbour lends mass to --relax-tv")
-        require(0 <= self.tv <= 1, "--relax-tv", self.tv, "0 (exact) to 1")
-        fits = self.budget is None or 0 <= self.budget < math.inf
-        require(fits, "--relax-budget", self.budget, "0 (exact) or more")
-
-
-# By their names; each takes k, residual and bound, and what it has more
-RULES: dict[str, type[Any]] = {
-    kind.rule: kind for kind in (Multiplicative, Additive, Annealed, Clustered, Blended)
-}
-
-
-def read_relaxation(values: Mapping[str, Any]) -> Relaxation:
-    """What `as_json` wrote."""
-    try:
-        make = RULES[values["rule"]]
-        fields = ("k", "residual", "bound", *make.more)
-        result: Relaxation = make(*(values[name] for name in fields))
-        return result
-    except (KeyError, TypeError) as error:
-        raise OptionError("unrecognised relaxation settings", str(error)) from error
+    rule = "tv"
+    tv: float = value(0.0, 0, 1, "0 (exact) to 1")
+    budget: float | None = value(None, 0, sys.float_info.max, "0 (exact) or more")
 
 
 EXACT = Multiplicative()
-# What the papers and their reproductions report figures for; `--relax` takes the names.
+RULES: dict[str, type[Relaxation]] = {
+    kind.rule: kind for kind in (Multiplicative, Additive, Annealed, Clustered, Blended)
+}
+# What the papers and their reproductions report figures for
 PRESETS: dict[str, Relaxation] = {
     "delta-0.1": Additive(1000, bound=0.1, published=True),
     "delta-0.2": Additive(1000, bound=0.2, published=True),
@@ -273,7 +237,7 @@ PRESETS: dict[str, Relaxation] = {
     "gsd": Clustered(distance=0.5, published=True),
     "tv": Blended(tv=0.1, published=True),
 }
-# By the name of a bound: what else holds where the bound alone is given
+# By the key of a bound: what else holds where the bound alone is given
 USUAL: dict[str, Relaxation] = {
     "lambda": PRESETS["lambda-5"],
     "delta": PRESETS["delta-0.2"],
@@ -281,126 +245,64 @@ USUAL: dict[str, Relaxation] = {
     "distance": PRESETS["gsd"],
     "tv": PRESETS["tv"],
 }
-BOUNDS = {"lam": "lambda", "bound": "delta"}  # fields that are written otherwise
+OWNERS = {key: rule for rule in USUAL.values() for key in rule.by_key()}  # a rule that has it
 
 
-LENDERS = "number of nearest codes that count as a match (lantern: 1000, lantern++: 10)"
-WEIGHTED = "annealed relaxation: weight OMEGA exp(-NU i - MU) for draft i after the first; lossless where at most 1"
-DISTANCE = "gsd: largest squared codebook distance within a cluster (0.5)"
-TV = "bound on the total variation distance to the target distribution, per token (tv: 0.1)"
-BUDGET = "bound on the sum of --relax-tv over an image; lossless from there on (no bound)"
-REST = "residual distribution after a rejection: sound, or official (as published) (sound)"
-
-
-@dataclass(frozen=True)
-class RelaxationOptions:
-    """The loose options of a command; None where one was not given."""
-
-    preset: str | None = option(None, ", ".join(PRESETS), name="--relax", metavar="PRESET")
-    k: int | None = option(None, LENDERS, name="--relax-k")
-    delta: float | None = option(
-        None, "additive bound, 0 to 1 (lantern: 0.2)", name="--relax-delta"
-    )
-    lam: float | None = option(
-        None, "multiplicative bound, 1 or more (lantern++: 5)", name="--relax-lambda"
-    )
-    omega: float | None = option(None, WEIGHTED, name="--relax-omega")
-    nu: float | None = option(None, "see omega (0)", name="--relax-nu", metavar="NU")
-    mu: float | None = option(None, "see omega (0)", name="--relax-mu", metavar="MU")
-    distance: float | None = option(None, DISTANCE, name="--relax-distance", metavar="D")
-    ranks: int | None = option(
-        None,
-        "gsd: largest difference in rank within a cluster (7)",
-        name="--relax-ranks",
-        metavar="N",
-    )
-    gap: float | None = option(
-        None,
-        "gsd: largest difference in probability within a cluster (0.15)",
-        name="--relax-gap",
-        metavar="P",
-    )
-    tv: float | None = option(None, TV, name="--relax-tv", metavar="T")
-    budget: float | None = option(None, BUDGET, name="--relax-budget", metavar="B")
-    residual: Residual | None = option(None, REST)
-
-    def relaxation(self, default: Relaxation | None = None) -> Relaxation | None:
-        """What they mean; what is not given is the preset's, or the default's.
-
-        Returns None if nothing was given, which leaves it to the method.
-        """
-        self._check()
-        if self == RelaxationOptions():
-            return None
-        base = PRESETS[self.preset] if self.preset else default or PRESETS["lambda-5"]
-        bounds = {"lambda": ("lam", self.lam), "delta": ("bound", self.delta)}
-        bounds |= {"omega": ("omega", self.omega), "distance": ("distance", self.distance)}
-        bounds |= {"tv": ("tv", self.tv)}
-        for name, (key, bound) in bounds.items():
-            if bound is not None:
-                base = replace(USUAL[name], **{key: bound})  # type: ignore[arg-type]
-        names = ("k", "residual", "ranks", "gap", "nu", "mu", "budget")
-        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
-        return replace(base, **given, published=self.k is None)
-
-    def _check(self) -> None:
-        rules = {"--relax-delta": self.delta, "--relax-lambda": self.lam}
-        rules |= {"--relax-omega": self.omega, "--relax-distance": self.distance}
-        rules |= {"--relax-tv": self.tv}
-        given = [name for name, value in rules.items() if value is not None]
-        if len(given) > 1:
-            why = "they are different rules"
-            raise OptionError(f"{given[0]} and {given[1]} exclude each other", why, "give one")
-        if self.preset is not None and self.preset not in PRESETS:
-            raise OptionError(f"unknown preset {self.preset!r}", hint=choices(PRESETS))
-        if self.preset is not None and given:
-            raise OptionError(f"--relax and {given[0]} exclude each other", "the preset is a rule")
-        if self.omega is None and (self.nu is not None or self.mu is not None):
-            raise OptionError("--relax-nu and --relax-mu belong to --relax-omega")
-        clustered = self.distance is not None or self.preset == "gsd"
-        if not clustered and (self.ranks is not None or self.gap is not None):
-            what = "--relax-ranks and --relax-gap belong to --relax-distance"
-            raise OptionError(what, hint="--relax gsd, for the published distance")
-        if self.budget is not None and self.tv is None and self.preset != "tv":
-            why = "of the other rules it is not known what a token costs before it is drawn"
-            raise OptionError("--relax-budget belongs to --relax-tv", why, "--relax tv")
-        if self.omega is not None:
-            why = "none, as no neighbour lends mass to --relax-omega"
-            require(self.k is None, "--relax-k", self.k, why)
-
-
-VALUES = {"lambda": "lam"} | {
-    f.name: f.name for f in fields(RelaxationOptions) if f.name not in ("lam", "preset")
-}
-
-
-def parse(text: str, default: Relaxation | None = None) -> Relaxation | None:
+def parse(text: str, default: Relaxation | None = None) -> Relaxation:
     """What is written: the name of a published setting, values between colons, or both.
 
     Args:
-        default: what is not given, where no bound is. None if the text is empty, which leaves it to the method.
+        default: what the values change, where neither a bound nor a published setting is given.
     """
     given: dict[str, Any] = {}
-    for part in text.split(":") if text else ():
-        name, equals, value = part.partition("=")
-        if equals and name not in VALUES:
-            raise OptionError(f"unknown value {name!r}", hint=choices(VALUES))
-        key = VALUES[name] if equals else "preset"
+    names = []
+    for part in text.split(":"):
+        key, equals, number = part.partition("=")
         if key in given:
-            raise OptionError(f"{name} is given twice" if equals else "two presets are given")
-        given[key] = number_of(name, value) if equals else part
-    return RelaxationOptions(**given).relaxation(default)
+            raise OptionError(f"{key} is given twice")
+        if equals:
+            given[key] = read_value(key, number)
+        else:
+            names.append(part)
+    rules = [*names, *(key for key in given if key in USUAL)]
+    if len(rules) > 1:
+        why = "each is a rule of its own"
+        raise OptionError(f"{rules[0]} and {rules[1]} exclude each other", why, "one of them")
+    if names and names[0] not in PRESETS:
+        raise OptionError(f"unknown preset {names[0]!r}", hint=choices(PRESETS))
+    named = (PRESETS if names else USUAL)[rules[0]] if rules else None
+    base = named or default or PRESETS["lambda-5"]
+    keys = base.by_key()
+    for key in given:
+        if key not in keys:
+            owner = OWNERS[key].bound_key()
+            raise OptionError(f"--relax {key} belongs to {owner}", hint=f"{owner}=...:{text}")
+    return replace(
+        base, **{keys[key].name: given[key] for key in given}, published="k" not in given
+    )
 
 
-def number_of(name: str, text: str) -> Any:
-    if name == "residual":
-        return text
+def read_value(key: str, text: str) -> Any:
+    if key not in OWNERS:
+        raise OptionError(f"unknown value {key!r}", hint=choices(OWNERS))
+    default: Any = OWNERS[key].by_key()[key].default
     try:
-        return int(text) if name in ("k", "ranks") else float(text)
+        return float(text) if default is None else type(default)(text)
     except ValueError as error:
-        raise OptionError(f"{name} is {text!r}", "a number was expected") from error
+        raise OptionError(f"{key} is {text!r}", "a number was expected") from error
 
 
-def text_of(value: float | str) -> str:
+def value_text(value: float | str) -> str:
     """`5.0` as `5`; all digits of any other number."""
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
+
+
+def read_relaxation(values: Mapping[str, Any]) -> Relaxation:
+    """What `as_json` wrote."""
+    try:
+        kind = RULES[values["rule"]]
+        bound = kind.bound_key()
+        stored = {key: "bound" if key == bound else key for key in kind.by_key()}
+        return kind(*(values[name] for name in stored.values()))
+    except (KeyError, TypeError) as error:
+        raise OptionError("unrecognised relaxation settings", str(error)) from error

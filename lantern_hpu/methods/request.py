@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from lantern_hpu.errors import OptionError, check_ranges, option, require
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_SEED = 2**63 - 1
 MAX_IMAGES = 100_000  # of one run, each with a request of its own
@@ -82,6 +86,32 @@ def in_turn(
     seed: int,
     sampling: Sampling,
     relaxation: Relaxation = EXACT,
+    negative: str | None = None,
+    size: tuple[int, int] | None = None,
 ) -> list[Request]:
-    """Request i takes the next prompt, around and around, and seed `seed` + i."""
-    return [Request(prompts[i % len(prompts)], seed + i, sampling, relaxation) for i in index]
+    """Request i has the next prompt, around and around, and seed `seed` + i."""
+    return [
+        Request(prompts[i % len(prompts)], seed + i, sampling, relaxation, negative, size)
+        for i in index
+    ]
+
+
+def per_prompt(name: str, value: str | Sequence[str] | None, count: int) -> list[str | None]:
+    """One value for each of `count` prompts."""
+    if value is None or isinstance(value, str):
+        return [value] * count
+    require(len(value) == count, f"the length of {name}", len(value), f"{count}, or one string")
+    return list(value)
+
+
+def seeds_of(
+    seed: int, generator: torch.Generator | Sequence[torch.Generator] | None, count: int
+) -> list[int]:
+    """A seed for each image."""
+    if isinstance(generator, Sequence):
+        require(
+            len(generator) == count, "the number of generators", len(generator), f"{count}, or one"
+        )
+        return [one.initial_seed() % (MAX_SEED + 1) for one in generator]
+    first = seed if generator is None else generator.initial_seed() % (MAX_SEED + 1)
+    return [first + i for i in range(count)]

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
-from lantern_hpu.errors import LanternError, OptionError, choices, require
+from lantern_hpu.errors import LanternError, OptionError, choices
 from lantern_hpu.methods import relaxation as relaxations
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Relaxation
-from lantern_hpu.methods.request import MAX_SEED
 from lantern_hpu.tree import (
     DYNAMIC,
     DraftTree,
@@ -25,21 +24,13 @@ from lantern_hpu.tree import (
     Tree,
     Window,
     load_tree,
-    parse_front,
     tuned_trees,
 )
 
-if TYPE_CHECKING:
-    import torch
-
 # ------------------------------------------------------------------------------------------- table
 
-# The table of methods: what each drafts, and whether its acceptance may be relaxed. Needs no torch.
-
 Auto = Literal["auto"]
-AUTO: Final = (
-    "auto"  # of methods, the fastest measured here; of trees, the tuned one: see `resolve`
-)
+AUTO: Final = "auto"  # of methods, the fastest measured here; of trees, the tuned one
 DEFAULT_TREE = "naive_extend_57"
 DEFAULT_WINDOW = 16
 # Where arithmetic is scarce, as on processors, more drafts cost more than they bring (docs/processors.md).
@@ -142,44 +133,9 @@ def method_of(name: str) -> Method:
     return METHODS[name]
 
 
-# --------------------------------------------------------------------------------------- arguments
-
-# Arguments of a call in Python, in the forms that diffusers takes, as what draws.
-
-
-def per_prompt(name: str, value: str | Sequence[str] | None, count: int) -> list[str | None]:
-    """One value for each of `count` prompts."""
-    if value is None or isinstance(value, str):
-        return [value] * count
-    require(len(value) == count, f"the length of {name}", len(value), f"{count}, or one string")
-    return list(value)
-
-
-def seeds_of(
-    seed: int, generator: torch.Generator | Sequence[torch.Generator] | None, count: int
-) -> list[int]:
-    """A seed for each image."""
-    if isinstance(generator, Sequence):
-        require(
-            len(generator) == count, "the number of generators", len(generator), f"{count}, or one"
-        )
-        return [one.initial_seed() % (MAX_SEED + 1) for one in generator]
-    first = seed if generator is None else generator.initial_seed() % (MAX_SEED + 1)
-    return [first + i for i in range(count)]
-
-
-def relaxation_of(relax: str | Relaxation | None, method: str) -> Relaxation | None:
-    """What `relax` means to a method."""
-    if not isinstance(relax, str):
-        return relax
-    name = method.partition("@")[0].partition(":")[0]
-    return relaxations.parse(relax, METHODS[name].relaxation if name in METHODS else None)
-
-
 # ----------------------------------------------------------------------------------------- setting
 
 ROOT = DraftTree.root_only()
-NO_BOUND = "it draws each token itself and tries none, so that there is nothing to relax"
 FORM = "METHOD[:RELAXATION][@TREE], such as eagle, scd@16 or lantern++:lambda=5:k=10@broad_7"
 
 
@@ -201,10 +157,15 @@ class Setting:
     tree: Tree | Auto | None = None
 
     def __post_init__(self) -> None:
-        check_relaxation(self.drafting, self.relaxation)
-        check_tree(self.drafting, self.tree)
-        check_drawn(self.tree or METHODS[self.drafting].default_tree, self.relaxation)
-        check_schedule(self.tree, self.relaxation)
+        name = self.drafting
+        check_tree(name, self.tree)
+        if self.relaxation is None or self.relaxation == EXACT:
+            return
+        if not METHODS[name].relaxes:
+            raise is_exact(name, self.relaxation)
+        tree = METHODS[name].default_tree if self.tree in (None, AUTO) else self.tree
+        assert not isinstance(tree, str | None)
+        check_acceptance(tree, self.relaxation)
 
     @property
     def drafting(self) -> str:
@@ -230,7 +191,7 @@ class Setting:
         name, _, values = head.partition(":")
         try:
             method = method_of("lantern++" if name == AUTO else name)
-            relaxation = relaxations.parse(values, method.relaxation)
+            relaxation = relaxations.parse(values, method.relaxation) if values else None
             if at and not tree:
                 raise OptionError("nothing follows @")
             return cls(name, relaxation, read_tree(name, tree) if at else None)
@@ -240,24 +201,36 @@ class Setting:
 
     @classmethod
     def of(
-        cls, text: str, relaxation: Relaxation | None = None, tree: Tree | str | None = None
+        cls,
+        text: str,
+        relax: Relaxation | str | None = None,
+        tree: Tree | str | None = None,
+        window: str | int | None = None,
     ) -> Setting:
-        """A written form, with what it leaves open.
+        """A written form, with what it leaves open in short forms.
+
+        Args:
+            window: its width and what else differs from the usual, `16:commit=4`.
 
         Raises:
             OptionError, TreeError: one is given twice, or does not fit.
         """
         setting = cls(text) if text in (AUTO, *METHODS) else cls.parse(text)
-        for given, known, option in (
-            (relaxation, setting.relaxation, "--relax"),
-            (tree, setting.tree, "--tree"),
-        ):
-            if given is not None and known is not None:
-                raise OptionError(f"{text} and {option} exclude each other", "both say the same")
+        if relax is not None and setting.relaxation is not None:
+            raise OptionError(f"{text} and --relax exclude each other", "both are relaxations")
+        short = "--tree" if window is None else "--window"
+        if window is not None:
+            if tree is not None:
+                what = "--tree and --window exclude each other"
+                raise OptionError(what, "a window is its own tree")
+            tree = f"{window_rule(setting.method)}:{window}"
+        if tree is not None and setting.tree is not None:
+            raise OptionError(f"{text} and {short} exclude each other", "both are trees")
+        if isinstance(relax, str):
+            relax = relaxations.parse(relax, METHODS[setting.drafting].relaxation)
         if isinstance(tree, str):
             tree = read_tree(setting.method, tree)
-        setting = setting if relaxation is None else replace(setting, relaxation=relaxation)
-        return setting if tree is None else replace(setting, tree=tree)
+        return cls(setting.method, relax or setting.relaxation, tree or setting.tree)
 
     def __str__(self) -> str:
         """What `parse` reads."""
@@ -282,21 +255,17 @@ class Resolved(Setting):
     relaxation: Relaxation = EXACT
     tree: Tree = ROOT
 
-    def __post_init__(self) -> None:
-        check_drawn(self.tree, self.relaxation)
-        check_schedule(self.tree, self.relaxation)
-
     def __str__(self) -> str:
         """Without what the method has no use for: a relaxation that is exact, the tree of `ar`."""
         method = METHODS[self.method]
         is_usual = self.relaxation == (method.relaxation or EXACT)
-        # What draws is settled: whoever gave a number of neighbours, the published one is that setting's.
+        # Whoever gave the number of neighbours, the published one is that setting's
         relaxation = None if is_usual else replace(self.relaxation, published=True)
         return str(Setting(self.method, relaxation, self.tree if method.drafts else None))
 
     def as_json(self) -> dict[str, Any]:
         """The form of PNG files and reports."""
-        # The name of a dynamic tree or a window says all there is to know.
+        # The name of a dynamic tree or a window is enough to read it.
         paths = self.tree.paths[1:] if type(self.tree) is DraftTree else ()
         return {
             "method": self.method,
@@ -314,24 +283,90 @@ class Resolved(Setting):
         return cls(values["method"], relaxations.read_relaxation(values["relaxation"]), tree)
 
 
+# ------------------------------------------------------------------------------------ what fits
+
+
+def check_tree(name: str, tree: Tree | Auto | None) -> None:
+    """Raise an OptionError where a method cannot draft a tree."""
+    method, hint = method_of(name), "--method eagle"
+    if tree is None or (tree == ROOT and not method.drafts):
+        return
+    if not method.drafts:
+        raise OptionError(f"--tree has no meaning for {name}", "it drafts nothing", hint)
+    if tree == AUTO:
+        if not method.tunable:
+            raise OptionError(f"--tree {AUTO} does not fit {name}", "tuned trees are static", hint)
+        return
+    assert not isinstance(tree, str)
+    if not method.takes(tree):
+        fits = next(other for other, entry in METHODS.items() if entry.takes(tree))
+        kind = f"{method.tree} tree" if method.rule is None else "window of its own"
+        why = f"{name} drafts a {kind}"
+        raise OptionError(f"--tree {tree.name} does not fit {name}", why, f"--method {fits}")
+
+
+def check_acceptance(tree: Tree, relaxation: Relaxation) -> None:
+    """Raise an OptionError where the drafts of a tree cannot be accepted in a relaxed way."""
+    if isinstance(tree, Window) and relaxation.active:
+        if tree.rule == "jacobi":
+            raise is_exact("jacobi", relaxation)
+        if tree.commit:
+            why = "the first places of the window are made final without verification"
+            raise OptionError("commit takes no relaxation", why, "leave one of them out")
+    if isinstance(tree, DynamicTree) and relaxation.needs_draws:
+        rule = "clusters" if relaxation.clusters else "tv"
+        why = "it needs the distribution that drafts were drawn from, and such drafts are not drawn"
+        raise OptionError(f"no {rule} with a dynamic tree", why, takers(relaxation))
+
+
+def is_exact(method: str, relaxation: Relaxation) -> OptionError:
+    """Why a method takes no relaxation."""
+    if method != "jacobi":
+        return OptionError(f"{method} is exact", "it takes no relaxation", takers(relaxation))
+    why = "it draws each token itself and tries none, so that there is nothing to relax"
+    return OptionError("jacobi takes no relaxation", why, takers(relaxation))
+
+
+def takers(relaxation: Relaxation) -> str:
+    """The methods that can be relaxed in this way, as an option."""
+    result = [name for name, method in METHODS.items() if method.takes_relaxation(relaxation)]
+    return "--method " + " or ".join(result)
+
+
 def lacks_drafter(model: str, what: str) -> OptionError:
     """Why a model without a drafter cannot draw with a method or a tree."""
     hint = f"--method {', '.join(['ar', *WINDOWS])}, or --drafter FOLDER"
     return OptionError(f"{what} cannot be used", f"{model} has no drafter", hint)
 
 
-# ------------------------------------------------------------------------------------ trees
+# ------------------------------------------------------------------------------------ trees as text
 
 
 def read_tree(method: str, text: str) -> Tree | Auto:
     """A tree by name or file; of a window, its width and what else differs from the usual, or its whole name."""
-    rule = None if method == AUTO else method_of(method).rule
     if text == AUTO:
         return AUTO
-    if not (method == AUTO or method_of(method).drafts):
-        raise drafts_nothing(method)
+    rule = None if method == AUTO else method_of(method).rule
     is_short = rule is not None and text.partition(":")[0].isdecimal()
     return load_tree(f"{rule}:{text}" if is_short else text)
+
+
+def window_rule(method: str) -> Rule:
+    rule = None if method == AUTO else method_of(method).rule
+    if rule is None:
+        why = "auto chooses the tree" if method == AUTO else f"{method} has no window"
+        hint = "--method " + " or ".join(WINDOWS)
+        raise OptionError(f"--window has no meaning for {method}", why, hint)
+    return rule
+
+
+def tree_text(tree: Tree | str) -> str:
+    """What `read_tree` reads."""
+    if isinstance(tree, str):
+        return tree
+    if isinstance(tree, Window):
+        return tree.name.removeprefix(f"{tree.rule}:")
+    return tree.name if isinstance(tree, DynamicTree) else tree.file or tree.name
 
 
 def with_tree(settings: Sequence[Setting], name: str) -> list[Setting]:
@@ -350,112 +385,32 @@ def with_tree(settings: Sequence[Setting], name: str) -> list[Setting]:
     ]
 
 
-def tree_text(tree: Tree | str) -> str:
-    """What `read_tree` reads."""
-    if isinstance(tree, str):
-        return tree
-    if isinstance(tree, Window):
-        return tree.name.removeprefix(f"{tree.rule}:")
-    return tree.name if isinstance(tree, DynamicTree) else tree.file or tree.name
+def replaced(given: Mapping[str, object], mark: str = "") -> OptionError:
+    """What to give in place of options of version 0.3; `given` may have others beside.
+
+    Args:
+        given: by their names with underscores. mark: before a name, in the message.
+    """
+    old = [name for name in given if name in REPLACED]
+    forms = []
+    if values := [f"{REPLACED[name]}={given[name]}" for name in old if REPLACED[name] != "window"]:
+        preset = [str(given["relax"])] if "relax" in given else []
+        forms.append(f"{mark}relax {':'.join([*preset, *values])}")
+    if len(values) < len(old):
+        front = [str(given["window_tree"])] if "window_tree" in given else []
+        final = [f"commit={given['commit']}"] if "commit" in given else []
+        width = str(given.get("window", DEFAULT_WINDOW))
+        forms.append(f"{mark}window {':'.join([width, *front, *final])}")
+    names = " and ".join(mark + (name.replace("_", "-") if mark else name) for name in old)
+    return OptionError(f"{names} {'is' if len(old) == 1 else 'are'} gone", hint=" ".join(forms))
 
 
-def window_tree(
-    method: str,
-    tree: str | None,
-    width: int | None,
-    front: str | None = None,
-    commit: int | None = None,
-) -> str | None:
-    """The tree that `--window`, `--window-tree` and `--commit` name; `--tree` itself where none is given."""
-    options = {"--window": width, "--window-tree": front, "--commit": commit}
-    given = next((name for name, value in options.items() if value is not None), None)
-    if given is None:
-        return tree
-    rule = None if method == AUTO else method_of(method).rule
-    if rule is None:
-        why = "auto chooses the tree" if method == AUTO else f"{method} has no window"
-        hint = "--method " + " or ".join(WINDOWS)
-        raise OptionError(f"{given} has no meaning for {method}", why, hint)
-    if tree:
-        raise OptionError(f"--tree and {given} exclude each other", "a window is its own tree")
-    levels = None if front is None else parse_front(front)
-    places = DEFAULT_WINDOW if width is None else width
-    return Window.of(rule, places, levels, commit=commit).name
-
-
-# ------------------------------------------------------------------------------------ what fits
-
-
-def check_relaxation(name: str, relaxation: Relaxation | None) -> None:
-    """Raise an OptionError where a method is exact and would be relaxed."""
-    method = method_of(name)
-    if relaxation is None or relaxation == EXACT or method.relaxes:
-        return
-    if method.rule == "jacobi":
-        raise OptionError("jacobi takes no relaxation", NO_BOUND, takers(relaxation))
-    why = "relaxation options need a relaxed method"
-    raise OptionError(f"{name} is exact", why, takers(relaxation))
-
-
-def drafts_nothing(name: str) -> OptionError:
-    return OptionError(f"--tree has no meaning for {name}", "it drafts nothing", "--method eagle")
-
-
-def check_tree(name: str, tree: Tree | str | None) -> None:
-    """Raise an OptionError where a method cannot draft a tree."""
-    method = method_of(name)
-    if tree is None:
-        return
-    if tree == AUTO:
-        if not method.tunable:
-            why = "tuned trees are static" if method.drafts else "it drafts nothing"
-            fits = next(other for other, entry in METHODS.items() if entry.tunable)
-            raise OptionError(f"--tree {AUTO} does not fit {name}", why, f"--method {fits}")
-        return
-    assert not isinstance(tree, str)
-    if not method.drafts:
-        raise drafts_nothing(name)
-    if not method.takes(tree):
-        fits = next(other for other, entry in METHODS.items() if entry.takes(tree))
-        why = f"{name} drafts a {method.tree if method.rule is None else 'window of its own'}"
-        why += "" if method.rule else " tree"
-        raise OptionError(f"--tree {tree.name} does not fit {name}", why, f"--method {fits}")
-
-
-def check_drawn(tree: Tree | str | None, relaxation: Relaxation | None) -> None:
-    """Raise an OptionError where a rule that asks what drafts were drawn with meets a tree that draws none."""
-    if relaxation is None or not relaxation.needs_draws or not isinstance(tree, DynamicTree):
-        return
-    rule = "clusters" if relaxation.clusters else "--relax-tv"
-    why = "what drafts were drawn with is needed, and such drafts are not drawn"
-    raise OptionError(f"no {rule} with a dynamic tree", why, takers(relaxation))
-
-
-def check_schedule(tree: Tree | str | None, relaxation: Relaxation | None) -> None:
-    """Raise an OptionError where acceptance is relaxed that a fixed schedule does not have."""
-    if isinstance(tree, Window) and tree.commit and relaxation is not None and relaxation.active:
-        why = (
-            "the first places of the window are made final whatever they are, so no draft is tried"
-        )
-        raise OptionError("--commit takes no relaxation", why, "leave one of them out")
-
-
-def takers(relaxation: Relaxation) -> str:
-    """The methods that can be relaxed in this way, as an option."""
-    result = [name for name, method in METHODS.items() if method.takes_relaxation(relaxation)]
-    return "--method " + " or ".join(result)
-
-
-def check_drafter(method: str, drafter: object) -> None:
-    """Raise an OptionError where a drafter is given beside a method that would not use it."""
-    if drafter is not None and method in WINDOWS:
-        why = "its drafts are the last step's own draws"
-        raise OptionError(f"--drafter has no use for {method}", why, "leave --drafter out")
+# Options of version 0.3, by the key that a relaxation has for each, or the short form
+REPLACED = {f"relax_{key}": key for key in relaxations.OWNERS if key != "residual"}
+REPLACED |= {"residual": "residual", "window_tree": "window", "commit": "window"}
 
 
 # ----------------------------------------------------------------------------------------- resolve
-
-# Where the method is decided: a setting, with a model on a device and a batch size at hand, becomes what draws.
 
 
 @dataclass(frozen=True)
@@ -504,7 +459,7 @@ def resolve(setting: Setting, context: ResolveContext) -> Resolved:
     if tree is None:
         tree = shortened(default_tree(method, context), context.tokens)
     assert not isinstance(tree, str)
-    return Resolved(setting.method, relaxation.fitted(context.codes), tree)
+    return Resolved(setting.method, relaxation.fit(context.codes), tree)
 
 
 def with_tuned_tree(setting: Setting, context: ResolveContext) -> Setting:

@@ -177,7 +177,7 @@ def read_table(path: Path, k: int) -> Tensor:
     table = open_table(path)
     if table.shape[1] < k:
         why = f"{path} lists {table.shape[1]}"
-        raise OptionError(f"{k} neighbours were asked for", why, f"--relax-k {table.shape[1] - 1}")
+        raise OptionError(f"{k} neighbours were asked for", why, f"--relax k={table.shape[1] - 1}")
     return torch.from_numpy(table[:, :k].astype(np.int32))
 
 

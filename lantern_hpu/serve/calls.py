@@ -10,12 +10,12 @@ from typing import Any
 
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import LanternError
-from lantern_hpu.methods.relaxation import Relaxation, RelaxationOptions
-from lantern_hpu.methods.request import MAX_SEED, Request
-from lantern_hpu.methods.setting import check_drawn, check_relaxation, check_schedule
+from lantern_hpu.methods import relaxation as relaxations
+from lantern_hpu.methods.request import MAX_SEED, Request, in_turn
+from lantern_hpu.methods.setting import Resolved
 from lantern_hpu.serve.menu import Menu, Served
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest, refuse
-from lantern_hpu.tree import is_name_of
+from lantern_hpu.tree import Tree, Window
 
 
 @dataclass(frozen=True)
@@ -30,23 +30,7 @@ class Call:
     need: Spec  # of one of its images
 
 
-RELAXED = {
-    "relax": "preset",
-    "relax_k": "k",
-    "relax_delta": "delta",
-    "relax_lambda": "lam",
-    "relax_omega": "omega",
-    "relax_nu": "nu",
-    "relax_mu": "mu",
-    "relax_distance": "distance",
-    "relax_ranks": "ranks",
-    "relax_gap": "gap",
-    "relax_tv": "tv",
-    "relax_budget": "budget",
-    "residual": "residual",
-}
 SAMPLED = ("cfg_scale", "temperature", "top_k", "top_p")
-CLUSTERS = ("relax_ranks", "relax_distance", "relax_gap")
 
 
 def read_call(asked: ImagesRequest, menu: Menu) -> Call:
@@ -64,17 +48,15 @@ def read_call(asked: ImagesRequest, menu: Menu) -> Call:
         sampling = replace(menu.sampling, **{n: given[n] for n in SAMPLED if n in given})
         if sampling.top_k > menu.vocabulary:
             raise refuse("top_k", sampling.top_k, f"0 (off) to {menu.vocabulary}")
-        relaxation = request_relaxation(given, served, menu)
+        setting = read_setting(given, served.setting, menu)
         seed = given.get("seed", secrets.randbelow(1 << 53))
         if seed > MAX_SEED - count:
             raise refuse("seed", seed, f"0 to {MAX_SEED - count}")
         asked_size = size if menu.by_request else None
-        requests = [
-            Request(asked.prompt, seed + i, sampling, relaxation, size=asked_size)
-            for i in range(count)
-        ]
-        need = menu.spec_of(requests[0], served.setting.tree)
-        check_graph(need, served, menu, given)
+        rule, prompts = setting.relaxation, [asked.prompt]
+        requests = in_turn(prompts, range(count), seed, sampling, rule, size=asked_size)
+        need = menu.spec_of(requests[0], setting.tree)
+        check_graph(need, served, given)
     except LanternError as error:
         raise translated(error, given) from error
     return Call(served, requests, stream, shows, size, need)
@@ -107,28 +89,32 @@ def read_method(given: Mapping[str, Any], menu: Menu) -> Served:
     if name != "auto" and name not in menu.methods:
         raise refuse("method", name, ", ".join(["auto", *names]))
     served = menu.methods[names[0] if name == "auto" else name]
-    tree = served.setting.tree
-    if not is_name_of(tree, given.get("tree", tree.name)):
-        raise refuse("tree", given["tree"], f"{tree.name}, which {served.setting.method} serves")
-    final = served.setting.commit
-    if given.get("commit", final) != final:
-        raise refuse("commit", given["commit"], f"{final}, as {served.setting.method} is served")
+    for field in ("tree", "window"):
+        if field in given and not is_served(str(given[field]), served.setting.tree):
+            allowed = f"{served.setting.tree.name}, which {served.setting.method} serves"
+            raise refuse(field, given[field], allowed)
     return served
 
 
-def request_relaxation(given: Mapping[str, Any], served: Served, menu: Menu) -> Relaxation:
-    loose = {kind: given[name] for name, kind in RELAXED.items() if name in given}
-    setting = served.setting
-    asked = RelaxationOptions(**loose).relaxation(setting.relaxation)
-    if asked is None:
-        return setting.relaxation
-    check_relaxation(setting.method, asked)
-    check_drawn(setting.tree, asked)
-    check_schedule(setting.tree, asked)
-    return asked.fitted(menu.codes)
+def is_served(text: str, tree: Tree) -> bool:
+    """Whether a text names a tree; of a window, by its width and the rest or by its whole name."""
+    if not isinstance(tree, Window):
+        return text == tree.name
+    try:
+        return Window.parse(text if text.startswith(tree.rule) else f"{tree.rule}:{text}") == tree
+    except LanternError:
+        return False
 
 
-def check_graph(need: Spec, served: Served, menu: Menu, given: Mapping[str, Any]) -> None:
+def read_setting(given: Mapping[str, Any], setting: Resolved, menu: Menu) -> Resolved:
+    """What is served, relaxed as the request asks."""
+    if "relax" not in given:
+        return setting
+    relaxation = relaxations.parse(given["relax"], setting.relaxation)
+    return replace(setting, relaxation=relaxation.fit(menu.codes))
+
+
+def check_graph(need: Spec, served: Served, given: Mapping[str, Any]) -> None:
     """Raise an ApiError where a request needs what the recorded step does not do."""
     has, method = served.spec, served.setting.method
     if need.guidance and not has.guidance:
@@ -140,24 +126,21 @@ def check_graph(need: Spec, served: Served, menu: Menu, given: Mapping[str, Any]
         raise refuse("top_k", "more", f"{most}; more where the server has --allow top_k")
     if need.use_top_p and not has.use_top_p:
         raise refuse("top_p", "below 1", "1 (off); less where the server has --allow top_p")
+    allowed = ""
     if need.neighbours > has.neighbours:
-        last = max(has.neighbours - 1, 0)
-        asked = "relax" if "relax" in given and "relax_k" not in given else "relax_k"
-        most = f"relax_k of 0 to {last} with {method} on this server"
-        if not last:
-            most = f"none with {method} on this server; some where it has --allow"
-            most += f" {given.get('relax') or 'PRESET'}"
-        raise refuse(asked, given.get(asked, "more"), most)
-    if need.annealed and not has.annealed:
-        raise refuse("relax_omega", "given", f"none: {method} is served without weights of depth")
-    if need.ranks > has.ranks:
-        most = f"up to {has.ranks}" if has.ranks else "none; some where the server has --allow gsd"
-        asked = next((name for name in CLUSTERS if name in given), "relax")
-        raise refuse(asked, given.get(asked), most)
-    if need.blended and not has.blended:
-        raise refuse("relax_tv", "given", "0; more where the server has --allow tv")
-    if need.neighbours and need.residual != has.residual:
-        raise refuse("residual", need.residual, has.residual)
+        allowed = f"k of 0 to {has.neighbours - 1} with {method} on this server"
+        if has.neighbours < 2:
+            allowed = f"no k with {method} on this server; some where it has --allow PRESET"
+    elif need.annealed and not has.annealed:
+        allowed = f"no omega: {method} is served without weights of depth"
+    elif need.ranks > has.ranks:
+        allowed = f"ranks up to {has.ranks}; more where the server has --allow gsd"
+    elif need.blended and not has.blended:
+        allowed = "tv of 0; more where the server has --allow tv"
+    elif need.neighbours and need.residual != has.residual:
+        allowed = f"residual={has.residual}"
+    if allowed:
+        raise refuse("relax", given.get("relax"), allowed)
 
 
 def translated(error: LanternError, given: Collection[str] = ()) -> ApiError:
@@ -166,5 +149,6 @@ def translated(error: LanternError, given: Collection[str] = ()) -> ApiError:
         r"--([a-z][a-z-]*)", lambda m: m[1].replace("-", "_"), " ".join(str(error).split())
     )
     named = [name for name in ImagesRequest.model_fields if re.search(rf"\b{name}\b", text)]
-    best = max(named, key=lambda name: (name in given, len(name)), default=None)
+    usual = "relax" if "relax" in given else None
+    best = max(named, key=lambda name: (name in given, len(name)), default=usual)
     return ApiError(400, text, best, "invalid_value")

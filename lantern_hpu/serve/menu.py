@@ -104,6 +104,6 @@ def warm_up_requests(
     method = METHODS[setting.method]
     presets = [PRESETS[name] for name in options.allow if name in PRESETS]
     codes = pipeline.model.codes
-    lent = [rule.fitted(codes) for rule in presets if method.takes_relaxation(rule)]
+    lent = [rule.fit(codes) for rule in presets if method.takes_relaxation(rule)]
     result = [Request("any", 0, kind, setting.relaxation) for kind in kinds]
     return result + [Request("any", 0, usual, relaxation) for relaxation in lent]

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from lantern_hpu.errors import needing
 from lantern_hpu.methods.request import MAX_SEED
+from lantern_hpu.methods.setting import REPLACED, replaced
 from lantern_hpu.serve.options import MAX_N, MAX_PROMPT
 
 with needing("fastapi", "the server is built on it", "serve"):
@@ -81,6 +82,11 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if error["type"] == "json_invalid":
         why = error["ctx"]["error"]
         return ApiError(400, f"the body is not valid JSON: {why}", None, "invalid_json")
+    unknown = [e for e in errors if e["type"] == "extra_forbidden"]
+    old = {str(e["loc"][-1]): str(e["input"])[:60] for e in unknown}
+    if param in REPLACED:
+        text = " ".join(str(replaced(old)).split())
+        return ApiError(400, text, param, "unknown_parameter")
     if error["type"] == "extra_forbidden":
         what = f"unknown field {param!r}; allowed: {', '.join(ImagesRequest.model_fields)}"
         return ApiError(400, what, param, "unknown_parameter")
@@ -122,10 +128,12 @@ class ImagesRequest(BaseModel):
     background: Literal["auto", "opaque"] | None = None
     moderation: Literal["auto", "low"] | None = None
     method: str | None = Field(None, description='a decoding method of `/v1/models`, or "auto"')
-    tree: str | None = Field(None, description="the draft tree or window of the method")
-    commit: int | None = Field(
-        None,
-        description="tokens that each step of the method makes final; 0 where acceptance decides",
+    tree: str | None = Field(None, description="the draft tree of the method")
+    window: int | str | None = Field(
+        None, description='the window of the method: 16, or "16:commit=4"'
+    )
+    relax: str | None = Field(
+        None, description='a relaxation: a published one or values, "tv=0.1:budget=10"'
     )
     cfg_scale: Number = Field(None, description="strength of guidance; 1 is off")
     temperature: Number = Field(None, description="sampling temperature; 0 is greedy")
@@ -136,19 +144,6 @@ class ImagesRequest(BaseModel):
         None,
         description="nucleus sampling: smallest set of tokens with this probability; 1 turns it off",
     )
-    relax: str | None = Field(None, description="a preset of `generate --relax`")
-    relax_k: int | None = None
-    relax_delta: Number = None
-    relax_lambda: Number = None
-    relax_omega: Number = None
-    relax_nu: Number = None
-    relax_mu: Number = None
-    relax_distance: Number = None
-    relax_ranks: int | None = None
-    relax_gap: Number = None
-    relax_tv: Number = Field(None, description="total variation that a token may cost, at most")
-    relax_budget: Number = Field(None, description="bound on the sum of relax_tv over an image")
-    residual: str | None = None
 
     def given(self) -> dict[str, Any]:
         """The fields that are not null."""

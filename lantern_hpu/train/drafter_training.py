@@ -260,7 +260,7 @@ class DrafterTraining:
     def drawn(self, method: str) -> Profile:
         """Held-out images drawn with the averaged weights, the default tree, and a method's own relaxation."""
         model, options, held = self.pipeline.model, self.options, self.held_out
-        relaxation = (METHODS[method].relaxation or EXACT).fitted(model.codes)
+        relaxation = (METHODS[method].relaxation or EXACT).fit(model.codes)
         index = range(options.measured)
         requests = in_turn(held.prompts, index, options.seed, model.sampling, relaxation)
         drafter = self.averaged().to(model.target.dtype)

@@ -23,7 +23,7 @@ from lantern_hpu.files import write_file
 from lantern_hpu.methods.relaxation import PRESETS, read_relaxation
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results import plots
-from lantern_hpu.tree import OLD_USUAL
+from lantern_hpu.tree.window import OLD_USUAL
 from scripts import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
