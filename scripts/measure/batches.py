@@ -28,7 +28,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,38 +57,25 @@ WAYS = "closed-1,closed-2,closed-4,closed-8,open-8,server-8"
 COLUMNS = ("layout", "method", "way", "images", "tokens_differ", "pixels_differ", "bits_differ")
 
 
-@dataclass(frozen=True)
-class Image:
-    """What is compared of an image: digests."""
-
-    tokens: str
-    pixels: str
-    bits: str | None = None  # of the cache; None: its slot was taken by another since
+# Digests of an image's tokens, its pixels, and the cache; None where another image has taken its slot since
+Digests = tuple[str, str, "str | None"]
+Images = dict[int, Digests]  # by number, which is the seed
 
 
-Images = dict[int, Image]  # by number, which is the seed
-
-
-@dataclass(frozen=True)
-class Way:
-    """How images are drawn: see above."""
-
-    kind: str
-    size: int
-
-    @classmethod
-    def parse(cls, text: str) -> Way:
-        kind, _, size = text.partition("-")
-        if kind not in KINDS or not size.isdigit():
-            raise OptionError(f"--ways has {text!r}", hint=", ".join(f"{k}-N" for k in KINDS))
-        return cls(kind, int(size))
-
-    def __str__(self) -> str:
-        return f"{self.kind}-{self.size}"
+def parse_way(text: str) -> tuple[str, int]:
+    kind, _, size = text.partition("-")
+    if kind not in KINDS or not size.isdigit():
+        raise OptionError(f"--ways has {text!r}", hint=", ".join(f"{k}-N" for k in KINDS))
+    return kind, int(size)
 
 
 def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
+
+
+def digests(pipeline: LanternPipeline, done: Finished, bits: str | None = None) -> Digests:
+    pixels = pipeline.pictures(done)[0].tobytes()
+    return digest(str(done.tokens.tolist()).encode()), digest(pixels), bits
 
 
 def cache_bits(engine: Engine, slot: int) -> str:
@@ -103,7 +90,7 @@ def cache_bits(engine: Engine, slot: int) -> str:
 
 
 class Server(DecodeThread):
-    """The decode loop of `serve`, which also keeps the tokens of what it drew."""
+    """The decode loop of `serve`, which also keeps the digests of what it drew."""
 
     def __init__(self, pipeline: LanternPipeline, options: ServeOptions) -> None:
         super().__init__(pipeline, options)
@@ -111,13 +98,8 @@ class Server(DecodeThread):
         self.start(wait=True)
 
     def finish(self, lane: Lane, job: Job, done: Finished) -> None:
-        pixels = self.pipeline.pictures(done)[0].tobytes()
-        self.drawn[job.request.seed] = Image(tokens_digest(done), digest(pixels))
+        self.drawn[job.request.seed] = digests(self.pipeline, done)
         super().finish(lane, job, done)
-
-
-def tokens_digest(done: Finished) -> str:
-    return digest(str(done.tokens.tolist()).encode())
 
 
 class Drawer:
@@ -139,24 +121,22 @@ class Drawer:
         prompt, sampling = prompts[number % len(prompts)], self.pipeline.model.sampling
         return Request(prompt, number, sampling, self.setting.relaxation)
 
-    def draw(self, way: Way, numbers: Sequence[int]) -> Iterator[tuple[int, Image]]:
+    def draw(self, way: str, numbers: Sequence[int]) -> Iterator[tuple[int, Digests]]:
         """Each image with its number, in the order in which they are done."""
-        if way.kind == "server":
-            return self.by_server(way.size, numbers)
-        if way.kind == "open":
-            return self.by_engine(way.size, True, numbers)
-        if way.kind == "closed":
-            return self.by_engine(way.size, False, numbers)
-        if way.kind == "workers":
-            return self.by_workers(way.size, numbers)
-        if way.size not in self.by_threads:
-            how = self.how | {"threads": way.size}
-            self.by_threads[way.size] = Drawer(how, self.method)
-        return self.by_threads[way.size].by_engine(BATCH, False, numbers)
+        kind, size = parse_way(way)
+        if kind == "server":
+            return self.by_server(size, numbers)
+        if kind == "workers":
+            return self.by_workers(size, numbers)
+        if kind != "threads":
+            return self.by_engine(size, kind == "open", numbers)
+        if size not in self.by_threads:
+            self.by_threads[size] = Drawer(self.how | {"threads": size}, self.method)
+        return self.by_threads[size].by_engine(BATCH, False, numbers)
 
     def by_engine(
         self, size: int, is_open: bool, numbers: Sequence[int]
-    ) -> Iterator[tuple[int, Image]]:
+    ) -> Iterator[tuple[int, Digests]]:
         torch.set_num_threads(self.how["threads"])
         requests = [self.request(number) for number in numbers]
         spec = self.pipeline.spec(requests, self.setting.tree, size)
@@ -164,13 +144,11 @@ class Drawer:
         self.pipeline.warm_up(engine, requests[0])
         step = len(numbers) if is_open else size
         for first in range(0, len(numbers), step):
-            some = requests[first : first + step]
-            for index, done in self.pipeline.stream(engine, some):
+            for index, done in self.pipeline.stream(engine, requests[first : first + step]):
                 bits = None if is_open else cache_bits(engine, done.slot)
-                pixels = self.pipeline.pictures(done)[0].tobytes()
-                yield numbers[first + index], Image(tokens_digest(done), digest(pixels), bits)
+                yield numbers[first + index], digests(self.pipeline, done, bits)
 
-    def by_server(self, slots: int, numbers: Sequence[int]) -> Iterator[tuple[int, Image]]:
+    def by_server(self, slots: int, numbers: Sequence[int]) -> Iterator[tuple[int, Digests]]:
         """Requests come as the queue empties: one image of them first, then up to five together."""
         if slots not in self.servers:
             options = ServeOptions(methods=(self.method,), slots=slots, timeout=PATIENCE)
@@ -193,12 +171,10 @@ class Drawer:
         until = time.monotonic() + PATIENCE
         return Job(self.request(number), self.setting.method, until, (), lambda event: None)
 
-    def by_workers(self, workers: int, numbers: Sequence[int]) -> Iterator[tuple[int, Image]]:
+    def by_workers(self, workers: int, numbers: Sequence[int]) -> Iterator[tuple[int, Digests]]:
         work = [[numbers[i] for i in piece] for piece in pieces(len(numbers), workers, BATCH)]
-        opened = share_work(
-            "scripts.measure.batches:piece_drawer", (self.how, self.method), work, workers
-        )
-        for _, images in opened:
+        maker, args = "scripts.measure.batches:piece_drawer", (self.how, self.method)
+        for _, images in share_work(maker, args, work, workers):
             yield from images.items()
 
     def close(self) -> None:
@@ -213,7 +189,7 @@ class Drawer:
 def piece_drawer(how: dict[str, Any], method: str) -> Callable[[list[int]], Images]:
     """What draws a piece, in a worker process."""
     drawer = Drawer(how, method)
-    return lambda numbers: dict(drawer.draw(Way("closed", BATCH), numbers))
+    return lambda numbers: dict(drawer.draw(f"closed-{BATCH}", numbers))
 
 
 class Record:
@@ -228,13 +204,6 @@ class Record:
             if self.about["how"] != how:
                 raise OptionError(f"{path} is of {self.about['how']}", hint="another --output")
 
-    def of(self, case: str, way: Way) -> dict[str, Any]:
-        return self.images.setdefault(case, {}).setdefault(str(way), {})
-
-    def add(self, case: str, way: Way, drawn: Images) -> None:
-        images = {str(n): (i.tokens, i.pixels, i.bits) for n, i in sorted(drawn.items())}
-        self.of(case, way).update(images)
-
     def rows(self) -> list[dict[str, Any]]:
         """How many images of each way were compared with those of the first, and how many differ."""
         result = []
@@ -242,18 +211,23 @@ class Record:
             for way, images in ways.items():
                 pairs = [(ways[FIRST][number], image) for number, image in images.items()]
                 tokens, pixels, bits = (sum(a[i] != b[i] for a, b in pairs) for i in range(3))
-                held = all(image[2] for image in images.values())
-                layout, method = case.split(" ", 1)
-                row = (layout, method, way, len(pairs), tokens, pixels, bits if held else None)
+                whole = all(image[2] for image in images.values())
+                row = (
+                    *case.split(" ", 1),
+                    way,
+                    len(pairs),
+                    tokens,
+                    pixels,
+                    bits if whole else None,
+                )
                 result.append(dict(zip(COLUMNS, row, strict=True)))
         return result
 
     def write(self) -> None:
-        if self.path is None:
-            return
-        content = {"about": self.about, "rows": self.rows(), "images": self.images}
-        # One image a line would be ten thousand lines
-        write_file(self.path, json.dumps(content).encode(), force=True)
+        if self.path is not None:
+            content = {"about": self.about, "rows": self.rows(), "images": self.images}
+            # One image a line would be ten thousand lines
+            write_file(self.path, json.dumps(content).encode(), force=True)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -271,33 +245,35 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def count(asked: argparse.Namespace) -> list[dict[str, Any]]:
+def count(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Draw what the file lacks. -> rows of `COLUMNS`"""
     names = ("model", "device", "emulate", "dtype", "invariant", "threads")
-    how = {name: getattr(asked, name) for name in names}
-    record = Record(asked.output, how)
-    ways = [Way.parse(text) for text in dict.fromkeys([FIRST, *asked.ways.split(",")])]
-    for layout in asked.layouts.split(","):
-        for method in asked.methods.split(","):
+    how = {name: getattr(args, name) for name in names}
+    record = Record(args.output, how)
+    ways = list(dict.fromkeys([FIRST, *args.ways.split(",")]))
+    for layout in args.layouts.split(","):
+        for method in args.methods.split(","):
             drawer = Drawer(how | {"layout": layout}, method)
-            draw_case(drawer, ways, asked.images, record)
+            draw_case(drawer, ways, args.images, record)
             drawer.close()
     return record.rows()
 
 
-def draw_case(drawer: Drawer, ways: Sequence[Way], images: int, record: Record) -> None:
+def draw_case(drawer: Drawer, ways: Sequence[str], images: int, record: Record) -> None:
     case = f"{drawer.pipeline.layout} {drawer.setting}"
+    drawn = record.images.setdefault(case, {})
     with tqdm(total=len(ways) * images, desc=case, file=sys.stderr) as bar:
         for first in range(0, images, CHUNK):
             chunk = range(first, min(first + CHUNK, images))
             for way in ways:
-                kept, drawn = record.of(case, way), Images()
-                lacking = [number for number in chunk if str(number) not in kept]
-                bar.update(len(chunk) - len(lacking))
-                for number, image in drawer.draw(way, lacking) if lacking else ():
-                    drawn[number] = image
+                known = drawn.setdefault(way, {})
+                missing = [number for number in chunk if str(number) not in known]
+                bar.update(len(chunk) - len(missing))
+                found: Images = {}
+                for number, image in drawer.draw(way, missing) if missing else ():
+                    found[number] = image
                     bar.update()
-                record.add(case, way, drawn)
+                known |= {str(number): image for number, image in sorted(found.items())}
                 environment = drawer.pipeline.environment()
                 decided = environment.pop("decided").get("invariant", "off")
                 record.about |= {"environment": environment, case: decided}
@@ -306,21 +282,22 @@ def draw_case(drawer: Drawer, ways: Sequence[Way], images: int, record: Record) 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("scripts.measure.batches", description=__doc__)
-    parser.add_argument("--model", default="builtin")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--emulate", action="store_true")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--layouts", default="auto")
-    parser.add_argument("--invariant", default="on", choices=("on", "off"))
-    parser.add_argument("--methods", default="ar,scd@16", help="settings, comma-separated")
-    parser.add_argument("--ways", default=WAYS, help=f"comma-separated ({WAYS})")
-    parser.add_argument("--threads", type=int, default=1, help="of all ways but threads-N (1)")
-    parser.add_argument("--images", type=int, default=40)
-    parser.add_argument("--output", type=Path)
-    asked = parser.parse_args(argv)
+    add = parser.add_argument
+    add("--model", default="builtin")
+    add("--device", default="cpu")
+    add("--emulate", action="store_true")
+    add("--dtype", default="auto")
+    add("--layouts", default="auto")
+    add("--invariant", default="on", choices=("on", "off"))
+    add("--methods", default="ar,scd@16", help="settings, comma-separated")
+    add("--ways", default=WAYS, help=f"comma-separated ({WAYS})")
+    add("--threads", type=int, default=1, help="of all ways but threads-N (1)")
+    add("--images", type=int, default=40)
+    add("--output", type=Path)
+    args = parser.parse_args(argv)
 
     def command() -> int:
-        rows = count(asked)
+        rows = count(args)
         print(table(rows))
         return int(any(row["tokens_differ"] or row["pixels_differ"] for row in rows))
 
