@@ -1,8 +1,7 @@
-"""What windows promise and what they gain, measured on a model's images.
+"""What windows promise, checked on a model's images.
 
     python -m scripts.measure.windows same       jacobi: tokens that differ from one-token decoding with the same noise
     python -m scripts.measure.windows lossless   scd and sjd-pac: permutation tests against ar, and one that has to fail
-    python -m scripts.measure.windows guesses    tokens a step by rule, width and first guess
 
 **lossless.** Images of `ar` and of a window are drawn from the same prompts with other seeds, in pairs. If the window
 is exact the two of a pair can be exchanged; so the statistic - the largest of the paired t-values of some features - is
@@ -17,8 +16,8 @@ import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,32 +33,18 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import RunStats
 from lantern_hpu.results.tables import markdown
 from lantern_hpu.train.unroll import Lesson
-from lantern_hpu.tree import DraftTree, Guess, Rule, Tree, Window
-from lantern_lab.fidelity import interval, prompts_of
+from lantern_hpu.tree import DraftTree, Tree, Window
+from lantern_lab.fidelity import prompts_of
 
-RULES: tuple[Rule, ...] = ("jacobi", "scd", "sjd-pac")
-GUESSES: tuple[Guess, ...] = ("probs", "left", "above", "random")
 ROUNDS = 9999  # of exchanging pairs at random
 POWER = 0.84  # standard normal quantile of 80 %
 
 
-@dataclass
-class Drawn:
+class Drawn(NamedTuple):
     """Images drawn with one tree."""
 
     prompts: list[str]
     tokens: NDArray[np.int64]  # [n, N]
-    steps: NDArray[np.int64]  # [n]
-
-    @property
-    def tokens_per_step(self) -> str:
-        """The bonus token included, the one of admission not; with the 95 % interval of the images' mean."""
-        added = self.tokens.shape[1] - 1
-        mean, around = (
-            added * len(self.steps) / self.steps.sum(),
-            interval(list(added / self.steps)),
-        )
-        return f"{mean:.2f}" if around is None else f"{mean:.2f} ± {around:.2f}"
 
 
 def draw(pipeline: LanternPipeline, tree: Tree, seeds: Sequence[int], batch: int) -> Drawn:
@@ -70,18 +55,16 @@ def draw(pipeline: LanternPipeline, tree: Tree, seeds: Sequence[int], batch: int
     engine = pipeline.engines.get(replace(spec, open=len(requests) > batch))
     pipeline.prepare(engine, requests, RunStats())
     tokens = np.zeros((len(seeds), pipeline.model.target.config.tokens), np.int64)
-    steps = np.zeros(len(seeds), np.int64)
-    with tqdm(total=len(seeds), desc=tree.name, unit="image", file=sys.stderr) as bar:
-        for index, done in pipeline.stream(engine, requests):
-            tokens[index], steps[index] = done.tokens, done.steps
-            bar.update()
-    return Drawn([request.prompt for request in requests], tokens, steps)
+    stream = pipeline.stream(engine, requests)
+    for index, done in tqdm(stream, desc=tree.name, unit="image", total=len(seeds)):
+        tokens[index] = done.tokens
+    return Drawn([request.prompt for request in requests], tokens)
 
 
 # ------------------------------------------------------------------------------------ same
 
 
-def same(pipeline: LanternPipeline, images: int, width: int, batch: int) -> list[str]:
+def same(pipeline: LanternPipeline, images: int, width: int, batch: int) -> str:
     """How many images and tokens of `jacobi` differ from one-token decoding with the same noise."""
     differing, tokens, firsts = 0, 0, list[int]()
     for start in range(0, images, batch):
@@ -95,7 +78,7 @@ def same(pipeline: LanternPipeline, images: int, width: int, batch: int) -> list
         print(f"{seeds[-1] + 1} images: {differing} differ", file=sys.stderr)
     size = pipeline.model.target.config.tokens
     said = f"jacobi:{width}: {differing} of {images} images and {tokens} of {images * size} tokens differ"
-    return [said, *([f"the first of each: {firsts}"] if firsts else [])]
+    return f"{said}\nthe first of each: {firsts}" if firsts else said
 
 
 # ------------------------------------------------------------------------------------ lossless
@@ -147,8 +130,7 @@ def features(pipeline: LanternPipeline, drawn: Drawn, batch: int) -> NDArray[np.
     return torch.cat(found).numpy()
 
 
-@dataclass
-class Test:
+class Test(NamedTuple):
     """A permutation test of paired images."""
 
     p: float
@@ -196,40 +178,19 @@ def lossless(pipeline: LanternPipeline, images: int, width: int, batch: int) -> 
     return markdown(("against ar", "p", "nats a token more", "noticed with 80 %"), lines)
 
 
-# ------------------------------------------------------------------------------------ guesses
-
-
-def guesses(pipeline: LanternPipeline, images: int, widths: Sequence[int], batch: int) -> str:
-    """Tokens a step by rule, width and first guess."""
-    lines = []
-    for rule in RULES:
-        for width in widths:
-            trees = [Window.of(rule, width, guess=guess) for guess in GUESSES]
-            found = [draw(pipeline, tree, range(images), batch).tokens_per_step for tree in trees]
-            lines.append((f"`{rule}`", str(width), *found))
-            print(*lines[-1], file=sys.stderr)
-    return markdown(("rule", "W", *GUESSES), lines)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Measure what windows promise and what they gain.")
-    parser.add_argument("what", choices=("same", "lossless", "guesses"))
+    parser = argparse.ArgumentParser(description="Check what windows promise.")
+    parser.add_argument("what", choices=("same", "lossless"))
     parser.add_argument("--model", default="builtin")
-    parser.add_argument("--images", type=int, help="same: 200, lossless: 128, guesses: 8")
-    parser.add_argument("--widths", default="4,8,16,32,64", help="of guesses")
-    parser.add_argument("--window", type=int, default=16, help="of same and lossless (16)")
+    parser.add_argument("--images", type=int, help="same: 200, lossless: 128")
+    parser.add_argument("--window", type=int, default=16)
     parser.add_argument("--batch-size", type=int, default=8)
     args = parser.parse_args()
-    images = args.images or {"same": 200, "lossless": 128, "guesses": 8}[args.what]
+    images = args.images or {"same": 200, "lossless": 128}[args.what]
     require(images % 8 == 0, "--images", images, "a multiple of 8, so that pairs share prompts")
     pipeline = LanternPipeline.from_pretrained(args.model, graphs="eager")
-    if args.what == "same":
-        print("\n".join(same(pipeline, images, args.window, args.batch_size)))
-    elif args.what == "lossless":
-        print(lossless(pipeline, images, args.window, args.batch_size))
-    else:
-        widths = [int(width) for width in args.widths.split(",")]
-        print(guesses(pipeline, images, widths, args.batch_size))
+    check = same if args.what == "same" else lossless
+    print(check(pipeline, images, args.window, args.batch_size))
 
 
 if __name__ == "__main__":
