@@ -44,14 +44,13 @@ def commands() -> Iterator[str]:
     """The help of each command."""
     from lantern_hpu.cli import COMMANDS, module_of
 
-    yield from ("# Commands", "")
+    yield "# Commands\n"
     yield "`lantern-hpu COMMAND` and `python -m lantern_hpu COMMAND` are the same. Exit codes: 0, or 2 after an error."
     for name, about in COMMANDS.items():
         main, shown = import_module(module_of(name)).main, io.StringIO()
         with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
             main(["--help"])
-        yield from ("", f"## {name}", "", f"{about[0].upper()}{about[1:]}.", "")
-        yield from ("```text", shown.getvalue().rstrip(), "```")
+        yield f"\n## {name}\n\n{about[0].upper()}{about[1:]}.\n\n```text\n{shown.getvalue().rstrip()}\n```"
 
 
 def http() -> Iterator[str]:
@@ -60,37 +59,22 @@ def http() -> Iterator[str]:
     from lantern_hpu.serve.options import ServeOptions
 
     schema = make_app(ServeOptions(), lambda: None).openapi()  # type: ignore[arg-type,return-value]
-    yield from ("# HTTP", "")
-    yield "A running server has this as `/openapi.json`, and a page to try it at `/docs`."
-    yield from ("", "## Paths", "")
-    rows = [
-        (
-            f"`{method.upper()} {path}`",
-            first_line(operation.get("description") or operation["summary"]),
-        )
-        for path, operations in schema["paths"].items()
-        for method, operation in operations.items()
-    ]
+    yield "# HTTP\n\nA running server has this as `/openapi.json`, and a page to try it at `/docs`.\n\n## Paths\n"
+    rows = []
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            about = (operation.get("description") or operation["summary"]).strip().splitlines()[0]
+            rows.append((f"`{method.upper()} {path}`", about))
     yield from table(("path", "what it does"), rows)
     for name, about in sorted(schema["components"]["schemas"].items()):
-        if "properties" not in about:
-            continue
-        yield from ("", f"## {name}", "", about.get("description", ""), "")
-        needed = about.get("required", [])
-        fields = [
-            (
-                f"`{field}`",
-                kind(value),
-                "yes" if field in needed else default(value),
-                meaning(value),
-            )
-            for field, value in about["properties"].items()
-        ]
-        yield from table(("field", "type", "required or default", "meaning"), fields)
-
-
-def first_line(text: str) -> str:
-    return text.strip().splitlines()[0]
+        if "properties" in about:
+            yield f"\n## {name}\n\n{about.get('description', '')}\n"
+            needed = about.get("required", [])
+            shown = [
+                (f"`{field}`", kind(v), "yes" if field in needed else default(v), meaning(v))
+                for field, v in about["properties"].items()
+            ]
+            yield from table(("field", "type", "required or default", "meaning"), shown)
 
 
 def kind(value: Mapping[str, Any]) -> str:
@@ -120,12 +104,12 @@ def metrics() -> Iterator[str]:
     """What `/metrics` has."""
     from lantern_hpu.serve.metrics import Metrics
 
-    yield from ("# Metrics", "")
+    yield "# Metrics\n"
     yield "`GET /metrics`, in Prometheus' format; each has the label `model_name`."
-    yield "Names that vLLM has mean what they mean there."
+    yield "Metrics that vLLM also has mean the same.\n"
     families = list(Metrics("model").registry.collect())
     rows = [(f"`{family.name}`", family.type, family.documentation) for family in families]
-    yield from ("", *table(("name", "type", "what"), rows))
+    yield from table(("name", "type", "what"), rows)
 
 
 def methods() -> Iterator[str]:
@@ -136,49 +120,35 @@ def methods() -> Iterator[str]:
     from lantern_hpu.tree.named import NAMED
     from scripts.docs.tree_diagrams import as_text
 
-    yield from ("# Methods, presets and trees", "", "## Methods", "")
-    rows = [
-        (
-            f"`{name}`",
-            method.about,
-            "a drafter" if method.needs_drafter else "nothing",
-            "yes" if method.relaxation is None else "no",
-            "yes" if method.relaxes else "no",
-        )
-        for name, method in METHODS.items()
-    ]
-    yield from table(
-        ("method", "what it does", "needs", "lossless by default", "can be relaxed"), rows
-    )
-    yield from ("", "## Presets of `--relax`", "")
-    yield from table(
-        ("preset", "rule", "values"),
-        [(f"`{name}`", r.rule, f"`{json.dumps(r.as_json())}`") for name, r in PRESETS.items()],
-    )
-    yield from ("", "## Draft trees", "")
+    yield "# Methods, presets and trees\n\n## Methods\n"
+    rows = []
+    for name, method in METHODS.items():
+        needs = "a drafter" if method.needs_drafter else "nothing"
+        lossless = "yes" if method.relaxation is None else "no"
+        relaxes = "yes" if method.relaxes else "no"
+        rows.append((f"`{name}`", method.about, needs, lossless, relaxes))
+    head = ("method", "what it does", "needs", "lossless by default", "can be relaxed")
+    yield from table(head, rows)
+    yield "\n## Presets of `--relax`\n"
+    presets = [(f"`{n}`", r.rule, f"`{json.dumps(r.as_json())}`") for n, r in PRESETS.items()]
+    yield from table(("preset", "rule", "values"), presets)
+    yield "\n## Draft trees\n"
     yield "Each line is a node, named by the ranks of the siblings on its path from the root."
     for name in NAMED:
-        yield from ("", f"### {name}", "", "```text", as_text(load_static(name)), "```")
+        yield f"\n### {name}\n\n```text\n{as_text(load_static(name))}\n```"
 
 
 def lint_rules() -> Iterator[str]:
     """The rules of `lantern-hpu lint`."""
     from gaudi_emulator.lint.rules import RULES
 
-    yield from ("# Lint rules", "")
-    yield "What `lantern-hpu lint` finds in code for Gaudi."
-    yield "The severity inside a capture, where it differs, stands in brackets."
-    rows = [
-        (
-            rule.id,
-            rule.name,
-            rule.severity + ("" if rule.captured == rule.severity else f" ({rule.captured})"),
-            rule.why,
-            rule.instead,
-        )
-        for rule in RULES.values()
-    ]
-    yield from ("", *table(("rule", "name", "severity", "why", "instead"), rows))
+    yield "# Lint rules\n\nWhat `lantern-hpu lint` finds in code for Gaudi."
+    yield "The severity inside a capture, where it differs, is in brackets.\n"
+    rows = []
+    for rule in RULES.values():
+        captured = "" if rule.captured == rule.severity else f" ({rule.captured})"
+        rows.append((rule.id, rule.name, rule.severity + captured, rule.why, rule.instead))
+    yield from table(("rule", "name", "severity", "why", "instead"), rows)
 
 
 def gaudi_contract() -> Iterator[str]:
@@ -187,31 +157,18 @@ def gaudi_contract() -> Iterator[str]:
     from gaudi_emulator.facts import FACTS
     from lantern_hpu.backends.hpu.env import RELEASES
 
-    yield from (
-        "# Gaudi's contract",
-        "",
-        "What this project holds to, by release of Gaudi's PyTorch bridge:",
-        "",
-    )
+    yield "# Gaudi's contract\n"
+    yield "What this project keeps to, by release of Gaudi's PyTorch bridge:\n"
     yield from (f"- {release.name}: {release.source}" for release in RELEASES.values())
-    yield from ("", "## Flags", "")
-    yield from table(
-        ("flag", "value", "why", "another value", "release, mode"), sorted(gaudi_flags())
-    )
-    yield from (
-        "",
-        "## Facts",
-        "",
-        "Each is asked by `lantern-hpu verify`; the source is a file of the bridge.",
-        "",
-    )
-    rows = [
-        (f.name, f.source, "lazy" if f.lazy else "eager and compile", f.only or "both")
-        for f in FACTS
-    ]
+    yield "\n## Flags\n"
+    head = ("flag", "value", "why", "another value", "release, mode")
+    yield from table(head, sorted(gaudi_flags()))
+    yield "\n## Facts\n\n`lantern-hpu verify` checks each of them; the source is a file of the bridge.\n"
+    modes = {True: "lazy", False: "eager and compile"}
+    rows = [(f.name, f.source, modes[f.lazy], f.only or "both") for f in FACTS]
     yield from table(("fact", "source", "mode", "release"), rows)
-    yield from ("", "## What the emulator leaves out", "")
-    yield from ("Below `habana_frameworks.torch`; its use is refused.", "")
+    yield "\n## What the emulator leaves out\n"
+    yield "Below `habana_frameworks.torch`; its use is refused.\n"
     names = [(f"`{m}.{n}`", why) for m, known in scope.NAMES.items() for n, why in known.items()]
     names += [(f"`{module}`", why) for module, why in scope.WHOLE.items()]
     names += [(f"`torch.ops.hpu.*{part}*`", why) for part, why in scope.OPERATORS.items()]
@@ -236,45 +193,38 @@ def gaudi_flags() -> Iterator[tuple[str, ...]]:
 
 
 DEVICES = {"cpu": "CPU", "cuda": "NVIDIA GPU", "hpu": "Intel Gaudi"}
-NOT_RUN = "This backend has not been run on a card yet."
+MODELS_BY_DEVICE = """# Models by device
+
+The one command for each known model. First, once, on the machine:
+
+```bash
+pip install "lantern-hpu[models,serve]"
+lantern-hpu download NAME
+```
+
+The embedded model, `builtin`, needs no download: `lantern-hpu serve --device DEVICE`. Add
+`--host 0.0.0.0 --api-key KEY` to answer other machines. To draw to a file instead:
+`lantern-hpu generate --model NAME --device DEVICE --prompt "a red apple" --output apple.png`, for
+class models with `--class-label goldfish`. GLM-Image needs `pip install "lantern-hpu[glm,serve]"`.
+
+Memory is counted, not measured: by `lantern-hpu plan NAME`, in bfloat16, with the default method, for
+1 and for 8 images at a time. A server holds caches for each of its methods; fewer `--methods` take less.
+The formats were loaded as small synthetic copies; no published weight has been loaded yet."""
 
 
 def models_by_device() -> Iterator[str]:
     """The one command that serves each known model on each device, and the memory that it takes."""
     from lantern_hpu.zoo.registry import entries
 
-    yield from (
-        "# Models by device",
-        "",
-        "The one command for each known model. First, once, on the machine:",
-        "",
-    )
-    yield from (
-        "```bash",
-        'pip install "lantern-hpu[models,serve]"',
-        "lantern-hpu download NAME",
-        "```",
-        "",
-    )
-    yield "The embedded model, `builtin`, needs no download: `lantern-hpu serve --device DEVICE`. Add"
-    yield "`--host 0.0.0.0 --api-key KEY` to answer other machines. To draw to a file instead:"
-    yield '`lantern-hpu generate --model NAME --device DEVICE --prompt "a red apple" --output apple.png`, for'
-    yield 'class models with `--class-label goldfish`. GLM-Image needs `pip install "lantern-hpu[glm,serve]"`.'
-    yield ""
-    yield "Memory is counted, not measured: by `lantern-hpu plan NAME`, in bfloat16, with the default method, for"
-    yield "1 and for 8 images at a time. A server holds caches for each of its methods; fewer `--methods` take less."
-    yield "The formats were loaded as small synthetic copies; no published weight has been loaded yet."
+    yield MODELS_BY_DEVICE
     for device, title in DEVICES.items():
-        yield from ("", f"## {title}", "")
-        yield from (NOT_RUN, "") if device != "cpu" else ()
-        rows = [
-            (
-                f"`{name}`",
-                *(memory_of(name, device, images) for images in (1, 8)),
-                f"`{device_command(name, device)}`",
-            )
-            for name in entries()
-        ]
+        yield f"\n## {title}\n"
+        if device != "cpu":
+            yield "This backend has not been run on a card yet.\n"
+        rows = []
+        for name in entries():
+            memory = [memory_of(name, device, images) for images in (1, 8)]
+            rows.append((f"`{name}`", *memory, f"`{device_command(name, device)}`"))
         yield from table(("model", "1 image", "8 images", "command"), rows)
 
 
