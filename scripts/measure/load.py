@@ -35,7 +35,6 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -50,8 +49,8 @@ from lantern_hpu.serve.decoder import DecodeThread, Job, Lane
 from lantern_hpu.serve.options import ServeOptions
 from scripts import ROOT
 
-MOST = 2000  # images of one run
 PATH = "/v1/images/generations"
+PATIENT: dict[str, Any] = {"timeout": 3600, "limits": httpx.Limits(max_connections=256)}
 
 
 @contextmanager
@@ -60,10 +59,8 @@ def server(model: str, slots: int, method: str, queue: int) -> Iterator[tuple[st
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = {"--model": model, "--slots": slots, "--methods": method, "--queue": queue}
-    options["--port"] = port
-    flat = [str(part) for pair in options.items() for part in pair]
-    command = [sys.executable, "-m", "lantern_hpu", "serve", *flat]
+    options = f"--model {model} --slots {slots} --methods {method} --queue {queue} --port {port}"
+    command = [sys.executable, "-m", "lantern_hpu", "serve", *options.split()]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
     url = f"http://127.0.0.1:{port}"
@@ -162,52 +159,40 @@ HOSTILE: list[tuple[bytes, dict[str, str]]] = [
 SHAPE = {"message", "type", "param", "code"}
 
 
-@dataclass
-class Asked:
-    """What a soak asked and was answered: counts."""
-
-    images: int = 0  # that were answered
-    left: int = 0  # images whose client may have gone away before they were there
-    leavers: int = 0
-    shapeless: int = 0  # answers in no shape of OpenAI's
-    statuses: Counter[str] = field(default_factory=Counter)
-
-    def note(self, answer: httpx.Response) -> None:
-        self.statuses[str(answer.status_code)] += 1
-        content = answer.json() if "json" in answer.headers.get("content-type", "") else {}
-        if answer.status_code == 200:
-            self.images += len(content.get("data", []))
-            self.shapeless += not content.get("data")
-        else:
-            self.shapeless += set(content.get("error", {})) != SHAPE
+def note(asked: Counter[str], answer: httpx.Response) -> None:
+    """Count an answer by its status, its images, and whether it has OpenAI's shape."""
+    content = answer.json() if "json" in answer.headers.get("content-type", "") else {}
+    images = len(content.get("data", []))
+    shaped = images if answer.status_code == 200 else set(content.get("error", {})) == SHAPE
+    asked.update({str(answer.status_code): 1, "images": images, "shapeless": not shaped})
 
 
-def mixed(client: httpx.Client, url: str, number: int) -> Asked:
-    """One request of a soak; every third is hostile: senseless, or its client leaves."""
-    rng, asked = random.Random(number), Asked()
+def mixed(client: httpx.Client, url: str, number: int) -> Counter[str]:
+    """One request of a soak; every third is hostile: senseless, or its client disconnects."""
+    rng, asked = random.Random(number), Counter[str]()
     headers = {"Content-Type": "application/json"}
     if number % 3 == 0 and rng.random() < 0.8:
         body, more = rng.choice(HOSTILE)
-        asked.note(client.post(url + PATH, content=body, headers=headers | more))
+        note(asked, client.post(url + PATH, content=body, headers=headers | more))
         return asked
     fields: dict[str, Any] = {"prompt": "a red apple", "seed": number, "n": rng.randint(1, 3)}
     fields["temperature"] = rng.choice([0.5, 1.0, 1.3])
     fields["cfg_scale"] = rng.choice([1.5, 3.0])
     if number % 3 == 0:
         try:
-            asked.note(client.post(url + PATH, json=fields, timeout=rng.uniform(0.01, 0.5)))
+            note(asked, client.post(url + PATH, json=fields, timeout=rng.uniform(0.01, 0.5)))
         except httpx.TimeoutException:
-            asked.left, asked.leavers = fields["n"], 1
+            asked.update({"left": fields["n"], "leavers": 1})
         return asked
     while True:
         answer = client.post(url + PATH, json=fields)
-        asked.note(answer)
+        note(asked, answer)
         if answer.status_code != 429:
             return asked
         time.sleep(float(answer.headers["Retry-After"]))
 
 
-def counted(client: httpx.Client, url: str, name: str) -> float:
+def counter(client: httpx.Client, url: str, name: str) -> float:
     """The sum of one of the server's counters over its labels."""
     lines = client.get(url + "/metrics").text.splitlines()
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"lantern:{name}{{"))
@@ -215,35 +200,30 @@ def counted(client: httpx.Client, url: str, name: str) -> float:
 
 def soak(model: str, method: str, slots: int, requests: int) -> dict[str, Any]:
     """Mixed requests, 32 at a time, and whether the server stays as it was and counts what it answered."""
-    client = httpx.Client(timeout=3600, limits=httpx.Limits(max_connections=256))
+    client, asked = httpx.Client(**PATIENT), Counter[str]()
     with client, server(model, slots, method, 64) as (url, pid), ThreadPoolExecutor(32) as pool:
-
-        def ask(numbers: range) -> list[Asked]:
-            return [each.result() for each in [pool.submit(mixed, client, url, n) for n in numbers]]
-
-        answers = ask(range(requests // 4))
-        before = resident(pid)
-        answers += ask(range(requests // 4, requests))
-        while counted(client, url, "num_requests_running"):
+        for numbers in (range(requests // 4), range(requests // 4, requests)):
+            before = resident(pid)  # the second time, after a quarter
+            for found in pool.map(lambda number: mixed(client, url, number), numbers):
+                asked.update(found)
+        while counter(client, url, "num_requests_running"):
             time.sleep(0.1)
         grown = resident(pid) / before - 1
-        drawn, failed = (
-            counted(client, url, f"request_{kind}_total") for kind in ("success", "failure")
-        )
-        recompiled = counted(client, url, "recompiles_after_readiness")
-    statuses = sum((one.statuses for one in answers), Counter[str]())
-    images, left = sum(one.images for one in answers), sum(one.left for one in answers)
-    refused = sum(count for status, count in statuses.items() if status != "200")
-    leavers = sum(one.leavers for one in answers)
+        drawn = counter(client, url, "request_success_total")
+        failed = counter(client, url, "request_failure_total")
+        recompiled = counter(client, url, "recompiles_after_readiness")
+    images, left, leavers = asked["images"], asked["left"], asked["leavers"]
+    answers = {status: n for status, n in sorted(asked.items()) if status.isdigit()}
+    refused = sum(n for status, n in answers.items() if status != "200")
+    add_up = images <= drawn <= images + left and refused <= failed <= refused + leavers
     return {
         "model": model,
         "requests": requests,
-        "answers": dict(sorted(statuses.items())),
+        "answers": answers,
         "clients_that_left": leavers,
-        "answers_of_another_shape": sum(one.shapeless for one in answers),
+        "answers_of_another_shape": asked["shapeless"],
         "images": images,
-        "metrics_add_up": images <= drawn <= images + left
-        and refused <= failed <= refused + leavers,
+        "metrics_add_up": add_up,
         "recompiles_after_readiness": recompiled,
         "memory_grown_after_a_quarter": round(grown, 4),
     }
@@ -325,15 +305,14 @@ def measure(model: str, method: str, slots: int, images: int) -> dict[str, Any]:
     prompts = usual_prompts(pipeline.model.condition.takes_classes)
     together, single = closed(pipeline, method, slots, images), alone(pipeline, method, slots)
     pipeline.close()
-    client = httpx.Client(timeout=3600, limits=httpx.Limits(max_connections=256))
+    client = httpx.Client(**PATIENT)
     with client, server(model, slots, method, images + 1) as (url, pid):
-        ask(client, url, prompts[0], 0)  # whatever the first request alone does
+        ask(client, url, prompts[0], 0)  # what the first request alone does
         lone = [ask(client, url, prompts[seed % len(prompts)], seed) for seed in range(slots)]
         before = resident(pid)
         rate, seconds = at_random(client, url, 4 * together, images, prompts)
-        metrics = httpx.get(url + "/metrics").text
+        recompiled = counter(client, url, "recompiles_after_readiness")
         grown = resident(pid) / before - 1
-    again = [line for line in metrics.splitlines() if line.startswith("lantern:recompiles")]
     return {
         "model": model,
         "method": method,
@@ -346,25 +325,22 @@ def measure(model: str, method: str, slots: int, images: int) -> dict[str, Any]:
         "served_alone_s": spread(lone),
         "served_alone_to_alone_p50": round(statistics.median(lone) / statistics.median(single), 4),
         "saturated_s": spread(seconds),
-        "recompiles_after_readiness": float(again[0].split()[-1]),
+        "recompiles_after_readiness": recompiled,
         "memory_grown": round(grown, 4),
     }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("scripts.measure.load", description=__doc__)
-    parser.add_argument("--model", default="builtin")
-    parser.add_argument("--method", default="ar")
-    parser.add_argument("--slots", type=int, default=8)
-    parser.add_argument(
-        "--images", type=int, default=64, help=f"of each measurement, at most {MOST}"
-    )
-    parser.add_argument("--soak", action="store_true", help="mixed requests instead, 32 at a time")
-    parser.add_argument("--fair", action="store_true", help="two methods beside each other instead")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each part of --fair (40)")
+    add = parser.add_argument
+    add("--model", default="builtin")
+    add("--method", default="ar")
+    add("--slots", type=int, default=8)
+    add("--images", type=int, default=64, help="of each measurement")
+    add("--soak", action="store_true", help="mixed requests instead, 32 at a time")
+    add("--fair", action="store_true", help="two methods beside each other instead")
+    add("--seconds", type=float, default=40.0, help="of each part of --fair (40)")
     args = parser.parse_args(argv)
-    if not (1 <= args.images <= MOST and 1 <= args.slots <= 64):
-        parser.error(f"--images is 1 to {MOST}, --slots 1 to 64")
     if args.fair:
         settings = args.method if "," in args.method else "ar,scd@16"
         found = fair(args.model, settings, args.slots, args.seconds)
