@@ -27,8 +27,8 @@ ROOT = Path(__file__).parent.parent
 TARGET = "train_target --dim 64 --layers 1 --batch 4 --accumulate 1 --measured 8"
 STAGES = (
     "scripts.embedded_model.train_tokenizer --steps 2 --warm-up 1 --batch 4 --measured 8 --codebook-pictures 64",
-    f"scripts.{TARGET} --minutes 0.02",
-    f"scripts.{TARGET} --minutes 0.04 --resume",
+    f"scripts.embedded_model.{TARGET} --minutes 0.02",
+    f"scripts.embedded_model.{TARGET} --minutes 0.04 --resume",
     "scripts.embedded_model.export --output model",
     "scripts.embedded_model.scene_tokens --pictures 34",
     "lantern_hpu train drafter --model model --data prompts.txt --tokens data/scenes.npz --samples 0 "
