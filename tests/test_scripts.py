@@ -218,10 +218,10 @@ def test_what_was_renewed_is_left_out_the_next_time(
     from scripts.measure import renew
 
     ran: list[str] = []
-    monkeypatch.setattr(renew, "run", lambda task, work: ran.append(task.module))
+    monkeypatch.setattr(renew, "run", lambda task, work: ran.append(task.command))
     monkeypatch.setattr(sys, "argv", ["renew", "--data-dir", str(tmp_path)])
     assert renew.main() == 0
-    everything = [task.module for task in renew.tasks(1000, "cpu").values()]
+    everything = [task.command for task in renew.tasks(1000, "cpu").values()]
     assert ran == everything
     assert renew.main() == 0 and ran == everything
     monkeypatch.setattr(sys, "argv", ["renew", "--data-dir", str(tmp_path), "--only", "tables"])

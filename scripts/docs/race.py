@@ -1,9 +1,9 @@
-"""An animation of two methods at the speed they really have: each draws alone, both are shown side by side.
+"""An animation of methods at the speed that they have: each draws alone, and all are shown side by side.
 
     python -m scripts.docs.race --output docs/images/race.gif
 
-Each method warms up and then draws while nothing else runs; the time at which each row of tokens was known is
-written down, and the animation shows the finished picture as far as it was known at that time.
+Each method warms up and then draws while nothing else runs. The times at which tokens become known are recorded, and
+the animation shows the finished picture as far as it was known at each time.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import io
 import time
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
 
 from lantern_hpu import LanternPipeline
-from lantern_hpu.errors import listed
 from lantern_hpu.files import write_file
 from lantern_hpu.results.progress import Event
 
@@ -27,19 +26,14 @@ GREY = (224, 224, 224)
 HEAD = 44  # pixels above a picture
 
 
-@dataclass(frozen=True)
-class Run:
-    """A picture and when how much of it was known.
-
-    Attributes:
-        times: (seconds since the start, tokens known), in order.
-    """
+class Run(NamedTuple):
+    """A picture, and how much of it was known when."""
 
     label: str
     picture: Image.Image
     tokens: int
     tokens_per_step: float
-    times: list[tuple[float, int]]
+    times: list[tuple[float, int]]  # seconds since the start, tokens known
 
     def known(self, seconds: float) -> int:
         """Tokens that were known at a time."""
@@ -50,7 +44,7 @@ class Run:
         return self.times[-1][0]
 
 
-def drawn(pipe: LanternPipeline, method: str, prompt: str, seed: int) -> Run:
+def draw(pipe: LanternPipeline, method: str, prompt: str, seed: int) -> Run:
     """Draw once to warm up and once to be timed."""
     pipe(prompt, seed=seed, method=method)
     times: list[tuple[float, int]] = []
@@ -106,22 +100,22 @@ def animation(frames: list[Image.Image]) -> bytes:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw an animation of methods, side by side.")
-    parser.add_argument("--prompt", default="a lighthouse at sunset")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--methods", default="ar,scd@16,scd:lambda-5@16")
-    parser.add_argument("--scale", type=int, default=2, help="of a picture's pixels")
-    parser.add_argument("--output", type=Path, default=Path("race.gif"))
-    parser.add_argument("--force", action="store_true")
-    arguments = parser.parse_args()
+    add = parser.add_argument
+    add("--prompt", default="a lighthouse at sunset")
+    add("--seed", type=int, default=0)
+    add("--methods", default="ar,scd@16,scd:lambda-5@16")
+    add("--scale", type=int, default=2, help="of a picture's pixels")
+    add("--output", type=Path, default=Path("race.gif"))
+    add("--force", action="store_true")
+    args = parser.parse_args()
     pipe = LanternPipeline.from_pretrained("builtin", device="cpu")
     columns = pipe.model.target.config.columns
-    methods = listed(arguments.methods, "--methods")
-    runs = [drawn(pipe, method, arguments.prompt, arguments.seed) for method in methods]
+    runs = [draw(pipe, method, args.prompt, args.seed) for method in args.methods.split(",")]
     last = max(run.seconds for run in runs)
     moments = [i / RATE for i in range(int(last * RATE) + 2)]
-    frames = [frame(runs, moment, arguments.scale, columns) for moment in moments]
-    write_file(arguments.output, animation(frames), arguments.force)
-    print(", ".join(f"{run.label} {run.seconds:.2f} s" for run in runs), "->", arguments.output)
+    frames = [frame(runs, moment, args.scale, columns) for moment in moments]
+    write_file(args.output, animation(frames), args.force)
+    print(", ".join(f"{run.label} {run.seconds:.2f} s" for run in runs), "->", args.output)
 
 
 if __name__ == "__main__":

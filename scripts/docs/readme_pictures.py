@@ -6,6 +6,7 @@ python -m scripts.docs.readme_pictures --output docs/images/examples.png
 from __future__ import annotations
 
 import argparse
+import textwrap
 from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
@@ -28,50 +29,35 @@ LABEL = 92  # pixels at the left of each row
 HEAD = 34  # pixels above the first row
 
 
-def caption(prompt: str) -> str:
-    """The prompt in lines short enough to stand above its picture."""
-    words, lines = prompt.split(), [""]
-    for word in words:
-        if len(lines[-1]) + len(word) > 18:
-            lines.append("")
-        lines[-1] = f"{lines[-1]} {word}".strip()
-    return "\n".join(lines)
-
-
-def sheet(rows: dict[str, list[Image.Image]], prompts: tuple[str, ...], size: int) -> Image.Image:
-    """Pictures [method][prompt] with the prompts above and the methods at the left."""
-    width, height = LABEL + size * len(prompts), HEAD + size * len(rows)
-    page = Image.new("RGB", (width, height), "white")
+def sheet(rows: dict[str, list[Image.Image]], size: int) -> Image.Image:
+    """Pictures [label][prompt] with the prompts above and the labels at the left."""
+    page = Image.new("RGB", (LABEL + size * len(PROMPTS), HEAD + size * len(rows)), "white")
     pen, font = ImageDraw.Draw(page), ImageFont.load_default(11)
-    for column, prompt in enumerate(prompts):
+    for column, prompt in enumerate(PROMPTS):
         place = (LABEL + size * column + size // 2, HEAD // 2)
-        pen.multiline_text(place, caption(prompt), "black", font, anchor="mm", align="center")
+        text = textwrap.fill(prompt, 18)
+        pen.multiline_text(place, text, "black", font, anchor="mm", align="center")
     for line, (label, images) in enumerate(rows.items()):
         top = HEAD + size * line
-        pen.multiline_text((6, top + size // 2), label, "black", font, anchor="lm")
+        pen.text((6, top + size // 2), label, "black", font, anchor="lm")
         for column, image in enumerate(images):
             small = image.resize((size - 6, size - 6), Image.Resampling.LANCZOS)
             page.paste(small, (LABEL + size * column + 3, top + 3))
     return page
 
 
-def by_seed(pipeline: LanternPipeline, seed: int, count: int) -> dict[str, list[Image.Image]]:
-    """Several pictures of each prompt."""
-    images = pipeline(PROMPTS, num_images_per_prompt=count, seed=seed, method="ar").images
-    return {f"picture {k + 1}": images[k::count] for k in range(count)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw the sheet of docs/embedded-model.md.")
-    parser.add_argument("--output", type=Path, default=Path("docs/images/examples.png"))
+    parser.add_argument("--output", type=Path, default=Path("examples.png"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=4, help="pictures a prompt")
     parser.add_argument("--size", type=int, default=134, help="pixels of a picture with its margin")
-    arguments = parser.parse_args()
-    pipeline = LanternPipeline.from_pretrained("builtin")
-    rows = by_seed(pipeline, arguments.seed, arguments.seeds)
-    write_file(arguments.output, encode(sheet(rows, PROMPTS, arguments.size)), force=True)
-    print(f"wrote {arguments.output}")
+    args = parser.parse_args()
+    pipe, count = LanternPipeline.from_pretrained("builtin"), args.seeds
+    images = pipe(PROMPTS, num_images_per_prompt=count, seed=args.seed, method="ar").images
+    rows = {f"picture {k + 1}": images[k::count] for k in range(count)}
+    write_file(args.output, encode(sheet(rows, args.size)), force=True)
+    print(f"wrote {args.output}")
 
 
 if __name__ == "__main__":

@@ -18,133 +18,117 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts import ROOT
 from scripts.measure.local_hub import local_hub
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """One that is killed.
 
     Attributes:
-        words: it is run with; OUT is its folder. again: more words, once there is what they ask for.
-        kept: patterns of files whose bytes are compared. may_resume: whether `again` can be given.
+        words: it is run with; OUT is its folder. kept: patterns of files whose bytes are compared.
+        again: one more word, once the file `after` is there.
     """
 
     words: str
-    kept: tuple[str, ...]
+    kept: str
     again: str = ""
-    may_resume: Callable[[Path], bool] = Path.exists
+    after: str = "."
 
 
 TRAINING = "--samples 24 --batch 4 --measure-every 10 --measured 4 --lr 0.01 --steps 120"
 COMMANDS = {
     "generate": Command(
         "generate --model MODEL --prompt apple --num-images 12 --batch-size 2 --output OUT/out",
-        ("out/*.png",),
+        "out/*.png",
         "--resume",
     ),
-    "convert": Command("convert MODEL OUT/ours", ("ours/*",)),
+    "convert": Command("convert MODEL OUT/ours", "ours/*"),
     "evaluate": Command(
         "evaluate --model MODEL --preset scenes --images 65 --panels 2 --fresh 70 --rounds 10 --no-floor --rows ar "
         "--output OUT/out",
-        ("out/pictures/**/*.png",),
+        "out/pictures/**/*.png",
     ),
     "train": Command(
         "train drafter --model MODEL --data OUT/prompts.txt --output OUT/out TRAINING",
-        ("out/drafter.safetensors",),
+        "out/drafter.safetensors",
         "--resume",
-        lambda out: (out / "out" / "state.pt").exists(),
+        after="out/state.pt",
     ),
-    "download": Command("download anole-7b --to OUT/out", ("out/**/*",)),
-    "download-cache": Command("download anole-7b", ("home/hub/models--*/**/*",)),
+    "download": Command("download anole-7b --to OUT/out", "out/**/*"),
+    "download-cache": Command("download anole-7b", "home/hub/models--*/**/*"),
 }
 HELD = "held"
 LOCKS = ".locks"  # huggingface_hub's own, in its cache
 
 
-def started(words: str, model: str, out: Path, hub: str = "") -> subprocess.Popen[bytes]:
-    """A command that says nothing.
-
-    Args:
-        hub: the address it downloads from.
-    """
+def start(words: str, model: str, out: Path, hub: str = "") -> subprocess.Popen[bytes]:
+    """Start a command that says nothing; it downloads from the address `hub`."""
     things = [f"{a} {b} {c}" for a in ("red", "blue") for b in ("apple", "cat") for c in "abc"]
     (out / "prompts.txt").write_text("\n".join(things))
     text = words.replace("TRAINING", TRAINING).replace("MODEL", model).replace("OUT", str(out))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     if hub:
         environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(out / "home"), "HF_HUB_OFFLINE": "0"}
-    return subprocess.Popen(
-        [sys.executable, "-m", "lantern_hpu", *text.split()],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-    )
+    command, silent = [sys.executable, "-m", "lantern_hpu", *text.split()], subprocess.DEVNULL
+    return subprocess.Popen(command, stdout=silent, stderr=silent, env=environment)
 
 
-def kept(command: Command, out: Path) -> dict[str, bytes]:
-    files = [file for pattern in command.kept for file in sorted(out.glob(pattern))]
-    return {str(file.relative_to(out)): file.read_bytes() for file in files if file.is_file()}
+def read_kept(command: Command, out: Path) -> dict[str, bytes]:
+    files = sorted(file for file in out.glob(command.kept) if file.is_file())
+    return {str(file.relative_to(out)): file.read_bytes() for file in files}
 
 
 def leftovers(out: Path) -> list[str]:
-    """What a killed run left that no run will ever take up."""
+    """What a killed run left that no run will take up."""
     hidden = (path.relative_to(out) for path in out.rglob(".*"))
     return [str(path) for path in hidden if LOCKS not in path.parts]
 
 
-def trial(name: str, model: str, whole: dict[str, bytes], seconds: float, hub: str) -> str:
+def kill_once(name: str, model: str, whole: dict[str, bytes], seconds: float, hub: str) -> str:
     """Kill once and go on. -> that it `HELD`, or what did not"""
     command = COMMANDS[name]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
-        running = started(command.words, model, out, hub)
+        running = start(command.words, model, out, hub)
         time.sleep(seconds)
         running.kill()
         running.wait()
-        before = kept(command, out)
-        if before != whole:
-            resumes = command.again and command.may_resume(out)
-            words = f"{command.words} {command.again if resumes else ''}"
-            again = started(words, model, out, hub)
-            if again.wait():
-                return f"{name}: run again, it ended with {again.returncode}"
-        if kept(command, out) != whole:
-            found = kept(command, out)
+        if read_kept(command, out) != whole:
+            again = command.again if (out / command.after).exists() else ""
+            code = start(f"{command.words} {again}", model, out, hub).wait()
+            if code:
+                return f"{name}: run again, it ended with {code}"
+        found = read_kept(command, out)
+        if found != whole:
             others = [file for file in {**whole, **found} if whole.get(file) != found.get(file)]
             return f"{name}: other files after a kill at {seconds:.2f} s: {', '.join(others)}"
         left = leftovers(out)
         return f"{name}: left {left}" if left else f"{name}: {HELD}"
 
 
-def unbroken(name: str, model: str, hub: str) -> tuple[dict[str, bytes], float]:
+def run_unbroken(name: str, model: str, hub: str) -> tuple[dict[str, bytes], float]:
     """What a run leaves that nothing breaks off, and its seconds."""
     with tempfile.TemporaryDirectory() as folder:
         began = time.perf_counter()
-        if started(COMMANDS[name].words, model, Path(folder), hub).wait():
+        if start(COMMANDS[name].words, model, Path(folder), hub).wait():
             raise SystemExit(f"{name} does not run unbroken")
-        return kept(COMMANDS[name], Path(folder)), time.perf_counter() - began
+        return read_kept(COMMANDS[name], Path(folder)), time.perf_counter() - began
 
 
 def kill_often(model: str, times: int, names: Sequence[str], seed: int) -> dict[str, Any]:
     """So many kills, over the commands in turn."""
-    rng, wholes, found = random.Random(seed), {}, Counter[str]()
-    with ExitStack() as open_while:
-        downloads = any(name.startswith("download") for name in names)
-        hub = open_while.enter_context(local_hub()) if downloads else ""
+    rng, found = random.Random(seed), Counter[str]()
+    with local_hub() as hub:
+        wholes = {name: run_unbroken(name, model, hub) for name in names[:times]}
         for number in range(times):
             name = names[number % len(names)]
-            if name not in wholes:
-                wholes[name] = unbroken(name, model, hub)
             whole, took = wholes[name]
-            verdict = trial(name, model, whole, rng.uniform(0.2, 1.0) * took, hub)
+            verdict = kill_once(name, model, whole, rng.uniform(0.2, 1.0) * took, hub)
             found[verdict] += 1
             print(number + 1, verdict, file=sys.stderr, flush=True)
     return {"model": model, "kills": times, "commands": list(names), "found": dict(found)}

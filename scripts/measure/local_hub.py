@@ -61,23 +61,19 @@ class Answer(BaseHTTPRequestHandler):
         pass
 
     def do_HEAD(self) -> None:
-        self.answer(with_body=False)
+        self.do_GET()
 
     def do_GET(self) -> None:
-        self.answer(with_body=True)
-
-    def answer(self, with_body: bool) -> None:
         path = unquote(urlsplit(self.path).path).removeprefix("/")
         repo, _, rest = path.removeprefix("api/models/").partition("/resolve/")
         if repo not in files():
             self.send_error(404)
             return
-        if not rest:
-            body, headers = json.dumps(listed(repo)).encode(), {"Content-Type": "application/json"}
-        else:
-            body = content(repo, rest.split("/", 1)[1])
-            digest = hashlib.sha256(body).hexdigest()
-            headers = {"ETag": f'"{digest}"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        body = content(repo, rest.split("/", 1)[1]) if rest else json.dumps(listed(repo)).encode()
+        headers = {"Content-Type": "application/json"}
+        if rest:
+            etag = f'"{hashlib.sha256(body).hexdigest()}"'
+            headers = {"ETag": etag, "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
         first = int((self.headers.get("Range") or "bytes=0-")[len("bytes=") :].split("-")[0])
         self.send_response(206 if first else 200)
         if first:
@@ -85,18 +81,14 @@ class Answer(BaseHTTPRequestHandler):
         for name, value in (headers | {"Content-Length": str(len(body) - first)}).items():
             self.send_header(name, value)
         self.end_headers()
-        if with_body:
-            self.send_slowly(body[first:])
-
-    def send_slowly(self, body: bytes) -> None:
-        for place in range(0, len(body), PIECE):
+        for place in range(first, len(body) if self.command == "GET" else first, PIECE):
             self.wfile.write(body[place : place + PIECE])
             time.sleep(PAUSE)
 
 
 class Hub(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], OSError):  # else whoever asked was killed
+        if not isinstance(sys.exc_info()[1], OSError):  # else the client was killed
             super().handle_error(request, client_address)
 
 
@@ -104,8 +96,7 @@ class Hub(ThreadingHTTPServer):
 def local_hub() -> Iterator[str]:
     """Its address, while it answers."""
     server = Hub(("127.0.0.1", 0), Answer)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:

@@ -1,4 +1,4 @@
-"""Everything that shows the embedded model, made anew: sheets, animation, figures, tables.
+"""Everything that shows the embedded model, made again: sheets, animation, figures, tables.
 
     python -m scripts.measure.renew                          # after scripts.embedded_model.export has written a model
     python -m scripts.measure.renew --only sheets,tables
@@ -15,8 +15,9 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from tqdm import tqdm
 
@@ -35,17 +36,11 @@ MEASURED = (
 )
 
 
-@dataclass(frozen=True)
-class Task:
-    """A command, and where its files belong.
+class Task(NamedTuple):
+    """A command, and where its files belong: from the working folder to the repository."""
 
-    Attributes:
-        module: of the command, with its options. files: from the working folder to the repository.
-    """
-
-    module: str
-    options: tuple[str, ...] = ()
-    files: dict[str, Path] = field(default_factory=dict)
+    command: str
+    files: Mapping[str, Path] = {}
 
 
 def tasks(images: int, processor: str) -> dict[str, Task]:
@@ -56,29 +51,24 @@ def tasks(images: int, processor: str) -> dict[str, Task]:
         processor: ending of the benchmark's file.
     """
     bench = f"embedded-{processor}.json"
-    evaluate = ("evaluate", "--preset", "scenes", "--rows", EVALUATED, "--images", str(images))
-    workers = ("--workers", "2", "--threads", "1", "--batch-size", "8")
-    rows = ("--batch-sizes", "1", "--graphs", "eager", "--methods", MEASURED, "--interleave")
+    pictures = {
+        "pictures/evaluation.json": RESULTS / "pictures-embedded.json",
+        "pictures/quality-tokens.png": IMAGES / "quality.png",
+        "pictures/quality-tv.png": IMAGES / "pictures-tv.png",
+    }
+    tv = {"tv.json": RESULTS / "tv-embedded.json", "tv.png": IMAGES / "tv.png"}
     return {
-        "sheets": Task("scripts.docs.readme_pictures", ("--output", str(IMAGES / "examples.png"))),
-        "race": Task("scripts.docs.race", ("--output", str(IMAGES / "race.gif"), "--force")),
+        "sheets": Task("scripts.docs.readme_pictures", {"examples.png": IMAGES / "examples.png"}),
+        "race": Task("scripts.docs.race --force", {"race.gif": IMAGES / "race.gif"}),
         "evaluate": Task(
-            "lantern_hpu",
-            (*evaluate, *workers, "--output", "pictures"),
-            {
-                "pictures/evaluation.json": RESULTS / "pictures-embedded.json",
-                "pictures/quality-tokens.png": IMAGES / "quality.png",
-                "pictures/quality-tv.png": IMAGES / "pictures-tv.png",
-            },
+            f"lantern_hpu evaluate --preset scenes --rows {EVALUATED} --images {images} "
+            "--workers 2 --threads 1 --batch-size 8 --output pictures",
+            pictures,
         ),
-        "tv": Task(
-            "scripts.measure.frontier",
-            ("--output", "tv.json", "--plot", "tv.png"),
-            {"tv.json": RESULTS / "tv-embedded.json", "tv.png": IMAGES / "tv.png"},
-        ),
+        "tv": Task("scripts.measure.frontier --output tv.json --plot tv.png", tv),
         "bench": Task(
-            "lantern_hpu",
-            ("bench", "--device", "cpu", *rows, "--output", bench, "--force"),
+            f"lantern_hpu bench --device cpu --batch-sizes 1 --graphs eager --methods {MEASURED} "
+            f"--interleave --output {bench} --force",
             {bench: RESULTS / bench},
         ),
         "tables": Task("scripts.docs.figures"),
@@ -93,37 +83,35 @@ def weights() -> str:
 def run(task: Task, work: Path) -> None:
     """Run a command and put its files where they belong."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", task.module, *task.options]
+    command = [sys.executable, "-m", *task.command.split()]
     subprocess.run(command, check=True, cwd=work, env=os.environ | {"PYTHONPATH": path})
     for name, goal in task.files.items():
         shutil.copyfile(work / name, goal)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make all that shows the embedded model anew.")
+    parser = argparse.ArgumentParser(description="Make all that shows the embedded model again.")
     parser.add_argument("--data-dir", type=Path, default=Path("data"))
     parser.add_argument("--only", help="names of steps, with commas between")
     parser.add_argument("--images", type=int, default=1000, help="captions of the evaluation")
     parser.add_argument("--processor", default="cpu", help="ends the name of the benchmark's file")
-    arguments = parser.parse_args()
-    work = (arguments.data_dir / "renewed" / weights()).resolve()
+    args = parser.parse_args()
+    work = (args.data_dir / "renewed" / weights()).resolve()
     work.mkdir(parents=True, exist_ok=True)
-    known = tasks(arguments.images, arguments.processor)
-    wanted = arguments.only.split(",") if arguments.only else list(known)
+    known = tasks(args.images, args.processor)
+    wanted = args.only.split(",") if args.only else list(known)
     if unknown := sorted(set(wanted) - set(known)):
-        print(
-            f"--only: no step {', '.join(unknown)}; there are {', '.join(known)}", file=sys.stderr
-        )
+        names = ", ".join(unknown)
+        print(f"--only: no step {names}; there are {', '.join(known)}", file=sys.stderr)
         return 2
     done = work / "done.json"
     finished = json.loads(done.read_text()) if done.exists() else []
     for name in tqdm([name for name in known if name in wanted], unit="step"):
-        if name in finished and not arguments.only:
-            continue
-        tqdm.write(f"{name}: {known[name].module} {' '.join(known[name].options)}", sys.stderr)
-        run(known[name], work)
-        finished = sorted({*finished, name})
-        write_file(done, json.dumps(finished).encode(), force=True)
+        if args.only or name not in finished:
+            tqdm.write(f"{name}: {known[name].command}", sys.stderr)
+            run(known[name], work)
+            finished = sorted({*finished, name})
+            write_file(done, json.dumps(finished).encode(), force=True)
     return 0
 
 

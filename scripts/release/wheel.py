@@ -75,30 +75,23 @@ def try_wheel(programs: Path, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     image = folder / "apple.png"
     run([programs / "lantern-hpu", "generate", "--prompt", PROMPT, "--output", image], folder)
-    drawn = time.perf_counter() - began
+    seconds = round(time.perf_counter() - began, 1)
     if not image.read_bytes().startswith(PNG):
         raise OptionError(f"{image} is not a PNG file")
     served, stopped = serve(programs, folder)
-    return {
-        "python": version,
-        "torch": torch,
-        "seconds_to_draw": round(drawn, 1),
-        "bytes_served": served,
-        "seconds_to_stop": round(stopped, 1),
-    }
+    about = {"python": version, "torch": torch, "seconds_to_draw": seconds}
+    return about | {"bytes_served": served, "seconds_to_stop": round(stopped, 1)}
 
 
 def serve(programs: Path, folder: Path) -> tuple[int, float]:
     """The size of an image that a server sends, and how long SIGINT takes to end it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        address = f"http://127.0.0.1:{free.getsockname()[1]}"
-    program, port = str(programs / "lantern-hpu"), address.rpartition(":")[2]
-    log = folder / "serve.log"
+        port = free.getsockname()[1]
+    address, log = f"http://127.0.0.1:{port}", folder / "serve.log"
+    command = [str(programs / "lantern-hpu"), "serve", "--port", str(port)]
     with log.open("w") as lines:
-        server = subprocess.Popen(
-            [program, "serve", "--port", port], cwd=folder, env=clean(), stdout=lines, stderr=lines
-        )
+        server = subprocess.Popen(command, cwd=folder, env=clean(), stdout=lines, stderr=lines)
     try:
         wait_for(f"{address}/readyz", server, log)
         image = ask(f"{address}/v1/images/generations")
