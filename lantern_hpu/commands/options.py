@@ -194,7 +194,7 @@ def parse_args(
     """What was given; an option of version 0.3 ends the program with the form that replaces it."""
     words = list(sys.argv[1:] if argv is None else argv)
     given: dict[str, str] = {}
-    for word, after in zip(words, [*words[1:], ""], strict=True):
+    for word, after in zip(words, [*words, ""][1:], strict=True):
         name, equals, value = word.partition("=")
         if name.startswith("--"):
             given[name[2:].replace("-", "_")] = value if equals else after
