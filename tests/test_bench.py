@@ -19,26 +19,16 @@ from tqdm import tqdm
 
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Backend
-from lantern_hpu.bench import measure, run_bench
+from lantern_hpu.bench import cases, measure, run_bench
 from lantern_hpu.bench.cases import (
-    RANDOM,
+    LARGE,
     BenchRequest,
     Case,
     cases_of,
     measurable_modes,
     settings_for,
 )
-from lantern_hpu.bench.columns import (
-    PARTS,
-    VERSION,
-    SpeedRow,
-    check_report,
-    read_report,
-    schema,
-    schema_errors,
-    tables,
-    with_speeds,
-)
+from lantern_hpu.bench.columns import PARTS, SpeedRow, tables, with_speeds
 from lantern_hpu.bench.measure import (
     Floor,
     Pass,
@@ -49,20 +39,17 @@ from lantern_hpu.bench.measure import (
     quantile,
     sizes,
 )
-from lantern_hpu.bench.run_bench import make_model, step_sizes
+from lantern_hpu.bench.report import KIND, VERSION, check_report, read_report, schema, schema_errors
 from lantern_hpu.commands import bench
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import DeviceError, OptionError
-from lantern_hpu.files import ASSETS
 from lantern_hpu.methods.relaxation import EXACT, PRESETS
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import METHODS, Setting
 from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfig, TransformerConfig
-from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import RunStats
 from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree, tuned_trees
-from lantern_hpu.zoo import registry
 from scripts.measure import floors
 
 Report = dict[str, Any]
@@ -97,38 +84,6 @@ def report(model: Path) -> Report:
     return read_report(file)
 
 
-@pytest.fixture(scope="module")
-def random_report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    known = registry.entries() | {"tiny": tiny_entry("anole-7b")}
-    file = tmp_path_factory.mktemp("random") / "random.json"
-    what = ["--random-weights", "tiny", "--methods", "ar,lantern++", "--tree", "chain"]
-    how = ["--batch-sizes", "1", "--steps", "3", "--graphs", "eager"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(registry, "entries", lambda: known)
-        assert bench.main([*what, *how, "--output", str(file)]) == 0
-    return read_report(file)
-
-
-def tiny_entry(like: str) -> registry.KnownModel:
-    """A known model, made small."""
-    entry = registry.entries()[like]
-    sizes: dict[str, Any] = {"layers": 2, "dim": 32, "heads": 2, "ffn_dim": 48, "prefix": 4}
-    tables: dict[str, Any] = {"vocab_size": 64, "embed_rows": 96, "grid": (4, 4)}
-    real = entry.config.target
-    kv_heads = 1 if real.kv < real.heads else None
-    if real.preview:
-        tables |= {
-            "rotary_dim": 8,
-            "rope_sections": (1, 1, 2),
-            "preview": 4,
-            "prefixes": (),
-            "spare_codes": 4,
-        }
-    target = replace(real, kv_heads=kv_heads, **sizes, **tables)
-    config = replace(entry.config, target=target)
-    return replace(entry, name="tiny", config=config, sampling={**entry.sampling, "top_k": 20})
-
-
 def rows_of(report: Report, **wanted: object) -> list[dict[str, Any]]:
     return [row for row in report["rows"] if all(row[k] == v for k, v in wanted.items())]
 
@@ -146,7 +101,7 @@ def case_of(
 
 
 def test_report_is_of_this_version_and_keeps_its_fields(report: Report) -> None:
-    assert report["version"] == VERSION == schema()["properties"]["version"]["const"]
+    assert report["version"] == VERSION == schema()["properties"]["version"]["enum"][0]
     for row in report["rows"]:
         assert set(KEPT) <= set(row)
         assert set(PARTS) == set(row["eager_step_ms"])
@@ -235,9 +190,17 @@ def test_rows_are_read_as_they_were_written(report: Report) -> None:
     assert set(known["properties"]) == {*known["required"], "tv_per_token", "projected"}
 
 
-def test_published_results_can_be_read() -> None:
-    results = ROOT / "benchmarks" / "results"
-    assert read_report(results / "embedded-amx.json")["rows"]
+PUBLISHED = [
+    file
+    for file in sorted((ROOT / "benchmarks" / "results").glob("*.json"))
+    if json.loads(file.read_text()).get("kind") == KIND
+]
+
+
+@pytest.mark.parametrize("file", PUBLISHED, ids=lambda file: str(file.stem))
+def test_published_results_can_be_read(file: Path) -> None:
+    report = read_report(file)
+    assert f"| {report['rows'][0]['method']} |" in tables(report)
 
 
 # ------------------------------------------------------------------------------------ measuring
@@ -275,9 +238,10 @@ def test_steps_are_timed_even_past_the_end_of_an_image(pipeline: LanternPipeline
     case, requests = case_of(pipeline, "ar")
     meter = RunMeter(pipeline, case, requests, RATES, 1.0)
     meter.run_steps(20)  # an image takes 15
+    assert meter.timing.steps == sum(steps for _, steps in meter.blocks) == 20
+    meter.draw()
     row = meter.row()
-    assert row.steps == 20
-    assert row.startup_s == 1.0 + row.warmup_s
+    assert row.steps == 35 and row.startup_s == 1.0 + row.warmup_s
 
 
 def test_an_image_of_few_steps_is_split_all_the_same(pipeline: LanternPipeline) -> None:
@@ -407,7 +371,6 @@ def test_turns_are_taken_within_a_batch_size_and_the_report_says_so(
     model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     order: list[str] = []
     whole = RunMeter.draw
@@ -422,80 +385,6 @@ def test_turns_are_taken_within_a_batch_size_and_the_report_says_so(
     assert bench.main([*given, "--batch-sizes", "1,2", "--images", "2", "--output", str(file)]) == 0
     assert order == ["ar 1", "scd 1"] * 2 + ["ar 2", "scd 2"]
     assert any("took turns" in note for note in read_report(file)["notes"])
-    assert bench.main(["--random-weights", "anole-7b", "--interleave"]) == 2
-    assert "--interleave and --random-weights" in capsys.readouterr().err
-
-
-# ------------------------------------------------------------------------------------ random weights
-
-
-def test_random_weights_have_steps_and_no_images(random_report: Report) -> None:
-    assert random_report["random_weights"] == "tiny"
-    for row in random_report["rows"]:
-        assert row["seconds_per_image"] is row["tokens_per_step"] is row["speed_against_ar"] is None
-        assert row["images"] == 0 and row["steps"] >= 3 and row["ms_per_step"] > 0
-    assert "| ms a step |" in tables(random_report)
-    assert any("mean nothing" in note for note in random_report["notes"])
-
-
-FAMILIES = ("janus-pro-1b", "lumina-mgpt-7b-768", "emu3-gen", "glm-image")
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_each_family_is_timed_with_random_weights(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Made small in width, with the grammar, head and embedding that the family has."""
-    known = registry.entries() | {"tiny": tiny_entry(name)}
-    monkeypatch.setattr(registry, "entries", lambda: known)
-    file = tmp_path / "random.json"
-    what = ["--random-weights", "tiny", "--methods", "ar,scd", "--batch-sizes", "1"]
-    how = ["--steps", "2", "--graphs", "eager", "--output", str(file)]
-    assert bench.main([*what, *how]) == 0
-    rows = read_report(file)["rows"]
-    assert [row["method"] for row in rows] == ["ar", "scd"]
-    assert all(row["ms_per_step"] > 0 for row in rows)
-
-
-def test_random_weights_that_a_machine_cannot_hold_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Before any of them is made: they lie in no file that could be read again."""
-    monkeypatch.setattr("lantern_hpu.backends.host.available_bytes", lambda: 24 * 10**9)
-    how = ["--device", "cpu", "--dtype", "float32", "--output", str(tmp_path / "x.json")]
-    for name in ("emu3-gen", "lumina-mgpt-7b-768", "janus-pro-7b"):
-        assert bench.main(["--random-weights", name, *how]) == 2
-        said = capsys.readouterr().err
-        assert f"{name} needs" in said and "does not fit in 24.0 GB (free on cpu)" in said
-    assert not (tmp_path / "x.json").exists()
-
-
-@pytest.mark.parametrize("name", [*RANDOM.values(), *FAMILIES])
-def test_random_models_have_the_sizes_of_the_real_ones(name: str) -> None:
-    entry = registry.entries()[name]
-    config = step_sizes(entry)
-    assert config.drafter is not None
-    with torch.device("meta"):
-        target, drafter = Target(config.target), Drafter(config.target, config.drafter)
-    words = (entry.config.target.embed_rows or config.target.vocab_size) - config.target.vocab_size
-    left_out = words * config.target.dim
-    held = sum(p.numel() for p in target.parameters())
-    assert held == entry.config.target.parameters - left_out
-    if entry.config.drafter is not None:
-        held = sum(p.numel() for p in drafter.parameters())
-        assert held == entry.config.parameters["drafter"] - left_out
-
-
-def test_random_weights_are_made_in_their_format_and_finite() -> None:
-    model = make_model(tiny_entry("llamagen-t2i-512"), get_backend("cpu"), "bfloat16")
-    assert model.drafter is not None
-    for module in (model.target, model.drafter):
-        for weight in module.parameters():
-            assert weight.dtype == torch.bfloat16 and weight.isfinite().all()
-    assert float(model.target.norm.weight.float().std()) == 0
-    assert 0.01 < float(model.target.head.weight.float().std()) < 0.03
-    near, codes = model.nearest(5), torch.arange(64)[:, None]  # [V, 5], [V, 1]
-    assert near.shape == (64, 5) and not (near == codes).any()
 
 
 # ------------------------------------------------------------------------------------ options
@@ -508,13 +397,10 @@ BAD = [
     (["--batch-sizes", "1,0"], "--batch-sizes is 1,0"),
     (["--batch-sizes", "some"], "numbers from 1, such as 1,8"),
     (["--images", "0"], "--images is 0"),
-    (["--steps", "0"], "--steps is 0"),
     (["--seed", "-1"], "--seed is -1"),
     (["--trees", "chain", "--methods", "ar,eagle2"], "--trees chain fits none of"),
     (["--trees", "nowhere"], "unknown tree 'nowhere'"),
     (["--trees", ","], "--trees is empty"),
-    (["--random-weights", "magic"], "unknown model sizes: 'magic'"),
-    (["--random-weights", "llamagen-xl", "--model", "builtin"], "exclude each other"),
     (["--output", "taken.json"], "taken.json exists"),
 ]
 
@@ -530,8 +416,7 @@ def test_bad_options_are_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken.json").write_text("{}")
-    named = [] if "--random-weights" in options else ["--model", str(model)]
-    assert bench.main([*named, *options]) == 2
+    assert bench.main(["--model", str(model), *options]) == 2
     error = capsys.readouterr().err
     assert said in error and error.startswith("error: ") and error.count("error: ") == 1
 
@@ -550,10 +435,49 @@ def test_layout_and_threads_can_be_asked_for(model: Path) -> None:
     with closing(run_bench.open_pipeline(wanted)) as pipeline:
         decided = pipeline.backend.tuning.decided
         assert decided["layout"] == "plain: asked for" and decided["threads"] == "1: asked for"
-    assert (
-        run_bench.layout_of(replace(wanted, layout="auto", modes=["eager", "compile"])) == "plain"
+
+
+@pytest.mark.parametrize(("layout", "used"), [("auto", "plain"), ("half", "half")])
+def test_compiled_modes_get_a_layout_that_they_can_run(
+    layout: str, used: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: dict[str, Any] = {}
+    monkeypatch.setattr(
+        LanternPipeline, "from_pretrained", lambda name, **given: loaded.update(given)
     )
-    assert run_bench.layout_of(replace(wanted, layout="half", modes=["compile"])) == "half"
+    asked = ["--graphs", "eager,compile", "--layout", layout]
+    run_bench.open_pipeline(bench.bench_request(bench.make_parser().parse_args(asked)))
+    assert (loaded["layout"], loaded["invariant"], loaded["graphs"]) == (used, "off", "eager")
+
+
+def test_what_is_measured_of_a_large_model_fits_its_methods() -> None:
+    def settings(*options: str) -> list[str]:
+        parsed = bench.make_parser().parse_args([*options])
+        return [*map(str, bench.bench_request(parsed, LARGE).settings)]
+
+    usual = settings()
+    assert {"eagle@chain_2", "eagle2@dynamic:1x0x1", "scd@8"} < set(usual) and len(usual) == 10
+    assert settings("--methods", "ar,scd") == ["ar", *(f"scd@{width}" for width in (2, 4, 8))]
+    assert settings("--methods", "ar,eagle2") == ["ar", "eagle2@dynamic:1x0x1"]
+    assert settings("--methods", "eagle", "--trees", "chain") == ["eagle@chain"]
+    plain = bench.bench_request(bench.make_parser().parse_args([]))
+    assert (plain.images, plain.batches, len(plain.settings)) == (8, [1, 8], 8)
+
+
+def test_a_large_model_on_a_processor_is_measured_briefly(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cases, "LARGE_PARAMETERS", 1000)
+    file = tmp_path / "large.json"
+    what = ["--model", str(model), "--methods", "ar,eagle,scd", "--trees", "flat_4,scd:4"]
+    assert bench.main([*what, "--graphs", "eager", "--output", str(file)]) == 0
+    rows = read_report(file)["rows"]
+    assert [(row["images"], row["tree"]) for row in rows] == [
+        (1, "root"),
+        (1, "flat_4"),
+        (1, "scd:4"),
+    ]
+    assert "steps of the first batch" not in read_report(file)["settings"]["warm_up"]
 
 
 def test_a_preset_relaxes_every_method_that_takes_one(pipeline: LanternPipeline) -> None:
@@ -574,7 +498,7 @@ def test_a_row_says_what_its_relaxation_cost(pipeline: LanternPipeline) -> None:
     requests = [Request("red cat", 0, pipeline.model.sampling, case.setting.relaxation)]
     meter = RunMeter(pipeline, case, requests, RATES, 0.0)
     meter.draw()
-    row = meter.images()
+    row = meter.row()
     (record,) = pipeline.draw(requests, case.setting, 1).records
     assert row.tv_per_token == record.tv_mean is not None
     assert 0 < record.tv_mean <= 0.2
@@ -724,10 +648,5 @@ def test_every_accelerator_names_its_source() -> None:
 
 def test_rates_are_in_the_runs_format() -> None:
     found = measure.measure_rates(get_backend("cpu"), torch.float32)
-    assert found.copy_bytes_per_s > 0 and found.operations_per_s > 0
-    assert found.bf16_operations_per_s is not None and found.bf16_operations_per_s > 0
-
-
-def test_schema_knows_every_method() -> None:
-    schema = json.loads((ASSETS / "bench.schema.json").read_text())
-    assert re.findall(r"'method': {'enum': (\[[^]]*\])", str(schema)) == [str([*METHODS])]
+    assert found["copy_bytes_per_s"] > 0 and found["operations_per_s"] > 0
+    assert found["bf16_operations_per_s"] is not None and found["bf16_operations_per_s"] > 0

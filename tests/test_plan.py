@@ -273,7 +273,6 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.Mo
     from lantern_hpu import pipeline
     from lantern_hpu.backends.base import Memory
     from lantern_hpu.backends.cpu.backend import CPUBackend
-    from lantern_hpu.bench import run_bench as random_weights
     from lantern_hpu.models.files.load import Opened
 
     class Card(CPUBackend):
@@ -290,8 +289,6 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.Mo
     assert "does not fit in 60.0 MB (free on card): 29.4 MB too much" in refused.value.why
     assert "--dtype bfloat16: 53.6 MB, fits" in refused.value.hint
     assert not loaded
-    with pytest.raises(DeviceError, match=f"{ANOLE} needs .* GB"):
-        random_weights.make_model(entries()[ANOLE], Card())
 
 
 def test_the_remedies_are_options_of_generate(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lantern_hpu.errors import DeviceError, OptionError, check_ranges, choices, option
@@ -19,8 +19,8 @@ from lantern_hpu.methods.setting import (
     Setting,
     read_tree,
 )
+from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.tree import load_tree
-from lantern_hpu.zoo import registry
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.base import Backend
@@ -34,14 +34,9 @@ LARGE = {
     "methods": ",".join(METHODS),
     "trees": f"{SMALL_TREE},{SMALL_DYNAMIC},jacobi:2,scd:2,scd:4,scd:8,sjd-pac:2:2x1",
     "batch_sizes": "1",
-    "images": 1,
+    "images": "1",
 }
 LARGE_PARAMETERS = 10**8  # of the target
-RANDOM = {  # --random-weights: the known model whose sizes are meant
-    "llamagen-xl": "llamagen-t2i-256",
-    "llamagen-3b": "llamagen-c2i-3b-384",
-    "anole-7b": "anole-7b",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,26 +44,19 @@ class BenchRequest:
     """The options of a run.
 
     Attributes:
-        entry: the known model whose sizes get random weights, in place of `model`.
         settings: one a row of each graph mode and batch size.
         by_name: whether the graph modes were asked for, or are the usual ones.
     """
 
     model: str = option("builtin", "`builtin`, a known model, a Hub id or a model folder")
-    entry: registry.KnownModel | None = None
-    device: str = "auto"
-    dtype: str = "auto"
-    kernels: str = "auto"
-    layout: str = "auto"
-    invariant: str = "on"
-    threads: int = 0
+    options: DeviceOptions = field(default_factory=DeviceOptions)
     settings: list[Setting]
     modes: list[str]
     by_name: bool = True
     batches: list[int]
     images: int = option(
         8,
-        "least number of timed images per row",
+        f"least number of timed images per row; {LARGE['images']} of a large model on a CPU",
         low=1,
         high=MAX_IMAGES,
     )
@@ -77,15 +65,11 @@ class BenchRequest:
         "rows of a graph mode and batch size draw a batch each in turn, so that a drift of the machine's speed affects "
         "all alike; needs the memory of all at once",
     )
-    steps: int = option(64, "timed steps per row with --random-weights", low=1)
     seed: int = option(0, "of the first image")
 
     def __post_init__(self) -> None:
         check_ranges(self)
         Request("any", self.seed)
-        if self.interleave and self.entry is not None:
-            why = "with random weights there are no images to take turns"
-            raise OptionError("--interleave and --random-weights exclude each other", why)
 
     @property
     def mode(self) -> str:
@@ -132,15 +116,6 @@ def methods_for(tree: str) -> list[str]:
     return [name for name, method in METHODS.items() if method.takes(loaded)]
 
 
-def find_entry(name: str) -> registry.KnownModel:
-    """The known model that `--random-weights` means."""
-    result = registry.find_model_by_name(RANDOM.get(name, name))
-    if result is None:
-        hint = choices([*RANDOM, *registry.entries()])
-        raise OptionError(f"unknown model sizes: {name!r}", "--random-weights", hint)
-    return result
-
-
 def has_long_steps(pipeline: LanternPipeline) -> bool:
     """Whether the model is large for a device on which arithmetic is scarce, as processors."""
     parameters = pipeline.model.config.target.parameters
@@ -161,9 +136,9 @@ class Case:
     def __str__(self) -> str:
         return f"{self.setting.method}, {self.setting.tree.name}, {self.mode}, batch {self.batch}"
 
-    def timed_batches(self, wanted: BenchRequest) -> int:
-        """How many are timed: enough for the images, or with random weights one."""
-        return 1 if wanted.entry else -(-wanted.images // self.batch)
+    def timed_batches(self, images: int) -> int:
+        """How many batches are timed: enough for so many images."""
+        return -(-images // self.batch)
 
 
 def measurable_modes(
@@ -186,7 +161,7 @@ def measurable_modes(
         else:
             notes.append(
                 f"`{real}` is not offered beside `{best}` in one process: measure it with --graphs {real} "
-                "into a second file; lantern_hpu.lab.compare takes both"
+                "into a second file; lantern-hpu compare takes both"
             )
     return result, notes
 

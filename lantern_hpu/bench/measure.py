@@ -1,10 +1,9 @@
-"""Time drawing: whole images, or steps alone; where a step's time goes; what it keeps in memory."""
+"""Time drawing: whole images, steps, the parts of a step, and the least that a step can take."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -25,10 +24,6 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import ImageRecord, RunStats, mean_tv, tokens_per_step
 from lantern_hpu.results.progress import Event
 from lantern_hpu.tree import DynamicTree, Tree
-
-# ------------------------------------------------------------------------------------------- clock
-
-# One clock for everything that is timed: steps of a run, calls on a device, images from prompt to pixels.
 
 
 def device_time(backend: Backend) -> float:
@@ -57,48 +52,15 @@ def quantile(values: Sequence[float], share: float) -> float:
     return float(np.quantile(values, share))
 
 
-@dataclass
-class StepClock:
-    """Times the steps of runs through `LanternPipeline.stream`, which takes `timing` and `read`.
+# ------------------------------------------------------------------------------------ the floor of a step
 
-    Attributes:
-        blocks: seconds and steps between two host reads.
-        show: is called with the progress.
-    """
-
-    show: Callable[[str], object] = str
-    timing: RunStats = field(default_factory=RunStats)
-    blocks: list[tuple[float, int]] = field(default_factory=list)
-    _seen: tuple[float, int] = (0.0, 0)
-
-    def read(self, event: Event) -> None:
-        """Callback of the run: a host read is done."""
-        seconds, steps = self._seen
-        if (
-            self.timing.steps > steps
-        ):  # what is on its way belongs to the block that is read with it
-            self.blocks.append((self.timing.steps_s - seconds, self.timing.steps - steps))
-            self._seen = self.timing.steps_s, self.timing.steps
-        self.show(f"{self.timing.steps} steps")
-
-    @property
-    def step_ms(self) -> list[float]:
-        """Milliseconds of each step, all of a block alike."""
-        return [1000 * seconds / steps for seconds, steps in self.blocks for _ in range(steps)]
-
-
-# ---------------------------------------------------------------------------------------- roofline
-
-# The least time that a step can take: bytes over bandwidth, operations over rate. Arithmetic alone, no torch.
-#
 # A pass of the target must read each of its weights and the keys and values of the committed positions once, and
 # multiply each weight with each token. What is counted is what no implementation can avoid, so masks, activations
-# and unused positions are not. Whichever takes longer, reading or multiplying, is the floor of a pass; passes of a step
-# wait for each other, so their floors add up. The cache is taken as it is in the middle of an image.
+# and unused positions are not. The floor of a pass is the longer of reading and multiplying; passes of a step wait for
+# each other, so their floors add up. The cache is taken as it is in the middle of an image.
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
     """What a device can do in one number format: bytes a second, operations a second.
 
     Attributes:
@@ -118,8 +80,7 @@ class Pass(NamedTuple):
     logits: int
 
 
-@dataclass(frozen=True)
-class StepPasses:
+class StepPasses(NamedTuple):
     """The passes of a step: the drafter's one after the other, then the target's over all nodes."""
 
     draft: tuple[Pass, ...]
@@ -143,8 +104,7 @@ class StepPasses:
         return {"draft": list(map(list, self.draft)), "verify": list(self.verify)}
 
 
-@dataclass(frozen=True)
-class Floor:
+class Floor(NamedTuple):
     """Least seconds of a step's two parts, and what bounds the larger one."""
 
     draft: float
@@ -203,27 +163,12 @@ def floor(model: ModelConfig, passes: StepPasses, rows: int, rates: Rates) -> Fl
     return Floor(sum(max(pair) for pair in drafts), max(read, multiply), bound)
 
 
-# ------------------------------------------------------------------------------------------- rates
-
-# Two reference lines of a device, measured: how fast it copies memory, and how fast it multiplies matrices.
+# ------------------------------------------------------------------------------------ rates of a device
 
 COPIED = 256 * 2**20  # bytes of the copied tensor: more than a cache holds
 LARGEST = 8192  # rows and columns of the largest product tried
 ENOUGH = 0.02  # seconds of one timing; products that take as long are large enough
 TIMES = 5  # timings of each; the fastest is kept, as a floor is what can be reached
-
-
-@dataclass(frozen=True)
-class MeasuredRates:
-    """As reports have them; `bf16_operations_per_s` is None where the device has no bfloat16."""
-
-    copy_bytes_per_s: float
-    bf16_operations_per_s: float | None
-    operations_per_s: float  # in the run's own format
-    how: str = (
-        f"fastest of {TIMES}: one tensor of {COPIED // 2**20} MiB copied to another, counted as read "
-        f"and written; square matrix products of growing size up to {LARGEST}"
-    )
 
 
 def least_seconds(backend: Backend, function: Callable[[], object]) -> float:
@@ -259,8 +204,8 @@ def matrix_rate(backend: Backend, dtype: torch.dtype) -> float:
         size *= 2
 
 
-def measure_rates(backend: Backend, dtype: torch.dtype) -> MeasuredRates:
-    """The reference lines for a report.
+def measure_rates(backend: Backend, dtype: torch.dtype) -> dict[str, Any]:
+    """How fast a device copies memory and multiplies matrices, as reports have it.
 
     Args:
         dtype: of the run; its floor is counted with the matrix rate of this format.
@@ -271,10 +216,16 @@ def measure_rates(backend: Backend, dtype: torch.dtype) -> MeasuredRates:
         if dtype != torch.bfloat16:
             known = "bfloat16" in backend.dtypes
             bf16 = matrix_rate(backend, torch.bfloat16) if known else None
-        return MeasuredRates(copy_bandwidth(backend), bf16, matrices)
+        return {
+            "copy_bytes_per_s": copy_bandwidth(backend),
+            "bf16_operations_per_s": bf16,  # None where the device has no bfloat16
+            "operations_per_s": matrices,
+            "how": f"fastest of {TIMES}: one tensor of {COPIED // 2**20} MiB copied to another, counted as read "
+            f"and written; square matrix products of growing size up to {LARGEST}",
+        }
 
 
-# ----------------------------------------------------------------------------------------- measure
+# ------------------------------------------------------------------------------------ the meter
 
 WARM_STEPS = 16  # of the first batch, after capture and replay, before anything is timed
 UNTIMED, SPLIT_STEPS = 2, 16  # eager steps before and while their parts are timed
@@ -285,10 +236,10 @@ BRIEF_WARM_UP = (
 WARM_UP = f"{BRIEF_WARM_UP}; then {WARM_STEPS} steps of the first batch"
 
 
-def conditional(taken: Sequence[int], steps: int) -> list[float | None]:
+def conditional(accepted: Sequence[int], steps: int) -> list[float | None]:
     """How often a depth was accepted where the one before it was; None where that never happened."""
-    before = [steps, *taken]
-    return [now / last if last else None for now, last in zip(taken, before, strict=False)]
+    before = [steps, *accepted]
+    return [now / last if last else None for now, last in zip(accepted, before, strict=False)]
 
 
 def step_alone(engine: Engine, prefix: Prefix, requests: Sequence[Request], most: int) -> float:
@@ -309,7 +260,7 @@ def split_step(
 ) -> dict[str, float]:
     """Milliseconds of each part of an eager step; `tables` are those of dynamic trees.
 
-    The step is run as it stands, past the recording, so that each part can be waited for. `host` is what is left of
+    The step is run past the recording, so that each part can be waited for. `host` is what is left of
     the whole: random numbers, reads, and Python between the parts.
 
     Args:
@@ -351,38 +302,46 @@ class RunMeter:
         """
         began = time.perf_counter()
         self.pipeline, self.case, self.rates, self.startup_s = pipeline, case, rates, startup_s
+        self.show = show
         size = case.batch
         self.batches = [requests[i : i + size] for i in range(0, len(requests), size)]
         self.engine = pipeline.engines.get(pipeline.spec(requests, case.setting.tree, size))
         pipeline.prepare(self.engine, requests, RunStats())
         is_long = has_long_steps(pipeline)
         self.split = min(BRIEF_STEPS, SPLIT_STEPS) if is_long else SPLIT_STEPS
-        self.begin(show)
+        self.begin()
         self.run_steps(0 if is_long else WARM_STEPS)
-        self.begin(show)
+        self.begin()
         self.warmup_s = time.perf_counter() - began
         self.batch_seconds: list[float] = []
-        self.pixel_seconds: list[float] = []  # of them, those that made pictures of tokens
+        self.pixel_seconds = 0.0  # of them, what made pictures of tokens
         self.records: list[ImageRecord] = []
 
-    def begin(self, show: Callable[[str], object]) -> None:
+    def begin(self) -> None:
         """Count and time from here on."""
-        self.clock, self.runs, self.before = StepClock(show), 0, self.engine.report()
+        self.timing, self.runs, self.before = RunStats(), 0, self.engine.report()
+        self.blocks: list[tuple[float, int]] = []  # seconds and steps between two host reads
+        self.seen = 0.0, 0  # seconds and steps at the last of them
+
+    def read(self, event: Event) -> None:
+        """Callback of a run: a host read is done. Steps under way belong to the block that is read with them."""
+        (seconds, steps), timing = self.seen, self.timing
+        if timing.steps > steps:
+            self.blocks.append((timing.steps_s - seconds, timing.steps - steps))
+            self.seen = timing.steps_s, timing.steps
+        self.show(f"{timing.steps} steps")
 
     def run(self, requests: Sequence[Request], most: int | None = None) -> list[Finished]:
         """The images of a batch, or so many steps of it."""
-        clock = self.clock
-        stream = self.pipeline.stream(self.engine, requests, clock.timing, clock.read, most)
+        stream = self.pipeline.stream(self.engine, requests, self.timing, self.read, most)
         self.runs += 1
         return [image for _, image in sorted(stream, key=lambda numbered: numbered[0])]
 
     def run_steps(self, count: int) -> None:
         """At least so many steps of the first batch; of the batch again where it is done before."""
-        until = self.clock.timing.steps + count
-        while self.clock.timing.steps < until:
-            self.run(self.batches[0], until - self.clock.timing.steps)
-
-    # -- rows
+        until = self.timing.steps + count
+        while self.timing.steps < until:
+            self.run(self.batches[0], until - self.timing.steps)
 
     def draw(self) -> None:
         """The next batch of images, from the prompt to pixels."""
@@ -392,82 +351,92 @@ class RunMeter:
         self.pipeline.pixels(np.stack([done.tokens for done in finished]))
         done = time.perf_counter()
         self.batch_seconds.append(done - began)
-        self.pixel_seconds.append(done - tokens_done)
+        self.pixel_seconds += done - tokens_done
         self.records += map(self.pipeline.record, finished)
 
-    def images(self) -> SpeedRow:
-        """The case with what is known of the batches drawn."""
-        return with_images(self.row(), self.batch_seconds, self.pixel_seconds, self.records)
+    # -- the row
 
     def row(self) -> SpeedRow:
-        """The case with what is known of its steps, however they were run."""
-        case, engine, requests = self.case, self.engine, self.batches[0]
-        counted, peak = engine.report(), self.pipeline.backend.memory().peak
-        prefix, each = self.pipeline.prefix(engine, requests), self.clock.step_ms
-        mean, alone = sum(each) / len(each), step_alone(engine, prefix, requests, self.split)
-        parts = split_step(engine, prefix, requests, self.split)
-        passes = StepPasses.of(case.setting.tree)
-        least = floor(self.pipeline.model.config, passes, engine.spec.rows, self.rates)
-        stats = engine.report()
+        """The case with what is known of the batches drawn."""
+        case, setting = self.case, self.case.setting
+        memory = self.pipeline.backend.memory()
+        counted = self.engine.report()
+        reads = counted.host_reads - self.before.host_reads
+        about = self.image_figures() | self.acceptance() | self.step_figures()
+        stats = self.engine.report()
         return SpeedRow(
-            method=case.setting.method,
-            tree=case.setting.tree.name,
-            relaxation=case.setting.relaxation.as_json(),
+            method=setting.method,
+            tree=setting.tree.name,
+            relaxation=setting.relaxation.as_json(),
             graphs=case.mode,
             batch_size=case.batch,
-            prefill_s_per_image=self.clock.timing.prefill_s / self.runs / case.batch,
-            steps=len(each),
-            ms_per_step=mean,
-            p50_ms_per_step=quantile(each, 0.5),
-            p95_ms_per_step=quantile(each, 0.95),
-            step_alone_ms=alone,
-            host_share=max(0.0, 1 - alone / mean),
-            eager_step_ms=parts,
-            step_passes=passes.as_json(),
-            floor_ms=1000 * least.step,
-            floor_ratio=1000 * least.step / mean,
-            verify_floor_ms=1000 * least.verify,
-            verify_floor_ratio=1000 * least.verify / parts["verify"],
-            floor_bound=least.bound,
-            host_reads=counted.host_reads - self.before.host_reads,
+            host_reads=reads,
+            host_reads_per_image=reads / len(self.records),
             graph_replays=counted.replays - self.before.replays,
             recompiles_after_warmup=stats.recompiles_after_warmup,
             warmup_s=self.warmup_s,
             capture_s=stats.capture_seconds,
             startup_s=self.startup_s + self.warmup_s,
-            state_bytes=sum(tensor.nbytes for tensor in engine.state.tensors().values()),
-            peak_memory_bytes=peak,
+            state_bytes=sum(tensor.nbytes for tensor in self.engine.state.tensors().values()),
+            peak_memory_bytes=memory.peak,
+            **about,
         )
 
+    def image_figures(self) -> dict[str, Any]:
+        """From prompt to pixels."""
+        batches, images, size = self.batch_seconds, len(self.records), self.case.batch
+        each = [seconds / size for seconds in batches]
+        return {
+            "images": images,
+            "batch_seconds": batches,
+            "seconds_per_image": sum(batches) / images,
+            "p50_seconds_per_image": quantile(each, 0.5),
+            "p95_seconds_per_image": quantile(each, 0.95),
+            "p50_batch_s": quantile(batches, 0.5),
+            "p95_batch_s": quantile(batches, 0.95),
+            "images_per_second": images / sum(batches),
+            "prefill_s_per_image": self.timing.prefill_s / self.runs / size,
+            "steps_s_per_image": sum(seconds for seconds, _ in self.blocks) / images,
+            "vq_decode_s_per_image": self.pixel_seconds / images,
+        }
 
-def with_images(
-    row: SpeedRow, seconds: list[float], pixels: list[float], records: Sequence[ImageRecord]
-) -> SpeedRow:
-    """A row of steps, with what is known of the images whose steps they were.
+    def acceptance(self) -> dict[str, Any]:
+        """What steps accepted."""
+        records = self.records
+        images, steps = len(records), sum(record.steps for record in records)
+        by_depth = zip(*(record.accepted_by_depth for record in records), strict=True)
+        accepted = [sum(counts) for counts in by_depth]
+        return {
+            "tokens_per_step": tokens_per_step(records),
+            "accepted_per_step": sum(accepted) / steps,
+            "accepted_by_depth": [count / steps for count in accepted],
+            "accept_rate_by_depth": conditional(accepted, steps),
+            "relaxed_accepts_per_image": sum(record.relaxed_accepts for record in records) / images,
+            "tv_per_token": mean_tv(records),
+        }
 
-    Args:
-        seconds: of each batch. pixels: of them, those that made pictures of tokens.
-    """
-    images, steps = len(records), sum(record.steps for record in records)
-    by_depth = zip(*(record.accepted_by_depth for record in records), strict=True)
-    taken, each = [sum(counts) for counts in by_depth], [s / row.batch_size for s in seconds]
-    return replace(
-        row,
-        images=images,
-        batch_seconds=seconds,
-        seconds_per_image=sum(seconds) / images,
-        p50_seconds_per_image=quantile(each, 0.5),
-        p95_seconds_per_image=quantile(each, 0.95),
-        p50_batch_s=quantile(seconds, 0.5),
-        p95_batch_s=quantile(seconds, 0.95),
-        images_per_second=images / sum(seconds),
-        steps_s_per_image=row.steps * row.ms_per_step / 1000 / images,
-        vq_decode_s_per_image=sum(pixels) / images,
-        tokens_per_step=tokens_per_step(records),
-        accepted_per_step=sum(taken) / steps,
-        accepted_by_depth=[count / steps for count in taken],
-        accept_rate_by_depth=conditional(taken, steps),
-        relaxed_accepts_per_image=sum(record.relaxed_accepts for record in records) / images,
-        tv_per_token=mean_tv(records),
-        host_reads_per_image=row.host_reads / images,
-    )
+    def step_figures(self) -> dict[str, Any]:
+        """Times of steps, beside the least that they can take."""
+        engine, requests = self.engine, self.batches[0]
+        # Of each step; all of a block alike
+        each = [1000 * seconds / steps for seconds, steps in self.blocks for _ in range(steps)]
+        prefix, mean = self.pipeline.prefix(engine, requests), sum(each) / len(each)
+        alone = step_alone(engine, prefix, requests, self.split)
+        parts = split_step(engine, prefix, requests, self.split)
+        passes = StepPasses.of(self.case.setting.tree)
+        least = floor(self.pipeline.model.config, passes, engine.spec.rows, self.rates)
+        return {
+            "steps": len(each),
+            "ms_per_step": mean,
+            "p50_ms_per_step": quantile(each, 0.5),
+            "p95_ms_per_step": quantile(each, 0.95),
+            "step_alone_ms": alone,
+            "host_share": max(0.0, 1 - alone / mean),
+            "eager_step_ms": parts,
+            "step_passes": passes.as_json(),
+            "floor_ms": 1000 * least.step,
+            "floor_ratio": 1000 * least.step / mean,
+            "verify_floor_ms": 1000 * least.verify,
+            "verify_floor_ratio": 1000 * least.verify / parts["verify"],
+            "floor_bound": least.bound,
+        }

@@ -1,12 +1,11 @@
 """Measure methods side by side, with the same weights, sampler, seeds and batch, in one run.
 
     lantern-hpu bench --output bench.json
-    lantern-hpu bench --random-weights anole-7b --output anole.json
 
 Every figure is measured on this machine. Each (method, tree, graph mode, batch size) is warmed up - captured,
 replayed, and run for a few steps - before anything is timed, and the warm-up is reported, not hidden. Speed is given
-against `ar` in the same graph mode and batch, and against the method's own eager run. The report follows
-`assets/bench.schema.json`; `lantern_hpu.lab.compare` puts several of them together.
+against `ar` in the same graph mode and batch, and against the method's own eager run. `bench/report.py` has the schema
+of the report; `lantern-hpu compare` puts several of them together.
 """
 
 from __future__ import annotations
@@ -15,28 +14,32 @@ import argparse
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 
 from lantern_hpu.backends import prepare
 from lantern_hpu.bench.cases import (
     GRAPHS,
-    RANDOM,
+    LARGE,
     USUAL,
     BenchRequest,
-    find_entry,
+    has_long_steps,
+    methods_for,
     settings_for,
 )
-from lantern_hpu.bench.columns import show_report, tables
+from lantern_hpu.bench.columns import tables
+from lantern_hpu.bench.report import show_report
 from lantern_hpu.commands.options import (
     add_device_options,
     add_fields,
     add_processor_options,
+    device_options,
     file_path,
     taken,
 )
-from lantern_hpu.errors import OptionError, exit_code, listed, require
+from lantern_hpu.errors import exit_code, listed, require
 from lantern_hpu.files import check_free
 from lantern_hpu.graphs import RUNNERS
-from lantern_hpu.methods.setting import AUTO, FORM
+from lantern_hpu.methods.setting import AUTO, FORM, Setting
 from lantern_hpu.models.options import DeviceOptions
 
 
@@ -46,16 +49,13 @@ def make_parser() -> argparse.ArgumentParser:
         description="Measure methods and graph modes side by side on one device.",
     )
     add = parser.add_argument
-    sizes = f"time steps at the sizes of a known model, with random weights: {', '.join(RANDOM)}"
     trees = "comma-separated draft trees, each for methods that use its kind; auto is the tuned one (method default)"
     modes = f"comma-separated graph modes; `auto` is the device's best ({GRAPHS})"
-    methods = USUAL["methods"]
-    small = f"comma-separated, a name or {FORM} ({methods})"
+    sizes = f"comma-separated ({USUAL['batch_sizes']}; {LARGE['batch_sizes']} of a large model on a CPU)"
     add_fields(parser, BenchRequest)
-    add("--random-weights", metavar="NAME", help=sizes)
     add_device_options(parser, graphs=False)
     add_fields(parser, DeviceOptions, "kernels")
-    add("--methods", help=small)
+    add("--methods", help=f"comma-separated, a name or {FORM} ({USUAL['methods']})")
     add("--trees", "--tree", help=trees)
     add(
         "--relax",
@@ -64,35 +64,34 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add("--graphs", help=modes)
     add_processor_options(parser)
-    add("--batch-sizes", help="comma-separated (1,8)")
+    add("--batch-sizes", help=sizes)
     add("--output", type=file_path, metavar="FILE.json")
     add("--force", action="store_true", help="replace an existing file")
     return parser
 
 
-def fill_in(args: argparse.Namespace, usual: Mapping[str, object]) -> None:
-    """Put in what was not given."""
-    for name, value in usual.items():
-        if getattr(args, name) is None:
-            setattr(args, name, value)
+def bench_request(args: argparse.Namespace, usual: Mapping[str, str] = USUAL) -> BenchRequest:
+    """What was asked for.
 
-
-def bench_request(args: argparse.Namespace) -> BenchRequest:
-    if args.model is not None and args.random_weights is not None:
-        raise OptionError("--model and --random-weights exclude each other")
-    fill_in(args, USUAL)
-    methods = listed(args.methods, "--methods")
+    Args:
+        usual: what else is measured; with `trees`, for the methods that take them.
+    """
+    methods = listed(args.methods or usual["methods"], "--methods")
     trees = [] if args.trees is None else listed(args.trees, "--trees")
-    sizes = listed(args.batch_sizes, "--batch-sizes")
+    if args.trees is None and "trees" in usual:
+        drafting = {Setting.parse(text).method for text in methods}
+        trees = [tree for tree in usual["trees"].split(",") if drafting & set(methods_for(tree))]
+    sizes = listed(args.batch_sizes or usual["batch_sizes"], "--batch-sizes")
     whole = all(size.isdecimal() and int(size) >= 1 for size in sizes)
     require(whole, "--batch-sizes", args.batch_sizes, "numbers from 1, such as 1,8")
+    given = {"images": int(usual["images"])} if "images" in usual else {}
     return BenchRequest(
-        entry=None if args.random_weights is None else find_entry(args.random_weights),
+        options=device_options(args),
         settings=settings_for(methods, trees, args.relax),
         modes=listed(args.graphs or GRAPHS, "--graphs", "graph mode", [AUTO, *RUNNERS]),
         by_name=args.graphs is not None,
         batches=[int(size) for size in sizes],
-        **taken(BenchRequest, args),
+        **given | taken(BenchRequest, args),
     )
 
 
@@ -106,10 +105,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.output:
             check_free([args.output], args.force)
         began = time.perf_counter()
-        prepare(wanted.device, wanted.mode)  # before torch is imported
-        from lantern_hpu.bench.run_bench import run_bench
+        prepare(wanted.options.device, wanted.mode)  # before torch is imported
+        from lantern_hpu.bench.run_bench import open_pipeline, run_bench
 
-        result = run_bench(wanted, given, time.perf_counter() - began)
-        show_report(result, tables(result), args.output, args.force)
+        import_s = time.perf_counter() - began
+        with closing(open_pipeline(wanted)) as pipeline:
+            if has_long_steps(pipeline):
+                wanted = bench_request(args, LARGE)
+            report = run_bench(pipeline, wanted, given, import_s)
+        show_report(report, tables(report), args.output, args.force)
 
     return exit_code(command)

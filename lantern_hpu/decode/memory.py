@@ -260,23 +260,20 @@ def check_room(
     dtype: str,
     keep_text: str = "host",
     quantize: str | None = None,
-    mapped: bool = True,
 ) -> None:
     """Refuse, before it is loaded, a model that cannot draw even one image on a device, one token a step.
 
-    Args:
-        mapped: whether its weights lie in files. A processor is not asked then: they need not all be in memory.
+    A processor is not asked: weights that lie in files need not all be in memory.
     """
     free = backend.memory().free
-    if free is None or (backend.name == HOST and mapped):
+    if free is None or backend.name == HOST:
         return
-    alone, is_host = DraftTree.root_only(), backend.name == HOST
-    setup = Setup(dtype, 1, False, alone, keep_text, quantize=quantize, is_host=is_host)
+    setup = Setup(dtype, 1, False, DraftTree.root_only(), keep_text, quantize=quantize)
     need = peak(model, setup)
     if need <= free:
         return
     best, _ = backend.tuning.best_dtype(model.target.parameters)
-    device = DeviceMemory(free, f"free on {backend.name}", best, backend.tuning.quantized, is_host)
+    device = DeviceMemory(free, f"free on {backend.name}", best, backend.tuning.quantized)
     why, *fitting = fit_report(model, setup, device)
     hint = " ".join(line.strip() for line in fitting)
     raise DeviceError(f"{name} needs {amount(need)}", why, hint)

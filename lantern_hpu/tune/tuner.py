@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from lantern_hpu.bench.cases import has_long_steps
-from lantern_hpu.bench.columns import heading
+from lantern_hpu.bench.report import heading
 from lantern_hpu.decode.acceptance_counts import ChildCounts, profile
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.spec import BATCHES

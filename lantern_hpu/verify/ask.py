@@ -15,13 +15,14 @@ from lantern_hpu.backends.base import Backend
 from lantern_hpu.backends.candidates import LACKING, candidates_of, difference
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.bench.cases import BenchRequest
-from lantern_hpu.bench.run_bench import run_bench
+from lantern_hpu.bench.run_bench import open_pipeline, run_bench
 from lantern_hpu.decode.engine import Engine, GraphReport
 from lantern_hpu.decode.memory import DeviceMemory, Setup, largest_phase, summed
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import LanternError
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Setting
+from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.requirements import Counted, setup_of
@@ -234,13 +235,14 @@ class Asked:
             return "unanswered", "an emulator's speed says nothing of a card", {}
         wanted = BenchRequest(
             model=self.model,
-            device=self.device,
+            options=DeviceOptions(device=self.device),
             settings=[Setting("ar"), Setting("lantern++")],
             modes=["auto"],
             batches=[1],
             images=1,
         )
-        report = run_bench(wanted, [], 0.0)
+        with closing(open_pipeline(wanted)) as pipeline:
+            report = run_bench(pipeline, wanted, [], 0.0)
         rows = [
             {
                 n: row[n]

@@ -16,7 +16,7 @@ from typing import Any
 from lantern_hpu import __version__
 from lantern_hpu.backends import BACKENDS, EMULATED
 from lantern_hpu.backends.hpu import env as hpu_env
-from lantern_hpu.bench.columns import write_rows
+from lantern_hpu.bench.report import write_report
 from lantern_hpu.errors import OptionError, OutputError, choices, option, require
 from lantern_hpu.files import reading
 from lantern_hpu.verify.items import Question, Result, Stage, items_of, stages_of
@@ -84,7 +84,7 @@ class Report:
         return hpu_env.release_of(self.wanted.emulate).name if gaudi else None
 
     def save(self) -> None:
-        write_rows(self.wanted.output, self.as_json(), force=True)
+        write_report(self.wanted.output, self.as_json(), force=True)
 
     def add(self, result: Result) -> None:
         """An answer, which is written at once."""

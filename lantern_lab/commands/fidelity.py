@@ -15,7 +15,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lantern_hpu.backends import prepare
-from lantern_hpu.bench.columns import heading, show_report
+from lantern_hpu.bench.report import heading, show_report
 from lantern_hpu.commands.options import (
     add_device_options,
     add_fields,

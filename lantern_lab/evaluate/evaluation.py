@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from tqdm import tqdm
 
-from lantern_hpu.bench.columns import write_rows
+from lantern_hpu.bench.report import write_report
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import parse_json, write_file
 from lantern_hpu.methods.request import Sampling
@@ -213,7 +213,7 @@ class Evaluation:
         table = quality_table(everything, metrics)
         names = [name.removesuffix(".png") for name in files]
         page = render_page("evaluation.md", about=about, table=table, plots=names)
-        write_rows(self.output / "evaluation.json", document, force=True)
+        write_report(self.output / "evaluation.json", document, force=True)
         for name, data in {**files, "evaluation.md": page.encode()}.items():
             write_file(self.output / name, data, force=True)
         return table.markdown()

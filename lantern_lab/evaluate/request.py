@@ -77,7 +77,7 @@ def evaluate(wanted: EvaluateRequest, argv: Sequence[str]) -> str:
     if wanted.workers is not None:  # what cards there are is for those who draw
         device = replace(device, device=HOST, dtype="auto", graphs="auto", emulate=False)
     prepare(device.device, device.graphs, device.emulate)  # before torch is imported
-    from lantern_hpu.bench.columns import heading
+    from lantern_hpu.bench.report import heading
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_lab.evaluate.evaluation import Evaluation
     from lantern_lab.evaluate.scorer_published import LibraryScorer
