@@ -1,4 +1,4 @@
-"""Many cards and machines, through Ray: pieces of work go to whoever is free, and to another if a worker dies.
+"""Many cards and machines, through Ray: each piece of work goes to a free worker, and to another if that one dies.
 
 What a worker leaves are files named by the number of the image, so a piece that is done again writes nothing twice.
 Nothing here loads torch: a worker imports it, and its device's software, in a process of its own.
@@ -18,12 +18,10 @@ from lantern_hpu.backends import card_of
 from lantern_hpu.errors import DeviceError, LanternError, needing
 
 TRIES = 3  # of one piece whose worker dies, and as many new workers in place of each
-LOOK = 2.0  # seconds between two looks at the cluster while nothing is heard of any worker
+LOOK = 2.0  # seconds between two looks at the cluster while no worker answers
 PATIENCE = 120.0  # seconds until a worker must be there, where none is left
-LOOPBACK = (
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"  # of Ray: at 0 its processes listen on 127.0.0.1 alone
-)
-Draw = Callable[[list[int]], Any]
+# Of Ray: at 0 its processes listen on 127.0.0.1 alone
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 
 
 def connect(workers: int) -> Any:
@@ -37,11 +35,9 @@ def connect(workers: int) -> Any:
         except ConnectionError:
             cores = max(workers, os.cpu_count() or 1)
             stay_on_this_machine(ray)
-            try:
+            try:  # a node that does not start raises a plain Exception
                 ray.init(num_cpus=cores, logging_level=logging.ERROR, **quiet)
-            except (
-                Exception
-            ) as error:  # what a node that does not start raises has no type of its own
+            except Exception as error:
                 why = (str(error).strip().splitlines() or [repr(error)])[0]
                 hint = "a machine that is less busy, or RAY_ADDRESS of a cluster that runs"
                 raise DeviceError("Ray does not start on this machine", why, hint) from error
@@ -73,18 +69,14 @@ class Worker:
             opener: `module:function`, called here with the arguments; it returns what does a piece.
         """
         module, _, name = opener.partition(":")
-        self.draw: Draw = getattr(import_module(module), name)(*arguments)
+        self.draw: Callable[[list[int]], Any] = getattr(import_module(module), name)(*arguments)
 
-    def ready(self) -> tuple[list[int], None, str]:
-        """Answers once everything is loaded."""
-        return [], None, ""
-
-    def piece(self, numbers: list[int]) -> tuple[list[int], Any, str]:
-        """One piece, what came of it, and what is wrong if something is: errors of users stay readable."""
+    def piece(self, numbers: list[int]) -> tuple[Any, str]:
+        """What came of one piece, and what is wrong if something is: errors of users stay readable."""
         try:
-            return numbers, self.draw(numbers), ""
+            return self.draw(numbers) if numbers else None, ""
         except LanternError as error:
-            return numbers, None, str(error)
+            return None, str(error)
 
 
 def pieces(count: int, workers: int, slots: int) -> list[list[int]]:
@@ -103,66 +95,65 @@ def share_work(
 ) -> Iterator[tuple[list[int], Any]]:
     """Each piece with what came of it, in the order in which they are done.
 
-    A piece whose worker dies goes to whoever is free, and another worker is started in its place, where there is room.
+    A piece whose worker dies goes to the next free one, and another worker is started where there is room. Ray's
+    ActorPool keeps a piece with its worker, and so waits for ever where a node died and none has room for it.
     """
     ray = connect(workers)
     team = Team(ray, opener, arguments, share_of(ray, device, emulate))
-    total = sum(map(len, work))
     try:
         for _ in range(min(workers, len(work))):
             team.hire()
-        yield from team.done(work)
-    except ray.exceptions.RayError as error:
+        yield from team.run(work)
+    except (ray.exceptions.RayError, Lost) as error:
         why = str(error).strip().splitlines()[0]
-        raise team.lost("Ray failed", why, total) from error
-    except Gone as error:
-        raise team.lost(str(error), "", total) from error
+        drawn = f"{team.finished} of {sum(map(len, work))} are done, and kept"
+        hint = "the same command, of `generate` with --resume, goes on with the others"
+        raise DeviceError("workers cannot go on", f"{why}; {drawn}", hint) from error
     finally:
         team.dismiss()
 
 
-class Gone(Exception):
-    """Nobody is left who could go on."""
+class Lost(Exception):
+    """No worker is left to go on."""
 
 
 class Team:
-    """The workers of one run: those that load, and those that do a piece."""
+    """The workers of one run: those that load, those that do a piece, and those that are free."""
 
     def __init__(
         self, ray: Any, opener: str, arguments: Sequence[Any], share: dict[str, Any]
     ) -> None:
-        self.ray, self.how = ray, (opener, *arguments)
-        self.made = ray.remote(Worker).options(**share)
-        self.loading: dict[Any, Any] = {}  # worker by what it answers once it is there
+        self.ray, self.order = ray, (opener, *arguments)
+        self.remote = ray.remote(Worker).options(**share)
         self.busy: dict[Any, tuple[Any, list[int]]] = {}  # worker and piece by the answer to come
         self.idle: list[Any] = []
         self.hired, self.finished = 0, 0  # workers so far; numbers that are done
         self.node = ray.get_runtime_context().get_node_id()
 
     def hire(self) -> None:
-        """Start a worker, wherever there is room, now or later."""
-        worker = self.made.remote(*self.how)
-        self.loading[worker.ready.remote()] = worker
+        """Start a worker, wherever there is room, now or later; its first piece is empty."""
+        worker = self.remote.remote(*self.order)
+        self.busy[worker.piece.remote([])] = worker, []
         self.hired += 1
 
-    def done(self, work: Sequence[list[int]]) -> Iterator[tuple[list[int], Any]]:
+    def run(self, work: Sequence[list[int]]) -> Iterator[tuple[list[int], Any]]:
         """Each piece with what came of it."""
-        waiting, tries, most = deque(work), Counter[int](), TRIES * len(work)
-        while waiting or self.busy:
+        waiting, tries, most = deque(work), Counter[int](), TRIES * (len(work) + 1)
+        while waiting or any(numbers for _, numbers in self.busy.values()):
             while waiting and self.idle:
                 numbers, worker = waiting.popleft(), self.idle.pop()
                 self.busy[worker.piece.remote(numbers)] = worker, numbers
-            answer = self.heard()
-            worker, numbers = self.busy.pop(answer, (self.loading.pop(answer, None), []))
+            answer = self.next_answer()
+            worker, numbers = self.busy.pop(answer)
             try:
-                _, result, wrong = self.ray.get(answer)
+                result, wrong = self.ray.get(answer)
             except (self.ray.exceptions.RayActorError, self.ray.exceptions.NodeDiedError) as error:
                 if numbers:
                     waiting.append(numbers)
                     tries[numbers[0]] += 1
-                if max(tries.values(), default=0) >= TRIES or self.hired > most + TRIES:
+                if max(tries.values(), default=0) >= TRIES or self.hired > most:
                     why = str(error).strip().splitlines()[0]
-                    raise Gone(f"a worker died again and again: {why}") from error
+                    raise Lost(f"a worker died again and again: {why}") from error
                 self.hire()
                 continue
             if wrong:
@@ -172,32 +163,21 @@ class Team:
                 self.finished += len(numbers)
                 yield numbers, result
 
-    def heard(self) -> Any:
-        """The next answer of a worker."""
+    def next_answer(self) -> Any:
         silent = 0.0
         while True:
-            ready, _ = self.ray.wait([*self.busy, *self.loading], timeout=LOOK)
+            ready, _ = self.ray.wait(list(self.busy), timeout=LOOK)
             if ready:
                 return ready[0]
             if not any(n["Alive"] and n["NodeID"] == self.node for n in self.ray.nodes()):
-                raise Gone("Ray's node on this machine died")
-            silent = 0.0 if self.busy else silent + LOOK
+                raise Lost("Ray's node on this machine died")
+            drawing = any(numbers for _, numbers in self.busy.values())
+            silent = 0.0 if drawing else silent + LOOK
             if silent > PATIENCE:
-                raise Gone(f"no worker is there after {PATIENCE:g} s, and none draws")
-
-    def lost(self, what: str, why: str, total: int) -> DeviceError:
-        """The error of a run that cannot go on."""
-        drawn = f"{self.finished} of {total} are done, and kept"
-        hint = "the same command, of `generate` with --resume, goes on with the others"
-        return DeviceError(what, f"{why}; {drawn}" if why else drawn, hint)
+                raise Lost(f"no worker is there after {PATIENCE:g} s, and none draws")
 
     def dismiss(self) -> None:
         """End all workers, as far as Ray still can."""
-        workers = [
-            *self.loading.values(),
-            *(worker for worker, _ in self.busy.values()),
-            *self.idle,
-        ]
-        for worker in workers:
+        for worker in [*self.idle, *(worker for worker, _ in self.busy.values())]:
             with suppress(Exception):  # of a cluster that is gone
                 self.ray.kill(worker)

@@ -712,12 +712,12 @@ def test_published_neighbours_equal_computed_ones(
 def test_computed_neighbours_are_kept_and_a_damaged_file_is_made_anew(tmp_path: Path) -> None:
     book = torch.randn(50, 4, generator=torch.Generator().manual_seed(0))
     want = codebook.nearest_codes(book, 7)
-    assert torch.equal(codebook.kept_nearest(book, 7), want)
+    assert torch.equal(codebook.cached_nearest(book, 7), want)
     (file,) = (tmp_path / "cache" / "neighbours").iterdir()
-    assert torch.equal(codebook.kept_nearest(book, 7), want)
+    assert torch.equal(codebook.cached_nearest(book, 7), want)
     file.write_bytes(file.read_bytes()[:40])
-    assert torch.equal(codebook.kept_nearest(book, 7), want)
-    other = codebook.kept_nearest(book + 1e-3 * torch.arange(50)[:, None], 7)
+    assert torch.equal(codebook.cached_nearest(book, 7), want)
+    other = codebook.cached_nearest(book + 1e-3 * torch.arange(50)[:, None], 7)
     assert other.shape == want.shape and len(list(file.parent.iterdir())) == 2
 
 
