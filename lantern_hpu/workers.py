@@ -95,8 +95,8 @@ def share_work(
 ) -> Iterator[tuple[list[int], Any]]:
     """Each piece with what came of it, in the order in which they are done.
 
-    A piece whose worker dies goes to the next free one, and another worker is started where there is room. Ray's
-    ActorPool keeps a piece with its worker, and so waits for ever where a node died and none has room for it.
+    A piece whose worker dies goes to the next free one, and another worker is started where there is room. (Ray's
+    ActorPool keeps a piece with its worker, and fails where the worker's node died and no other has room.)
     """
     ray = connect(workers)
     team = Team(ray, opener, arguments, share_of(ray, device, emulate))
