@@ -13,39 +13,31 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from lantern_hpu.commands.options import add_fields, add_part_options, filled, given_parts
-from lantern_hpu.errors import OptionError, OutputError, choices, exit_code, option
+from lantern_hpu.commands.options import add_part_options, file_path, given_parts
+from lantern_hpu.errors import OptionError, OutputError, choices, exit_code
 from lantern_hpu.models.files.names import Given
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
-@dataclass(frozen=True)
-class ConvertRequest:
-    """What is converted, and where it goes."""
-
-    source: str = option(MISSING, "model name, Hub id, folder or weights file", positional=True)
-    output: Path = option(MISSING, "folder to write; must not exist", positional=True)
-    dtype: str = option("auto", f"{choices(DTYPES)}; auto: as stored")
-    given: Given = Given()
-
-
 def make_parser() -> argparse.ArgumentParser:
     about = "Convert published checkpoints to a model folder."
     parser = argparse.ArgumentParser("lantern-hpu convert", description=about)
-    add_fields(parser, ConvertRequest)
+    add = parser.add_argument
+    add("source", help="model name, Hub id, folder or weights file")
+    add("output", type=file_path, help="folder to write; must not exist")
+    number = f"{choices(DTYPES)}; auto: as stored (auto)"
+    add("--dtype", default="auto", help=number)
     add_part_options(parser.add_argument_group("parts"))
     return parser
 
 
-def convert(asked: ConvertRequest) -> str:
+def convert(source: str, output: Path, dtype: str, given: Given) -> str:
     """Write the folder. -> what it holds"""
-    output = asked.output
-    if asked.dtype not in DTYPES:
-        raise OptionError(f"--dtype is {asked.dtype}", hint=choices(DTYPES))
+    if dtype not in DTYPES:
+        raise OptionError(f"--dtype is {dtype}", hint=choices(DTYPES))
     if output.exists():
         raise OutputError(f"{output} exists", hint="another name, or remove it")
     import torch
@@ -57,12 +49,11 @@ def convert(asked: ConvertRequest) -> str:
     from lantern_hpu.zoo.cards import Subject, folder_card, write_card
     from lantern_hpu.zoo.find import find_parts
 
-    opened = open_model(find_parts(asked.source, asked.given))
-    dtype = None if asked.dtype == "auto" else getattr(torch, asked.dtype)
+    opened = open_model(find_parts(source, given))
     parts = 3 + (opened.config.drafter is not None)
     with tqdm(total=parts, unit="part", file=sys.stderr) as progress:
         progress.set_description_str("loading")
-        model = opened.load(Placement(dtype))
+        model = opened.load(Placement(None if dtype == "auto" else getattr(torch, dtype)))
         progress.update()
         with staged(output) as folder:
             write_model(model, folder, progress)
@@ -78,6 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
 
     def command() -> None:
-        print(convert(filled(ConvertRequest, args, given=given_parts(args))))
+        print(convert(args.source, args.output, args.dtype, given_parts(args)))
 
     return exit_code(command)

@@ -11,36 +11,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from lantern_hpu.commands.options import add_fields, filled
-from lantern_hpu.errors import OptionError, OutputError, exit_code, option
+from lantern_hpu.commands.options import file_path
+from lantern_hpu.errors import OptionError, OutputError, exit_code
 from lantern_hpu.zoo.fetch import choose_parts, fetch_all, fetch_text
 from lantern_hpu.zoo.find import Located, draw_command, locate_model, of_folder
 from lantern_hpu.zoo.registry import KnownModel, get
 
 INTERRUPTED = 130  # what a shell returns for it
-
-
-@dataclass(frozen=True)
-class DownloadRequest:
-    """What is fetched, and where it goes."""
-
-    name: str = option(
-        MISSING, "a known model, or the Hub id of its target", metavar="NAME", positional=True
-    )
-    only: str | None = option(
-        None, "download only these parts: target, drafter, vq, ...", metavar="PART,..."
-    )
-    to: Path | None = option(
-        None,
-        "download to a folder, with a subfolder per part (default: the Hugging Face cache)",
-        metavar="FOLDER",
-    )
-    without_drafter: bool = option(
-        False, "skip the drafter: enough for `ar` and the window methods"
-    )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -49,15 +28,22 @@ def make_parser() -> argparse.ArgumentParser:
         description="Download a known model from the Hugging Face Hub.",
         epilog="lantern-hpu models lists the known models.",
     )
-    add_fields(parser, DownloadRequest)
+    add = parser.add_argument
+    add("name", metavar="NAME", help="a known model, or the Hub id of its target")
+    only = "download only these parts: target, drafter, vq, ..."
+    add("--only", metavar="PART,...", help=only)
+    to = "download to a folder, with a subfolder per part (default: the Hugging Face cache)"
+    add("--to", type=file_path, metavar="FOLDER", help=to)
+    without = "skip the drafter: enough for `ar` and the window methods"
+    add("--without-drafter", action="store_true", help=without)
     return parser
 
 
-def download_parts(asked: DownloadRequest) -> None:
-    if asked.name == "builtin":
+def download_parts(name: str, only: str | None, to: Path | None, without_drafter: bool) -> None:
+    if name == "builtin":
         raise OptionError("builtin is here already", "it comes with the package", "--model builtin")
-    entry, to = get(asked.name), asked.to
-    parts = choose_parts(entry, asked.only, not asked.without_drafter)
+    entry = get(name)
+    parts = choose_parts(entry, only, not without_drafter)
     other = of_folder(to) if to else None
     if other is not None and other.name != entry.name:
         raise OutputError(f"{to} holds {other.name}", "one folder, one model", "another --to")
@@ -70,7 +56,7 @@ def download_parts(asked: DownloadRequest) -> None:
 
 
 def download_summary(entry: KnownModel, located: Located, to: Path | None) -> str:
-    """Where the parts are, and how to draw with them or what it still takes."""
+    """Where the parts are, and how to draw with them or which are missing."""
     lines = [f"{role}: {path}" for role, path in located.items() if path is not None]
     lacking = [part.role for part in located.missing(drafting=False)]
     if lacking:
@@ -83,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The `download` command: 0; 2 after an error; 130 if interrupted."""
     args = make_parser().parse_args(argv)
     try:
-        return exit_code(lambda: download_parts(filled(DownloadRequest, args)))
+        return exit_code(lambda: download_parts(**vars(args)))
     except KeyboardInterrupt:
         said = "interrupted: files that are whole stay, the same command fetches the others"
         print(f"\n{said}", file=sys.stderr)

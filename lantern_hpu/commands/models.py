@@ -9,11 +9,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from lantern_hpu.commands.options import add_fields, filled
-from lantern_hpu.errors import exit_code, option
+from lantern_hpu.errors import exit_code
 from lantern_hpu.files import reading
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.names import BUILTIN, CONFIG
@@ -21,23 +19,17 @@ from lantern_hpu.results.tables import aligned, amount, paragraph
 from lantern_hpu.zoo.find import Located, draw_command, locate_model
 from lantern_hpu.zoo.registry import KnownModel, Part, entries, get
 
-# ------------------------------------------------------------------------------------------- facts
-
-# Known models as plain values: sizes, licences, files, and which of them are here. Needs no torch.
-
 Facts = dict[str, Any]
+ADVICE = """
+get one        lantern-hpu download NAME
+see one        lantern-hpu models NAME
+what it needs  lantern-hpu plan NAME --memory 24GB
+
+The size is that of all files it draws with, the licence its target's: a part may have another.
+* as its page is labelled; see the model's note."""
 
 
-def all_facts() -> list[Facts]:
-    """The embedded model and every known one."""
-    return [builtin(), *(model_facts(entry) for entry in entries().values())]
-
-
-def facts_by_name(name: str) -> Facts:
-    return builtin() if name == "builtin" else model_facts(get(name))
-
-
-def builtin() -> Facts:
+def builtin_facts() -> Facts:
     """The embedded model as its folder has it."""
     with reading(BUILTIN / CONFIG, "install the package again") as config:
         files, sampling = list(config["files"]), config["sampling"]
@@ -63,7 +55,7 @@ def builtin() -> Facts:
 
 
 def model_facts(entry: KnownModel) -> Facts:
-    """What there is to say of a known model."""
+    """A known model, and which of its parts are here."""
     located = locate_model(entry)
     return {
         "name": entry.name,
@@ -79,13 +71,13 @@ def model_facts(entry: KnownModel) -> Facts:
         "missing": [part.role for part in located.missing()],
         "sampling": dict(entry.sampling),
         "parameters": entry.config.parameters,
-        "parts": [facts_of_part(part, located) for part in entry.parts.values()],
+        "parts": [part_facts(part, located) for part in entry.parts.values()],
         "get": f"lantern-hpu download {entry.handle}",
         "draw": draw_command(entry),
     }
 
 
-def facts_of_part(part: Part, located: Located) -> Facts:
+def part_facts(part: Part, located: Located) -> Facts:
     path = located[part.role]
     return {
         "part": part.role,
@@ -104,39 +96,12 @@ def facts_of_part(part: Part, located: Located) -> Facts:
     }
 
 
-# ------------------------------------------------------------------------------------------ models
-
-
-@dataclass(frozen=True)
-class ModelsRequest:
-    """Which models, and for whom."""
-
-    name: str | None = option(
-        None, "show details and files of one model", metavar="NAME", positional=True
-    )
-    json: bool = option(False, "print everything as JSON")
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lantern-hpu models",
-        description="List known models, and which of them are on this machine.",
-    )
-    add_fields(parser, ModelsRequest)
-    return parser
-
-
-# ------------------------------------------------------------------------------------ text
-
-
 def models_table(models: Sequence[Facts]) -> str:
     """One line a model, in columns."""
     rows = [("model", "pixels", "family", "size", "licence", "on this machine")]
     for model in models:
-        here = "missing: " + ", ".join(model["missing"])
-        if model["here"]:
-            here = "yes"
-        elif model["missing"] == ["drafter"]:
+        here = "yes" if model["here"] else "missing: " + ", ".join(model["missing"])
+        if model["missing"] == ["drafter"]:
             here = "yes, but no drafter"
         image, size = str(model["image_size"]), amount(model["bytes"])
         licence = model["licence"].replace(" (label)", "*")
@@ -144,34 +109,30 @@ def models_table(models: Sequence[Facts]) -> str:
     return aligned(rows)
 
 
-ADVICE = """
-get one        lantern-hpu download NAME
-see one        lantern-hpu models NAME
-what it needs  lantern-hpu plan NAME --memory 24GB
-
-The size is that of all files it draws with, the licence its target's: a part may have another.
-* as its page is labelled; see the model's note."""
-
-
 def model_text(model: Facts) -> str:
     """One model: what it is, its parts, its settings, and the commands."""
     side, grid = model["image_size"], model["grid"]
     image = f"{side} x {side} px, {grid[0]} x {grid[1]} tokens, prefix of {model['prefix']}"
-    lines = [f"{model['name']}: {model['title']}", *paragraph("image", image)]
-    lines += paragraph("family", model["family"]) + paragraph("size", amount(model["bytes"]))
-    lines += paragraph("licence", model["licence"])
-    lines += paragraph("sampling", options(model["sampling"]))
-    lines += paragraph("note", model["note"])
+    said = {
+        "image": image,
+        "family": model["family"],
+        "size": amount(model["bytes"]),
+        "licence": model["licence"],
+        "sampling": sampling_text(model["sampling"]),
+        "note": model["note"],
+    }
+    lines = [f"{model['name']}: {model['title']}"]
+    lines += [line for name, text in said.items() for line in paragraph(name, text)]
     for part in model["parts"]:
-        lines += ["", *describe_part(part, model)]
+        lines += ["", *part_lines(part, model)]
     lines += ["", *paragraph("get it", model["get"]), *paragraph("draw", model["draw"])]
     if model["name"] != "builtin":
         lines += paragraph("memory", f"lantern-hpu plan {model['name']} --memory 24GB")
     return "\n".join(lines)
 
 
-def describe_part(part: Facts, model: Facts) -> list[str]:
-    """A part's lines; the embedded model has one, which is a folder."""
+def part_lines(part: Facts, model: Facts) -> list[str]:
+    """A part; the embedded model has one, which is a folder."""
     if "repo" not in part:
         return paragraph("files", ", ".join(part["files"])) + paragraph("in", part["path"])
     count = model["parameters"].get(part["part"])
@@ -179,8 +140,7 @@ def describe_part(part: Facts, model: Facts) -> list[str]:
     needed = part["needed_for"]
     needed = needed if needed in ("always", "optional") else f"for {needed}"
     head = f"{part['repo']}  {amount(part['bytes'])}{weights}, licence {part['licence']}, {needed}"
-    lines = paragraph(part["part"], head)
-    lines += paragraph("", "files " + ", ".join(part["files"]))
+    lines = paragraph(part["part"], head) + paragraph("", "files " + ", ".join(part["files"]))
     if part["path"]:
         lines.append(f"{'':<14}here  {part['path']}")  # a path is never broken
     else:
@@ -193,25 +153,31 @@ def describe_part(part: Facts, model: Facts) -> list[str]:
     return lines + paragraph("", part["note"])
 
 
-def options(sampling: Mapping[str, float]) -> str:
+def sampling_text(sampling: Mapping[str, float]) -> str:
     """Sampling settings as the options that set them."""
     given = [f"--{name.replace('_', '-')} {value:g}" for name, value in sampling.items()]
     return " ".join(text + " (all)" if text == "--top-k 0" else text for text in given)
 
 
-# ------------------------------------------------------------------------------------ the command
+def make_parser() -> argparse.ArgumentParser:
+    about = "List known models, and which of them are on this machine."
+    parser = argparse.ArgumentParser("lantern-hpu models", description=about)
+    add = parser.add_argument
+    add("name", nargs="?", metavar="NAME", help="show details and files of one model")
+    add("--json", action="store_true", help="print everything as JSON")
+    return parser
 
 
-def print_models(asked: ModelsRequest) -> None:
-    if asked.name is not None:
-        model = facts_by_name(asked.name)
-        print(json.dumps(model, indent=2) if asked.json else model_text(model))
+def print_models(name: str | None, as_json: bool) -> None:
+    if name is not None:
+        shown = builtin_facts() if name == "builtin" else model_facts(get(name))
+        print(json.dumps(shown, indent=2) if as_json else model_text(shown))
         return
-    models = all_facts()
-    print(json.dumps(models, indent=2) if asked.json else models_table(models) + "\n" + ADVICE)
+    models = [builtin_facts(), *map(model_facts, entries().values())]
+    print(json.dumps(models, indent=2) if as_json else models_table(models) + "\n" + ADVICE)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `models` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-    return exit_code(lambda: print_models(filled(ModelsRequest, args)))
+    return exit_code(lambda: print_models(args.name, args.json))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import closing
-from dataclasses import MISSING, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,10 +19,10 @@ from numpy.typing import NDArray
 
 from lantern_hpu.backends import prepare
 from lantern_hpu.commands import options
-from lantern_hpu.errors import OptionError, WeightsError, exit_code, option
+from lantern_hpu.errors import OptionError, WeightsError, exit_code
 from lantern_hpu.files import check_free, write_file
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.files.names import VQ, Given
+from lantern_hpu.models.files.names import VQ
 from lantern_hpu.models.options import DeviceOptions
 
 if TYPE_CHECKING:
@@ -33,28 +32,16 @@ if TYPE_CHECKING:
     from lantern_hpu.results.images import SavedTokens
 
 
-@dataclass(frozen=True)
-class PixelsRequest:
-    """Which tokens, of which model, and where the pictures go."""
-
-    tokens: Path = option(
-        MISSING,
-        "tokens of `generate --save-tokens`, or a .npy",
-        metavar="TOKENS.npz",
-        positional=True,
-    )
-    model: str = option("builtin", "model that the tokens are of")
-    output: Path = option(Path("out"), "a .png file, or a folder")
-    force: bool = option(False, "replace existing files")
-    given: Given = field(default_factory=Given)
-    device: DeviceOptions = field(default_factory=DeviceOptions)
-
-
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "lantern-hpu pixels", description="Decode saved tokens to images."
-    )
-    options.add_fields(parser, PixelsRequest)
+    about = "Decode saved tokens to images."
+    parser = argparse.ArgumentParser("lantern-hpu pixels", description=about)
+    add = parser.add_argument
+    tokens = "tokens of `generate --save-tokens`, or a .npy"
+    add("tokens", type=options.file_path, metavar="TOKENS.npz", help=tokens)
+    add("--model", default="builtin", help="model that the tokens are of (builtin)")
+    output = "a .png file, or a folder (out)"
+    add("--output", type=options.file_path, default=Path("out"), help=output)
+    add("--force", action="store_true", help="replace existing files")
     options.add_part_options(parser)
     options.add_device_options(parser, graphs=False)
     return parser
@@ -97,14 +84,19 @@ def check_tokenizer(saved: SavedTokens, same: Collection[str], file: Path) -> No
         raise WeightsError(what, "it has other weights", "--model and --vq as they were drawn with")
 
 
-def diffused(saved: SavedTokens, opened: Opened, asked: PixelsRequest) -> Iterator[Image.Image]:
+def diffused(
+    saved: SavedTokens, opened: Opened, file: Path, device: DeviceOptions
+) -> Iterator[Image.Image]:
     """Pictures of codes that a diffusion model reads, one at a time."""
     from lantern_hpu.backends import get_backend
     from lantern_hpu.models.diffusion import DiffusionPixels
 
-    folder, config, file = opened.pixels, opened.config.target, asked.tokens
-    assert folder is not None
-    grid, what = saved.grid, f"the tokens in {file} become no pictures"
+    assert opened.pixels is not None
+    config, grid, what = (
+        opened.config.target,
+        saved.grid,
+        f"the tokens in {file} become no pictures",
+    )
     if len(grid) != 2 or len(saved.seeds) != len(saved.tokens):
         hint = "a .npz of `generate --save-tokens`"
         raise OptionError(what, "their grid and seeds are not known", hint)
@@ -113,59 +105,58 @@ def diffused(saved: SavedTokens, opened: Opened, asked: PixelsRequest) -> Iterat
         raise OptionError(what, why)
     check_codes(saved.tokens, config, f"the tokens in {file} are of another model")
     sized = config.of_grid((grid[0], grid[1]))
-    with closing(get_backend(asked.device.device, "eager")) as backend, backend.errors():
-        number = backend.tuning.dtype(asked.device.dtype, config.parameters)
-        pictures = DiffusionPixels(folder, number, backend.device)
+    with closing(get_backend(device.device, "eager")) as backend, backend.errors():
+        dtype = backend.tuning.dtype(device.dtype, config.parameters)
+        pictures = DiffusionPixels(opened.pixels, dtype, backend.device)
         for row, prompt, seed in zip(saved.tokens, saved.prompts, saved.seeds, strict=True):
             yield from pictures(row[None], sized, [prompt], [seed])
 
 
-def decoded(saved: SavedTokens, opened: Opened, asked: PixelsRequest) -> Iterator[Image.Image]:
+def decoded(
+    saved: SavedTokens, opened: Opened, file: Path, device: DeviceOptions
+) -> Iterator[Image.Image]:
     """Pictures by the model's VQ tokenizer, one at a time."""
     from lantern_hpu.backends import get_backend
     from lantern_hpu.decode.pixels import decode_pixels
     from lantern_hpu.models.files.load import load_vq
 
     config = opened.config.target
-    check_tokens(saved.tokens, config, asked.tokens)
-    with closing(get_backend(asked.device.device, "eager")) as backend, backend.errors():
+    check_tokens(saved.tokens, config, file)
+    with closing(get_backend(device.device, "eager")) as backend, backend.errors():
         stored = opened.weights().vq
         assert stored is not None and opened.config.vq is not None
         vq, digest = load_vq(opened.config.vq, stored, backend.device)
-        check_tokenizer(saved, {digest, stored.fingerprint(vq)}, asked.tokens)
+        check_tokenizer(saved, {digest, stored.fingerprint(vq)}, file)
         for row in saved.tokens:
             yield from decode_pixels(vq, config, backend, row[None])
 
 
-def decode_saved(asked: PixelsRequest) -> str:
+def decode_saved(args: argparse.Namespace) -> str:
     """The whole command after parsing. -> what was done"""
     from lantern_hpu.results.images import encode, image_files, read_saved_tokens, with_metadata
 
-    saved, device = read_saved_tokens(asked.tokens), asked.device
-    files, _ = image_files(asked.output, saved.prompts, False)
-    check_free(files, asked.force)
+    given, device = options.given_parts(args), options.device_options(args)
+    saved = read_saved_tokens(args.tokens)
+    files, _ = image_files(args.output, saved.prompts, False)
+    check_free(files, args.force)
     prepare(device.device, "eager")
     from tqdm import tqdm
 
     from lantern_hpu.models.files.load import open_model
     from lantern_hpu.zoo.find import find_parts
 
-    opened = open_model(find_parts(asked.model, asked.given, spared=("text",)))
+    opened = open_model(find_parts(args.model, given, spared=("text",)))
     make = decoded if opened.pixels is None else diffused
     named = zip(tqdm(files, unit="image"), saved.metadata, strict=True)
     # Files last, so that what makes the pictures is given back once all are made
-    for image, (file, settings) in zip(make(saved, opened, asked), named, strict=True):
+    pictures = make(saved, opened, args.tokens, device)
+    for image, (file, settings) in zip(pictures, named, strict=True):
         data = with_metadata(image, settings) if settings else encode(image)
-        write_file(file, data, asked.force)
-    return f"{len(files)} image(s) -> {asked.output}"
+        write_file(file, data, args.force)
+    return f"{len(files)} image(s) -> {args.output}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `pixels` command; returns the exit code."""
     args = make_parser().parse_args(argv)
-
-    def command() -> None:
-        parts = {"given": options.given_parts(args), "device": options.device_options(args)}
-        print(decode_saved(options.filled(PixelsRequest, args, **parts)))
-
-    return exit_code(command)
+    return exit_code(lambda: print(decode_saved(args)))
