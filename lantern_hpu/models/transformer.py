@@ -32,9 +32,8 @@ def rope_table(config: TransformerConfig, positions: int) -> Tensor:
     if config.rope != "2d":
         pairs = config.rotated // 2
         frequency = config.rope_base ** (-torch.arange(pairs, dtype=torch.float64) / pairs)
-        frequency = F.pad(
-            frequency, (0, config.head_dim // 2 - pairs)
-        )  # pairs that stay as they are
+        # Pairs behind the rotated ones have angle 0
+        frequency = F.pad(frequency, (0, config.head_dim // 2 - pairs))
         angles = torch.arange(positions, dtype=torch.float64)[:, None] * frequency
         return torch.stack([angles.cos(), angles.sin()], 1).float()
     half = config.head_dim // 2
@@ -54,10 +53,10 @@ def rope_table(config: TransformerConfig, positions: int) -> Tensor:
 
 
 def rope_axes(config: TransformerConfig, positions: int) -> Tensor:
-    """Where the first `positions` of a sequence stand on the axes of "mrope", counted from the prompt's end.
+    """Coordinates of the first `positions` of a sequence on the axes of "mrope", counted from the prompt's end.
 
-    Words stand at their place on all three. The codes of the preview and then of the picture stand at its start, their
-    row and their column; what follows begins behind the longer side.
+    Words have their place on all three. The codes of the preview and then of the picture have its start, their row and
+    their column; what follows begins behind the longer side.
 
     Returns [3, positions] int32.
     """
@@ -313,16 +312,6 @@ class Target(nn.Module):
         return torch.cat([self.norm(x), *aux], -1) if aux else self.norm(x)
 
 
-# ----------------------------------------------------------------------------------------- drafter
-
-# The EAGLE drafter: one block that guesses the target's next feature from the last one.
-#
-# Entry i of its sequence is made from (target feature h_i, embedding of token i+1) and guesses h_{i+1};
-# the target's head turns that into a guess of token i+2. (EAGLE, arXiv 2401.15077; LlamaGen's drafter has
-# no norm before the attention, Anole's has one.) It may read outputs of lower target layers too, as EAGLE-3 does
-# (arXiv 2503.01840): they are normalised, projected and added to the last feature.
-
-
 class AuxInput(nn.Module):
     """What the outputs of one lower layer of the target add to its last features."""
 
@@ -336,7 +325,12 @@ class AuxInput(nn.Module):
 
 
 class Drafter(nn.Module):
-    """Embedding, fc over [embedding, feature], one block; no final norm and no head of its own."""
+    """The EAGLE drafter (arXiv 2401.15077): one block that predicts the target's next feature, without a head.
+
+    Entry i of its sequence is made of the target's feature of position i and the embedding of token i + 1; the target's
+    head turns the feature it predicts into a distribution of token i + 2. Outputs of lower layers (EAGLE-3, arXiv
+    2503.01840) are normalised, projected and added to the feature.
+    """
 
     def __init__(
         self,
@@ -344,10 +338,6 @@ class Drafter(nn.Module):
         drafter_config: DrafterConfig = DrafterConfig(),
         kernels: Kernels = PLAIN,
     ) -> None:
-        """
-        Args:
-            target: sizes of the target. drafter_config: where the drafter differs.
-        """
         super().__init__()
         self.drafter_config, self.config = drafter_config, drafter_config.sizes(target)
         self.sees_pads, self.shift = drafter_config.sees_pads, drafter_config.shift
@@ -372,7 +362,7 @@ class Drafter(nn.Module):
         cache: LayerCache | GrowingCache | None = None,
         index: Tensor | None = None,  # [R * T], where in the cache to write
     ) -> Tensor:
-        """Guessed features [R, T, H] of the next position, in the head's input space."""
+        """Predicted features [R, T, H] of the next position, in the head's input space."""
         features, *aux = features.split(self.config.dim, -1)
         for read, x in zip(self.aux, aux, strict=False):  # a guess has none
             features = features + read(x)

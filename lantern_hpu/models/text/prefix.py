@@ -17,11 +17,8 @@ from lantern_hpu.files import ASSETS
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
-# ------------------------------------------------------------------------------------------- words
-
-# From prompts to caption features: the interface, and the word table of the embedded model.
-
 ARTICLES = frozenset({"a", "an", "the"})
+IMAGENET = ASSETS / "imagenet.txt"  # a class a line, by index: its name, then its synonyms
 
 
 class TextFeatures(NamedTuple):
@@ -31,28 +28,12 @@ class TextFeatures(NamedTuple):
     valid: Tensor  # [B, P] bool
 
 
-def left_padded(
-    rows: Sequence[Tensor],
-    prefix: int,
-    width: int,
-    dtype: torch.dtype,
-    device: torch.device | None,
-    to_device: ToDevice,
-) -> TextFeatures:
-    """Features of several prompts [v, C], v <= P each, behind zeros: [B, P, C] and [B, P] on the device.
-
-    They are put together on the host, so that one copy goes up.
-    """
-    features = torch.zeros(len(rows), prefix, width, dtype=dtype)  # [B, P, C]
-    valid = torch.zeros(features.shape[:2], dtype=torch.bool)
-    for place, known in enumerate(rows):
-        features[place, prefix - len(known) :] = known
-        valid[place, prefix - len(known) :] = True
-    return TextFeatures(to_device(features, device), to_device(valid, device))
-
-
 class TextConditioner(Protocol):
     """Turns prompts into caption features; T5 and word tables are implementations."""
+
+    def prepare(self, prompts: Sequence[str]) -> None:
+        """Encode the prompts of a run at once, where that takes long."""
+        ...
 
     def encode(self, prompts: Sequence[str]) -> TextFeatures:
         """Features of each prompt, cut to the prefix."""
@@ -86,6 +67,9 @@ class WordConditioner(nn.Module):
         self.position = nn.Embedding(self.positions, dim)
         nn.init.normal_(self.table.weight, std=dim**-0.5)
         nn.init.normal_(self.position.weight, std=dim**-0.5)
+
+    def prepare(self, prompts: Sequence[str]) -> None:
+        pass
 
     @staticmethod
     def split(prompt: str) -> list[str]:
@@ -124,20 +108,11 @@ class WordConditioner(nn.Module):
         return result
 
 
-# ----------------------------------------------------------------------------------------- classes
-
-# The classes of ImageNet-1k by index and by name, for class-conditional models. Needs no torch.
-#
-# `assets/imagenet.txt` has one class a line, in index order: its name, then its synonyms.
-
-FILE = ASSETS / "imagenet.txt"
-
-
 def class_index(text: str) -> int:
-    """Index of a class given as "207", or by a name or synonym in any case ("golden retriever").
+    """Index of a class of ImageNet-1k: "207", or a name or synonym in any case ("golden retriever").
 
-    A synonym of several classes means the one that it is the first name of: "gong" is 577, not 494
-    ("chime, bell, gong").
+    A synonym of several classes means the one that it is the first name of: "gong" is 577, not 494 ("chime, bell,
+    gong").
     """
     if re.fullmatch(r"\s*[+-]?\d+\s*", text):
         index = int(text)
@@ -169,16 +144,13 @@ def class_name(index: int) -> str:
 @cache
 def _classes() -> list[list[str]]:
     """The names of each class."""
-    lines = FILE.read_text(encoding="utf-8").splitlines()
+    lines = IMAGENET.read_text(encoding="utf-8").splitlines()
     return [[name.strip() for name in line.split(",")] for line in lines]
 
 
 def _plain(name: str) -> str:
     """Names are compared without case; an underscore is a space, as in many lists of classes."""
     return " ".join(name.replace("_", " ").casefold().split())
-
-
-# ------------------------------------------------------------------------------------------ prefix
 
 
 class Prefix(NamedTuple):
@@ -195,7 +167,7 @@ class Conditioner(Protocol):
     takes_classes: bool  # prompts are class labels
 
     def prepare(self, prompts: Sequence[str]) -> None:
-        """Do what is better done for all prompts of a run at once."""
+        """Refuse what cannot be read, and encode what takes long, for all prompts of a run at once."""
         ...
 
     def rows(self, prompts: Sequence[str], guidance: bool) -> Prefix:
@@ -261,9 +233,7 @@ class CaptionConditioner(FixedPrefix):
         self.text, self.projection = text, projection
 
     def prepare(self, prompts: Sequence[str]) -> None:
-        prepare = getattr(self.text, "prepare", None)
-        if prepare is not None:
-            prepare(prompts)
+        self.text.prepare(prompts)
 
     def rows(self, prompts: Sequence[str], guidance: bool) -> Prefix:
         """The unconditional rows use the caption's mask, as LlamaGen's sampler does."""

@@ -20,7 +20,7 @@ from lantern_hpu.errors import WeightsError, choices, needing, require
 from lantern_hpu.files import reading
 from lantern_hpu.models.files.checkpoint import SINGLES
 from lantern_hpu.models.options import KEEP_TEXT
-from lantern_hpu.models.text.prefix import TextFeatures, left_padded
+from lantern_hpu.models.text.prefix import TextFeatures
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
 CACHED = 1024  # prompts whose features stay on the host, at most 0.5 GB for flan-t5-xl
@@ -159,10 +159,15 @@ class T5Conditioner:
         self._known: dict[str, Tensor] = {}  # prompt -> [v, C] on the host, oldest first
 
     def encode(self, prompts: Sequence[str]) -> TextFeatures:
-        """Features [B, P, C] and valid [B, P] of a batch, on the device."""
+        """Features [B, P, C] and valid [B, P] of a batch, put together on the host so that one copy goes up."""
         self.prepare(prompts)
-        rows = [self._known[prompt] for prompt in prompts]
-        return left_padded(rows, self.prefix, self.width, self.dtype, self.device, self.to_device)
+        features = torch.zeros(len(prompts), self.prefix, self.width, dtype=self.dtype)
+        valid = torch.zeros(features.shape[:2], dtype=torch.bool)
+        for row, known in enumerate(self._known[prompt] for prompt in prompts):
+            features[row, self.prefix - len(known) :] = known
+            valid[row, self.prefix - len(known) :] = True
+        up, device = self.to_device, self.device
+        return TextFeatures(up(features, device), up(valid, device))
 
     def prepare(self, prompts: Sequence[str]) -> None:
         """Encode the prompts that are not known yet, then put the encoder where `keep` says."""
@@ -249,10 +254,7 @@ class T5Conditioner:
 
     @contextmanager
     def _loading(self, part: str) -> Iterator[None]:
-        """Whatever goes wrong in transformers is an error that names the folder.
-
-        It raises OSError, ValueError, RuntimeError, SafetensorError, ImportError and more.
-        """
+        """Any error of transformers as one that names the folder."""
         try:
             yield
         except Exception as error:
