@@ -1,13 +1,13 @@
-"""From a model's name to the files of its parts. Needs no torch and no network.
+"""From a model's name to the files of its parts. Needs no torch and no network: huggingface_hub looks into its cache.
 
 `--model` takes a name of the list of known models, a Hub id, a folder of our own (`model.json`), a folder with
 published checkpoints, or one weights file. Parts beside the target are found by their usual names; each can be
-given on its own.
+given by an option.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,31 +28,33 @@ from lantern_hpu.results.tables import amount
 from lantern_hpu.zoo import registry
 from lantern_hpu.zoo.registry import FOLDER, KnownModel, Part, entries
 
-# ----------------------------------------------------------------------------------------- located
-
-# Which parts of the known models are on this machine, and how to get those that are not. Needs no torch.
-#
-# No network is asked: `huggingface_hub` looks into its cache.
-
 LABEL = "lantern.json"  # in a folder that `lantern_hpu.commands.download --to` filled
 UNCHECKED = ".lantern-unchecked"  # beside a repository's files in the cache: see `unchecked`
+# Names of parts in a folder; the first that is there is taken
+BESIDE = {
+    "drafter": ("drafter", "*drafter*"),
+    "vq": ("vq", "vqvae", "vqgan.ckpt", "vq_*.pt", "vq*.safetensors", "vqvae*", "vqgan*"),
+    "text": ("text", "text_encoder", "flan-t5*", "t5*"),
+    "neighbours": ("neighbours", "neighbours.npy", "vq_distances", "top_*_indices.npy"),
+}
+# Folders of a pipeline of diffusers whose codes come from a language model (GLM-Image)
+AUTOREGRESSIVE, PROCESSOR, DIFFUSION = "vision_language_encoder", "processor", "transformer"
 
 
 class Located(dict[str, Path | None]):
-    """Where an entry's parts are on this machine, by role.
+    """Where an entry's parts are, by role: a file, else the folder with its files; None if some are missing.
 
-    A part's file where it has one, else the folder with its files; None if not all of them are there. `absent` has
-    the missing files of each such part.
+    `absent` has the missing files of each such part.
     """
 
-    def __init__(
-        self,
-        entry: KnownModel,
-        paths: Mapping[str, Path | None],
-        absent: Mapping[str, tuple[str, ...]],
-    ) -> None:
-        super().__init__(paths)
-        self.entry, self.absent = entry, absent
+    def __init__(self, entry: KnownModel, folder: Path | None) -> None:
+        super().__init__()
+        self.entry, self.absent = entry, dict[str, tuple[str, ...]]()
+        for role, part in entry.parts.items():
+            found = [look(source, folder) for source in part.sources]
+            self[role] = next((path for path, _ in found if path), None)
+            if self[role] is None:
+                self.absent[role] = found[0][1]
 
     def missing(self, drafting: bool = True) -> list[Part]:
         """The parts that are needed and not all here."""
@@ -114,21 +116,13 @@ def of_folder(folder: Path) -> KnownModel | None:
 def locate_model(entry: KnownModel, folder: Path | None = None) -> Located:
     """Where the parts of a model are: in a folder with a subfolder for each, or in the Hugging Face cache.
 
-    A part counts only when all its files are there. huggingface_hub gives a file its name when it is whole, so
-    what an interrupted download leaves is not taken for one; nor is a file that is still to be checked.
+    A part counts only when all its files are there, whole (huggingface_hub names a file when it is) and checked.
     """
-    paths: dict[str, Path | None] = {}
-    absent: dict[str, tuple[str, ...]] = {}
-    for role, part in entry.parts.items():
-        result = [look(source, folder) for source in part.sources]
-        paths[role] = next((path for path, _ in result if path), None)
-        if paths[role] is None:
-            absent[role] = result[0][1]
-    return Located(entry, paths, absent)
+    return Located(entry, folder)
 
 
 def look(part: Part, folder: Path | None) -> tuple[Path | None, tuple[str, ...]]:
-    """Where a part is, or None and the files that lack."""
+    """Where a part is, or None and the files that are missing."""
     place = folder / part.role if folder else cached_folder(part)
     absent = part.absent(place, unchecked(part.repo) if place and not folder else ())
     return (part.path(place) if place and not absent else None), absent
@@ -137,7 +131,7 @@ def look(part: Part, folder: Path | None) -> tuple[Path | None, tuple[str, ...]]
 def require_parts(
     entry: KnownModel, folder: Path | None = None, given: Collection[str] = ()
 ) -> Located:
-    """Where the parts are, if all that drawing without a drafter needs are here, or given in their place."""
+    """Where the parts are, if those that drawing without a drafter needs are here, or given in their place."""
     located = locate_model(entry, folder)
     lacking = [part for part in located.missing(drafting=False) if part.role not in given]
     if not lacking:
@@ -166,19 +160,6 @@ def draw_command(entry: KnownModel, folder: Path | None = None) -> str:
     return f"python -m lantern_hpu.generate --model {folder or entry.handle} {what}"
 
 
-# -------------------------------------------------------------------------------------------- find
-
-# Where parts lie in a folder: the first that is there is taken.
-BESIDE = {
-    "drafter": ("drafter", "*drafter*"),
-    "vq": ("vq", "vqvae", "vqgan.ckpt", "vq_*.pt", "vq*.safetensors", "vqvae*", "vqgan*"),
-    "text": ("text", "text_encoder", "flan-t5*", "t5*"),
-    "neighbours": ("neighbours", "neighbours.npy", "vq_distances", "top_*_indices.npy"),
-}
-# Folders of a pipeline of diffusers whose codes come from a language model (GLM-Image)
-AUTOREGRESSIVE, PROCESSOR, DIFFUSION = "vision_language_encoder", "processor", "transformer"
-
-
 def find_parts(model: str, given: Given = Given(), spared: tuple[str, ...] = ()) -> Parts:
     """The parts of a model, those in `given` in place of its own.
 
@@ -201,7 +182,7 @@ def find_parts(model: str, given: Given = Given(), spared: tuple[str, ...] = ())
 
 
 def parts_of(model: str, given: Collection[str], spared: Collection[str] = ()) -> Parts:
-    """The parts of a model where they usually lie."""
+    """The parts of a model at their usual places."""
     if model == "builtin":
         return Parts("builtin", "builtin", BUILTIN)
     path = Path(model)
@@ -217,7 +198,7 @@ def parts_of(model: str, given: Collection[str], spared: Collection[str] = ()) -
 
 
 def in_pipeline(parts: Parts) -> Parts:
-    """The parts by their own folders, where the target's is a pipeline of diffusers, which has a folder for each."""
+    """The parts by their own folders, where the target's folder is a pipeline of diffusers."""
     root = parts.target
     if not (root / AUTOREGRESSIVE).is_dir():
         return parts
@@ -237,7 +218,7 @@ def exists(path: Path) -> bool:
 
 
 def known(entry: KnownModel, found: Located, where: str) -> Parts:
-    """The parts of a known model, wherever they are."""
+    """The parts of a known model."""
     size, sampling, paths = entry.image_size, dict(entry.sampling), found.items()
     roles: dict[str, Any] = {role: path for role, path in paths if path is not None}
     return Parts(entry.name, where, **roles, image_size=size, sampling=sampling)
@@ -278,7 +259,7 @@ def target_in(folder: Path) -> Path | None:
 
 
 def beside(folder: Path, target: Path, given: Collection[str]) -> dict[str, Any]:
-    """Parts that lie in a folder by their usual names, but for those that are given."""
+    """Parts in a folder by their usual names, but for those that are given."""
     result: dict[str, Any] = {}
     for part, names in BESIDE.items():
         if part in given:
@@ -288,8 +269,7 @@ def beside(folder: Path, target: Path, given: Collection[str]) -> dict[str, Any]
             for name in names
         )
         paths = next(filter(None, matching), [])
-        if len(paths) > 1:
-            # vq_ds16_t2i.pt and vq_ds16_c2i.pt may lie side by side; a target's name says which it is.
+        if len(paths) > 1:  # vq_ds16_t2i.pt beside vq_ds16_c2i.pt: a target's name says which it is
             paths = [p for p in paths if condition_kind(p) == condition_kind(target)] or paths
         if len(paths) > 1:
             why, hint = ", ".join(path.name for path in paths), f"{OPTIONS[part]} with one of them"
