@@ -8,8 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 from lantern_hpu.backends import prepare
-from lantern_hpu.commands.generate import check_kept, job_of, outputs_of, requests_of, resolve_job
-from lantern_hpu.decode.spec import batch_size_for
+from lantern_hpu.commands.generate import check_kept, outputs_of, read_job
 from lantern_hpu.errors import OptionError, OutputError, require
 
 
@@ -19,14 +18,14 @@ def draw_with_workers(args: argparse.Namespace) -> int:
 
     from lantern_hpu.workers import pieces, share_work
 
-    job = job_of(args)
+    job = read_job(args)
     require(1 <= args.workers <= 4096, "--workers", args.workers, "1 to 4096")
     if args.grid or args.report or args.save_tokens or args.preview_every or args.from_png:
         what = "--workers excludes --grid, --report, --save-tokens, --preview-every and --from-png"
         raise OptionError(what, "workers write each image to its own file")
     args.output = args.output.resolve()  # workers may run elsewhere
     files, count = outputs_of(args, job.prompts).images, len(job.prompts)
-    work = pieces(count, args.workers, batch_size_for(count, job.batch_size))
+    work = pieces(count, args.workers, job.slots)
     opener, device = "lantern_hpu.commands.generate_workers:open_job_worker", job.device
     bar, drawn = tqdm(total=count, unit="image", file=sys.stderr, dynamic_ncols=True), 0
     with closing(bar):
@@ -44,7 +43,7 @@ def draw_with_workers(args: argparse.Namespace) -> int:
 
 def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
     """What a worker does: the images of these numbers that are not there yet. -> how many it drew"""
-    job = job_of(args)
+    job = read_job(args)
     prepare(job.device.device, job.device.graphs, job.device.emulate)
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.results.images import Keeper, image_files
@@ -52,10 +51,9 @@ def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
     pipeline = LanternPipeline.from_pretrained(
         job.model, given=job.given, size=job.size, check=job.check_model, **vars(job.device)
     )
-    chosen, sampling = resolve_job(job, pipeline, args)
+    chosen, sampling = job.resolve(pipeline)
     files, _ = image_files(args.output, job.prompts, False)
-    requests, again = requests_of(job, chosen, sampling), set[int]()
-    size = batch_size_for(len(requests), job.batch_size)
+    requests, again = job.requests(sampling, chosen.relaxation), set[int]()
 
     def draw_piece(numbers: list[int]) -> int:
         """With `--force`, what was there before is drawn anew, but what this worker left is not."""
@@ -67,7 +65,7 @@ def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
             with pipeline.backend.errors():
                 news = [requests[i] for i in left]
                 keep = Keeper(left, files, args.force)
-                pipeline.draw(news, chosen, size, None, keep)
+                pipeline.draw(news, chosen, job.slots, None, keep)
         return len(left)
 
     return draw_piece
