@@ -15,9 +15,9 @@ from lantern_hpu.methods.relaxation import Additive, Multiplicative
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_lab.commands.evaluate import main
-from lantern_lab.evaluate import workers as drawing_workers
+from lantern_lab.evaluate import drawing
+from lantern_lab.evaluate.drawing import settings_columns
 from lantern_lab.evaluate.folder import read_picture
-from lantern_lab.evaluate.rounds import settings_columns
 
 SIZES = "--images 65 --panels 2 --fresh 70 --rounds 10".split()
 
@@ -125,15 +125,15 @@ def test_pieces_done_by_others_in_any_order_are_the_same_evaluation(
     def shared(
         opener: str, arguments: list[Any], work: list[list[int]], workers: int, *device: Any
     ) -> Iterator[tuple[list[int], Any]]:
-        assert opener == "lantern_lab.evaluate.workers:open_picture_worker" and workers == 2
+        assert opener == "lantern_lab.evaluate.drawing:open_picture_worker" and workers == 2
         hands = [
-            drawing_workers.open_picture_worker(*pickle.loads(pickle.dumps(arguments)))
+            drawing.open_picture_worker(*pickle.loads(pickle.dumps(arguments)))
             for _ in range(workers)
         ]
         for i, numbers in enumerate(reversed(work)):
             yield numbers, hands[i % workers](numbers)
 
-    monkeypatch.setattr(drawing_workers, "share_work", shared)
+    monkeypatch.setattr(drawing, "share_work", shared)
     assert evaluated(model, tmp_path / "out", "--workers", "2") == 0
     assert figures(tmp_path / "out") == figures(finished)
     for file in sorted((finished / "pictures").rglob("*.png"))[::16]:

@@ -13,7 +13,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
 
+from lantern_hpu.backends import HOST, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import add_fields, filled, taken
 from lantern_hpu.errors import OptionError, choices, exit_code, listed
@@ -21,7 +24,12 @@ from lantern_hpu.methods.relaxation import PRESETS as RELAXATIONS
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import Setting
 from lantern_lab.evaluate.metrics import PUBLISHED
-from lantern_lab.evaluate.options import EvaluateOptions, PaintedOptions
+from lantern_lab.evaluate.options import (
+    EvaluateOptions,
+    EvaluateRequest,
+    PaintedOptions,
+    folders_of,
+)
 from lantern_lab.evaluate.protocols import (
     PRESETS,
     SCENES,
@@ -29,7 +37,7 @@ from lantern_lab.evaluate.protocols import (
     Library,
     preset_of,
 )
-from lantern_lab.evaluate.request import EvaluateRequest, evaluate, folders_of
+from lantern_lab.evaluate.sets import export
 
 NO_METRIC = "none"
 OTHERS = "also score a folder of images of another program, named by prompt id; repeat for several"
@@ -136,6 +144,42 @@ def evaluate_request(args: argparse.Namespace) -> EvaluateRequest:
         "folders": folders_of(args.folder),
     }
     return filled(EvaluateRequest, args, **made)
+
+
+# ------------------------------------------------------------------------------------ the run
+
+
+def evaluate(wanted: EvaluateRequest, argv: Sequence[str]) -> str:
+    """Draw, score and write. -> the table"""
+    library, device = wanted.library, wanted.device
+    if wanted.workers is not None:  # what cards there are is for those who draw
+        device = replace(device, device=HOST, dtype="auto", graphs="auto", emulate=False)
+    prepare(device.device, device.graphs, device.emulate)  # before torch is imported
+    from lantern_hpu.bench.report import heading
+    from lantern_hpu.pipeline import LanternPipeline
+    from lantern_lab.evaluate.evaluation import Evaluation, Scorer
+    from lantern_lab.evaluate.scorer_builtin import PaintedScorer
+    from lantern_lab.evaluate.scorer_published import LibraryScorer
+
+    # What a protocol lacks is an error before the model is loaded.
+    scorer: Scorer | None = None
+    if library is not None:
+        scorer = LibraryScorer(library, wanted.images, wanted.output)
+    loaded = LanternPipeline.from_pretrained(wanted.model, given=wanted.given, **vars(device))
+    with closing(loaded) as pipeline:
+        model = pipeline.model
+        preset = {} if library is None else library.preset.sampling_for(model.name)
+        model.sampling = replace(model.sampling, **preset | dict(wanted.sampling))
+        scorer = scorer or PaintedScorer(wanted.painted, pipeline, wanted.output)
+        about = heading("lantern_hpu.evaluate", pipeline, argv)
+        evaluation = Evaluation(pipeline, scorer, wanted, about)
+        table = evaluation.run()
+        if wanted.export and library is not None and library.prompts_file is not None:
+            for column in evaluation.columns:
+                places = evaluation.drawing.folder_of(column).places
+                copies, source = wanted.export / column.slug, library.prompts_file
+                export(str(library.prompts), scorer.items, places, source, copies)
+    return table
 
 
 def main(argv: Sequence[str] | None = None) -> int:

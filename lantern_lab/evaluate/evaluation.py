@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,13 +13,18 @@ from tqdm import tqdm
 from lantern_hpu.bench.report import write_report
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import parse_json, write_file
-from lantern_hpu.methods.request import Sampling
-from lantern_hpu.methods.setting import Setting
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.pages import render_page
 from lantern_hpu.results.plots import in_style
+from lantern_lab.evaluate.drawing import (
+    AGAIN,
+    Column,
+    Drawing,
+    settings_columns,
+    share_with_workers,
+)
 from lantern_lab.evaluate.folder import open_evaluation
-from lantern_lab.evaluate.options import EvaluateOptions, FidelityOptions
+from lantern_lab.evaluate.options import EvaluateRequest, FidelityOptions
 from lantern_lab.evaluate.quality_rows import (
     NOISE,
     PACE,
@@ -27,12 +32,11 @@ from lantern_lab.evaluate.quality_rows import (
     SPENT,
     STEPS,
     QualityRow,
-    judged,
+    compare_with_ar,
     pace,
     plot,
     quality_table,
 )
-from lantern_lab.evaluate.rounds import AGAIN, Column, Drawing, RemoteDrawing, settings_columns
 from lantern_lab.evaluate.scorer_builtin import extra_of
 from lantern_lab.evaluate.sets import Item, digest
 from lantern_lab.evaluate.statistics import QualityMetric, Rows, figures
@@ -71,46 +75,53 @@ class Scorer(Protocol):
         ...
 
 
-@dataclass
 class Evaluation:
-    """A model, settings and a protocol, and the folder of all that comes of them.
+    """A model, settings and a protocol, and the folder of all that comes of them."""
 
-    Attributes:
-        folders: pictures drawn elsewhere, by the names of their rows.
-        about: how the run came about. workers: other processes that draw; None: this one does.
-    """
-
-    pipeline: LanternPipeline
-    scorer: Scorer
-    settings: Sequence[Setting]
-    options: EvaluateOptions
-    sampling: Sampling
-    output: Path
-    folders: Mapping[str, Path]
-    about: Mapping[str, Any]
-    workers: RemoteDrawing | None = None
+    def __init__(
+        self,
+        pipeline: LanternPipeline,
+        scorer: Scorer,
+        request: EvaluateRequest,
+        about: Mapping[str, Any],
+    ) -> None:
+        """
+        Args:
+            about: the run, for reports.
+        """
+        self.pipeline, self.scorer, self.request, self.about = pipeline, scorer, request, about
+        self.settings, self.options, self.output = request.settings, request.options, request.output
+        self.sampling, options = pipeline.model.sampling, self.options
+        size = options.batch_size
+        self.drawing = Drawing(
+            pipeline, scorer.items, self.sampling, options.seed, size, self.output
+        )
+        self.columns = settings_columns(pipeline, self.settings, options.tree, size, options.floor)
 
     def run(self) -> str:
         """Draw what is missing, score everything, write all files; returns the table."""
         with in_style("evaluate"):  # matplotlib is there
             pass
-        outside = {name: self.outside(folder) for name, folder in self.folders.items()}
+        request, items = self.request, self.scorer.items
+        outside = {name: self.outside(folder) for name, folder in request.folders.items()}
         identity = self.identity()
         open_evaluation(self.output, identity)
-        options, drawing = self.options, self.drawing()
-        wanted = settings_columns(
-            self.pipeline, self.settings, options.tree, options.batch_size, options.floor
-        )
-        drawing.draw(wanted, self.workers)
+        share = None
+        if request.workers is not None:
+            share = share_with_workers(request, items, self.sampling, request.workers)
+        self.drawing.draw(self.columns, share)
         self.scorer.prepare()
         moved = self.fidelity()
         rows = [
-            self.drawn(drawing, column, moved.get(column.name, {}))
-            for column in tqdm(wanted, desc="scoring", unit="setting")
+            self.score(column, moved.get(column.name, {}))
+            for column in tqdm(self.columns, desc="scoring", unit="setting")
         ]
-        rows += [self.scored(name, files) for name, files in outside.items()]
-        rows = judged(rows, next((row for row in rows if row.name == AGAIN), None))
-        return self.write(identity | asdict(options), rows)
+        for name, files in outside.items():
+            rows.append(
+                quality_row(self.scorer, self.options.rounds, name, f"folder-{name}", files)
+            )
+        rows = compare_with_ar(rows, next((row for row in rows if row.name == AGAIN), None))
+        return self.write(identity | asdict(self.options), rows)
 
     def identity(self) -> dict[str, Any]:
         """What must be the same for a run to go on."""
@@ -123,18 +134,6 @@ class Evaluation:
             "seed": self.options.seed,
         }
 
-    def places(self) -> dict[str, dict[str, Path]]:
-        """The pictures of each setting, by its folder's name and the items' ids."""
-        options, drawing = self.options, self.drawing()
-        wanted = settings_columns(
-            self.pipeline, self.settings, options.tree, options.batch_size, options.floor
-        )
-        return {column.slug: drawing.folder_of(column).places for column in wanted}
-
-    def drawing(self) -> Drawing:
-        seed, size = self.options.seed, self.options.batch_size
-        return Drawing(self.pipeline, self.scorer.items, self.sampling, seed, size, self.output)
-
     def outside(self, folder: Path) -> list[Path]:
         """The pictures of a folder, in the order of the items."""
         places = {file.stem: file for file in sorted(folder.rglob("*.png"))}
@@ -145,20 +144,13 @@ class Evaluation:
             raise OptionError(f"{folder} does not hold the pictures of these prompts", why)
         return [places[item.id] for item in self.scorer.items]
 
-    def drawn(self, drawing: Drawing, column: Column, extra: Mapping[str, Any]) -> QualityRow:
+    def score(self, column: Column, extra: Mapping[str, Any]) -> QualityRow:
         """Figures of a setting."""
-        pictures = drawing.folder_of(column)
+        pictures = self.drawing.folder_of(column)
         lines, files = pictures.drawn(), list(pictures.places.values())
-        rows = self.scorer.rows(column.slug, files)
-        paces = pace([lines[item.id] for item in drawing.items])
-        result = figures([*PACE, *self.scorer.metrics], {**rows, **paces}, self.options.rounds)
-        return QualityRow(column.name, column.about(), result, {**extra_of(rows), **extra})
-
-    def scored(self, name: str, files: Sequence[Path]) -> QualityRow:
-        """Figures of pictures that were drawn elsewhere."""
-        rows = self.scorer.rows(f"folder-{name}", files)
-        result = figures(self.scorer.metrics, rows, self.options.rounds)
-        return QualityRow(name, {}, result, extra_of(rows))
+        paces = pace([lines[item.id] for item in self.scorer.items])
+        row = quality_row(self.scorer, self.options.rounds, column.name, column.slug, files, paces)
+        return replace(row, about=column.about(), extra={**row.extra, **extra})
 
     def fidelity(self) -> dict[str, dict[str, Any]]:
         """By setting, how far it moves the distribution of the next token."""
@@ -193,7 +185,7 @@ class Evaluation:
                 f"{NOISE}: no farther from `ar` than `ar` with other seeds is, or the interval of the difference "
                 "holds 0.",
                 *self.scorer.notes(),
-                *([] if self.workers is None else [SIDE_BY_SIDE]),
+                *([] if self.request.workers is None else [SIDE_BY_SIDE]),
             ],
         }
         document = {
@@ -217,3 +209,21 @@ class Evaluation:
         for name, data in {**files, "evaluation.md": page.encode()}.items():
             write_file(self.output / name, data, force=True)
         return table.markdown()
+
+
+def quality_row(
+    scorer: Scorer,
+    rounds: int,
+    name: str,
+    stored: str,
+    files: Sequence[Path],
+    paces: Rows | None = None,
+) -> QualityRow:
+    """Figures of pictures.
+
+    Args:
+        stored: name of their rows in the cache. paces: speed of drawing them, where it is known.
+    """
+    rows = scorer.rows(stored, files)
+    result = figures([*(PACE if paces else ()), *scorer.metrics], {**rows, **(paces or {})}, rounds)
+    return QualityRow(name, {}, result, extra_of(rows))

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import io
 import json
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -27,78 +26,9 @@ from PIL import Image
 
 from lantern_hpu.errors import OptionError, OutputError
 from lantern_hpu.files import parse_json, write_file
-from lantern_lab.evaluate.sets import Item
 from lantern_lab.evaluate.statistics import Array, Rows
 
-MANY = 5000  # pictures, from which they lie in folders of a thousand
 HINT = "another --output, or the options of the first run"
-
-
-@dataclass(frozen=True)
-class Line:
-    """A picture's line.
-
-    Attributes:
-        steps: until it was done. seconds: prompt to pixels, of its batch over the batch's size.
-        tv: total variation that relaxation cost its tokens together; None where it was not metered.
-    """
-
-    id: str
-    seed: int
-    tokens: int
-    steps: int
-    seconds: float
-    tv: float | None = None
-
-
-@dataclass(frozen=True)
-class SettingFolder:
-    """The pictures of a setting."""
-
-    folder: Path
-    items: Sequence[Item]
-
-    @property
-    def places(self) -> dict[str, Path]:
-        """The file of each item, by its id."""
-        parts = [
-            f"{i // 1000:03d}" if len(self.items) > MANY else "" for i in range(len(self.items))
-        ]
-        pairs = zip(self.items, parts, strict=True)
-        return {item.id: self.folder / part / f"{item.id}.png" for item, part in pairs}
-
-    def check_settings(self, about: Mapping[str, Any]) -> None:
-        """Write down what the pictures are drawn with, or see that it is the same."""
-        check_same(self.folder / "setting.json", about, f"the pictures in {self.folder}")
-
-    def drawn(self) -> dict[str, Line]:
-        """Lines of the pictures that are there, by id; half a line at the end is of a picture that does not count."""
-        file, places, result = self.folder / "drawn.jsonl", self.places, {}
-        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-        for line in lines:
-            try:
-                one = Line(**parse_json(line))
-            except (ValueError, TypeError):
-                continue
-            if one.id in places and places[one.id].exists():
-                result[one.id] = one
-        return result
-
-    def write(self, pictures: Iterable[bytes], lines: Sequence[Line]) -> None:
-        """Write PNG files, which count once `note` has their lines."""
-        places = self.places
-        for data, line in zip(pictures, lines, strict=True):
-            write_file(places[line.id], data, force=True)
-
-    def note(self, lines: Sequence[Line]) -> None:
-        """Write the lines of pictures that are there; one process alone does."""
-        file = self.folder / "drawn.jsonl"
-        half = file.exists() and not file.read_bytes().endswith(b"\n")
-        text = "\n" * half + "".join(json.dumps(asdict(line)) + "\n" for line in lines)
-        with open(file, "a", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
 
 
 def check_same(file: Path, about: Mapping[str, Any], what: str) -> None:
@@ -144,17 +74,6 @@ def stamps(files: Iterable[Path]) -> list[list[Any]]:
     return [[file.name, (stat := file.stat()).st_size, stat.st_mtime_ns] for file in files]
 
 
-def kept_rows(file: Path, key: object) -> dict[str, Array] | None:
-    """Arrays of a key that were written by `keep_rows`; None where there are none, or of another key."""
-    try:
-        with np.load(file, allow_pickle=False) as data:
-            if str(data["key"]) != json.dumps(key):
-                return None
-            return {name: data[name] for name in data.files if name != "key"}
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
-        return None
-
-
 @dataclass(frozen=True)
 class Cache:
     """Rows beside the pictures they were made of.
@@ -167,17 +86,15 @@ class Cache:
     network: object
 
     def rows(self, name: str, key: object, make: Callable[[], Rows]) -> dict[str, Array]:
-        """Those of this name and key that were kept, or made now."""
-        full = json.loads(json.dumps([self.network, key]))
-        file = self.folder / "features" / f"{name}.npz"
-        result = kept_rows(file, full)
-        if result is None:
-            result = dict(make())
-            keep_rows(file, full, result)
+        """Those of this name and key, from the cache or made now."""
+        full, file = json.dumps([self.network, key]), self.folder / "features" / f"{name}.npz"
+        try:
+            with np.load(file, allow_pickle=False) as data:
+                if str(data["key"]) == full:
+                    return {name: data[name] for name in data.files if name != "key"}
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+            pass  # none there, or damaged
+        result, buffer = dict(make()), io.BytesIO()
+        np.savez_compressed(buffer, **result, key=np.asarray(full))  # type: ignore[arg-type]
+        write_file(file, buffer.getvalue(), force=True)
         return result
-
-
-def keep_rows(file: Path, key: object, rows: Rows) -> None:
-    buffer, arrays = io.BytesIO(), {**rows, "key": np.asarray(json.dumps(key))}
-    np.savez_compressed(buffer, **arrays)  # type: ignore[arg-type]
-    write_file(file, buffer.getvalue(), force=True)

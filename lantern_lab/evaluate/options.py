@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-from lantern_hpu.errors import check_ranges, option
-from lantern_hpu.methods.request import MAX_IMAGES
+from lantern_hpu.errors import OptionError, check_ranges, option
+from lantern_hpu.methods.request import MAX_IMAGES, Sampling
+from lantern_hpu.methods.setting import AUTO, Setting
+from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.options import DeviceOptions
+from lantern_lab.evaluate.protocols import Library
+
+EXPORTED = ("geneval", "dpg")  # sets whose benchmarks read pictures in a layout of their own
 
 
 @dataclass(frozen=True)
@@ -62,3 +71,61 @@ class PaintedOptions:
 
     def __post_init__(self) -> None:
         check_ranges(self)
+
+
+@dataclass(frozen=True)
+class EvaluateRequest:
+    """What is drawn, by which protocol it is scored, and where it goes.
+
+    Attributes:
+        library: of a protocol of the literature; None is the embedded model's, of which `painted` says how much.
+        sampling: in place of the protocol's and the model's.
+        images: of the set's first prompts; None is all.
+        folders: pictures drawn elsewhere, by the names of their rows.
+    """
+
+    output: Path
+    settings: Sequence[Setting]
+    library: Library | None = None
+    painted: PaintedOptions = field(default_factory=PaintedOptions)
+    options: EvaluateOptions = field(default_factory=EvaluateOptions)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    given: Given = field(default_factory=Given)
+    device: DeviceOptions = field(default_factory=DeviceOptions)
+    folders: Mapping[str, Path] = field(default_factory=dict)
+    images: int | None = None
+    model: str = option("builtin", "model name, Hub id, folder or weights file")
+    workers: int | None = option(
+        None,
+        "Ray processes that generate, one per card; this process scores (default: generate in this process)",
+        metavar="N",
+        low=1,
+        high=4096,
+    )
+    export: Path | None = option(
+        None, "also copy the images in the layout of GenEval or DPG-Bench", metavar="FOLDER"
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(self)
+        Sampling(**self.sampling)
+        if self.export and (self.library is None or self.library.prompts not in EXPORTED):
+            hint = "--prompts geneval, or dpg"
+            raise OptionError("--export needs the prompts of a benchmark", hint=hint)
+        if self.workers is not None and (self.options.places or self.options.tree == AUTO):
+            why = "the process that scores does not draw"
+            hint = "the same command without --workers goes on with what was drawn"
+            raise OptionError(f"--workers excludes --places and --tree {AUTO}", why, hint)
+
+
+def folders_of(texts: Sequence[str]) -> dict[str, Path]:
+    """Folders of pictures by their names, of options of the form NAME=FOLDER."""
+    folders: dict[str, Path] = {}
+    for text in texts:
+        name, equals, place = text.partition("=")
+        if not equals or not name or name in folders:
+            raise OptionError(f"--folder is {text}", "a new NAME=FOLDER was expected")
+        if not Path(place).is_dir():
+            raise OptionError(f"--folder is {text}", f"{place} is no folder")
+        folders[name] = Path(place)
+    return folders

@@ -12,7 +12,7 @@ import numpy as np
 from lantern_hpu.methods.relaxation import read_relaxation
 from lantern_hpu.results import plots
 from lantern_hpu.results.tables import Columns, Table, plus_minus
-from lantern_lab.evaluate.folder import Line
+from lantern_lab.evaluate.drawing import Line
 from lantern_lab.evaluate.statistics import (
     Array,
     Difference,
@@ -68,7 +68,7 @@ def pace(lines: Sequence[Line]) -> dict[str, Array]:
     return found
 
 
-def judged(rows: Sequence[QualityRow], again: QualityRow | None) -> list[QualityRow]:
+def compare_with_ar(rows: Sequence[QualityRow], again: QualityRow | None) -> list[QualityRow]:
     """The rows with their differences from `ar`, which are held against those of `ar` with other seeds."""
     first = next((row for row in rows if row.name == "ar"), None)
     if first is None:

@@ -37,12 +37,12 @@ from lantern_lab.evaluate.folder import Cache, read_picture, stamps
 from lantern_lab.evaluate.metrics import BUILTIN
 from lantern_lab.evaluate.metrics.captions import agreement_rows
 from lantern_lab.evaluate.metrics.diversity import within
+from lantern_lab.evaluate.options import PaintedOptions
 from lantern_lab.evaluate.protocols import SCENES
 from lantern_lab.evaluate.quality_rows import QualityRow
 from lantern_lab.evaluate.sets import Item, digest
 from lantern_lab.evaluate.statistics import (
     Array,
-    QualityMetric,
     Rows,
     figures,
 )
@@ -66,14 +66,12 @@ REPEATS = 4  # pictures of each caption whose diversity is measured
 class Painted:
     """Captions of the generator, and what to make of pictures of them."""
 
-    def __init__(self, images: int, panels: int, reference: int, side: int = SIDE) -> None:
+    def __init__(self, sizes: PaintedOptions, side: int = SIDE) -> None:
         """
         Args:
-            images: captions that are drawn once each. panels: captions drawn `REPEATS` times.
-            reference: fresh pictures.
             side: pixels in which they are painted, before they are averaged to what the network reads.
         """
-        self.images, self.panels, self.reference = images, panels, reference
+        self.images, self.panels, self.reference = sizes.images, sizes.panels, sizes.fresh
         self.side, self.noise, self.classifier = side, Noise(2 * side), Classifier.load()
 
     def items(self) -> list[Item]:
@@ -84,10 +82,6 @@ class Painted:
         return single + [
             Item(f"panel-{p:04d}-{k}", text) for p, text in enumerate(panels) for k in copies
         ]
-
-    def generated(self) -> Pixels:
-        """The generator's pictures of the items, [n, side, side, 3]."""
-        return np.stack(list(self.painted()))
 
     def painted(self) -> Iterator[Pixels]:
         """Of each caption's scene; in a panel several of one."""
@@ -107,13 +101,6 @@ class Painted:
                 result.append(self.classifier.classify(np.stack(batch)).features)
                 batch = []
         return np.concatenate(result).astype(np.float64)
-
-    def metrics(self, fresh: Array) -> list[QualityMetric]:
-        """
-        Args:
-            fresh: features of reference pictures.
-        """
-        return [make(fresh) for make in BUILTIN.values()]
 
     def rows(self, items: Sequence[Item], pixels: Pixels, distances: Array) -> dict[str, Array]:
         """Of pictures of the items [n, SIDE, SIDE, 3]; and the agreement of each attribute alone.
@@ -153,10 +140,12 @@ class PaintedScorer:
 
     name = SCENES
 
-    def __init__(self, protocol: Painted, pipeline: LanternPipeline, folder: Path) -> None:
-        self.painted, self.pipeline = protocol, pipeline
-        self.items = protocol.items()
-        self.cache = Cache(folder, [sha256(WEIGHTS), digest(self.items), protocol.side])
+    def __init__(self, sizes: PaintedOptions, pipeline: LanternPipeline, folder: Path) -> None:
+        # In the size of the model's pictures, where its tokenizer can encode painted ones
+        side = encoded_side(pipeline) or SIDE
+        self.painted, self.pipeline = Painted(sizes, side), pipeline
+        self.items = self.painted.items()
+        self.cache = Cache(folder, [sha256(WEIGHTS), digest(self.items), side])
         self._generated: Pixels | None = None
 
     def prepare(self) -> None:
@@ -164,14 +153,14 @@ class PaintedScorer:
         reference = self.cache.rows(
             "reference", self.painted.reference, lambda: {"features": self.painted.fresh()}
         )
-        self.metrics = self.painted.metrics(reference["features"])
+        self.metrics = [make(reference["features"]) for make in BUILTIN.values()]
         self.generator = self.cache.rows("generator", 0, self.of_generator)
 
     @property
     def generated(self) -> Pixels:
         """The generator's pictures of the items, painted when first asked for."""
         if self._generated is None:
-            self._generated = self.painted.generated()
+            self._generated = np.stack(list(self.painted.painted()))
         return self._generated
 
     def of_generator(self) -> Rows:
@@ -240,11 +229,6 @@ def encoded_side(pipeline: LanternPipeline) -> int | None:
         return None
     side = rows * vq.config.downsample
     return side if side in PAINTED_SIDES else None
-
-
-def drawn_side(pipeline: LanternPipeline) -> int:
-    """Pixels of a side of the model's pictures, where its tokenizer can encode painted ones; else SIDE."""
-    return encoded_side(pipeline) or SIDE
 
 
 @torch.no_grad()

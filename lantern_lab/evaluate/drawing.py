@@ -1,0 +1,276 @@
+"""Draw a set of prompts with many settings, in rounds, so that all of them see the same load of the machine.
+
+This process draws, or Ray's workers do, one a card: they write pictures and answer with their lines, which this process
+writes, so that a worker that ends leaves nothing half done. Needs no torch at import: a worker prepares its device
+before that is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+from lantern_hpu.backends import prepare
+from lantern_hpu.errors import OptionError
+from lantern_hpu.files import parse_json, write_file
+from lantern_hpu.methods.request import MAX_SEED, Request, Sampling
+from lantern_hpu.methods.setting import METHODS, Resolved, Setting
+from lantern_hpu.tree import load_tree
+from lantern_hpu.workers import share_work
+from lantern_lab.evaluate.folder import check_same
+from lantern_lab.evaluate.options import EvaluateRequest
+from lantern_lab.evaluate.sets import Item
+
+if TYPE_CHECKING:
+    from lantern_hpu.pipeline import LanternPipeline
+
+ROUND = 8  # batches of a setting before the next one's turn
+OTHER_SEEDS = 10**9  # added to those of the second set of `ar`
+AGAIN = "ar, other seeds"
+MANY = 5000  # pictures, from which they lie in folders of a thousand
+OPENER = "lantern_lab.evaluate.drawing:open_picture_worker"
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is drawn with.
+
+    Attributes:
+        name: of the setting as it was asked for. shift: added to the seeds.
+    """
+
+    name: str
+    setting: Resolved
+    shift: int = 0
+
+    @property
+    def slug(self) -> str:
+        """Its folder's name."""
+        return self.name.replace(", ", "-").replace(" ", "-").replace(":", "-").replace("/", "-")
+
+    def about(self) -> dict[str, Any]:
+        about = self.setting.as_json()
+        return {name: about[name] for name in ("method", "tree", "relaxation")}
+
+
+def settings_columns(
+    pipeline: LanternPipeline, settings: Sequence[Setting], tree: str | None, size: int, floor: bool
+) -> list[Column]:
+    """What the settings come to with this model; and `ar` once more, for the floor.
+
+    Args:
+        tree: comma-separated, each for the methods that can draft it; None for each method's own.
+        size: of a batch.
+    """
+    trees = [load_tree(name) for name in tree.split(",")] if tree else []
+    result = []
+    for setting in settings:
+        name, takes = str(setting), METHODS[setting.drafting].takes
+        if setting.tree is None and (chosen := next(filter(takes, trees), None)):
+            setting = replace(setting, tree=chosen)
+        result.append(Column(name, pipeline.resolve(setting, size)))
+    first = [column for column in result if column.name == "ar"]
+    return result + [replace(column, name=AGAIN, shift=OTHER_SEEDS) for column in first if floor]
+
+
+# ------------------------------------------------------------------------------------ pictures of a setting
+
+
+@dataclass(frozen=True)
+class Line:
+    """A picture's line.
+
+    Attributes:
+        steps: until it was done. seconds: prompt to pixels, of its batch over the batch's size.
+        tv: total variation that relaxation cost its tokens together; None where it was not metered.
+    """
+
+    id: str
+    seed: int
+    tokens: int
+    steps: int
+    seconds: float
+    tv: float | None = None
+
+
+@dataclass(frozen=True)
+class SettingFolder:
+    """The pictures of a setting."""
+
+    folder: Path
+    items: Sequence[Item]
+
+    @property
+    def places(self) -> dict[str, Path]:
+        """The file of each item, by its id."""
+        parts = [
+            f"{i // 1000:03d}" if len(self.items) > MANY else "" for i in range(len(self.items))
+        ]
+        pairs = zip(self.items, parts, strict=True)
+        return {item.id: self.folder / part / f"{item.id}.png" for item, part in pairs}
+
+    def check_settings(self, about: Mapping[str, Any]) -> None:
+        """Write down what the pictures are drawn with, or see that it is the same."""
+        check_same(self.folder / "setting.json", about, f"the pictures in {self.folder}")
+
+    def drawn(self) -> dict[str, Line]:
+        """Lines of the pictures that are there, by id; half a line at the end is of a picture that does not count."""
+        file, places, result = self.folder / "drawn.jsonl", self.places, {}
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+        for line in lines:
+            try:
+                one = Line(**parse_json(line))
+            except (ValueError, TypeError):
+                continue
+            if one.id in places and places[one.id].exists():
+                result[one.id] = one
+        return result
+
+    def write(self, pictures: Iterable[bytes], lines: Sequence[Line]) -> None:
+        """Write PNG files, which count once `note` has their lines."""
+        places = self.places
+        for data, line in zip(pictures, lines, strict=True):
+            write_file(places[line.id], data, force=True)
+
+    def note(self, lines: Sequence[Line]) -> None:
+        """Write the lines of pictures that are there; one process alone does."""
+        file = self.folder / "drawn.jsonl"
+        half = file.exists() and not file.read_bytes().endswith(b"\n")
+        text = "\n" * half + "".join(json.dumps(asdict(line)) + "\n" for line in lines)
+        with open(file, "a", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+
+
+# ------------------------------------------------------------------------------------ drawing
+
+Batch = tuple[Column, list[int]]  # a setting, and numbers of items
+# Batches as they are done, with their pictures written
+Share = Callable[[Sequence[Column], Iterable[Batch]], Iterator[tuple[Column, list[Line]]]]
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """All that is drawn in a run.
+
+    Attributes:
+        seed: of the first item; the next take the next numbers, whatever the setting.
+        size: images decoded together.
+    """
+
+    pipeline: LanternPipeline
+    items: Sequence[Item]
+    sampling: Sampling
+    seed: int
+    size: int
+    folder: Path
+
+    def folder_of(self, column: Column) -> SettingFolder:
+        return SettingFolder(self.folder / "pictures" / column.slug, self.items)
+
+    def request(self, column: Column, index: int) -> Request:
+        seed = self.seed + column.shift + index
+        return Request(self.items[index].prompt, seed, self.sampling, column.setting.relaxation)
+
+    def draw(self, wanted: Sequence[Column], share: Share | None = None) -> None:
+        """What is not there yet, with a bar.
+
+        Args:
+            share: has other processes draw; None: this one does.
+        """
+        if self.pipeline.model.vq is None:
+            raise OptionError(
+                f"{self.pipeline.model.name} has no tokenizer", "it draws no pictures"
+            )
+        last = self.seed + OTHER_SEEDS + len(self.items)
+        if not 0 <= self.seed <= last <= MAX_SEED:
+            raise OptionError(f"--seed is {self.seed}", f"allowed: 0 to {MAX_SEED - OTHER_SEEDS}")
+        left = {}
+        for column in wanted:
+            pictures = self.folder_of(column)
+            pictures.check_settings(column.about())
+            there = pictures.drawn()
+            left[column.name] = [i for i, item in enumerate(self.items) if item.id not in there]
+        total = len(wanted) * len(self.items)
+        missing = sum(map(len, left.values()))
+        if not missing:
+            return
+        batches = in_rounds(wanted, left, self.size)
+        with tqdm(total=total, initial=total - missing, unit="image", mininterval=1) as bar:
+            here = ((column, self.draw_batch(column, indices)) for column, indices in batches)
+            for column, lines in share(wanted, batches) if share else here:
+                bar.set_description(column.name)
+                self.folder_of(column).note(lines)
+                bar.update(len(lines))
+
+    def draw_batch(self, column: Column, indices: Sequence[int]) -> list[Line]:
+        """One batch: its pictures are written, their lines are not."""
+        requests = [self.request(column, index) for index in indices]
+        result = self.pipeline.draw(requests, column.setting, self.size)
+        spent = result.timing
+        seconds = (spent.text_s + spent.generate_s + spent.decode_s) / self.size
+        lines = [
+            Line(self.items[i].id, one.seed, one.tokens, one.steps, round(seconds, 6), one.tv_sum)
+            for i, one in zip(indices, result.records, strict=True)
+        ]
+        self.folder_of(column).write([result.png(i) for i in range(len(lines))], lines)
+        return lines
+
+
+def in_rounds(wanted: Sequence[Column], left: dict[str, list[int]], size: int) -> Iterator[Batch]:
+    """Batches of indices, `ROUND` of a setting at a time."""
+    step = ROUND * size
+    for start in range(0, max(map(len, left.values())), step):
+        for column in wanted:
+            mine = left[column.name][start : start + step]
+            for first in range(0, len(mine), size):
+                yield column, mine[first : first + size]
+
+
+def share_with_workers(
+    request: EvaluateRequest, items: Sequence[Item], sampling: Sampling, workers: int
+) -> Share:
+    """So many other processes draw; the output folder is one that all of them see."""
+    order = replace(request, given=request.given.resolved(), output=request.output.resolve())
+
+    def share(
+        wanted: Sequence[Column], batches: Iterable[Batch]
+    ) -> Iterator[tuple[Column, list[Line]]]:
+        # A picture's number: the place of its setting times the number of items, and its own
+        device, images = request.device, len(items)
+        start = {column.name: place * images for place, column in enumerate(wanted)}
+        work = [[start[column.name] + i for i in indices] for column, indices in batches]
+        given = (OPENER, [order, items, sampling], work, workers, device.device, device.emulate)
+        for numbers, lines in share_work(*given):
+            yield wanted[numbers[0] // images], lines
+
+    return share
+
+
+def open_picture_worker(
+    request: EvaluateRequest, items: Sequence[Item], sampling: Sampling
+) -> Callable[[list[int]], list[Line]]:
+    """What a worker does: the pictures of these numbers, all of one setting. -> their lines"""
+    device, options = request.device, request.options
+    prepare(device.device, device.graphs, device.emulate)
+    from lantern_hpu.pipeline import LanternPipeline
+
+    pipeline = LanternPipeline.from_pretrained(request.model, given=request.given, **vars(device))
+    size, images = options.batch_size, len(items)
+    wanted = settings_columns(pipeline, request.settings, options.tree, size, options.floor)
+    drawing = Drawing(pipeline, items, sampling, options.seed, size, request.output)
+
+    def draw_piece(numbers: list[int]) -> list[Line]:
+        column = wanted[numbers[0] // images]
+        drawing.folder_of(column).check_settings(column.about())
+        with pipeline.backend.errors():
+            return drawing.draw_batch(column, [number % images for number in numbers])
+
+    return draw_piece
