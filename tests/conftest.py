@@ -71,7 +71,7 @@ def public(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Every published format, small; tests only read it."""
     pytest.importorskip("transformers")
     from scripts.checkpoints.synthetic import write_all
-    from tests.once import made_once
+    from tests.folder import made_once
 
     return made_once(tmp_path_factory, "public", write_all)
 

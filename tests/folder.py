@@ -1,13 +1,17 @@
-"""A model folder with tiny random weights, in the format of the embedded model."""
+"""Folders of tests: a model with tiny random weights, in the format of the embedded one; what is made once."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import save_file
 from torch import nn
 
@@ -65,4 +69,17 @@ def write_folder(
         "fastest": {},
     }
     (folder / "model.json").write_text(json.dumps(config))
+    return folder
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that takes seconds to make: one worker makes it, and all read it."""
+    root = factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        root = root.parent
+    folder = root / name
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            make(unfinished := root / f"{name}.unfinished")
+            unfinished.rename(folder)
     return folder

@@ -22,8 +22,8 @@ from lantern_hpu.plan.requirements import find_model, parse_memory
 from lantern_hpu.tree import DraftTree, load_tree
 from lantern_hpu.zoo.find import find_parts
 from lantern_hpu.zoo.registry import entries
+from tests.folder import made_once
 from tests.hub_cache import ANOLE, C2I, T2I, empty_cache, whole
-from tests.once import made_once
 
 __all__ = ["empty_cache"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -12,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
@@ -29,8 +30,31 @@ from lantern_hpu.results.tables import read_prompts
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.tree import DraftTree, load_tree
 from lantern_hpu.zoo.find import find_parts
-from tests.generated import any_text, examples, values
 from tests.test_serve import PATH, Running, served
+
+# Each example takes as long as it takes, and nothing is kept between runs, so that they are alike.
+HEALTH = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large]
+SHARED: dict[str, Any] = {
+    "deadline": None,
+    "database": None,
+    "derandomize": "HYPOTHESIS_SEED" not in os.environ,
+    "suppress_health_check": HEALTH,
+}
+
+
+def examples(count: int) -> settings:
+    """So many of them."""
+    return settings(max_examples=count, **SHARED)
+
+
+any_text = st.text(st.characters(exclude_categories=()), max_size=20)  # lone surrogates as well
+numbers = st.integers() | st.floats() | st.sampled_from([0, 1, -1, 2**31, 2**63, 2**64, 10**400])
+leaves = st.none() | st.booleans() | numbers | any_text
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text, inner, max_size=3),
+    max_leaves=6,
+)
 
 ERROR = {"message", "type", "param", "code"}
 FIELDS: dict[str, st.SearchStrategy[Any]] = {

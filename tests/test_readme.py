@@ -116,12 +116,5 @@ def test_python_example_runs(folder: Path) -> None:
     assert main(["--from-png", "seed7.png", "--output", "the-same.png"]) == 0
 
 
-def test_pictures_and_links_exist() -> None:
-    targets = re.findall(r"\]\((?!http|#)([^)]+)\)", TEXT)
-    assert targets
-    for target in targets:
-        assert (ROOT / target.split("#")[0]).exists(), target
-
-
 def test_install_line_is_the_one_ci_runs() -> None:
     assert TEXT.count('pip install -c constraints.txt -e ".[test]" && pytest\n') == 1

@@ -1,0 +1,243 @@
+"""What pages say is so: files, names and headings that they mention exist, and commands that they show are parsed.
+
+What is run besides: README and docs/recipes.md in test_readme.py, the tutorial in test_site.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NoReturn
+from urllib.parse import unquote
+
+import pytest
+
+from lantern_hpu import cli
+from scripts.docs import reference_pages
+
+ROOT = Path(__file__).parent.parent
+GENERATED = ROOT / "docs" / "reference" / "generated"
+
+
+def written() -> list[Path]:
+    """Markdown of the repository that people wrote."""
+    listed = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/**/*.md")]
+    return sorted(page for page in listed if GENERATED not in page.parents)
+
+
+# ------------------------------------------------------------------------------------ names
+
+# Files are named from the repository, the package, or the package that the text is about.
+BASES = (
+    "",
+    "lantern_hpu",
+    "docs",
+    "gaudi_emulator",
+    "lantern_hpu/decode/drafting",
+    "lantern_hpu/decode",
+)
+PLACEHOLDERS = ("<device>", "NAME")
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])
+def test_every_file_that_a_page_names_exists(page: str) -> None:
+    text = (ROOT / page).read_text()
+    named = set(re.findall(r"`([\w/.<>-]+(?:\.(?:py|json|toml|md|txt)|/))`", text))
+    assert named
+    missing = [
+        name
+        for name in sorted(named)
+        if not any(mark in name for mark in PLACEHOLDERS)
+        and not any((ROOT / base / name).exists() for base in BASES)
+    ]
+    assert not missing
+
+
+def test_classes_and_functions_of_the_architecture_page_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    folders = ("lantern_hpu", "backends", "graphs", "tests")
+    code = "\n".join(f.read_text() for folder in folders for f in (ROOT / folder).rglob("*.py"))
+    names = {
+        part for name in re.findall(r"`([A-Z]\w+(?:\.\w+)*)", text) for part in name.split(".")
+    }
+    assert {"Step", "DecodeState", "resolve"} <= names
+    missing = [name for name in sorted(names) if not re.search(rf"\b{name}\b", code)]
+    assert not missing
+
+
+# Tables that nothing here was measured for
+COMPUTED_OR_QUOTED = ("Status", "Lower bounds", "What others published", "Claims, sources, checks")
+
+
+@pytest.mark.parametrize("page", written(), ids=lambda page: page.name)
+def test_figures_have_the_date_or_the_raw_file_of_their_measurement(page: Path) -> None:
+    intro, *sections = re.split(r"\n(?=#{2,4} )", page.read_text(encoding="utf-8"))
+    for section in sections:
+        title, _, text = section.partition("\n")
+        figures = re.findall(r"\b\d+\.\d+\b", "".join(re.findall(r"^\|.*$", text, re.M)))
+        if len(figures) >= 4 and title.lstrip("# ") not in COMPUTED_OR_QUOTED:
+            assert re.search(r"\b20\d\d-\d\d-\d\d\b|\.json\b", intro + text), (
+                f"{page.name}, {title}"
+            )
+
+
+# ------------------------------------------------------------------------------------ links
+
+FENCED = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\)|\b(?:src|href)=\"([^\"]+)\"")
+PAGES = [*written(), ROOT / "llms.txt", *ROOT.glob("docs/**/*.ipynb")]
+OUTSIDE = ("http://", "https://", "mailto:")
+
+
+def text_of(page: Path) -> str:
+    """A page without its code blocks; of a notebook the cells of text."""
+    text = page.read_text("utf-8")
+    if page.suffix == ".ipynb":
+        cells = [c for c in json.loads(text)["cells"] if c["cell_type"] == "markdown"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells)
+    return FENCED.sub("", text)
+
+
+def links(page: Path) -> Iterator[str]:
+    """Where a page links to, code in backticks left out."""
+    text = re.sub(r"`[^`\n]*`(?!\])", "", text_of(page))
+    for match in LINK.finditer(text):
+        yield unquote(match[1] or match[2])
+
+
+def anchors(page: Path) -> set[str]:
+    """The names of a page's headings, as GitHub and MyST make them."""
+    result: set[str] = set()
+    for heading in re.findall(r"^#{1,6} +(.+?) *#*$", text_of(page), re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        name = re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-")
+        again = next(i for i in range(99) if (f"{name}-{i}" if i else name) not in result)
+        result.add(f"{name}-{again}" if again else name)
+    return result
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("generated")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "100")  # is set by it
+        reference_pages.write_all(folder)
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page: Path, generated: Path) -> None:
+    broken = []
+    for link in links(page):
+        if link.startswith(OUTSIDE):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if GENERATED in target.parents:
+            target = generated / target.relative_to(GENERATED)
+        if not target.exists() or (
+            anchor and target.suffix == ".md" and anchor not in anchors(target)
+        ):
+            broken.append(link)
+    assert not broken
+
+
+def test_the_check_sees_links_and_headings(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `b`: [c](d.md)!\n\n## Same\n\n## Same\n\n[x](y.md#z) ![i](i.png) `[no](no.md)`\n"
+        '```text\n[no](no.md)\n# no\n```\n<img src="j.png">\n'
+    )
+    assert list(links(page)) == ["d.md", "y.md#z", "i.png", "j.png"]
+    assert anchors(page) == {"a-b-c", "same", "same-1"}
+
+
+def test_external_links_are_listed_once_and_use_https() -> None:
+    """CI asks them with Sphinx's linkcheck (.github/workflows/docs.yml); here they only have to be well formed."""
+    outside = {link for page in PAGES for link in links(page) if link.startswith(OUTSIDE)}
+    assert len(outside) >= 10
+    local = re.compile(r"http://(127\.0\.0\.1|localhost)\b")
+    wrong = [link for link in outside if not link.startswith("https://") and not local.match(link)]
+    assert not wrong and not [link for link in outside if re.search(r"[\s<>\"]", link)]
+    assert "-b linkcheck" in (ROOT / ".github/workflows/docs.yml").read_text("utf-8")
+
+
+# ------------------------------------------------------------------------------------ commands
+
+COMMANDED = [page for page in written() if page.name != "CHANGELOG.md"] + [ROOT / "llms.txt"]
+SHELL, INDENTED = r"^```(?:bash|shell|console)\n(.*?)^```", r"(?:^ {4}\S.*\n(?: {8}.*\n)*)+"
+# Of a name alone no option is parsed
+INLINE = r"(?<!`)`((?:lantern-hpu [^`]+ --|python -m (?:scripts|lantern_hpu)\.)[^`]+)`(?!`)"
+STARTS = re.compile(
+    r"^(?:[A-Z_]+=\S+ )*(lantern-hpu|gaudi|python -m (?:lantern_hpu\.generate|scripts\.[\w.]+)) "
+)
+VARIABLES = {"$TREES": "--trees chain,broad_7", "$card": "3", "${card}": "3"}  # that the pages set
+
+
+class ParsedError(Exception):
+    """The arguments are fine."""
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The words of each command of ours on a page, in blocks and in lines."""
+    text = page.read_text(encoding="utf-8")
+    blocks = re.findall(SHELL, text, re.M | re.S) + re.findall(INDENTED, text, re.M)
+    lines = [line.strip() for b in blocks for line in b.replace("\\\n", " ").splitlines()]
+    lines += [re.sub(r"\s+", " ", found) for found in re.findall(INLINE, text)]
+    parts = (part.strip() for line in lines for part in re.split(r"&&|\||&$", line))
+    ours = dict.fromkeys(part for part in parts if STARTS.match(f"{part} "))
+    return [words(part) for part in ours if "COMMAND" not in part]
+
+
+def words(command: str) -> list[str]:
+    """A program, as a module, and its arguments."""
+    for name, value in VARIABLES.items():
+        command = command.replace(name, value)
+    given = shlex.split(command, comments=True)
+    while re.match(r"[A-Z_]+=", given[0]):
+        given.pop(0)
+    if given[0] == "python":
+        return given[2:] if given[2] != "lantern_hpu.generate" else ["generate", *given[3:]]
+    return given[1:]
+
+
+LISTED = [(page, given) for page in COMMANDED for given in commands(page)]
+
+
+def test_pages_have_the_commands_that_are_looked_for() -> None:
+    by_page = {page.name: len(commands(page)) for page in COMMANDED}
+    assert by_page["tutorial.md"] >= 10 and by_page["models.md"] >= 20 and by_page["README.md"] >= 6
+    assert ["generate", "--device", "hpu", "--prompt", "a red apple", "--output", "apple.png"] in [
+        given for page, given in LISTED if page.name == "gaudi.md"
+    ], "also one that a shell function of the page hands on"
+
+
+@pytest.mark.parametrize(
+    ("page", "given"), LISTED, ids=[f"{page.name}: {' '.join(given)}" for page, given in LISTED]
+)
+def test_command_of_a_page_is_parsed(
+    page: Path, given: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = argparse.ArgumentParser.parse_args
+
+    def parse_args(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        real(self, *args, **kwargs)
+        raise ParsedError
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+    name, *rest = given
+    if not name.startswith("scripts."):
+        assert name in cli.COMMANDS, page
+        with pytest.raises(ParsedError):
+            cli.main(given)
+        return
+    monkeypatch.setattr(sys, "argv", [name, *rest])
+    main = import_module(name).main
+    with pytest.raises(ParsedError):
+        main()
