@@ -15,7 +15,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from lantern_hpu.files import write_file
 from lantern_hpu.methods.relaxation import PRESETS, read_relaxation
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results import plots
+from lantern_hpu.results.tables import markdown
 from lantern_hpu.tree.window import OLD_USUAL
 from scripts import ROOT
 
@@ -46,45 +46,23 @@ PANELS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 
-@dataclass(frozen=True)
-class Speed:
-    """A line of a benchmark.
-
-    Attributes:
-        label: the setting. seconds, ms_per_step: medians, of images and of steps, as one disturbed image moves a mean.
-        ratio: how many times as fast as `ar` in the same file, by the medians.
-    """
-
-    label: str
-    exact: bool
-    seconds: float
-    tokens_per_step: float
-    ms_per_step: float
-    ratio: float
-
-
-def speeds(file: str, graphs: str | None = None) -> list[Speed]:
-    """The lines of a raw file that were measured in one graph mode, its best if none is named, one image at a time."""
-    rows = [row for row in rows_of(file, graphs) if row["batch_size"] == 1]
-    ar = next(row["p50_seconds_per_image"] for row in rows if row["method"] == "ar")
-    return [
-        Speed(
-            label_of(row),
-            not read_relaxation(row["relaxation"]).active,
-            row["p50_seconds_per_image"],
-            row["tokens_per_step"],
-            row["p50_ms_per_step"],
-            ar / row["p50_seconds_per_image"],
-        )
-        for row in rows
-    ]
+def read(file: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    return data
 
 
 def rows_of(file: str, graphs: str | None = None) -> list[dict[str, Any]]:
-    """The rows of a raw file in one graph mode."""
-    data = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    """The rows of a raw file in one graph mode, its best if none is named."""
+    data = read(file)
     mode = graphs or data["graphs"]["best"]
     return [row for row in data["rows"] if row["graphs"] == mode]
+
+
+def speeds(file: str, graphs: str | None = None) -> list[tuple[float, dict[str, Any]]]:
+    """Rows of one image at a time, each with its speed relative to `ar`, by medians: a disturbed image moves a mean."""
+    rows = [row for row in rows_of(file, graphs) if row["batch_size"] == 1]
+    ar = next(row["p50_seconds_per_image"] for row in rows if row["method"] == "ar")
+    return [(ar / row["p50_seconds_per_image"], row) for row in rows]
 
 
 def label_of(row: dict[str, Any]) -> str:
@@ -99,38 +77,35 @@ def label_of(row: dict[str, Any]) -> str:
 
 
 def table(file: str, graphs: str | None = None) -> str:
-    """The rows of a raw file as Markdown, fastest first."""
-    head = "| setting | lossless | s an image | tokens a step | ms a step | speed against `ar` |"
-    lines = [head, "|---|---|---|---|---|---|"]
-    for row in sorted(speeds(file, graphs), key=lambda row: -row.ratio):
-        figures = f"{row.seconds:.3g} | {row.tokens_per_step:.2f} | {row.ms_per_step:.3g} | {row.ratio:.2f}"
-        lines.append(f"| `{row.label}` | {'yes' if row.exact else 'no'} | {figures} |")
-    return "\n".join(lines) + "\n"
+    """The rows of a raw file, fastest first."""
+    head = "setting | lossless | s an image | tokens a step | ms a step | speed against `ar`"
+    lines = []
+    for ratio, row in sorted(speeds(file, graphs), key=lambda pair: -pair[0]):
+        exact = "no" if read_relaxation(row["relaxation"]).active else "yes"
+        times = f"{row['p50_seconds_per_image']:.3g}", f"{row['tokens_per_step']:.2f}"
+        step = f"{row['p50_ms_per_step']:.3g}", f"{ratio:.2f}"
+        lines.append([f"`{label_of(row)}`", exact, *times, *step])
+    return markdown(head.split(" | "), lines)
 
 
 def batches_table(file: str) -> str:
-    """Images a second of each setting, and how often those of `ar`, by how many are drawn together."""
+    """Images a second of each setting by batch size, and relative to those of `ar`."""
     rows = rows_of(file)
     sizes = sorted({row["batch_size"] for row in rows})
     rates: dict[str, dict[int, float]] = {}
     for row in rows:
         rates.setdefault(label_of(row), {})[row["batch_size"]] = row["images_per_second"]
-    lines = ["| setting | " + " | ".join(f"batch {size}" for size in sizes) + " |"]
-    lines.append("|---" * (len(sizes) + 1) + "|")
-    for label, of in rates.items():
-        cells = (f"{of[size]:.2f} ({of[size] / rates['ar'][size]:.2f})" for size in sizes)
-        lines.append(f"| `{label}` | " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+    lines = [
+        [f"`{label}`", *(f"{of[n]:.2f} ({of[n] / rates['ar'][n]:.2f})" for n in sizes)]
+        for label, of in rates.items()
+    ]
+    return markdown(["setting", *(f"batch {size}" for size in sizes)], lines)
 
 
 def pictures_table(file: str) -> str:
     """What `evaluate` measured: of `ar` with two series of seeds, of the other settings, of what no method drew."""
-    data = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    data, lines = read(file), []
     rows = sorted(data["rows"], key=lambda row: not row["row"].startswith("ar"))
-    lines = [
-        "| setting | tokens a step | TV a token | Frechet distance | caption agreement | diversity |",
-        "|---|---|---|---|---|---|",
-    ]
     for row in rows + data["baselines"]:
         cells = [row["row"], "", ""]
         if "method" in row:
@@ -141,19 +116,19 @@ def pictures_table(file: str) -> str:
         for name, digits in (("frechet", 2), ("agreement", 3), ("diversity", 2)):
             low, high = row["intervals"][name]
             cells.append(f"{row[name]:.{digits}f} ± {(high - low) / 2:.{digits}f}")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+        lines.append(cells)
+    head = "setting | tokens a step | TV a token | Frechet distance | caption agreement | diversity"
+    return markdown(head.split(" | "), lines)
 
 
 def tv_table(file: str) -> str:
     """Tokens a step and TV a token of each setting, with half of 95 % intervals, in the file's order."""
-    data = json.loads((RESULTS / file).read_text(encoding="utf-8"))
-    lines = ["| setting | tokens a step | TV a token |", "|---|---|---|"]
-    for row in data["rows"]:
+    lines = []
+    for row in read(file)["rows"]:
         rate = f"{row['tokens_per_step']:.2f} ± {row['tokens_per_step_around']:.2f}"
         tv = f"{row['tv_per_token']:.3f} ± {row['tv_per_token_around']:.3f}"
-        lines.append(f"| `{row['row']}` | {rate} | {tv if row['tv_per_token'] else '0'} |")
-    return "\n".join(lines) + "\n"
+        lines.append([f"`{row['row']}`", rate, tv if row["tv_per_token"] else "0"])
+    return markdown(["setting", "tokens a step", "TV a token"], lines)
 
 
 MAKERS: dict[str | None, Callable[[str], str]] = {
@@ -164,13 +139,13 @@ MAKERS: dict[str | None, Callable[[str], str]] = {
 
 
 def rewritten(text: str) -> str:
-    """A page with its tables made anew."""
+    """A page with its tables made again."""
 
-    def made(match: re.Match[str]) -> str:
-        file, how = match[2], match[3]
-        return match[1] + MAKERS.get(how, partial(table, graphs=how))(file) + match[5]
+    def make(match: re.Match[str]) -> str:
+        mark, file, how, _, end = match.groups()
+        return f"{mark}{MAKERS.get(how, partial(table, graphs=how))(file)}\n{end}"
 
-    return MARKED.sub(made, text)
+    return MARKED.sub(make, text)
 
 
 def chart() -> bytes:
@@ -186,9 +161,11 @@ def chart() -> bytes:
 def draw_panel(panel: Any, title: str, machines: dict[str, tuple[str, ...]]) -> None:
     """Bars of each machine, side by side at the settings that it was measured with."""
     found = {
-        machine: {row.label: row.ratio for f in files for row in speeds(f) if row.label != "ar"}
+        machine: {label_of(row): ratio for f in files for ratio, row in speeds(f)}
         for machine, files in machines.items()
     }
+    for ratios in found.values():
+        del ratios["ar"]
     settings = dict.fromkeys(label for ratios in found.values() for label in ratios)
     best = {label: max(ratios.get(label, 0) for ratios in found.values()) for label in settings}
     order = sorted(best, key=lambda label: best[label])
@@ -204,7 +181,9 @@ def draw_panel(panel: Any, title: str, machines: dict[str, tuple[str, ...]]) -> 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Make the tables and the chart of the pages anew.")
+    parser = argparse.ArgumentParser(
+        description="Make the tables and the chart of the pages again."
+    )
     parser.add_argument("--check", action="store_true", help="change nothing; 1 if a page differs")
     check, wrong = parser.parse_args().check, []
     for page in PAGES:
