@@ -2,7 +2,7 @@
 
     lantern-hpu fidelity --images 64 --output fidelity.json
 
-What is measured, and how: `lantern_hpu/lab/fidelity.py`.
+What is measured, and how: `lantern_lab/fidelity.py`.
 """
 
 from __future__ import annotations
