@@ -7,7 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from lantern_hpu.errors import DeviceError, OptionError, choices
+from lantern_hpu.errors import DeviceError, choices
 
 if __name__ == "backends":
     raise ImportError("import lantern_hpu.backends, not backends: the same module would load twice")
@@ -36,7 +36,9 @@ OWN_KERNELS = {
         *("probs", "sample", "sample_distinct", "walk"),
     ),
 }
-EMULATED = "hpu"  # the device that an emulator can stand in for
+GAUDI = "hpu"  # whose bridge has facts that `verify` asks
+# How to run a device's code without one
+WITHOUT = {GAUDI: f"--device {GAUDI} --emulate, which runs its code on the processor"}
 
 
 # Packages without which a device cannot be here, so that `auto` need not ask it
@@ -51,13 +53,13 @@ def installed(name: str) -> bool:
         return True
 
 
-def prepare(name: str, graphs: str = "auto", emulate: bool = False) -> None:
+def prepare(name: str, graphs: str = "auto") -> None:
     """What must happen before torch is imported: Gaudi's flags are read then.
 
     Raises:
         DeviceError: the environment contradicts the graph mode.
     """
-    if name not in ("auto", "hpu") or emulate or not installed("hpu"):
+    if name not in ("auto", "hpu") or not installed("hpu"):
         return
     from lantern_hpu.backends.hpu import env as hpu_env
 
@@ -65,7 +67,7 @@ def prepare(name: str, graphs: str = "auto", emulate: bool = False) -> None:
         hpu_env.prepare_flags(graphs if name == "hpu" or graphs in hpu_env.LAZY else "auto")
 
 
-def card_of(name: str, offered: Mapping[str, float], emulate: bool = False) -> str:
+def card_of(name: str, offered: Mapping[str, float]) -> str:
     """What one worker of a cluster takes: the cluster's own name of a card, or `CPU`.
 
     Args:
@@ -77,41 +79,33 @@ def card_of(name: str, offered: Mapping[str, float], emulate: bool = False) -> s
     """
     if name == "auto":
         return next((card for card in CARDS.values() if offered.get(card, 0) >= 1), "CPU")
-    card = "CPU" if emulate else CARDS.get(name, "CPU")
+    card = CARDS.get(name, "CPU")
     if offered.get(card, 0) < 1:
         why, hint = f"it offers {', '.join(sorted(offered))}", "ray start --resources"
         raise DeviceError(f"the cluster has no {card}", why, hint)
     return card
 
 
-def get_backend(name: str = "auto", graphs: str = "auto", emulate: bool = False) -> Backend:
+def get_backend(name: str = "auto", graphs: str = "auto") -> Backend:
     """The backend of a device; `auto` takes the first that is available.
 
     Args:
         graphs: the graph mode wanted, for devices that read it while they are loaded.
-        emulate: stand in for the device if the backend can.
 
     Raises:
         DeviceError: unknown name, or the device cannot be used here; the reason is the backend's own.
-        OptionError: the device cannot be emulated.
     """
-    if emulate and name == "auto":
-        raise OptionError(
-            "--emulate needs a device", "which one to stand in for", f"--device {EMULATED}"
-        )
     if name != "auto" and name not in BACKENDS:
         raise DeviceError(f"unknown device {name!r}", hint=choices(["auto", *BACKENDS]))
     refused = []
     for candidate in filter(installed, BACKENDS) if name == "auto" else [name]:
         module, _, cls = BACKENDS[candidate].partition(":")
-        backend: Backend = getattr(import_module(module), cls)(graphs, emulate)
+        backend: Backend = getattr(import_module(module), cls)(graphs)
         usable, why = backend.available()
         if usable:
             return backend
-        backend.close()
         refused.append(f"{candidate}: {why}" if name == "auto" else why)
     hint = f"--device {HOST}"  # the others may not be usable here either: the doctor asks them
-    if name == EMULATED:
-        hint += f"; --device {name} --emulate runs the {name} code without one"
+    hint += f"; {WITHOUT[name]}" if name in WITHOUT else ""
     hint += "; lantern-hpu doctor says more"
     raise DeviceError(f"device {name!r} cannot be used here", "; ".join(refused), hint)

@@ -246,11 +246,6 @@ class Queue:
         result: list[int] = values.tolist()
         return lambda: result
 
-    @contextmanager
-    def warming_up(self) -> Iterator[None]:
-        """Whatever the device compiles inside is expected; after it, nothing should be."""
-        yield
-
     def counters(self) -> dict[str, int]:
         """What the device counts since its start: compilations, fallbacks, launches, ... if it does."""
         return {}
@@ -271,15 +266,12 @@ class Backend(ABC):
     dtypes: dict[str, str]
     graph_modes: dict[str, str]
 
-    def __init__(self, graphs: str = "auto", emulate: bool = False) -> None:
+    def __init__(self, graphs: str = "auto") -> None:  # noqa: B027 - most need not know
         """Nothing is loaded yet.
 
         Args:
             graphs: the graph mode wanted; some devices read it while their software is loaded.
-            emulate: stand in for a device that is not there.
         """
-        if emulate:
-            raise OptionError(f"{self.name} cannot be emulated", "it needs no emulator")
 
     @cached_property
     def tuning(self) -> Tuning:
@@ -330,6 +322,3 @@ class Backend(ABC):
     @abstractmethod
     def describe(self) -> dict[str, object]:
         """Hardware and versions, for reports."""
-
-    def close(self) -> None:  # noqa: B027 - most devices need no closing
-        """Give back what was taken for this backend alone."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import asdict
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.backends import BACKENDS, EMULATED
+from lantern_hpu.backends import BACKENDS, WITHOUT
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.errors import LanternError
@@ -45,8 +44,7 @@ def examine_device(target: str) -> Facts:
     """What a backend says of itself, or how it fails."""
     module, _, cls = target.partition(":")
     try:
-        with closing(getattr(import_module(module), cls)()) as backend:
-            return ask(backend)
+        return ask(getattr(import_module(module), cls)())
     except Exception as error:  # whatever is wrong with a device's software, the rest must be shown
         return {"available": False, "why": "its software fails", **failure(error)}
 
@@ -59,8 +57,8 @@ def ask(backend: Backend) -> Facts:
     if available:
         facts["memory"] = attempt(lambda: asdict(backend.memory()))
         facts["details"] = attempt(lambda: dict(backend.describe()))
-    elif backend.name == EMULATED:
-        facts["hint"] = f"--device {backend.name} --emulate runs its code on the processor"
+    elif backend.name in WITHOUT:
+        facts["hint"] = WITHOUT[backend.name]
     return facts
 
 

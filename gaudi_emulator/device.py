@@ -7,11 +7,14 @@ operator runs by itself. While a capture is open every operator is also recorded
 
 from __future__ import annotations
 
+import os
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +25,9 @@ from torch.random import fork_rng, manual_seed
 from gaudi_emulator import ops
 from gaudi_emulator.lint import checks
 from gaudi_emulator.lint.rules import Findings, Severity, call_site
+from gaudi_emulator.releases import Release
 from gaudi_emulator.tensor import HPUTensor, flat
-from lantern_hpu.backends.hpu import env
-from lantern_hpu.backends.hpu.env import Release
+from lantern_hpu.backends.hpu.env import LAZY_MODE
 
 if TYPE_CHECKING:
     from gaudi_emulator.graphs import Recording
@@ -72,16 +75,15 @@ class Lease:
 class Device:
     """One emulated card."""
 
-    def __init__(
-        self,
-        lazy: bool = True,
-        flags: Mapping[str, str] | None = None,
-        release: Release | None = None,
-    ) -> None:
-        self.lazy, self.release = lazy, release or env.emulated()
+    def __init__(self, release: Release, lazy: bool | None = None) -> None:
+        """
+        Args:
+            lazy: None for the mode of the flag when the bridge is loaded.
+        """
+        self.release, self.asked = release, lazy
         self.flags: dict[str, str] = {}
-        self.read_flags(flags or {})
-        self.modules: dict[str, ModuleType] = {}  # habana_frameworks
+        wanted = self.read_flags()
+        self.lazy = wanted if lazy is None else lazy
         self.counts = Counts()
         self.recording: Recording | None = None
         self.findings = Findings(lambda: self.recording is not None, self.release.name)
@@ -93,8 +95,8 @@ class Device:
         self.generator = torch.Generator().manual_seed(0)
         self.warm = self.inside = False
         self.credit, self.uploaded = CREDIT, 0
-        self.modes: tuple[AbstractContextManager[Any], ...] = ()
-        self.loaded = True  # whether the bridge was imported, which is when it reads its flags
+        self.threads = threading.local()  # torch's modes are of one thread each
+        self.loaded = False  # whether the bridge was imported, which is when it reads its flags
         self.compiler: Compiler | None = None  # of a user's program
         self.traced = False  # whether dynamo has the word
         self.differential = False  # whether functions are rehearsed before they are captured
@@ -102,12 +104,31 @@ class Device:
         self.warned: set[str] = set()  # functions that said once that they do nothing
         self.in_use = self.peak = self.largest = 0
 
-    def read_flags(self, flags: Mapping[str, str]) -> None:
-        """As the bridge does while it is imported."""
-        self.flags |= flags
+    def read_flags(self) -> bool:
+        """As the bridge does while it is imported. -> the mode that they ask for"""
+        environ = os.environ.items()
+        self.flags |= {n: v for n, v in environ if n.startswith(("PT_", "HABANA_", "WORLD_SIZE"))}
         self.most = int(self.flags.get("PT_HPU_MAX_COMPOUND_OP_SIZE", 0)) or 2**63
         self.staged = self.most  # operators that a graph may gather now
         self.dynamic_shapes = flag(self.flags, "PT_HPU_ENABLE_REFINE_DYNAMIC_SHAPES")
+        wanted = os.environ.get(LAZY_MODE)
+        return self.release.lazy_by_default if wanted is None else wanted != "0"
+
+    def load(self) -> None:
+        """The bridge is imported."""
+        self.loaded, lazy = True, self.read_flags()
+        if self.asked is None:
+            self.lazy = lazy
+            vars(self).pop("modules", None)
+        elif lazy != self.lazy and LAZY_MODE in os.environ:
+            self.findings.hit("H080", f"{LAZY_MODE}={lazy:d}, and this is the other mode")
+
+    @cached_property
+    def modules(self) -> dict[str, ModuleType]:
+        """`habana_frameworks` and all below it, by their full names."""
+        from gaudi_emulator.habana import modules
+
+        return modules(self)
 
     # Operators
 
@@ -381,14 +402,25 @@ class Device:
 
     # Modes of torch that lead here
 
-    def listen(self, *modes: AbstractContextManager[Any]) -> None:
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """What this thread calls reaches the card."""
+        from gaudi_emulator.modes import Functions, Operators
+
+        self.threads.modes = Functions(self), Operators(self)
+        self.listen()
+        try:
+            yield
+        finally:
+            self.deaf()
+
+    def listen(self) -> None:
         """Enter the modes that catch torch's calls."""
-        self.modes = modes
-        for mode in modes:
+        for mode in getattr(self.threads, "modes", ()):
             mode.__enter__()
 
     def deaf(self) -> None:
-        for mode in reversed(self.modes):
+        for mode in reversed(getattr(self.threads, "modes", ())):
             mode.__exit__(None, None, None)
 
     @contextmanager
@@ -398,7 +430,7 @@ class Device:
         try:
             yield
         finally:
-            self.listen(*self.modes)
+            self.listen()
 
     def note_failure(self, error: BaseException) -> None:
         """An exception that ended a program: it may be a rule's way of showing."""

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lantern_hpu.backends.hpu.env import RELEASES
+from gaudi_emulator.releases import RELEASES
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu.backend import HPUBackend

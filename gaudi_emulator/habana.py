@@ -1,8 +1,4 @@
-"""The modules of `habana_frameworks.torch`, of the release that the emulated card is of.
-
-They are objects to hand around. They reach `sys.modules` only while a foreign script runs under the lint:
-transformers, accelerate and Ray take the mere presence of that name for a Gaudi.
-"""
+"""The modules of `habana_frameworks.torch`, of the release that the emulated card is of."""
 
 from __future__ import annotations
 
@@ -28,8 +24,6 @@ from gaudi_emulator.scope import WHOLE, BeyondModule, names_of
 from gaudi_emulator.tensor import DEVICE, HPUTensor
 from lantern_hpu.backends.hpu.env import ROOT, version_number
 from lantern_hpu.files import write_file
-
-NAME = "GAUDI2"
 
 # core
 
@@ -449,6 +443,11 @@ def version() -> str:
     return f"{current().release.name}.0"
 
 
+def name(device: object = None) -> str:
+    """Goes into reports, which must not pass for a card's."""
+    return f"GAUDI2 (emulated, {current().release}: contract-checked)"
+
+
 class SynDeviceType(IntEnum):
     synDeviceGaudi = 1
     synDeviceGaudi2 = 4
@@ -474,12 +473,12 @@ IDENTITY = {
     "_lazy_init": accept_anything,
     "device_count": lambda: 1,
     "current_device": lambda: 0,
-    "get_device_name": lambda device=None: NAME,
+    "get_device_name": name,
     "get_device_capability": lambda device=None: version(),
     "get_device_properties": lambda device=None: DeviceProperties(
-        NAME, LIMIT, *(version_number(version()) or ())
+        name(), LIMIT, *(version_number(version()) or ())
     ),
-    "get_arch_list": lambda: [NAME.lower()],
+    "get_arch_list": lambda: ["gaudi2"],
     "get_gencode_flags": lambda: "",
     "can_device_access_peer": lambda device, peer_device: False,
     "is_bf16_supported": lambda including_emulation=True: True,

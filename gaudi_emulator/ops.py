@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lantern_hpu.backends.hpu.env import Release
+from gaudi_emulator.releases import Release
 
 COMPOSED = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
 SCALAR_TYPES = {

@@ -69,6 +69,14 @@ def overwrites(card: Device) -> Iterator[None]:
 
         return load
 
+    def swapping(real: Any) -> Any:
+        @wraps(real)
+        def swap_tensors(one: Tensor, other: Tensor) -> None:
+            if not (isinstance(one, HPUTensor) and same_storage(one, other)):
+                real(one, other)  # which a tensor that was traced refuses
+
+        return swap_tensors
+
     with ExitStack() as stack:
         for owner, name, make in (
             (torch, "manual_seed", seeding),
@@ -77,6 +85,7 @@ def overwrites(card: Device) -> Iterator[None]:
             (torch, "save", saving),
             (torch, "load", loading),
             (torch, "Generator", generators),
+            (torch.utils, "swap_tensors", swapping),
         ):
             stack.enter_context(replaced(owner, name, make))
         # A module that moves keeps its parameter objects, so that weights which two modules share stay shared.
@@ -89,6 +98,11 @@ def overwrites(card: Device) -> Iterator[None]:
 def detached_copy(tensor: Tensor) -> Tensor:
     """A checkpoint's tensor: off the device, and out of autograd."""
     return tensor.detach().cpu() if isinstance(tensor, HPUTensor) else tensor
+
+
+def same_storage(one: HPUTensor, other: Tensor) -> bool:
+    """Whether a tensor that is moved is there already."""
+    return (one.data_ptr(), one.dtype, one.shape) == (other.data_ptr(), other.dtype, other.shape)
 
 
 def generators(real: Any) -> Any:

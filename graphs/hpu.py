@@ -47,7 +47,6 @@ class HPUGraphRunner(Runner):
         began = time.perf_counter()
         hpu = self.device.hpu
         hpu.synchronize()
-        self.device.rehearse(self.run, lambda: self.state.tensors())
         try:
             # A capture must end, whatever happens, on the stream it began on: the next one would be fatal.
             with hpu.stream(self.stream):

@@ -7,12 +7,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 from lantern_hpu import __version__
-from lantern_hpu.errors import OptionError, choices
+from lantern_hpu.backends import GAUDI
+from lantern_hpu.errors import OptionError, choices, exit_code
 
 # Each is a module of `lantern_hpu.commands` with a `main(argv)`, imported only when it is asked for.
 COMMANDS = {
@@ -63,6 +65,7 @@ def help_text() -> str:
             *lines,
             "",
             "lantern-hpu COMMAND --help has the options of a command.",
+            "COMMAND --device hpu --emulate [--bridge RELEASE] runs it on an emulated Gaudi (1.24, 1.19).",
         ]
     )
 
@@ -84,5 +87,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         error = OptionError(f"unknown command {name!r}", hint=choices(COMMANDS))
         print(f"error: {error}", file=sys.stderr)
         return 2
-    code: int = import_module(module_of(name)).main(rest)
+    return run_emulated(name, rest) if "--emulate" in rest else run(name, rest)
+
+
+def run(name: str, args: Sequence[str]) -> int:
+    code: int = import_module(module_of(name)).main(args)
     return code
+
+
+def run_emulated(name: str, args: Sequence[str]) -> int:
+    """The same command, on a Gaudi that is not here."""
+    parser = argparse.ArgumentParser(f"lantern-hpu {name}", add_help=False, allow_abbrev=False)
+    parser.add_argument("--emulate", action="store_true")
+    parser.add_argument("--bridge")
+    parser.add_argument("--device", default=GAUDI)
+    asked, rest = parser.parse_known_args(args)
+
+    def command() -> int:
+        if asked.device != GAUDI:
+            raise OptionError(f"{asked.device} cannot be emulated", hint=f"--device {GAUDI}")
+        with import_module("gaudi_emulator").emulate(asked.bridge):
+            return run(name, [*rest, "--device", GAUDI])
+
+    return exit_code(command)

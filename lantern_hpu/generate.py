@@ -2,7 +2,7 @@
 
 import sys
 
-from lantern_hpu.commands.generate import main
+from lantern_hpu.cli import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["generate", *sys.argv[1:]]))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import lantern_hpu
-from lantern_hpu.backends import HOST, get_backend
+from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Backend, dtype_name
 from lantern_hpu.decode.batch import Batch, Finished
 from lantern_hpu.decode.engine import Engine, EngineCache, GraphReport
@@ -174,7 +174,6 @@ class LanternPipeline:
         drafter: str | None = None,
         graphs: str = "auto",
         kernels: str = "auto",
-        emulate: bool = False,
         given: Given = Given(),
         keep_text: str = "host",
         quantize: str | None = None,
@@ -194,7 +193,6 @@ class LanternPipeline:
             drafter: a folder or a known name, in place of the model's own; short for `given=Given(drafter=...)`.
             graphs: `auto` or one of the device's graph modes.
             kernels: `auto`, the device's fused kernels where they agree with the plain ones; or `plain`.
-            emulate: stand in for a device that is not here (`hpu`); `close` ends that.
             given: parts in place of the model's own: drafter, VQ tokenizer, text encoder, neighbours.
             keep_text: where a text encoder stays once prompts are encoded: `device`, `host` or `free`.
             quantize: `int8` for the target's weights, where the device offers it.
@@ -217,39 +215,33 @@ class LanternPipeline:
             asked["dtype"] = dtype = torch_dtype
         if drafter is not None:
             asked["given"] = given = replace(given, drafter=drafter)
-        backend = get_backend(device_name(device), graphs, emulate)
-        try:
-            check_offered(backend, graphs, layout, threads, quantize)
-            opened = open_checked(model, given, size, pictures, check)
-            painting = opened.pixels if pictures else None
-            number = backend.tuning.dtype(
-                dtype if isinstance(dtype, str) else dtype_name(dtype),
-                opened.config.target.parameters,
-            )
-            how = (dtype_name(number), keep_text, quantize)
-            check_room(model, opened.config, backend, *how)
-            with backend.errors():
-                held = backend.tuning.holds_rows(invariant == "on", [graphs])
-                target = opened.config.target
-                place = placement_on(backend, kernels, number, target, held, keep_text)
-                loaded = load_quantized(opened, place, quantize)
-                matrices = [*loaded.stepping, *loaded.condition.parts().values()]
-                layout = backend.tuning.lay_out(matrices, layout, [graphs], held)
-            parts = given.resolved()
-            pipeline = cls(loaded, backend, graphs, given=parts, quantize=quantize, layout=layout)
-            if painting is not None:
-                host = torch.device(HOST) if emulate else backend.device
-                pipeline.diffusion = DiffusionPixels(painting, number, host)
-            pipeline.load_seconds, pipeline.loaded_with = time.perf_counter() - began, asked
-            return pipeline
-        except BaseException:
-            backend.close()
-            raise
+        backend = get_backend(device_name(device), graphs)
+        check_offered(backend, graphs, layout, threads, quantize)
+        opened = open_checked(model, given, size, pictures, check)
+        painting = opened.pixels if pictures else None
+        number = backend.tuning.dtype(
+            dtype if isinstance(dtype, str) else dtype_name(dtype),
+            opened.config.target.parameters,
+        )
+        how = (dtype_name(number), keep_text, quantize)
+        check_room(model, opened.config, backend, *how)
+        with backend.errors():
+            held = backend.tuning.holds_rows(invariant == "on", [graphs])
+            target = opened.config.target
+            place = placement_on(backend, kernels, number, target, held, keep_text)
+            loaded = load_quantized(opened, place, quantize)
+            matrices = [*loaded.stepping, *loaded.condition.parts().values()]
+            layout = backend.tuning.lay_out(matrices, layout, [graphs], held)
+        parts = given.resolved()
+        pipeline = cls(loaded, backend, graphs, given=parts, quantize=quantize, layout=layout)
+        if painting is not None:
+            pipeline.diffusion = DiffusionPixels(painting, number, backend.device)
+        pipeline.load_seconds, pipeline.loaded_with = time.perf_counter() - began, asked
+        return pipeline
 
     def close(self) -> None:
-        """Give the device back; only an emulated one must be."""
+        """Give the device's memory back."""
         self.engines.shrink(0)
-        self.backend.close()
 
     def to(
         self,
@@ -469,7 +461,7 @@ class LanternPipeline:
         if engine.warm:
             return
         config, images = engine.target.config, engine.spec.images
-        with self.backend.errors(), self.backend.queue.warming_up(), torch.no_grad():
+        with self.backend.errors(), torch.no_grad():
             engine.upload_prefix(self.prefix(engine, [request] * images), engine.state.entry)
             if engine.one_image is not None:
                 engine.upload_prefix(self.prefix(engine, [request]), engine.one_image.entry)

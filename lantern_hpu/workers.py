@@ -53,9 +53,9 @@ def stay_on_this_machine(ray: Any) -> None:
         ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
 
 
-def share_of(ray: Any, device: str, emulate: bool) -> dict[str, Any]:
+def share_of(ray: Any, device: str) -> dict[str, Any]:
     """What Ray is asked to give one worker, as it takes it."""
-    card = card_of(device, ray.cluster_resources(), emulate)
+    card = card_of(device, ray.cluster_resources())
     names = {"CPU": "num_cpus", "GPU": "num_gpus"}
     return {names[card]: 1} if card in names else {"resources": {card: 1}, "num_cpus": 1}
 
@@ -91,7 +91,6 @@ def share_work(
     work: Sequence[list[int]],
     workers: int,
     device: str = "auto",
-    emulate: bool = False,
 ) -> Iterator[tuple[list[int], Any]]:
     """Each piece with what came of it, in the order in which they are done.
 
@@ -99,7 +98,7 @@ def share_work(
     ActorPool keeps a piece with its worker, and fails where the worker's node died and no other has room.)
     """
     ray = connect(workers)
-    team = Team(ray, opener, arguments, share_of(ray, device, emulate))
+    team = Team(ray, opener, arguments, share_of(ray, device))
     try:
         for _ in range(min(workers, len(work))):
             team.hire()

@@ -32,7 +32,8 @@ LAYERS = (
     {"plan", "serve", "train", "bench"},
     {"tune", "verify"},
     {"commands"},
-    {"cli", "generate"},
+    {"cli"},
+    {"generate"},
 )
 RANK = {room: i for i, layer in enumerate(LAYERS) for room in layer}
 # Whatever runs inside a recording
@@ -195,6 +196,40 @@ def test_only_commands_know_their_command_line() -> None:
         if name.split(".")[0] == "argparse"
     ]
     assert not wrong, "\n".join(wrong)
+
+
+WINGS = ("gaudi_emulator", "lantern_lab")
+
+
+def test_the_product_imports_no_wing() -> None:
+    """`cli` names their commands, and `verify` asks for facts, by a string."""
+    wrong = [
+        f"{place(file, line)}: {name}"
+        for _, file in sources()
+        for name, line in imports(parsed(file))
+        if name.split(".")[0] in WINGS
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_product_knows_no_emulation() -> None:
+    """It imports the vendor's package, whoever made it; the shortcut is the command line's."""
+    wrong = [
+        f"{file.relative_to(ROOT)}: {name}"
+        for module, file in sources()
+        if module != "cli"
+        for node in ast.walk(parsed(file))
+        for name in named(node)
+        if "emulat" in name.lower()
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def named(node: ast.AST) -> Iterator[str]:
+    """The names that a node defines or uses."""
+    for field in ("arg", "id", "attr", "name"):
+        if isinstance(name := getattr(node, field, None), str):
+            yield name
 
 
 def test_networks_know_no_device() -> None:

@@ -6,7 +6,6 @@ It kept the keys of all layers in one tensor, and the values in another; each la
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from gaudi_emulator import Finding
-from lantern_hpu.backends.hpu.backend import HPUBackend
-from lantern_hpu.backends.hpu.env import RELEASES, VARIABLE
+from gaudi_emulator import emulate
+from gaudi_emulator.lint.rules import Finding
+from lantern_hpu.backends import get_backend
+from lantern_hpu.backends.hpu.env import RELEASES
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError
 from lantern_hpu.models.transformer import SelfAttention
@@ -143,12 +143,10 @@ def compiled(
     release: str, monkeypatch: pytest.MonkeyPatch, in_place: bool
 ) -> tuple[dict[str, Tensor], list[Finding]]:
     """What a compiled step leaves on the emulator of a release, and what it said."""
-    monkeypatch.setenv(VARIABLE, release)
-    monkeypatch.setenv("PT_HPU_USE_INPLACE_INDEX_COPY", str(int(in_place)))
-    with closing(HPUBackend("compile", emulate=True)) as backend, torch.no_grad():
-        found = kept(engine_on(backend, "compile"))
-        assert backend.card is not None
-        return found, backend.card.findings.sorted()
+    flags = {"PT_HPU_USE_INPLACE_INDEX_COPY": str(int(in_place))}
+    with emulate(release, flags=flags) as card, torch.no_grad():
+        found = kept(engine_on(get_backend("hpu", "compile"), "compile"))
+        return found, card.findings.sorted()
 
 
 def wrong_rows(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, int]:

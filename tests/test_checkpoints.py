@@ -24,6 +24,7 @@ from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from lantern_hpu import cli
 from lantern_hpu.commands import convert, generate
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import LanternError, OptionError, WeightsError
@@ -285,7 +286,8 @@ def draw(public: Path, model: str, prompt: str, output: Path, *more: str) -> int
     options = ["--vq", parts.vq] if parts.vq else []
     what = "--class-label" if "c2i" in model else "--prompt"
     path = str(public / model)
-    return generate.main(["--model", path, what, prompt, "--output", str(output), *options, *more])
+    drawn = ["--model", path, what, prompt, "--output", str(output)]
+    return cli.main(["generate", *drawn, *options, *more])
 
 
 @pytest.mark.parametrize("name", mostly_slow(FORMATS, "pt with captions"))

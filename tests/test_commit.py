@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +31,7 @@ from lantern_hpu.serve.protocol import ApiError, ImagesRequest
 from lantern_hpu.tree import Window, load_tree
 from lantern_lab.evaluate.options import FidelityOptions
 from lantern_lab.fidelity import fidelity_rows
+from tests.emulated import draw_warm, emulated
 from tests.marks import mostly_slow
 from tests.test_step import (
     DISTRIBUTIONS,
@@ -238,17 +238,16 @@ def test_the_host_reads_once_an_image(models: Models) -> None:
 def test_replays_on_the_emulated_card_are_launched_without_a_read(model: Path) -> None:
     prompts = ["a red apple", "blue cat"]
     want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
-    made: dict[str, Any] = {"device": "hpu", "graphs": "hpu_graph", "emulate": True}
-    with closing(LanternPipeline.from_pretrained(str(model), **made)) as pipeline:
+    with emulated(model, "hpu_graph") as (pipeline, card):
         for method in ("scd@8:commit=4", "sjd-pac@8:commit=3"):
-            got = pipeline(prompts, seed=3, method=method)
+            got, counts = draw_warm(pipeline, card, prompts, seed=3, method=method)
             expected = want(prompts, seed=3, method=method)
             assert got.tokens.tolist() == expected.tokens.tolist()
-            graph, device, steps = got.graph, got.graph["device"], got.records[0].steps
+            graph, steps = got.graph, got.records[0].steps
             assert graph["host_reads"] == 1 and graph["replays"] == steps + 1
-            assert device["graph_launches"] == steps + 1
-            assert device["device_reads"] == 1 + len(prompts)  # and one for the pixels of each
-            assert device["cpu_fallbacks"] == device["lint_errors"] == device["lint_warnings"] == 0
+            assert counts["graph_launches"] == steps + 1
+            assert counts["host_syncs"] == 1 + len(prompts)  # and one for the pixels of each
+            assert counts["cpu_fallbacks"] == counts["errors"] == counts["warnings"] == 0
             assert (graph["captures"], graph["recompiles_after_warmup"]) == (2, 0)
 
 

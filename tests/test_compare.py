@@ -242,7 +242,7 @@ WRONG: dict[str, Callable[[Report], None]] = {
     "sampling: ": lambda r: r["settings"]["sampling"].update(top_k=7),
     "seed: 0 and 1": lambda r: r["settings"].update(seed=1),
     "prompts: ": lambda r: r["settings"].update(prompts=["a sun"]),
-    "emulated": lambda r: r["environment"].update(emulated=True),
+    "emulated": lambda r: r["environment"].update(card="GAUDI2 (emulated, bridge 1.24)"),
 }
 
 

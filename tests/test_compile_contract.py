@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from gaudi_emulator import Device
+from gaudi_emulator.device import Device
 from gaudi_emulator.lint import Ended, lint_script
-from lantern_hpu.backends.hpu.env import VARIABLE
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -84,8 +83,7 @@ def lines(body: str) -> int:
 
 
 @pytest.fixture(params=["1.19", "1.24"])
-def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(VARIABLE, request.param)
+def release(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 

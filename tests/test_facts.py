@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import closing, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
 from torch import nn
 
-from gaudi_emulator import autocast, graphs, habana, modes, ops
+from gaudi_emulator import autocast, emulate, graphs, habana, modes, ops
 from gaudi_emulator.ask_facts import ask_fact
-from gaudi_emulator.device import Device
+from gaudi_emulator.device import Device, current
 from gaudi_emulator.facts import (
     FACTS,
     Card,
@@ -23,8 +24,9 @@ from gaudi_emulator.facts import (
     release_facts,
 )
 from gaudi_emulator.lint import checks
+from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.hpu.backend import HPUBackend
-from lantern_hpu.backends.hpu.env import RELEASES, VARIABLE
+from lantern_hpu.backends.hpu.env import RELEASES
 
 CASES = [
     (name, fact)
@@ -35,12 +37,16 @@ CASES = [
 
 
 @pytest.fixture
-def card(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Card]:
+def card(request: pytest.FixtureRequest) -> Iterator[Card]:
     """Of the release and the mode that the fact is of."""
-    monkeypatch.setenv(VARIABLE, request.getfixturevalue("release"))
-    mode = "hpu_graph" if request.getfixturevalue("fact").lazy else "eager"
-    with closing(HPUBackend(mode, emulate=True)) as backend, torch.no_grad():
+    with opened(request.getfixturevalue("release"), request.getfixturevalue("fact")) as backend:
         yield Card(backend)
+
+
+@contextmanager
+def opened(release: str, fact: Fact) -> Iterator[HPUBackend]:
+    with emulate(release), torch.no_grad():
+        yield cast(HPUBackend, get_backend("hpu", "hpu_graph" if fact.lazy else "eager"))
 
 
 @pytest.mark.filterwarnings("ignore:mark_step does nothing")
@@ -112,8 +118,7 @@ def without_handler(function: Callable[..., object]) -> Fault:
 
 
 def other_key(patch: pytest.MonkeyPatch, backend: HPUBackend) -> None:
-    card = backend.card
-    assert card is not None
+    card = current()
     patch.setattr(
         card, "release", replace(card.release, key_has_dtype=not card.release.key_has_dtype)
     )
@@ -178,15 +183,12 @@ OWN: dict[str, Fault] = {
 @pytest.mark.parametrize(
     ("release", "fact"), CASES, ids=[f"{name}: {fact.name}" for name, fact in CASES]
 )
-def test_planted_fault_refutes_the_fact(
-    release: str, fact: Fact, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_planted_fault_refutes_the_fact(release: str, fact: Fact) -> None:
     """Every question can be refuted, by a fault of the card and by nothing else."""
-    monkeypatch.setenv(VARIABLE, release)
     answers = []
     for fault in [OWN[fact.name]] if fact.name in OWN else GENERAL:
         with (
-            closing(HPUBackend("hpu_graph" if fact.lazy else "eager", emulate=True)) as backend,
+            opened(release, fact) as backend,
             pytest.MonkeyPatch.context() as patch,
             suppress(Exception),  # what a card raises besides leaves the question open
         ):

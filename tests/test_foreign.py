@@ -105,7 +105,7 @@ def test_wrapped_model_gives_the_cpus_numbers(name: str, live: bool) -> None:
     make, inputs = MODELS[name]
     torch.manual_seed(0)
     twin = make().eval()
-    with emulate() as card, torch.no_grad():
+    with emulate(lazy=True) as card, torch.no_grad():
         hpu: Any = torch.hpu  # type: ignore[attr-defined]
         model = copy.deepcopy(twin).to("hpu")
         model = hpu.wrap_in_hpu_graph(model, disable_tensor_cache=live)
@@ -123,7 +123,7 @@ def test_model_learns_what_it_learns_on_the_cpu(name: str) -> None:
     make, inputs = MODELS[name]
     torch.manual_seed(0)
     twin = make().train()
-    with emulate():
+    with emulate(lazy=True):
         model = copy.deepcopy(twin).to("hpu")
         for one, device in ((twin, "cpu"), (model, "hpu")):
             learner = torch.optim.SGD(one.parameters(), 0.1)
@@ -140,7 +140,7 @@ def test_static_cache_in_a_graph_gives_the_cpus_text() -> None:
     torch.manual_seed(0)
     twin = llama().eval()
     prompt, rows = torch.tensor([[5, 9, 2]]), {}
-    with emulate() as card, torch.no_grad():
+    with emulate(lazy=True) as card, torch.no_grad():
         hpu: Any = torch.hpu  # type: ignore[attr-defined]
         for device in ("cpu", "hpu"):
             model = twin if device == "cpu" else copy.deepcopy(twin).to("hpu")

@@ -9,10 +9,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from gaudi_emulator import ROOT, Device, emulate, scope
+from gaudi_emulator import emulate, scope
+from gaudi_emulator.device import Device
 from gaudi_emulator.lint import lint_script
 from gaudi_emulator.lint.command import main
-from lantern_hpu.backends.hpu.env import RELEASES, Release
+from gaudi_emulator.releases import RELEASES, Release
+from lantern_hpu.backends.hpu.env import ROOT
 from tests.marks import mostly_slow
 
 Call = Callable[[torch.Tensor], torch.Tensor]
@@ -29,7 +31,7 @@ NATIVE: dict[str, Call] = {
 @pytest.mark.parametrize("name", NATIVE)
 def test_native_call_does_not_fall_back(name: str, release: Release) -> None:
     x = torch.arange(16.0).view(4, 4)
-    with emulate(release=release) as card:
+    with emulate(release.name, True) as card:
         got = NATIVE[name](x.to("hpu")).cpu()
         assert card.counts.fallbacks.total() == 0
     assert torch.equal(got, NATIVE[name](x))
@@ -37,7 +39,7 @@ def test_native_call_does_not_fall_back(name: str, release: Release) -> None:
 
 @pytest.mark.parametrize("release", RELEASES.values(), ids=str)
 def test_norm_takes_two_number_formats(release: Release) -> None:
-    with emulate(release=release) as card:
+    with emulate(release.name, True) as card:
         norm = card.modules["habana_frameworks.torch.hpex.normalization"].FusedRMSNorm
         x = torch.randn(2, 8, dtype=torch.bfloat16)
         made = norm.apply(x.to("hpu"), torch.ones(8, device="hpu"), 1e-6).cpu()
@@ -49,7 +51,7 @@ def test_norm_takes_two_number_formats(release: Release) -> None:
 @pytest.mark.parametrize("mode", ["none", "Fast"])
 def test_attention_takes_lengths_padded_on_the_right(mode: str, release: Release) -> None:
     q = torch.randn(1, 2, 4, 8)
-    with emulate(release=release) as card:
+    with emulate(release.name, True) as card:
         sdpa = card.modules["habana_frameworks.torch.hpex.kernels"].FusedSDPA
         x, lengths = q.to("hpu"), torch.tensor([3], dtype=torch.int32, device="hpu")
         made = sdpa.apply(x, x, x, None, 0.0, True, None, mode, True, lengths, "right").cpu()
@@ -60,7 +62,7 @@ def test_attention_takes_lengths_padded_on_the_right(mode: str, release: Release
 
 def test_rope_begins_at_an_offset() -> None:
     p, cos, sin = torch.randn(2, 3, 4, 8), torch.randn(1, 1, 9, 8), torch.randn(1, 1, 9, 8)
-    with emulate() as card:
+    with emulate(lazy=True) as card:
         rope = card.modules["habana_frameworks.torch.hpex.kernels"].RotaryPosEmbeddingHelperV1
         made = rope.apply(p.to("hpu"), cos.to("hpu"), sin.to("hpu"), 5).cpu()
     turned = torch.cat([-p[..., 4:], p[..., :4]], -1)
@@ -71,7 +73,7 @@ def test_sum_with_relu_comes_in_every_format() -> None:
     """torch's own for the CPU knows no bfloat16."""
     for dtype in (torch.float32, torch.bfloat16):
         x = torch.tensor([-2.0, 1.0], dtype=dtype)
-        with emulate():
+        with emulate(lazy=True):
             d = x.to("hpu")
             made = [torch._add_relu(d, d), torch._add_relu(d, 3, alpha=2)]
             made += [torch._add_relu_(d.clone(), 3), torch._add_relu(d, d, out=d.clone())]
@@ -197,7 +199,7 @@ def part(card: Device, name: str) -> ModuleType:
 def test_out_of_scope_is_one_sentence_and_on_the_page(
     name: str, use: Callable[[Device], object]
 ) -> None:
-    with emulate() as card, pytest.raises(scope.OutOfScope) as refused:
+    with emulate(lazy=True) as card, pytest.raises(scope.OutOfScope) as refused:
         use(card)
     said = str(refused.value)
     assert "is out of the emulator's scope; on a card it works. Meanwhile: " in said
@@ -242,10 +244,7 @@ def test_program_that_dies_fails_without_strict_too(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_cross_entropy_of_five_dimensions_is_compiled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("LANTERN_HPU_BRIDGE", "1.19")
+def test_cross_entropy_of_five_dimensions_is_compiled(tmp_path: Path) -> None:
     file = tmp_path / "loss.py"
     file.write_text(
         "import torch\nimport habana_frameworks.torch.core\n"
@@ -253,5 +252,5 @@ def test_cross_entropy_of_five_dimensions_is_compiled(
         "f = torch.compile(lambda x, y: loss(x, y), backend='hpu_backend')\n"
         "x = torch.ones(1, 2, 1, 2, 1, device='hpu')\nf(x, x)\n"
     )
-    card, ended = lint_script(file, [], lazy=False)
+    card, ended = lint_script(file, [], lazy=False, release="1.19")
     assert ended is None and card.counts.fallbacks.total() == 0, (ended, card.counts)

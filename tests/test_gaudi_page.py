@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from gaudi_emulator import RULES
 from gaudi_emulator.facts import FACTS
 from gaudi_emulator.lint.command import main
-from lantern_hpu.backends.hpu.env import RELEASES
+from gaudi_emulator.lint.rules import RULES
+from gaudi_emulator.releases import RELEASES
 from scripts.docs.reference_pages import gaudi_flags
 from tests import test_faults, test_foreign, test_idioms, test_lint, test_lint_compiled
 

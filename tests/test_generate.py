@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from lantern_hpu import __version__
+from lantern_hpu import __version__, cli
 from lantern_hpu.commands.generate import main
 from lantern_hpu.errors import OutputError
 from lantern_hpu.files import write_file
@@ -29,7 +29,7 @@ from tests.marks import mostly_slow
 
 
 def generate(model: Path, *options: object) -> int:
-    return main(["--model", str(model), *map(str, options)])
+    return cli.main(["generate", "--model", str(model), *map(str, options)])
 
 
 def pixels(file: Path) -> np.ndarray:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -31,6 +30,7 @@ from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.zoo.find import find_parts
+from tests.emulated import emulated, rules
 from tests.marks import mostly_slow
 
 pytest.importorskip("transformers.models.glm_image")
@@ -221,24 +221,13 @@ WINDOWED = ("jacobi", "sjd-pac@4", "scd:tv=0.3@4", "scd:lambda-20@4", "scd@4:com
 @pytest.mark.parametrize("method", mostly_slow(WINDOWED, "scd:lambda-20@4"))
 def test_windows_draw_the_same_on_every_device(folder: Path, method: str, graphs: str) -> None:
     """Neighbours are those of its own codebook; what relaxation costs is metered."""
-    emulated = graphs == "hpu_graph"
+    device = "hpu" if graphs == "hpu_graph" else "cpu"
     settings = Sampling(1.0, 1.8, 8, 0.8)
     want = drawn(pipeline_of(folder), PROMPTS[:2], (64, 96), method, settings)
-    with closing(
-        LanternPipeline.from_pretrained(
-            str(folder),
-            device="hpu" if emulated else "cpu",
-            dtype="float32",
-            graphs=graphs,
-            emulate=emulated,
-            pictures=False,
-        )
-    ) as pipeline:
+    with emulated(folder, graphs, device=device, pictures=False) as (pipeline, card):
         got = drawn(pipeline, PROMPTS[:2], (64, 96), method, settings)
         assert got.graph["recompiles_after_warmup"] == 0
-        if emulated:
-            device = got.graph["device"]
-            assert device["cpu_fallbacks"] == device["lint_errors"] == device["lint_warnings"] == 0
+        assert card.counts.fallbacks.total() == 0 and not rules(card, "error", "warn")
     assert (got.tokens == want.tokens).all()
     costs = sum(record.tv_sum for record in got.records)
     assert (costs > 0) == (":" in method)

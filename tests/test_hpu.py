@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +14,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gaudi_emulator.lint.lint_model import lint_model
+from gaudi_emulator import emulate, warmed_up
+from gaudi_emulator.lint.lint_model import lint_model, rehearsed_captures
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.hpu.backend import HPUBackend, matmul_attention
-from lantern_hpu.backends.hpu.env import RECIPE_CACHE, RELEASES, VARIABLE
-from lantern_hpu.commands.generate import main
+from lantern_hpu.backends.hpu.env import RECIPE_CACHE, RELEASES
+from lantern_hpu.cli import main
 from lantern_hpu.decode.step import Step
 from lantern_hpu.errors import CaptureError, DeviceError, OptionError
 from lantern_hpu.graphs import make_runner
 from lantern_hpu.methods.relaxation import PRESETS
-from lantern_hpu.methods.setting import METHODS
+from lantern_hpu.methods.setting import METHODS, SMALL_TREE, SMALL_WINDOW
 from lantern_hpu.ops import kernels
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DynamicTree, Tree, Window, load_tree
+from tests.emulated import draw_warm, emulated, rules
 from tests.marks import mostly_slow
-
-
-@contextmanager
-def emulated(model: Path, graphs: str = "auto", **options: Any) -> Iterator[LanternPipeline]:
-    made = LanternPipeline.from_pretrained(
-        str(model), device="hpu", graphs=graphs, emulate=True, **options
-    )
-    with closing(made):
-        yield made
 
 
 def backend_of(pipeline: LanternPipeline) -> HPUBackend:
@@ -44,13 +37,13 @@ def backend_of(pipeline: LanternPipeline) -> HPUBackend:
     return pipeline.backend
 
 
-def error_rules(pipeline: LanternPipeline) -> set[str]:
-    card = backend_of(pipeline).card
-    assert card is not None
-    return {finding.rule.id for finding in card.findings.errors}
-
-
 PROMPTS = ["a red apple", "blue cat"]
+# What these draft on a processor, where a card drafts more
+OF_THE_CPU: dict[str, dict[str, Any]] = {
+    "lantern++": {"tree": SMALL_TREE},
+    "scd": {"window": SMALL_WINDOW},
+    "sjd-pac": {"window": SMALL_WINDOW},
+}
 
 
 @pytest.mark.parametrize(
@@ -59,15 +52,16 @@ PROMPTS = ["a red apple", "blue cat"]
 @pytest.mark.parametrize("method", mostly_slow(METHODS, "lantern++", "scd"))
 def test_same_tokens_as_the_cpu(model: Path, method: str, graphs: str) -> None:
     want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
-    with emulated(model, graphs) as pipeline:
+    setting = str(want.resolve(method))
+    with emulated(model, graphs) as (pipeline, card):
         for seed in (3, 40):
-            got = pipeline(PROMPTS, seed=seed, method=method)
-            expected = want(PROMPTS, seed=seed, method=method)
+            got = pipeline(PROMPTS, seed=seed, method=setting)
+            expected = want(PROMPTS, seed=seed, method=setting)
             assert got.tokens.tolist() == expected.tokens.tolist()
             assert [r.steps for r in got.records] == [r.steps for r in expected.records]
             pairs = zip(got.images, expected.images, strict=True)
             assert all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in pairs)
-        assert not error_rules(pipeline)
+        assert not rules(card)
 
 
 @pytest.mark.parametrize("preset", mostly_slow(["gsd", "tv"], "gsd"))
@@ -76,15 +70,15 @@ def test_rules_that_ask_for_q_are_recorded_and_draw_the_tokens_of_the_cpu(
     model: Path, method: str, preset: str
 ) -> None:
     want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
-    with emulated(model) as pipeline:
-        got = pipeline(PROMPTS, seed=3, method=method, relax=PRESETS[preset])
-        expected = want(PROMPTS, seed=3, method=method, relax=PRESETS[preset])
+    setting = {"seed": 3, "method": method, "relax": PRESETS[preset], **OF_THE_CPU.get(method, {})}
+    with emulated(model) as (pipeline, card):
+        got, counts = draw_warm(pipeline, card, PROMPTS, **setting)
+        expected = want(PROMPTS, **setting)
         assert got.tokens.tolist() == expected.tokens.tolist()
         costs = [r.tv_sum for r in got.records], [r.tv_sum for r in expected.records]
         assert costs[0] == pytest.approx(costs[1], rel=1e-4) and all(costs[0])
         assert (got.graph["captures"], got.graph["recompiles_after_warmup"]) == (2, 0)
-        device = got.graph["device"]
-        assert device["cpu_fallbacks"] == device["lint_errors"] == device["lint_warnings"] == 0
+        assert counts["cpu_fallbacks"] == counts["errors"] == counts["warnings"] == 0
 
 
 CELLS = [
@@ -109,24 +103,20 @@ def small_tree(name: str) -> Tree | None:
     ("method", "graphs", "release"), mostly_slow(CELLS, ("ar", "hpu_graph", "1.19"))
 )
 def test_both_releases_draw_the_tokens_of_the_cpu_and_have_nothing_to_say(
-    model: Path, method: str, graphs: str, release: str, monkeypatch: pytest.MonkeyPatch
+    model: Path, method: str, graphs: str, release: str
 ) -> None:
     """What `lint --strict` asks: no error, no warning, no fallback, no cut, nothing compiled after the warm-up."""
-    monkeypatch.setenv(VARIABLE, release)
     tree = small_tree(method)
     want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
-    with emulated(model, graphs) as pipeline:
-        card = backend_of(pipeline).card
-        assert card is not None and card.release.name == release
-        card.differential = True
-        got = pipeline(PROMPTS, seed=3, method=method, tree=tree)
-        expected = want(PROMPTS, seed=3, method=method, tree=tree)
+    expected = want(PROMPTS, seed=3, method=method, tree=tree)
+    with emulated(model, graphs, release) as (pipeline, card), rehearsed_captures(card):
+        assert card.release.name == release
+        got, counts = draw_warm(pipeline, card, PROMPTS, seed=3, method=method, tree=tree)
         assert got.tokens.tolist() == expected.tokens.tolist()
-        assert [f.rule.id for f in card.findings.sorted() if f.severity != "info"] == []
+        assert not rules(card, "error", "warn")
         assert (got.graph["captures"], got.graph["recompiles_after_warmup"]) == (2, 0)
-        device = got.graph["device"]
-        assert device["graph_launches"] == got.graph["replays"]  # one a step, one for the prefix
-        assert device["cpu_fallbacks"] == card.counts.cuts.total() == 0
+        assert counts["graph_launches"] == got.graph["replays"]  # one a step, one for the prefix
+        assert counts["cpu_fallbacks"] == card.counts.cuts.total() == 0
 
 
 @pytest.mark.parametrize(
@@ -137,23 +127,24 @@ def test_both_releases_draw_the_tokens_of_the_cpu_and_have_nothing_to_say(
 def test_one_launch_a_step_and_the_zeros(
     model: Path, method: str, graphs: str, launches: int
 ) -> None:
-    with emulated(model, graphs) as pipeline:
+    with emulated(model, graphs) as (pipeline, card):
         for seed in range(3):
-            result = pipeline(PROMPTS, seed=seed, method=method)
+            result, counts = draw_warm(pipeline, card, PROMPTS, seed=seed, method=method)
             graph, device = result.graph, result.graph["device"]
             steps = graph["replays"] - 1  # and a prefill
-            assert device["graph_launches"] == launches * steps + 1
-            assert device["graph_compilations"] == 0
-            assert device["cpu_fallbacks"] == device["lint_errors"] == device["lint_warnings"] == 0
+            assert counts["graph_launches"] == launches * steps + 1
+            assert device["graph_compilations"] == device["cpu_fallbacks"] == 0
+            assert counts["errors"] == counts["warnings"] == 0
             # The engine's own reads, and one for the pixels of each image
-            assert device["device_reads"] == graph["host_reads"] + len(PROMPTS)
+            assert counts["host_syncs"] == graph["host_reads"] + len(PROMPTS)
             assert (graph["captures"], graph["recompiles_after_warmup"]) == (2, 0)
 
 
-def test_bfloat16_runs(model: Path) -> None:
-    with emulated(model, dtype="bfloat16") as pipeline:
+def test_a_card_draws_in_bfloat16_with_the_defaults_of_a_card(model: Path) -> None:
+    with emulated(model, dtype="auto") as (pipeline, card):
+        assert pipeline.model.target.dtype == torch.bfloat16
         pipeline("a red apple", method="lantern++")
-        assert not error_rules(pipeline)
+        assert not rules(card)
 
 
 # Planted faults
@@ -222,10 +213,10 @@ def test_what_a_capture_would_keep_is_named_with_its_line(
 def test_planted_fault_is_named(model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, fault = FAULTS[name]
     monkeypatch.setattr(Step, "propose", planted(fault))
-    with emulated(model, "hpu_graph") as pipeline:
+    with emulated(model, "hpu_graph") as (pipeline, card):
         with suppress(CaptureError):  # a fallback in a capture ends it, as on a card
             pipeline("a red apple", method="ar")
-        assert rule in error_rules(pipeline)
+        assert rule in rules(card)
 
 
 @pytest.mark.parametrize(
@@ -237,9 +228,10 @@ def test_planted_change_from_step_to_step_is_named(
     """Such code cannot vary inside a graph; run operator by operator in lazy mode it recompiles."""
     monkeypatch.setattr(Step, "propose", planted(fault))
     monkeypatch.setattr("lantern_hpu.graphs.hpu.HPUGraphRunner.__call__", run_and_mark)
-    with emulated(model, "hpu_graph") as pipeline:
+    with emulated(model, "hpu_graph") as (pipeline, card):
+        warmed_up()
         pipeline("a red apple", method="ar")
-        assert {rule, "H020"} <= error_rules(pipeline)
+        assert {rule, "H020"} <= rules(card)
 
 
 def run_and_mark(runner: Any) -> Tensor:
@@ -262,7 +254,8 @@ class Fine(nn.Module):
 
 
 def test_failed_capture_leaves_the_process_usable() -> None:
-    with closing(get_backend("hpu", emulate=True)) as backend, torch.no_grad():
+    with emulate(), torch.no_grad():
+        backend = get_backend("hpu")
         state: Any = {"x": torch.ones(2, device=backend.device)}
         with pytest.raises(CaptureError, match=r"Broken cannot be captured: .*synStatus=26"):
             make_runner(Broken(), state, backend, "hpu_graph")()
@@ -277,7 +270,8 @@ def test_failed_capture_leaves_the_process_usable() -> None:
 
 
 def test_fused_kernels_equal_their_plain_twins() -> None:
-    with closing(HPUBackend(emulate=True)) as backend, torch.no_grad():
+    with emulate(), torch.no_grad():
+        backend = get_backend("hpu")
         fused = backend.kernels()
         assert fused.names() == {
             "attention": "fused_sdpa",
@@ -301,7 +295,9 @@ def test_fused_kernels_equal_their_plain_twins() -> None:
 
 
 def test_kernel_that_is_missing_or_wrong_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(HPUBackend(emulate=True)) as backend:
+    with emulate():
+        backend = get_backend("hpu")
+        assert isinstance(backend, HPUBackend)
         module = backend.part("hpex.kernels")
         monkeypatch.delattr(module, "FusedSDPA")
         monkeypatch.setattr(module, "apply_rotary_pos_emb", lambda p, *rest: p)
@@ -322,20 +318,23 @@ def test_unknown_kernels_are_refused(model: Path) -> None:
 
 @pytest.mark.slow
 def test_command_draws_what_the_cpu_draws(model: Path, tmp_path: Path) -> None:
-    common = ["--model", str(model), "--prompt", "a red apple", "--seed", "7"]
-    for name, options in {"hpu": ["--emulate"], "cpu": ["--dtype", "float32"]}.items():
+    common = ["--model", str(model), "--prompt", "a red apple", "--seed", "7", "--dtype", "float32"]
+    for name, options in {
+        "hpu": ["--emulate", "--method", "scd@4"],
+        "cpu": ["--method", "scd@4"],
+    }.items():
         files = [
             f"--{o}={tmp_path / name}.{e}" for o, e in {"output": "png", "report": "json"}.items()
         ]
         files.append(f"--save-tokens={tmp_path / name}.npz")
-        assert main([*common, "--device", name, *options, *files]) == 0
+        assert main(["generate", *common, "--device", name, *options, *files]) == 0
     tokens = [np.load(tmp_path / f"{name}.npz")["tokens"].tolist() for name in ("hpu", "cpu")]
     assert tokens[0] == tokens[1]
     report = json.loads((tmp_path / "hpu.json").read_text())
-    assert report["environment"]["emulated"] is True
+    assert report["environment"]["card"] == "GAUDI2 (emulated, bridge 1.24: contract-checked)"
+    assert report["environment"]["plugin"] == "1.24.0+emulated"
     assert report["graph"]["recompiles_after_warmup"] == 0
     assert report["graph"]["device"]["cpu_fallbacks"] == 0
-    assert report["graph"]["device"]["lint_errors"] == 0
     assert not hasattr(torch, "hpu")  # the emulator has gone
 
 
@@ -343,11 +342,12 @@ def test_without_a_card_the_reasons_and_the_ways_out_are_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     output = str(tmp_path / "x.png")
-    assert main(["--device", "hpu", "--prompt", "a sun", "--output", output]) == 2
+    drawn = ["generate", "--prompt", "a sun", "--output", output]
+    assert main([*drawn, "--device", "hpu"]) == 2
     said = capsys.readouterr().err
     for part in ("habana_frameworks", "--device cpu", "--emulate", "lantern-hpu doctor"):
         assert part in said
-    assert main(["--device", "cpu", "--emulate", "--prompt", "a sun", "--output", output]) == 2
+    assert main([*drawn, "--device", "cpu", "--emulate"]) == 2
     assert "cpu cannot be emulated" in capsys.readouterr().err
 
 
@@ -356,13 +356,13 @@ def test_graph_mode_against_the_lazy_flag_is_a_named_conflict(
 ) -> None:
     for graphs, flag in (("hpu_graph", "0"), ("compile", "1")):
         monkeypatch.setenv("PT_HPU_LAZY_MODE", flag)
-        with pytest.raises(DeviceError, match=f"'{graphs}' needs PT_HPU_LAZY_MODE"):
-            LanternPipeline.from_pretrained(str(model), device="hpu", graphs=graphs, emulate=True)
+        with emulate(), pytest.raises(DeviceError, match=f"'{graphs}' needs PT_HPU_LAZY_MODE"):
+            LanternPipeline.from_pretrained(str(model), device="hpu", graphs=graphs)
         assert not hasattr(torch, "hpu")
 
 
 def test_reports_do_not_name_the_users_home(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with emulated(model) as pipeline:
+    with emulated(model) as (pipeline, _):
         backend = backend_of(pipeline)
         assert backend.flags is not None
         folder = Path((backend.flags.chosen | backend.flags.respected)[RECIPE_CACHE].split(",")[0])

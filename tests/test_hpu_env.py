@@ -146,14 +146,15 @@ def test_an_unknown_mode_is_refused_with_the_known_ones() -> None:
         prepare_flags("strict", environ={})
 
 
-def test_the_emulator_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, torch=STOCK)
-    load(monkeypatch, lazy=False)
-    env: dict[str, str] = {}
-    flags = prepare_flags(emulate=True, environ=env)
+def test_a_plugin_for_any_torch_runs_in_lazy_mode(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pretend(monkeypatch, torch=STOCK, habana_torch_plugin="1.24.0")
+    add_plugin(monkeypatch, tmp_path, "any")
+    flags = prepare_flags(environ={})
     assert flags.lazy and flags.mode == "hpu_graph"
-    assert flags.chosen["PT_HPU_LAZY_MODE"] == "1"
-    assert env == {}
+    assert [hpu_env.unfit_plugin(lazy) for lazy in (True, False)] == [None, None]
+    assert found("torch").ok
 
 
 def test_our_own_flags_are_never_taken_for_the_users() -> None:
@@ -582,7 +583,7 @@ def test_commands_of_the_gaudi_page_have_options_that_exist() -> None:
     commands = re.findall(r"(?:lantern-hpu |python -m lantern_hpu\.)(\w+)([^`\n|>&]*)", text)
     assert len(commands) >= 8
     for name, args in commands:
-        words = shlex.split(re.sub(r"\$(card|{card})", "1", args))
+        words = shlex.split(re.sub(r"\$(card|{card})|--emulate|--bridge 1.19", "", args))
         import_module(module_of(name)).make_parser().parse_args(words)
 
 
@@ -591,9 +592,11 @@ def test_commands_of_the_gaudi_page_have_options_that_exist() -> None:
 
 def asked_to_draw(capsys: pytest.CaptureFixture[str], output: Path, *options: str) -> str:
     """The one line that `generate --device hpu` says when it cannot begin."""
-    from lantern_hpu.commands.generate import main
+    from lantern_hpu.cli import main
 
-    code = main(["--device", "hpu", "--prompt", "a sun", "--output", str(output), *options])
+    code = main(
+        ["generate", "--device", "hpu", "--prompt", "a sun", "--output", str(output), *options]
+    )
     said = capsys.readouterr().err.strip().splitlines()
     errors = [line for line in said if line.startswith("error: ")]
     assert (code, len(errors)) == (2, 1), said

@@ -18,6 +18,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
+from lantern_hpu import cli
 from lantern_hpu.backends import get_backend
 from lantern_hpu.commands import convert, generate
 from lantern_hpu.decode.sampler import sampling_params
@@ -390,10 +391,11 @@ def test_both_layouts_of_emu3_hold_the_same_model(tmp_path: Path) -> None:
 
 def draw(folder: Path, tmp_path: Path, *options: str) -> Any:
     """Draw by command; its tokens [1, N], of which those that close rows stand where they must."""
-    tokens = tmp_path / "tokens.npz"
-    output = ["--output", str(tmp_path / "x.png"), "--save-tokens", str(tokens)]
-    assert generate.main(["--model", str(folder), "--prompt", "red", *output, *options]) == 0
-    config, drawn = open_model(find_parts(str(folder))).config.target, np.load(tokens)["tokens"]
+    file = tmp_path / "tokens.npz"
+    output = ["--output", str(tmp_path / "x.png"), "--save-tokens", str(file)]
+    command = ["generate", "--model", str(folder), "--prompt", "red", *output, *options]
+    assert cli.main(command) == 0
+    config, drawn = open_model(find_parts(str(folder))).config.target, np.load(file)["tokens"]
     if config.row_ends:
         at_end = np.arange(1, config.tokens + 1) % config.columns == 0
         assert np.array_equal(drawn[0] == config.codes, at_end)

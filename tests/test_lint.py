@@ -11,14 +11,14 @@ import pytest
 
 from gaudi_emulator.lint import lint_script
 from gaudi_emulator.lint.command import main
-from lantern_hpu.backends.hpu.env import DEFAULT, VARIABLE
+from gaudi_emulator.lint.rules import RULES
 from tests.folder import write_folder
 
 START = """
 import torch
 import habana_frameworks.torch as ht
 import habana_frameworks.torch.core as htcore
-from gaudi_emulator.lint import warmed_up
+from gaudi_emulator import warmed_up
 hpu = ht.hpu
 x = torch.ones(4, 4, device="hpu")
 ids = torch.tensor([1, 0, 3, 2], dtype=torch.int32, device="hpu")
@@ -110,11 +110,10 @@ ONLY = {"H041": "1.19"}  # the release that a rule holds for, if not both
 @pytest.mark.parametrize("name", GALLERY)
 def test_bad_program_is_caught(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PT_HPU_LAZY_MODE", "1")
-    monkeypatch.setenv(VARIABLE, ONLY.get(name, DEFAULT.name))
     file = tmp_path / "bad.py"
     source = START + GALLERY[name] + "\n"
     file.write_text(source)
-    card, _ = lint_script(file, [], lazy=True)
+    card, _ = lint_script(file, [], lazy=True, release=ONLY.get(name))
     bad = 1 + next(i for i, line in enumerate(source.splitlines()) if "# BAD" in line)
     caught = {(f.rule.id, f.line) for f in card.findings.errors if f.file == str(file)}
     assert (name.split()[0], bad) in caught, card.findings.errors
@@ -131,8 +130,6 @@ def test_collectives_without_their_flag_are_caught(
 
 
 def test_the_gallery_covers_every_error_rule() -> None:
-    from gaudi_emulator import RULES
-
     errors = {r.id for r in RULES.values() if "error" in (r.severity, r.captured)}
     # Tests of their own: test_lint_compiled.py, test_compile_contract.py
     assert errors - {name.split()[0] for name in GALLERY} == {"H085", "H093"}

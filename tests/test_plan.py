@@ -99,16 +99,12 @@ def test_files_are_counted_as_they_are_loaded(public: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["janus-pro", "lumina-mgpt", "emu3"])
 def test_a_plan_covers_what_a_card_holds_at_its_peak(public: Path, name: str, method: str) -> None:
     """Loading, prefill, a step and a picture on the emulated card, which counts what is alive."""
-    from contextlib import closing
-
     from lantern_hpu.methods.request import Request
     from lantern_hpu.methods.setting import METHODS, shortened
-    from lantern_hpu.pipeline import LanternPipeline
+    from tests.emulated import emulated
 
-    where: dict[str, Any] = {"device": "hpu", "emulate": True, "dtype": "float32"}
-    with closing(LanternPipeline.from_pretrained(str(public / name), **where)) as pipeline:
+    with emulated(public / name) as (pipeline, _):
         request = Request("red", 0, pipeline.model.sampling)
-        # The default of a card; the emulated one draws with that of the processor below it
         tree = shortened(METHODS[method].default_tree, pipeline.model.target.config.tokens)
         pipeline.warm_up(pipeline.engines.get(pipeline.spec([request], tree, 1)), request)
         peak = pipeline.backend.memory().peak

@@ -142,7 +142,7 @@ def test_replicas_answer_with_the_pictures_of_generate(
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     serve.start(http_options={"host": "127.0.0.1", "port": port})
-    serve.run(deployment(options, 2, share_of(ray, "cpu", False)), name="lantern_hpu")
+    serve.run(deployment(options, 2, share_of(ray, "cpu")), name="lantern_hpu")
     pipeline = LanternPipeline.from_pretrained(str(model))
     try:
         for seed in range(6):
@@ -201,7 +201,6 @@ def test_a_worker_takes_one_card_of_the_cluster(
 def test_a_card_that_the_cluster_has_not_is_an_error() -> None:
     with pytest.raises(DeviceError, match="no HPU"):
         card_of("hpu", {"CPU": 8.0})
-    assert card_of("hpu", {"CPU": 8.0}, emulate=True) == "CPU"
 
 
 @pytest.mark.parametrize("option", ["--grid", "--report", "--save-tokens", "--preview-every"])

@@ -103,7 +103,7 @@ def test_replicas_go_on_answering_when_a_node_dies(model: Path, nodes: Nodes) ->
 
     options = ServeOptions(str(model), methods=("ar",), slots=2)
     serve.start(http_options={"host": "127.0.0.1", "port": 18431, "location": "HeadOnly"})
-    serve.run(deployment(options, 3, share_of(ray, "cpu", False)), name="lantern_hpu")
+    serve.run(deployment(options, 3, share_of(ray, "cpu")), name="lantern_hpu")
     url = "http://127.0.0.1:18431/v1/images/generations"
 
     def status() -> int:

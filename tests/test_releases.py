@@ -14,13 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from gaudi_emulator import RULES, emulate
+from gaudi_emulator import emulate
 from gaudi_emulator.lint import lint_script
 from gaudi_emulator.lint.command import main
-from gaudi_emulator.lint.rules import BY_RELEASE
+from gaudi_emulator.lint.rules import BY_RELEASE, RULES
+from gaudi_emulator.releases import RELEASES, Release
 from lantern_hpu.backends.hpu import env
-from lantern_hpu.backends.hpu.env import RELEASES, VARIABLE
-from lantern_hpu.commands.generate import main as generate
+from lantern_hpu.cli import main as run
 from lantern_hpu.errors import OptionError
 
 OLD, NEW = RELEASES
@@ -105,7 +105,7 @@ def test_finding_names_the_releases_that_it_holds_for(name: str) -> None:
     body, rule, wanted = HOLDS[name]
     holds = []
     for release in RELEASES.values():
-        with emulate(release=release) as card, torch.no_grad():
+        with emulate(release.name, True) as card, torch.no_grad():
             body()
         findings = [f for f in card.findings.sorted() if f.rule.id == rule]
         assert all(f.as_dict()["releases"] == [release.name] for f in findings)
@@ -114,7 +114,7 @@ def test_finding_names_the_releases_that_it_holds_for(name: str) -> None:
 
 
 def test_fallback_for_a_format_names_it() -> None:
-    with emulate(release=RELEASES[NEW]) as card, torch.no_grad():
+    with emulate(NEW, True) as card, torch.no_grad():
         ones(4, 4, dtype=INT).tril()
     assert {f.detail for f in card.findings.sorted()} == {"tril: on int32"}
 
@@ -122,7 +122,7 @@ def test_fallback_for_a_format_names_it() -> None:
 def test_rules_of_one_release_are_not_hit_under_the_other() -> None:
     alone = {name for name, reasons in BY_RELEASE.items() if set(reasons) == {OLD}}
     assert alone == {"H032", "H041"} and RULES["H041"].releases == (OLD,)
-    with emulate(release=RELEASES[NEW]) as card:
+    with emulate(NEW, True) as card:
         card.findings.hit("H041")
     assert not card.findings.sorted()
 
@@ -196,7 +196,10 @@ def test_program_that_takes_its_process_with_it_is_told(
 
 
 def test_other_commands_take_one_release(capsys: pytest.CaptureFixture[str]) -> None:
-    assert generate(["--device", "hpu", "--emulate", "--bridge", "both", "--prompt", "a sun"]) == 2
+    assert (
+        run(["generate", "--device", "hpu", "--emulate", "--bridge", "both", "--prompt", "a sun"])
+        == 2
+    )
     assert "--bridge is 'both'" in capsys.readouterr().err
 
 
@@ -219,10 +222,9 @@ def test_nearest_is_by_number() -> None:
     assert nearest == {"1.20.1": OLD, "1.23.0": NEW, "2.0": NEW, "0.9": OLD}
 
 
-def test_variable_that_holds_no_release_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "newest")
-    with pytest.raises(OptionError, match=f"{VARIABLE} is 'newest'"):
-        env.emulated()
+def test_a_name_that_is_no_release_is_refused() -> None:
+    with pytest.raises(OptionError, match="--bridge is 'newest'"), emulate("newest"):
+        pass
 
 
 # What else differs
@@ -230,9 +232,8 @@ def test_variable_that_holds_no_release_is_refused(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_flag_after_the_import_of_torch_is_late_where_torch_loads_the_plugin(
-    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    release: str, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(VARIABLE, release)
     file = tmp_path / "program.py"
     line = "os.environ['PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE'] = '0'"
     for start, late in (
@@ -241,22 +242,19 @@ def test_flag_after_the_import_of_torch_is_late_where_torch_loads_the_plugin(
     ):
         file.write_text(start + "import habana_frameworks.torch\n")
         for lazy in (True, False):
-            card, ended = lint_script(file, [], lazy)
+            card, ended = lint_script(file, [], lazy, release=release)
             assert ended is None
             expected = late and release == NEW and not lazy
             assert {f.rule.id for f in card.findings.errors} == ({"H081"} if expected else set())
 
 
 @pytest.mark.parametrize("release", RELEASES)
-def test_option_of_the_other_releases_compiler_is_refused(
-    release: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(VARIABLE, release)
+def test_option_of_the_other_releases_compiler_is_refused(release: str, tmp_path: Path) -> None:
     file = tmp_path / "program.py"
     for name, known in (("use_graph_freezing", OLD), ("joint_graph_constant_folding", NEW)):
         call = f"torch.compile(lambda x: x, backend='hpu_backend', options={{'{name}': True}})"
         file.write_text(START + call + "\n")
-        _, ended = lint_script(file, [], lazy=False)
+        _, ended = lint_script(file, [], lazy=False, release=release)
         assert (ended is None) == (release == known)
         assert ended is None or f"has no option '{name}'" in str(ended)
 
@@ -264,15 +262,15 @@ def test_option_of_the_other_releases_compiler_is_refused(
 @pytest.mark.parametrize("rebinds", [True, False])
 def test_scalars_of_the_host_are_rebound_unless_a_flag_says_no(rebinds: bool) -> None:
     flags = {"PT_HPU_ENABLE_H2D_SCALES": str(rebinds).lower()}
-    with emulate(release=RELEASES[NEW], flags=flags), torch.no_grad():
+    with emulate(NEW, True, flags=flags), torch.no_grad():
         wrapped = hpu().wrap_in_hpu_graph_func(lambda x, scale: x * scale)
         got = [wrapped(ones(1), torch.tensor(float(n))).item() for n in (2, 3)]
     assert got == ([2, 3] if rebinds else [2, 2])
 
 
 @pytest.mark.parametrize("release", RELEASES.values(), ids=str)
-def test_reset_ends_an_open_capture(release: env.Release) -> None:
-    with emulate(release=release) as card:
+def test_reset_ends_an_open_capture(release: Release) -> None:
+    with emulate(release.name, True) as card:
         graph = hpu().HPUGraph()
         graph.capture_begin()
         graph.reset()
@@ -282,9 +280,9 @@ def test_reset_ends_an_open_capture(release: env.Release) -> None:
 
 @pytest.mark.parametrize("release", RELEASES.values(), ids=str)
 def test_second_write_by_index_in_a_capture_is_noted_and_both_last(
-    release: env.Release,
+    release: Release,
 ) -> None:
-    with emulate(release=release) as card, torch.no_grad():
+    with emulate(release.name, True) as card, torch.no_grad():
         cache, rows = ones(4, 2) * 0, [torch.tensor([n], device="hpu") for n in range(2)]
         graph = hpu().HPUGraph()
         graph.capture_begin()

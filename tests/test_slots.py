@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_tree
+from tests.emulated import emulated, rules
 from tests.marks import mostly_slow
 from tests.test_step import Ahead
 from tests.tiny import (
@@ -197,13 +197,12 @@ def test_more_images_than_slots_are_the_same_on_the_emulated_card(
 ) -> None:
     prompts = ["a red apple", "blue cat", "cat on red", "apple", "blue"]
     want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
-    expected = want(prompts, seed=7, method=method, batch_size=5)
-    options: dict[str, Any] = {"device": "hpu", "graphs": graphs, "emulate": True}
-    with closing(LanternPipeline.from_pretrained(str(model), **options)) as pipeline:
-        got = pipeline(prompts, seed=7, method=method, batch_size=2)
+    setting = str(want.resolve(method))
+    expected = want(prompts, seed=7, method=setting, batch_size=5)
+    with emulated(model, graphs) as (pipeline, card):
+        got = pipeline(prompts, seed=7, method=setting, batch_size=2)
         assert got.tokens.tolist() == expected.tokens.tolist()
-        card = pipeline.backend.card  # type: ignore[attr-defined]
-        assert not {finding.rule.id for finding in card.findings.errors}
+        assert not rules(card)
         assert got.graph["recompiles_after_warmup"] == 0
         if graphs == "hpu_graph":
             assert got.graph["captures"] == 3

@@ -14,14 +14,14 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from gaudi_emulator import hpex, lowering
+from gaudi_emulator import emulate, hpex, lowering
 from gaudi_emulator.device import Device
 from gaudi_emulator.graphs import Recording
 from lantern_hpu.backends import OWN_KERNELS
 from lantern_hpu.backends.candidates import Candidate, candidates_of
 from lantern_hpu.backends.cuda import kernels as triton
 from lantern_hpu.backends.cuda.kernels import checks
-from lantern_hpu.commands.verify import main
+from lantern_hpu.cli import main as run
 from lantern_hpu.decode.engine import Engine, GraphReport
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.ops.kernels import PLAIN, Kernels
@@ -44,7 +44,7 @@ STAGE = Stage("facts", "eager")
 
 @pytest.fixture
 def one_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stages, "stages_of", lambda device, emulate: [STAGE])
+    monkeypatch.setattr(stages, "stages_of", lambda device: [STAGE])
 
 
 def states(file: Path) -> dict[str, str]:
@@ -59,18 +59,18 @@ def test_emulated_card_confirms_and_a_second_run_asks_nothing_again(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = tmp_path / "card.json"
-    assert main(["--emulate", "--output", str(file)]) == 0
+    assert run(["verify", "--emulate", "--output", str(file)]) == 0
     assert states(file) == {item: "confirmed" for item, _ in items_of(STAGE)}
     count = len(list(items_of(STAGE)))
     assert f"{count} confirmed, 0 refuted, 0 unanswered" in capsys.readouterr().out
-    assert "(emulated)" in file.with_suffix(".html").read_text()
+    assert "(emulated, bridge 1.24: contract-checked)" in file.with_suffix(".html").read_text()
     monkeypatch.setattr(stages, "messages_of", None)  # nothing is asked any more
-    assert main(["--emulate", "--output", str(file)]) == 0
+    assert run(["verify", "--emulate", "--output", str(file)]) == 0
 
 
 def test_without_a_card_the_reason_stands_at_each_question(tmp_path: Path, one_stage: None) -> None:
     file = tmp_path / "card.json"
-    assert main(["--output", str(file)]) == 1
+    assert run(["verify", "--output", str(file)]) == 1
     report = json.loads(file.read_text())
     assert {r["state"] for r in report["results"]} == {"unanswered"}
     assert all("habana_frameworks" in r["detail"] for r in report["results"])
@@ -95,7 +95,7 @@ def test_question_that_ends_its_process_is_left_open_and_the_next_is_asked(
 
     monkeypatch.setattr(stages, "messages_of", messages_of)
     file = tmp_path / "card.json"
-    assert main(["--emulate", "--output", str(file)]) == 1
+    assert run(["verify", "--emulate", "--output", str(file)]) == 1
     assert states(file)[first.item] == "unanswered"
     assert states(file)[second.item] == "refuted"
     assert calls == [[first, second, *others], [second, *others]]
@@ -105,18 +105,18 @@ def test_question_that_ends_its_process_is_left_open_and_the_next_is_asked(
 
 def test_time_that_is_over_leaves_the_rest_open(tmp_path: Path, one_stage: None) -> None:
     file = tmp_path / "card.json"
-    assert main(["--emulate", "--minutes", "0.01", "--output", str(file)]) == 1
+    assert run(["verify", "--emulate", "--minutes", "0.01", "--output", str(file)]) == 1
     assert set(states(file).values()) == {"unanswered"}
 
 
 def test_bad_options(tmp_path: Path, one_stage: None, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--device", "abacus"]) == 2
-    assert main(["--device", "cpu", "--emulate"]) == 2
-    assert main(["--minutes", "0"]) == 2
-    assert main(["--output", "card.txt"]) == 2
+    assert run(["verify", "--device", "abacus"]) == 2
+    assert run(["verify", "--device", "cpu", "--emulate"]) == 2
+    assert run(["verify", "--minutes", "0"]) == 2
+    assert run(["verify", "--output", "card.txt"]) == 2
     file = tmp_path / "other.json"
     file.write_text(json.dumps({"kind": "lantern_hpu.bench"}))
-    assert main(["--emulate", "--output", str(file)]) == 2
+    assert run(["verify", "--emulate", "--output", str(file)]) == 2
     assert "cannot be gone on with" in capsys.readouterr().err
     assert json.loads(file.read_text()) == {"kind": "lantern_hpu.bench"}
 
@@ -127,7 +127,7 @@ def test_page_escapes_what_devices_say() -> None:
     )
     report = {
         **dict.fromkeys(("kind", "device", "model", "torch", "lantern_hpu"), "x"),
-        **{"emulated": False, "hardware": {"card": "<i>"}, "checks": [], "seconds": 1.0},
+        **{"hardware": {"card": "<i>"}, "checks": [], "seconds": 1.0},
         "results": [result.as_json()],
     }
     shown = verify_page(report)
@@ -138,7 +138,7 @@ def test_page_has_the_release_and_the_flags() -> None:
     """All that an owner needs to send beside the file."""
     report = {
         **dict.fromkeys(("kind", "device", "model", "torch", "lantern_hpu"), "x"),
-        **{"release": "1.24", "emulated": False, "checks": [], "seconds": 1.0, "results": []},
+        **{"release": "1.24", "checks": [], "seconds": 1.0, "results": []},
         "hardware": {"flags": {"PT_HPU_LAZY_MODE": "1", "PT_HPU_WEIGHT_SHARING": "0"}},
     }
     shown = verify_page(report)
@@ -159,9 +159,9 @@ def test_processor_draws_what_the_plain_step_draws(
 ) -> None:
     # Without the stage that compiles every method, which takes minutes
     first = [stage for stage in stages_of("cpu") if stage.graphs == "auto"][:2]
-    monkeypatch.setattr(stages, "stages_of", lambda device, emulate: first)
+    monkeypatch.setattr(stages, "stages_of", lambda device: first)
     file, model = tmp_path / "cpu.json", write_folder(tmp_path / "tiny")
-    assert main(["--device", "cpu", "--model", str(model), "--output", str(file)]) == 0
+    assert run(["verify", "--device", "cpu", "--model", str(model), "--output", str(file)]) == 0
     found = states(file)
     assert found["lantern++"] == found["ar"] == "confirmed"
 
@@ -170,14 +170,12 @@ def test_processor_draws_what_the_plain_step_draws(
 def test_emulated_card_draws_what_the_processor_draws(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        stages, "stages_of", lambda device, emulate: [Stage("methods", "hpu_graph")]
-    )
+    monkeypatch.setattr(stages, "stages_of", lambda device: [Stage("methods", "hpu_graph")])
     monkeypatch.setattr(
         stages, "items_of", lambda stage: [Question("lantern++", "the CPU's tokens")]
     )
     file, model = tmp_path / "card.json", write_folder(tmp_path / "tiny")
-    main(["--emulate", "--model", str(model), "--output", str(file)])
+    run(["verify", "--emulate", "--model", str(model), "--output", str(file)])
     (found,) = (r for r in json.loads(file.read_text())["results"] if r["item"] == "lantern++")
     assert found["state"] == "confirmed" and found["numbers"]["captures after warm-up"] == 0
 
@@ -187,9 +185,10 @@ def test_emulated_card_draws_what_the_processor_draws(
 
 @contextmanager
 def asked(kind: str, graphs: str = "hpu_graph", model: str = "") -> Iterator[Asked]:
-    made = Asked(Stage(kind, graphs), "hpu", True, model)
-    with made.stack:
-        yield made
+    with emulate():
+        made = Asked(Stage(kind, graphs), "hpu", model)
+        with made.stack:
+            yield made
 
 
 @pytest.mark.parametrize("name", OWN_KERNELS["hpu"])
@@ -386,7 +385,7 @@ def test_each_triton_kernel_is_asked_and_can_be_refuted(
 
     monkeypatch.setattr(triton, "triton_candidates", candidates)
     stage = Stage("kernels", "auto", "cuda")
-    question = Asked(stage, "cuda", False, "")
+    question = Asked(stage, "cuda", "")
     vars(question)["backend"] = OneCard()
     answers = {item: question.answer(item)[0] for item, _ in items_of(stage)}
     assert len(answers) == 9
@@ -421,5 +420,5 @@ def test_plain_twins_of_triton_kernels_run_on_the_processor() -> None:
 
 def test_every_kind_of_question_has_a_planted_fault() -> None:
     """The tests above, and `test_facts.py`; a benchmark measures and claims nothing."""
-    kinds = {stage.kind for stage in stages_of("hpu", emulate=True)}
+    kinds = {stage.kind for stage in stages_of("hpu")}
     assert kinds == {"facts", "kernels", "caches", "methods", "cuts", "bench"}

@@ -1,1 +1,1 @@
-"""Intel Gaudi, and the emulator that stands in for one."""
+"""Intel Gaudi."""

@@ -1,20 +1,19 @@
-"""Intel Gaudi: HPU graphs in lazy mode, `hpu_backend` outside it; or an emulator of its contract."""
+"""Intel Gaudi: HPU graphs in lazy mode, `hpu_backend` outside it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends import HOST
-from lantern_hpu.backends.base import Backend, Memory, Queue, Tuning, compile_whole
+from lantern_hpu.backends.base import Backend, Memory, Queue, compile_whole
 from lantern_hpu.backends.candidates import LACKING, Candidate, outcome
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
@@ -22,24 +21,11 @@ from lantern_hpu.backends.hpu.env import ROOT
 from lantern_hpu.ops import kernels
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 
-if TYPE_CHECKING:
-    from gaudi_emulator import Device
-
-# ------------------------------------------------------------------------------------------ dtypes
-
-# Number formats on a Gaudi card; `auto` takes the first.
-
 DTYPES = {
     "bfloat16": "what the matrix engines are made for",
     "float32": "exact comparisons with other devices hold; slower and twice the memory",
     "float16": "from Gaudi 2 on; bfloat16 has the wider range",
 }
-# An emulated card is there to be compared
-EMULATED_DTYPES = {"float32": "an emulated card is held against other devices", **DTYPES}
-
-
-# ----------------------------------------------------------------------------------------- backend
-
 LAZY_MODES = {
     "hpu_graph": "the whole step is one HPU graph: nothing of the host is left in it",
     "hpu_graph_split": "two HPU graphs a step, draft and the rest, for a step too large for one",
@@ -51,7 +37,7 @@ OTHER_MODES = {
 
 
 class HPUQueue(Queue):
-    """Lazy mode gathers operations into graphs; the bridge and the emulator count them."""
+    """Lazy mode gathers operations into graphs; the bridge counts them."""
 
     def __init__(self, backend: HPUBackend) -> None:
         self.backend = backend
@@ -61,34 +47,14 @@ class HPUQueue(Queue):
         if self.backend.lazy:
             self.backend.part("core").mark_step()
 
-    @contextmanager
-    def warming_up(self) -> Iterator[None]:
-        card = self.backend.card
-        if card is not None:
-            card.warm = False
-        yield
-        self.backend.synchronize()
-        if card is not None:
-            card.warmed_up()
-
     def counters(self) -> dict[str, int]:
-        """From the bridge's metrics; the emulator counts more."""
+        """From the bridge's metrics."""
         self.backend.synchronize()  # compilations may still be under way
         metric = self.backend.part("hpu.metrics").metric_global
-        counted = {
+        return {
             "graph_compilations": int(metric("graph_compilation").stats()[0][1]),
             "cpu_fallbacks": int(metric("cpu_fallback").stats()[0][1]),
         }
-        if self.backend.card is not None:
-            counts, findings = self.backend.card.counts, self.backend.card.findings
-            counted |= {
-                "graph_launches": counts.graphs["launches"],
-                "device_reads": counts.host_syncs.total(),
-                "uploads": counts.uploads,
-                "lint_errors": findings.hits("error"),
-                "lint_warnings": findings.hits("warn"),
-            }
-        return counted
 
 
 class HPUBackend(Backend):
@@ -96,53 +62,23 @@ class HPUBackend(Backend):
 
     name = "hpu"
     device = torch.device("hpu")
+    dtypes = DTYPES
 
-    def __init__(self, graphs: str = "auto", emulate: bool = False) -> None:
-        self.wanted, self.emulated = graphs, emulate
+    def __init__(self, graphs: str = "auto") -> None:
+        self.wanted = graphs
         self.flags: hpu_env.Flags | None = None
-        self.stack = ExitStack()
-        self.card: Device | None = None  # the emulated one
-        self.modules: dict[str, ModuleType] = {}
-        if emulate:
-            self.open()
-
-    # Life
 
     def open(self) -> None:
         """Set the flags, then load the software: it reads them while it is imported."""
-        self.flags = hpu_env.prepare_flags(self.wanted, self.emulated)
-        if self.emulated:
-            from gaudi_emulator import emulate
-
-            flags = self.flags.chosen | self.flags.respected
-            self.card = self.stack.enter_context(emulate(self.flags.lazy, flags))
-            self.modules = self.card.modules
-        else:
-            if why := hpu_env.unfit_plugin(self.flags.lazy):
-                raise ImportError(why)
-            for name in ("torch", "torch.core", "torch.hpu"):
-                self.modules[f"{ROOT}.{name}"] = import_module(f"{ROOT}.{name}")
-
-    def close(self) -> None:
-        self.stack.close()
+        self.flags = hpu_env.prepare_flags(self.wanted)
+        if why := hpu_env.unfit_plugin(self.flags.lazy):
+            raise ImportError(why)
+        for name in ("core", "hpu"):
+            self.part(name)
 
     def part(self, name: str) -> ModuleType:
-        """A module of habana_frameworks.torch, the real one or the emulator's."""
-        full = f"{ROOT}.torch.{name}"
-        if full not in self.modules:
-            if self.emulated:
-                raise ImportError(full)
-            self.modules[full] = import_module(full)
-        return self.modules[full]
-
-    @property
-    def dtypes(self) -> dict[str, str]:  # type: ignore[override]
-        return EMULATED_DTYPES if self.emulated else DTYPES
-
-    @cached_property
-    def tuning(self) -> Tuning:
-        """An emulated card's arithmetic is the CPU's, and so are its measured defaults."""
-        return Tuning(self.name, self.dtypes, measured_as=HOST if self.emulated else self.name)
+        """A module of habana_frameworks.torch."""
+        return import_module(f"{ROOT}.torch.{name}")
 
     @cached_property
     def queue(self) -> HPUQueue:
@@ -164,8 +100,6 @@ class HPUBackend(Backend):
         return LAZY_MODES if self.flags.lazy else OTHER_MODES
 
     def available(self) -> tuple[bool, str]:
-        if self.emulated:
-            return True, "emulated: contract-checked, nothing runs on a Gaudi"
         reasons = []
         if hpu_env.plugin_folder() is not None:
             try:
@@ -193,23 +127,11 @@ class HPUBackend(Backend):
             self.hpu.reset_peak_memory_stats()
         return memory
 
-    def rehearse(self, body: Callable[[], object], state: Callable[[], dict[str, Tensor]]) -> None:
-        """Before a capture: on an emulated card that is to tell, what of the function would be baked in."""
-        if self.card is not None:
-            from gaudi_emulator.rehearsal import rehearse
-
-            rehearse(self.card, body, state)
-
     def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
-
         super().kernels(choice)
         return hpu_kernels(self) if choice == "auto" else PLAIN
 
     def compile(self, function: nn.Module) -> Callable[[Any], Tensor]:
-        if self.card is not None:
-            from gaudi_emulator.compiled import compile_on_host
-
-            return compile_on_host(self.card, function)
         return compile_whole(function, "hpu_backend")
 
     @contextmanager
@@ -226,12 +148,9 @@ class HPUBackend(Backend):
         flags = self.flags.chosen | self.flags.respected if self.flags else {}
         return {
             "device": "hpu",
-            "emulated": self.emulated,
-            "card": self.hpu.get_device_name() if self.modules else None,
+            "card": self.hpu.get_device_name() if self.flags else None,
             "torch": torch.__version__,
-            "plugin": f"emulator of {self.card.release}"
-            if self.card is not None
-            else hpu_env.version_of(hpu_env.PLUGIN),
+            "plugin": hpu_env.version_of(hpu_env.PLUGIN),
             "lazy": self.lazy,
             "flags": {name: hpu_env.without_home(value) for name, value in flags.items()},
         }

@@ -21,18 +21,10 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from lantern_hpu.errors import DeviceError, OptionError, choices
+from lantern_hpu.errors import DeviceError, choices
 
-# ---------------------------------------------------------------------------------------- releases
-
-# Releases of Gaudi's PyTorch bridge, as data: what holds for one and not for the other. Needs no torch.
-#
 # Two states of the bridge are public and were read: 1.19 (HabanaAI/gaudi-pytorch-bridge, tag v1.19.0) and the 1.24
 # generation (the same repository at bcc5172c479e). Any other release is held to the nearer one of them.
-
-VARIABLE = (
-    "LANTERN_HPU_BRIDGE"  # the release that the emulator stands in for; subprocesses inherit it
-)
 
 
 @dataclass(frozen=True)
@@ -51,99 +43,39 @@ class FlagSetting:
 
 @dataclass(frozen=True, eq=False)
 class Release:
-    """One release; compared by identity.
+    """What holds for one release of the bridge and not for the other; compared by identity.
 
     Attributes:
-        name: major and minor number. source: what was read of it.
-        lazy_by_default: what an unset PT_HPU_LAZY_MODE means.
+        name: major and minor number.
         autoloads: whether `import torch` loads the plugin, unless PT_HPU_LAZY_MODE=1 or PT_HPU_AUTOLOAD=0.
-        graphs_always_named: whether the HPU graph interface exists outside lazy mode, where its use raises.
-        key_has_dtype: whether `wrap_in_hpu_graph` tells number formats apart.
-        missing_metric: the error of a local metric of an unknown name; the global one is None.
-        sort_limit: elements beyond which a stable sort falls back, as it does along dimension 0; None: never.
-        fallback_checks: operators with a check of their arguments that can send them to the CPU.
-        chains_corrupt: whether compile mode keeps only the first of several index_copy_ on one tensor.
-        partial_index_rank: the most dimensions of a result that compile mode takes by an index with None.
-        state_flags: what keeps state right outside lazy mode.
-        unknown_options: of hpu_backend that the other release has and this one refuses.
         checks_flags: whether a value that a flag does not take ends the process while the plugin is loaded.
+        state_flags: what keeps state right outside lazy mode.
     """
 
     name: str
-    source: str
-    lazy_by_default: bool
     autoloads: bool
-    graphs_always_named: bool
-    key_has_dtype: bool
-    missing_metric: str
-    sort_limit: int | None
-    fallback_checks: frozenset[str]
-    chains_corrupt: bool
-    partial_index_rank: int
-    state_flags: tuple[FlagSetting, ...]
-    unknown_options: frozenset[str]
     checks_flags: bool
+    state_flags: tuple[FlagSetting, ...]
 
     def __str__(self) -> str:
         return f"bridge {self.name}"
 
 
+IN_PLACE = FlagSetting(
+    "PT_HPU_USE_INPLACE_INDEX_COPY",
+    "0",
+    "a pass of the compiler keeps only the first of several index_copy_ on one tensor",
+    "1 writes caches in place, right only while a compiled step writes each once",
+)
+INPUT_REUSE = FlagSetting(
+    "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE",
+    "0",
+    "memory that is reused between compiled parts has overwritten state (vllm-gaudi 1753)",
+    "1 saves memory, and a step that is cut in parts may read overwritten state",
+)
 RELEASES = {
-    release.name: release
-    for release in (
-        Release(
-            name="1.19",
-            source="HabanaAI/gaudi-pytorch-bridge, tag v1.19.0 (5a56187e)",
-            lazy_by_default=True,
-            autoloads=False,
-            graphs_always_named=False,
-            key_has_dtype=False,
-            missing_metric="MetricNotFound",
-            sort_limit=37,
-            fallback_checks=frozenset(
-                "embedding binary_cross_entropy_with_logits unique_dim where index_select index_reduce div".split()
-            ),
-            chains_corrupt=True,
-            partial_index_rank=-1,
-            state_flags=(
-                FlagSetting(
-                    "PT_HPU_USE_INPLACE_INDEX_COPY",
-                    "0",
-                    "a pass of the compiler keeps only the first of several index_copy_ on one tensor",
-                    "1 writes caches in place, right only while a compiled step writes each once",
-                ),
-            ),
-            unknown_options=frozenset(
-                "dump_graph_repro joint_graph_constant_folding use_generic_reinplacer enable_synapse_input_reuse "
-                "fallback_dynamic_to_eager enable_flex_attention enable_compile_debug_nan_checks "
-                "enable_bwd_graph_input_reuse enable_waittensor_graph_split".split()
-            ),
-            checks_flags=False,
-        ),
-        Release(
-            name="1.24",
-            source="HabanaAI/gaudi-pytorch-bridge at bcc5172c479e",
-            lazy_by_default=False,
-            autoloads=True,
-            graphs_always_named=True,
-            key_has_dtype=True,
-            missing_metric="MetricNotFoundError",
-            sort_limit=None,
-            fallback_checks=frozenset("embedding where index_select".split()),
-            chains_corrupt=False,
-            partial_index_rank=4,
-            state_flags=(
-                FlagSetting(
-                    "PT_HPU_ENABLE_SYNAPSE_INPUT_REUSE",
-                    "0",
-                    "memory that is reused between compiled parts has overwritten state (vllm-gaudi 1753)",
-                    "1 saves memory, and a step that is cut in parts may read overwritten state",
-                ),
-            ),
-            unknown_options=frozenset({"use_graph_freezing"}),
-            checks_flags=True,
-        ),
-    )
+    "1.19": Release("1.19", autoloads=False, checks_flags=False, state_flags=(IN_PLACE,)),
+    "1.24": Release("1.24", autoloads=True, checks_flags=True, state_flags=(INPUT_REUSE,)),
 }
 DEFAULT = RELEASES["1.24"]
 
@@ -172,19 +104,6 @@ def nearest_release(version: str) -> Release:
             stacklevel=2,
         )
     return found
-
-
-def choose_release(name: str | None) -> None:
-    """Let the emulator of this process and of those that it starts be of a release."""
-    if name is not None:
-        os.environ[VARIABLE] = release_named("--bridge", name).name
-
-
-def release_named(setting: str, name: str) -> Release:
-    if version_number(name) is None:
-        hint = f"one of {', '.join(RELEASES)}; another version takes the nearest one's contract"
-        raise OptionError(f"{setting} is {name!r}", "it is a release of Gaudi's software", hint)
-    return nearest_release(name)
 
 
 # Flags that take 0, 1, true and false alone (scripts/env_flags.yaml). All names with these beginnings are booleans.
@@ -245,13 +164,6 @@ def unfit_cache(folder: str) -> str | None:
     return None if not folder or os.access(known, os.W_OK) else f"{known} is not writable"
 
 
-def emulated() -> Release:
-    """The release that the emulator stands in for: 1.24, unless `choose_release` or the variable says otherwise."""
-    return release_named(VARIABLE, os.environ.get(VARIABLE) or DEFAULT.name)
-
-
-# --------------------------------------------------------------------------------------------- env
-
 # Whether a graph mode needs lazy mode. HPU graphs exist in lazy mode alone, the compiler in the other alone.
 LAZY = {"hpu_graph": True, "hpu_graph_split": True, "compile": False, "eager": False}
 
@@ -309,21 +221,19 @@ class Check:
     detail: str
 
 
-def prepare_flags(
-    mode: str = "auto", emulate: bool = False, environ: MutableMapping[str, str] | None = None
-) -> Flags:
+def prepare_flags(mode: str = "auto", environ: MutableMapping[str, str] | None = None) -> Flags:
     """Decide between lazy mode and the other, and set the flags that the user has not set.
 
-    Call it before torch is imported. Calling it again is harmless. With `emulate` nothing is set, only reported.
+    Call it before torch is imported. Calling it again is harmless.
     """
     env = os.environ if environ is None else environ
-    release = release_of(emulate)
+    release = release_of()
     mine = _ours(env)
     user = {n: v for n, v in env.items() if n.startswith(PREFIXES) and n not in mine}
     refuse_fatal(release, user)
-    lazy, why = _decide(mode, user.get(LAZY_MODE), emulate)
+    lazy, why = _decide(mode, user.get(LAZY_MODE))
     settings = tuple(_wanted(lazy, env, release))
-    running = None if emulate else _running_lazy()
+    running = _running_lazy()
     if running is not None:
         if mode == "auto" and LAZY_MODE not in user:
             lazy, why = running, f"habana_frameworks is already loaded in {_name(running)}"
@@ -336,18 +246,15 @@ def prepare_flags(
             )
         return Flags(lazy, why, mine, user, release.name, settings)
     chosen = {flag.name: flag.value for flag in settings if flag.name not in user}
-    if not emulate:
-        for name in mine:
-            del env[name]
-        env.update(chosen)
-        env[MARK] = json.dumps(chosen)
+    for name in mine:
+        del env[name]
+    env.update(chosen)
+    env[MARK] = json.dumps(chosen)
     return Flags(lazy, why, chosen, user, release.name, settings)
 
 
-def release_of(emulate: bool) -> Release:
-    """The emulated release, or that of the plugin; where its version is unknown, the newest that was read."""
-    if emulate:
-        return emulated()
+def release_of() -> Release:
+    """That of the plugin; where its version is unknown, the newest that was read."""
     loaded = getattr(sys.modules.get(f"{ROOT}.torch.version"), "__version__", None)
     return nearest_release(loaded or version_of(PLUGIN) or DEFAULT.name)
 
@@ -366,7 +273,7 @@ def _ours(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in marked.items() if env.get(name) == value}
 
 
-def _decide(mode: str, flag: str | None, emulate: bool) -> tuple[bool, str]:
+def _decide(mode: str, flag: str | None) -> tuple[bool, str]:
     """(lazy or not, why); `flag` is the user's own."""
     if mode != "auto":
         if mode not in LAZY:
@@ -382,9 +289,9 @@ def _decide(mode: str, flag: str | None, emulate: bool) -> tuple[bool, str]:
         return lazy, f"graph mode {mode!r} was asked for"
     if flag is not None:
         return flag != "0", f"{LAZY_MODE}={flag} was set already"
-    if emulate:
-        return True, "the emulator stands in for lazy mode, where HPU graphs are"
     torch = version_of("torch")
+    if fits_any_torch():
+        return True, "HPU graphs need lazy mode"
     if not is_fork(torch):
         return (
             False,
@@ -545,6 +452,8 @@ def _check_torch() -> Check:
             "Gaudi's own build" if is_fork(torch) else "not Gaudi's own build, as it should be here"
         )
         return Check("torch", True, f"{torch}, {kind}")
+    if fits_any_torch():
+        return Check("torch", True, f"{torch}, and the plugin is for any")
     built_for = _read(folder / "required_version.txt")
     if built_for and _release(built_for) != _release(torch):
         return _replaced(torch, f"the plugin was built for {built_for}")
@@ -565,6 +474,12 @@ def _check_torch() -> Check:
     return Check("torch", True, f"{torch}, a stock build: compile and eager, and no HPU graphs")
 
 
+def fits_any_torch() -> bool:
+    """Whether the plugin says so itself: one without libraries that were built for a torch."""
+    folder = plugin_folder()
+    return folder is not None and _read(folder / "required_version.txt") == "any"
+
+
 def missing_library(torch: str | None, lazy: bool) -> str | None:
     """The library that the plugin needs for a version of torch in a mode, if it lacks it."""
     folder = plugin_folder()
@@ -576,7 +491,7 @@ def missing_library(torch: str | None, lazy: bool) -> str | None:
 def unfit_plugin(lazy: bool) -> str | None:
     """Why the plugin cannot be loaded with the torch that is installed; None if it can, or is not here."""
     torch = version_of("torch") or ""
-    if plugin_folder() is None:
+    if plugin_folder() is None or fits_any_torch():
         return None
     if not is_fork(torch):
         if "cpu" not in torch.partition("+")[2]:
@@ -653,7 +568,7 @@ def _check_recipes() -> Check:
     """Where compiled graphs are kept between runs."""
     given = os.environ.get(RECIPE_CACHE)
     if given is not None and RECIPE_CACHE not in _ours(os.environ):
-        why = fatal_flag(release_of(emulate=False), RECIPE_CACHE, given)
+        why = fatal_flag(release_of(), RECIPE_CACHE, given)
         return Check(
             "recipe cache", why is None, f"{RECIPE_CACHE}={given}" + (f": {why}" if why else "")
         )

@@ -124,7 +124,7 @@ KNOWN = (
     Known(
         r"No module named '?habana_frameworks",
         "Gaudi's plugin for torch is not installed; it is not on PyPI",
-        "run inside a Gaudi image, see docs/gaudi.md; --emulate needs none",
+        "run inside a Gaudi image, see docs/gaudi.md",
     ),
     Known(
         r"failed to infer device type",

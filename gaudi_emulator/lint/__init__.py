@@ -1,9 +1,4 @@
-"""Programs on the emulated card: what of Gaudi's contract they break, and where.
-
-    from gaudi_emulator.lint import warmed_up
-
-is the one call that a program may make to be judged more closely. Loading this does not load torch.
-"""
+"""Programs on the emulated card: what of Gaudi's contract they break, and where. Loading this loads no torch."""
 
 from __future__ import annotations
 
@@ -17,14 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lantern_hpu.backends.hpu.env import LAZY_MODE, emulated
+import gaudi_emulator
 from lantern_hpu.errors import LanternError, OptionError
 
 if TYPE_CHECKING:
-    from gaudi_emulator import (
-        Device as Device,
-    )  # those who call this name them too
-    from gaudi_emulator import Finding as Finding
+    from gaudi_emulator.device import Device
+    from gaudi_emulator.lint.rules import Finding
 
 
 @dataclass(frozen=True)
@@ -42,8 +35,8 @@ class LintRun:
     ended: str | None
 
     @classmethod
-    def of(cls, cards: Sequence[Device], ended: Ended) -> LintRun:
-        return cls(emulated().name, merged(cards), lint_counts(cards), ending(ended))
+    def of(cls, release: str, cards: Sequence[Device], ended: Ended) -> LintRun:
+        return cls(release, merged(cards), lint_counts(cards), ending(ended))
 
     @property
     def runs(self) -> bool:
@@ -70,17 +63,6 @@ def ending(error: Ended) -> str | None:
     return f"{type(error).__name__}: {message}"
 
 
-def warmed_up() -> None:
-    """For a program: every shape has occurred, so that a new recipe is an error. Without the emulator: nothing."""
-    from gaudi_emulator import current
-
-    try:
-        card = current()
-    except RuntimeError:
-        return
-    card.warmed_up()
-
-
 class TimeOver(BaseException):
     """The program ran longer than it may; no handler of its own is to catch that."""
 
@@ -102,31 +84,35 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def lint_script(
-    file: Path, args: Sequence[str], lazy: bool, timeout: float = 600.0
+    file: Path,
+    args: Sequence[str],
+    lazy: bool,
+    timeout: float = 600.0,
+    release: str | None = None,
 ) -> tuple[Device, Ended]:
     """Run a program on an emulated card. -> the card, and the exception that ended the program, if one did
 
     What the program prints goes to the error stream: the other one has the findings.
     """
-    from gaudi_emulator import emulate
-
     if not file.is_file():
         raise OptionError(f"there is no {file}", hint="the path of a Python program")
     check_program(file)
     ended: Ended = None
-    with started_as(file, args, lazy):
-        flags = {n: v for n, v in os.environ.items() if n.startswith(("PT_", "WORLD_SIZE"))}
-        with emulate(lazy, flags, importable=True) as card:
-            card.differential = True
-            try:
-                with redirect_stdout(sys.stderr), limited(timeout):
-                    runpy.run_path(str(file), run_name="__main__")
-            except SystemExit as stop:
-                ended = stop if stop.code else None
-            except (Exception, TimeOver) as error:
-                ended = error
-                card.note_failure(error)
-            card.flush("exit")
+    argv = sys.argv
+    with gaudi_emulator.emulate(release, lazy) as card:
+        card.differential = True
+        sys.argv, sys.path[:0] = [str(file), *args], [str(file.parent)]
+        try:
+            with redirect_stdout(sys.stderr), limited(timeout):
+                runpy.run_path(str(file), run_name="__main__")
+        except SystemExit as stop:
+            ended = stop if stop.code else None
+        except (Exception, TimeOver) as error:
+            ended = error
+            card.note_failure(error)
+        finally:
+            sys.argv = argv
+        card.flush("exit")
     return card, ended
 
 
@@ -136,20 +122,6 @@ def check_program(file: Path) -> None:
         compile(file.read_bytes(), str(file), "exec")
     except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
         raise OptionError(f"{file} is no Python program", str(error) or repr(error)) from error
-
-
-@contextmanager
-def started_as(file: Path, args: Sequence[str], lazy: bool) -> Iterator[None]:
-    """Arguments, import path, mode and environment, as if the program had been started by itself."""
-    argv, path, environment = sys.argv, sys.path, dict(os.environ)
-    sys.argv, sys.path = [str(file), *args], [str(file.parent), *path]
-    os.environ[LAZY_MODE] = str(int(lazy))
-    try:
-        yield
-    finally:
-        sys.argv, sys.path = argv, path
-        os.environ.clear()  # the flags that the program set are its own
-        os.environ.update(environment)
 
 
 def merged(cards: Iterable[Device]) -> list[Finding]:

@@ -4,10 +4,9 @@
     lantern-hpu lint --script my_model.py     your own code
     lantern-hpu lint --bridge both            under every release of Gaudi's software that was read
 
-Code runs on the emulated card, `backends/hpu/emulator`; `backends/hpu/lint/rules.py` has the rules. Each that is
-broken is printed with the line that broke it, why it matters, and what to write instead. A script may
-`import habana_frameworks.torch` and call `gaudi_emulator.lint.warmed_up()` once every shape has occurred:
-from then on a compilation is an error.
+Code runs on the emulated card; `gaudi_emulator/lint/rules.py` has the rules. Each that is broken is printed with the
+line that broke it, why it matters, and what to write instead. A script may `import habana_frameworks.torch` and call
+`gaudi_emulator.warmed_up()` once every shape has occurred: from then on a compilation is an error.
 """
 
 from __future__ import annotations
@@ -20,18 +19,14 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gaudi_emulator.lint import RECOMPILING, LintRun, findings_of, lint_script
 from gaudi_emulator.lint.report import BOTH, print_json, print_text
-from lantern_hpu.backends.hpu.env import RELEASES, choose_release
-from lantern_hpu.commands.options import add_bridge_option, add_fields, filled
+from gaudi_emulator.releases import DEFAULT, RELEASES, release_named
+from lantern_hpu.commands.options import add_fields, filled
 from lantern_hpu.errors import choices, exit_code, option, require
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.setting import METHODS, Setting
-
-if TYPE_CHECKING:
-    pass
 
 PROFILES = ("lazy", "compile")
 
@@ -75,16 +70,18 @@ def make_parser() -> argparse.ArgumentParser:
         description="Run code on an emulated Gaudi and report violations of its rules.",
     )
     add_fields(parser, LintRequest)
-    add_bridge_option(parser, BOTH)
+    what = f"release of Gaudi's software: {', '.join([*RELEASES, BOTH])} ({DEFAULT.name})"
+    parser.add_argument("--bridge", metavar="RELEASE", help=what, default=DEFAULT.name)
     return parser
 
 
-def lint_here(asked: LintRequest, bridge: str | None) -> LintRun:
+def lint_here(asked: LintRequest, bridge: str) -> LintRun:
     """The program or the model under one release, in this process."""
-    choose_release(bridge)
+    release = release_named(bridge).name
     if asked.script:
-        card, ended = lint_script(asked.script, asked.args, asked.profile == "lazy", asked.timeout)
-        return LintRun.of([card], ended)
+        lazy = asked.profile == "lazy"
+        card, ended = lint_script(asked.script, asked.args, lazy, asked.timeout, release)
+        return LintRun.of(release, [card], ended)
     from gaudi_emulator.lint.lint_model import lint_model
 
     compiles = asked.graphs == "auto" and asked.profile == "compile"
@@ -95,8 +92,9 @@ def lint_here(asked: LintRequest, bridge: str | None) -> LintRun:
         asked.dtype,
         asked.timeout,
         lambda line: print(line, file=sys.stderr),
+        release,
     )
-    return LintRun.of(cards, ended)
+    return LintRun.of(release, cards, ended)
 
 
 def lint_elsewhere(asked: LintRequest, bridge: str) -> LintRun:
@@ -109,7 +107,7 @@ def lint_elsewhere(asked: LintRequest, bridge: str) -> LintRun:
             return LintRun(bridge, [], {}, "the process ended")
 
 
-def lint_all(asked: LintRequest, bridge: str | None) -> int:
+def lint_all(asked: LintRequest, bridge: str) -> int:
     """Print the findings. -> 1 if the program died, or there is what `--strict` refuses"""
     if bridge == BOTH:
         runs = [lint_elsewhere(asked, name) for name in RELEASES]

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+import gaudi_emulator
 from gaudi_emulator.lint import Ended, TimeOver, limited
-from lantern_hpu.backends import EMULATED
+from gaudi_emulator.patches import replaced
+from gaudi_emulator.rehearsal import rehearse
+from lantern_hpu.graphs.hpu import HPUGraphRunner
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import METHODS, Setting
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results.images import RunStats
 
 if TYPE_CHECKING:
-    from gaudi_emulator.lint import Device
+    from gaudi_emulator.device import Device
 
 PROMPTS = ("a red apple", "a blue fish")
 
@@ -25,6 +32,7 @@ def lint_model(
     dtype: str = "auto",
     timeout: float = 600.0,
     show: Callable[[str], object] = lambda line: None,
+    release: str | None = None,
 ) -> tuple[list[Device], Ended]:
     """Warm-up and two images by each method; one of many whose drafter the model lacks is left out.
 
@@ -38,18 +46,15 @@ def lint_model(
     cards: list[Device] = []
     ended: Ended = None
     for method in methods:
-        pipeline = LanternPipeline.from_pretrained(
-            model, device=EMULATED, dtype=dtype, graphs=graphs, emulate=True
-        )
-        with closing(pipeline):
+        with gaudi_emulator.emulate(release) as card, rehearsed_captures(card):
+            pipeline = LanternPipeline.from_pretrained(
+                model, device="hpu", dtype=dtype, graphs=graphs
+            )
             needs_drafter = METHODS[Setting.parse(method).drafting].needs_drafter
-            lacks_drafter = needs_drafter and pipeline.model.drafter is None
-            if lacks_drafter and len(methods) > 1:
+            if needs_drafter and pipeline.model.drafter is None and len(methods) > 1:
                 show(f"{method}: left out, {pipeline.model.name} has no drafter")
                 continue
             show(f"{method}: warm-up and {len(PROMPTS)} images")
-            card: Device = pipeline.backend.card  # type: ignore[attr-defined]
-            card.differential = True
             cards.append(card)
             try:
                 with limited(timeout):
@@ -57,6 +62,22 @@ def lint_model(
             except (Exception, TimeOver) as error:  # what was found before it counts all the same
                 ended = error
     return cards, ended
+
+
+@contextmanager
+def rehearsed_captures(card: Device) -> Iterator[None]:
+    """What of a step a capture would bake in is told before each capture."""
+
+    def rehearsing(capture: Callable[[HPUGraphRunner], Tensor]) -> Callable[..., Tensor]:
+        def rehearsed(runner: HPUGraphRunner) -> Tensor:
+            rehearse(card, runner.run, runner.state.tensors)
+            return capture(runner)
+
+        return rehearsed
+
+    card.differential = True
+    with replaced(HPUGraphRunner, "capture", rehearsing):
+        yield
 
 
 def draw_two(pipeline: LanternPipeline, method: str) -> None:
@@ -67,4 +88,7 @@ def draw_two(pipeline: LanternPipeline, method: str) -> None:
     requests = [
         Request(p, i, sampling, chosen.relaxation, size=size) for i, p in enumerate(PROMPTS)
     ]
+    spec = replace(pipeline.spec(requests, chosen.tree, 1), open=True)
+    pipeline.prepare(pipeline.engines.get(spec), requests, RunStats())
+    gaudi_emulator.warmed_up()
     pipeline.draw(requests, chosen, batch_size=1, decode=pipeline.diffusion is None)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from gaudi_emulator.lint import LintRun, text
 
 if TYPE_CHECKING:
-    from gaudi_emulator.lint import Finding
+    from gaudi_emulator.lint.rules import Finding
 
 BOTH = "both"  # of `--bridge`: one run under each release
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 import torch
 
-from lantern_hpu.backends.hpu.env import DEFAULT, RELEASES
+from gaudi_emulator.releases import DEFAULT, RELEASES
 
 Severity = Literal["error", "warn", "info"]
 ORDER: tuple[Severity, ...] = ("error", "warn", "info")

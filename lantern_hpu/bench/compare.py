@@ -99,7 +99,7 @@ def check_comparable(files: Sequence[Path], reports: Sequence[Report]) -> None:
         return text if len(text) <= 60 else text[:57] + "..."
 
     for file, report in zip(files, reports, strict=True):
-        if report["environment"].get("emulated"):
+        if "emulated" in str(report["environment"].get("card")):
             what = f"{file} is of an emulated device"
             raise OptionError(what, "its times say nothing about the real one")
     first = {name: get(reports[0]) for name, get in SAME.items()}

@@ -306,7 +306,7 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
     job = read_job(args)
     outputs = outputs_of(args, job.prompts)
     began = time.perf_counter()
-    prepare(job.device.device, job.device.graphs, job.device.emulate)
+    prepare(job.device.device, job.device.graphs)
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.results.images import Keeper, save_outputs
     from lantern_hpu.results.progress import Bar

@@ -29,9 +29,7 @@ def draw_with_workers(args: argparse.Namespace) -> int:
     opener, device = "lantern_hpu.commands.generate_workers:open_job_worker", job.device
     bar, drawn = tqdm(total=count, unit="image", file=sys.stderr, dynamic_ncols=True), 0
     with closing(bar):
-        for numbers, new in share_work(
-            opener, [args], work, args.workers, device.device, device.emulate
-        ):
+        for numbers, new in share_work(opener, [args], work, args.workers, device.device):
             drawn += new
             bar.update(len(numbers))
     lost = sum(not file.is_file() for file in files)
@@ -44,7 +42,7 @@ def draw_with_workers(args: argparse.Namespace) -> int:
 def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
     """What a worker does: the images of these numbers that are not there yet. -> how many it drew"""
     job = read_job(args)
-    prepare(job.device.device, job.device.graphs, job.device.emulate)
+    prepare(job.device.device, job.device.graphs)
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.results.images import Keeper, image_files
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from lantern_hpu.backends import BACKENDS
-from lantern_hpu.backends.hpu.env import DEFAULT, RELEASES, choose_release
 from lantern_hpu.errors import allowed_range, option_name
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.relaxation import PRESETS
@@ -113,17 +112,9 @@ def add_device_options(group: Group, graphs: bool = True) -> None:
 
 def add_running_options(group: Group) -> None:
     """What else decides how a model runs."""
-    add_fields(group, DeviceOptions, "keep_text", "emulate", "kernels")
-    add_bridge_option(group)
+    add_fields(group, DeviceOptions, "keep_text", "kernels")
     add_processor_options(group)
     add_quantize_option(group)
-
-
-def add_bridge_option(group: Group, *others: str) -> None:
-    """Which release of Gaudi's software an emulator stands in for, or another word that a command takes."""
-    known = ", ".join([*RELEASES, *others])
-    what = f"release of Gaudi's software to emulate: {known} ({DEFAULT.name})"
-    group.add_argument("--bridge", metavar="RELEASE", help=what)
 
 
 def add_processor_options(group: Group) -> None:
@@ -136,8 +127,7 @@ def add_quantize_option(group: Group) -> None:
 
 
 def device_options(args: argparse.Namespace) -> DeviceOptions:
-    """The options of a device; `--bridge` holds from here on, also in the processes that this one starts."""
-    choose_release(getattr(args, "bridge", None))
+    """The options of a device."""
     return filled(DeviceOptions, args)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,7 +104,8 @@ def diffused(
         raise OptionError(what, why)
     check_codes(saved.tokens, config, f"the tokens in {file} are of another model")
     sized = config.of_grid((grid[0], grid[1]))
-    with closing(get_backend(device.device, "eager")) as backend, backend.errors():
+    backend = get_backend(device.device, "eager")
+    with backend.errors():
         dtype = backend.tuning.dtype(device.dtype, config.parameters)
         pictures = DiffusionPixels(opened.pixels, dtype, backend.device)
         for row, prompt, seed in zip(saved.tokens, saved.prompts, saved.seeds, strict=True):
@@ -122,7 +122,8 @@ def decoded(
 
     config = opened.config.target
     check_tokens(saved.tokens, config, file)
-    with closing(get_backend(device.device, "eager")) as backend, backend.errors():
+    backend = get_backend(device.device, "eager")
+    with backend.errors():
         stored = opened.weights().vq
         assert stored is not None and opened.config.vq is not None
         vq, digest = load_vq(opened.config.vq, stored, backend.device)

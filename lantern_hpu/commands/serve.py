@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             serve_replicas(asked, args.host, args.port, args.replicas)
             return 0
-        prepare(asked.device.device, asked.device.graphs, asked.device.emulate)
+        prepare(asked.device.device, asked.device.graphs)
         from lantern_hpu.serve.process import serve
 
         return serve(asked, args.host, args.port)

@@ -5,8 +5,7 @@
 
 Facts of Gaudi's contract, each fused kernel against its plain twin, the tokens of every method against the CPU's,
 capture times, memory against `plan`, and a short benchmark: one file, and a page beside it. The file grows while the
-command works; the same command goes on where it was stopped. `--emulate` asks the emulator, which confirms all facts
-by construction and tells nothing of a card.
+command works; the same command goes on where it was stopped. On an emulated card all facts hold by construction.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from lantern_hpu.backends.hpu.env import choose_release
-from lantern_hpu.commands.options import add_bridge_option, add_fields, filled
+from lantern_hpu.commands.options import add_fields, filled
 from lantern_hpu.errors import exit_code
 from lantern_hpu.files import write_file
 from lantern_hpu.verify.page import counts, verify_page, verify_summary
@@ -30,7 +28,6 @@ def make_parser() -> argparse.ArgumentParser:
         description="Check a device: kernels, graph capture, memory and speed. Writes one report and one page.",
     )
     add_fields(parser, VerifyRequest)
-    add_bridge_option(parser)
     return parser
 
 
@@ -55,8 +52,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The `verify` command: 0, 1 if something was refuted or nothing could be asked, 2 for bad options."""
     args = make_parser().parse_args(argv)
 
-    def command() -> int:
-        choose_release(args.bridge)
-        return ask_device(filled(VerifyRequest, args))
-
-    return exit_code(command)
+    return exit_code(lambda: ask_device(filled(VerifyRequest, args)))

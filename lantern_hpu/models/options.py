@@ -27,9 +27,6 @@ class DeviceOptions:
     )
     graphs: str = option("auto", "auto")
     kernels: str = option("auto", "auto: the device's fused ones; plain: torch's")
-    emulate: bool = option(
-        False, "with --device hpu: an emulator of its contract, for machines without one"
-    )
     keep_text: str = option(
         "host", f"where to keep the text encoder after encoding the prompts: {', '.join(KEEP_TEXT)}"
     )

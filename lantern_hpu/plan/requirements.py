@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import closing
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -80,10 +79,10 @@ def find_device(device: str, memory: str | None, parameters: int) -> DeviceMemor
     if given:
         return described(unasked(name), given, "as given", parameters)
     try:
-        with closing(get_backend(name)) as backend:
-            result, where = backend.memory().total, f"device {backend.name}"
-            where += " does not tell its memory" * (result is None)
-            return described(backend, result, where, parameters)
+        backend = get_backend(name)
+        result, where = backend.memory().total, f"device {backend.name}"
+        where += " does not tell its memory" * (result is None)
+        return described(backend, result, where, parameters)
     except DeviceError as error:
         if name not in BACKENDS:
             raise

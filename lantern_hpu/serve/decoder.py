@@ -447,13 +447,12 @@ def check_replay(pipeline: LanternPipeline, engine: Engine, request: Request) ->
     """Compare the recordings of an engine with the same functions uncaptured, over a few steps."""
     requests = [replace(request, seed=seed) for seed in range(engine.spec.images)]
     seeds = [each.seed for each in requests]
-    with pipeline.backend.queue.warming_up():
-        traced = engine.trace(pipeline.prefix(engine, requests), requests)
-        want = [step.known for step in islice(traced, PROBED)]
-        expected = engine.partial()
-        engine.start(pipeline.prefix(engine, requests), requests)
-        got = [engine.advance(seeds, 1 + number, 1) for number in range(len(want))]
-        tokens = engine.partial()
+    traced = engine.trace(pipeline.prefix(engine, requests), requests)
+    want = [step.known for step in islice(traced, PROBED)]
+    expected = engine.partial()
+    engine.start(pipeline.prefix(engine, requests), requests)
+    got = [engine.advance(seeds, 1 + number, 1) for number in range(len(want))]
+    tokens = engine.partial()
     ends = want[-1] if want else []
     same = got == want and all(
         tokens[i, :end].tolist() == expected[i, :end].tolist() for i, end in enumerate(ends)

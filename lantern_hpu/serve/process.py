@@ -215,7 +215,7 @@ def deployment(options: ServeOptions, replicas: int, share: dict[str, Any]) -> A
 
     def build() -> Any:
         """The application, in a replica; the device's software is imported here and not before."""
-        prepare(options.device.device, options.device.graphs, options.device.emulate)
+        prepare(options.device.device, options.device.graphs)
         from lantern_hpu.serve.app import make_app
         from lantern_hpu.serve.process import load_replica
 
@@ -247,7 +247,7 @@ def serve_replicas(options: ServeOptions, host: str, port: int, replicas: int) -
     from ray import serve
 
     device = options.device
-    share = share_of(ray, device.device, device.emulate)
+    share = share_of(ray, device.device)
     card = next(iter(share.get("resources", {})), None) or ("GPU" if "num_gpus" in share else "CPU")
     offered = int(ray.cluster_resources().get(card, 0))
     if offered < replicas:

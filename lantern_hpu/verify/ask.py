@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from contextlib import ExitStack, closing
 from functools import cached_property
 from typing import Any
 
@@ -27,13 +27,19 @@ from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.requirements import Counted, setup_of
 from lantern_hpu.results.images import RunStats
-from lantern_hpu.verify.items import CUTS_REFUSED, Question, Result, Stage, State
+from lantern_hpu.verify.items import (
+    CUTS_REFUSED,
+    NO_FACTS,
+    Question,
+    Result,
+    Stage,
+    State,
+    gaudi_facts,
+)
 
 PROMPT = "a red apple"
 SEED = 7
-EMULATED_STEPS = (
-    16  # whose tokens are compared on the emulator: it is slow, and its arithmetic the CPU's
-)
+FEW_STEPS = 16  # whose tokens are compared where no card is: that is slow
 CACHE_STEPS = 12  # after which the caches are compared
 CACHE_TOLERANCE = (
     2e-2  # sums of several layers, in another order and on a card in lower precision inside
@@ -45,25 +51,22 @@ Answer = tuple[State, str, dict[str, Any]]
 class Asked:
     """A device in one graph mode, opened when the first question needs it."""
 
-    def __init__(self, stage: Stage, device: str, emulate: bool, model: str) -> None:
-        self.stage, self.device, self.emulate, self.model = stage, device, emulate, model
+    def __init__(self, stage: Stage, device: str, model: str) -> None:
+        self.stage, self.device, self.model = stage, device, model
+        facts = gaudi_facts()
+        self.no_card = facts is not None and facts.stands_in(device)
         self.stack = ExitStack()
         self.counted: dict[str, int] = {}  # by the device itself, in the last steps
 
     @cached_property
     def backend(self) -> Backend:
-        made = get_backend(self.device, self.stage.graphs, self.emulate)
-        return self.stack.enter_context(closing(made))
+        return get_backend(self.device, self.stage.graphs)
 
     @cached_property
     def pipeline(self) -> LanternPipeline:
         """The model on the device, in float32: only so are tokens to be compared."""
         made = LanternPipeline.from_pretrained(
-            self.model,
-            device=self.device,
-            dtype="float32",
-            graphs=self.stage.graphs,
-            emulate=self.emulate,
+            self.model, device=self.device, dtype="float32", graphs=self.stage.graphs
         )
         return self.stack.enter_context(closing(made))
 
@@ -77,12 +80,11 @@ class Asked:
 
     def expected(self, method: str) -> list[int]:
         """The tokens of the plain step on the CPU."""
-        with self.without_emulator():
-            return self.drawn(self.host, method)[0]
+        return self.drawn(self.host, method)[0]
 
     def drawn(self, pipeline: LanternPipeline, method: str) -> tuple[list[int], int, GraphReport]:
-        """The tokens of one image, or of its beginning on the emulator; steps; what the runners did."""
-        engine, steps = self.steps(pipeline, method, EMULATED_STEPS if self.emulate else None)
+        """The tokens of one image, or of its beginning where no card is; steps; what the runners did."""
+        engine, steps = self.steps(pipeline, method, FEW_STEPS if self.no_card else None)
         assert engine.known is not None
         known = engine.read(engine.known)[0]
         return engine.partial()[0, :known].tolist(), steps, engine.report()
@@ -99,12 +101,6 @@ class Asked:
         after = pipeline.backend.queue.counters()
         self.counted = {name: after[name] - before.get(name, 0) for name in after}
         return engine, timing.steps
-
-    def without_emulator(self) -> AbstractContextManager[None]:
-        """An open emulator checks every operator, also those of the CPU."""
-        opened = vars(self).get("pipeline")
-        card = getattr(opened.backend, "card", None) if opened is not None else None
-        return nullcontext() if card is None else card.aside()
 
     def hardware(self) -> dict[str, Any] | None:
         """What was opened."""
@@ -125,9 +121,10 @@ class Asked:
     # Facts
 
     def fact(self, item: str) -> Answer:
-        from gaudi_emulator.ask_facts import ask_fact
-
-        return *ask_fact(item, self.backend), {}
+        facts = gaudi_facts()
+        if facts is None:
+            return "unanswered", NO_FACTS, {}
+        return *facts.ask_fact(item, self.backend), {}
 
     # Kernels
 
@@ -148,8 +145,7 @@ class Asked:
 
     def caches(self, item: str) -> Answer:
         """Keys and values of all layers after a few steps."""
-        with self.without_emulator():
-            wanted = self.kept(self.host, item)
+        wanted = self.kept(self.host, item)
         result = self.kept(self.pipeline, item)
         apart = {name: difference(result[name], want) for name, want in wanted.items()}
         worst = max(apart, key=lambda name: apart[name])
@@ -231,8 +227,8 @@ class Asked:
     # Benchmark
 
     def bench(self, item: str) -> Answer:
-        if self.emulate:
-            return "unanswered", "an emulator's speed says nothing of a card", {}
+        if self.no_card:
+            return "unanswered", "no card is here, and its speed is asked", {}
         wanted = BenchRequest(
             model=self.model,
             options=DeviceOptions(device=self.device),
@@ -289,7 +285,6 @@ def explained(error: BaseException) -> str:
 def answer_all(
     stage: Stage,
     device: str,
-    emulate: bool,
     model: str,
     questions: Sequence[Question],
     send: Callable[[Question | Result | dict[str, Any]], None],
@@ -299,7 +294,7 @@ def answer_all(
     Args:
         send: is called with each question, with its result, and last with what the hardware is.
     """
-    asked = Asked(stage, device, emulate, model)
+    asked = Asked(stage, device, model)
     with asked.stack:
         for question in questions:
             send(question)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
-from lantern_hpu.backends import EMULATED, OWN_KERNELS
-from lantern_hpu.backends.hpu import env
+from lantern_hpu.backends import GAUDI, OWN_KERNELS
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.methods.setting import METHODS
 
@@ -30,8 +30,8 @@ class Stage:
 
     kind: str
     graphs: str
-    device: str = EMULATED
-    release: str = env.DEFAULT.name
+    device: str = GAUDI
+    release: str = hpu_env.DEFAULT.name
 
     @property
     def name(self) -> str:
@@ -71,24 +71,34 @@ class Result:
         return asdict(self)
 
 
-def stages_of(device: str, emulate: bool = False) -> list[Stage]:
+def stages_of(device: str) -> list[Stage]:
     """The stages of a device, the cheapest first."""
-    modes = ["hpu_graph", "compile"] if device == EMULATED else ["auto", "compile"]
-    pairs = [("facts", mode) for mode in ("hpu_graph", "eager") if device == EMULATED]
+    modes = ["hpu_graph", "compile"] if device == GAUDI else ["auto", "compile"]
+    pairs = [("facts", mode) for mode in ("hpu_graph", "eager") if device == GAUDI]
     pairs += [("kernels", modes[0])] if device in OWN_KERNELS else []
     pairs += [(kind, mode) for kind in ("caches", "methods") for mode in modes]
-    pairs += [("cuts", "compile")] if device == EMULATED else []
-    release = hpu_env.release_of(emulate).name
+    pairs += [("cuts", "compile")] if device == GAUDI else []
+    release = hpu_env.release_of().name
     return [Stage(*pair, device, release) for pair in [*pairs, ("bench", modes[0])]]
+
+
+NO_FACTS = "gaudi_emulator, which has them, is not installed"
+
+
+def gaudi_facts() -> Any:
+    """The module that asks facts of Gaudi's bridge; None where that package is not installed."""
+    try:
+        return import_module("gaudi_emulator.ask_facts")
+    except ModuleNotFoundError:
+        return None
 
 
 def items_of(stage: Stage) -> Iterator[Question]:
     """Those of a stage; facts load torch."""
     if stage.kind == "facts":
-        from gaudi_emulator.ask_facts import facts_for
-
-        facts = facts_for(stage.graphs, stage.release)
-        yield from (Question(name, source) for name, source in facts)
+        facts = gaudi_facts()
+        known = facts.facts_for(stage.graphs, stage.release) if facts else [("facts", NO_FACTS)]
+        yield from (Question(name, source) for name, source in known)
     elif stage.kind == "kernels":
         yield from (Question(name, "its plain twin") for name in OWN_KERNELS[stage.device])
     elif stage.kind == "caches":

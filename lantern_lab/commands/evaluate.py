@@ -153,8 +153,8 @@ def evaluate(wanted: EvaluateRequest, argv: Sequence[str]) -> str:
     """Draw, score and write. -> the table"""
     library, device = wanted.library, wanted.device
     if wanted.workers is not None:  # what cards there are is for those who draw
-        device = replace(device, device=HOST, dtype="auto", graphs="auto", emulate=False)
-    prepare(device.device, device.graphs, device.emulate)  # before torch is imported
+        device = replace(device, device=HOST, dtype="auto", graphs="auto")
+    prepare(device.device, device.graphs)  # before torch is imported
     from lantern_hpu.bench.report import heading
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_lab.evaluate.evaluation import Evaluation, Scorer

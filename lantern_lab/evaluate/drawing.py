@@ -247,7 +247,7 @@ def share_with_workers(
         device, images = request.device, len(items)
         start = {column.name: place * images for place, column in enumerate(wanted)}
         work = [[start[column.name] + i for i in indices] for column, indices in batches]
-        given = (OPENER, [order, items, sampling], work, workers, device.device, device.emulate)
+        given = (OPENER, [order, items, sampling], work, workers, device.device)
         for numbers, lines in share_work(*given):
             yield wanted[numbers[0] // images], lines
 
@@ -259,7 +259,7 @@ def open_picture_worker(
 ) -> Callable[[list[int]], list[Line]]:
     """What a worker does: the pictures of these numbers, all of one setting. -> their lines"""
     device, options = request.device, request.options
-    prepare(device.device, device.graphs, device.emulate)
+    prepare(device.device, device.graphs)
     from lantern_hpu.pipeline import LanternPipeline
 
     pipeline = LanternPipeline.from_pretrained(request.model, given=request.given, **vars(device))

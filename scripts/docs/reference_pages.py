@@ -155,7 +155,7 @@ def gaudi_contract() -> Iterator[str]:
     """Flags that are set on a Gaudi, facts of its bridge, and what its emulator leaves out."""
     from gaudi_emulator import scope
     from gaudi_emulator.facts import FACTS
-    from lantern_hpu.backends.hpu.env import RELEASES
+    from gaudi_emulator.releases import RELEASES
 
     yield "# Gaudi's contract\n"
     yield "What this project keeps to, by release of Gaudi's PyTorch bridge:\n"
@@ -177,13 +177,14 @@ def gaudi_contract() -> Iterator[str]:
 
 def gaudi_flags() -> Iterator[tuple[str, ...]]:
     """(flag, value, why, what another value does, where it is set) of both releases and modes."""
-    from lantern_hpu.backends.hpu.env import RECIPE_CACHE, RELEASES, VARIABLE, prepare_flags
+    from lantern_hpu.backends.hpu import env
+    from lantern_hpu.backends.hpu.env import PLUGIN, RECIPE_CACHE, RELEASES, prepare_flags
 
     places: dict[tuple[str, ...], list[str]] = {}
     for release in RELEASES:
         for mode, kind in (("hpu_graph", "lazy"), ("compile", "compile")):
-            with mock.patch.dict(os.environ, {VARIABLE: release}):
-                settings = prepare_flags(mode, emulate=True, environ={"WORLD_SIZE": "2"}).settings
+            with mock.patch.object(env, "version_of", {PLUGIN: release}.get):
+                settings = prepare_flags(mode, environ={"WORLD_SIZE": "2"}).settings
             for flag in settings:
                 value = "a folder" if flag.name == RECIPE_CACHE else flag.value
                 row: tuple[str, ...] = (f"`{flag.name}`", value, flag.why, flag.otherwise)

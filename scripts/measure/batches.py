@@ -2,7 +2,7 @@
 
     python -m scripts.measure.batches --layouts plain,packed,half --methods ar,scd@16 --images 40 --output counted.json
     python -m scripts.measure.batches --layouts half --ways closed-1,workers-2,threads-2 --output counted.json
-    python -m scripts.measure.batches --device hpu --emulate --images 2 --output counted.json
+    python -m gaudi_emulator -m scripts.measure.batches --device hpu --images 2 --output counted.json
     ONEDNN_MAX_CPU_ISA=AVX2 python -m scripts.measure.batches --images 40
 
 The images of the first way, batches of one, are drawn again in the others:
@@ -247,7 +247,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def count(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Draw what the file lacks. -> rows of `COLUMNS`"""
-    names = ("model", "device", "emulate", "dtype", "invariant", "threads")
+    names = ("model", "device", "dtype", "invariant", "threads")
     how = {name: getattr(args, name) for name in names}
     record = Record(args.output, how)
     ways = list(dict.fromkeys([FIRST, *args.ways.split(",")]))
@@ -285,7 +285,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--model", default="builtin")
     add("--device", default="cpu")
-    add("--emulate", action="store_true")
     add("--dtype", default="auto")
     add("--layouts", default="auto")
     add("--invariant", default="on", choices=("on", "off"))

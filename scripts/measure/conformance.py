@@ -34,10 +34,9 @@ LEVEL = "4"
 DTYPES = ("float32", "bfloat16", "int32", "int64", "bool")
 # The module that TorchCTS imports as the backend: the emulated card is there until the process ends
 BACKEND = """
-from gaudi_emulator import emulate
+import gaudi_emulator
 
-card = emulate(lazy=False, importable=True)
-card.__enter__()
+gaudi_emulator.install(lazy=False)
 """
 
 

@@ -1,0 +1,212 @@
+"""An emulated card's life: put in place, loaded by an import of the vendor's package, taken away."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from gaudi_emulator.device import Device, as_current, current, listening
+from gaudi_emulator.graphs import abandoned_on_error
+from gaudi_emulator.habana import dump_asked_for
+from gaudi_emulator.patches import overwrites, replaced
+from gaudi_emulator.releases import DEFAULT, Release, current_release, release_named
+from gaudi_emulator.scope import CustomOperators
+from gaudi_emulator.tensor import DEVICE
+from lantern_hpu.backends.hpu.env import LAZY_MODE, ROOT
+
+if TYPE_CHECKING:
+    from gaudi_emulator.tracing import Compiler
+
+VENDOR = Path(__file__).parent / "vendor"  # `habana_frameworks`, and a distribution a release
+SHARED = "PYTHONPATH"  # by which processes that this one starts find them
+MODULE = f"torch.{DEVICE}"
+
+
+def install_card(release: str | None, lazy: bool | None, flags: Mapping[str, str] | None) -> Device:
+    """See `gaudi_emulator.install`."""
+    if not listening():
+        stack = ExitStack()
+        atexit.register(stack.close)
+        stack.enter_context(emulated(release, lazy, flags))
+    return current()
+
+
+@contextmanager
+def emulated(
+    release: str | None = None, lazy: bool | None = None, flags: Mapping[str, str] | None = None
+) -> Iterator[Device]:
+    """See `gaudi_emulator.emulate`."""
+    with same_process(), ExitStack() as stack:
+        place_vendor(release)
+        os.environ.update(flags or {})
+        if lazy is not None:
+            os.environ[LAZY_MODE] = str(int(lazy))
+        card = stack.enter_context(as_current(Device(current_release(), lazy)))
+        stack.enter_context(abandoned_on_error(card))
+        show_device_module(card.modules[f"{ROOT}.torch.hpu"])
+        stack.enter_context(overwrites(card))
+        stack.enter_context(replaced(torch, "compile", compiling(card)))
+        stack.enter_context(replaced(threading.Thread, "start", starting(card)))
+        stack.enter_context(card.heard())
+        yield card
+        dump_asked_for(card)
+
+
+@contextmanager
+def same_process() -> Iterator[None]:
+    """The environment, the path and the vendor's modules are afterwards what they were."""
+    environment, path, modules = dict(os.environ), sys.path, sys.modules
+    before = {name: modules.pop(name) for name in vendor_modules()}
+    sys.path = [*path]
+    try:
+        yield
+    finally:
+        sys.path = path
+        for name in {*os.environ} - {*environment}:
+            del os.environ[name]
+        os.environ.update({n: v for n, v in environment.items() if os.environ.get(n) != v})
+        for name in vendor_modules():
+            del modules[name]
+        modules.update(before)
+        for owner in (torch, torch.ops):
+            vars(owner).pop(DEVICE, None)
+        if MODULE in before:
+            show_device_module(before[MODULE])
+
+
+def vendor_modules() -> list[str]:
+    """The loaded modules that the bridge brings."""
+    return [name for name in sys.modules if name.partition(".")[0] == ROOT or name == MODULE]
+
+
+def place_vendor(release: str | None) -> None:
+    """The stand-in comes first on the path, here and in processes that this one starts.
+
+    Args:
+        release: without one, that of the process that started this one if it had one.
+    """
+    known = os.environ.get(SHARED, "").split(os.pathsep)
+    if release is None and str(VENDOR) in known:
+        return
+    name = release_named(release or DEFAULT.name).name
+    mine = [str(VENDOR), str(VENDOR / f"bridge-{name}")]
+    sys.path[:0] = mine
+    os.environ[SHARED] = os.pathsep.join([*mine, *filter(None, known)])
+
+
+def show_device_module(module: ModuleType) -> None:
+    """`torch.hpu` and `torch.ops.hpu`, as the bridge registers them."""
+    sys.modules[MODULE] = vars(torch)[DEVICE] = module
+    vars(torch.ops)[DEVICE] = CustomOperators()
+
+
+def load() -> None:
+    """An import of `habana_frameworks.torch`: flags are read, then the modules are there."""
+    card = install_card(None, None, None)
+    if not card.loaded:
+        card.load()
+        show_device_module(card.modules[f"{ROOT}.torch.hpu"])
+    sys.modules.update({name: m for name, m in card.modules.items() if name != ROOT})
+
+
+def starting(card: Device) -> Callable[[Any], Any]:
+    """Threads call the card too: torch's modes are of one thread each."""
+
+    def make(real: Any) -> Any:
+        @wraps(real)
+        def start(thread: threading.Thread) -> None:
+            run = thread.run
+
+            def heard() -> None:
+                with card.heard():
+                    run()
+
+            thread.run = heard  # type: ignore[method-assign]
+            real(thread)
+
+        return start
+
+    return make
+
+
+def compiling(card: Device) -> Callable[[Any], Any]:
+    """`torch.compile` knows `hpu_backend`."""
+
+    def make(real: Any) -> Any:
+        @wraps(real)
+        def compile(model: Any = None, **options: Any) -> Any:
+            if options.get("backend") != "hpu_backend":
+                return real(model, **options)
+            if model is None:
+                return lambda function: compile(function, **options)
+            return compiler_of(card).compile(model, **traced_as(card.release, **options))
+
+        return compile
+
+    return make
+
+
+def compiler_of(card: Device) -> Compiler:
+    """One for a card: functions that share code share what was compiled of it."""
+    if card.compiler is None:
+        with card.aside():
+            from gaudi_emulator.tracing import Compiler
+
+            card.compiler = Compiler(card)
+    return card.compiler
+
+
+def traced_as(
+    release: Release,
+    backend: str,
+    fullgraph: bool = False,
+    dynamic: bool | None = None,
+    options: Any = None,
+    **rest: Any,
+) -> dict[str, Any]:
+    """What of the arguments of `torch.compile` the tracers care for."""
+    for name in options or ():
+        if name in release.unknown_options:
+            raise RuntimeError(f"hpu_backend of {release} has no option {name!r}")
+    fixed = bool((options or {}).get("force_static_compile"))
+    return {"fullgraph": fullgraph, "dynamic": False if fixed else dynamic}
+
+
+READ_AT_EACH_CALL = ("PT_HPUGRAPH_DISABLE_TENSOR_CACHE",)  # hpu/graphs.py:594
+
+
+def audit(event: str, arguments: tuple[Any, ...]) -> None:
+    """Flags that come too late, and forks."""
+    if event not in ("os.putenv", "os.fork") or not listening():
+        return
+    if event == "os.fork":
+        current().findings.hit("H082")
+        return
+    name = os.fsdecode(arguments[0])
+    late = current().loaded or autoloaded(current())
+    if late and name.startswith("PT_") and name not in READ_AT_EACH_CALL:
+        current().findings.hit("H081", name)
+
+
+def autoloaded(card: Device) -> bool:
+    """Whether the program's `import torch`, by the names of the file that is running, has loaded the bridge."""
+    kept_away = card.lazy or os.environ.get("PT_HPU_AUTOLOAD") == "0"
+    if not card.release.autoloads or kept_away:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != "__main__":
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("torch") is torch
+
+
+sys.addaudithook(audit)

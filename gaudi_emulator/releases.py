@@ -1,0 +1,96 @@
+"""What holds for one release of the bridge and not for the other, beyond what a program must know. Needs no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from lantern_hpu.backends.hpu import env
+from lantern_hpu.errors import OptionError
+
+
+@dataclass(frozen=True, eq=False)
+class Release(env.Release):
+    """One release.
+
+    Attributes:
+        source: what was read of it.
+        lazy_by_default: what an unset PT_HPU_LAZY_MODE means.
+        graphs_always_named: whether the HPU graph interface exists outside lazy mode, where its use raises.
+        key_has_dtype: whether `wrap_in_hpu_graph` tells number formats apart.
+        missing_metric: the error of a local metric of an unknown name; the global one is None.
+        sort_limit: elements beyond which a stable sort falls back, as it does along dimension 0; None: never.
+        fallback_checks: operators with a check of their arguments that can send them to the CPU.
+        chains_corrupt: whether compile mode keeps only the first of several index_copy_ on one tensor.
+        partial_index_rank: the most dimensions of a result that compile mode takes by an index with None.
+        unknown_options: of hpu_backend that the other release has and this one refuses.
+    """
+
+    source: str
+    lazy_by_default: bool
+    graphs_always_named: bool
+    key_has_dtype: bool
+    missing_metric: str
+    sort_limit: int | None
+    fallback_checks: frozenset[str]
+    chains_corrupt: bool
+    partial_index_rank: int
+    unknown_options: frozenset[str]
+
+
+def release(name: str, **more: Any) -> Release:
+    return Release(**vars(env.RELEASES[name]), **more)
+
+
+RELEASES = {
+    "1.19": release(
+        "1.19",
+        source="HabanaAI/gaudi-pytorch-bridge, tag v1.19.0 (5a56187e)",
+        lazy_by_default=True,
+        graphs_always_named=False,
+        key_has_dtype=False,
+        missing_metric="MetricNotFound",
+        sort_limit=37,
+        fallback_checks=frozenset(
+            "embedding binary_cross_entropy_with_logits unique_dim where index_select index_reduce div".split()
+        ),
+        chains_corrupt=True,
+        partial_index_rank=-1,
+        unknown_options=frozenset(
+            "dump_graph_repro joint_graph_constant_folding use_generic_reinplacer enable_synapse_input_reuse "
+            "fallback_dynamic_to_eager enable_flex_attention enable_compile_debug_nan_checks "
+            "enable_bwd_graph_input_reuse enable_waittensor_graph_split".split()
+        ),
+    ),
+    "1.24": release(
+        "1.24",
+        source="HabanaAI/gaudi-pytorch-bridge at bcc5172c479e",
+        lazy_by_default=False,
+        graphs_always_named=True,
+        key_has_dtype=True,
+        missing_metric="MetricNotFoundError",
+        sort_limit=None,
+        fallback_checks=frozenset("embedding where index_select".split()),
+        chains_corrupt=False,
+        partial_index_rank=4,
+        unknown_options=frozenset({"use_graph_freezing"}),
+    ),
+}
+DEFAULT = RELEASES[env.DEFAULT.name]
+
+
+def release_named(name: str) -> Release:
+    """Of a version, such as `--bridge 1.22`; one that was not read takes the nearest one's contract.
+
+    Raises:
+        OptionError: it is no version.
+    """
+    if env.version_number(name) is None:
+        hint = f"one of {', '.join(RELEASES)}; another version takes the nearest one's contract"
+        raise OptionError(f"--bridge is {name!r}", "it is a release of Gaudi's software", hint)
+    return RELEASES[env.nearest_release(name).name]
+
+
+def current_release() -> Release:
+    """The release whose distribution is on the path."""
+    return RELEASES[env.release_of().name]

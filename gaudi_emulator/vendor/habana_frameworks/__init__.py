@@ -1,0 +1,1 @@
+"""Stands in for the vendor's package: see `gaudi_emulator`."""
