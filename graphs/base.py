@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor, nn
 
@@ -24,15 +23,9 @@ class State(Protocol):
         ...
 
 
-# A module whose `forward(state)` changes the state in place and returns one tensor. It may have `parts`,
-# functions that in a row are the same: each takes the state and what the one before returned.
+# A module whose `forward(state)` changes the state in place and returns one tensor. It may have `stages(state)`, which
+# yields a name and what was made, stage by stage, and last what `forward` returns.
 Function = nn.Module
-
-
-def stages(function: Function) -> tuple[Callable[..., Any], ...]:
-    """Where a function may be cut."""
-    result: tuple[Callable[..., Any], ...] = getattr(function, "parts", (function,))
-    return result
 
 
 @dataclass

@@ -8,14 +8,14 @@ the first call.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import Tensor
 
 from lantern_hpu.backends.base import Backend
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.errors import CaptureError
-from lantern_hpu.graphs.base import Function, Runner, State, stages
+from lantern_hpu.graphs.base import Function, Runner, State
 
 if TYPE_CHECKING:
     from lantern_hpu.backends.hpu.backend import HPUBackend
@@ -72,19 +72,19 @@ class HPUGraphRunner(Runner):
         self.output = None
 
     def run(self) -> Tensor:
-        """The function, in one piece or with cuts between its parts."""
-        if not self.split:
+        """The function, in one piece or with a cut after its first stage."""
+        begin: Any = getattr(self.function, "stages", None)
+        if not self.split or begin is None:
             return self.function(self.state)
-        first, *others = stages(self.function)
-        carried = first(self.state)
-        for part in others:
-            self.device.queue.flush()
-            carried = part(self.state, *carried)
-        return cast(Tensor, carried)
+        stages = begin(self.state)
+        next(stages)
+        self.device.queue.flush()
+        *_, (_, known) = stages
+        return cast(Tensor, known)
 
 
 class SplitHPUGraphRunner(HPUGraphRunner):
-    """A graph for each part of the function, replayed in a row: for steps too large for one recipe."""
+    """A graph for each half of the function, replayed in a row: for steps too large for one recipe."""
 
     mode = "hpu_graph_split"
     split = True

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -18,8 +19,8 @@ from PIL import Image
 import lantern_hpu
 from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Backend, dtype_name
-from lantern_hpu.decode.batch import Batch, Finished
-from lantern_hpu.decode.engine import Engine, EngineCache, GraphReport
+from lantern_hpu.decode.batch import Batch
+from lantern_hpu.decode.engine import Engine, EngineCache
 from lantern_hpu.decode.memory import check_room
 from lantern_hpu.decode.pixels import decode_pixels, preview
 from lantern_hpu.decode.spec import Spec, batch_size_for
@@ -61,16 +62,6 @@ from lantern_hpu.tree import Tree
 from lantern_hpu.zoo.find import find_parts
 
 StepEnd = Callable[["LanternPipeline", int, int, dict[str, Any]], object]
-
-
-def settings_of(request: Request) -> dict[str, Any]:
-    """What an image's metadata say of its own settings."""
-    result: dict[str, Any] = {
-        "sampling": asdict(request.sampling),
-        "relaxation": request.relaxation.as_json(),
-    }
-    result |= {} if request.negative is None else {"negative": request.negative}
-    return result | ({} if request.size is None else {"size": list(request.size)})
 
 
 def device_name(device: str | torch.device) -> str:
@@ -466,7 +457,7 @@ class LanternPipeline:
             if engine.one_image is not None:
                 engine.upload_prefix(self.prefix(engine, [request]), engine.one_image.entry)
             engine.warm_up()
-            engine.result()
+            engine.result({})
             self.pixels(np.zeros((1, config.tokens), np.int64), config)
 
     def prefix(self, engine: Engine, requests: Sequence[Request]) -> Prefix:
@@ -488,15 +479,17 @@ class LanternPipeline:
         config = config or self.model.target.config
         return decode_pixels(self.model.vq, config, self.backend, tokens)
 
-    def pictures(self, done: Finished) -> list[Image.Image]:
-        """Of a finished image; none where nothing makes them."""
-        model, request = self.model, done.request
+    def picture(self, record: ImageRecord) -> Image.Image | None:
+        """Of an image that is done; None where nothing makes it."""
+        model, request = self.model, record.request
         grid = grid_by_size(model.target.config, request.size, model.name)
-        config, tokens = model.target.config.of_grid(grid), done.tokens[None]
+        config, tokens = model.target.config.of_grid(grid), record.token_ids[None]
         if self.diffusion is None:
-            return self.pixels(tokens, config)
-        with self.backend.errors():
-            return self.diffusion(tokens, config, [request.prompt], [request.seed])
+            pictures = self.pixels(tokens, config)
+        else:
+            with self.backend.errors():
+                pictures = self.diffusion(tokens, config, [request.prompt], [request.seed])
+        return pictures[0] if pictures else None
 
     def notes(self, requests: Sequence[Request]) -> list[tuple[str, str]]:
         """Each prompt, and each negative one, with what the model cannot do with it, once."""
@@ -533,104 +526,97 @@ class LanternPipeline:
         size = batch_size_for(len(requests), batch_size)
         spec = replace(self.spec(requests, setting.tree, size), open=len(requests) > size)
         engine, config = self.engines.get(spec), self.describe(setting)
-        timing = RunStats(load_s=self.load_seconds)
-        self.prepare(engine, requests, timing)
+        stats = RunStats(load_s=self.load_seconds)
+        self.prepare(engine, requests, stats)
         before, counted = engine.report(), self.backend.queue.counters()
         environment = self.environment()
         drawn: dict[int, Drawn] = {}
-        tokens: dict[int, NDArray[np.int64]] = {}
-        for index, done in self.stream(engine, requests, timing, callback):
-            began = time.perf_counter()
-            drawn[index] = self.drawn(done, config, environment, decode)
-            tokens[index] = done.tokens
-            timing.decode_s += time.perf_counter() - began
+        for index, record in self.stream(engine, requests, stats, callback):
+            with stats.adding("decode_s"):
+                drawn[index] = self.drawn(record, config, environment, decode)
             if keep is not None:
                 keep(index, drawn[index])
-        result = [drawn[index] for index in range(len(requests))]
+        now = self.backend.queue.counters()
         return GenerationResult(
-            pictures=[one.image for one in result if one.image is not None],
-            records=[one.record for one in result],
-            tokens=np.stack([tokens[index] for index in range(len(requests))]),
-            preview_tokens=engine.target.config.preview_tokens,
-            code_grid=engine.target.config.grid,
-            timing=timing,
-            graph=self.graph_report(engine, before, counted),
-            settings=[settings_of(request) for request in requests],
+            drawn=[drawn[index] for index in range(len(requests))],
+            timing=stats,
+            graph=engine.report().since(before)
+            | {
+                "batch_size": engine.spec.images,
+                # What the device itself counted while drawing, where it does
+                "device": {name: now[name] - counted[name] for name in now},
+                "kernels": self.model.target.kernels.names(),
+            },
             config=config,
             environment=self.environment(),
             notes=[note for _, note in self.notes(requests)],
             tokenizer=self.model.vq_fingerprint,
+            preview_tokens=engine.target.config.preview_tokens,
+            code_grid=engine.target.config.grid,
         )
 
     def drawn(
         self,
-        done: Finished,
+        record: ImageRecord,
         config: dict[str, Any],
         environment: dict[str, Any],
         decode: bool = True,
     ) -> Drawn:
-        """A finished image with its pixels, and all that is needed to draw it again.
+        """An image that is done with its pixels, and all that is needed to draw it again.
 
         Args:
             config: what `describe` says of the run. decode: False leaves the pixels out.
         """
-        pixels = self.pictures(done) if decode else []
-        record, settings = self.record(done), config | settings_of(done.request)
-        return Drawn(pixels[0] if pixels else None, record, settings, environment)
+        picture = self.picture(record) if decode else None
+        return Drawn(picture, record, config | record.settings, environment)
 
-    def prepare(self, engine: Engine, requests: Sequence[Request], timing: RunStats) -> None:
-        """Whatever is done once, before the first batch."""
-        began = time.perf_counter()
-        with self.backend.errors(), torch.no_grad():
+    def prepare(self, engine: Engine, requests: Sequence[Request], stats: RunStats) -> None:
+        """What is done once, before the first batch."""
+        with stats.adding("text_s"), self.backend.errors(), torch.no_grad():
             self.model.condition.prepare([request.prompt for request in requests])
-        timing.text_s = time.perf_counter() - began
-        began = time.perf_counter()
-        self.warm_up(engine, requests[0])
-        timing.warmup_s = time.perf_counter() - began
+        with stats.adding("warmup_s"):
+            self.warm_up(engine, requests[0])
 
     def draw_batch(
         self,
         engine: Engine,
         requests: Sequence[Request],
-        timing: RunStats | None = None,
+        stats: RunStats | None = None,
         callback: Callable[[Event], None] | None = None,
-    ) -> list[Finished]:
-        """Images that fit into an engine's slots, or more if its spec is open; in their order.
-
-        Args:
-            timing: what is spent is added here.
-        """
-        result = dict(self.stream(engine, requests, timing, callback))
+    ) -> list[ImageRecord]:
+        """Images that fit into an engine's slots, or more if its spec is open; in their order: see `stream`."""
+        result = dict(self.stream(engine, requests, stats, callback))
         return [result[index] for index in range(len(requests))]
 
-    def batch(self, engine: Engine) -> Batch:
-        """Empty slots of an engine."""
+    def batch(self, engine: Engine, stats: RunStats | None = None) -> Batch:
+        """Empty slots of an engine; what is spent is added to `stats`."""
 
         @torch.no_grad()
         def encode(requests: Sequence[Request]) -> Prefix:
             return self.prefix(engine, requests)
 
-        return Batch(engine, encode)
+        return Batch(engine, encode, stats)
 
     def stream(
         self,
         engine: Engine,
         requests: Sequence[Request],
-        timing: RunStats | None = None,
+        stats: RunStats | None = None,
         callback: Callable[[Event], None] | None = None,
         most: int | None = None,
-    ) -> Iterator[tuple[int, Finished]]:
+    ) -> Iterator[tuple[int, ImageRecord]]:
         """Images through the slots of an engine, each with its number as soon as it is done.
 
         Args:
-            timing: what is spent is added here, but for what the callback and the caller take meanwhile.
+            stats: what is spent is added here, but for what the callback and the caller take meanwhile.
             most: steps after which the run ends, done or not; no limit if not given.
         """
-        spent = RunStats() if timing is None else timing
+        stats = stats or RunStats()
         waiting, numbers = deque(enumerate(requests)), dict[int, int]()  # image of a slot
-        batch, done = self.batch(engine), list[Finished]()
+        batch, done = self.batch(engine, stats), list[ImageRecord]()
+        show = partial(preview, self.model, self.backend)
         while (waiting or batch.running) and (most is None or batch.steps < most):
-            began, before, steps = time.perf_counter(), replace(batch.timing), batch.steps
+            began, text = time.perf_counter(), stats.text_s
             if waiting and batch.free:
                 news = [waiting.popleft() for _ in batch.free[: len(waiting)]]
                 slots = batch.admit([request for _, request in news])
@@ -639,77 +625,13 @@ class LanternPipeline:
                 left = None if most is None else most - batch.steps
                 batch.advance(soon=bool(waiting), most=left)
             finished = batch.finished()
-            now = batch.timing
-            spent.text_s += now.text - before.text
-            spent.prefill_s += now.prefill - before.prefill
-            spent.steps_s += now.steps - before.steps
-            spent.steps += batch.steps - steps
-            spent.generate_s += time.perf_counter() - began - (now.text - before.text)
-            done += finished
+            stats.generate_s += time.perf_counter() - began - (stats.text_s - text)
+            done += [record for _, record in finished]
             if callback is not None:
-                callback(self.event(batch, done, len(requests)))
-            yield from ((numbers[image.slot], image) for image in finished)
-
-    def event(self, batch: Batch, done: Sequence[Finished], images: int) -> Event:
-        """How far a run of so many images is."""
-        config = batch.engine.target.config
-        rows = config.grid[0]
-        states = [(slot, state) for slot, state in enumerate(batch.slots) if state is not None]
-        whole = sum(config.rows_known(state.known) for _, state in states) + rows * len(done)
-        gained = sum(state.known - 1 for _, state in states) + (batch.total - 1) * len(done)
-        taken = sum(state.step - 1 - state.pending for _, state in states)
-        taken += sum(image.steps for image in done)
-
-        def draw() -> list[Image.Image]:
-            slots = [slot for slot, _ in states]
-            known = [state.known for _, state in states]
-            return preview(self.model, self.backend, batch.engine.partial()[slots], known)
-
-        rate = gained / taken if taken else 0.0
-        return Event(
-            rows=whole,
-            total_rows=rows * images,
-            running=len(states),
-            tokens_per_step=rate,
-            steps=batch.steps,
-            tokens=gained + len(states) + len(done),
-            preview=draw,
-        )
+                callback(batch.event(done, len(requests), show))
+            yield from ((numbers[slot], record) for slot, record in finished)
 
     # -- reporting
-
-    def record(self, done: Finished) -> ImageRecord:
-        total = len(done.tokens)
-        spent: tuple[float, float] | tuple[None, None] = done.spent or (0.0, 0.0)
-        if done.request.relaxation.active and not done.request.relaxation.metered:
-            spent = (None, None)
-        return ImageRecord(
-            file=None,
-            prompt=done.request.prompt,
-            seed=done.request.seed,
-            tokens=total,
-            steps=done.steps,
-            tokens_per_step=round((total - 1) / max(done.steps, 1), 4),
-            accepted_by_depth=done.accepted,
-            relaxed_accepts=done.relaxed,
-            tv_sum=spent[0],
-            tv_mean=None if spent[0] is None else spent[0] / max(total - 1, 1),
-            tv_max=spent[1],
-        )
-
-    def graph_report(
-        self, engine: Engine, before: GraphReport, counted: dict[str, int]
-    ) -> dict[str, Any]:
-        """What runners, host and device did since; `counted` by the device."""
-        after, now = engine.report(), self.backend.queue.counters()
-        return asdict(after) | {
-            "host_reads": after.host_reads - before.host_reads,
-            "replays": after.replays - before.replays,
-            "batch_size": engine.spec.images,
-            # What the device itself counted while drawing, where it does
-            "device": {name: now[name] - counted[name] for name in now},
-            "kernels": self.model.target.kernels.names(),
-        }
 
     def describe(self, setting: Resolved) -> dict[str, Any]:
         """What all images of a run share; with an image's own sampling and relaxation it draws the image again."""

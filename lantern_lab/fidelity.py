@@ -1,7 +1,7 @@
 """How far a method moves the distribution of the next token: what a relaxation costs.
 
 Exact decoding draws images up to places spread over the image. There the target's distribution p of the next token is
-known, and so is, for given drafts, that of the token which acceptance lets through: `Acceptance.expectation` has the
+known, and so is, for given drafts, that of the token which acceptance lets through: `expectation` has the
 chances and residuals of decoding, multiplied out instead of drawn. Averaged over the drafts this is the method's own,
 and
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from lantern_hpu.bench.measure import image_seconds
-from lantern_hpu.decode.accept import Acceptance, Bounds, Clusters
+from lantern_hpu.decode.accept import Acceptance, Blend, Bounds, Node
 from lantern_hpu.decode.engine import StepTrace
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import Relaxation
@@ -127,10 +127,7 @@ def tv_distances(
     request = Request("any", sampling=pipeline.model.sampling, relaxation=relaxation)
     spec, device = pipeline.spec([request], tree, 1), pipeline.backend.device
     neighbours, codes = pipeline.model.code_tables(spec.neighbours, spec.ranks)
-    clusters = Clusters(codes, spec.ranks) if codes is not None else None
-    how = neighbours, spec.residual, spec.annealed
-    rule = Acceptance(tree, *how, clusters=clusters, blended=spec.blended)
-    acceptance = rule.to(device)
+    acceptance = Acceptance(spec, neighbours, codes).to(device)
     bounds = Bounds.of([relaxation], 1, device)
     generator, result = torch.Generator().manual_seed(options.seed), []
     for place in places:
@@ -147,9 +144,9 @@ def tv_at(place: Place, acceptance: Acceptance, bounds: Bounds, uniform: Tensor)
         uniform: [n, C], for n draws of the refused drafts, where drafts are drawn.
     """
     if place.q is None:
-        expected = acceptance.expectation(place.p, None, place.tokens, place.exists, bounds, 0)
+        expected = expectation(acceptance, root(place.p, None, bounds), place.tokens, place.exists)
     else:
-        together = max(1, MOST_NUMBERS // (place.p.shape[1] * acceptance.width))
+        together = max(1, MOST_NUMBERS // (place.p.shape[1] * width_of(acceptance)))
         parts = uniform[:, : int(place.exists.sum())].split(together)
         sums = [
             averaged_expectation(acceptance, place.p, place.q, part, bounds).sum(0)
@@ -159,10 +156,47 @@ def tv_at(place: Place, acceptance: Acceptance, bounds: Bounds, uniform: Tensor)
     return float((expected - place.p).abs().sum()) / 2
 
 
+def width_of(acceptance: Acceptance) -> int:
+    """Numbers that are gathered for each draft that is tried."""
+    neighbours, clusters = acceptance.neighbours, acceptance.clusters
+    near = 0 if neighbours is None else neighbours.table.shape[1]
+    return max(1, near, 0 if clusters is None else len(clusters.offset) * clusters.codes.shape[1])
+
+
+def root(p: Tensor, q: Tensor | None, bounds: Bounds) -> Node:
+    """A root with these probabilities."""
+    return Node(p, q, bounds.weight[:, :1], bounds)
+
+
+def blend_at(acceptance: Acceptance, node: Node) -> Blend | None:
+    q = None if node.q is None else node.q[:, None]
+    return acceptance.blend(node.p[:, None], q, node.bounds)
+
+
+def expectation(acceptance: Acceptance, node: Node, tokens: Tensor, exists: Tensor) -> Tensor:
+    """`Acceptance.siblings` averaged over its uniforms: probabilities of the token after the node [B, V].
+
+    Args:
+        tokens: [B, c] the children's in the order they are tried. exists: [B, c] bool.
+    """
+    result, left = torch.zeros_like(node.p), torch.ones_like(node.p[:, :1])
+    blend = blend_at(acceptance, node)
+    for child in range(tokens.shape[1]):
+        token = tokens[:, child : child + 1]
+        trial = acceptance.trial(node, token, blend if child == 0 else None)
+        mass = trial.mass if trial.drawn is None else trial.mass / trial.drawn
+        tried = trial.really_drawn(exists[:, child])[:, None]
+        chance = mass.clamp(max=1).where(tried, 0.0)  # [B, 1]
+        result = result.scatter_add(1, token.long(), left * chance)
+        left = left * (1 - chance)  # [B, 1] chance that every child so far was refused
+        node = replace(trial.rest, p=torch.where(tried, trial.rest.p, node.p))
+    return result + left * node.p
+
+
 def averaged_expectation(
     acceptance: Acceptance, p: Tensor, q: Tensor, uniform: Tensor, bounds: Bounds
 ) -> Tensor:
-    """`Acceptance.expectation` averaged over drawn children, but for the codes of the refused ones, which are drawn.
+    """`expectation` averaged over drawn children, but for the codes of the refused ones, which are drawn.
 
     Args:
         p, q: [1, V] the target's and the drafter's probabilities at a node.
@@ -170,28 +204,26 @@ def averaged_expectation(
 
     Returns n estimates [n, V] of the probabilities of the token after the node; without bias.
     """
-    whole = p = p.expand(len(uniform), -1)  # [n, V]
-    q = q.expand_as(p)
+    p, q = p.expand(len(uniform), -1), q.expand(len(uniform), -1)  # [n, V]
     every = torch.arange(p.shape[1], device=p.device).expand_as(p)  # [n, V] codes a child may be
-    result, left = torch.zeros_like(p), torch.ones_like(p[:, :1])
-    blend = acceptance.blend(p[:, None], q[:, None], bounds)
+    result, left, node = torch.zeros_like(p), torch.ones_like(p[:, :1]), root(p, q, bounds)
+    blend = blend_at(acceptance, node)
     for child in range(uniform.shape[1]):
         # [n, V] what each code would be accepted with
-        lenders = acceptance.lenders(p, every, p, bounds)
-        mass = acceptance.raised(p, q, every, p, bounds.weight[:, :1], lenders, bounds)
+        lent = acceptance.neighbour_mass(node, every, node.p)
+        mass = acceptance.accept_mass(node, every, node.p, lent)
+        assert node.q is not None
         if blend is not None and child == 0:
-            mass = blend.raised(mass, q)
-        passed = torch.minimum(mass, q)  # [n, V] drawn and accepted
+            mass = blend.accept_mass(mass, node.q)
+        passed = torch.minimum(mass, node.q)  # [n, V] drawn and accepted
         result = result + left * passed
-        refused = (q - passed).clamp(min=0)  # [n, V] drawn and refused
+        refused = (node.q - passed).clamp(min=0)  # [n, V] drawn and refused
         share = refused.sum(-1, keepdim=True)  # [n, 1]
         token = sample(refused / share.clamp(min=1e-30), uniform[:, child])[:, None]
-        exists = share[:, 0] > 0
-        trial = acceptance.trial(p, q, token, exists, whole, bounds, 0)
-        others = q if trial.others is None else trial.others
-        p, q = torch.where(exists[:, None], trial.rest, p), others
+        rest = acceptance.trial(node, token).rest
+        node = replace(rest, p=torch.where(share > 0, rest.p, node.p))
         left = left * share
-    return result + left * p
+    return result + left * node.p
 
 
 def interval(values: Sequence[float]) -> float | None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.decode.accept import Acceptance, Bounds, Clusters, Verdict, descending
-from lantern_hpu.decode.tree_tables import StaticTables, TreeTables
+from lantern_hpu.decode.accept import Acceptance, Bounds, Clusters, Node, Verdict, descending
+from lantern_hpu.decode.spec import Spec
+from lantern_hpu.decode.tree_tables import Drafts, StaticTables
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import Residual
 from lantern_hpu.ops.sampling import sample_distinct
@@ -71,11 +72,23 @@ def bounds_of(rule: Relaxed, images: int, depth: int = 4) -> Bounds:
 
 
 def acceptance_of(tree: DraftTree, rule: Relaxed, vocabulary: int = V) -> Acceptance:
-    residual: Residual = "official" if rule.residual == "official" else "sound"
+    spec = spec_of(tree, rule.residual, annealed=bool(rule.weights), blended=rule.tv > 0)
     near = ring(vocabulary) if rule.k else None
-    clusters = Clusters(circle(vocabulary), 7) if rule.codes else None
-    how = near, residual, bool(rule.weights)
-    return Acceptance(tree, *how, clusters=clusters, metered=True, blended=rule.tv > 0)
+    return Acceptance(spec, near, circle(vocabulary) if rule.codes else None)
+
+
+def spec_of(tree: DraftTree, residual: str = "sound", **changes: Any) -> Spec:
+    kind: Residual = "official" if residual == "official" else "sound"
+    return Spec(B, False, tree, residual=kind, **{"ranks": 7, "metered": True} | changes)
+
+
+def lent_to(case: Tensor, rule: Relaxed) -> Tensor:
+    """What each token is lent under probabilities [n, V]: [n, V]."""
+    bounds, every = bounds_of(rule, len(case)), torch.arange(V).expand(len(case), -1)
+    node = Node(case, None, bounds.weight[:, :1], bounds)
+    lent = acceptance_of(CASES[0].tree, rule).neighbour_mass(node, every, case)
+    assert lent is not None
+    return lent.mass
 
 
 def with_neighbours(rule: Relaxed) -> Relaxed:
@@ -110,19 +123,17 @@ class Case:
         p, q = self.p[image].tolist(), self.q[image].tolist()
         return dict(zip(nodes, p, strict=True)), dict(zip(nodes, q, strict=True))
 
-    @property
-    def tables(self) -> TreeTables:
-        return StaticTables(self.tree)(B)
+    def drafts(self, drawn: bool) -> Drafts:
+        return Drafts(self.tokens, self.q if drawn else None, StaticTables(self.tree)(B))
 
     def sampled(self, rule: Relaxed, drawn: bool = True, **changes: Any) -> Verdict:
-        given = {"p": self.p, "q": self.q if drawn else None, "uniform": self.uniform} | changes
+        given = {"p": self.p, "uniform": self.uniform} | changes
         acceptance = given.pop("acceptance", acceptance_of(self.tree, rule))
-        given |= {"tokens": self.tokens, "tables": self.tables, "bounds": bounds_of(rule, B)}
-        return acceptance.sampled(**given)
+        return acceptance.sampled(**given, drafts=self.drafts(drawn), bounds=bounds_of(rule, B))
 
     def greedy(self, rule: Relaxed, acceptance: Acceptance | None = None) -> Verdict:
         acceptance = acceptance or acceptance_of(self.tree, rule)
-        return acceptance.greedy(self.p, self.tokens, self.tables, bounds_of(rule, B))
+        return acceptance.greedy(self.p, self.drafts(False), bounds_of(rule, B))
 
 
 CASES = [Case(seed) for seed in range(TREES)]
@@ -186,9 +197,8 @@ def test_relaxed_with_zero_bound_is_exact(rule: Relaxed, residual: str, kind: st
     zero, drawn = replace(rule, residual=residual), KINDS[kind]
     for case in CASES[::3]:
         # All tables are given even for k = 0, so that the neighbours really are looked up and found too many.
-        official: Residual = "official" if residual == "official" else "sound"
-        clusters = Clusters(circle(V), 7)
-        acceptance = Acceptance(case.tree, ring(V), official, True, clusters=clusters, blended=True)
+        spec = spec_of(case.tree, residual, annealed=True, blended=True, metered=False)
+        acceptance = Acceptance(spec, ring(V), circle(V))
         relaxed = case.sampled(zero, drawn, acceptance=acceptance)
         exact = case.sampled(Relaxed(), drawn)
         assert torch.equal(relaxed.node, exact.node)
@@ -201,11 +211,7 @@ def test_relaxed_with_zero_bound_is_exact(rule: Relaxed, residual: str, kind: st
 @pytest.mark.parametrize("lam", [1.0, 1.5, 2.0, 5.0])
 def test_accepted_mass_is_at_most_lambda_times_the_own_mass(lam: float) -> None:
     p = torch.stack([case.p[:, 0] for case in CASES]).flatten(0, 1)
-    token = torch.arange(V).expand(len(p), -1)
-    rule = Relaxed(k=V - 1, lam=lam)
-    lenders = acceptance_of(CASES[0].tree, rule).lenders(p, token, p, bounds_of(rule, len(p)))
-    assert lenders is not None
-    lent = lenders.lent
+    lent = lent_to(p, Relaxed(k=V - 1, lam=lam))
     assert (p + lent <= lam * p * (1 + 1e-12)).all()
     assert (lent > 0).any() == (lam > 1)
 
@@ -213,11 +219,7 @@ def test_accepted_mass_is_at_most_lambda_times_the_own_mass(lam: float) -> None:
 @pytest.mark.parametrize("delta", [0.1, 0.3])
 def test_lent_mass_is_at_most_delta(delta: float) -> None:
     p = torch.stack([case.p[:, 0] for case in CASES]).flatten(0, 1)
-    rule = Relaxed(k=V - 1, delta=delta)
-    token = torch.arange(V).expand(len(p), -1)
-    lenders = acceptance_of(CASES[0].tree, rule).lenders(p, token, p, bounds_of(rule, len(p)))
-    assert lenders is not None
-    lent = lenders.lent
+    lent = lent_to(p, Relaxed(k=V - 1, delta=delta))
     assert lent.max() <= delta and lent.max() > delta / 2
 
 
@@ -259,11 +261,11 @@ def siblings_probs(
         chance, left = chance * q[draws[:, i]] / left, left - q[draws[:, i]]
     acceptance = acceptance_of(tree, rule, size)
     tokens = torch.cat([torch.zeros(count, 1, dtype=torch.int32), draws], 1)
-    probs = p.expand(count, 1, -1), q.expand(count, 1, -1) if drawn else None
-    tables, bounds = StaticTables(tree)(count), bounds_of(rule, count)
+    own, bounds = q.expand(count, 1, -1) if drawn else None, bounds_of(rule, count)
+    drafts = Drafts(tokens, own, StaticTables(tree)(count))
 
     def run(uniform: Tensor) -> Verdict:
-        return acceptance.sampled(*probs, tokens, tables, uniform[:, None], bounds)
+        return acceptance.sampled(p.expand(count, 1, -1), drafts, uniform[:, None], bounds)
 
     out = torch.zeros(size, dtype=torch.float64)
     uniform = torch.ones(count, children, dtype=torch.float64)
@@ -435,13 +437,14 @@ def test_hand_made_example(residual: Residual, after: list[float]) -> None:
     assert lent_mass(P5, 0, Relaxed(NEAR5, k=1, lam=2.1)) == pytest.approx(0.1)
 
     tree = DraftTree.from_paths("one", [[0]])
-    acceptance = Acceptance(tree, torch.tensor(NEAR5), residual)
+    acceptance = Acceptance(spec_of(tree, residual, metered=False), torch.tensor(NEAR5))
     p, q = (torch.tensor(x, dtype=torch.float64).expand(2, 1, -1) for x in (P5, Q5))
     uniform = torch.tensor([0.79, 0.81], dtype=torch.float64)[
         :, None, None
     ]  # the chance is 0.4 / 0.5
     tables, tokens = StaticTables(tree)(2), torch.zeros(2, 2, dtype=torch.int32)
-    verdict = acceptance.sampled(p, q, tokens, tables, uniform, bounds_of(rule, 2))
+    drafts = Drafts(tokens, q, tables)
+    verdict = acceptance.sampled(p, drafts, uniform, bounds_of(rule, 2))
     assert verdict.node.tolist() == [1, 0]
     assert verdict.relaxed.tolist() == [[True], [False]]
     assert verdict.residual[1].tolist() == pytest.approx(after)
@@ -457,11 +460,12 @@ def test_hand_made_example_of_a_sure_draft(residual: Residual, after: list[float
     assert residual_probs(P5, None, 0, rule) == pytest.approx(after)
 
     tree = DraftTree.from_paths("one", [[0]])
-    acceptance = Acceptance(tree, torch.tensor(NEAR5), residual)
+    acceptance = Acceptance(spec_of(tree, residual, metered=False), torch.tensor(NEAR5))
     p = torch.tensor(P5, dtype=torch.float64).expand(2, 1, -1)
     uniform = torch.tensor([0.29, 0.31], dtype=torch.float64)[:, None, None]
     tables, tokens = StaticTables(tree)(2), torch.zeros(2, 2, dtype=torch.int32)
-    verdict = acceptance.sampled(p, None, tokens, tables, uniform, bounds_of(rule, 2))
+    drafts = Drafts(tokens, None, tables)
+    verdict = acceptance.sampled(p, drafts, uniform, bounds_of(rule, 2))
     assert verdict.node.tolist() == [1, 0]
     assert verdict.residual[1].tolist() == pytest.approx(after)
 
@@ -483,8 +487,8 @@ def test_wider_tree_never_accepts_less() -> None:
         nodes = [wide.ids[path] for path in tree.paths]
         probs = p[:, [nodes[n] for n in tree.expanded]]
         rule = acceptance_of(tree, Relaxed())
-        tables = StaticTables(tree)(500)
-        verdict = rule.greedy(probs, drafts[:, nodes], tables, bounds_of(Relaxed(), 500))
+        given = Drafts(drafts[:, nodes], None, StaticTables(tree)(500))
+        verdict = rule.greedy(probs, given, bounds_of(Relaxed(), 500))
         depths[tree.name] = torch.tensor(tree.depths)[verdict.node]
     assert (depths["wide"] >= depths["narrow"]).all()
     assert (depths["wide"] > depths["narrow"]).any()

@@ -16,13 +16,12 @@ from PIL import Image
 from tqdm import tqdm
 
 from lantern_hpu.commands import generate
-from lantern_hpu.decode import engine
 from lantern_hpu.decode.batch import Batch
-from lantern_hpu.decode.engine import Decoded
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Resolved, Setting
+from lantern_hpu.ops.sampling import noise_keys, uniforms
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.calls import read_call
 from lantern_hpu.serve.menu import make_menu
@@ -46,9 +45,11 @@ from tests.test_step import (
 )
 from tests.test_windows import batch, refusal, slow_race
 from tests.tiny import (
+    Decoded,
     Models,
     advance,
     condition,
+    decoded,
     make_engine,
     prefix_for,
     request,
@@ -78,7 +79,7 @@ def slow_image(models: Models, one: Request, tree: Window) -> tuple[list[int], l
     """
     config = models[0].config
     rows = condition(config, [one.prompt], one.sampling.cfg_scale != 1)[:2]
-    twin, keys = Twin(models, one, *rows), engine.noise_keys(one.seed, config.tokens).tolist()
+    twin, keys = Twin(models, one, *rows), noise_keys(one.seed, config.tokens).tolist()
 
     def draw(probs: Sequence[float], place: int) -> int:
         last = min(place, config.tokens - 1)
@@ -93,7 +94,7 @@ def slow_image(models: Models, one: Request, tree: Window) -> tuple[list[int], l
         return sum(max(0.0, a - b) for a, b in zip(q, p, strict=True))
 
     first = twin.target_probs([])
-    start = float(engine.uniforms(one.seed, 0, 1)[0])
+    start = float(uniforms(one.seed, 0, 1)[0])
     tokens = [int(np.argmax(first)) if one.sampling.greedy else slow_sample(first, start)]
     drafts = [draw(first, 1 + i) for i in range(tree.width)]
     made: list[
@@ -222,7 +223,7 @@ def decoded_ahead(models: Models, tree: Window, requests: Sequence[Request]) -> 
         running.advance()
         seen.append(running.known[0])
     assert seen == sorted(seen) and seen[-1] == models[0].config.tokens
-    done = engine.result()
+    done = decoded(engine, requests)
     return done, engine.report().host_reads - before
 
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.decode.accept import Acceptance, Bounds, Clusters
+from lantern_hpu.decode.accept import Acceptance, Bounds
+from lantern_hpu.decode.spec import Spec
 from lantern_hpu.methods.relaxation import (
     EXACT,
     Additive,
@@ -26,7 +27,15 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.train.unroll import Lesson
 from lantern_hpu.tree import DraftTree
 from lantern_lab.commands.fidelity import main
-from lantern_lab.fidelity import Place, averaged_expectation, find_places, tv_at
+from lantern_lab.fidelity import (
+    Place,
+    averaged_expectation,
+    blend_at,
+    expectation,
+    find_places,
+    root,
+    tv_at,
+)
 from tests.folder import write_folder
 from tests.tiny import circle, ring
 
@@ -45,9 +54,14 @@ FLAT = DraftTree.from_paths("flat", [[rank] for rank in range(CHILDREN)])
 
 def acceptance_of(rule: Relaxation) -> Acceptance:
     near = ring(V) if rule.lends else None
-    clusters = Clusters(circle(V), 7) if rule.clusters else None
-    how = near, rule.residual, rule.weighs
-    return Acceptance(FLAT, *how, clusters=clusters, blended=rule.tv > 0)
+    spec = Spec(
+        *(1, False, FLAT),
+        residual=rule.residual,
+        annealed=rule.weighs,
+        ranks=7,
+        blended=rule.tv > 0,
+    )
+    return Acceptance(spec, near, circle(V) if rule.clusters else None)
 
 
 def two_distributions(seed: int) -> tuple[Tensor, Tensor]:
@@ -65,23 +79,17 @@ def test_expectation_is_the_average_over_real_acceptance(name: str, drawn: bool)
     tokens = q.topk(CHILDREN).indices
     exists = torch.ones_like(tokens, dtype=torch.bool)
     acceptance = acceptance_of(rule)
-    expected = acceptance.expectation(p, given, tokens, exists, Bounds.of([rule], 1), 0)
+    node = root(p, given, Bounds.of([rule], 1))
+    expected = expectation(acceptance, node, tokens, exists)
     assert float(expected.sum()) == pytest.approx(1)
 
     def many(x: Tensor) -> Tensor:
         return x.expand(TRIES, -1)
 
     uniform = torch.rand(TRIES, CHILDREN, generator=torch.Generator().manual_seed(2))
-    bounds = Bounds.of([rule] * TRIES, 1)
+    node = root(many(p), many(q) if drawn else None, Bounds.of([rule] * TRIES, 1))
     passed, rest, *_ = acceptance.siblings(
-        many(p),
-        many(q) if drawn else None,
-        many(tokens),
-        many(exists),
-        uniform.double(),
-        bounds,
-        0,
-        acceptance.blend(many(p)[:, None], many(q)[:, None] if drawn else None, bounds),
+        *(node, many(tokens), many(exists), uniform.double(), blend_at(acceptance, node))
     )
     seen = torch.zeros_like(many(p)).scatter(1, many(tokens), passed.double())
     seen = torch.where(passed.any(1, keepdim=True), seen, rest).mean(0)
@@ -98,7 +106,7 @@ def test_average_over_drawn_drafts_is_the_sum_over_all_of_them(name: str) -> Non
         first, second = (float(q[0, t]) for t in tokens)
         chance = first * second / (1 - first)  # drawn without replacement
         children, exists = torch.tensor([tokens]), torch.ones(1, 2, dtype=torch.bool)
-        want += chance * acceptance.expectation(p, q, children, exists, bounds, 0)
+        want += chance * expectation(acceptance, root(p, q, bounds), children, exists)
     uniform = torch.rand(TRIES, 2, generator=torch.Generator().manual_seed(2))
     got = averaged_expectation(acceptance, p, q, uniform.double(), bounds).mean(0, keepdim=True)
     assert float((got - want).abs().max()) < 0.002
@@ -119,7 +127,7 @@ def test_expectation_of_exact_acceptance_of_sure_drafts_is_the_targets() -> None
     tokens = q.topk(CHILDREN).indices
     exists = torch.ones_like(tokens, dtype=torch.bool)
     bounds = Bounds.of([EXACT], 1)
-    expected = acceptance_of(EXACT).expectation(p, None, tokens, exists, bounds, 0)
+    expected = expectation(acceptance_of(EXACT), root(p, None, bounds), tokens, exists)
     torch.testing.assert_close(expected, p, rtol=0, atol=1e-12)
 
 

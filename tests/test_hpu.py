@@ -151,13 +151,13 @@ def test_a_card_draws_in_bfloat16_with_the_defaults_of_a_card(model: Path) -> No
 
 
 def planted(fault: Callable[[Step, Any], object]) -> Callable[[Step, Any], Any]:
-    real = Step.propose
+    real = Step.inputs
 
-    def propose(self: Step, state: Any) -> Any:
+    def inputs(self: Step, state: Any) -> Any:
         fault(self, state)
         return real(self, state)
 
-    return propose
+    return inputs
 
 
 def growing(step: Step, state: Any) -> None:
@@ -204,7 +204,7 @@ def test_what_a_capture_would_keep_is_named_with_its_line(
     model: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rule, fault = KEPT[name]
-    monkeypatch.setattr(Step, "propose", planted(fault))
+    monkeypatch.setattr(Step, "inputs", planted(fault))
     (card,), _ = lint_model(str(model), ["ar"])
     assert (rule, __file__) in {(f.rule.id, f.file) for f in card.findings.errors}
 
@@ -212,7 +212,7 @@ def test_what_a_capture_would_keep_is_named_with_its_line(
 @pytest.mark.parametrize("name", mostly_slow(FAULTS, "float to long", "item"))
 def test_planted_fault_is_named(model: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     rule, fault = FAULTS[name]
-    monkeypatch.setattr(Step, "propose", planted(fault))
+    monkeypatch.setattr(Step, "inputs", planted(fault))
     with emulated(model, "hpu_graph") as (pipeline, card):
         with suppress(CaptureError):  # a fallback in a capture ends it, as on a card
             pipeline("a red apple", method="ar")
@@ -226,7 +226,7 @@ def test_planted_change_from_step_to_step_is_named(
     model: Path, rule: str, fault: Callable[[Step, Any], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such code cannot vary inside a graph; run operator by operator in lazy mode it recompiles."""
-    monkeypatch.setattr(Step, "propose", planted(fault))
+    monkeypatch.setattr(Step, "inputs", planted(fault))
     monkeypatch.setattr("lantern_hpu.graphs.hpu.HPUGraphRunner.__call__", run_and_mark)
     with emulated(model, "hpu_graph") as (pipeline, card):
         warmed_up()

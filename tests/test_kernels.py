@@ -28,7 +28,8 @@ from lantern_hpu.backends.candidates import Candidate
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.cuda.kernels import checks, triton_kernels
 from lantern_hpu.decode.accept import Acceptance, Bounds, Verdict
-from lantern_hpu.decode.tree_tables import StaticTables
+from lantern_hpu.decode.spec import Spec
+from lantern_hpu.decode.tree_tables import Drafts, StaticTables
 from lantern_hpu.graphs.strict import check_rules
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.models.transformer import Target, rope_table
@@ -325,12 +326,12 @@ class Walked:
         rule = RULES[name]
         table = ring(V).int()[:, :6] if rule[0] else None
         annealed, blended = name == "annealed", name == "blended"
-        tables = StaticTables(self.tree).to(self.device)(B)
-        args = (self.p, self.q, self.tokens, tables, self.uniform, self.bounds(rule))
+        drafts = Drafts(self.tokens, self.q, StaticTables(self.tree).to(self.device)(B))
+        spec = Spec(B, False, self.tree, annealed=annealed, blended=blended, metered=True)
         verdicts = [
-            Acceptance(self.tree, table, "sound", annealed, walk, None, True, blended)
+            Acceptance(spec, table, walk=walk)
             .to(self.device)
-            .sampled(*args)
+            .sampled(self.p, drafts, self.uniform, self.bounds(rule))
             for walk in (kernels().walk, None)
         ]
         return verdicts[0], verdicts[1]
@@ -380,9 +381,10 @@ def test_worked_example_is_what_the_plain_walk_gives() -> None:
         torch.device("cpu")
     )
     tree = DraftTree.from_paths("worked", [[0], [1], [0, 0]])
-    acceptance, tables = Acceptance(tree, near_codes, metered=True), StaticTables(tree)(3)
+    acceptance = Acceptance(Spec(3, False, tree, metered=True), near_codes)
+    tables = StaticTables(tree)(3)
     assert torch.equal(tables.child, child) and torch.equal(tables.row, row)
-    verdict = acceptance.sampled(p, q, tokens, tables, uniform, Bounds(*bounds))
+    verdict = acceptance.sampled(p, Drafts(tokens, q, tables), uniform, Bounds(*bounds))
     got_all = (verdict.node, verdict.residual, verdict.relaxed, verdict.spent)
     for got, want in zip(got_all, wanted, strict=True):
         torch.testing.assert_close(got, want)

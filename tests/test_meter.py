@@ -12,7 +12,7 @@ from torch import Tensor
 from lantern_hpu.decode.accept import gain
 from lantern_hpu.methods.relaxation import Additive, Annealed, Clustered, Multiplicative, Relaxation
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, Window, load_tree
-from lantern_lab.fidelity import Place, tv_at
+from lantern_lab.fidelity import Place, root, tv_at
 from scripts.measure.frontier import main as frontier
 from tests.reference import Relaxed
 from tests.test_accept import RULES, acceptance_of, bounds_of, random_probs, siblings_probs
@@ -41,11 +41,10 @@ TREES = [SMALL_TREE, load_tree("scd:3"), load_tree("sjd-pac:3:2x1"), DynamicTree
 def mean_gain(p: Tensor, q: Tensor, rule: Relaxed) -> float:
     """`gain` of a single child, averaged over what the drafter may draw."""
     acceptance = acceptance_of(SMALL_TREE, rule, V)
-    bounds, every = bounds_of(rule, 1), torch.arange(V)[None]
-    one, other = p[None], q[None]
-    lenders = acceptance.lenders(one, every, one, bounds)
-    mass = acceptance.raised(one, other, every, one, bounds.weight[:, :1], lenders, bounds)
-    return float((q * gain(mass, one, other)[0]).sum())
+    node, every = root(p[None], q[None], bounds_of(rule, 1)), torch.arange(V)[None]
+    lent = acceptance.neighbour_mass(node, every, node.p)
+    mass = acceptance.accept_mass(node, every, node.p, lent)
+    return float((q * gain(mass, node.p, node.q)[0]).sum())
 
 
 @pytest.mark.parametrize("name", SOUND)
@@ -69,22 +68,20 @@ def mass_of_clusters(p: Tensor, q: Tensor) -> Tensor:
     """[V] what each token is accepted with under `SOUND["clusters"]`."""
     rule = SOUND["clusters"]
     acceptance, every = acceptance_of(SMALL_TREE, rule, V), torch.arange(V)[None]
-    bounds = bounds_of(rule, 1)
-    return acceptance.raised(p[None], q[None], every, p[None], bounds.weight[:, :1], None, bounds)[
-        0
-    ]
+    node = root(p[None], q[None], bounds_of(rule, 1))
+    return acceptance.accept_mass(node, every, node.p, None)[0]
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_lent_mass_is_the_total_variation_of_a_draft_that_was_not_drawn(seed: int) -> None:
     rule, (p, q) = SOUND["additive"], random_probs(seed, V)
-    acceptance, bounds = acceptance_of(SMALL_TREE, rule, V), bounds_of(rule, 1)
+    acceptance, node = acceptance_of(SMALL_TREE, rule, V), root(p[None], None, bounds_of(rule, 1))
     for token in range(V):
         child = torch.tensor([[token]])
         moved = siblings_probs(p, q, 1, rule, child)
         prob = p[None, token : token + 1]
-        lenders = acceptance.lenders(p[None], child, prob, bounds)
-        mass = acceptance.raised(p[None], None, child, prob, bounds.weight[:, :1], lenders, bounds)
+        lent = acceptance.neighbour_mass(node, child, prob)
+        mass = acceptance.accept_mass(node, child, prob, lent)
         cost = float(gain(mass, prob, None))
         assert cost == pytest.approx(float((moved - p).abs().sum()) / 2, abs=1e-9)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lantern_hpu.decode.engine import uniform_block, uniforms
+from lantern_hpu.ops.sampling import uniform_block, uniforms
 
 SEEDS = [0, 1, 42, 2**63 - 1, 2**64 - 1]
 # The first six numbers times 2^24.

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.commands.generate import main
-from lantern_hpu.decode.batch import Batch, Finished
+from lantern_hpu.decode.batch import Batch
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import read_png
+from lantern_hpu.results.images import ImageRecord, read_png
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_tree
 from tests.emulated import emulated, rules
 from tests.marks import mostly_slow
@@ -60,20 +60,20 @@ def open_batch(models: Models, tree: Tree, requests: Sequence[Request], mode: st
     return Batch(engine, partial(prefix_for, engine))
 
 
-def one_after_another(batch: Batch, requests: Sequence[Request], order: int) -> list[Finished]:
+def one_after_another(batch: Batch, requests: Sequence[Request], order: int) -> list[ImageRecord]:
     """Admit at random times, wherever there is room, until all are done."""
-    rng, waiting, done = random.Random(order), list(requests), list[Finished]()
-    while waiting or any(batch.active):
+    rng, waiting, done = random.Random(order), list(requests), list[ImageRecord]()
+    while waiting or batch.slots:
         while waiting and batch.free and rng.random() < 0.6:
             batch.admit([waiting.pop(0)])
         if batch.running:
             batch.advance(soon=rng.random() < 0.5)
-        done += batch.finished()
+        done += [record for _, record in batch.finished()]
     return done
 
 
-def figures(done: Finished) -> tuple[list[int], int, list[int], int]:
-    return done.tokens.tolist(), done.steps, done.accepted, done.relaxed
+def figures(done: ImageRecord) -> tuple[list[int], int, list[int], int]:
+    return done.token_ids.tolist(), done.steps, done.accepted_by_depth, done.relaxed_accepts
 
 
 @pytest.mark.parametrize("mode", mostly_slow(["eager", "strict"], "eager"))
@@ -114,7 +114,7 @@ def test_images_are_the_same_where_the_host_reads_while_the_device_goes_on(
     batch.engine.backend = Ahead()
     want = sample(models, tree, requests)
     found = {done.request.seed: done for done in one_after_another(batch, requests, 5)}
-    assert [found[r.seed].tokens.tolist() for r in requests] == want.tokens.tolist()
+    assert [found[r.seed].token_ids.tolist() for r in requests] == want.tokens.tolist()
     assert [found[r.seed].steps for r in requests] == want.steps
 
 
@@ -150,13 +150,13 @@ def test_a_released_slot_is_free_at_once_and_what_ran_there_does_not_show(models
     batch.admit(requests[:SLOTS])
     batch.advance(soon=True)
     batch.release(1)
-    assert batch.free == [1] and batch.active == [True, False, True]
+    assert batch.free == [1] and sorted(batch.slots) == [0, 2]
     assert batch.admit([requests[5]]) == [1]
     found: dict[int, list[int]] = {}
-    while any(batch.active):
+    while batch.slots:
         if batch.running:
             batch.advance()
-        found |= {done.request.seed: done.tokens.tolist() for done in batch.finished()}
+        found |= {done.seed: done.token_ids.tolist() for _, done in batch.finished()}
     want = sample(models, SMALL_TREE, requests).tokens.tolist()
     assert found == {requests[i].seed: want[i] for i in (0, 2, 5)}
 
@@ -166,12 +166,12 @@ def test_an_image_leaves_at_the_host_read_that_shows_it_done(models: Models) -> 
     requests = images()
     batch = open_batch(models, SMALL_TREE, requests, "eager")
     batch.admit(requests[:SLOTS])
-    while any(batch.active):
+    while batch.slots:
         if batch.running:
             batch.advance(soon=True)
-        for done in batch.finished():
-            assert done.slot in batch.free
-            slot_steps = [state.step - 1 for state in batch.slots if state is not None]
+        for slot, done in batch.finished():
+            assert slot in batch.free
+            slot_steps = [one.step - 1 for one in batch.slots.values()]
             assert all(steps >= done.steps for steps in slot_steps)  # they began together
             assert batch.steps - done.steps <= 1
 
@@ -183,7 +183,7 @@ def test_one_token_images_come_and_go_without_a_step() -> None:
     batch, found = Batch(engine, partial(prefix_for, engine)), dict[int, list[int]]()
     for each in requests:
         batch.admit([each])
-        found |= {done.request.seed: done.tokens.tolist() for done in batch.finished()}
+        found |= {done.seed: done.token_ids.tolist() for _, done in batch.finished()}
     want = sample(models, SMALL_TREE, requests).tokens.tolist()
     assert [found[r.seed] for r in requests] == want and engine.step.stats.replays == 2
 

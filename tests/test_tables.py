@@ -9,11 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.decode.drafting import Drafts
 from lantern_hpu.decode.drafting.static import DynamicDrafting
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import DecodeState
-from lantern_hpu.decode.tree_tables import StaticTables
+from lantern_hpu.decode.tree_tables import Drafts, StaticTables
 from lantern_hpu.ops.kv_cache import KVCache, LayerCache
 from lantern_hpu.tree import DynamicTree, load_static
 from tests.reference import dynamic_tree
@@ -80,7 +79,8 @@ def grow(tree: DynamicTree, made_up: MadeUp) -> Drafts:
         (LayerCache(torch.zeros(0), torch.zeros(0), 0),)
     )  # the faked passes write nothing
     state = SimpleNamespace(root=root, drafting=SimpleNamespace(kv_cache=cache))
-    return drafting.draft(torch.zeros(IMAGES), torch.zeros(0), cast(DecodeState, state))
+    stages = drafting.draft(torch.zeros(IMAGES), torch.zeros(0), cast(DecodeState, state))
+    return cast(Drafts, dict(stages)["tables"])
 
 
 @pytest.mark.parametrize("seed", range(2))

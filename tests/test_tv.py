@@ -12,11 +12,13 @@ from PIL import Image
 from torch import Tensor
 
 from lantern_hpu.decode.accept import Acceptance, Bounds
+from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Blended, read_relaxation
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.tree import DraftTree, Tree, Window, load_tree
+from lantern_lab.fidelity import expectation, root
 from tests.marks import mostly_slow
 from tests.reference import Relaxed
 from tests.test_accept import random_probs, siblings_probs
@@ -59,18 +61,23 @@ def many_pairs() -> tuple[Tensor, Tensor]:
     return p, close * q + (1 - close) * p
 
 
+def accepting(tree: Tree) -> Acceptance:
+    return Acceptance(Spec(1, False, tree, blended=True))
+
+
 @pytest.mark.parametrize("tv", [0.0, 0.05, 0.15, 0.6, 1.0])
 def test_distribution_is_the_blend_and_its_total_variation_the_bound(tv: float) -> None:
     """Summed over every draft in `expectation`, for thousands of pairs at once."""
     p, q = many_pairs()
     tree = DraftTree.from_paths("one", [[0]])
-    acceptance = Acceptance(tree, blended=True)
+    acceptance = accepting(tree)
     bounds = Bounds.of([Blended(tv=tv)] * PAIRS, 1)
     bounds.tv = torch.full((PAIRS,), tv, dtype=torch.float64)
     probs = torch.zeros_like(p)
     for token in range(V):
         child, exists = torch.full((PAIRS, 1), token), torch.ones(PAIRS, 1, dtype=torch.bool)
-        probs += q[:, token : token + 1] * acceptance.expectation(p, q, child, exists, bounds, 0)
+        after = expectation(acceptance, root(p, q, bounds), child, exists)
+        probs += q[:, token : token + 1] * after
     distance = total_variation(p, q)
     share = (tv / distance).clamp(max=1)[:, None]
     torch.testing.assert_close(probs, share * q + (1 - share) * p, rtol=0, atol=1e-12)
@@ -96,11 +103,10 @@ def test_no_other_rule_accepts_more_at_the_same_total_variation() -> None:
     """Acceptance is 1 - D + min(D, T), the most that a distribution so far from p allows."""
     p, q = many_pairs()
     bounds = Bounds.of([Blended(tv=0.1)] * PAIRS, 1)
-    blend = Acceptance(DraftTree.from_paths("one", [[0]]), blended=True).blend(
-        p[:, None], q[:, None], bounds
-    )
+    tree = DraftTree.from_paths("one", [[0]])
+    blend = accepting(tree).blend(p[:, None], q[:, None], bounds)
     assert blend is not None
-    accepted = torch.minimum(blend.raised(p, q), q).sum(-1)
+    accepted = torch.minimum(blend.accept_mass(p, q), q).sum(-1)
     distance = total_variation(p, q)
     torch.testing.assert_close(accepted, 1 - distance + distance.clamp(max=0.1), rtol=0, atol=1e-7)
 
@@ -111,7 +117,7 @@ def test_no_other_rule_accepts_more_at_the_same_total_variation() -> None:
 def test_budget_along_a_window_is_that_of_one_place_after_the_other() -> None:
     generator = torch.Generator().manual_seed(1)
     p, q = (2 * torch.randn(2, 64, 7, V, generator=generator)).softmax(-1)
-    acceptance = Acceptance(Window.of("scd", 7), blended=True)
+    acceptance = accepting(Window.of("scd", 7))
     budget = torch.linspace(0, 1.2, 64)
     bounds = Bounds.of([Blended(tv=0.2, budget=b) for b in budget.tolist()], 7)
     found = acceptance.blend(p, q, bounds)
@@ -154,7 +160,7 @@ def images_of(p: Tensor, q: Tensor, depth: int, rule: Blended) -> tuple[Tensor, 
     """
     size, tokens = p.shape[-1], 4
     found, spending = torch.zeros((size,) * tokens, dtype=torch.float64), 0.0
-    acceptance = Acceptance(DraftTree.from_paths("one", [[0]]), blended=True)
+    acceptance = accepting(DraftTree.from_paths("one", [[0]]))
 
     def after(table: Tensor, known: tuple[int, ...]) -> Tensor:
         return table[tuple(([0] * 3 + list(known))[-3:])][None]  # [1, S]
@@ -176,14 +182,14 @@ def images_of(p: Tensor, q: Tensor, depth: int, rule: Blended) -> tuple[Tensor, 
         left, refused = left - float(blend.spent), 0.0
         spending += chance * float(blend.spent)
         for token in range(size):
-            child, there = torch.tensor([[token]]), torch.tensor([True])
-            trial = acceptance.trial(target, drafter, child, there, target, bounds, 0, blend)
+            node = root(target, drafter, bounds)
+            trial = acceptance.trial(node, torch.tensor([[token]]), blend)
             drawn = chance * float(drafter[0, token])
             accepted = min(1.0, float(trial.mass) / float(drafter[0, token]))
             go((*known, token), place + 1, left, drawn * accepted)
             refused += drawn * (1 - accepted)
         for token in range(size):  # what is left is the same whatever was refused
-            go((*known, token), 0, left, refused * float(trial.rest[0, token]))
+            go((*known, token), 0, left, refused * float(trial.rest.p[0, token]))
 
     go((), 0, torch.inf if rule.budget is None else rule.budget, 1.0)
     return found, spending
@@ -229,19 +235,19 @@ def window_images(models: Models, one: Request, rule: Blended) -> Tensor:
 
     begin, found = target(), torch.zeros(6, 6, 6, dtype=torch.float64)
     budget = torch.inf if rule.budget is None else rule.budget
-    for root in range(6):
-        p = target(root)
+    for first in range(6):
+        p = target(first)
         _, accepted, spent = blended(p, begin, budget)
         refused = begin - accepted  # [6] by draft
         rest = (p - begin).clamp(min=0)
         rest = rest / rest.sum()
         for second in range(6):
-            after = target(root, second)
+            after = target(first, second)
             third = blended(after, begin, budget - spent)[0]
-            found[root, second] += begin[root] * accepted[second] * third
+            found[first, second] += begin[first] * accepted[second] * third
             for draft in range(6):
-                third = blended(after, target(root, draft), budget - spent)[0]
-                found[root, second] += begin[root] * refused[draft] * rest[second] * third
+                third = blended(after, target(first, draft), budget - spent)[0]
+                found[first, second] += begin[first] * refused[draft] * rest[second] * third
     return found
 
 

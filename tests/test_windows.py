@@ -15,10 +15,10 @@ import torch
 from PIL import Image
 
 from lantern_hpu.commands import generate, tune
-from lantern_hpu.decode import engine as noise
 from lantern_hpu.decode import spec
-from lantern_hpu.decode.accept import Acceptance, Bounds, Clusters
-from lantern_hpu.decode.tree_tables import StaticTables
+from lantern_hpu.decode.accept import Acceptance, Bounds
+from lantern_hpu.decode.spec import Spec
+from lantern_hpu.decode.tree_tables import Drafts, StaticTables
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import (
     EXACT,
@@ -30,7 +30,7 @@ from lantern_hpu.methods.relaxation import (
 )
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import METHODS, Resolved
-from lantern_hpu.ops.sampling import FACTORS, race, sample_distinct
+from lantern_hpu.ops.sampling import FACTORS, noise_keys, race_noise, sample_distinct
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.calls import is_served
 from lantern_hpu.tree import DraftTree, Window, load_tree, tuned_trees
@@ -64,16 +64,16 @@ def slow_race(keys: Sequence[int], token: int) -> float:
 
 
 def test_noise_is_that_of_the_slow_network() -> None:
-    keys, tokens = noise.noise_keys(3, 5), [0, 1, 77, 4095, 32767, 70000]
-    fast = race(torch.from_numpy(keys), torch.tensor(tokens, dtype=torch.int32))
+    keys, tokens = noise_keys(3, 5), [0, 1, 77, 4095, 32767, 70000]
+    fast = race_noise(torch.from_numpy(keys), torch.tensor(tokens, dtype=torch.int32))
     slow = torch.tensor([[slow_race(place, token) for token in tokens] for place in keys.tolist()])
     torch.testing.assert_close(fast, slow.float(), rtol=1e-5, atol=0)
 
 
 def test_noise_of_a_place_depends_on_seed_and_place_alone() -> None:
-    assert noise.noise_keys(3, 9)[:5].tolist() == noise.noise_keys(3, 5).tolist()
-    assert noise.noise_keys(4, 5).tolist() != noise.noise_keys(3, 5).tolist()
-    assert len({tuple(place) for place in noise.noise_keys(3, 500).tolist()}) == 500
+    assert noise_keys(3, 9)[:5].tolist() == noise_keys(3, 5).tolist()
+    assert noise_keys(4, 5).tolist() != noise_keys(3, 5).tolist()
+    assert len({tuple(place) for place in noise_keys(3, 500).tolist()}) == 500
 
 
 @pytest.mark.parametrize("vocabulary", [5, 64, 1000])
@@ -81,7 +81,7 @@ def test_races_are_won_as_often_as_a_token_is_probable(vocabulary: int) -> None:
     p = torch.rand(vocabulary, generator=torch.Generator().manual_seed(1)) ** 4
     p, tokens = p / p.sum(), torch.arange(vocabulary, dtype=torch.int32)
     won = [
-        (p * race(torch.from_numpy(noise.noise_keys(s, 4096)), tokens)).argmax(-1) for s in range(8)
+        (p * race_noise(torch.from_numpy(noise_keys(s, 4096)), tokens)).argmax(-1) for s in range(8)
     ]
     counts = torch.bincount(torch.cat(won), minlength=vocabulary).double()
     assert surprise(counts, p.double()) < 4
@@ -216,17 +216,18 @@ def test_the_walk_along_a_spine_is_the_walk_by_levels(name: str, rule: Relaxatio
     p, q = torch.rand(2, images, tree.depth, vocabulary, generator=generator) ** 3
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     q = torch.lerp(p, q, 0.4)
-    tables, tokens = StaticTables(tree)(images), torch.zeros(images, tree.size, dtype=torch.int32)
+    tokens = torch.zeros(images, tree.size, dtype=torch.int32)
     for row, node in enumerate(tree.expanded):
         children = list(tree.children[node])
         uniform = torch.rand(images, len(children), generator=generator)
         tokens[:, children] = sample_distinct(q[:, row], uniform)
     tries = torch.rand(images, tree.depth, tree.max_children, generator=generator)
     near = ring(vocabulary) if rule.lends else None
-    clusters = Clusters(circle(vocabulary), 7) if rule.clusters else None
-    how: dict[str, Any] = {"annealed": rule.weighs, "clusters": clusters, "blended": rule.tv > 0}
-    acceptance = Acceptance(tree, near, **how, metered=True)
-    given = (p, q, tokens, tables, tries, Bounds.of([rule] * images, tree.depth))
+    codes = circle(vocabulary) if rule.clusters else None
+    how: dict[str, Any] = {"annealed": rule.weighs, "ranks": 7, "blended": rule.tv > 0}
+    acceptance = Acceptance(Spec(images, False, tree, **how, metered=True), near, codes)
+    drafts = Drafts(tokens, q, StaticTables(tree)(images))
+    given = (p, drafts, tries, Bounds.of([rule] * images, tree.depth))
     fast, slow = acceptance.sampled(*given), acceptance.by_level(*given)
     assert acceptance.spine is not None and fast.node.tolist() == slow.node.tolist()
     assert len(set(fast.node.tolist())) > tree.depth  # every depth, and siblings if there are any

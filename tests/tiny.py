@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_hpu.backends import get_backend
-from lantern_hpu.decode.batch import decode
-from lantern_hpu.decode.engine import Decoded, Engine
+from lantern_hpu.decode.batch import Batch
+from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
 from lantern_hpu.methods.request import Request, Sampling
@@ -139,9 +141,37 @@ def make_engine(models: Models, spec: Spec, mode: str = "eager") -> Engine:
     return Engine(target, drafter, spec, get_backend("cpu"), mode, near, codes)
 
 
+@dataclass
+class Decoded:
+    """The tokens and counts of n images."""
+
+    tokens: NDArray[np.int64]  # [n, N]
+    steps: list[int]  # [n]
+    accepted: list[list[int]]  # [n][D]
+    relaxed: list[int]  # [n]
+    spent: list[tuple[float, float]] | None  # [n] sum and largest of `Meter`; None: not metered
+
+
+def decoded(engine: Engine, requests: Sequence[Request]) -> Decoded:
+    """What the first slots of an engine hold."""
+    records = engine.result(dict(enumerate(requests)))
+    spent = [(one.tv_sum or 0.0, one.tv_max or 0.0) for one in records]
+    return Decoded(
+        np.stack([one.token_ids for one in records]),
+        [one.steps for one in records],
+        [one.accepted_by_depth for one in records],
+        [one.relaxed_accepts for one in records],
+        None if engine.state.meter is None else spent,
+    )
+
+
 def draw(engine: Engine, requests: Sequence[Request]) -> Decoded:
     """Run a batch to its end."""
-    return decode(engine, partial(prefix_for, engine), requests)
+    batch = Batch(engine, partial(prefix_for, engine))
+    batch.admit(requests)
+    while batch.running:
+        batch.advance()
+    return decoded(engine, requests)
 
 
 def prefix_for(engine: Engine, requests: Sequence[Request]) -> Prefix:

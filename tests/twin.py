@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lantern_hpu.decode import engine
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Drafter, Target, rope_table
+from lantern_hpu.ops import sampling
 from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree
 from tests.reference import Probs, Relaxed, dynamic_tree, walk, wins
@@ -196,7 +196,7 @@ class Twin:
     def step(self, tree: Tree, tokens: list[int], number: int) -> list[int]:
         """The tokens that one step adds."""
         count, most = tree.draws + tree.depth * tree.max_children + 1, tree.max_children
-        uniform = engine.uniforms(self.request.seed, number, count).tolist()
+        uniform = sampling.uniforms(self.request.seed, number, count).tolist()
         rest = uniform[tree.draws :]
         tries = [rest[depth * most : (depth + 1) * most] for depth in range(tree.depth)]
         q: dict[int, Probs] | None = None
@@ -230,7 +230,7 @@ class Twin:
     @torch.no_grad()
     def decode(self, tree: Tree) -> list[int]:
         """The whole image."""
-        first = float(engine.uniforms(self.request.seed, 0, 1)[0])
+        first = float(sampling.uniforms(self.request.seed, 0, 1)[0])
         tokens, number = [self.token(self.target_probs([]), first)], 0
         while len(tokens) < self.target.config.tokens:
             number += 1

@@ -15,7 +15,6 @@ from torch import Tensor
 from lantern_hpu.backends.base import Backend
 from lantern_hpu.bench.cases import Case, has_long_steps
 from lantern_hpu.bench.columns import PARTS, SpeedRow
-from lantern_hpu.decode.batch import Finished
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.methods.request import Request
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
@@ -274,9 +273,6 @@ def split_step(
     untimed = min(UNTIMED, len(seconds) - 1)
     timed = seconds[untimed:]
     parts = {part: sum(each.get(part, 0.0) for each in timed) for part in PARTS}
-    if not isinstance(engine.spec.tree, DynamicTree):  # constants, and hardly any time
-        parts["draft"] += parts["tables"]
-        parts["tables"] = 0.0
     parts["host"] = max(ends[-1] - ends[untimed] - sum(parts.values()), 0.0)
     return {part: 1000 * spent / len(timed) for part, spent in parts.items()}
 
@@ -331,7 +327,7 @@ class RunMeter:
             self.seen = timing.steps_s, timing.steps
         self.show(f"{timing.steps} steps")
 
-    def run(self, requests: Sequence[Request], most: int | None = None) -> list[Finished]:
+    def run(self, requests: Sequence[Request], most: int | None = None) -> list[ImageRecord]:
         """The images of a batch, or so many steps of it."""
         stream = self.pipeline.stream(self.engine, requests, self.timing, self.read, most)
         self.runs += 1
@@ -348,11 +344,11 @@ class RunMeter:
         began = time.perf_counter()
         finished = self.run(self.batches[len(self.batch_seconds)])
         tokens_done = time.perf_counter()
-        self.pipeline.pixels(np.stack([done.tokens for done in finished]))
+        self.pipeline.pixels(np.stack([record.token_ids for record in finished]))
         done = time.perf_counter()
         self.batch_seconds.append(done - began)
         self.pixel_seconds += done - tokens_done
-        self.records += map(self.pipeline.record, finished)
+        self.records += finished
 
     # -- the row
 

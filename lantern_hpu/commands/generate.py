@@ -385,8 +385,7 @@ def check_kept(
     kept: Iterable[int],
 ) -> None:
     """Raise an OutputError if an image that is there is not the one that would be drawn."""
-    from lantern_hpu.pipeline import settings_of
-    from lantern_hpu.results.images import REPLAYED
+    from lantern_hpu.results.images import REPLAYED, settings_of
 
     described = pipeline.describe(setting)
     for index in kept:

@@ -18,8 +18,7 @@ p, which is h sum [p - q]+, within a bound. So the first child of a node, drawn 
 min(1, p / q); after a rejection all is as in the exact rule. An image may have a budget: once its tokens have spent it
 together, h is 0.
 
-Relaxed by clusters (GSD, arXiv 2508.07747): x is accepted with the chance of its cluster, min(1, p(G) / q(G)); see
-`decode/clusters.py`.
+Relaxed by clusters (GSD, arXiv 2508.07747): x is accepted with the chance of its cluster, min(1, p(G) / q(G)).
 
 `tests/reference.py` is the same in plain Python.
 """
@@ -29,36 +28,162 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.decode.tree_tables import TreeTables, rows_at
+from lantern_hpu.decode.spec import Spec
+from lantern_hpu.decode.tree_tables import Drafts, TreeTables, rows_at
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import Relaxation, Residual
 from lantern_hpu.ops.buffers import arange32, constant
 from lantern_hpu.ops.kernels import Walk
 from lantern_hpu.ops.sampling import gather, gather_rows, topk_tokens
-from lantern_hpu.tree import Tree, Window
-
-# ---------------------------------------------------------------------------------------- clusters
-
-# Clusters of codes that stand for one another when a draft is tried (GSD, arXiv 2508.07747).
-#
-# A draft's cluster G are the codes that are close to it three times over: in the order of probability, in probability,
-# and in the codebook. It is accepted with probability min(1, p(G) / q(G)), and what is kept is the draft itself. The
-# residual stays [p - q]+, so the token's distribution moves, and nothing bounds by how much.
-#
-# Codes without probability are of no cluster, so that a filter that removed them holds. `tests/reference.py` is the
-# same in plain Python.
+from lantern_hpu.tree import Window
 
 TINY = torch.finfo(torch.float32).tiny
 MOST_CODES = 46_340  # whose square fits int32
 
 
+@dataclass
+class Bounds:
+    """How far acceptance is relaxed, one value per image; k = 0, weight = 1 and no clusters are exact."""
+
+    k: Tensor  # [B] int32, neighbours that may lend their mass
+    delta: Tensor  # [B] float32, additive bound (0 under other rules)
+    factor: Tensor  # [B] float32, lambda - 1 (0 under other rules)
+    weight: Tensor  # [B, D] float32, w at each depth (1 under other rules)
+    # [B, 3] float32, what keeps clusters small (0 under other rules); None where no image has any
+    limits: Tensor | None = None
+    # [B] float32, total variation of a token (0 under other rules); None as above
+    tv: Tensor | None = None
+    budget: Tensor | None = None  # [B] float32, what is left of it for the tokens to come
+
+    @classmethod
+    def of(
+        cls, relaxations: Sequence[Relaxation], depth: int, device: torch.device | None = None
+    ) -> Bounds:
+        """One of each image, for trees so deep."""
+
+        def each(values: Iterable[Any], dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.tensor(list(values), dtype=dtype, device=device)
+
+        return cls(
+            each((r.k for r in relaxations), torch.int32),
+            each(r.delta for r in relaxations),
+            each(r.factor for r in relaxations),
+            each(r.weights(depth) for r in relaxations),
+            each(r.limits for r in relaxations),
+            each(r.tv for r in relaxations),
+            each(math.inf if r.budget is None else r.budget for r in relaxations),
+        )
+
+
+@dataclass
+class Node:
+    """A node of each image, as its next child finds it.
+
+    With p and q [B, n, V] it is n nodes of each image, and of n tokens each is tried at its own.
+    """
+
+    p: Tensor  # [B, V] the target's probabilities, or what refused siblings left of them
+    q: Tensor | None  # [B, V] the drafter's without those siblings; None: children were not drawn
+    weight: Tensor  # [B, 1] or [B, n] w at its depth
+    bounds: Bounds
+    p_at_node: Tensor | None = None  # [B, V] p before any refusal; None: there was none yet
+
+
+@dataclass
+class Trial:
+    """A child of a node, when it is its turn to be tried."""
+
+    prob: Tensor  # [B, 1] its probability
+    drawn: Tensor | None  # [B, 1] the drafter's; None: it was not drawn
+    mass: Tensor  # [B, 1] what it is accepted with, relaxation included
+    cost: Tensor | None  # [B, 1] see `gain`, without what a blend costs; None: it is not metered
+    rest: Node  # the node once it is refused
+
+    def really_drawn(self, exists: Tensor) -> Tensor:
+        """Of the children that exist [B]: one without drafter mass is skipped, as the draws ran out before it."""
+        return exists if self.drawn is None else exists & (self.drawn[:, 0] > 0)
+
+
+@dataclass
+class Verdict:
+    """Where the walk down the tree stopped."""
+
+    node: Tensor  # [B] int32, last accepted node
+    # [B, V] float32, what the next token is drawn from if `node` has children (all were rejected)
+    residual: Tensor
+    # [B, D] bool, the draft at depth d+1 was accepted only thanks to relaxation; means nothing for
+    # depths past `node`
+    relaxed: Tensor
+    # [B, D] float32, total variation spent at each depth, see `gain`; 0 where nothing was tried, of no meaning for
+    # depths past that of `node`. None: it is not metered
+    spent: Tensor | None = None
+
+
+# ------------------------------------------------------------------------------------------- rules
+
+
+class Lent(NamedTuple):
+    """What the nearest codes of n tokens lend them."""
+
+    mass: Tensor  # [B, n] float32, the largest sum within the bound
+    codes: Tensor  # [B, n, K] int32, nearest first
+    lends: Tensor  # [B, n, K] bool
+
+
+class Neighbours(nn.Module):
+    """Mass that the nearest codes of a draft lend it."""
+
+    def __init__(self, table: Tensor, residual: Residual) -> None:
+        """
+        Args:
+            table: [V, K] int32, other codes by rising distance.
+            residual: what a rejection leaves. "sound": of a static tree [p - q]+, of a dynamic one p without x and the
+                neighbours that lent. "official": as published, the first k + 1 neighbours are zeroed in q, or p for a
+                dynamic tree.
+        """
+        super().__init__()
+        self.table, self.official = constant(table), residual == "official"
+        self.rank = constant(arange32(table.shape[1]))  # [K]
+
+    def forward(self, node: Node, token: Tensor, prob: Tensor) -> Lent:
+        """
+        Args:
+            token: [B, n]. prob: [B, n], p(token).
+        """
+        bounds, codes = node.bounds, self.table[token]  # [B, n, K]
+        p = node.p if node.p.dim() == 3 else node.p[:, None].expand(-1, token.shape[1], -1)
+        sums = gather(p, -1, codes).cumsum(-1)
+        bound = bounds.delta[:, None] + bounds.factor[:, None] * prob
+        lends = (sums <= bound[..., None]) & (self.rank < bounds.k[:, None, None])
+        return Lent((sums * lends).amax(-1), codes, lends)
+
+    def keep_mask(self, node: Node, lent: Lent) -> Tensor:
+        """Which entries of p stay when its token, one an image, is refused: [B, V] bool.
+
+        "sound" strikes the neighbours that lent mass; "official" the first k + 1, if the nearest lent any.
+        Where the bound itself is zero nothing is struck, so that it is exact under this residual too.
+        """
+        bounds, struck = node.bounds, lent.lends[:, 0]  # [B, K]
+        if self.official:
+            active = (bounds.k > 0) & (bounds.delta + bounds.factor > 0)
+            struck = (self.rank <= bounds.k[:, None]) & struck[:, :1] & active[:, None]
+        every = torch.ones_like(node.p, dtype=torch.bool)
+        return every.scatter(1, lent.codes[:, 0].long(), ~struck)
+
+
 class Clusters(nn.Module):
-    """The mass that drafts are accepted with when their clusters are tried."""
+    """The mass that drafts are accepted with when their clusters are tried (GSD).
+
+    A draft's cluster G are the codes that are close to it three times over: in the order of probability, in
+    probability, and in the codebook. What is kept is the draft itself. The residual stays [p - q]+, so the token's
+    distribution moves, and nothing bounds by how much. Codes without probability are of no cluster, so that a filter
+    that removed them holds.
+    """
 
     def __init__(self, codes: Tensor, ranks: int) -> None:
         """
@@ -73,11 +198,6 @@ class Clusters(nn.Module):
         self.codes = constant(codes)
         self.token = constant(arange32(len(codes)))  # [V]
         self.offset = constant(arange32(2 * ranks + 1) - ranks)  # [2 ranks + 1]
-
-    @property
-    def width(self) -> int:
-        """Numbers that are gathered for each draft."""
-        return len(self.offset) * self.codes.shape[1]
 
     def forward(self, p: Tensor, q: Tensor | None, token: Tensor, limits: Tensor) -> Tensor:
         """q(x) p(G) / q(G) of each token x [B, n], which over q(x) is the chance that it is accepted.
@@ -96,11 +216,7 @@ class Clusters(nn.Module):
         return mass * (drawn / (of_each(q, code) * inside).sum(-1).clamp(min=TINY))
 
     def members(self, p: Tensor, token: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes [B, n, 2 ranks + 1] around each token in the order of probability, and which are of its cluster.
-
-        Args:
-            p: [B, V] or [B, n, V]. token: [B, n]. limits: [B, 3].
-        """
+        """Codes [B, n, 2 ranks + 1] around each token in the order of probability, and which are of its cluster."""
         order = descending(p)  # as p
         places = torch.zeros_like(order).scatter(-1, order.long(), self.token.expand_as(order))
         place = of_each(places, token[..., None]) + self.offset  # [B, n, 2 ranks + 1]
@@ -131,106 +247,22 @@ def of_each(table: Tensor, index: Tensor) -> Tensor:
     return gather(table, 2, index)
 
 
-# ------------------------------------------------------------------------------------------ accept
-
-
-@dataclass
-class Bounds:
-    """How far acceptance is relaxed, one value per image; k = 0, weight = 1 and no clusters are exact."""
-
-    k: Tensor  # [B] int32, neighbours that may lend their mass
-    delta: Tensor  # [B] float32, additive bound (0 under other rules)
-    factor: Tensor  # [B] float32, lambda - 1 (0 under other rules)
-    weight: Tensor  # [B, D] float32, w at each depth (1 under other rules)
-    # [B, 3] float32, what keeps clusters small (0 under other rules); None where no image has any
-    limits: Tensor | None = None
-    tv: Tensor | None = (
-        None  # [B] float32, total variation of a token (0 under other rules); None as above
-    )
-    budget: Tensor | None = None  # [B] float32, what is left of it for the tokens to come
-
-    @classmethod
-    def of(
-        cls, relaxations: Sequence[Relaxation], depth: int, device: torch.device | None = None
-    ) -> Bounds:
-        """One of each image, for trees so deep."""
-
-        def each(values: Iterable[Any], dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor(list(values), dtype=dtype, device=device)
-
-        return cls(
-            each((r.k for r in relaxations), torch.int32),
-            each(r.delta for r in relaxations),
-            each(r.factor for r in relaxations),
-            each(r.weights(depth) for r in relaxations),
-            each(r.limits for r in relaxations),
-            each(r.tv for r in relaxations),
-            each(math.inf if r.budget is None else r.budget for r in relaxations),
-        )
-
-    def weight_at(self, depth: int | Tensor) -> Tensor:
-        """[B, 1] of the drafts at this depth, or at each image's [B]."""
-        if isinstance(depth, int):
-            return self.weight[:, depth : depth + 1]
-        return gather(self.weight, 1, depth[:, None])
-
-
-@dataclass
-class Verdict:
-    """Where the walk down the tree stopped."""
-
-    node: Tensor  # [B] int32, last accepted node
-    # [B, V] float32, what the next token is drawn from if `node` has children (all were rejected)
-    residual: Tensor
-    # [B, D] bool, the draft at depth d+1 was accepted only thanks to relaxation; means nothing for
-    # depths past `node`
-    relaxed: Tensor
-    # [B, D] float32, total variation spent at each depth, see `gain`; 0 where nothing was tried, of no meaning for
-    # depths past that of `node`. None: it is not metered
-    spent: Tensor | None = None
-
-
-@dataclass
-class Lenders:
-    """The nearest codes of each of n tokens, and what they lend it."""
-
-    neighbours: Tensor  # [B, n, K] int32, nearest first
-    sums: Tensor  # [B, n, K] float32, their mass up to each
-    inside: Tensor  # [B, n, K] bool, which of them lend
-
-    @property
-    def lent(self) -> Tensor:
-        """[B, n] float32, the largest sum within the bound."""
-        return (self.sums * self.inside).amax(-1)
-
-
-@dataclass
-class Blend:
+class Blend(NamedTuple):
     """How much of the drafter's distribution the tokens of n places take on."""
 
     share: Tensor  # [B, n] h
     spent: Tensor  # [B, n] the total variation that it costs
 
-    def raised(self, mass: Tensor, drawn: Tensor) -> Tensor:
+    def accept_mass(self, mass: Tensor, drawn: Tensor) -> Tensor:
         """What first children are accepted with, from their own mass and the drafter's; all [B, n]."""
         return mass + self.share * (drawn - mass).clamp(min=0)
 
     def at(self, place: Tensor) -> Blend:
         """Of one place an image [B]."""
-        return Blend(*(gather(x, 1, place[:, None]) for x in (self.share, self.spent)))
+        return Blend(*(gather(x, 1, place[:, None]) for x in self))
 
 
-@dataclass
-class Trial:
-    """One child of a node, when it is its turn to be tried."""
-
-    exists: Tensor  # [B] bool, False where there is none, or it was not really drawn
-    prob: Tensor  # [B, 1] its probability
-    drawn: Tensor | None  # [B, 1] the drafter's; None: it was not drawn
-    mass: Tensor  # [B, 1] what it is accepted with, relaxation included
-    cost: Tensor | None  # [B, 1] see `gain`, without what a blend costs; None: it is not metered
-    rest: Tensor  # [B, V] what is left of p once it is refused
-    others: Tensor | None  # [B, V] the drafter's probabilities without it
+# ------------------------------------------------------------------------------------------ accept
 
 
 class Acceptance(nn.Module):
@@ -238,33 +270,26 @@ class Acceptance(nn.Module):
 
     def __init__(
         self,
-        tree: Tree,
+        spec: Spec,
         neighbours: Tensor | None = None,
-        residual: Residual = "sound",
-        annealed: bool = False,
+        codes: Tensor | None = None,
         walk: Walk | None = None,
-        clusters: Clusters | None = None,
-        metered: bool = False,
-        blended: bool = False,
     ) -> None:
         """
         Args:
-            tree: at least one draft.
-            neighbours: [V, K] int32, other codes by rising distance; None leaves lent mass out.
-            residual: what a rejection leaves where neighbours lent mass. "sound": of a static tree
-                [p - q]+, of a dynamic one p without x and the neighbours that lent. "official": as
-                published, the first k + 1 neighbours are zeroed in q, or p for a dynamic tree.
-            annealed: whether weights other than 1 are ever given.
+            spec: whose tree has at least one draft.
+            neighbours: [V, K] int32, other codes by rising distance; None leaves their mass out.
+            codes: [V, dim] float32, the codes' vectors; None leaves clusters out.
             walk: the device's own form of `sampled`, for what it serves.
-            clusters: None leaves them out.
-            metered: whether the verdict says what relaxation cost; it means nothing under the official residual.
-            blended: whether total variations other than 0 are ever given.
         """
         super().__init__()
-        self.residual, self.annealed, self.clusters = residual, annealed, clusters
-        self.metered, self.blended = metered or blended, blended  # a budget is metered
-        served = clusters is None and (residual == "sound" or neighbours is None)
-        self.walk = walk if served else None
+        tree, sound = spec.tree, spec.residual == "sound" or neighbours is None
+        self.spec, self.annealed, self.blended = spec, spec.annealed, spec.blended
+        # A budget is metered. Under the official residual the meter means nothing
+        self.metered = spec.metered or spec.blended
+        self.neighbours = None if neighbours is None else Neighbours(neighbours, spec.residual)
+        self.clusters = None if codes is None else Clusters(codes, spec.ranks)
+        self.walk = walk if sound and codes is None else None
         # Most children of a node at each depth: no walk tries more there
         self.widest = tree.widest
         # Of a window: [W + 1] nodes, the root and the first children
@@ -272,15 +297,6 @@ class Acceptance(nn.Module):
         # The deepest node wins; at equal depth the lower number does.
         self.priority = constant(tree.size - 1 - arange32(tree.size))  # [M]
         self.depth = constant(arange32(tree.depth))  # [D]
-        self.neighbours = None if neighbours is None else constant(neighbours)
-        kept = 0 if neighbours is None else neighbours.shape[1]
-        self.nearness = constant(arange32(kept))  # [K]
-
-    @property
-    def width(self) -> int:
-        """Numbers that are gathered for each draft that is tried."""
-        neighbours = 0 if self.neighbours is None else self.neighbours.shape[1]
-        return max(1, neighbours, self.clusters.width if self.clusters is not None else 0)
 
     # -- one draft
 
@@ -296,239 +312,157 @@ class Acceptance(nn.Module):
         spent = torch.minimum(most, left)
         return Blend(spent / distance.clamp(min=TINY), spent)
 
-    def lenders(self, p: Tensor, token: Tensor, prob: Tensor, bounds: Bounds) -> Lenders | None:
-        """Who lends to each token, within the bound; None without a table.
+    def neighbour_mass(self, node: Node, token: Tensor, prob: Tensor) -> Lent | None:
+        """What is lent to tokens [B, n] with probabilities `prob` [B, n]."""
+        return None if self.neighbours is None else self.neighbours(node, token, prob)
 
-        Args:
-            p: [B, V] probabilities, or [B, n, V] with one distribution per token.
-            token: [B, n].
-            prob: [B, n], p(token).
-        """
-        if self.neighbours is None:
-            return None
-        neighbours = self.neighbours[token]  # [B, n, K]
-        source = p if p.dim() == 3 else p[:, None].expand(-1, token.shape[1], -1)
-        sums = gather(source, -1, neighbours).cumsum(-1)
-        bound = bounds.delta[:, None] + bounds.factor[:, None] * prob
-        inside = (sums <= bound[..., None]) & (self.nearness < bounds.k[:, None, None])
-        return Lenders(neighbours, sums, inside)
-
-    def raised(
-        self,
-        p: Tensor,
-        q: Tensor | None,
-        token: Tensor,
-        prob: Tensor,
-        weight: Tensor,
-        lenders: Lenders | None,
-        bounds: Bounds,
-    ) -> Tensor:
-        """Mass that tokens are accepted with.
-
-        Args:
-            p, q: [B, V] probabilities, or [B, n, V] with one distribution per token; no q: nothing was drawn.
-            token: [B, n]. prob: [B, n], p(token). weight: [B, n] of their depth.
-        """
+    def accept_mass(self, node: Node, token: Tensor, prob: Tensor, lent: Lent | None) -> Tensor:
+        """Mass [B, n] that tokens [B, n] with probabilities `prob` [B, n] are accepted with, but for a blend."""
         mass = prob
         if self.clusters is not None:
-            assert bounds.limits is not None
-            mass = self.clusters(p, q, token, bounds.limits)
-        mass = mass * weight if self.annealed else mass
-        return mass if lenders is None else mass + lenders.lent
+            assert node.bounds.limits is not None
+            mass = self.clusters(node.p, node.q, token, node.bounds.limits)
+        mass = mass * node.weight if self.annealed else mass
+        return mass if lent is None else mass + lent.mass
 
-    def kept(self, p: Tensor, lenders: Lenders, bounds: Bounds) -> Tensor:
-        """Which entries of p stay when its token, one an image, is refused: [B, V] bool.
+    def rest(self, node: Node, token: Tensor, prob: Tensor, lent: Lent | None) -> Node:
+        """The node once token [B, 1] was refused.
 
-        "sound" strikes the neighbours that lent mass; "official" the first k + 1, if the nearest lent any.
-        Where the bound itself is zero nothing is struck, so that it is exact under this residual too.
+        Where nothing is left of p, by rounding or because the official residual strikes it all, it is p at the node
+        before any refusal.
         """
-        neighbours, inside = lenders.neighbours[:, 0], lenders.inside[:, 0]  # [B, K]
-        if self.residual == "official":
-            active = (bounds.k > 0) & (bounds.delta + bounds.factor > 0)
-            inside = (self.nearness <= bounds.k[:, None]) & inside[:, :1] & active[:, None]
-        return torch.ones_like(p, dtype=torch.bool).scatter(1, neighbours.long(), ~inside)
-
-    def rest(
-        self,
-        p: Tensor,
-        q: Tensor | None,
-        token: Tensor,
-        prob: Tensor,
-        weight: Tensor,
-        lenders: Lenders | None,
-        bounds: Bounds,
-        whole: Tensor,
-    ) -> Tensor:
-        """What is left of p [B, V] once token [B, 1] was refused.
-
-        Where nothing is left, by rounding or because the official residual strikes it all, it is `whole`, p
-        at the node before any refusal.
-        """
+        p, q, rule = node.p, node.q, self.neighbours
+        keep = None
+        if rule is not None and lent is not None and (q is None or rule.official):
+            keep = rule.keep_mask(node, lent)
         if q is None:
             left = p.scatter(1, token.long(), 0.0)
-            if lenders is not None:
-                left = left * self.kept(p, lenders, bounds)
+            left = left if keep is None else left * keep
             if self.annealed:
-                left = left.scatter(1, token.long(), prob * (1 - weight).clamp(min=0))
+                left = left.scatter(1, token.long(), prob * (1 - node.weight).clamp(min=0))
         else:
-            taken = q
-            if lenders is not None and self.residual == "official":
-                taken = q * self.kept(p, lenders, bounds)
-            left = (p - taken).clamp(min=0)
+            left = (p - (q if keep is None else q * keep)).clamp(min=0)
             if self.annealed:
-                left = torch.maximum(left, p * (1 - weight).clamp(min=0))
-        total = left.sum(-1, keepdim=True)
-        return torch.where(total > 0, left / total, whole)
+                left = torch.maximum(left, p * (1 - node.weight).clamp(min=0))
+            q = without(q, token)
+        total, first = left.sum(-1, keepdim=True), p if node.p_at_node is None else node.p_at_node
+        return replace(node, p=torch.where(total > 0, left / total, first), q=q, p_at_node=first)
 
     # -- a node and its children
 
-    def trial(
-        self,
-        p: Tensor,  # [B, V] what the refused siblings before it left of the target's probabilities
-        q: Tensor | None,  # [B, V] the drafter's without those siblings; None: nothing was drawn
-        token: Tensor,  # [B, 1] the child's
-        exists: Tensor,  # [B] bool
-        whole: Tensor,  # [B, V] p at the node before any refusal
-        bounds: Bounds,
-        depth: int | Tensor,
-        blend: Blend | None = None,
-    ) -> Trial:
-        """One child of a node, `depth` drafts below the root, that all siblings before it left to be tried.
+    def trial(self, node: Node, token: Tensor, blend: Blend | None = None) -> Trial:
+        """A child [B, 1] that all siblings before it left to be tried.
 
         Args:
             blend: of the node, for its first child.
         """
-        prob, weight = gather(p, 1, token), bounds.weight_at(depth)  # [B, 1]
-        drawn = None if q is None else gather(q, 1, token)  # [B, 1]
-        if drawn is not None:
-            # A token without drafter mass was not really drawn (the draws ran out) and is skipped.
-            exists = exists & (drawn[:, 0] > 0)
-        lenders = self.lenders(p, token, prob, bounds)
-        mass = self.raised(p, q, token, prob, weight, lenders, bounds)
-        rest = self.rest(p, q, token, prob, weight, lenders, bounds, whole)
+        prob = gather(node.p, 1, token)
+        drawn = None if node.q is None else gather(node.q, 1, token)
+        lent = self.neighbour_mass(node, token, prob)
+        mass = self.accept_mass(node, token, prob, lent)
         cost = gain(mass, prob, drawn) if self.metered else None
         if blend is not None and drawn is not None:
-            mass = blend.raised(mass, drawn)
-        others = None if q is None else without(q, token)
-        return Trial(exists, prob, drawn, mass, cost, rest, others)
+            mass = blend.accept_mass(mass, drawn)
+        return Trial(prob, drawn, mass, cost, self.rest(node, token, prob, lent))
 
     def siblings(
         self,
-        p: Tensor,  # [B, V] the target's probabilities at a node
-        q: Tensor | None,  # [B, V] the drafter's; None: the children were not drawn
-        tokens: Tensor,  # [B, c] the children's tokens in the order they are tried
+        node: Node,
+        tokens: Tensor,  # [B, c] the children's in the order they are tried
         exists: Tensor,  # [B, c] bool
         uniform: Tensor,  # [B, c]
-        bounds: Bounds,
-        depth: int | Tensor,  # of the node, or of each image's [B]
         blend: Blend | None = None,  # of the node
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Try the children of one node, `depth` drafts below the root, one after the other.
+        """Try the children of one node, one after the other.
 
         Returns which was accepted [B, c] bool (at most one), what is left of p if none was [B, V], whether the
         accepted one needed the relaxation [B] bool, and the total variation spent on those tried [B].
         """
-        whole, waiting = p, torch.ones_like(exists[:, 0])
-        relaxed = torch.zeros_like(waiting)
-        spent = torch.zeros_like(p[:, 0]) if blend is None else blend.spent[:, 0] * exists[:, 0]
-        accepted = []
+        waiting = torch.ones_like(exists[:, 0])
+        relaxed, accepted = torch.zeros_like(waiting), []
+        if blend is None:
+            spent = torch.zeros_like(node.p[:, 0])
+        else:
+            spent = blend.spent[:, 0] * exists[:, 0]
         for child in range(tokens.shape[1]):
             token, bar = tokens[:, child : child + 1], uniform[:, child : child + 1]
-            first = blend if child == 0 else None
-            trial = self.trial(p, q, token, exists[:, child], whole, bounds, depth, first)
-            if trial.drawn is not None:
-                bar = bar * trial.drawn
-            tried = trial.exists & waiting
+            trial = self.trial(node, token, blend if child == 0 else None)
+            bar = bar if trial.drawn is None else bar * trial.drawn
+            tried = trial.really_drawn(exists[:, child]) & waiting
             # Strictly below: a token of probability 0 is never accepted, whatever u.
             passed = tried & (bar < trial.mass)[:, 0]
             relaxed = relaxed | (passed & ~(bar < trial.prob)[:, 0])
-            if trial.cost is not None:
-                spent = spent + trial.cost[:, 0] * tried
-            p, q = torch.where((tried & ~passed)[:, None], trial.rest, p), trial.others
-            waiting = waiting & ~passed
+            spent = spent if trial.cost is None else spent + trial.cost[:, 0] * tried
+            left = torch.where((tried & ~passed)[:, None], trial.rest.p, node.p)
+            node, waiting = replace(trial.rest, p=left), waiting & ~passed
             accepted.append(passed)
-        return torch.stack(accepted, 1), p, relaxed, spent if self.metered else None
-
-    def expectation(
-        self,
-        p: Tensor,  # [B, V] the target's probabilities at a node
-        q: Tensor | None,  # [B, V] the drafter's; None: the children were not drawn
-        tokens: Tensor,  # [B, c] the children's tokens in the order they are tried
-        exists: Tensor,  # [B, c] bool
-        bounds: Bounds,
-        depth: int,
-    ) -> Tensor:
-        """`siblings` averaged over its uniforms: probabilities of the token after the node [B, V]."""
-        whole, result = p, torch.zeros_like(p)
-        left = torch.ones_like(p[:, :1])  # [B, 1] chance that every child so far was refused
-        blend = self.blend(p[:, None], None if q is None else q[:, None], bounds)
-        for child in range(tokens.shape[1]):
-            token = tokens[:, child : child + 1]
-            first = blend if child == 0 else None
-            trial = self.trial(p, q, token, exists[:, child], whole, bounds, depth, first)
-            mass = trial.mass if trial.drawn is None else trial.mass / trial.drawn
-            tried = trial.exists[:, None]
-            chance = mass.clamp(max=1).where(tried, 0.0)  # [B, 1]
-            result = result.scatter_add(1, token.long(), left * chance)
-            left = left * (1 - chance)
-            p, q = torch.where(tried, trial.rest, p), trial.others
-        return result + left * p
+        return torch.stack(accepted, 1), node.p, relaxed, spent if self.metered else None
 
     # -- a tree
 
-    def sampled(
-        self,
-        p: Tensor,  # [B, I, V] the target's probabilities at nodes with children
-        q: Tensor | None,  # [B, I, V] the drafter's; None: the drafts were not drawn
-        tokens: Tensor,  # [B, M]
-        tables: TreeTables,
-        uniform: Tensor,  # [B, D, C]
-        bounds: Bounds,
+    def forward(
+        self, p: Tensor, drafts: Drafts, uniform: Tensor, bounds: Bounds, greedy: Tensor
     ) -> Verdict:
+        """The sampled walk, the greedy one, or each for its images.
+
+        Args:
+            p: [B, I, V] the target's probabilities at nodes with children. uniform: [B, D, C].
+            greedy: [B] bool, whose walk it is.
+        """
+        if not self.spec.use_sampled:
+            return self.greedy(p, drafts, bounds)
+        sampled = self.sampled(p, drafts, uniform, bounds)
+        if not self.spec.use_greedy:
+            return sampled
+        best = self.greedy(p, drafts, bounds)
+        node = torch.where(greedy, best.node, sampled.node)
+        relaxed = torch.where(greedy[:, None], best.relaxed, sampled.relaxed)
+        spent = sampled.spent
+        if spent is not None and best.spent is not None:
+            spent = torch.where(greedy[:, None], best.spent, spent)
+        return Verdict(node, sampled.residual, relaxed, spent)
+
+    def sampled(self, p: Tensor, drafts: Drafts, uniform: Tensor, bounds: Bounds) -> Verdict:
         """Walk from the root, one level at a time, to the last accepted node."""
-        if self.walk is not None and q is not None:
-            tried = (p, q, tokens, tables.child, tables.row, uniform, self.neighbours)
+        if self.walk is not None and drafts.q is not None:
+            tables = drafts.tables
+            table = None if self.neighbours is None else self.neighbours.table
+            tried = (p, drafts.q, drafts.tokens, tables.child, tables.row, uniform, table)
             each = (bounds.k, bounds.delta, bounds.factor, bounds.weight)
             blended = (bounds.tv, bounds.budget) if self.blended else (None, None)
             return Verdict(*self.walk(*tried, *each, *blended))
-        if self.spine is not None and q is not None:
-            return self.along_spine(self.spine, p, q, tokens, tables, uniform, bounds)
-        return self.by_level(p, q, tokens, tables, uniform, bounds)
+        if self.spine is not None and drafts.q is not None:
+            return self.along_spine(self.spine, p, drafts.q, drafts, uniform, bounds)
+        return self.by_level(p, drafts, uniform, bounds)
 
     def along_spine(
-        self,
-        spine: Tensor,  # [W + 1]
-        p: Tensor,
-        q: Tensor,
-        tokens: Tensor,
-        tables: TreeTables,
-        uniform: Tensor,
-        bounds: Bounds,
+        self, spine: Tensor, p: Tensor, q: Tensor, drafts: Drafts, uniform: Tensor, bounds: Bounds
     ) -> Verdict:
         """`by_level` where first children alone have children: those are all tried at once.
 
         Only where the first of them is refused are its siblings tried as well.
+
+        Args:
+            spine: [W + 1]. q: [B, I, V] the drafter's probabilities.
         """
-        drafts = tokens.index_select(1, spine[1:])  # [B, W]
-        prob, drawn = (gather(x, 2, drafts[..., None])[..., 0] for x in (p, q))
-        lenders = self.lenders(p, drafts, prob, bounds)
-        own = self.raised(p, q, drafts, prob, bounds.weight, lenders, bounds)
+        tables, tokens = drafts.tables, drafts.tokens.index_select(1, spine[1:])  # [B, W]
+        prob, drawn = (gather(x, 2, tokens[..., None])[..., 0] for x in (p, q))
+        nodes = Node(p, q, bounds.weight, bounds)
+        own = self.accept_mass(nodes, tokens, prob, self.neighbour_mass(nodes, tokens, prob))
         blend = self.blend(p, q, bounds)
-        mass = own if blend is None else blend.raised(own, drawn)
+        mass = own if blend is None else blend.accept_mass(own, drawn)
         bar = uniform[..., 0] * drawn
         passed = (drawn > 0) & (bar < mass)
         taken = ((~passed).cumsum(1) == 0).sum(1, dtype=torch.int32)  # [B]
-        stop = taken.clamp(max=drafts.shape[1] - 1)
+        stop = taken.clamp(max=tokens.shape[1] - 1)
         node = spine[taken]
         children = rows_at(tables.child, node)  # [B, C]
+        weight = gather(bounds.weight, 1, stop[:, None])
         chosen, rest, helped, paid = self.siblings(
-            rows_at(p, stop),
-            rows_at(q, stop),
-            gather(tokens, 1, children),
+            Node(rows_at(p, stop), rows_at(q, stop), weight, bounds),
+            gather(drafts.tokens, 1, children),
             children > 0,
             rows_at(uniform, stop),
-            bounds,
-            stop,
             None if blend is None else blend.at(stop),
         )
         node = torch.where(chosen.any(1), (children * chosen).sum(1, dtype=torch.int32), node)
@@ -542,18 +476,10 @@ class Acceptance(nn.Module):
         spent = torch.where(here, paid[:, None], spent) * (level <= taken[:, None] + 1)
         return Verdict(node, rest, relaxed, spent)
 
-    def by_level(
-        self,
-        p: Tensor,
-        q: Tensor | None,
-        tokens: Tensor,
-        tables: TreeTables,
-        uniform: Tensor,
-        bounds: Bounds,
-    ) -> Verdict:
+    def by_level(self, p: Tensor, drafts: Drafts, uniform: Tensor, bounds: Bounds) -> Verdict:
         """`sampled` in torch, whatever the tree."""
-        node = torch.zeros_like(tokens[:, 0])
-        residual = p[:, 0]
+        tables, tokens, q = drafts.tables, drafts.tokens, drafts.q
+        node, residual = torch.zeros_like(tokens[:, 0]), p[:, 0]
         walking = torch.ones_like(node, dtype=torch.bool)
         relaxed, spent, left = [], [], bounds
         for depth, width in enumerate(self.widest):
@@ -561,16 +487,12 @@ class Acceptance(nn.Module):
             walking = walking & (children[:, 0] > 0)
             row = gather(tables.row, 1, node[:, None])[:, 0]
             here, drawn = rows_at(p, row), None if q is None else rows_at(q, row)  # [B, V]
-            blend = self.blend(here[:, None], None if drawn is None else drawn[:, None], left)
             passed, rest, helped, paid = self.siblings(
-                here,
-                drawn,
+                Node(here, drawn, bounds.weight[:, depth : depth + 1], left),
                 gather(tokens, 1, children),
                 (children > 0) & walking[:, None],
                 uniform[:, depth, :width],
-                bounds,
-                depth,
-                blend,
+                self.blend(here[:, None], None if drawn is None else drawn[:, None], left),
             )
             residual = torch.where(walking[:, None], rest, residual)
             walking = walking & passed.any(1)
@@ -582,23 +504,22 @@ class Acceptance(nn.Module):
         cost = torch.stack(spent, 1) if spent else None
         return Verdict(node, residual, torch.stack(relaxed, 1), cost)
 
-    def greedy(self, p: Tensor, tokens: Tensor, tables: TreeTables, bounds: Bounds) -> Verdict:
+    def greedy(self, p: Tensor, drafts: Drafts, bounds: Bounds) -> Verdict:
         """The longest path of drafts that each win the argmax, with what relaxation adds to them.
 
         Args:
-            p: [B, I, V] the target's unfiltered probabilities; tokens: [B, M].
+            p: [B, I, V] the target's unfiltered probabilities.
         """
-        drafts = tokens[:, 1:]  # [B, M - 1]
+        tables, tokens = drafts.tables, drafts.tokens[:, 1:]  # [B, M - 1]
         row = gather(tables.row, 1, tables.parent[:, 1:])  # [B, M - 1]
-        prob = gather(p.flatten(1), 1, row * p.shape[-1] + drafts)  # [B, M - 1]
+        prob = gather(p.flatten(1), 1, row * p.shape[-1] + tokens)  # [B, M - 1]
         top, best = gather(p.amax(-1), 1, row), gather(topk_tokens(p, 1)[..., 0], 1, row)
-        wins = drafts == best
-        raised = prob
+        wins, mass = tokens == best, prob
         if self.neighbours is not None or self.annealed or self.clusters is not None:
-            weight, probs = gather(bounds.weight, 1, tables.depth[:, 1:] - 1), gather_rows(p, row)
-            lenders = self.lenders(probs, drafts, prob, bounds)
-            raised = self.raised(probs, None, drafts, prob, weight, lenders, bounds)
-        helped = (raised > top) | ((raised == top) & (drafts < best))
+            weight = gather(bounds.weight, 1, tables.depth[:, 1:] - 1)
+            nodes = Node(gather_rows(p, row), None, weight, bounds)
+            mass = self.accept_mass(nodes, tokens, prob, self.neighbour_mass(nodes, tokens, prob))
+        helped = (mass > top) | ((mass == top) & (tokens < best))
         node = self.deepest(~(wins | helped), tables)
         on_path = rows_at(tables.path, node)[:, 1:]  # [B, D]
         relaxed = gather(helped & ~wins, 1, (on_path - 1).clamp(min=0))  # past `node`: not counted
@@ -615,14 +536,15 @@ class Acceptance(nn.Module):
         priority = tables.depth * reached.shape[1] + self.priority
         return (reached * priority).argmax(-1).int()
 
-    def repeated(self, drawn: Tensor, tokens: Tensor, tables: TreeTables) -> Tensor:
+    def repeated(self, drawn: Tensor, drafts: Drafts) -> Tensor:
         """Where the drafts stop being what their places draw anyway: [B] int32.
 
         Args:
-            drawn: [B, I], a draw from each distribution. tokens: [B, M].
+            drawn: [B, I], a draw from each distribution.
         """
+        tables = drafts.tables
         row = gather(tables.row, 1, tables.parent[:, 1:])
-        return self.deepest(tokens[:, 1:] != gather(drawn, 1, row), tables)
+        return self.deepest(drafts.tokens[:, 1:] != gather(drawn, 1, row), tables)
 
 
 def gain(mass: Tensor, prob: Tensor, drawn: Tensor | None) -> Tensor:

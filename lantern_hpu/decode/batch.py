@@ -5,99 +5,89 @@ The closed batch of a run, where all images begin together, and the open one of 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from PIL import Image
 
-from lantern_hpu.decode.engine import Decoded, Engine
+from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.spec import is_scheduled
 from lantern_hpu.methods.request import Request
 from lantern_hpu.models.text.prefix import Prefix
+from lantern_hpu.results.images import ImageRecord, RunStats
+from lantern_hpu.results.progress import Event
 
 Encode = Callable[[Sequence[Request]], Prefix]
+Preview = Callable[[NDArray[np.int64], Sequence[int]], list[Image.Image]]
 
 
 @dataclass
-class Timing:
-    """Seconds of a batch."""
-
-    text: float = 0.0  # encoding of prompts
-    prefill: float = (
-        0.0  # admission of images to empty slots; beside running ones it is not waited for
-    )
-    steps: float = 0.0  # uniforms, replays and host reads
-
-
-@dataclass
-class SlotState:
+class Slot:
     """An image in its slot."""
 
     request: Request
     known: int = 1  # tokens, at the last host read
     step: int = 1  # number of its next step, which its noise depends on
     pending: int = 0  # steps asked for that `known` does not tell of
-    preview_at: int = (
-        0  # tokens at which somebody wants to look before it is done; past that, nobody does
-    )
+    preview_at: int = 0  # tokens at which it is to be read before it is done; past that, it is not
 
-
-@dataclass
-class Finished:
-    """An image that is done."""
-
-    slot: int
-    request: Request
-    tokens: NDArray[np.int64]  # [N]
-    steps: int
-    accepted: list[int]  # [D]
-    relaxed: int
-    spent: tuple[float, float] | None  # see `Decoded`
+    @property
+    def steps(self) -> int:
+        """Taken, as far as is known."""
+        return self.step - 1 - self.pending
 
 
 class Batch:
     """Images that go on each by itself, from admission to finish, in the slots of one engine.
 
-    An image's tokens do not depend on when it came, where it sits, or who sits beside it.
+    An image's tokens do not depend on when it came, where it sits, or what is beside it.
     """
 
-    def __init__(self, engine: Engine, encode: Encode) -> None:
+    def __init__(self, engine: Engine, encode: Encode, stats: RunStats | None = None) -> None:
         """The engine is warmed up if it is not warm.
 
         Args:
             encode: gives the prefix of requests.
+            stats: what is spent on text, prefill and steps is added here. Admission beside running images is not waited
+                for, and uniforms and host reads belong to the steps.
         """
         engine.warm_up()
         self.engine, self.encode = engine, encode
-        self.slots: list[SlotState | None] = [None] * engine.spec.images
-        self.timing = Timing()
+        self.stats = stats or RunStats()
+        self.slots: dict[int, Slot] = {}  # those that hold an image
+        self.size = engine.spec.images
         self.total = engine.target.config.tokens  # N
         self.queued = 0  # steps asked for
         self.steps = 0  # those of them that are known to be done
 
-    # -- who is here
-
-    @property
-    def active(self) -> list[bool]:
-        """[B] which slots hold an image. What runs in the others is not looked at, so the device need not know."""
-        return [state is not None for state in self.slots]
+    # -- what is here
 
     @property
     def free(self) -> list[int]:
-        """Slots that hold none."""
-        return [slot for slot, state in enumerate(self.slots) if state is None]
+        """Slots without an image. What runs there is not read, so the device need not know."""
+        return [slot for slot in range(self.size) if slot not in self.slots]
+
+    @property
+    def every(self) -> list[Slot | None]:
+        """[B] of each slot what it holds."""
+        return [self.slots.get(slot) for slot in range(self.size)]
 
     @property
     def known(self) -> list[int]:
         """[B] tokens known of each image, 0 where there is none."""
-        return [0 if state is None else state.known for state in self.slots]
+        return [0 if one is None else one.known for one in self.every]
+
+    @property
+    def unfinished(self) -> list[Slot]:
+        return [one for one in self.slots.values() if one.known < self.total]
 
     @property
     def running(self) -> bool:
         """Whether some image is not done."""
-        return any(state is not None and state.known < self.total for state in self.slots)
+        return bool(self.unfinished)
 
     # -- coming and going
 
@@ -108,40 +98,29 @@ class Batch:
         """
         slots = self.free[: len(requests)]
         assert len(slots) == len(requests), "more images than free slots"
-        empty = not any(self.active)
-        for slot, request in zip(slots, requests, strict=True):
-            self.slots[slot] = SlotState(request)
         # A few images cost less one by one than as a whole batch
-        if empty and (not self.engine.spec.open or 2 * len(slots) > len(self.slots)):
-            self.begin(requests)
-        else:
-            for slot, request in zip(slots, requests, strict=True):
-                self.join(slot, request)
+        whole = not self.engine.spec.open or 2 * len(slots) > self.size
+        together = whole and not self.slots
+        self.slots |= {slot: Slot(one) for slot, one in zip(slots, requests, strict=True)}
+        if together:  # in slots left over the last image is begun as well, and not read
+            padded = [*requests, *[requests[-1]] * (self.size - len(requests))]
+            prefix = self.encode_timed(padded)
+            with self.stats.adding("prefill_s"):
+                self.engine.start(prefix, padded)
+            return slots
+        for slot, request in zip(slots, requests, strict=True):
+            prefix = self.encode_timed([request])
+            with self.stats.adding("prefill_s"):
+                self.engine.admit(prefix, request, slot)
         return slots
 
-    def begin(self, requests: Sequence[Request]) -> None:
-        """The first slots at once; in those left over the last image is begun as well, and not looked at."""
-        padded = [*requests, *[requests[-1]] * (len(self.slots) - len(requests))]
-        prefix = self.encoded(padded)
-        began = time.perf_counter()
-        self.engine.start(prefix, padded)
-        self.timing.prefill += time.perf_counter() - began
-
-    def join(self, slot: int, request: Request) -> None:
-        prefix = self.encoded([request])
-        began = time.perf_counter()
-        self.engine.admit(prefix, request, slot)
-        self.timing.prefill += time.perf_counter() - began
-
-    def encoded(self, requests: Sequence[Request]) -> Prefix:
-        began = time.perf_counter()
-        prefix = self.encode(requests)
-        self.timing.text += time.perf_counter() - began
-        return prefix
+    def encode_timed(self, requests: Sequence[Request]) -> Prefix:
+        with self.stats.adding("text_s"):
+            return self.encode(requests)
 
     def release(self, slot: int) -> None:
         """Give up an image; its slot is free at once."""
-        self.slots[slot] = None
+        self.slots.pop(slot, None)
 
     # -- going on
 
@@ -152,30 +131,30 @@ class Batch:
             soon: needed until the next image is done, which lets another in; otherwise until all are.
             most: no more steps than this.
         """
-        began = time.perf_counter()
-        needs = [self.steps_needed(s) for s in self.slots if s is not None and s.known < self.total]
-        block = self.engine.spec.block
-        count = max(0, min(min(needs) if soon else max(needs), block, most or block))
-        known, pending = self.run_steps(count) if count else (self.wait(), 0)
-        for state, tokens in zip(self.slots, known, strict=True):
-            if state is not None:
-                state.known, state.step, state.pending = tokens, state.step + count, pending
+        with self.stats.adding("steps_s"):
+            needs = [self.steps_needed(slot) for slot in self.unfinished]
+            block = self.engine.spec.block
+            count = max(0, min(min(needs) if soon else max(needs), block, most or block))
+            known, pending = self.run_steps(count) if count else (self.wait(), 0)
+        for slot, one in self.slots.items():
+            one.known, one.step, one.pending = known[slot], one.step + count, pending
         self.queued += count
-        self.steps = self.queued - pending
-        self.timing.steps += time.perf_counter() - began
+        done = self.queued - pending
+        self.stats.steps += done - self.steps
+        self.steps = done
         self.engine.check_captures()
 
-    def steps_needed(self, state: SlotState) -> int:
-        """Steps to launch before an image can be done, or be looked at, if each adds as many tokens as it can."""
-        goal = state.preview_at if state.preview_at > state.known else self.total
-        steps = -(-(goal - state.known) // self.engine.spec.max_step_tokens)  # rounded up
-        return steps - state.pending
+    def steps_needed(self, one: Slot) -> int:
+        """Steps to launch before an image can be done, or is to be read, if each adds as many tokens as it can."""
+        goal = one.preview_at if one.preview_at > one.known else self.total
+        steps = -(-(goal - one.known) // self.engine.spec.max_step_tokens)  # rounded up
+        return steps - one.pending
 
     def run_steps(self, count: int) -> tuple[list[int], int]:
         """So many steps of all slots. -> [B] tokens known, and the steps launched that they do not tell of"""
         engine = self.engine
-        seeds = [None if state is None else state.request.seed for state in self.slots]
-        first = [1 if state is None else state.step for state in self.slots]
+        seeds = [None if one is None else one.request.seed for one in self.every]
+        first = [1 if one is None else one.step for one in self.every]
         if is_scheduled(engine.spec.tree):
             engine.launch(seeds, first, count)
             added = count * engine.spec.max_step_tokens
@@ -188,33 +167,37 @@ class Batch:
         assert self.engine.known is not None
         return self.engine.read(self.engine.known)
 
-    def finished(self) -> list[Finished]:
-        """Images that are done, in the order of their slots; they leave."""
-        slots = [
-            slot
-            for slot, state in enumerate(self.slots)
-            if state is not None and state.known >= self.total
-        ]
-        if not slots:
+    def finished(self) -> list[tuple[int, ImageRecord]]:
+        """Images that are done, in the order of their slots, which they leave."""
+        done = {
+            slot: one.request for slot, one in sorted(self.slots.items()) if one.known >= self.total
+        }
+        if not done:
             return []
-        began = time.perf_counter()
-        result, done = self.engine.result(slots), []
-        if is_scheduled(self.engine.spec.tree):  # the only time that the host waits for its steps
-            self.timing.steps += time.perf_counter() - began
-        for i, slot in enumerate(slots):
-            state = self.slots[slot]
-            assert state is not None
-            counts = (result.steps[i], result.accepted[i], result.relaxed[i])
-            spent = None if result.spent is None else result.spent[i]
-            done.append(Finished(slot, state.request, result.tokens[i], *counts, spent))
+        # On a fixed schedule the only time that the host waits for its steps
+        waits = is_scheduled(self.engine.spec.tree)
+        with self.stats.adding("steps_s") if waits else nullcontext():
+            records = self.engine.result(done)
+        for slot in done:
             self.release(slot)
-        return done
+        return list(zip(done, records, strict=True))
 
+    def event(self, done: Sequence[ImageRecord], images: int, preview: Preview) -> Event:
+        """How far a run of so many images is.
 
-def decode(engine: Engine, encode: Encode, requests: Sequence[Request]) -> Decoded:
-    """Images that fit into the slots, begun together, to their end."""
-    batch = Batch(engine, encode)
-    batch.admit(requests)
-    while batch.running:
-        batch.advance()
-    return engine.result(range(len(requests)))
+        Args:
+            done: those that left. preview: pictures of tokens [b, N], of which [b] are known.
+        """
+        config, here = self.engine.target.config, dict(sorted(self.slots.items()))
+        rows, known = config.grid[0], [one.known for one in here.values()]
+        gained = sum(known) - len(known) + (self.total - 1) * len(done)
+        taken = sum(one.steps for one in here.values()) + sum(one.steps for one in done)
+        return Event(
+            rows=sum(map(config.rows_known, known)) + rows * len(done),
+            total_rows=rows * images,
+            running=len(here),
+            tokens_per_step=gained / taken if taken else 0.0,
+            steps=self.steps,
+            tokens=gained + len(here) + len(done),
+            preview=lambda: preview(self.engine.partial()[list(here)], known),
+        )

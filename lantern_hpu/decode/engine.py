@@ -1,16 +1,16 @@
 """What decodes batches of one spec: the captured functions, the host's part of the state, and the host reads.
 
-Engines of a model are built when first needed, and the last used ones kept.
-
-This file holds no tensor mathematics; `admit.py` and `step.py` hold no loop and no host read.
+Engines of a model are built when first needed, and the last used ones kept. This file holds no tensor mathematics;
+`step.py` holds no loop and no host read.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,91 +20,27 @@ from torch import Tensor
 
 from lantern_hpu.backends.base import Backend, dtype_name
 from lantern_hpu.decode.accept import Bounds
-from lantern_hpu.decode.drafting import Drafts, make_drafting
+from lantern_hpu.decode.drafting.base import Drafting
+from lantern_hpu.decode.drafting.static import DynamicDrafting, StaticDrafting
+from lantern_hpu.decode.drafting.window import WindowDrafting
 from lantern_hpu.decode.memory import batch_bytes, check_batch
 from lantern_hpu.decode.sampler import sampling_params
-from lantern_hpu.decode.scheduled_step import ScheduledStep
+from lantern_hpu.decode.scheduled import ScheduledDrafting, ScheduledStep
 from lantern_hpu.decode.spec import Spec, is_scheduled
 from lantern_hpu.decode.state import DecodeState, Entry, bits_digest
 from lantern_hpu.decode.step import Accepted, Admit, Step
+from lantern_hpu.decode.tree_tables import Drafts
 from lantern_hpu.errors import CaptureError
 from lantern_hpu.graphs import check_mode, make_runner
-from lantern_hpu.graphs.base import Runner
 from lantern_hpu.methods.request import Request
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.transformer import Drafter, Target
-from lantern_hpu.ops.sampling import ROUNDS
-
-# ------------------------------------------------------------------------------------------- noise
-
-# Randomness as an input: uniforms from a counter-based generator, made on the host.
-#
-# Every number is a function of (seed, step, index) alone: it does not depend on the device, the batch, or
-# the numbers drawn before it. The generator is Philox 4x64 (Salmon et al., SC 2011).
-
-STREAM = 0x6C616E7465726E  # the second half of the key: keeps this use of a seed apart from others
-PLACES = 0x77696E646F77  # the same, for noise that belongs to a place and not to a step
-
-
-def uniforms(seed: int, step: int, count: int) -> NDArray[np.float32]:
-    """Uniform numbers of one image and step.
-
-    Args:
-        seed: the image's seed, 0 to 2**64 - 1.
-        step: 0 for prefill, then 1, 2, ...
-        count: how many numbers; the i-th is the same whatever it is.
-
-    Returns [count] float32 in [0, 1).
-    """
-    key = np.array([seed, STREAM], dtype=np.uint64)  # a list of mixed sizes would become float64
-    generator = np.random.Philox(key=key, counter=[0, step, 0, 0])
-    # 24 bits fill a float32 exactly, so that 1.0 cannot come out by rounding.
-    return (generator.random_raw(count) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
-
-
-def uniform_block(
-    seeds: Sequence[int | None], first: int | Sequence[int], steps: int, count: int
-) -> NDArray[np.float32]:
-    """Uniforms of several steps for a batch: [steps, B, count] float32.
-
-    Args:
-        seeds: of each image; None where there is none, whose numbers are 0.
-        first: number of the first of these steps, for all images or each one's own.
-    """
-    first = [first] * len(seeds) if isinstance(first, int) else first
-    result = np.zeros((steps, len(seeds), count), np.float32)
-    for image, (seed, begin) in enumerate(zip(seeds, first, strict=True)):
-        if seed is not None:
-            for step in range(steps):
-                result[step, image] = uniforms(seed, begin + step, count)
-    return result
-
-
-def noise_keys(seed: int, places: int) -> NDArray[np.int32]:
-    """Keys of the fixed noise of `ops/race.py`, a function of (seed, place).
-
-    Returns [places, ROUNDS] int32, 16 bits each.
-    """
-    key = np.array([seed, PLACES], dtype=np.uint64)
-    raw = np.random.Philox(key=key).random_raw(places * ROUNDS) >> np.uint64(48)
-    return raw.astype(np.int32).reshape(places, ROUNDS)
-
-
-# ------------------------------------------------------------------------------------------ engine
+from lantern_hpu.ops.sampling import noise_keys, uniform_block, uniforms
+from lantern_hpu.results.images import ImageRecord
+from lantern_hpu.tree import DynamicTree, Window
 
 MAX_ENGINES = 8  # engines of a model: two sizes of pictures and three of prefixes are six
-
-
-@dataclass
-class Decoded:
-    """The tokens and counts of n images."""
-
-    tokens: NDArray[np.int64]  # [n, N]
-    steps: list[int]  # [n]
-    accepted: list[list[int]]  # [n][D]
-    relaxed: list[int]  # [n]
-    spent: list[tuple[float, float]] | None  # [n] sum and largest of `Meter`; None: not metered
 
 
 @dataclass
@@ -118,6 +54,11 @@ class GraphReport:
     recompiles_after_warmup: int
     host_reads: int
     capture_seconds: float
+
+    def since(self, before: GraphReport) -> dict[str, Any]:
+        """By name; replays and reads are those after another report."""
+        reads, replays = self.host_reads - before.host_reads, self.replays - before.replays
+        return asdict(self) | {"host_reads": reads, "replays": replays}
 
 
 @dataclass
@@ -154,8 +95,7 @@ class Engine:
         self.target = target = target.sized(spec.sizes(target.config))
         self.spec, self.backend = spec, backend
         self.mode, device = check_mode(backend, mode), target.device
-        drafting = make_drafting(target, drafter, spec)
-        form = target.dtype, device
+        drafting, form = make_drafting(target, drafter, spec), (target.dtype, device)
         by_head = backend.tuning.keys_by_head(target.dtype)
         drafting_state = None if drafting is None else drafting.allocate(*form, by_head)
         self.state = DecodeState.allocate(target.config, spec, *form, drafting_state, by_head)
@@ -165,29 +105,25 @@ class Engine:
         self.step_function = kind(target, drafting, spec, table, codes).to(device).eval()
         self.prefill = make_runner(self.prefill_function, self.state, backend, self.mode)
         self.step = make_runner(self.step_function, self.state, backend, self.mode)
+        self.runners = [self.prefill, self.step]
         # The same function once more, for one image beside those that run: recorded over a state with a smaller entry
         self.one_image: DecodeState | None = None
-        self.prefill_one: Runner | None = None
         if spec.open:
-            entry = Entry.allocate(target.config, spec, 1, target.dtype, device)
+            entry = Entry.allocate(target.config, spec, 1, *form)
             self.one_image = replace(self.state, entry=entry)
             self.prefill_one = make_runner(
                 self.prefill_function, self.one_image, backend, self.mode
             )
+            self.runners.insert(1, self.prefill_one)
         self.pace = backend.tuning.pace()  # of steps
         self.known: Tensor | None = None  # [B] what the last captured call returned
-        self.host_reads, self.warm_captures = 0, -1
+        self.host_reads = 0
+        self.warm_captures: int | None = None  # of the warm-up, once that is done
 
     @property
     def warm(self) -> bool:
-        """Whether the warm-up is behind it."""
-        return self.warm_captures >= 0
-
-    @property
-    def runners(self) -> list[Runner]:
-        """What is captured."""
-        one = [self.prefill_one] if self.prefill_one is not None else []
-        return [self.prefill, *one, self.step]
+        """Whether the warm-up is done."""
+        return self.warm_captures is not None
 
     @property
     def captures(self) -> int:
@@ -213,24 +149,14 @@ class Engine:
             self.upload_uniforms([blank.seed] * self.spec.images, 1, 1)
             runner()
             runner()
-        self.pace.fit(partial(self.try_step, {}), self.bits)
+        self.pace.fit(partial(next, self.same_steps()), self.bits)
         self.backend.synchronize()
         self.warm_captures = self.captures
 
-    def try_step(self, begun: dict[str, Tensor]) -> None:
-        """A step of blank images, always from the same state.
-
-        Args:
-            begun: that state; empty at the first call.
-        """
-        now = self.state.restorable()
-        if not begun:
-            self.state.cursor.zero_()
-            self.state.settle()
-            begun.update({name: tensor.clone() for name, tensor in now.items()})
-        for name, tensor in now.items():
-            tensor.copy_(begun[name])
-        self.step()
+    def same_steps(self) -> Iterator[Tensor]:
+        """Steps of blank images, each from the same state."""
+        for _ in self.state.rewinds():
+            yield self.step()
 
     def bits(self) -> list[int]:
         """What tells the state from one that differs in a bit."""
@@ -244,18 +170,17 @@ class Engine:
         self.upload_settings(requests, self.state.entry)
         with self.pace.held():
             self.known = self.prefill()
-        # On a fixed schedule nobody need look
+        # On a fixed schedule it is known
         return [1] * self.spec.images if is_scheduled(self.spec.tree) else self.read(self.known)
 
     @torch.no_grad()
     def admit(self, prefix: Prefix, request: Request, slot: int) -> None:
         """Begin one image in a slot while the others go on; no host read, as one token of it is known for sure."""
-        assert self.one_image is not None and self.prefill_one is not None, "the spec is not open"
-        self.upload_prefix(prefix, self.one_image.entry)
-        self.upload_settings([request], self.one_image.entry)
-        self.backend.queue.upload(
-            torch.tensor([slot], dtype=torch.int32), self.one_image.entry.slot
-        )
+        assert self.one_image is not None, "the spec is not open"
+        entry = self.one_image.entry
+        self.upload_prefix(prefix, entry)
+        self.upload_settings([request], entry)
+        self.backend.queue.upload(torch.tensor([slot], dtype=torch.int32), entry.slot)
         with self.pace.held():
             self.known = self.prefill_one()
 
@@ -302,9 +227,14 @@ class Engine:
 
     def check_captures(self) -> None:
         """Raise a CaptureError if anything was captured since the warm-up."""
-        if self.captures != self.warm_captures:
-            why = f"{self.captures - self.warm_captures} captures after warm-up"
+        if count := self.recompiles:
+            why = f"{count} captures after warm-up"
             raise CaptureError("the step was recorded again while decoding", why)
+
+    @property
+    def recompiles(self) -> int:
+        """Captures since the warm-up; before it all there are."""
+        return self.captures - (self.warm_captures or 0)
 
     # -- the host's part of the state
 
@@ -313,11 +243,11 @@ class Engine:
         upload = self.backend.queue.upload
         sampling = sampling_params([r.sampling for r in requests], self.target.config.vocab_size)
         bounds = Bounds.of([request.relaxation for request in requests], self.spec.tree.depth)
-        for goal, values in ((entry.sampling, sampling), (entry.bounds, bounds)):
+        for kept, values in ((entry.sampling, sampling), (entry.bounds, bounds)):
             for item in fields(values):
-                room = getattr(goal, item.name)
-                if room is not None:  # of a rule that no image of the spec has
-                    upload(getattr(values, item.name), room)
+                goal = getattr(kept, item.name)
+                if goal is not None:  # of a rule that no image of the spec has
+                    upload(getattr(values, item.name), goal)
         first = [uniforms(request.seed, 0, 1)[0] for request in requests]
         upload(torch.tensor(first, dtype=torch.float32), entry.first_uniform)
         if entry.keys is not None:
@@ -360,26 +290,27 @@ class Engine:
         rows = self.state.tokens.unflatten(0, (self.spec.images, -1))
         return rows[:, : self.target.config.tokens].cpu().numpy().astype(np.int64)
 
-    def result(self, slots: Sequence[int] | None = None) -> Decoded:
-        """Tokens and statistics of images that are done; of all slots if none are named. One host read."""
+    def result(self, images: Mapping[int, Request]) -> list[ImageRecord]:
+        """Tokens and counts of images that are done, by their slots. One host read."""
         self.backend.queue.flush()
         self.host_reads += 1
         state, total = self.state, self.target.config.tokens
         rows = state.tokens.unflatten(0, (self.spec.images, -1))[:, :total]
         columns = [rows, state.steps[:, None], state.relaxed[:, None], state.accepted]
-        whole = torch.cat(columns, 1)  # [B, N + 2 + D]
+        table = torch.cat(columns, 1)  # [B, N + 2 + D]
         if state.meter is not None:  # in one read: below 2^24 float32 holds every whole number
             spent = torch.stack([state.meter.total, state.meter.largest], 1)
-            whole = torch.cat([spent, whole.float()], 1)
-        read = whole.cpu().numpy()
-        read = read if slots is None else read[list(slots)]
-        costs = None
-        if state.meter is not None:
-            costs = [(float(sum_), float(most)) for sum_, most in read[:, :2]]
-            read = read[:, 2:].astype(np.int64)
-        steps, relaxed, accepted = read[:, total], read[:, total + 1], read[:, total + 2 :]
-        tokens = read[:, :total].astype(np.int64)
-        return Decoded(tokens, steps.tolist(), accepted.tolist(), relaxed.tolist(), costs)
+            table = torch.cat([table.float(), spent], 1)
+        read = table.cpu().numpy()
+        result = []
+        for slot, request in images.items():
+            counts = read[slot, : table.shape[1] - 2 * (state.meter is not None)].astype(np.int64)
+            tokens, (steps, relaxed, *accepted) = counts[:total], counts[total:].tolist()
+            tv = read[slot, -2:].tolist() if state.meter is not None else (0.0, 0.0)
+            if request.relaxation.active and not request.relaxation.metered:
+                tv = (None, None)
+            result.append(ImageRecord(request, tokens, steps, accepted, relaxed, *tv))
+        return result
 
     # -- looking inside
 
@@ -411,19 +342,16 @@ class Engine:
 
     def trace_step(self, before: list[int], clock: Callable[[], float] | None) -> StepTrace:
         """`Step.forward`, with a look between its stages."""
-        step, state = self.step_function, self.state
         seconds: dict[str, float] = {}
+        made: dict[str, Any] = {}
         last = clock() if clock else 0.0
-
-        def done(stage: str) -> None:
-            nonlocal last
+        for stage, result in self.step_function.stages(self.state):
+            made[stage] = result
             if clock:
                 now = clock()
                 seconds[stage], last = now - last, now
-
-        proposed = step.propose(state, done)
-        accepted, known = step.finish_traced(state, *proposed, done)
-        return StepTrace(before, proposed[2], accepted, self.read(known), seconds)
+        drafts = made.get("tables", made["draft"])
+        return StepTrace(before, drafts, made["accept"], self.read(made["commit"]), seconds)
 
     def report(self) -> GraphReport:
         """Counts since the engine was built."""
@@ -433,14 +361,25 @@ class Engine:
             self.backend.graph_modes[self.mode],
             self.captures,
             sum(s.replays for s in stats),
-            self.captures - max(self.warm_captures, 0),
+            self.recompiles,
             self.host_reads,
             sum(s.capture_seconds for s in stats),
         )
 
 
+def make_drafting(target: Target, drafter: Drafter | None, spec: Spec) -> Drafting | None:
+    """What drafts a spec's tree; None where the root is the whole tree."""
+    if isinstance(spec.tree, Window):
+        return ScheduledDrafting(target, spec) if spec.tree.commit else WindowDrafting(target, spec)
+    if not spec.tree.depth:
+        return None
+    assert drafter is not None, "a tree of drafts needs a drafter"
+    kind = DynamicDrafting if isinstance(spec.tree, DynamicTree) else StaticDrafting
+    return kind(target, drafter, spec)
+
+
 class EngineCache:
-    """At most so many engines; what is evicted gives its memory back.
+    """The engines of a model, at most so many; what is evicted gives its memory back.
 
     The one in use is never the one evicted. Where recorded graphs share memory, that memory goes with the last of
     them; so the last is evicted only if there is no room for another beside it.
@@ -455,7 +394,9 @@ class EngineCache:
     def get(self, spec: Spec) -> Engine:
         """The engine of a spec, now the youngest."""
         if spec not in self.engines:
-            self.make_room(spec)
+            self.shrink(self.kept - 1)
+            while self.engines and not self.fits(spec):
+                self.shrink(len(self.engines) - 1)
             self.engines[spec] = self.make(spec)
         self.engines.move_to_end(spec)
         return self.engines[spec]
@@ -465,29 +406,20 @@ class EngineCache:
 
         Args:
             mode: graph mode in place of the usual one. drafter: in place of the model's.
+
+        Raises a DeviceError where the host has too little memory for it.
         """
         model = self.model
-        self.check_room(spec)
+        check_batch(model.config, spec, self.backend, dtype_name(model.target.dtype))
         table, codes = model.code_tables(spec.neighbours, spec.ranks)
         drafter = drafter or model.drafter
         return Engine(model.target, drafter, spec, self.backend, mode or self.mode, table, codes)
-
-    def make_room(self, spec: Spec) -> None:
-        """Evict the oldest until there are few enough, and until there is memory for the state of a new one."""
-        self.shrink(self.kept - 1)
-        while self.engines and not self.fits(spec):
-            self.shrink(len(self.engines) - 1)
 
     def fits(self, spec: Spec) -> bool:
         """Whether the device says that it has room for a batch; one that does not say is taken to have it."""
         free = self.backend.memory().free
         need = batch_bytes(self.model.config, spec, dtype_name(self.model.target.dtype))
         return free is None or need <= free
-
-    def check_room(self, spec: Spec) -> None:
-        """Raise a DeviceError where the host has too little memory for an engine."""
-        model = self.model
-        check_batch(model.config, spec, self.backend, dtype_name(model.target.dtype))
 
     def shrink(self, count: int) -> None:
         """Leave the youngest `count` engines."""

@@ -52,13 +52,15 @@ class Entry:
         return cls(
             slot=torch.arange(a, dtype=torch.int32, device=device),
             prefix=torch.zeros(r, config.prefix, config.dim, dtype=dtype, device=device),
-            prefix_tokens=whole(device, r, config.prefix),
+            prefix_tokens=int_zeros(device, r, config.prefix),
             valid=torch.ones(r, s, dtype=torch.bool, device=device),
-            pads=whole(device, r),
+            pads=int_zeros(device, r),
             sampling=no_sampling(a, config.vocab_size, device),
             bounds=no_bounds(a, spec, device),
-            first_uniform=real(device, a),
-            keys=whole(device, a, config.tokens, ROUNDS) if isinstance(spec.tree, Window) else None,
+            first_uniform=float_zeros(device, a),
+            keys=int_zeros(device, a, config.tokens, ROUNDS)
+            if isinstance(spec.tree, Window)
+            else None,
         )
 
     @property
@@ -72,47 +74,36 @@ class Entry:
 
     def by_slot(self, state: DecodeState) -> list[tuple[Tensor, Tensor]]:
         """The same of each image: [B, ..] and [A, ..]."""
-        mine, kept, bounds, held = self.sampling, state.sampling, self.bounds, state.bounds
-        pairs = [
-            (kept.cfg_scale, mine.cfg_scale),
-            (kept.temperature, mine.temperature),
-            (kept.top_k, mine.top_k),
-            (kept.top_p, mine.top_p),
-            (kept.greedy, mine.greedy),
-            (held.k, bounds.k),
-            (held.delta, bounds.delta),
-            (held.factor, bounds.factor),
-        ]
-        if held.weight.shape[1]:
-            pairs.append((held.weight, bounds.weight))
-        if held.limits is not None and bounds.limits is not None:
-            pairs.append((held.limits, bounds.limits))
-        if held.tv is not None and bounds.tv is not None:
-            pairs.append((held.tv, bounds.tv))
-        if held.budget is not None and bounds.budget is not None:
-            pairs.append((held.budget, bounds.budget))
-        return pairs
+        kept, mine = (tensors_of(each.sampling, each.bounds) for each in (state, self))
+        # The weights of a tree without drafts are empty
+        return [pair for pair in zip(kept, mine, strict=True) if pair[0].numel()]
 
 
-def whole(device: torch.device, *shape: int) -> Tensor:
+def tensors_of(*parts: Any) -> list[Tensor]:
+    """Those of dataclasses, in the order of their fields."""
+    values = [getattr(part, field.name) for part in parts for field in fields(part)]
+    return [value for value in values if value is not None]
+
+
+def int_zeros(device: torch.device, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int32, device=device)
 
 
-def real(device: torch.device, *shape: int) -> Tensor:
+def float_zeros(device: torch.device, *shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.float32, device=device)
 
 
 def no_sampling(images: int, vocabulary: int, device: torch.device) -> SamplingParams:
-    """No filter, for slots that nobody was admitted to yet: what runs there must stay finite."""
-    ones, every = real(device, images) + 1, whole(device, images) + vocabulary
-    return SamplingParams(ones, ones.clone(), every, ones.clone(), whole(device, images).bool())
+    """No filter, for slots before the first admission: what runs there must stay finite."""
+    ones, every = float_zeros(device, images) + 1, int_zeros(device, images) + vocabulary
+    return SamplingParams(ones, ones.clone(), every, ones.clone(), int_zeros(device, images).bool())
 
 
 def no_bounds(images: int, spec: Spec, device: torch.device) -> Bounds:
-    zero, weight = real(device, images), real(device, images, spec.tree.depth)
-    limits = real(device, images, 3) if spec.ranks else None
-    tv, budget = (real(device, images) if spec.blended else None for _ in range(2))
-    return Bounds(whole(device, images), zero, zero.clone(), weight, limits, tv, budget)
+    zero, weight = float_zeros(device, images), float_zeros(device, images, spec.tree.depth)
+    limits = float_zeros(device, images, 3) if spec.ranks else None
+    tv, budget = (float_zeros(device, images) if spec.blended else None for _ in range(2))
+    return Bounds(int_zeros(device, images), zero, zero.clone(), weight, limits, tv, budget)
 
 
 @dataclass
@@ -128,7 +119,7 @@ class Moves:
         if spec.tree.is_chain or not spec.tree.depth:
             return None
         shape = spec.images, spec.tree.depth
-        return cls(whole(device, *shape), whole(device, *shape))
+        return cls(int_zeros(device, *shape), int_zeros(device, *shape))
 
 
 @dataclass
@@ -143,7 +134,7 @@ class Meter:
         """At zero; None where nothing is metered."""
         if not spec.metered:
             return None
-        return cls(real(device, spec.images), real(device, spec.images))
+        return cls(float_zeros(device, spec.images), float_zeros(device, spec.images))
 
     def add(self, spent: Tensor) -> None:
         """What a step spent at each of its places [B, D]."""
@@ -155,7 +146,7 @@ class Meter:
 class DecodeState:
     """The state of B slots. Image token t has cache position P + t.
 
-    A slot whose image is finished or gone runs on by itself, and nobody looks.
+    A slot whose image is finished or gone runs on by itself.
     """
 
     entry: Entry
@@ -174,7 +165,7 @@ class DecodeState:
     kv_cache: KVCache  # the target's
     moves: Moves | None  # what the next step moves in it
     drafting: Any  # a dataclass of what the drafting keeps from step to step; None where nothing is drafted
-    # [B] int32, tokens known: what admission and step return. It lies here and not in a recording's memory, which the
+    # [B] int32, tokens known: what admission and step return. It is here and not in a recording's memory, which the
     # next recording may use again before the host has read it.
     known: Tensor
     # Statistics, kept on the device so that they cost no host read
@@ -204,22 +195,22 @@ class DecodeState:
         sizes = (config.layers, r, s, config.kv, config.head_dim)
         return cls(
             entry=Entry.allocate(config, spec, b, dtype, device),
-            uniforms=real(device, spec.block, b, spec.draws),
+            uniforms=float_zeros(device, spec.block, b, spec.draws),
             valid=torch.ones(r, s, dtype=torch.bool, device=device),
-            pads=whole(device, r),
+            pads=int_zeros(device, r),
             sampling=no_sampling(b, config.vocab_size, device),
             bounds=no_bounds(b, spec, device),
-            cursor=whole(device, 1),
-            count=whole(device, b),
-            tokens=whole(device, b * token_columns(config, spec.tree)),
-            root=whole(device, b),
+            cursor=int_zeros(device, 1),
+            count=int_zeros(device, b),
+            tokens=int_zeros(device, b * token_columns(config, spec.tree)),
+            root=int_zeros(device, b),
             kv_cache=KVCache.allocate(*sizes, dtype, device, by_head),
             moves=Moves.allocate(spec, device),
             drafting=drafting,
-            known=whole(device, b),
-            steps=whole(device, b),
-            accepted=whole(device, b, depth),
-            relaxed=whole(device, b),
+            known=int_zeros(device, b),
+            steps=int_zeros(device, b),
+            accepted=int_zeros(device, b, depth),
+            relaxed=int_zeros(device, b),
             meter=Meter.allocate(spec, device),
         )
 
@@ -239,18 +230,25 @@ class DecodeState:
         """All tensors by dotted name, those of nested dataclasses included."""
         return dict(walk_tensors("", self))
 
-    def settle(self) -> None:
-        """Leave what was to be moved where it is: for steps whose results nobody needs."""
-        if self.moves is not None:
-            self.moves.source.copy_(self.moves.goal)
-
     def restorable(self) -> dict[str, Tensor]:
         """What must be put back after a run that is not to count: all but the caches.
 
-        Those are large, and whatever a run writes there is written again by the next one, at the same positions. So
-        nothing may be pending in `moves`: see `settle`.
+        Those are large, and what a run writes there is written again by the next one, at the same positions. So nothing
+        may be pending in `moves`: see `rewinds`.
         """
         return dict(walk_tensors("", self, lambda part: not isinstance(part, KVCache)))
+
+    def rewinds(self) -> Iterator[None]:
+        """Puts all but the caches back each time: for steps whose results are not used."""
+        self.cursor.zero_()
+        if self.moves is not None:
+            self.moves.source.copy_(self.moves.goal)
+        tensors = self.restorable()
+        begun = {name: tensor.clone() for name, tensor in tensors.items()}
+        while True:
+            for name, tensor in tensors.items():
+                tensor.copy_(begun[name])
+            yield
 
 
 def bits_digest(tensor: Tensor) -> int:

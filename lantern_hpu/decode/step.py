@@ -1,44 +1,38 @@
-"""The second captured function, the step: draft, verify, accept, commit.
+"""The two captured functions: `Admit` begins images, `Step` drafts, verifies, accepts and commits.
 
-A function of one `DecodeState`: no host read, no shape that depends on data, no Python value that varies between
-calls. Autoregressive decoding is the step with the one-node tree.
+Each is a function of one `DecodeState`: no host read, no shape that depends on data, no Python value that varies
+between calls. Autoregressive decoding is the step with the one-node tree.
 
 Words: L = P + t is the number of committed positions; the root (token t) is certain but not yet in the cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.decode.accept import Acceptance, Clusters, Verdict
-from lantern_hpu.decode.drafting import Committed, Drafting, Drafts
-from lantern_hpu.decode.drafting.base import Watch, unwatched
+from lantern_hpu.decode.accept import Acceptance
+from lantern_hpu.decode.drafting.base import Committed, Drafting
 from lantern_hpu.decode.positions import Positions
 from lantern_hpu.decode.sampler import Sampler
 from lantern_hpu.decode.spec import Spec, token_columns
 from lantern_hpu.decode.state import DecodeState
-from lantern_hpu.decode.tree_tables import StaticTables, rows_at
+from lantern_hpu.decode.tree_tables import Drafts, JudgedNodes, StaticTables, rows_at
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.buffers import additive_mask, arange32, constant, prefix_mask
 from lantern_hpu.ops.sampling import gather, gather_rows
 from lantern_hpu.tree import DraftTree
 
-# ------------------------------------------------------------------------------------------- admit
-
-# What begins images: the condition through the target, and the first image token, in slots that the host names.
-#
-# Like the step it is a function of one `DecodeState`: no host read, no shape that depends on data, no Python value
-# that varies between calls. Two recordings of it exist: for all slots at once, and for one slot while the others go
-# on; what lies in other slots is neither read nor written.
-
 
 class Admit(nn.Module):
-    """Begins the A images of `state.entry`."""
+    """Begins the A images of `state.entry`: their prefixes through the target, and their first tokens.
+
+    Two recordings exist: for all slots at once, and for one slot beside others, which are neither read nor written.
+    """
 
     def __init__(self, target: Target, drafting: Drafting | None, spec: Spec) -> None:
         super().__init__()
@@ -57,10 +51,10 @@ class Admit(nn.Module):
         root = self.sampler.token(probs, probs, entry.first_uniform, entry)  # [A]
         if self.drafting is not None:
             self.drafting.begin(hidden, root, rows, state)
-        for goal, news in entry.by_row(state):
-            goal.index_copy_(0, rows.long(), news)
-        for goal, news in entry.by_slot(state):
-            goal.index_copy_(0, slot, news)
+        for kept, news in entry.by_row(state):
+            kept.index_copy_(0, rows.long(), news)
+        for kept, news in entry.by_slot(state):
+            kept.index_copy_(0, slot, news)
         if state.moves is not None:
             places = self.positions.arange[: self.spec.tree.depth]
             idle = self.positions.idle(torch.zeros_like(entry.slot), places)
@@ -84,9 +78,6 @@ class Admit(nn.Module):
         return self.target(entry.prefix, rope, mask, cache, index, aux_layers=self.aux_layers)
 
 
-# -------------------------------------------------------------------------------------------- step
-
-
 @dataclass
 class Accepted:
     """What verification let through."""
@@ -98,6 +89,7 @@ class Accepted:
     bonus: Tensor  # [B] int32, the token after it
     relaxed: Tensor  # [B, D] bool, which drafts of its path passed only thanks to relaxation
     spent: Tensor | None = None  # [B, D] float32, see `Verdict`
+    tokens: Tensor | None = None  # [B, C + W] drawn on a fixed schedule, from `probs`
 
 
 class Step(nn.Module):
@@ -121,58 +113,29 @@ class Step(nn.Module):
         self.positions, self.sampler = Positions(target.config, spec), Sampler(target, spec)
         tree, config = spec.tree, target.config
         self.prefix, self.tokens, self.depth = config.prefix, config.tokens, tree.depth
-        self.acceptance = None
+        self.acceptance: Acceptance | None = None
         if drafting is not None:
-            rule = neighbours, spec.residual, spec.annealed, target.kernels.walk
-            clusters = Clusters(codes, spec.ranks) if codes is not None else None
-            self.acceptance = Acceptance(tree, *rule, clusters, spec.metered, spec.blended)
+            self.acceptance = Acceptance(spec, neighbours, codes, target.kernels.walk)
         self.aux_layers = drafting.aux_layers if drafting is not None else ()
-        self.alone = StaticTables(DraftTree.root_only())
-        # [I] nodes whose children may be tried; which they are is not known of a dynamic tree
-        judged = tree.judged if isinstance(tree, DraftTree) else None
-        self.judged = None if judged is None else constant(judged, torch.int32)
-        # [M] which of the judged nodes' distributions is a node's, where all nodes are judged
-        whole = judged is not None and len(judged) == tree.size
-        ranks = {node: rank for rank, node in enumerate(judged or ())}
-        self.rank = constant([ranks[n] for n in range(tree.size)]) if whole else None
-        self.inner = len(tree.expanded) if isinstance(tree, DraftTree) else tree.size  # I
+        self.alone, self.judged = StaticTables(DraftTree.root_only()), JudgedNodes(tree)
         self.first = constant(arange32(spec.images) * token_columns(config, tree))  # [B]
 
     def forward(self, state: DecodeState) -> Tensor:
         """Returns how many tokens of each image are known [B]."""
-        return self.finish(state, *self.propose(state))
+        *_, (_, known) = self.stages(state)
+        return cast(Tensor, known)
 
-    @property
-    def parts(self) -> tuple[Callable[..., Any], ...]:
-        """Two halves, for a device that cannot record the whole as one graph."""
-        return self.propose, self.finish
-
-    def propose(self, state: DecodeState, done: Watch = unwatched) -> tuple[Tensor, Tensor, Drafts]:
-        """This step's uniforms for acceptance [B, D * C + 1], committed positions [R], and trees."""
+    def stages(self, state: DecodeState) -> Iterator[tuple[str, Any]]:
+        """The stages of a step by name, and what each made; the last makes what `forward` returns."""
         uniform, length = self.inputs(state)
         draws = self.spec.tree.draws
-        return uniform[:, draws:], length, self.draft(length, uniform[:, :draws], state, done)
-
-    def finish(self, state: DecodeState, uniform: Tensor, length: Tensor, drafts: Drafts) -> Tensor:
-        """Verify, accept and commit. -> [B] tokens known"""
-        return self.finish_traced(state, uniform, length, drafts)[1]
-
-    def finish_traced(
-        self,
-        state: DecodeState,
-        uniform: Tensor,
-        length: Tensor,
-        drafts: Drafts,
-        done: Watch = unwatched,
-    ) -> tuple[Accepted, Tensor]:
-        """`finish`, with what was accepted."""
+        for stage, drafts in self.draft(length, uniform[:, :draws], state):
+            yield stage, drafts
         hidden = self.verify(drafts, length, state)
-        done("verify")
-        accepted = self.accept(hidden, drafts, uniform, state)
-        done("accept")
-        known = self.commit(hidden, drafts, accepted, state)
-        done("commit")
-        return accepted, known
+        yield "verify", hidden
+        accepted = self.accept(hidden, drafts, uniform[:, draws:], state)
+        yield "accept", accepted
+        yield "commit", self.commit(hidden, drafts, accepted, state)
 
     def inputs(self, state: DecodeState) -> tuple[Tensor, Tensor]:
         """This step's uniforms [B, draws], and how many positions of each row are committed [R]."""
@@ -181,14 +144,13 @@ class Step(nn.Module):
         return uniform, self.positions.per_row(state.count) + self.prefix
 
     def draft(
-        self, length: Tensor, uniform: Tensor, state: DecodeState, done: Watch = unwatched
-    ) -> Drafts:
-        """The trees to verify."""
+        self, length: Tensor, uniform: Tensor, state: DecodeState
+    ) -> Iterator[tuple[str, Any]]:
+        """The stages that make the trees to verify."""
         if self.drafting is not None:
-            return self.drafting.draft(length, uniform, state, done)
-        alone = Drafts(state.root[:, None], None, self.alone(len(state.root)))
-        done("draft")
-        return alone
+            yield from self.drafting.draft(length, uniform, state)
+        else:
+            yield "draft", Drafts(state.root[:, None], None, self.alone(len(state.root)))
 
     def verify(self, drafts: Drafts, length: Tensor, state: DecodeState) -> Tensor:
         """The target over the whole tree in one pass: features [R, M, F]."""
@@ -205,65 +167,38 @@ class Step(nn.Module):
     def accept(
         self, hidden: Tensor, drafts: Drafts, uniform: Tensor, state: DecodeState
     ) -> Accepted:
-        """Which drafts stay, and what comes after them."""
-        if self.acceptance is None:
+        """Which drafts stay, and what comes after them.
+
+        Args:
+            uniform: [B, D * C + 1].
+        """
+        if self.drafting is None or self.acceptance is None:
             probs = self.sampler(hidden, state, 0)  # [B, 1, V]
             bonus = self.sampler.token(probs[:, 0], probs[:, 0], uniform[:, 0], state)
             none = torch.zeros_like(state.accepted, dtype=torch.bool)  # [B, 0]: nothing to relax
             return Accepted(probs, torch.zeros_like(state.root), bonus, none)
-        judged, depth = hidden, drafts.tables.depth
-        if self.judged is not None:
-            # Not by brackets: an index beside a full dimension leaves the graph of some compilers.
-            judged, depth = (x.index_select(1, self.judged) for x in (hidden, depth))
-        p = self.sampler(judged, state, depth)  # [B, I, V]
-        assert self.drafting is not None
+        depth = drafts.tables.depth
+        p = self.sampler(self.judged(hidden), state, self.judged(depth))  # [B, I, V]
         drawn = self.drafting.redraw(p, state)
-        if drawn is not None:
-            return self.accept_redrawn(self.acceptance, p, drawn, drafts)
-        verdict = self.judge(self.acceptance, p[:, : self.inner], drafts, uniform, state)
-        if self.rank is None:
+        if (
+            drawn is not None
+        ):  # drafts that are what their places drew stay, and the first other draw
+            node = self.acceptance.repeated(drawn, drafts)
+            bonus = gather(drawn, 1, node[:, None])[:, 0]
+            return Accepted(p, node, bonus, torch.zeros_like(drawn[:, 1:], dtype=torch.bool))
+        tries = uniform[:, :-1].unflatten(1, (self.depth, -1))  # [B, D, C]
+        greedy, judged = state.sampling.greedy, p[:, : self.judged.inner]
+        verdict = self.acceptance(judged, drafts, tries, state.bounds, greedy)
+        if self.judged.rank is None:
             stop = self.positions.per_row(verdict.node)[:, None]  # [R, 1]
-            deep = gather(drafts.tables.depth, 1, verdict.node[:, None])  # [B, 1]
+            deep = gather(depth, 1, verdict.node[:, None])  # [B, 1]
             fresh = self.sampler(gather_rows(hidden, stop), state, deep)[:, 0]  # [B, V]
         else:
-            fresh = rows_at(p, self.rank[verdict.node])
+            fresh = rows_at(p, self.judged.rank[verdict.node])
         inside = rows_at(drafts.tables.child, verdict.node)[:, :1] > 0  # [B, 1]
         probs = torch.where(inside, verdict.residual, fresh)
         bonus = self.sampler.token(probs, fresh, uniform[:, -1], state)
         return Accepted(p, verdict.node, bonus, verdict.relaxed, verdict.spent)
-
-    def accept_redrawn(
-        self, acceptance: Acceptance, p: Tensor, drawn: Tensor, drafts: Drafts
-    ) -> Accepted:
-        """Drafts that are what their places drew [B, W + 1] stay, and the first other draw does too."""
-        node = acceptance.repeated(drawn, drafts.tokens, drafts.tables)
-        bonus = gather(drawn, 1, node[:, None])[:, 0]
-        return Accepted(p, node, bonus, torch.zeros_like(drawn[:, 1:], dtype=torch.bool))
-
-    def judge(
-        self,
-        acceptance: Acceptance,
-        p: Tensor,
-        drafts: Drafts,
-        uniform: Tensor,
-        state: DecodeState,
-    ) -> Verdict:
-        """The sampled walk, the greedy one, or each for its images."""
-        tokens, tables = drafts.tokens, drafts.tables
-        if not self.spec.use_sampled:
-            return acceptance.greedy(p, tokens, tables, state.bounds)
-        tries = uniform[:, :-1].unflatten(1, (self.depth, -1))  # [B, D, C]
-        sampled = acceptance.sampled(p, drafts.q, tokens, tables, tries, state.bounds)
-        if not self.spec.use_greedy:
-            return sampled
-        best = acceptance.greedy(p, tokens, tables, state.bounds)
-        greedy = state.sampling.greedy
-        node = torch.where(greedy, best.node, sampled.node)
-        relaxed = torch.where(greedy[:, None], best.relaxed, sampled.relaxed)
-        spent = sampled.spent
-        if spent is not None and best.spent is not None:
-            spent = torch.where(greedy[:, None], best.spent, spent)
-        return Verdict(node, sampled.residual, relaxed, spent)
 
     def commit(
         self, hidden: Tensor, drafts: Drafts, accepted: Accepted, state: DecodeState
@@ -291,6 +226,10 @@ class Step(nn.Module):
             committed = Committed(hidden, path, news, added, accepted.probs, drafts.uniform)
             self.drafting.absorb(committed, state)
         self.tally(taken, accepted, order, state)
+        return self.end(accepted, count, state)
+
+    def end(self, accepted: Accepted, count: Tensor, state: DecodeState) -> Tensor:
+        """The next step begins after the bonus token. -> [B] tokens known"""
         state.root.copy_(accepted.bonus)
         state.count.copy_(count)
         return state.known.copy_(count + 1)

@@ -1,4 +1,4 @@
-"""A draft tree as tensors: the same for every image and step, or grown anew from scores."""
+"""Draft trees as tensors: the same for every image and step, or grown anew from scores."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.ops.buffers import arange32, constant
 from lantern_hpu.ops.sampling import gather, gather_rows
-from lantern_hpu.tree import DraftTree, DynamicTree
+from lantern_hpu.tree import DraftTree, DynamicTree, Tree
 
 
 @dataclass
@@ -22,6 +22,17 @@ class TreeTables:
     path: Tensor  # [B, M, D + 1] int32, nodes from the root to each node, then the node itself repeated
     ancestors: Tensor  # [B, M, M] bool, whether the second node is the first or above it
     row: Tensor  # [B, M] int32, which distribution is a node's; means nothing at leaves
+
+
+@dataclass
+class Drafts:
+    """The tree of each image, with its tokens."""
+
+    tokens: Tensor  # [B, M] int32, the root's first
+    # [B, I, V] float32, the probabilities that children were drawn with; None: they were not drawn
+    q: Tensor | None
+    tables: TreeTables
+    uniform: Tensor | None = None  # [B, n] of the step's uniforms, those that `absorb` takes
 
 
 def rows_at(table: Tensor, node: Tensor) -> Tensor:
@@ -47,6 +58,28 @@ class StaticTables(nn.Module):
         """The same tree for each image."""
         tables = (self.parent, self.depth, self.child, self.path, self.ancestors, self.row)
         return TreeTables(*(table.expand(images, *table.shape) for table in tables))
+
+
+class JudgedNodes(nn.Module):
+    """The nodes whose distributions a step computes: those with children, or the root if it has none; a window's all.
+
+    Of a dynamic tree all are, since which have children is not known.
+    """
+
+    def __init__(self, tree: Tree) -> None:
+        super().__init__()
+        judged = tree.judged if isinstance(tree, DraftTree) else None
+        self.node = None if judged is None else constant(judged, torch.int32)  # [J]
+        # [M] which of the judged nodes' distributions is a node's, where all nodes are judged
+        whole = judged is not None and len(judged) == tree.size
+        ranks = {node: rank for rank, node in enumerate(judged or ())}
+        self.rank = constant([ranks[n] for n in range(tree.size)]) if whole else None
+        self.inner = len(tree.expanded) if isinstance(tree, DraftTree) else tree.size  # I
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Of all nodes [A, M, ...] those that are judged [A, J, ...]."""
+        # Not by brackets: an index beside a full dimension leaves the graph of some compilers.
+        return x if self.node is None else x.index_select(1, self.node)
 
 
 class DynamicTables(nn.Module):

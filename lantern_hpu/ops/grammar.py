@@ -37,11 +37,11 @@ class RowEnds(nn.Module):
         """Which places [R, T] are rows' ends: [R, T] bool."""
         return self.closes[place.clamp(max=self.last)]
 
-    def closed(self, probs: Tensor, place: Tensor) -> Tensor:
+    def force_probs(self, probs: Tensor, place: Tensor) -> Tensor:
         """Probabilities of codes [R, T, V], taken from elsewhere, for these places [R, T]: rows' ends are certain."""
         return torch.where(self.closing(place)[..., None], self.is_end.to(probs.dtype), probs)
 
-    def fitted(self, tokens: Tensor, place: Tensor) -> Tensor:
+    def force_tokens(self, tokens: Tensor, place: Tensor) -> Tensor:
         """Guesses [R, T] as they may stand at these places [R, T]; a row's end elsewhere becomes the last code."""
         codes = tokens.clamp(max=self.end - 1)
         return codes.masked_fill(self.closing(place), self.end)

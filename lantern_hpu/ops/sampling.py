@@ -1,4 +1,4 @@
-"""From logits to probabilities, and from those to tokens. All of it float32, the same for every method.
+"""From logits to probabilities, and from those and noise to tokens. All of it float32, the same for every method.
 
 Parameters are tensors, one value per image, so that a batch may mix them without another capture. What
 a batch does not use at all (top-k, top-p) is left out when the step is built.
@@ -6,30 +6,73 @@ a batch does not use at all (top-k, top-p) is left out when the step is built.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-# -------------------------------------------------------------------------------------------- race
-
-# Fixed noise of places and tokens: a counter-based generator in whole numbers that fit int32 everywhere.
-#
-# To draw a token from probs p is to let tokens race: token x arrives after e[x] / p[x], with e[x] exponential, and the
-# first one wins. (This is the Gumbel-max trick without its logarithms.) With e a function of (seed, place, token)
-# alone, draws at one place from two distributions that differ little are mostly the same.
-#
-# e comes from a Feistel network over the token's number, in the manner of Philox (Salmon et al., SC 2011) with words of
-# 16 bits: products stay below 2**31, so that no device's overflow or shift of negative numbers matters. The keys of a
-# place come from `decode/noise.py`.
+# -- noise: every number is a function of (seed, step or place, index) alone, whatever the device, the batch or the
+# numbers drawn before it. The generator is Philox 4x64 (Salmon et al., SC 2011).
 
 ROUNDS = 6
 FACTORS = (0x7A2D, 0x5E63, 0x6B4F, 0x72D5, 0x4F9B, 0x69A7)  # odd, 15 bits
 WORD = 0xFFFF
+STREAM = 0x6C616E7465726E  # the second half of the key: keeps this use of a seed apart from others
+PLACES = 0x77696E646F77  # the same, for noise that belongs to a place and not to a step
 
 
-def race(keys: Tensor, token: Tensor) -> Tensor:
-    """How fast tokens are: 1 / e, for `probs * race(...)`, whose largest entry is the token drawn.
+def uniforms(seed: int, step: int, count: int) -> NDArray[np.float32]:
+    """Uniform numbers of one image and step.
+
+    Args:
+        seed: the image's seed, 0 to 2**64 - 1.
+        step: 0 for prefill, then 1, 2, ...
+        count: how many numbers; the i-th is the same whatever it is.
+
+    Returns [count] float32 in [0, 1).
+    """
+    key = np.array([seed, STREAM], dtype=np.uint64)  # a list of mixed sizes would become float64
+    generator = np.random.Philox(key=key, counter=[0, step, 0, 0])
+    # 24 bits fill a float32 exactly, so that 1.0 cannot come out by rounding.
+    return (generator.random_raw(count) >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
+def uniform_block(
+    seeds: Sequence[int | None], first: int | Sequence[int], steps: int, count: int
+) -> NDArray[np.float32]:
+    """Uniforms of several steps for a batch: [steps, B, count] float32.
+
+    Args:
+        seeds: of each image; None where there is none, whose numbers are 0.
+        first: number of the first of these steps, for all images or each one's own.
+    """
+    first = [first] * len(seeds) if isinstance(first, int) else first
+    result = np.zeros((steps, len(seeds), count), np.float32)
+    for image, (seed, begin) in enumerate(zip(seeds, first, strict=True)):
+        if seed is not None:
+            for step in range(steps):
+                result[step, image] = uniforms(seed, begin + step, count)
+    return result
+
+
+def noise_keys(seed: int, places: int) -> NDArray[np.int32]:
+    """Keys of `race_noise`: [places, ROUNDS] int32, 16 bits each."""
+    key = np.array([seed, PLACES], dtype=np.uint64)
+    raw = np.random.Philox(key=key).random_raw(places * ROUNDS) >> np.uint64(48)
+    return raw.astype(np.int32).reshape(places, ROUNDS)
+
+
+def race_noise(keys: Tensor, token: Tensor) -> Tensor:
+    """Fixed noise of places and tokens: 1 / e for `probs * race_noise(...)`, whose largest entry is the token drawn.
+
+    Tokens race: x arrives after e[x] / p[x], with e[x] exponential, and the first one wins (the Gumbel-max trick
+    without its logarithms). With e a function of (seed, place, token) alone, draws at one place from two distributions
+    that differ little are mostly the same. e comes from a Feistel network over the token's number, in the manner of
+    Philox with words of 16 bits: products stay below 2**31, so that no device's overflow or shift of negative numbers
+    matters.
 
     Args:
         keys: [..., ROUNDS] int32, 16 bits each.
@@ -44,9 +87,6 @@ def race(keys: Tensor, token: Tensor) -> Tensor:
     # Small numbers decide races, and a float holds them to 24 digits of their own
     share = (low.float() * 65536.0 + high.float() + 0.5) * 2.0**-32
     return -1.0 / (-share).log1p()
-
-
-# ---------------------------------------------------------------------------------------- sampling
 
 
 @dataclass

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -18,43 +20,86 @@ from PIL.PngImagePlugin import PngInfo
 
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import check_free, parse_json, write_file
+from lantern_hpu.methods.request import Request
 
 REPLAYED = ("model", "weights", "method", "tree", "tree_paths", "sampling", "relaxation", "dtype")
 MEASURED = (
     "decided",
     "peak_memory_bytes",
 )  # of the environment: what another run measures otherwise
+REPORTED = (
+    *"file prompt seed tokens steps tokens_per_step accepted_by_depth relaxed_accepts".split(),
+    *"tv_sum tv_mean tv_max".split(),
+)
 METADATA = "lantern_hpu"  # key of the PNG text chunk with everything needed to draw the image again
 
 
 @dataclass
 class ImageRecord:
-    """One image's line in the report.
+    """How one image was drawn.
 
     Attributes:
-        tokens_per_step: bonus token included; prefill and what lies past the image excluded.
+        token_ids: [N].
+        tokens, tokens_per_step: bonus token included; prefill and what lies past the image excluded.
         accepted_by_depth: entry d counts steps that accepted a draft at depth d + 1.
+        relaxed_accepts: drafts accepted only thanks to relaxation.
         tv_sum: total variation between the tokens' distributions and the target's, summed over the tokens; 0 where
             nothing was relaxed, None where it was and what that cost is not metered.
-        tv_mean: the same of a token after the first. tv_max: of the token where it was largest.
+        tv_max: the same of the token where it was largest. tv_mean: of a token after the first.
+        file: where it was written.
     """
 
-    file: str | None
-    prompt: str
-    seed: int
-    tokens: int
+    request: Request
+    token_ids: NDArray[np.int64]
     steps: int
-    tokens_per_step: float
     accepted_by_depth: list[int]
     relaxed_accepts: int
     tv_sum: float | None = 0.0
-    tv_mean: float | None = 0.0
     tv_max: float | None = 0.0
+    file: str | None = None
+
+    @property
+    def prompt(self) -> str:
+        return self.request.prompt
+
+    @property
+    def seed(self) -> int:
+        return self.request.seed
+
+    @property
+    def tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def tokens_per_step(self) -> float:
+        return round((self.tokens - 1) / max(self.steps, 1), 4)
+
+    @property
+    def tv_mean(self) -> float | None:
+        return None if self.tv_sum is None else self.tv_sum / max(self.tokens - 1, 1)
 
     @property
     def tv(self) -> dict[str, float | None]:
         """By name, for what does not hold the rest."""
         return {"mean": self.tv_mean, "max": self.tv_max, "sum": self.tv_sum}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return settings_of(self.request)
+
+    def as_json(self) -> dict[str, Any]:
+        """The image's line in the report."""
+        return {name: getattr(self, name) for name in REPORTED}
+
+
+def settings_of(request: Request) -> dict[str, Any]:
+    """What an image's metadata say of its own settings."""
+    result: dict[str, Any] = {
+        "sampling": asdict(request.sampling),
+        "relaxation": request.relaxation.as_json(),
+    }
+    result |= {} if request.negative is None else {"negative": request.negative}
+    return result | ({} if request.size is None else {"size": list(request.size)})
 
 
 @dataclass
@@ -70,6 +115,15 @@ class RunStats:
     prefill_s: float = 0.0
     steps_s: float = 0.0
     steps: int = 0
+
+    @contextmanager
+    def adding(self, name: str) -> Iterator[None]:
+        """What is done inside is added to the seconds of this name."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            setattr(self, name, getattr(self, name) + time.perf_counter() - began)
 
     @property
     def ms_per_step(self) -> float:
@@ -119,28 +173,43 @@ class GenerationResult:
     """Images and how they came about.
 
     Attributes:
-        pictures: empty where the model has nothing that decodes tokens, or pixels were not wanted.
-        tokens: [images, N].
-        settings: sampling and relaxation of each image.
+        drawn: the images, each with what draws it again.
+        notes: what the model cannot do with the prompts.
         tokenizer: fingerprint of the VQ tokenizer, the same in any container; empty where there is none.
-        output_type: what `images` are.
         preview_tokens: how many of an image's tokens are of a preview that is drawn first.
         code_grid: rows and columns of the picture's codes.
+        output_type: what `images` are.
     """
 
-    pictures: list[Image.Image]
-    records: list[ImageRecord]
-    tokens: NDArray[np.int64]
+    drawn: list[Drawn]
     timing: RunStats
     graph: dict[str, Any]
-    settings: list[dict[str, Any]]
     config: dict[str, Any]
     environment: dict[str, Any]
     notes: list[str]
-    tokenizer: str = ""
+    tokenizer: str
+    preview_tokens: int
+    code_grid: tuple[int, int]
     output_type: OutputType = "pil"
-    preview_tokens: int = 0
-    code_grid: tuple[int, int] | None = None
+
+    @property
+    def pictures(self) -> list[Image.Image]:
+        """None where the model has nothing that decodes tokens, or pixels were not wanted."""
+        return [one.image for one in self.drawn if one.image is not None]
+
+    @property
+    def records(self) -> list[ImageRecord]:
+        return [one.record for one in self.drawn]
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """[images, N]"""
+        return np.stack([one.record.token_ids for one in self.drawn])
+
+    @property
+    def settings(self) -> list[dict[str, Any]]:
+        """Sampling and relaxation of each image."""
+        return [one.record.settings for one in self.drawn]
 
     @property
     def images(self) -> Any:
@@ -162,34 +231,27 @@ class GenerationResult:
         Args:
             cols: images a row, up to 8 if not given. scale: a whole number of times as large, by Lanczos.
         """
-        wide, high = self.pictures[0].size
-        size = scale * wide, scale * high
-        pictures = [picture.resize(size, Image.Resampling.LANCZOS) for picture in self.pictures]
-        return grid(pictures, cols)
+        pictures = self.pictures
+        size = scale * pictures[0].width, scale * pictures[0].height
+        return grid([one.resize(size, Image.Resampling.LANCZOS) for one in pictures], cols)
 
     def report(self) -> dict[str, Any]:
         """The JSON contract of `--report`."""
         return {
-            "images": [asdict(record) for record in self.records],
+            "images": [record.as_json() for record in self.records],
             "timing": self.timing.as_json(),
             "graph": self.graph,
-            "config": self.config | self.settings[0],  # of the first image
+            "config": self.drawn[0].settings,  # of the first image
             "environment": self.environment,
         }
 
-    def drawn(self, index: int) -> Drawn:
-        """One image."""
-        image = self.pictures[index] if self.pictures else None
-        settings = self.config | self.settings[index]
-        return Drawn(image, self.records[index], settings, self.environment)
-
     def metadata(self, index: int) -> dict[str, Any]:
         """What `--from-png` needs to draw one image again."""
-        return self.drawn(index).metadata()
+        return self.drawn[index].metadata()
 
     def png(self, index: int) -> bytes:
         """One image as a PNG file with its metadata."""
-        return self.drawn(index).png()
+        return self.drawn[index].png()
 
 
 def with_metadata(image: Image.Image, metadata: Mapping[str, Any]) -> bytes:
@@ -289,15 +351,15 @@ def tokens_file(result: GenerationResult) -> bytes:
     """`--save-tokens`: arrays tokens [images, N] int32, without those of a preview, grid [2], seeds [images] int64,
     prompts and metadata [images] str.
     """
-    count, buffer = len(result.records), io.BytesIO()
+    records, buffer = result.records, io.BytesIO()
     np.savez_compressed(
         buffer,
         tokens=result.tokens[:, result.preview_tokens :].astype(np.int32),
-        grid=np.asarray(result.code_grid or (), dtype=np.int32),
+        grid=np.asarray(result.code_grid, dtype=np.int32),
         tokenizer=np.asarray(result.tokenizer),
-        seeds=np.asarray([record.seed for record in result.records], dtype=np.int64),
-        prompts=np.asarray([record.prompt for record in result.records]),
-        metadata=np.asarray([json.dumps(result.metadata(i)) for i in range(count)]),
+        seeds=np.asarray([record.seed for record in records], dtype=np.int64),
+        prompts=np.asarray([record.prompt for record in records]),
+        metadata=np.asarray([json.dumps(one.metadata()) for one in result.drawn]),
     )
     return buffer.getvalue()
 
@@ -346,14 +408,9 @@ def read_saved_tokens(path: Path) -> SavedTokens:
     return SavedTokens(tokens.astype(np.int64), prompts, metadata, tokenizer, grid, seeds)
 
 
-# ----------------------------------------------------------------------------------------- outputs
-
-# The files of a run: planned and checked before anything is drawn, written as soon as there is something to write.
-
-
 @dataclass(frozen=True)
 class Outputs:
-    """The files of a run.
+    """The files of a run, checked before anything is drawn and written as soon as there is something to write.
 
     Attributes:
         images: one an image, or none if there is only a sheet.

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lantern_hpu.decode.batch import Batch, Finished
+from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.pixels import preview
 from lantern_hpu.decode.spec import Spec
@@ -357,15 +357,15 @@ class DecodeThread:
     def advance(self, lane: Lane) -> None:
         batch, method = lane.batch, lane.served.setting.method
         if batch.running:
-            before, seconds = batch.steps, batch.timing.steps
+            before, seconds = batch.steps, batch.stats.steps_s
             batch.advance(soon=True)
             if steps := batch.steps - before:
-                each = (batch.timing.steps - seconds) / steps
+                each = (batch.stats.steps_s - seconds) / steps
                 self.metrics.step.labels(self.menu.model, method).observe(each)
         for slot in [slot for slot, job in lane.jobs.items() if self.gone(job)]:
             lane.leave(slot)
-        for done in batch.finished():
-            self.finish(lane, lane.jobs.pop(done.slot), done)
+        for slot, record in batch.finished():
+            self.finish(lane, lane.jobs.pop(slot), record)
         self.show(lane)
 
     def show(self, lane: Lane) -> None:
@@ -382,49 +382,46 @@ class DecodeThread:
             return
         tokens, known = lane.batch.engine.partial(), lane.batch.known
         for slot in wanted:
-            state = lane.batch.slots[slot]
-            assert state is not None
             pictures = preview(
                 self.pipeline.model, self.pipeline.backend, tokens[[slot]], [known[slot]]
             )
-            steps = state.step - 1 - state.pending
+            steps = lane.batch.slots[slot].steps
             shown = Partial(pictures[0], known[slot] // columns, known[slot], steps)
             lane.jobs[slot].send(shown)
             self.schedule_preview(lane, slot)
 
     def schedule_preview(self, lane: Lane, slot: int) -> None:
         """Have the host read when the next partial picture of a slot may be due."""
-        state, shows = lane.batch.slots[slot], lane.jobs[slot].shows
-        columns = self.pipeline.model.target.config.columns
-        if state is not None:
-            state.preview_at = shows[0] * columns if shows else 0
+        shows, columns = lane.jobs[slot].shows, self.pipeline.model.target.config.columns
+        if slot in lane.batch.slots:
+            lane.batch.slots[slot].preview_at = shows[0] * columns if shows else 0
 
-    def finish(self, lane: Lane, job: Job, done: Finished) -> None:
+    def finish(self, lane: Lane, job: Job, record: ImageRecord) -> None:
         began = time.monotonic()
-        drawn = self.pipeline.drawn(done, self.described[job.method], self.environment)
+        drawn = self.pipeline.drawn(record, self.described[job.method], self.environment)
         now = time.monotonic()
-        self.count(lane, done, drawn.record)
+        self.count(lane, record)
         self.metrics.latency.labels(self.menu.model).observe(now - job.queued)
         spent = now - job.admitted
         self.seconds = 0.8 * self.seconds + 0.2 * spent if self.seconds else spent
         times = (job.admitted - job.queued, job.begun - job.admitted, began - job.begun)
         self.answer(job, Done(drawn, *times, now - began))
 
-    def count(self, lane: Lane, done: Finished, record: ImageRecord) -> None:
+    def count(self, lane: Lane, record: ImageRecord) -> None:
         model, method, metrics = self.menu.model, lane.served.setting.method, self.metrics
         metrics.success.labels(model, method).inc()
-        metrics.tokens.labels(model, method).inc(len(done.tokens))
+        metrics.tokens.labels(model, method).inc(record.tokens)
         if METHODS[method].drafts:
-            metrics.drafts.labels(model, method).inc(done.steps)
-            verified = done.steps * (lane.served.setting.tree.size - 1)
+            metrics.drafts.labels(model, method).inc(record.steps)
+            verified = record.steps * (lane.served.setting.tree.size - 1)
             metrics.draft_tokens.labels(model, method).inc(verified)
-            metrics.accepted.labels(model, method).inc(sum(done.accepted))
-            metrics.relaxed.labels(model, method).inc(done.relaxed)
+            metrics.accepted.labels(model, method).inc(sum(record.accepted_by_depth))
+            metrics.relaxed.labels(model, method).inc(record.relaxed_accepts)
             if record.tv_sum is not None and record.tv_mean is not None:
                 metrics.tv.labels(model, method).inc(record.tv_sum)
                 metrics.tv_mean.labels(model, method).observe(record.tv_mean)
                 metrics.tv_max.labels(model, method).observe(record.tv_max or 0.0)
-            for position, accepted in enumerate(done.accepted):
+            for position, accepted in enumerate(record.accepted_by_depth):
                 metrics.per_pos.labels(model, method, str(position)).inc(accepted)
 
 

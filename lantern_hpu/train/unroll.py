@@ -155,7 +155,7 @@ def draw_batch(pipeline: LanternPipeline, part: list[Request]) -> NDArray[np.int
     """Tokens [b, N] of these requests."""
     engine = pipeline.engines.get(pipeline.spec(part, DraftTree.root_only(), len(part)))
     pipeline.warm_up(engine, part[0])
-    return np.stack([done.tokens for done in pipeline.draw_batch(engine, part)])
+    return np.stack([record.token_ids for record in pipeline.draw_batch(engine, part)])
 
 
 # ------------------------------------------------------------------------------------------ unroll

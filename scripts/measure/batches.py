@@ -35,13 +35,13 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from lantern_hpu.decode.batch import Finished
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import OptionError, exit_code
 from lantern_hpu.files import write_file
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Resolved, Setting
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results.images import ImageRecord
 from lantern_hpu.results.tables import markdown
 from lantern_hpu.serve.decoder import DecodeThread, Job, Lane
 from lantern_hpu.serve.options import ServeOptions
@@ -73,9 +73,10 @@ def digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
-def digests(pipeline: LanternPipeline, done: Finished, bits: str | None = None) -> Digests:
-    pixels = pipeline.pictures(done)[0].tobytes()
-    return digest(str(done.tokens.tolist()).encode()), digest(pixels), bits
+def digests(pipeline: LanternPipeline, done: ImageRecord, bits: str | None = None) -> Digests:
+    picture = pipeline.picture(done)
+    assert picture is not None
+    return digest(str(done.token_ids.tolist()).encode()), digest(picture.tobytes()), bits
 
 
 def cache_bits(engine: Engine, slot: int) -> str:
@@ -97,7 +98,7 @@ class Server(DecodeThread):
         self.drawn: Images = {}
         self.start(wait=True)
 
-    def finish(self, lane: Lane, job: Job, done: Finished) -> None:
+    def finish(self, lane: Lane, job: Job, done: ImageRecord) -> None:
         self.drawn[job.request.seed] = digests(self.pipeline, done)
         super().finish(lane, job, done)
 
@@ -145,7 +146,7 @@ class Drawer:
         step = len(numbers) if is_open else size
         for first in range(0, len(numbers), step):
             for index, done in self.pipeline.stream(engine, requests[first : first + step]):
-                bits = None if is_open else cache_bits(engine, done.slot)
+                bits = None if is_open else cache_bits(engine, index)  # a closed batch fills its slots in order
                 yield numbers[first + index], digests(self.pipeline, done, bits)
 
     def by_server(self, slots: int, numbers: Sequence[int]) -> Iterator[tuple[int, Digests]]:

@@ -41,9 +41,9 @@ from typing import Any
 
 import httpx
 
-from lantern_hpu.decode.batch import Finished
 from lantern_hpu.methods.request import Request
 from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.results.images import ImageRecord
 from lantern_hpu.results.tables import usual_prompts
 from lantern_hpu.serve.decoder import DecodeThread, Job, Lane
 from lantern_hpu.serve.options import ServeOptions
@@ -250,7 +250,7 @@ class Shares(DecodeThread):
         with self.counting(lane):
             super().advance(lane)
 
-    def finish(self, lane: Lane, job: Job, done: Finished) -> None:
+    def finish(self, lane: Lane, job: Job, done: ImageRecord) -> None:
         super().finish(lane, job, done)
         self.drawn[job.method] += 1
 

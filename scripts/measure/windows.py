@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
-from lantern_hpu.decode.drafting import WindowDrafting
+from lantern_hpu.decode.drafting.window import WindowDrafting
 from lantern_hpu.errors import require
 from lantern_hpu.methods.request import Request
 from lantern_hpu.ops.sampling import gather, gather_rows
@@ -57,7 +57,7 @@ def draw(pipeline: LanternPipeline, tree: Tree, seeds: Sequence[int], batch: int
     tokens = np.zeros((len(seeds), pipeline.model.target.config.tokens), np.int64)
     stream = pipeline.stream(engine, requests)
     for index, done in tqdm(stream, desc=tree.name, unit="image", total=len(seeds)):
-        tokens[index] = done.tokens
+        tokens[index] = done.token_ids
     return Drawn([request.prompt for request in requests], tokens)
 
 

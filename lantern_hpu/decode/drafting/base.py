@@ -7,7 +7,7 @@ entry, L - 1, already holds the root; L = P + t is the number of committed posit
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,22 +18,10 @@ from lantern_hpu.decode.positions import Positions
 from lantern_hpu.decode.sampler import Sampler
 from lantern_hpu.decode.spec import Spec, capacity
 from lantern_hpu.decode.state import DecodeState
-from lantern_hpu.decode.tree_tables import TreeTables
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.ops.buffers import additive_mask, prefix_mask
 from lantern_hpu.ops.kv_cache import KVCache, LayerCache, ScratchCache
 from lantern_hpu.ops.sampling import gather_rows
-
-
-@dataclass
-class Drafts:
-    """A tree for each image."""
-
-    tokens: Tensor  # [B, M] int32, the root's first
-    # [B, I, V] float32, the probabilities that children were drawn with; None: they were not drawn
-    q: Tensor | None
-    tables: TreeTables
-    uniform: Tensor | None = None  # [B, n] of the step's uniforms, those that `absorb` takes
 
 
 @dataclass
@@ -48,15 +36,8 @@ class Committed:
     uniform: Tensor | None = None  # what `Drafts` kept of the uniforms
 
 
-Watch = Callable[[str], None]
-
-
-def unwatched(stage: str) -> None:
-    """Nobody looks at the stages of a step."""
-
-
 class Drafting(nn.Module, ABC):
-    """Makes the trees of a step. `draft` is `grow`, then `link`, which are apart to be looked at one by one.
+    """Makes the trees of a step.
 
     Attributes:
         aux_layers: of the target, whose outputs it wants behind the last features.
@@ -81,29 +62,18 @@ class Drafting(nn.Module, ABC):
         """
 
     @abstractmethod
-    def grow(self, length: Tensor, uniform: Tensor, state: DecodeState) -> Any:
-        """What the drafter makes of committed positions [R] and this step's uniforms [B, draws]."""
+    def draft(
+        self, length: Tensor, uniform: Tensor, state: DecodeState
+    ) -> Iterator[tuple[str, Any]]:
+        """The stages by name, and what each made; the last makes the `Drafts`.
 
-    @abstractmethod
-    def link(self, grown: Any, state: DecodeState) -> Drafts:
-        """The trees of what has grown."""
+        Args:
+            length: [R] committed positions. uniform: [B, draws], this step's.
+        """
 
     @abstractmethod
     def absorb(self, committed: Committed, state: DecodeState) -> None:
         """Take note of a step; `state.root` is still that of before."""
-
-    def draft(
-        self, length: Tensor, uniform: Tensor, state: DecodeState, done: Watch = unwatched
-    ) -> Drafts:
-        """
-        Args:
-            done: called with the name of each stage that is done.
-        """
-        grown = self.grow(length, uniform, state)
-        done("draft")
-        drafts = self.link(grown, state)
-        done("tables")
-        return drafts
 
     def redraw(self, probs: Tensor, state: DecodeState) -> Tensor | None:
         """What the places after the root draw from the target's probabilities [B, W + 1, V]: [B, W + 1].

@@ -1,35 +1,26 @@
-"""Static trees: children are drawn without replacement from the drafter's probabilities at their parent (EAGLE)."""
+"""Drafts of an EAGLE drafter.
+
+Static trees: children are drawn without replacement from the drafter's probabilities at their parent. Dynamic trees:
+the most probable drafts are kept (EAGLE-2, arXiv 2406.16858).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.decode.drafting.base import Drafts, EagleDrafting
+from lantern_hpu.decode.drafting.base import EagleDrafting
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import DecodeState
-from lantern_hpu.decode.tree_tables import DynamicTables, StaticTables
+from lantern_hpu.decode.tree_tables import Drafts, DynamicTables, StaticTables
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.ops.buffers import arange32, constant
 from lantern_hpu.ops.kv_cache import ScratchCache
 from lantern_hpu.ops.sampling import gather, gather_rows, topk_tokens
 from lantern_hpu.tree import DraftTree, DynamicTree
-
-# ----------------------------------------------------------------------------------------- dynamic
-
-# Dynamic trees: the most probable drafts, as many as the tree holds (EAGLE-2, arXiv 2406.16858).
-
-
-@dataclass
-class Candidates:
-    """All that the drafter guessed, n an image, in the order of their making."""
-
-    tokens: Tensor  # [B, n] int32
-    scores: Tensor  # [B, n] float32, log-probability of the path
-    parents: Tensor  # [B, n] int32, the parent's number plus 1; 0 is the root
 
 
 def expand(probs: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -46,7 +37,7 @@ def expand(probs: Tensor, scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 class DynamicDrafting(EagleDrafting):
-    """Takes the best children of the best nodes, and keeps the best of all."""
+    """Takes the best children of the best nodes, and keeps the best of all: as many as the tree holds."""
 
     def __init__(self, target: Target, drafter: Drafter, spec: Spec) -> None:
         super().__init__(target, drafter, spec)
@@ -59,10 +50,21 @@ class DynamicDrafting(EagleDrafting):
         itself = torch.eye(tree.scratch, dtype=torch.bool).unflatten(0, (tree.expansions, k))
         self.itself = constant(itself)  # [E, k, E * k], node itself in the cache
 
-    def grow(self, length: Tensor, uniform: Tensor, state: DecodeState) -> Candidates:
-        """
-        Args:
-            length: [R] committed positions. uniform: [B, 0], as nothing is drawn.
+    def draft(
+        self, length: Tensor, uniform: Tensor, state: DecodeState
+    ) -> Iterator[tuple[str, Any]]:
+        """Nothing is drawn: the uniforms are [B, 0]."""
+        tokens, scores, parents = self.grow(length, state)
+        yield "draft", tokens
+        chosen, tables = self.tables(scores, parents)
+        drafts = gather(tokens, 1, chosen)
+        yield "tables", Drafts(torch.cat([state.root[:, None], drafts], 1), None, tables)
+
+    def grow(self, length: Tensor, state: DecodeState) -> tuple[Tensor, Tensor, Tensor]:
+        """All that the drafter guesses, n an image, in the order of their making.
+
+        Returns their tokens [B, n] int32, log-probabilities of their paths [B, n] float32, and their parents' numbers
+        plus 1 [B, n] int32; 0 is the root.
         """
         k, guess = self.tree.top_k, self.catch_up(length, state)  # [R, 1, H]
         probs = self.sampler(guess, state, 0)  # [B, 1, V]
@@ -89,7 +91,7 @@ class DynamicDrafting(EagleDrafting):
             parents.append(gather(parent, 1, self.origin.expand_as(new)))
             place = topk_tokens(score, k)
             origin = self.origin[place]
-        return Candidates(torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1))
+        return torch.cat(tokens, 1), torch.cat(scores, 1), torch.cat(parents, 1)
 
     def pass_on(
         self,
@@ -107,14 +109,6 @@ class DynamicDrafting(EagleDrafting):
         index = self.positions.cache_index(length + level * k, k)
         full = self.positions.mask(length, self.positions.per_row(mask))
         return self.run(tokens, features, position, full, cache, index, state)
-
-    def link(self, grown: Candidates, state: DecodeState) -> Drafts:
-        chosen, tables = self.tables(grown.scores, grown.parents)
-        drafts = gather(grown.tokens, 1, chosen)
-        return Drafts(torch.cat([state.root[:, None], drafts], 1), None, tables)
-
-
-# ------------------------------------------------------------------------------------------ static
 
 
 class TreeLevel(nn.Module):
@@ -157,13 +151,10 @@ class StaticDrafting(EagleDrafting):
         self.tables = StaticTables(tree)
         self.levels = nn.ModuleList(TreeLevel(tree, depth) for depth in range(tree.depth))  # type: ignore[assignment]
 
-    def grow(self, length: Tensor, uniform: Tensor, state: DecodeState) -> tuple[Tensor, Tensor]:
-        """
-        Args:
-            length: [R] committed positions. uniform: [B, M - 1], one a draft.
-
-        Returns tokens [B, M] and probabilities [B, I, V].
-        """
+    def draft(
+        self, length: Tensor, uniform: Tensor, state: DecodeState
+    ) -> Iterator[tuple[str, Any]]:
+        """The uniforms are [B, M - 1], one a draft."""
         guess = self.catch_up(length, state)  # [R, w, H]
         frontier = state.root[:, None]  # [B, w] tokens of this level's nodes
         tokens, probs, cache = [frontier], [], self.scratch(state)
@@ -183,8 +174,5 @@ class StaticDrafting(EagleDrafting):
                 read = frontier if self.drafter.shift else parents
                 source = guess.index_select(1, level.parent)
                 guess = self.run(read, source, position, mask, cache, index.flatten(), state)
-        return torch.cat(tokens, 1), torch.cat(probs, 1)
-
-    def link(self, grown: tuple[Tensor, Tensor], state: DecodeState) -> Drafts:
-        tokens, probs = grown
-        return Drafts(tokens, probs, self.tables(len(tokens)))
+        found = torch.cat(tokens, 1)  # [B, M]
+        yield "draft", Drafts(found, torch.cat(probs, 1), self.tables(len(found)))

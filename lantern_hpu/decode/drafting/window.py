@@ -4,7 +4,7 @@ Place i of a window is the image token i + 1 after the root. A step computes the
 given the drafts before them; once a tokens were added, place a + i becomes place i and keeps its distribution, from
 which its next draft comes:
 
-- `jacobi` draws with noise that belongs to the place (`ops/race.py`): the image is that of one-token decoding with the
+- `jacobi` draws with noise that belongs to the place (`race_noise`): the image is that of one-token decoding with the
   same noise, whatever the window (Song et al., ICML 2021; noise as in Wiggers and Hoogeboom, ICML 2020).
 - `scd` draws with the same noise, and its drafts are verified like a drafter's (arXiv 2510.24211).
 - `sjd-pac` keeps a draft with probability min(1, p / q), and draws from [p - q]+ otherwise: as few drafts change as
@@ -16,19 +16,21 @@ nothing that comes after it: given what stands before it, it is a draw from q.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lantern_hpu.decode.drafting.base import Committed, Drafting, Drafts
+from lantern_hpu.decode.drafting.base import Committed, Drafting
 from lantern_hpu.decode.sampler import Sampler
 from lantern_hpu.decode.spec import Spec, keeps_noise, token_columns
 from lantern_hpu.decode.state import DecodeState, Entry
-from lantern_hpu.decode.tree_tables import StaticTables
+from lantern_hpu.decode.tree_tables import Drafts, StaticTables
 from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops.buffers import arange32, constant
-from lantern_hpu.ops.sampling import ROUNDS, gather, gather_rows, race, topk_tokens
+from lantern_hpu.ops.sampling import ROUNDS, gather, gather_rows, race_noise, topk_tokens
 from lantern_hpu.tree import Window
 
 CHUNK = 16  # places whose noise is made at once: it stays in a processor's cache
@@ -39,11 +41,11 @@ class WindowState:
     """What a window keeps from step to step."""
 
     drafts: Tensor  # [B, W] int32
-    q: (
-        Tensor | None
-    )  # [B, W, V] float32, the distributions they were drawn from; `jacobi` needs none
+    q: Tensor | None  # [B, W, V] float32, what they were drawn from; `jacobi` needs none
     keys: Tensor  # [B, N, ROUNDS] int32, of the fixed noise
     noise: Tensor | None  # [B * N, V] float32, that noise; None: it is made in the step
+    # [B, C - 1, V] float32, what the last final tokens but their first were drawn from; None where there are none
+    final: Tensor | None = None
 
 
 class WindowDrafting(Drafting):
@@ -81,24 +83,24 @@ class WindowDrafting(Drafting):
 
     # -- the fixed noise
 
-    def race(self, place: Tensor, state: DecodeState) -> Tensor:
+    def noise_of(self, place: Tensor, state: DecodeState) -> Tensor:
         """Of image tokens [B, T]: [B, T, V]."""
         place = place.clamp(max=self.config.tokens - 1)  # past the end nothing matters
         kept: WindowState = state.drafting
         if kept.noise is None:
-            return race(gather_rows(kept.keys, place), self.token)
+            return race_noise(gather_rows(kept.keys, place), self.token)
         rows = (self.image * self.config.tokens + place).flatten()
         return kept.noise.index_select(0, rows).unflatten(0, place.shape)
 
-    def fastest(self, probs: Tensor, race: Tensor, state: DecodeState | Entry) -> Tensor:
-        """Who wins [B, T] where tokens race by their probs, both [B, T, V]; of a greedy image the most probable."""
+    def sample(self, probs: Tensor, noise: Tensor, state: DecodeState | Entry) -> Tensor:
+        """One token of each distribution [B, T] by its noise, both [B, T, V]; of a greedy image the most probable."""
         if self.spec.use_greedy:
-            race = race.masked_fill(state.sampling.greedy[:, None, None], 1.0)
-        return topk_tokens(probs * race, 1)[..., 0]
+            noise = noise.masked_fill(state.sampling.greedy[:, None, None], 1.0)
+        return topk_tokens(probs * noise, 1)[..., 0]
 
     def draw(self, probs: Tensor, place: Tensor, state: DecodeState) -> Tensor:
         """One token of each distribution [B, T, V] by the fixed noise of image tokens [B, T]: [B, T]."""
-        return self.fastest(probs, self.race(place, state), state)
+        return self.sample(probs, self.noise_of(place, state), state)
 
     def redraw(self, probs: Tensor, state: DecodeState) -> Tensor | None:
         """With the noise of each place, which `jacobi`'s drafts are compared with."""
@@ -115,46 +117,43 @@ class WindowDrafting(Drafting):
         assert entry.keys is not None
         kept.keys.index_copy_(0, slot, entry.keys)
         if kept.noise is not None:
-            made = torch.cat(
-                [race(keys, self.token) for keys in entry.keys.flatten(0, 1).split(CHUNK)]
-            )
+            parts = entry.keys.flatten(0, 1).split(CHUNK)
+            noise = torch.cat([race_noise(keys, self.token) for keys in parts])
             index = (entry.slot * self.config.tokens)[:, None] + self.every
-            kept.noise.index_copy_(0, index.flatten().long(), made)
+            kept.noise.index_copy_(0, index.flatten().long(), noise)
         if not self.width:
             return
         keys = entry.keys[:, 1 : self.width + 1]  # [A, W, ROUNDS]
         place = self.place[1:].expand(len(slot), -1)  # [A, W]
         probs = self.sampler(hidden[:, -1:], entry, 0).expand(-1, self.width, -1)  # [A, W, V]
-        probs = self.closed(probs, place)
+        probs = self.force_row_ends(probs, place)
         if self.tree.guess == "probs":
-            tokens = self.fastest(probs, race(keys, self.token), entry)
+            tokens = self.sample(probs, race_noise(keys, self.token), entry)
         else:
             guess = root[:, None].expand(-1, self.width)
-            tokens = self.fitted(self.random(keys) if self.tree.guess == "random" else guess, place)
+            guess = self.random(keys) if self.tree.guess == "random" else guess
+            tokens = self.force_tokens(guess, place)
             probs = certain(probs, tokens)
         kept.drafts.index_copy_(0, slot, tokens)
         if kept.q is not None:
             kept.q.index_copy_(0, slot, probs)
 
-    def closed(self, probs: Tensor, place: Tensor) -> Tensor:
+    def force_row_ends(self, probs: Tensor, place: Tensor) -> Tensor:
         """Distributions of codes [B, T, V], some of them another place's, for image tokens [B, T]: [B, T, V]."""
-        return probs if self.grammar is None else self.grammar.closed(probs, place)
+        return probs if self.grammar is None else self.grammar.force_probs(probs, place)
 
-    def fitted(self, tokens: Tensor, place: Tensor) -> Tensor:
+    def force_tokens(self, tokens: Tensor, place: Tensor) -> Tensor:
         """Guesses [B, T] as the grammar allows them for image tokens [B, T]: [B, T]."""
-        return tokens if self.grammar is None else self.grammar.fitted(tokens, place)
+        return tokens if self.grammar is None else self.grammar.force_tokens(tokens, place)
 
     def random(self, keys: Tensor) -> Tensor:
         """A token for each place [B, T] from its keys."""
         return (keys[..., 0] * 16384 + keys[..., 1]) % self.config.vocab_size
 
-    def grow(self, length: Tensor, uniform: Tensor, state: DecodeState) -> tuple[Tensor, Tensor]:
-        """
-        Args:
-            uniform: [B, draws].
-
-        Returns tokens [B, M], and the uniforms that are left for `absorb` [B, draws - siblings].
-        """
+    def draft(
+        self, length: Tensor, uniform: Tensor, state: DecodeState
+    ) -> Iterator[tuple[str, Any]]:
+        """Of the uniforms, one a sibling is used; the others are left for `absorb` [B, draws - siblings]."""
         kept: WindowState = state.drafting
         tokens = torch.cat([state.root[:, None], kept.drafts], 1)
         if self.count:
@@ -163,11 +162,8 @@ class WindowDrafting(Drafting):
             draws = uniform[:, : self.count].unflatten(1, (self.front, -1))
             beside = self.sampler.distinct(q, draws, state).flatten(1)
             tokens = torch.cat([tokens, beside], 1)
-        return tokens.index_select(1, self.order), uniform[:, self.count :]
-
-    def link(self, grown: tuple[Tensor, Tensor], state: DecodeState) -> Drafts:
-        tokens, uniform = grown
-        return Drafts(tokens, state.drafting.q, self.tables(len(tokens)), uniform)
+        tables, left = self.tables(len(tokens)), uniform[:, self.count :]
+        yield "draft", Drafts(tokens.index_select(1, self.order), kept.q, tables, left)
 
     def absorb(self, committed: Committed, state: DecodeState) -> None:
         """Move the window, and draft anew from its distributions."""
@@ -178,7 +174,7 @@ class WindowDrafting(Drafting):
         place = count[:, None] + self.place[1:]  # [B, W]
         # The last place's distribution serves those behind it
         probs = gather_rows(committed.probs, torch.minimum(before, self.last(state)))  # [B, W, V]
-        probs = self.closed(probs, place)
+        probs = self.force_row_ends(probs, place)
         if self.tree.rule == "sjd-pac":
             assert committed.uniform is not None
             tokens = self.couple(probs, before, committed.uniform, state)
@@ -245,18 +241,18 @@ class WindowDrafting(Drafting):
         place = count[:, None] + self.place[1:]
         if self.tree.guess == "random":
             keys = gather_rows(state.drafting.keys, place.clamp(max=self.config.tokens - 1))
-            return self.fitted(self.random(keys), place)
+            return self.force_tokens(self.random(keys), place)
         known = torch.cat([root[:, None], tokens], 1)  # [B, W + 1], certain or seen up to `seen`
         left = gather(known, 1, seen[:, None])  # [B, 1]
         if self.tree.guess == "left":
-            return self.fitted(left.expand_as(place), place)
+            return self.force_tokens(left.expand_as(place), place)
         above = place - self.config.columns
-        ahead = above - count[:, None]  # from 0 on it stands in the window itself
+        ahead = above - count[:, None]  # from 0 on it is in the window itself
         inside = gather(known, 1, torch.minimum(ahead.clamp(min=0), seen[:, None]))
         index = self.image * self.columns + above.clamp(min=0)
-        settled = state.tokens.index_select(0, index.flatten()).unflatten(0, place.shape)
-        guess = torch.where(above < 0, left, torch.where(ahead < 0, settled, inside))
-        return self.fitted(guess, place)
+        final = state.tokens.index_select(0, index.flatten()).unflatten(0, place.shape)
+        guess = torch.where(above < 0, left, torch.where(ahead < 0, final, inside))
+        return self.force_tokens(guess, place)
 
 
 def certain(probs: Tensor, tokens: Tensor) -> Tensor:
