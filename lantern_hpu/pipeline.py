@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, get_args
@@ -372,18 +373,15 @@ class LanternPipeline:
         callback: StepEnd | None,
     ) -> GenerationResult:
         """`draw`, with a progress bar and a callback in the form of diffusers."""
-        bar = Bar(**self.bar_options)
+        with closing(Bar(**self.bar_options)) as bar:
 
-        def show(event: Event) -> None:
-            bar(event)
-            if callback is not None:
-                callback(self, event.steps, event.tokens, {"event": event})
+            def show(event: Event) -> None:
+                bar(event)
+                if callback is not None:
+                    callback(self, event.steps, event.tokens, {"event": event})
 
-        try:
             decode = output_type != "tokens"
             result = self.draw(requests, setting, batch_size, show, decode=decode)
-        finally:
-            bar.close()
         result.output_type = output_type
         return result
 

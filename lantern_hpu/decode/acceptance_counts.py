@@ -15,10 +15,6 @@ from lantern_hpu.decode.engine import Engine
 from lantern_hpu.methods.request import Request
 from lantern_hpu.tree import DraftTree, Path
 
-# ------------------------------------------------------------------------------------ child counts
-
-# How often the children of a static tree's nodes were offered to a walk and accepted. Needs no torch.
-
 KINDS = ("first", "later")  # of parents: the root and first children; all others
 
 
@@ -81,9 +77,6 @@ def padded_sum(a: NDArray[np.int64], b: NDArray[np.int64]) -> NDArray[np.int64]:
     for table in (a, b):
         total[tuple(map(slice, table.shape))] += table
     return total
-
-
-# ------------------------------------------------------------------------------- acceptance counts
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Constants of modules: made once, they move with their module, and no step makes them anew. And copies to a device."""
+"""Constants of modules, made once so that no step makes them anew; masks; copies to a device."""
 
 from __future__ import annotations
 
@@ -7,10 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-# ------------------------------------------------------------------------------------------- masks
-
-# Which keys a query may attend to: boolean masks, and the additive form that attention takes.
 
 
 def causal_mask(width: int) -> Tensor:
@@ -40,9 +36,6 @@ def additive_mask(mask: Tensor, dtype: torch.dtype) -> Tensor:
     """
     floor = torch.finfo(dtype).min
     return (~mask).to(dtype).mul(floor).unsqueeze(1)
-
-
-# ----------------------------------------------------------------------------------------- buffers
 
 
 def constant(values: Any, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""How commands lay out what they print: columns, Markdown tables, figures, amounts. Needs no torch."""
+"""What commands read and print: prompts, columns, Markdown tables, figures, amounts. Needs no torch."""
 
 from __future__ import annotations
 
@@ -6,21 +6,12 @@ import csv
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import parse_json
 
-if TYPE_CHECKING:
-    pass
-
-
-# ------------------------------------------------------------------------------------------ tables
-
-# ----------------------------------------------------------------------------------------- prompts
-
-# Prompts: from files, and those that measurements draw. Needs no torch.
-
+# What measurements draw
 PROMPTS = (
     "a red apple, snowy mountains at sunrise, a lighthouse in a storm, a sailboat on the sea at sunset, "
     "a red balloon over green hills, a cactus in the desert, a house by a lake at night, pine trees on a foggy morning"
