@@ -146,7 +146,9 @@ class Drawer:
         step = len(numbers) if is_open else size
         for first in range(0, len(numbers), step):
             for index, done in self.pipeline.stream(engine, requests[first : first + step]):
-                bits = None if is_open else cache_bits(engine, index)  # a closed batch fills its slots in order
+                bits = (
+                    None if is_open else cache_bits(engine, index)
+                )  # a closed batch fills its slots in order
                 yield numbers[first + index], digests(self.pipeline, done, bits)
 
     def by_server(self, slots: int, numbers: Sequence[int]) -> Iterator[tuple[int, Digests]]:
