@@ -404,7 +404,7 @@ def test_held_out_prompts_are_apart_and_do_not_depend_on_their_order() -> None:
 def test_target_as_its_own_drafter_has_everything_accepted(prefix: int, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "tiny", prefix=prefix)
     pipeline = LanternPipeline.from_pretrained(str(folder))
-    assert wiring.wasted_steps(pipeline, "red apple") == 0
+    assert wiring.check_wiring(pipeline, "red apple") == "all of its drafts accepted"
 
 
 def test_wiring_check_notices_a_shifted_feature(
@@ -417,7 +417,7 @@ def test_wiring_check_notices_a_shifted_feature(
 
     monkeypatch.setattr(wiring.Echo, "forward", shifted)
     with pytest.raises(WeightsError, match="drafting for itself"):
-        wiring.wasted_steps(LanternPipeline.from_pretrained(str(model)), "red apple")
+        wiring.check_wiring(LanternPipeline.from_pretrained(str(model)), "red apple")
 
 
 @pytest.mark.parametrize(

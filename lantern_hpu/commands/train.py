@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from lantern_hpu.backends import prepare
 from lantern_hpu.commands.options import (
     add_device_options,
     add_fields,
@@ -24,7 +26,7 @@ from lantern_hpu.commands.options import (
     given_parts,
 )
 from lantern_hpu.errors import exit_code
-from lantern_hpu.train.options import TrainOptions, TrainRequest
+from lantern_hpu.train.options import TrainOptions, TrainRequest, check_training
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -41,9 +43,9 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def train_request(args: argparse.Namespace) -> TrainRequest:
-    options = filled(TrainOptions, args)
-    parts = {"options": options, "device": device_options(args), "given": given_parts(args)}
-    return filled(TrainRequest, args, **parts)
+    device = replace(device_options(args), graphs="eager", layout="plain", invariant="off")
+    parts = {"options": filled(TrainOptions, args), "given": given_parts(args)}
+    return filled(TrainRequest, args, device=device, **parts)
 
 
 def training_summary(report: dict[str, Any], folder: Path) -> str:
@@ -58,10 +60,13 @@ def training_summary(report: dict[str, Any], folder: Path) -> str:
 
 
 def train_drafter(args: argparse.Namespace) -> None:
+    wanted = train_request(args)
+    check_training(wanted)
+    prepare(wanted.device.device, wanted.device.graphs)  # before torch is imported
     from lantern_hpu.train.drafter_training import train
 
-    if report := train(train_request(args)):
-        print(training_summary(report, args.output))
+    if report := train(wanted):
+        print(training_summary(report, wanted.output))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -129,12 +129,7 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
     prepare(device.device, device.graphs)  # before torch is imported
     from lantern_hpu.pipeline import LanternPipeline
     from lantern_hpu.tune.result import tuning_text
-    from lantern_hpu.tune.tuner import (
-        check_model,
-        measure_windows,
-        run_tuning,
-        tuning_report,
-    )
+    from lantern_hpu.tune.tuner import check_model, run_tuning, tuning_report
 
     loaded = LanternPipeline.from_pretrained(args.model, given=given_parts(args), **vars(device))
     with closing(loaded) as pipeline:
@@ -144,10 +139,7 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
             options = TuneOptions(**LARGE | taken(TuneOptions, args))
         if earlier is not None:
             check_profile(earlier, situation, args.profile)
-        if is_window:
-            tuning = measure_windows(pipeline, options, prompts)
-        else:
-            tuning = run_tuning(pipeline, options, prompts, counts)
+        tuning = run_tuning(pipeline, options, prompts, counts)
         print(tuning_text(tuning))
         whole = tuning_report(pipeline, options, tuning, situation, KIND, argv)
     tree = tuned_trees.tree_file(tuning.best.tree)

@@ -30,7 +30,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from accelerate import Accelerator
@@ -38,13 +38,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from lantern_hpu.backends import HOST, prepare
+from lantern_hpu.backends import HOST
 from lantern_hpu.decode.acceptance_counts import Profile, profile
-from lantern_hpu.errors import (
-    OptionError,
-    TrainingError,
-    WeightsError,
-)
+from lantern_hpu.errors import OptionError, TrainingError, WeightsError
 from lantern_hpu.files import write_file
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.request import in_turn
@@ -55,15 +51,18 @@ from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.tables import read_prompts
-from lantern_hpu.train.options import TrainOptions, TrainRequest, check_training
-from lantern_hpu.train.unroll import Lesson, Samples, Unrolled
+from lantern_hpu.train.options import TrainOptions, TrainRequest
+from lantern_hpu.train.unroll import (
+    Lesson,
+    Samples,
+    Unrolled,
+    draw_samples,
+    read_encoded,
+    split,
+)
+from lantern_hpu.train.wiring import check_wiring
 from lantern_hpu.tree import load_static
 from lantern_hpu.zoo.cards import Subject, drafter_card, write_card
-
-if TYPE_CHECKING:
-    from lantern_hpu.pipeline import LanternPipeline
-
-# -------------------------------------------------------------------------------- drafter training
 
 SAVE_EVERY = 50  # steps between two checkpoints
 AVERAGE = 0.99  # decay of the weights' moving average, which is what is measured and kept
@@ -154,12 +153,11 @@ class DrafterTraining:
     ) -> None:
         self.pipeline, self.samples, self.held_out = pipeline, samples, held_out
         self.folder, self.options, self.accelerator = folder, options, accelerator
-        model = pipeline.model
         self.drafter = drafter
-        self.average = [w.detach().clone() for w in self.drafter.parameters()]
-        unrolled = Unrolled(self.drafter, model.target, options.unroll)
+        self.average = [w.detach().clone() for w in drafter.parameters()]
+        unrolled = Unrolled(drafter, pipeline.model.target, options.unroll)
         optimiser = torch.optim.AdamW(
-            self.drafter.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01
+            drafter.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=0.01
         )
         self.model: nn.Module
         self.model, self.optimiser = accelerator.prepare(unrolled, optimiser)
@@ -391,58 +389,32 @@ def curve(progress: Progress) -> bytes:
     return content.getvalue()
 
 
-# ------------------------------------------------------------------------------------ run training
-
-# A training run from its options to its report. Torch is loaded once they are checked.
+# ------------------------------------------------------------------------------------ a run
 
 
 def train(wanted: TrainRequest) -> dict[str, Any]:
     """Draw, train, measure; only the main process has a report, the others an empty one."""
-    check_training(wanted)
-    options = wanted.options
-    prompts = read_prompts(wanted.data)
-    device = replace(wanted.device, graphs="eager", layout="plain", invariant="off")
-    prepare(device.device, device.graphs)
-    from accelerate import Accelerator
-
-    from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.train import unroll
-
-    learned, held_out = unroll.split(prompts)
-    with closing(
-        LanternPipeline.from_pretrained(wanted.model, given=wanted.given, **vars(device))
-    ) as pipeline:
-        target = pipeline.model.target.config
-        known = wanted.tokens and unroll.read_encoded(wanted.tokens, target, held_out)
-        aux_layers = options.read_layers()
-        start = begin(pipeline.model, wanted.finetune, options.seed, aux_layers)
-        precision = wanted.mixed_precision
+    options, prompts = wanted.options, read_prompts(wanted.data)
+    learned, held_out = split(prompts)
+    loaded = LanternPipeline.from_pretrained(
+        wanted.model, given=wanted.given, **vars(wanted.device)
+    )
+    with closing(loaded) as pipeline:
+        target, precision = pipeline.model.target.config, wanted.mixed_precision
+        known = wanted.tokens and read_encoded(wanted.tokens, target, held_out)
+        start = begin(pipeline.model, wanted.finetune, options.seed, options.read_layers())
         accelerator = Accelerator(cpu=pipeline.backend.name == HOST, mixed_precision=precision)
-        check_wiring(pipeline, prompts[0], accelerator.is_main_process)
-
-        def drawn(prompts: Sequence[str], count: int, folder: str) -> unroll.Samples:
-            place = wanted.output / folder
-            return unroll.draw_samples(
-                pipeline, prompts, count, place, accelerator, seed=options.seed
-            )
-
-        lessons = drawn(learned, wanted.samples, "samples")
+        result = check_wiring(pipeline, prompts[0])
+        if accelerator.is_main_process:
+            print(f"wiring: the target as its own drafter, {result}", file=sys.stderr)
+        draw = partial(draw_samples, pipeline, accelerator=accelerator, seed=options.seed)
+        lessons = draw(learned, wanted.samples, wanted.output / "samples")
         if known:
             lessons += known
-        measured = drawn(held_out, options.measured, "held-out")
+        measured = draw(held_out, options.measured, wanted.output / "held-out")
         run = DrafterTraining(
             pipeline, start, lessons, measured, wanted.output, options, accelerator
         )
         if wanted.resume:
             run.resume()
         return run.run()
-
-
-def check_wiring(pipeline: LanternPipeline, prompt: str, shown: bool) -> None:
-    """Raise a WeightsError if the target does not agree with itself; print how well it does."""
-    from lantern_hpu.train import wiring
-
-    more = wiring.wasted_steps(pipeline, prompt)
-    if shown:
-        result = f"{more} steps more than the fewest" if more else "all of its drafts accepted"
-        print(f"wiring: the target as its own drafter, {result}", file=sys.stderr)

@@ -6,7 +6,7 @@ import importlib.util
 import math
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lantern_hpu.errors import (
     OptionError,
@@ -20,11 +20,8 @@ from lantern_hpu.errors import (
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.options import DeviceOptions
 
-if TYPE_CHECKING:
-    pass
-
-
 PRECISIONS = ("no", "bf16", "fp16")
+NEEDED = ("accelerate", "matplotlib")
 
 
 @dataclass(frozen=True)
@@ -96,9 +93,6 @@ class TrainRequest:
             )
         least = int(self.tokens is None)
         require(self.samples >= least, "--samples", self.samples, f"{least} or more")
-
-
-NEEDED = ("accelerate", "matplotlib")
 
 
 def check_training(wanted: TrainRequest) -> None:

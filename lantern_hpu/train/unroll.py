@@ -40,9 +40,7 @@ from lantern_hpu.ops.sampling import apply_guidance, to_probs
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DraftTree
 
-# ----------------------------------------------------------------------------------------- samples
-
-# What a drafter learns from: images that the target itself draws at its sampling settings, and pictures as tokens.
+# ------------------------------------------------------------------------------------ what a drafter learns from
 
 FEWEST = 10  # different prompts: some are held out
 HELD_OUT = 0.1  # share of the prompts
@@ -158,7 +156,7 @@ def draw_batch(pipeline: LanternPipeline, part: list[Request]) -> NDArray[np.int
     return np.stack([record.token_ids for record in pipeline.draw_batch(engine, part)])
 
 
-# ------------------------------------------------------------------------------------------ unroll
+# ------------------------------------------------------------------------------------ the loss
 
 CROSS, FEATURE = 0.3, 0.2  # weights of cross-entropy and feature distance beside 1 - overlap
 

@@ -1,8 +1,8 @@
-"""Is everything connected right? The target as its own drafter must have every draft accepted.
+"""A check before hours of training: the target as its own drafter must have every draft accepted.
 
-A wrong shift of tokens, wrong positions or masks, guidance in one place only: such faults show here, before
-hours of training show them. What it cannot show is a fault in the features that a drafter reads, since the target
-needs none; `tests/test_models.py` and `tests/test_train.py` hold those to a slow twin.
+A wrong shift of tokens, wrong positions or masks, or guidance in one place only fail it. Features that a drafter reads
+are not checked, since the target needs none; `tests/test_models.py` and `tests/test_train.py` compare those with a slow
+twin.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DEPTH = 3  # of the chain
 class Echo(Drafter):
     """A drafter that asks the target: its entry i is the target's position i + 1, in the target's own cache.
 
-    Whatever it writes there lies behind the committed positions, or says the same as what was there.
+    What it writes there is behind the committed positions, or equal to what was there.
     """
 
     def __init__(self, target: Target) -> None:
@@ -57,27 +57,20 @@ class Echo(Drafter):
 
 
 @torch.no_grad()
-def wasted(pipeline: LanternPipeline, prompt: str, seed: int = 0) -> int:
-    """Steps beyond the fewest there can be, when the target drafts a chain for itself.
+def check_wiring(pipeline: LanternPipeline, prompt: str, seed: int = 0) -> str:
+    """Raise a WeightsError if the target, drafting a chain for itself, wastes steps. -> how many it did
 
     There are none, unless rounding makes a draft fail.
     """
     chain = DraftTree.from_paths("chain", [[0] * length for length in range(1, DEPTH + 1)])
     requests = [Request(prompt, seed, pipeline.model.sampling)]
-    echo = Echo(pipeline.model.target)
+    echo, tokens = Echo(pipeline.model.target), pipeline.model.target.config.tokens
     engine = pipeline.engines.make(pipeline.spec(requests, chain, 1, echo), "eager", echo)
     echo.state = engine.state
     pipeline.warm_up(engine, requests[0])
     steps = pipeline.draw_batch(engine, requests)[0].steps
-    fewest = math.ceil((pipeline.model.target.config.tokens - 1) / (DEPTH + 1))
-    return steps - fewest
-
-
-def wasted_steps(pipeline: LanternPipeline, prompt: str) -> int:
-    """How many steps were wasted, if there were few."""
-    more = wasted(pipeline, prompt)
-    allowed = max(1, pipeline.model.target.config.tokens // 100)
-    if more > allowed:
+    more = steps - math.ceil((tokens - 1) / (DEPTH + 1))
+    if more > max(1, tokens // 100):
         why = f"drafting for itself it needs {more} steps more than it should"
         raise WeightsError("the target and the decoder do not fit", why, "check the model folder")
-    return more
+    return f"{more} steps more than the fewest" if more else "all of its drafts accepted"

@@ -1,9 +1,10 @@
 """The static tree that takes the least time per token.
 
-Two things are known of a model on a device: the chances that drafts are accepted (`expectation.py`), and what a step
-costs by the shape of its tree (`costs.py`). What a tree gains is then a sum over its nodes, and the best tree of each
+Two things are known of a model on a device: the chances that drafts are accepted, and what a step costs by the shape of
+its tree. What a tree gains is then a sum over its nodes, and the best tree of each
 size follows by dynamic programming (Sequoia, arXiv 2402.12374, section 3.1). Here the chances depend on the depth as
-well, and on the kind of the parent; and what a level costs depends on its width. Needs no torch.
+well, and on the kind of the parent; and what a level costs depends on its width. Needs no torch;
+`fit_costs` needs scipy.
 """
 
 from __future__ import annotations
@@ -17,14 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lantern_hpu.decode.acceptance_counts import ChildCounts, kind_of
-from lantern_hpu.methods.setting import METHODS
-from lantern_hpu.tree import DraftTree, Path, Window
+from lantern_hpu.tree import DraftTree, Path
 
-# ------------------------------------------------------------------------------------------- costs
-
-# What a step costs, by the shape of its tree: the trees that are measured, and what follows for all others.
-#
-# Needs no torch; `fit_costs` needs scipy.
+# ------------------------------------------------------------------------------------ what a step costs
 
 
 @dataclass(frozen=True)
@@ -116,13 +112,11 @@ def probes(nodes: int, depth: int, most: int) -> list[DraftTree]:
     return list(result.values())
 
 
-# ------------------------------------------------------------------------------------- expectation
+# ------------------------------------------------------------------------------------ what a tree gains
 
-# What a tree should gain: from counts of accepted drafts to chances, tokens a step, and steps an image.
-#
-# The chances depend on the depth, on the rank, and on whether the parent was a first child: where the drafter's first
+# Chances depend on the depth, on the rank, and on whether the parent was a first child: where the drafter's first
 # guess was right, the next one more often is. Siblings are tried one after the other, so a child's chance does not
-# depend on how many siblings follow it. Needs no torch.
+# depend on how many siblings follow it.
 
 # [D, 2, C] chance of each child of a node at a depth, given that the node was accepted; by the node's kind
 ChanceTable = NDArray[np.float64]
@@ -198,24 +192,7 @@ def expected_steps(gains: Sequence[float], tokens: int, images: int = 1) -> floa
     return float(steps)
 
 
-# ----------------------------------------------------------------------------------------- windows
-
-# Which widths of a window are drawn with, to keep the one with the least time a token. Needs no torch.
-
-WIDTHS = (8, 16, 32, 64)
-# On a device that has little arithmetic to spare, as processors
-SMALL_WIDTHS = (2, 4, 8, 16)
-
-
-def measured_windows(method: str, tokens: int, widths: Sequence[int] = WIDTHS) -> list[Window]:
-    """Those that are measured for images of so many tokens: the widths that fit, or the longest that does."""
-    rule, most = METHODS[method].rule, tokens - 1
-    assert rule is not None
-    fitting = [width for width in widths if width <= most] or [most]
-    return [Window.of(rule, width) for width in fitting]
-
-
-# ------------------------------------------------------------------------------------------ search
+# ------------------------------------------------------------------------------------ the search
 
 # [nodes + 1, nodes]: at most so many nodes, so many of them with children
 Table = NDArray[np.float64]

@@ -29,26 +29,17 @@ from lantern_hpu.results.images import RunStats
 from lantern_hpu.results.tables import usual_prompts
 from lantern_hpu.tree import DRAWS, DraftTree, Window, load_static, tuned_trees
 from lantern_hpu.tree.named import NAMED
+from lantern_hpu.tree.window import Rule
 from lantern_hpu.tune.options import HELD_OUT, TuneOptions
 from lantern_hpu.tune.result import Figures, TunedRow, TuningResult
-from lantern_hpu.tune.search import (
-    SMALL_WIDTHS,
-    WIDTHS,
-    Costs,
-    best_tree,
-    estimate,
-    fit_costs,
-    measured_windows,
-    most_reached,
-    probes,
-)
-
-# ------------------------------------------------------------------------------------------- tuner
+from lantern_hpu.tune.search import Costs, best_tree, estimate, fit_costs, most_reached, probes
 
 PROFILED = 64  # nodes of the first tree that acceptance is measured with
 TIMED, STEPS = 5, 4  # timings of each tree, and steps of each timing
 FEW = 2  # of both where steps are long
 COUNTED = 8  # images that acceptance is counted with, at least
+WIDTHS = (8, 16, 32, 64)  # of windows
+SMALL_WIDTHS = (2, 4, 8, 16)  # on a device that has little arithmetic to spare, as processors
 # Typical chances by rank, of children of a first child and of others: they shape the first tree, nothing more
 TYPICAL = (
     (0.55, 0.12, 0.07, 0.05, 0.04, 0.03, 0.025, 0.02, 0.018, 0.015),
@@ -68,51 +59,21 @@ class Tuner:
     ) -> None:
         """
         Args:
-            prompts: drawn with every tree; none for the usual ones.
-            bar: counts `parts`.
+            prompts: drawn with every tree; none for the usual ones. bar: counts what is measured.
         """
         self.pipeline, self.options, self.bar = pipeline, options, bar
         self.is_long = has_long_steps(pipeline)
-        condition = pipeline.model.condition
+        # Several images are counted together, which takes little longer than one
+        self.counted = max(options.images, COUNTED) if self.is_long else options.images
+        condition, self.sizes = pipeline.model.condition, pipeline.model.target.config
         self.prompts = list(prompts or usual_prompts(condition.takes_classes))
         self.relaxation = pipeline.resolve(options.setting).relaxation
         with pipeline.backend.errors(), torch.no_grad():
             condition.prepare(self.prompts)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of an image that steps add; prefill draws the first."""
-        return self.pipeline.model.target.config.tokens - 1
-
-    @property
-    def counted(self) -> int:
-        """Images that acceptance is counted with: together, so that several take little longer than one."""
-        return max(self.options.images, COUNTED) if self.is_long else self.options.images
-
-    @property
-    def named(self) -> list[DraftTree]:
-        """The named trees that are drawn with: all, or where steps are long the small ones."""
-        trees = [load_static(name) for name in NAMED]
-        return [tree for tree in trees if not self.is_long or tree.size <= self.options.max_nodes]
-
-    @property
-    def probes(self) -> list[DraftTree]:
-        """The trees whose steps are timed, beside `ar`."""
-        return probes(self.options.max_nodes, self.options.max_depth, DRAWS)
-
-    def parts(self, counted: bool) -> int:
-        """How many things `tune` measures.
-
-        Args:
-            counted: whether it is given counts.
-        """
-        return 1 + len(self.probes) + (0 if counted else 2) + 2 + len(self.named)
-
-    # -- what all measurements share
-
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """One thing to measure: the bar says which, and counts it."""
+    def measuring(self, name: str) -> Iterator[None]:
+        """One thing to measure: the bar names it and counts it."""
         self.bar.set_description(name)
         with self.pipeline.backend.errors(), torch.no_grad():
             yield
@@ -120,8 +81,7 @@ class Tuner:
         self.bar.update()
 
     def show_row(self, row: int) -> None:
-        """How far a batch is."""
-        self.bar.set_postfix_str(f"row {row} of {self.pipeline.model.target.config.grid[0]}")
+        self.bar.set_postfix_str(f"row {row} of {self.sizes.grid[0]}")
 
     def requests(self, count: int, tree: DraftTree, first: int = 0) -> list[Request]:
         """So many images, with seeds from the `first` one on."""
@@ -141,53 +101,50 @@ class Tuner:
     def step_ms(self, tree: DraftTree) -> float:
         """Milliseconds of a step with a tree: the median of a few timings of a few steps each."""
         requests = self.requests(self.options.batch_size, tree)
-        timed, count = (FEW, FEW) if self.is_long else (TIMED, STEPS)
-        with self.part(f"step over {tree.size} nodes, depth {tree.depth}"):
+        times, count = (FEW, FEW) if self.is_long else (TIMED, STEPS)
+        with self.measuring(f"step over {tree.size} nodes, depth {tree.depth}"):
             engine = self.engine(requests, tree)
-            timings = [RunStats() for _ in range(timed + 1)]
+            timings = [RunStats() for _ in range(times + 1)]
             for timing in timings:
                 list(self.pipeline.stream(engine, requests, timing, most=count))
         # The first is not counted
         return statistics.median(timing.ms_per_step for timing in timings[1:])
 
-    def costs(self) -> Costs:
+    def costs(self, trees: Sequence[DraftTree]) -> Costs:
         """What steps of any shape cost, from those of some trees."""
-        trees = self.probes
         alone, *measured = [self.step_ms(tree) for tree in (DraftTree.root_only(), *trees)]
         return fit_costs(alone, trees, measured)
 
     def counts(self, tree: DraftTree, first: int) -> ChildCounts:
         """Acceptance in images drawn with a tree."""
-        images, columns = self.counted, self.pipeline.model.target.config.columns
+        images, pipeline, columns = self.counted, self.pipeline, self.sizes.columns
         requests = self.requests(images, tree, first)
         # Acceptance does not depend on the batch: many at once take less time.
         size = min(images, max(self.options.batch_size, BATCHES[-1]))
-        with self.part(f"acceptance, {tree.name}"):
-            pipeline = self.pipeline
+        with self.measuring(f"acceptance, {tree.name}"):
             engine = pipeline.engines.make(pipeline.spec(requests, tree, size), "eager")
             encode = partial(pipeline.prefix, engine)
-            result = profile(
-                engine, encode, requests, lambda known: self.show_row(known // columns)
-            )
-        return result.counts
+            found = profile(engine, encode, requests, lambda n: self.show_row(n // columns))
+        return found.counts
 
     def draw(self, tree: DraftTree) -> Figures:
         """Whole batches of images with a tree; the time of a step is the median of the batches'."""
         size = self.options.batch_size
         count = -(-self.options.images // size) * size
         requests = self.requests(count, tree, HELD_OUT)
-        taken, run, each = 0, 0, []  # steps of the images, and of their batches
-        with self.part(f"drawing, {tree.name if tree.depth else 'ar'}"):
+        steps, run, each = 0, 0, []  # steps of the images, and of their batches
+        with self.measuring(f"drawing, {tree.name if tree.depth else 'ar'}"):
             engine = self.engine(requests, tree)
             for start in range(0, count, size):
                 batch, timing = requests[start : start + size], RunStats()
                 finished = self.pipeline.draw_batch(
                     engine, batch, timing, lambda event: self.show_row(event.rows // size)
                 )
-                taken, run = taken + sum(done.steps for done in finished), run + timing.steps
+                steps, run = steps + sum(done.steps for done in finished), run + timing.steps
                 each.append(timing.ms_per_step)
-        tokens, step = count * self.tokens, statistics.median(each)
-        return Figures(tokens / taken, step, step * run / tokens)
+        # Prefill draws the first token of an image
+        tokens, step = count * (self.sizes.tokens - 1), statistics.median(each)
+        return Figures(tokens / steps, step, step * run / tokens)
 
     # -- all of it
 
@@ -202,48 +159,42 @@ class Tuner:
         Args:
             counts: of an earlier run; measured if not given.
         """
-        costs = self.costs()
+        options = self.options
+        named = [load_static(name) for name in NAMED]  # where steps are long, the small ones
+        named = [tree for tree in named if not self.is_long or tree.size <= options.max_nodes]
+        timed = probes(options.max_nodes, options.max_depth, DRAWS)
+        self.bar.total = 1 + len(timed) + (2 if counts is None else 0) + 2 + len(named)
+        costs = self.costs(timed)
         if counts is None:
-            chances = np.array([TYPICAL] * self.options.max_depth)
+            chances = np.array([TYPICAL] * options.max_depth)
             counts = self.counts(most_reached("typical", chances, PROFILED), 0)
             # Easy places are passed within a step and hard ones begin steps, the more so the larger the tree is.
             counts += self.counts(self.best_tree(counts, costs), self.counted)
-        trees = [DraftTree.root_only(), self.best_tree(counts, costs), *self.named]
+        trees = [DraftTree.root_only(), self.best_tree(counts, costs), *named]
         chances = estimate(counts, max(tree.depth for tree in trees))
-        shared = (chances, costs, self.tokens, self.options.batch_size)
+        shared = (chances, costs, self.sizes.tokens - 1, options.batch_size)
         rows = [TunedRow(t, Figures.expected(t, *shared), self.draw(t)) for t in trees]
         return TuningResult(counts, costs, rows)
 
-    def tune_windows(self, windows: Sequence[Window]) -> TuningResult:
-        """Draw with `ar` and with each of these."""
-        trees = [DraftTree.root_only(), *windows]
+    def tune_windows(self, rule: Rule) -> TuningResult:
+        """Draw with `ar` and with windows of each width that fits, or of the longest."""
+        idle, most = self.pipeline.backend.tuning.idle_arithmetic, self.sizes.tokens - 1
+        widths = [w for w in (WIDTHS if idle else SMALL_WIDTHS) if w <= most] or [most]
+        trees = [DraftTree.root_only(), *(Window.of(rule, width) for width in widths)]
+        self.bar.total = len(trees)
         return TuningResult(None, None, [TunedRow(tree, None, self.draw(tree)) for tree in trees])
 
 
-# -------------------------------------------------------------------------------------- run tuning
-
-# A tuning from its options to its report.
+# ------------------------------------------------------------------------------------ a run
 
 
 def check_model(pipeline: LanternPipeline, situation: tuned_trees.Situation) -> None:
     """Raise an error if the model cannot draft this method's trees, or the tree could not be saved."""
-    if (
-        METHODS[Setting.parse(situation["method"]).method].needs_drafter
-        and pipeline.model.drafter is None
-    ):
-        why, hint = f"{situation['method']} needs one", "--method " + " or ".join(WINDOWS)
+    method = situation["method"]
+    if METHODS[Setting.parse(method).method].needs_drafter and pipeline.model.drafter is None:
+        why, hint = f"{method} needs one", "--method " + " or ".join(WINDOWS)
         raise OptionError(f"{pipeline.model.name} has no drafter", why, f"--drafter, or {hint}")
     check_free([tuned_trees.file_of(situation)], force=True)
-
-
-def measure_windows(
-    pipeline: LanternPipeline, options: TuneOptions, prompts: Sequence[str]
-) -> TuningResult:
-    """All widths, with a bar."""
-    widths = WIDTHS if pipeline.backend.tuning.idle_arithmetic else SMALL_WIDTHS
-    trees = measured_windows(options.setting.method, pipeline.model.target.config.tokens, widths)
-    with tqdm(total=len(trees) + 1, unit="part", file=sys.stderr, dynamic_ncols=True) as bar:
-        return Tuner(pipeline, options, prompts, bar).tune_windows(trees)
 
 
 def run_tuning(
@@ -252,11 +203,11 @@ def run_tuning(
     prompts: Sequence[str],
     counts: ChildCounts | None,
 ) -> TuningResult:
-    """The tuning itself, with a bar."""
+    """The tuning of trees, or of windows for a method that has them, with a bar."""
     with tqdm(unit="part", file=sys.stderr, dynamic_ncols=True) as bar:
         tuner = Tuner(pipeline, options, prompts, bar)
-        bar.total = tuner.parts(counts is not None)
-        return tuner.tune(counts)
+        rule = METHODS[options.setting.method].rule
+        return tuner.tune(counts) if rule is None else tuner.tune_windows(rule)
 
 
 def tuning_report(
