@@ -26,10 +26,9 @@ import json
 import math
 import os
 import random
-import socket
 import statistics
-import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
@@ -48,6 +47,7 @@ from lantern_hpu.results.tables import usual_prompts
 from lantern_hpu.serve.decoder import DecodeThread, Job, Lane
 from lantern_hpu.serve.options import ServeOptions
 from scripts import ROOT
+from scripts.serving import serving
 
 PATH = "/v1/images/generations"
 PATIENT: dict[str, Any] = {"timeout": 3600, "limits": httpx.Limits(max_connections=256)}
@@ -55,28 +55,15 @@ PATIENT: dict[str, Any] = {"timeout": 3600, "limits": httpx.Limits(max_connectio
 
 @contextmanager
 def server(model: str, slots: int, method: str, queue: int) -> Iterator[tuple[str, int]]:
-    """A server of this machine alone: its address, and its process."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    options = f"--model {model} --slots {slots} --methods {method} --queue {queue} --port {port}"
-    command = [sys.executable, "-m", "lantern_hpu", "serve", *options.split()]
+    """The address and the process of a server."""
+    options = f"serve --model {model} --slots {slots} --methods {method} --queue {queue}"
+    command = [sys.executable, "-m", "lantern_hpu", *options.split()]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, env=environment)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        while True:
-            assert process.poll() is None, "the server ended"
-            try:
-                if httpx.get(url + "/readyz", timeout=60).status_code == 200:
-                    break
-            except httpx.TransportError:
-                pass
-            time.sleep(0.2)
+    with (
+        tempfile.NamedTemporaryFile() as log,
+        serving(command, Path(log.name), env=environment) as (url, process),
+    ):
         yield url, process.pid
-    finally:
-        process.terminate()
-        process.wait(120)
 
 
 def resident(pid: int) -> int:

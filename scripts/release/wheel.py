@@ -14,12 +14,10 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,10 +25,10 @@ from typing import Any
 
 from lantern_hpu.errors import OptionError, exit_code
 from scripts import ROOT
+from scripts.serving import PATIENCE, serving
 
 SKIPPED = (".*", "data", "out", "build", "dist", "*.egg-info", "__pycache__")
 PROMPT = "a red apple"
-PATIENCE = 300  # seconds for a server to be ready, and to answer
 PNG = b"\x89PNG"
 ABOUT = "import json, platform, torch; print(json.dumps([platform.python_version(), torch.__version__]))"
 
@@ -85,37 +83,15 @@ def try_wheel(programs: Path, folder: Path) -> dict[str, Any]:
 
 def serve(programs: Path, folder: Path) -> tuple[int, float]:
     """The size of an image that a server sends, and how long SIGINT takes to end it."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    address, log = f"http://127.0.0.1:{port}", folder / "serve.log"
-    command = [str(programs / "lantern-hpu"), "serve", "--port", str(port)]
-    with log.open("w") as lines:
-        server = subprocess.Popen(command, cwd=folder, env=clean(), stdout=lines, stderr=lines)
-    try:
-        wait_for(f"{address}/readyz", server, log)
-        image = ask(f"{address}/v1/images/generations")
+    log, command = folder / "serve.log", [str(programs / "lantern-hpu"), "serve"]
+    with serving(command, log, cwd=folder, env=clean()) as (url, server):
+        image = ask(f"{url}/v1/images/generations")
         began = time.perf_counter()
         server.send_signal(signal.SIGINT)
-        code = server.wait(PATIENCE)
-    finally:
-        server.kill()
-        server.wait()
+        code, seconds = server.wait(PATIENCE), time.perf_counter() - began
     if code != 0 or not image.startswith(PNG):
         raise OptionError(f"the server ended with {code}", log.read_text()[-2000:])
-    return len(image), time.perf_counter() - began
-
-
-def wait_for(url: str, server: subprocess.Popen[bytes], log: Path) -> None:
-    """Return when a URL answers with 200."""
-    began = time.perf_counter()
-    while time.perf_counter() - began < PATIENCE and server.poll() is None:
-        try:
-            with urllib.request.urlopen(url, timeout=10):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.2)
-    raise OptionError("the server did not become ready", log.read_text()[-2000:])
+    return len(image), seconds
 
 
 def ask(url: str) -> bytes:
