@@ -21,6 +21,17 @@ BLOCK = 16  # most steps between two host reads
 BATCHES = (1, 2, 3, 4, 6, 8)  # sizes of a batch where none is asked for
 LEAST_CLASS = 16  # of top-k and neighbours
 LEAST_RANKS = 7  # of a cluster, as published
+# Fields of a spec whose larger values serve the smaller ones too
+GROWING = (
+    "guidance",
+    "use_greedy",
+    "max_top_k",
+    "use_top_p",
+    "neighbours",
+    "annealed",
+    "ranks",
+    "blended",
+)
 NOISE_BYTES = 2**28  # of a batch's fixed noise, at most; more is made anew in each step
 
 
@@ -85,6 +96,12 @@ class Spec:
             grid=config.grid if config.code_pixels else None,
             prefix=config.prefix if config.prefixes else None,
         )
+
+    def lacks(self, need: Spec) -> str:
+        """The first field of which another spec needs more than this graph does; empty if it serves that one."""
+        more = (name for name in GROWING if getattr(need, name) > getattr(self, name))
+        other = need.neighbours > 0 and need.residual != self.residual
+        return next(more, "residual" if other else "")
 
     def sizes(self, config: TransformerConfig) -> TransformerConfig:
         """A target's, as these images need them."""

@@ -60,7 +60,9 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         for name in ("grid", "rope_sections", "prefixes"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))  # JSON has no tuples
+            object.__setattr__(
+                self, name, tuple(getattr(self, name))
+            )  # JSON has lists, which compare unequal
         sizes = (self.vocab_size, self.dim, self.layers, self.heads, self.ffn_dim, self.prefix)
         if min(*sizes, *self.grid) < 1 or self.dim % self.heads:
             why = f"{self.heads} heads of width {self.dim}, {self.layers} layers, grid {self.grid}"
@@ -82,11 +84,7 @@ class TransformerConfig:
             raise ValueError(f"{self.spare_codes} spare codes of {self.vocab_size}")
 
     def of_grid(self, grid: tuple[int, int] | None, words: int = 0) -> TransformerConfig:
-        """The same for pictures of another grid, and for prompts of so many tokens: with the shortest prefix for them.
-
-        Args:
-            grid: None: the model's own. words: 0: as many as fit.
-        """
+        """The same for pictures of another grid, and with the shortest prefix for so many tokens (0: any)."""
         prefix = next((p for p in self.prefixes if 0 < words <= p), self.prefix)
         if (grid or self.grid, prefix) == (self.grid, self.prefix):
             return self
@@ -193,26 +191,21 @@ class TransformerConfig:
 
 @dataclass(frozen=True)
 class DrafterConfig:
-    """An EAGLE drafter, where it differs from its target; None: as the target's.
+    """An EAGLE drafter, where it differs from its target; None: as the target's."""
 
-    Attributes:
-        input_norm: whether the block normalises its input (Anole).
-        sees_pads: whether padded condition positions are visible (LlamaGen's published drafters).
-        shift: 1 where entry i reads token i + 1, as EAGLE does; 0 where it reads token i, as a drafter
-            trained on unshifted tokens does. It guesses the same for the children of all siblings.
-        aux_layers: target layers, from 0, whose outputs it reads beside the last features (EAGLE-3).
-    """
-
-    input_norm: bool = False
-    sees_pads: bool = False
+    input_norm: bool = False  # whether the block normalises its input (Anole)
+    sees_pads: bool = (
+        False  # whether padded condition positions are visible (LlamaGen's published drafters)
+    )
+    # 1 where entry i reads token i + 1, as EAGLE does; 0 where it reads token i, as a drafter trained on unshifted
+    # tokens does: it predicts the same for the children of all siblings
     shift: int = 1
     norm_eps: float | None = None
     ffn_dim: int | None = None
     qk_norm: bool | None = None
-    aux_layers: tuple[int, ...] = ()
+    aux_layers: tuple[int, ...] = ()  # target layers whose outputs it reads too (EAGLE-3)
 
     def __post_init__(self) -> None:
-        # JSON has no tuples; a list here would make equal configurations compare unequal.
         object.__setattr__(self, "aux_layers", tuple(self.aux_layers))
 
     def sizes(self, target: TransformerConfig) -> TransformerConfig:
@@ -232,9 +225,9 @@ class DrafterConfig:
 
     def as_json(self) -> dict[str, Any]:
         """As `model.json` holds it: what is usual is left out."""
-        kept = {n: value for n, value in asdict(self).items() if value is not None}
         usual = {"shift": 1, "aux_layers": ()}
-        return {n: value for n, value in kept.items() if n not in usual or value != usual[n]}
+        values = asdict(self).items()
+        return {n: value for n, value in values if value not in (None, usual.get(n))}
 
 
 @dataclass(frozen=True)
@@ -257,7 +250,6 @@ class VQConfig:
     kind: Literal["image", "video"] = "image"
 
     def __post_init__(self) -> None:
-        # JSON has no tuples; a list here would make equal configurations compare unequal.
         object.__setattr__(self, "multipliers", tuple(self.multipliers))
 
     @property
@@ -347,23 +339,18 @@ KINDS = {
 class ConditionConfig:
     """How a prompt becomes the target's prefix.
 
-    Attributes:
-        kind: `words`, a table of words and LlamaGen's projection; `t5`, features of a T5 and the projection;
-            `classes`, a table of labels; `tokens`, tokens of a language model.
-        dim: width of caption features. classes: labels. words: the table's. positions: words that are read of a prompt;
-            0: as many as the prefix has positions.
-        text: folder of the text encoder, where it is known.
-        frame: how tokens are framed, a name of `text.frames`. rows: of their own table; 0: they are in the target's.
+    By a table of words and LlamaGen's projection, features of a T5 and the projection, a table of labels, or tokens of
+    a language model.
     """
 
     kind: Literal["words", "t5", "classes", "tokens"]
-    dim: int = 0
-    classes: int = 0
-    words: tuple[str, ...] = ()
-    text: str | None = None
-    frame: str = "anole"
-    rows: int = 0
-    positions: int = 0
+    dim: int = 0  # width of caption features
+    classes: int = 0  # labels
+    words: tuple[str, ...] = ()  # of the table
+    text: str | None = None  # folder of the text encoder, where it is known
+    frame: str = "anole"  # how tokens are framed: a name of `text.frames`
+    rows: int = 0  # of the tokens' own table; 0: they are in the target's
+    positions: int = 0  # words that are read of a prompt; 0: as many as the prefix has positions
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "words", tuple(self.words))
@@ -388,22 +375,17 @@ class ConditionConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """All parts of a text-to-image model.
-
-    Attributes:
-        drafter: None where there is none. vq: None where nothing is to become a picture.
-        text: sizes of the text encoder that the condition needs; None where it needs none, or is not here.
-        codebook: width of the codes' vectors, where those alone are known of their tokenizer; 0: they are not.
-        diffusion: parameters of the diffusion model that makes pictures of the codes, where they are known.
-    """
+    """All parts of a text-to-image model; None where there is none."""
 
     target: TransformerConfig
     condition: ConditionConfig
     drafter: DrafterConfig | None = None
     vq: VQConfig | None = None
-    text: T5Config | None = None
-    codebook: int = 0
-    diffusion: int = 0
+    text: T5Config | None = None  # of the text encoder; None, too, where it is not here
+    codebook: int = 0  # width of the codes' vectors, where those alone are known of their tokenizer
+    diffusion: int = (
+        0  # parameters of the diffusion model that makes pictures of the codes, where known
+    )
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelConfig:

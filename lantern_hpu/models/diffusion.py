@@ -22,10 +22,7 @@ FOLDERS = ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
 
 
 def check_diffusers(version: str | None = None) -> None:
-    """
-    Args:
-        version: in place of the installed one.
-    """
+    """Raise an OptionError unless diffusers, of this version or as it is installed, takes codes as they are given."""
     if version is None:
         with needing("diffusers", "it makes pictures of GLM-Image's codes", "glm"):
             import diffusers
@@ -43,10 +40,7 @@ def check_diffusers(version: str | None = None) -> None:
 def prior_token_ids(tokens: NDArray[np.int64], grid: tuple[int, int]) -> Tensor:
     """The `prior_token_ids` of diffusers' `GlmImagePipeline`: each code of the picture doubled both ways.
 
-    Args:
-        tokens: [B, N], with or without those of the preview. grid: rows and columns of the picture's codes.
-
-    Returns [B, 4 * rows * columns] int64.
+    From [B, N], with or without the preview's, to [B, 4 * rows * columns] int64.
     """
     rows, columns = grid
     codes = torch.as_tensor(tokens[:, -rows * columns :]).long().unflatten(1, grid)
@@ -54,19 +48,11 @@ def prior_token_ids(tokens: NDArray[np.int64], grid: tuple[int, int]) -> Tensor:
 
 
 class DiffusionPixels:
-    """diffusers' pipeline without its language model.
-
-    Attributes:
-        options: of its call, such as `num_inference_steps` and `guidance_scale`; its own defaults if empty.
-    """
+    """diffusers' pipeline without its language model; `options` are those of its call."""
 
     def __init__(
         self, folder: Path, dtype: torch.dtype, device: torch.device, **options: Any
     ) -> None:
-        """
-        Args:
-            folder: of the whole pipeline.
-        """
         check_diffusers()
         check_diffusion_folder(folder)
         with needing("diffusers", "it makes pictures of GLM-Image's codes", "glm"):
@@ -93,11 +79,7 @@ class DiffusionPixels:
         prompts: Sequence[str],
         seeds: Sequence[int],
     ) -> list[Image.Image]:
-        """Pictures of tokens [B, N], one at a time.
-
-        Args:
-            config: of the target that drew them. prompts: of which quoted text is read. seeds: of the diffusion.
-        """
+        """Pictures of tokens [B, N], one at a time; of prompts, quoted text is read."""
         height, width = (config.code_pixels * side for side in config.grid)
         found: list[Image.Image] = []
         for row, prompt, seed in zip(tokens, prompts, seeds, strict=True):

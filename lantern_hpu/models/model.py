@@ -191,10 +191,7 @@ def nearest_codes(codebook: Tensor, k: int, chunk: int = 1024) -> Tensor:
 
     Distances are computed in float64 and equal ones ordered by code, so that every device gets the same table.
 
-    Args:
-        codebook: [V, dim]. k: 1 to V - 1.
-
-    Returns [V, k] int32; no code is its own neighbour.
+    From [V, dim] to [V, k] int32, k < V; no code is its own neighbour.
     """
     size = len(codebook)
     if not 0 < k < size:

@@ -117,30 +117,29 @@ def read_setting(given: Mapping[str, Any], setting: Resolved, menu: Menu) -> Res
 def check_graph(need: Spec, served: Served, given: Mapping[str, Any]) -> None:
     """Raise an ApiError where a request needs what the recorded step does not do."""
     has, method = served.spec, served.setting.method
-    if need.guidance and not has.guidance:
-        raise refuse("cfg_scale", "not 1", "1, this server draws without guidance")
-    if need.use_greedy and not has.use_greedy:
-        raise refuse("temperature", 0, "0.01 to 10; 0 where the server has --allow greedy")
-    if need.max_top_k > has.max_top_k:
-        most = f"up to {has.max_top_k}, or 0" if has.max_top_k else "0 (off)"
-        raise refuse("top_k", "more", f"{most}; more where the server has --allow top_k")
-    if need.use_top_p and not has.use_top_p:
-        raise refuse("top_p", "below 1", "1 (off); less where the server has --allow top_p")
-    allowed = ""
-    if need.neighbours > has.neighbours:
-        allowed = f"k of 0 to {has.neighbours - 1} with {method} on this server"
-        if has.neighbours < 2:
-            allowed = f"no k with {method} on this server; some where it has --allow PRESET"
-    elif need.annealed and not has.annealed:
-        allowed = f"no omega: {method} is served without weights of depth"
-    elif need.ranks > has.ranks:
-        allowed = f"ranks up to {has.ranks}; more where the server has --allow gsd"
-    elif need.blended and not has.blended:
-        allowed = "tv of 0; more where the server has --allow tv"
-    elif need.neighbours and need.residual != has.residual:
-        allowed = f"residual={has.residual}"
-    if allowed:
-        raise refuse("relax", given.get("relax"), allowed)
+    lacking = has.lacks(need)
+    allowed = {
+        "guidance": ("cfg_scale", "1, this server draws without guidance"),
+        "use_greedy": ("temperature", "0.01 to 10; 0 where the server has --allow greedy"),
+        "max_top_k": (
+            "top_k",
+            f"0 (off) to {has.max_top_k}; more where the server has --allow top_k",
+        ),
+        "use_top_p": ("top_p", "1 (off); less where the server has --allow top_p"),
+        "neighbours": (
+            "relax",
+            f"k of 0 to {has.neighbours - 1} with {method} on this server"
+            if has.neighbours > 1
+            else f"no k with {method} on this server; some where it has --allow PRESET",
+        ),
+        "annealed": ("relax", f"no omega: {method} is served without weights of depth"),
+        "ranks": ("relax", f"ranks up to {has.ranks}; more where the server has --allow gsd"),
+        "blended": ("relax", "tv of 0; more where the server has --allow tv"),
+        "residual": ("relax", f"residual={has.residual}"),
+    }
+    if lacking:
+        field, values = allowed[lacking]
+        raise refuse(field, given.get(field), values)
 
 
 def translated(error: LanternError, given: Collection[str] = ()) -> ApiError:

@@ -1,7 +1,4 @@
-"""Models that can be had by name: what they are made of, and where their files lie on the Hub. Needs no torch.
-
-`assets/registry.json` has the facts.
-"""
+"""The models that are known by name, as `assets/registry.json` has them. Needs no torch."""
 
 from __future__ import annotations
 
@@ -23,28 +20,19 @@ NEEDED_FOR = ("always", "drafting", "prompts", "optional")
 
 @dataclass(frozen=True)
 class Part:
-    """Files of one repository of the Hub.
+    """Files of one repository of the Hub."""
 
-    Attributes:
-        role: one of `PARTS`.
-        files: names; `a|b` is either, `a/*` all files of a folder.
-        bytes: of all files together, as the Hub shows it or counted from the parameters; None if unknown.
-        sha256: digests of the files whose digest is known.
-        licence: as the repository states it.
-        needed_for: one of `NEEDED_FOR`.
-        confirmed: whether a public page names the repository and the files.
-        instead: other repositories with the same weights.
-    """
-
-    role: str
+    role: str  # one of `PARTS`
     repo: str
-    files: tuple[str, ...]
-    bytes: int | None
-    sha256: Mapping[str, str]
-    licence: str
-    needed_for: str
-    confirmed: bool
-    instead: tuple[Part, ...] = ()
+    files: tuple[str, ...]  # `a|b` is either, `a/*` all files of a folder
+    bytes: (
+        int | None
+    )  # of all files, as the Hub shows it or counted from the parameters; None if unknown
+    sha256: Mapping[str, str]  # of the files whose digest is known
+    licence: str  # as the repository states it
+    needed_for: str  # one of `NEEDED_FOR`
+    confirmed: bool  # whether a public page names the repository and the files
+    instead: tuple[Part, ...] = ()  # other repositories with the same weights
     note: str = ""
 
     @property
@@ -57,11 +45,7 @@ class Part:
         return f"https://huggingface.co/{self.repo}"
 
     def absent(self, folder: Path | None, without: Collection[str] = ()) -> tuple[str, ...]:
-        """The files that a folder lacks. A link without its file does not count as one.
-
-        Args:
-            without: names of files that do not count either.
-        """
+        """The files that a folder lacks; neither a link without its file counts, nor those named `without`."""
         if folder is None:
             return self.files
         return tuple(
@@ -78,8 +62,7 @@ class Part:
 def alternative_files(spec: str, folder: Path) -> Iterator[Path]:
     """Those of the names `a|b` that are files in a folder; of `a/*` the files there, if none is missing."""
     if spec.endswith(FOLDER):
-        inside = folder / spec.removesuffix(FOLDER)
-        return (file for file in folder_files(inside))
+        return iter(folder_files(folder / spec.removesuffix(FOLDER)))
     return (folder / name for name in spec.split("|") if (folder / name).is_file())
 
 
@@ -97,23 +80,19 @@ def folder_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class KnownModel:
-    """One known model.
-
-    Attributes:
-        sampling: published settings: cfg_scale, temperature, top_k, top_p.
-        parts: those of `PARTS` that it has.
-        repo: of its target, where it was asked for by that and the name stands for another one.
-    """
+    """One known model."""
 
     name: str
     title: str
     family: str
     licence: str
     config: ModelConfig
-    sampling: Mapping[str, float]
+    sampling: Mapping[str, float]  # published: cfg_scale, temperature, top_k, top_p
     parts: Mapping[str, Part]
     note: str = ""
-    repo: str = ""
+    repo: str = (
+        ""  # of its target, where it was asked for by that and the name stands for another one
+    )
 
     @property
     def image_size(self) -> int:
@@ -188,11 +167,7 @@ def sources(name: str) -> list[tuple[KnownModel, Part]]:
 
 
 def get(name: str, *others: str) -> KnownModel:
-    """The model of a name or Hub id.
-
-    Args:
-        others: what else could have been named.
-    """
+    """The model of a name or Hub id; `others` could have been named as well."""
     entry = find_model_by_name(name)
     if entry is not None:
         return entry

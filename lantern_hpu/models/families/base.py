@@ -14,47 +14,33 @@ from lantern_hpu.models.files.names import CODE_PIXELS, Parts
 
 @dataclass(frozen=True)
 class Published:
-    """What a published target turned out to be.
+    """What a published target turned out to be."""
 
-    Attributes:
-        kind: as the list of known models has it.
-        checkpoint: its tensors by the names that the recipe uses.
-        recipe: of `target.*` and of the condition's modules.
-        tokenizer: a whole image tokenizer, if the target's own file holds one.
-        codebook: width of the codes' vectors, where the recipe has them as `codebook.weight`.
-        sampling: as its files say; None: the family's.
-        diffusion: whether pictures are made by a diffusion model of its codes and prompt.
-    """
-
-    kind: str
+    kind: str  # as the list of known models has it
     config: TransformerConfig
     condition: ConditionConfig
-    checkpoint: Checkpoint
-    recipe: Recipe
-    tokenizer: Checkpoint | None = None
-    codebook: int = 0
-    sampling: Sampling | None = None
-    diffusion: bool = False
+    checkpoint: Checkpoint  # its tensors by the names that the recipe uses
+    recipe: Recipe  # of `target.*` and of the condition's modules
+    tokenizer: Checkpoint | None = (
+        None  # a whole image tokenizer, if the target's own file holds one
+    )
+    codebook: int = 0  # width of the codes' vectors, where the recipe has them as `codebook.weight`
+    sampling: Sampling | None = None  # as its files say; None: the family's
+    diffusion: bool = (
+        False  # whether pictures are made by a diffusion model of its codes and prompt
+    )
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family; its file says the same of each.
-
-    Attributes:
-        recognises: whether these tensors, with their metadata, are of the family.
-        read: what they are; takes them, the config.json beside them, and where the other parts lie.
-        ignored: what the names of tensors that are not needed have in them.
-        sampling: published settings of each kind, by the names that the list of known models has for those.
-        normalized_codes: whether codes are used at length 1. code_pixels: along a code.
-    """
+    """One family of checkpoints, by its tensors, the config.json beside them, and the other parts."""
 
     recognises: Callable[[Checkpoint, dict[str, Any], Parts], bool]
     read: Callable[[Checkpoint, dict[str, Any], Parts], Published]
-    ignored: tuple[str, ...]
-    sampling: Mapping[str, Sampling]
-    normalized_codes: bool
-    code_pixels: int = CODE_PIXELS
+    ignored: tuple[str, ...]  # what the names of tensors that are not needed have in them
+    sampling: Mapping[str, Sampling]  # published settings of each kind
+    normalized_codes: bool  # whether codes are used at length 1
+    code_pixels: int = CODE_PIXELS  # along a code
 
 
 def called(about: dict[str, Any], parts: Parts) -> str:

@@ -1,4 +1,4 @@
-"""EAGLE drafters, published ones and those of our own training: their kinds, and whether they belong to a target.
+"""EAGLE drafters, published and of our own training: their kinds, and whether they belong to a target.
 
 Of the published ones llamagen_drafter and llamagen2_drafter have neither an input norm nor query-key norms;
 anole_drafter has both. A drafter holds no head: it uses its target's.
@@ -40,7 +40,7 @@ def open_drafter(path: Path, target: TransformerConfig) -> OpenedDrafter:
 
 
 class TrainedDrafter:
-    """What `lantern_hpu.train` left in a folder, opened; no weight is read yet."""
+    """A drafter that `train` wrote; no weight is read yet."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,11 +48,7 @@ class TrainedDrafter:
             self.config, self.fingerprint = DrafterConfig(**about["options"]), about["target"]
 
     def fill(self, drafter: Drafter, model: ImageModel, dtype: torch.dtype | None) -> str:
-        """Read its weights. -> their digest
-
-        Args:
-            dtype: None keeps the file's.
-        """
+        """Read its weights, in the file's dtype if None is given. -> their digest"""
         if self.fingerprint != model.fingerprint:
             why = f"it was trained for another target than {model.name}"
             raise WeightsError(f"the drafter in {self.path} does not fit", why, "--model")
@@ -62,7 +58,7 @@ class TrainedDrafter:
 
 
 class PublishedDrafter:
-    """A drafter's files, opened for a target of these sizes; no weight is read yet."""
+    """A published drafter for a target of these sizes; no weight is read yet."""
 
     def __init__(self, path: Path, target: TransformerConfig) -> None:
         self.path, self.about = path, settings_beside(path)
@@ -71,11 +67,7 @@ class PublishedDrafter:
             self.config = eagle_config(self.checkpoint, self.about, target)
 
     def fill(self, drafter: Drafter, model: ImageModel, dtype: torch.dtype | None) -> str:
-        """Read its weights. -> their digest
-
-        Args:
-            dtype: None keeps the file's.
-        """
+        """Read its weights, in the file's dtype if None is given. -> their digest"""
         rows = drafter.config.embed_rows  # image tokens come first in ours: see `chameleon`
         table = None if rows is None else AnoleFrame.order.stretches(rows)
         recipe = {
@@ -94,7 +86,7 @@ OpenedDrafter = TrainedDrafter | PublishedDrafter
 
 
 def check_family(drafter: Drafter, target: Target, path: Path) -> None:
-    """A published drafter's embedding is a copy of its target's, or of its target's head, and never trained."""
+    """Raise a WeightsError unless a published drafter's embedding is that of its target, or its head."""
     mine = drafter.embed.weight
     rows = torch.linspace(0, target.config.vocab_size - 1, SAMPLED_ROWS, device=mine.device).long()
     tables = [target.embed(rows)]

@@ -83,12 +83,7 @@ def llamagen_recipe(checkpoint: Checkpoint, layers: int) -> Recipe:
 def llamagen_config(
     checkpoint: Checkpoint, about: dict[str, Any], size: int | None
 ) -> TransformerConfig:
-    """Sizes of a target, from its tensors, its config.json if any, and its file's name.
-
-    Args:
-        about: config.json beside the weights. size: pixels of an image's side, if the user or a list of known
-            models says so.
-    """
+    """Sizes of a target, from its tensors, its config.json, its file's name, and the image size if that was given."""
     vocabulary, dim = embedding_shape(checkpoint)
     layers = layers_of(checkpoint, about, dim)
     up = "layers.0.feed_forward.w1.weight", "layers.0.mlp.gate_proj.weight"
@@ -152,7 +147,7 @@ def heads_of(checkpoint: Checkpoint, about: dict[str, Any], dim: int) -> int:
 
 
 def grid_side(checkpoint: Checkpoint, about: dict[str, Any], size: int | None) -> int:
-    """Codes along an image's side, from whatever knows it; all that know it must agree."""
+    """Codes along an image's side; all sources that state it must agree."""
     known: dict[str, int] = {}
     if size is not None:
         known["what was asked for or is known of it"] = size // CODE_PIXELS

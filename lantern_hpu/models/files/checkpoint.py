@@ -1,4 +1,8 @@
-"""Checkpoint files of every container: named tensors, read when asked for."""
+"""Checkpoint files of every container, and recipes: from their named tensors to ours.
+
+Tensors are read one at a time, straight to the device and dtype where they stay, so that the host never holds more than
+a file maps.
+"""
 
 from __future__ import annotations
 
@@ -77,9 +81,6 @@ class Checkpoint:
         """How many layers there are by the highest number that follows a prefix, lacking ones included."""
         rest = [n.removeprefix(prefix).split(".")[0] for n in self.shapes if n.startswith(prefix)]
         return 1 + max((int(number) for number in rest if number.isdigit()), default=-1)
-
-
-# ------------------------------------------------------------------------------------ reading files
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -214,21 +215,13 @@ def some_names(names: Iterable[str]) -> str:
     return ", ".join(every[:SHOWN]) + more
 
 
-# ------------------------------------------------------------------------------------------ recipe
-
-# Recipes: from the tensors of a checkpoint to ours.
-#
-# A recipe says for each of a module's tensors which published tensors it is made of. Tensors are read one at a time,
-# straight to the device and dtype where they stay, so that the host never holds more than a file maps.
-
-
 @dataclass(frozen=True)
 class Source:
-    """What one of our tensors is made of: published tensors put one under another, or some rows of one.
+    """What one of our tensors is made of: published tensors put one under another, or rows of them.
 
     Attributes:
-        rows: from and to, of each stretch of rows in the order in which they are wanted; None takes all. Of several
-            tensors they count through, and all rows are wanted.
+        rows: from and to, of each stretch of rows in the order in which they are wanted; None: all. Of several tensors
+            they count through, and all rows are wanted.
     """
 
     names: tuple[str, ...]
@@ -275,21 +268,12 @@ class Unfilled(TorchFunctionMode):
 
 @contextmanager
 def shapes_only() -> Iterator[None]:
-    """Modules made inside have no storage yet: they lie on `meta`.
-
-    Nor are they filled: on `meta` a normal distribution loads torch's compiler, which takes a second and more.
-    """
+    """Modules made inside are on `meta`: no storage, and not filled (there a normal distribution loads a compiler)."""
+    wrong = (RuntimeError, ValueError, TypeError, AttributeError, AssertionError, ArithmeticError)
     try:
         with torch.device("meta"), Unfilled():
             yield
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        AttributeError,
-        AssertionError,
-        ArithmeticError,
-    ) as error:
+    except wrong as error:
         why = str(error).splitlines()[0] if str(error) else repr(error)
         raise WeightsError("these sizes do not make a model", why) from error
 
@@ -324,9 +308,8 @@ def mistakes(
         if all(part in checkpoint for part in source.names):
             result = shape_of(source, checkpoint)
             if result != expected[name]:
-                wrong.append(
-                    f"{' + '.join(source.names)} {list(result)} for {list(expected[name])}"
-                )
+                names = " + ".join(source.names)
+                wrong.append(f"{names} {list(result)} for {list(expected[name])}")
     if wrong:
         yield f"{len(wrong)} of another shape ({some_names(wrong)})"
 
@@ -369,11 +352,7 @@ class Stored:
     def fill(
         self, module: nn.Module, dtype: torch.dtype | None, device: torch.device | None
     ) -> str:
-        """Fill a module made on `meta`, tensor by tensor. -> the digest
-
-        Args:
-            dtype: None keeps each tensor's own.
-        """
+        """Fill a module made on `meta`, tensor by tensor; None keeps each tensor's dtype. -> the digest"""
         recipe = self.recipe_of(module)
         wrong = list(mistakes(module, self.checkpoint, recipe, self.ignored))
         if wrong:
@@ -399,23 +378,14 @@ class Stored:
 
 
 class Weights(NamedTuple):
-    """The weights of a whole model.
-
-    Attributes:
-        vq: None where no pictures are wanted.
-        files: digests that are known already. fingerprint: of the target; None where it is the digest.
-        neighbours: a table of neighbours that was published.
-    """
+    """The weights of a whole model."""
 
     target: Stored  # and the parts of its condition
-    vq: Stored | None
+    vq: Stored | None  # None where no pictures are wanted
     drafter: Stored | None = None
-    files: Mapping[str, str] = {}
-    fingerprint: str | None = None
-    neighbours: Path | None = None
-
-
-# ------------------------------------------------------------------------------------ which weights they are
+    files: Mapping[str, str] = {}  # digests that are known already
+    fingerprint: str | None = None  # of the target; None where it is the digest
+    neighbours: Path | None = None  # a published table
 
 
 def fingerprint(checkpoint: Checkpoint, recipe: Recipe) -> str:

@@ -1,4 +1,4 @@
-"""What the files of a model are called, which folders hold one, and what those say of it. Needs no torch."""
+"""The parts of a model: what their files are called, and what a folder says of them. Needs no torch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from lantern_hpu.errors import OptionError, WeightsError, option
 from lantern_hpu.files import ASSETS, file_in, reading, sha256
 from lantern_hpu.models.config import ModelConfig, T5Config
 
-# ------------------------------------------------------------------------------------------- parts
-
-# Where the parts of a model lie, and those that a user named in their place. Needs no torch.
-
+BUILTIN = ASSETS / "builtin"
+# A folder of our own; see `folder.py`
+CONFIG = "model.json"
+TARGET, DRAFTER_WEIGHTS, VQ = "target.safetensors", "drafter.safetensors", "vq.safetensors"
+DRAFTER = "drafter.json"  # beside the weights of a drafter that lies alone
+NEIGHBOURS = "neighbours.npy"
+TOKENIZER = "tokenizer.json"
+# Containers of weights
+SAFE = ".safetensors"
+PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 CODE_PIXELS = 16  # along a code, in every published model
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Where the parts of a model lie; None where there is none.
-
-    Attributes:
-        spared: parts that may be missing: `vq` where no pictures are wanted, `text` where no prompts are read.
-    """
+    """Paths of the parts of a model; None where there is none."""
 
     name: str
     source: str  # what `--model` takes to find it again
@@ -35,7 +37,9 @@ class Parts:
     pixels: Path | None = None  # a pipeline of diffusers that makes pictures of tokens
     image_size: int | None = None
     sampling: dict[str, Any] | None = None
-    spared: tuple[str, ...] = ()
+    spared: tuple[
+        str, ...
+    ] = ()  # parts that may be missing: `vq` for tokens alone, `text` where no prompt is read
 
 
 @dataclass(frozen=True)
@@ -77,20 +81,6 @@ OPTIONS = {
 }
 
 
-# ------------------------------------------------------------------------------------------- names
-
-BUILTIN = ASSETS / "builtin"
-# A folder of our own; see `folder.py`
-CONFIG = "model.json"
-TARGET, DRAFTER_WEIGHTS, VQ = "target.safetensors", "drafter.safetensors", "vq.safetensors"
-DRAFTER = "drafter.json"  # beside the weights of a drafter that lies alone
-NEIGHBOURS = "neighbours.npy"
-TOKENIZER = "tokenizer.json"
-# Containers of weights
-SAFE = ".safetensors"
-PICKLES = (".pt", ".pth", ".bin", ".ckpt")
-
-
 def weights_files(folder: Path) -> list[Path]:
     """The weights files that lie directly in a folder."""
     return sorted(f for f in folder.iterdir() if f.suffix in (SAFE, *PICKLES) and f.is_file())
@@ -102,7 +92,7 @@ def how_to_renew(folder: Path) -> str:
 
 
 def read_config(folder: Path) -> tuple[dict[str, Any], ModelConfig]:
-    """`model.json` of a folder whose files are all there, and the sizes it tells."""
+    """`model.json` of a folder whose files are all there, and its sizes."""
     with reading(folder / CONFIG) as about:
         config = ModelConfig.from_json(about)
         if min(config.target.parameters, *config.target.grid) <= 0:
@@ -125,11 +115,7 @@ def check_sums(folder: Path, config: dict[str, Any]) -> None:
 
 
 def with_text(config: ModelConfig, folder: Path | None) -> ModelConfig:
-    """The same with the sizes of its T5, by the T5's config.json; without them where that is not here.
-
-    Args:
-        folder: of the T5, if not the one that was noted down.
-    """
+    """The same with the sizes of its T5 in this folder, or in the one it notes; without them where that is not here."""
     if config.condition.kind != "t5":
         return config
     if folder is not None:

@@ -20,13 +20,9 @@ FIRST_IMAGE_TOKEN = 4  # of Chameleon's vocabulary
 
 @dataclass(frozen=True)
 class TokenOrder:
-    """Which tokens of a checkpoint's table come first in ours: image codes, and what closes a row; all others follow.
+    """Which tokens of a table come first in ours: image codes, and what closes a row; all others follow."""
 
-    Attributes:
-        first: from and to, of stretches of tokens.
-    """
-
-    first: tuple[tuple[int, int], ...]
+    first: tuple[tuple[int, int], ...]  # from and to, of stretches of tokens
 
     def stretches(self, rows: int) -> tuple[tuple[int, int], ...]:
         """The whole table of so many rows, in our order."""
@@ -48,28 +44,17 @@ class TokenOrder:
 
 
 class Frame:
-    """What the frames have in common; see its subclasses.
+    """What the frames have in common."""
 
-    Attributes:
-        family: whose it is, for errors.
-        special: names of its tokens in the tokenizer, and their ids; None: whatever the tokenizer has.
-        order: of the target's table, where that holds the words too.
-        pad: what stands before a prompt that is shorter than the prefix; nothing attends to it.
-    """
-
-    family: str
-    special: Mapping[str, int | None] = {}
-    order: TokenOrder | None = None
-    pad = 0
+    family: str  # for errors
+    special: Mapping[str, int | None] = {}  # its tokens in the tokenizer; None: of any id
+    order: TokenOrder | None = None  # of the target's table, where that holds the words too
+    pad = 0  # in front of prompts shorter than the prefix; nothing attends to it
     takes_negative = False  # whether guidance subtracts words that a user may choose
 
     def __init__(
         self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
     ) -> None:
-        """
-        Args:
-            words: splits text into tokens. vocabulary: the tokenizer's ids by name. where: it lies.
-        """
         self.words, self.config = words, config
         self.id: dict[str, int] = {}
         for name, want in self.special.items():

@@ -49,10 +49,7 @@ class TokenConditioner:
         word_table: nn.Embedding | None = None,
         to_device: ToDevice = to_device,
     ) -> None:
-        """
-        Args:
-            embed: the target's embedding, which looks the words up too. word_table: a table of words in its place.
-        """
+        """`embed` is the target's embedding, which looks the words up too; `word_table` takes its place."""
         self.tokenizer, self.frame, self.embed = tokenizer, frame, embed
         self.word_table, self.to_device = word_table, to_device
         self.width = frame.config.prefix
@@ -87,10 +84,7 @@ class TokenConditioner:
     def rows(
         self, prompts: Sequence[str], guidance: bool, negatives: Sequence[str | None] | None = None
     ) -> Prefix:
-        """
-        Args:
-            negatives: of each prompt, what guidance draws away from; None: the model's own.
-        """
+        """`negatives` are what guidance draws away from, of each prompt; None: the model's own."""
         rows = [self.frame.ids(prompt) for prompt in prompts]
         if guidance:
             words = negatives or [None] * len(rows)
