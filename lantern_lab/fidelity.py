@@ -123,7 +123,6 @@ def tv_distances(
     relaxation: Relaxation,
     options: FidelityOptions,
 ) -> list[float]:
-    """The TV at each of the places."""
     request = Request("any", sampling=pipeline.model.sampling, relaxation=relaxation)
     spec, device = pipeline.spec([request], tree, 1), pipeline.backend.device
     neighbours, codes = pipeline.model.code_tables(spec.neighbours, spec.ranks)
@@ -300,7 +299,6 @@ def fidelity_rows(
 def images_total(
     pipeline: LanternPipeline, settings: Sequence[Setting], options: FidelityOptions
 ) -> int:
-    """Images that the bar of `fidelity_rows` counts."""
     resolved = [pipeline.resolve(setting) for setting in settings]
     trees = {setting.tree for setting in resolved if tries_drafts(setting)}
     return options.images * (len(trees) + len(settings)) + options.timed * len(settings)

@@ -109,7 +109,6 @@ def relaxed(setting: Setting, rule: Relaxation) -> Setting:
 
 
 def methods_for(tree: str) -> list[str]:
-    """The methods that can draft a tree."""
     if tree == AUTO:
         return [name for name, method in METHODS.items() if method.tunable]
     loaded = load_tree(tree)

@@ -200,7 +200,6 @@ def reference_line(report: Mapping[str, Any]) -> str:
 
 
 def tables(report: Mapping[str, Any]) -> str:
-    """All that is printed."""
     rows = [SpeedRow.from_json(row) for row in report["rows"]]
     notes = "\n".join(f"note: {note}" for note in report["notes"])
     shown = Table.of({**NAMES, **FIGURES}, rows).markdown()

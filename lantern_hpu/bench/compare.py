@@ -68,7 +68,6 @@ class Run:
 
     @property
     def best(self) -> str:
-        """The device's best graph mode."""
         return str(self.report["graphs"]["best"])
 
     def key(self, row: SpeedRow) -> Key:
@@ -136,7 +135,6 @@ def differences(runs: Sequence[Run]) -> Iterator[str]:
 
 
 def load(files: Sequence[Path]) -> list[Run]:
-    """The runs of these files."""
     file, count = Counter(file.resolve() for file in files).most_common(1)[0]
     if count > 1:
         raise OptionError(f"{file} is given twice")
@@ -202,7 +200,6 @@ def main_table(runs: Sequence[Run]) -> str:
 
 
 def run_cell(row: SpeedRow | None, first: SpeedRow | None) -> str:
-    """What one run has to say in a row."""
     if row is None:
         return ""
     said = [f"{figure(row.seconds_per_image)} s"]
@@ -234,7 +231,6 @@ def document(runs: Sequence[Run], chart: str) -> str:
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """What differs, and the notes of the runs."""
     said = [f"{run.title}: {note}" for run in runs for note in run.report["notes"]]
     return [*differences(runs), *said]
 
@@ -243,7 +239,6 @@ def notes(runs: Sequence[Run]) -> list[str]:
 
 
 def draw_chart(runs: Sequence[Run]) -> bytes:
-    """A PNG of `latency`."""
     with plots.in_style("compare"):
         return plots.saved(latency(runs), "png")
 

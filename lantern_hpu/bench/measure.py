@@ -379,7 +379,6 @@ class RunMeter:
         )
 
     def image_figures(self) -> dict[str, Any]:
-        """From prompt to pixels."""
         batches, images, size = self.batch_seconds, len(self.records), self.case.batch
         each = [seconds / size for seconds in batches]
         return {
@@ -397,7 +396,6 @@ class RunMeter:
         }
 
     def acceptance(self) -> dict[str, Any]:
-        """What steps accepted."""
         records = self.records
         images, steps = len(records), sum(record.steps for record in records)
         by_depth = zip(*(record.accepted_by_depth for record in records), strict=True)

@@ -153,7 +153,6 @@ def refuse_constant(name: str) -> Any:
 
 
 def read_report(path: Path) -> Report:
-    """The report in a file."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -191,7 +190,6 @@ def heading(kind: str, pipeline: LanternPipeline, argv: Sequence[str]) -> dict[s
 
 
 def write_report(file: Path, report: Mapping[str, Any], force: bool = False) -> None:
-    """Write a report as JSON."""
     write_file(file, json.dumps(report, indent=1).encode(), force)
 
 

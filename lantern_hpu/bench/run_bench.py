@@ -180,7 +180,6 @@ def open_meter(
 
 
 def about(pipeline: LanternPipeline, wanted: BenchRequest) -> dict[str, Any]:
-    """Which weights, which machine, which settings."""
     model, processor = pipeline.model, processor_name()
     digests = [digest for name, digest in model.files.items() if "drafter" in name]
     modules = [model.target, *([model.drafter] if model.drafter else [])]

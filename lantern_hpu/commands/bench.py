@@ -96,7 +96,6 @@ def bench_request(args: argparse.Namespace, usual: Mapping[str, str] = USUAL) ->
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `bench` command; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     args = make_parser().parse_args(given)
 

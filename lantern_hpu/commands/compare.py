@@ -42,7 +42,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def compare_reports(asked: CompareRequest) -> None:
-    """Check, compare, print the table, write the files."""
     folder = asked.output
     if folder.exists() and not folder.is_dir():
         raise OutputError(f"{folder} is a file", "a folder cannot be written there")
@@ -58,6 +57,5 @@ def compare_reports(asked: CompareRequest) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `compare` command; returns the exit code."""
     args = make_parser().parse_args(argv)
     return exit_code(lambda: compare_reports(filled(CompareRequest, args)))

@@ -49,7 +49,6 @@ def train_request(args: argparse.Namespace) -> TrainRequest:
 
 
 def training_summary(report: dict[str, Any], folder: Path) -> str:
-    """What came out, in a few lines."""
     exact, relaxed = report["eagle"], report["lantern++"]
     depths = ", ".join(f"{share:.2f}" for share in exact["by_depth"])
     return (
@@ -70,6 +69,5 @@ def train_drafter(args: argparse.Namespace) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `train` command; returns the exit code."""
     args = make_parser().parse_args(argv)
     return exit_code(lambda: train_drafter(args))

@@ -114,7 +114,6 @@ def save_fastest(
 
 
 def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Measure, search, measure again; print, write and save."""
     options = TuneOptions(**taken(TuneOptions, args))
     check_outputs([args.output, args.report], args.force)
     prompts = read_prompts(args.prompts) if args.prompts else []
@@ -151,7 +150,6 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `tune` command; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     args = make_parser().parse_args(given)
     return exit_code(lambda: tune_trees(args, given))

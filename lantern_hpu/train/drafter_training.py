@@ -71,8 +71,6 @@ CLIP = 0.5  # norm of the gradients
 
 @dataclass
 class Progress:
-    """What a run has done."""
-
     step: int = 0
     best: float = 0.0  # most tokens a step of a chain
     curve: list[dict[str, float]] = field(default_factory=list)  # a point a measurement
@@ -139,8 +137,6 @@ def begin(model: ImageModel, finetune: bool, seed: int, aux_layers: Sequence[int
 
 
 class DrafterTraining:
-    """One run."""
-
     def __init__(
         self,
         pipeline: LanternPipeline,
@@ -166,7 +162,6 @@ class DrafterTraining:
     # -- one step
 
     def lesson(self) -> Lesson:
-        """This step's images of this process."""
         processes, rank = self.accelerator.num_processes, self.accelerator.process_index
         number = self.progress.step * processes + rank  # of all lessons of all processes
         generator = torch.Generator().manual_seed(self.options.seed + (number << 20))
@@ -300,7 +295,6 @@ class DrafterTraining:
         self.write(DRAFTER, json.dumps(about, indent=1).encode())
 
     def save(self) -> None:
-        """A checkpoint."""
         if not self.accelerator.is_main_process:
             return
         state = {
@@ -317,7 +311,6 @@ class DrafterTraining:
         self.write("state.pt", content.getvalue())
 
     def resume(self) -> None:
-        """Go on from the checkpoint."""
         file = self.folder / "state.pt"
         try:
             state = torch.load(file, weights_only=True, map_location=self.accelerator.device)

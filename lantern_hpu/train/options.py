@@ -45,7 +45,6 @@ class TrainOptions:
         self.read_layers()
 
     def read_layers(self) -> tuple[int, ...]:
-        """`aux_layers` as numbers."""
         try:
             layers = tuple(map(int, filter(None, self.aux_layers.split(","))))
         except ValueError:

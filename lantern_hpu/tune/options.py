@@ -84,7 +84,6 @@ def read_profile(file: Path) -> tuple[ChildCounts, tuned_trees.Situation]:
 def check_profile(
     situation: tuned_trees.Situation, here: tuned_trees.Situation, file: Path
 ) -> None:
-    """Raise an OptionError unless a profile is of this model, drafter and method."""
     for name in ("target", "drafter", "method"):
         if situation.get(name) != here[name]:
             raise OptionError(f"the profile in {file} cannot be used", f"it is of another {name}")

@@ -77,7 +77,6 @@ class TuningResult:
 
     @property
     def best(self) -> TunedRow:
-        """The fastest but `ar`."""
         return min(self.rows[1:], key=lambda row: row.measured.ms_per_token)
 
     @property
@@ -90,15 +89,12 @@ class TuningResult:
         return "ar" if self.ar_wins else self.best.name
 
 
-# ------------------------------------------------------------------------------------------ tables
-
-# Results of tuning in words and tables. Needs no torch.
+# ------------------------------------------------------------------------------------ as text
 
 FIGURES = "tokens a step, ms a step, ms a token, x ar".split(", ")
 
 
 def tuning_text(tuning: TuningResult) -> str:
-    """All of it."""
     parts = [tuning_table(tuning), fastest_text(tuning)]
     if tuning.costs is not None and tuning.counts is not None:
         parts = [costs_text(tuning.costs), chances_text(estimate(tuning.counts)), *parts]
@@ -113,11 +109,11 @@ def tuning_table(tuning: TuningResult) -> str:
     for row in tuning.rows:
         kinds = [asdict(figures) for figures in (row.expected, row.measured) if figures is not None]
         figures = [*zip(*(kind.values() for kind in kinds), strict=True), row.times_as_fast(ar)]
+        shape = [row.name, str(row.tree.size)]
         if of_trees:
             figures.append(tuned.times_as_fast(row))
-        shape = [str(row.tree.size), *([str(row.tree.depth)] if of_trees else [])]
-        cells = [" -> ".join(f"{value:.2f}" for value in figure) for figure in figures]
-        lines.append([row.name, *shape, *cells])
+            shape.append(str(row.tree.depth))
+        lines.append(shape + [" -> ".join(f"{value:.2f}" for value in each) for each in figures])
     head = ["window", "nodes", *FIGURES]
     if of_trees:
         head = ["expected -> measured", "nodes", "depth", *FIGURES, f"{tuned.name} is x"]
@@ -125,7 +121,6 @@ def tuning_table(tuning: TuningResult) -> str:
 
 
 def costs_text(costs: Costs) -> str:
-    """What steps cost."""
     measured = zip(costs.widths, costs.verify, strict=True)
     verify = ", ".join(f"{ms:.2f} ({width})" for width, ms in measured)
     return (
@@ -136,7 +131,6 @@ def costs_text(costs: Costs) -> str:
 
 
 def chances_text(chances: ChanceTable) -> str:
-    """Acceptance by depth and rank."""
     lines = ["chance of each child, once its parent was accepted:"]
     for depth, rows in enumerate(chances, 1):
         for name, row in zip(KINDS, rows, strict=True):

@@ -183,7 +183,6 @@ def evaluate(wanted: EvaluateRequest, argv: Sequence[str]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `evaluate` command; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     args = make_parser().parse_args(given)
 

@@ -63,7 +63,6 @@ def fidelity_report(
     options: FidelityOptions,
     argv: Sequence[str],
 ) -> dict[str, Any]:
-    """The report: every setting on one model."""
     prepare(device.device, device.graphs)  # before torch is imported
     from tqdm import tqdm
 
@@ -80,7 +79,6 @@ def fidelity_report(
 
 
 def fidelity_table(rows: Sequence[dict[str, Any]]) -> str:
-    """The rows as a Markdown table."""
     head = ("method", "setting", "tokens a step", "ms an image", "TV of the next token")
     lines = []
     for row in rows:
@@ -101,7 +99,6 @@ def tv_text(row: dict[str, Any]) -> str:
 
 
 def measure_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    """Check the options, measure, print and write."""
     settings = [Setting.parse(text) for text in listed(args.rows, "--rows")]
     options = filled(FidelityOptions, args)
     if args.output:
@@ -112,7 +109,6 @@ def measure_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `fidelity` command; returns the exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
     args = make_parser().parse_args(given)
     return exit_code(lambda: measure_fidelity(args, given))

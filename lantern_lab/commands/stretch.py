@@ -108,6 +108,5 @@ def stretch(asked: StretchRequest) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `stretch` command; returns the exit code."""
     args = make_parser().parse_args(argv)
     return exit_code(lambda: print(stretch(filled(StretchRequest, args))))

@@ -62,7 +62,6 @@ Pixels = NDArray[np.uint8]
 
 
 def scene_attributes(scene: Scene) -> Values:
-    """The attributes that can be seen in a scene's pictures; a storm looks alike at all times."""
     if scene.land == "table":
         known = {"terrain": scene.land, "thing": scene.thing, "colour": scene.colour}
     else:
@@ -194,8 +193,6 @@ class Predictions:
 
 
 class Classifier:
-    """The trained network."""
-
     def __init__(self, net: AttributeNet, about: dict[str, Any]) -> None:
         self.net, self.about = net.eval().requires_grad_(False), about
 

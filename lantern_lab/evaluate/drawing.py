@@ -51,7 +51,6 @@ class Column:
 
     @property
     def slug(self) -> str:
-        """Its folder's name."""
         return self.name.replace(", ", "-").replace(" ", "-").replace(":", "-").replace("/", "-")
 
     def about(self) -> dict[str, Any]:
@@ -101,8 +100,6 @@ class Line:
 
 @dataclass(frozen=True)
 class SettingFolder:
-    """The pictures of a setting."""
-
     folder: Path
     items: Sequence[Item]
 

@@ -32,7 +32,6 @@ HINT = "another --output, or the options of the first run"
 
 
 def check_same(file: Path, about: Mapping[str, Any], what: str) -> None:
-    """Write a JSON file, or see that it holds the same."""
     fresh = json.loads(json.dumps(about))
     if not file.exists():
         write_file(file, json.dumps(fresh, indent=1).encode())
@@ -56,7 +55,6 @@ def open_evaluation(folder: Path, about: Mapping[str, Any]) -> None:
 
 
 def read_picture(file: Path) -> Image.Image:
-    """A whole picture."""
     try:
         with Image.open(file) as image:
             image.load()

@@ -57,7 +57,6 @@ def in_hub_cache(source: PictureSource) -> Path | None:
 
 
 def locate_networks(library: Library) -> dict[str, Path]:
-    """The weights of all networks that the metrics need."""
     sources = library.preset.sources
     places = {name: find_weights(name, library) for name in library.networks()}
     missing = [sources[name] for name, place in places.items() if place is None]
@@ -80,7 +79,6 @@ def check_network(file: Path, source: PictureSource) -> None:
 
 
 def load_state(file: Path) -> dict[str, Any]:
-    """A state dictionary."""
     with reported_as(f"cannot read {file}"):
         try:
             state = torch.load(file, map_location=torch.get_default_device(), weights_only=True)
@@ -124,7 +122,6 @@ def cleanly(image: Image.Image, side: int) -> Image.Image:
 
 @contextmanager
 def loading(place: Path) -> Iterator[None]:
-    """Around the making of a network."""
     try:
         yield
     except (RuntimeError, OSError, KeyError, ValueError, TypeError) as error:

@@ -99,13 +99,11 @@ def metric_cell(metric: QualityMetric, row: QualityRow) -> str:
 
 
 def tv_cell(row: QualityRow) -> str:
-    """The total variation of the next token."""
     tv = row.extra.get("tv")
     return "" if tv is None else plus_minus(tv, row.extra.get("tv_interval") or 0.0)
 
 
 def quality_table(rows: Sequence[QualityRow], metrics: Sequence[QualityMetric]) -> Table:
-    """Method by figure."""
     shown = [m for m in (*PACE, *metrics) if any(m.name in row.figures for row in rows)]
     columns: Columns = {
         "method": lambda row: row.name,

@@ -136,8 +136,6 @@ def as_classified(pixels: Pixels) -> Pixels:
 
 
 class PaintedScorer:
-    """Pictures to rows of the painted protocol's metrics."""
-
     name = SCENES
 
     def __init__(self, sizes: PaintedOptions, pipeline: LanternPipeline, folder: Path) -> None:
@@ -169,8 +167,6 @@ class PaintedScorer:
         return self.painted.rows(self.items, pixels, distances) | {"distances": distances}
 
     def rows(self, name: str, files: Sequence[Path]) -> Rows:
-        """Of the pictures of a setting, in the order of the items."""
-
         def made() -> Rows:
             read = tqdm(files, desc="reading", unit="picture", leave=False)
             pixels = np.stack([small(read_picture(file)) for file in read])
@@ -195,7 +191,6 @@ class PaintedScorer:
         ]
 
     def protocol(self) -> str:
-        """In a sentence."""
         sizes = self.painted
         return (
             f"Protocol `{SCENES}`: {sizes.images} captions of the generator once each and {sizes.panels} {REPEATS} "
@@ -203,7 +198,6 @@ class PaintedScorer:
         )
 
     def notes(self) -> list[str]:
-        """What a reader must know of the figures."""
         right = self.painted.classifier.about["accuracy"]["clean"]["all"]
         side = self.painted.side
         averaged = f" averaged to {SIDE} x {SIDE}" if side != SIDE else ""

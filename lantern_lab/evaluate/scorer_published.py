@@ -80,8 +80,6 @@ def read_statistics(file: Path, preset: str) -> Gaussian:
 
 
 class LibraryScorer:
-    """Pictures to rows of the library's metrics."""
-
     def __init__(self, library: Library, count: int | None, folder: Path) -> None:
         """
         Args:
@@ -126,7 +124,6 @@ class LibraryScorer:
     def network_rows(
         self, networks: Sequence[str], files: Sequence[Path], captions: Sequence[str], alike: bool
     ) -> dict[str, Array]:
-        """Rows of these networks; see `rows_of`."""
         rows: dict[str, Array] = {}
         for name in networks:
             network, preset = self.networks[name], self.library.preset
@@ -149,7 +146,6 @@ class LibraryScorer:
         return []
 
     def notes(self) -> list[str]:
-        """What a reader must know of the figures."""
         preset, count, wanted = self.library.preset, len(self.items), self.library.wanted
         sources = ", ".join(f"{n} of {p.name}" for n, p in self.paths.items())
         large = (
@@ -170,7 +166,6 @@ class LibraryScorer:
         return [note for applies, note in notes if applies]
 
     def protocol(self) -> str:
-        """In a sentence."""
         preset, real = self.library.preset, self.reference
         given = "statistics" if real.statistics else "nothing"
         against = f"{len(real.files)} pictures" if real.files else given

@@ -62,7 +62,6 @@ COCO_HINT = "captions_val2017.json of https://cocodataset.org (2017 Train/Val an
 
 
 def listed_in(file: Path, name: str) -> list[Any]:
-    """A list in a JSON file."""
     try:
         result = parse_json(file.read_text(encoding="utf-8"))[name]
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -47,7 +47,6 @@ class QualityMetric:
 
     @property
     def source(self) -> str:
-        """Name of its rows."""
         return self.of or self.name
 
 
@@ -117,7 +116,6 @@ def mean_metric(name: str, title: str, better: str = "", digits: int = 3) -> Qua
 
 
 def figures(metrics: Sequence[QualityMetric], rows: Rows, rounds: int) -> dict[str, Figure]:
-    """Of each metric that there are rows of."""
     return {m.name: measured(m, rows[m.source], rounds) for m in metrics if m.source in rows}
 
 
@@ -127,7 +125,6 @@ def floors(ar: Mapping[str, Figure], again: Mapping[str, Figure]) -> dict[str, f
 
 
 def as_json(found: Mapping[str, Figure]) -> dict[str, Any]:
-    """Each figure by name, and their intervals."""
     known = {name: one for name, one in found.items() if not math.isnan(one.around)}
     intervals = {name: list(one.interval) for name, one in known.items()}
     return {name: one.value for name, one in found.items()} | {"intervals": intervals}

@@ -32,8 +32,6 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Picture:
-    """A painted scene."""
-
     pixels: NDArray[np.uint8]  # [S, S, 3]
     caption: str
     scene: Scene
@@ -47,7 +45,6 @@ def render_scene(scene: Scene, rng: Generator, noise: Noise) -> NDArray[np.uint8
 
 
 def paint_picture(seed: int, noise: Noise) -> Picture:
-    """Picture number `seed`."""
     rng = np.random.default_rng(seed)
     scene = sample_scene(rng)
     return Picture(render_scene(scene, rng, noise), caption_of(scene, rng), scene)

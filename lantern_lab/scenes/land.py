@@ -13,7 +13,6 @@ MIRRORED = ("pine trees", "house", "balloon")  # stand behind a lake; the others
 
 
 def paint_scene(c: Canvas) -> None:
-    """The whole picture."""
     {
         "mountains": mountains,
         "hills": hills,

@@ -62,5 +62,4 @@ DYES: dict[str, Colour] = {
 
 
 def scaled(colour: Colour, by: float) -> Colour:
-    """Lighter or darker."""
     return (min(255.0, colour[0] * by), min(255.0, colour[1] * by), min(255.0, colour[2] * by))

@@ -87,8 +87,6 @@ STORMY = {
 
 @dataclass(frozen=True)
 class Scene:
-    """What a picture shows."""
-
     land: str  # one of LANDS, or "table"
     time: str = "day"
     weather: str = "clear"

@@ -33,7 +33,6 @@ def pines(c: Canvas, line: Array, count: int, size: float) -> None:
 
 
 def tree(c: Canvas, x: float, y: float, size: float) -> None:
-    """A trunk, and a crown of blobs of leaves."""
     pen = c.pen(size * 0.9, size)
     pen.shape([(0.45, 0.5), (0.55, 0.5), (0.58, 1), (0.42, 1)], c.shaken((88, 60, 42)))
     leaf = c.shaken(c.pick(LEAVES[c.scene.season or "summer"]))
@@ -191,7 +190,6 @@ def balloon(c: Canvas, x: float, y: float, size: float) -> None:
 
 
 def birds(c: Canvas) -> None:
-    """A flock in the upper part of the sky."""
     x, y = c.between(0.25, 0.75), c.between(0.14, 0.34)
     ink: Colour = (240, 240, 244) if c.scene.time == "night" or c.scene.storm else (40, 40, 52)
     for _ in range(int(c.rng.integers(3, 7))):

@@ -22,7 +22,6 @@ class Gaussian:
 
     @classmethod
     def of(cls, features: Array) -> Gaussian:
-        """Of features [n, d]."""
         rows = np.asarray(features, np.float64)
         return cls(rows.mean(0), np.atleast_2d(np.cov(rows, rowvar=False)))
 
