@@ -91,7 +91,7 @@ async function draw(method, shown, first) {
     prompt: at("prompt").value, seed: Number(at("seed").value), method,
     stream: true, partial_images: Math.max(0, Math.min(rows - 1, SHOWN)),
   };
-  if (at("relax").value && at("relax").relaxed.has(method)) body.relax = `lambda=${at("relax").value}`;
+  if (at("relax").value && at("relax").relaxed.has(method)) body.relax = at("relax").value;
   const began = performance.now();
   try {
     const options = { method: "POST", headers: headers(), body: JSON.stringify(body) };
