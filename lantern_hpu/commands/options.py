@@ -27,7 +27,7 @@ from lantern_hpu.methods.setting import (
 )
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.options import DeviceOptions
-from lantern_hpu.tree import DYNAMIC, DynamicTree
+from lantern_hpu.tree import DYNAMIC
 from lantern_hpu.tree.named import NAMED
 
 UNSAID = (None, MISSING, (), "")  # defaults that the help does not name
@@ -156,7 +156,7 @@ def add_method_options(group: Group) -> None:
         "--tree",
         help=f"{', '.join(NAMED)}, a .json file, or {AUTO}: the one that `lantern-hpu tune` found for this model "
         f"and device ({DEFAULT_TREE}, on processors {SMALL_TREE}); for eagle2 and lantern {DYNAMIC}, or "
-        f"{DYNAMIC}:KxExN for top-k K, E expansions and N drafts ({DynamicTree().name})",
+        f"{DYNAMIC}:KxExN for top-k K, E expansions and N drafts ({DYNAMIC}:10x4x58)",
     )
     add(
         "--window",

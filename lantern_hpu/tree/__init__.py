@@ -6,13 +6,10 @@ those that `lantern-hpu tune` found.
 
 from __future__ import annotations
 
-from typing import get_args
-
 from lantern_hpu.tree.dynamic import DYNAMIC, MOST_CHILDREN, DynamicTree
 from lantern_hpu.tree.static import DRAWS, DraftTree, Path, dotted, load_static
-from lantern_hpu.tree.window import MOST_WINDOW, Guess, Rule, Window
+from lantern_hpu.tree.window import MOST_WINDOW, Guess, Rule, Tree, Window, load_tree
 
-Tree = DraftTree | DynamicTree
 __all__ = [
     "DRAWS",
     "DYNAMIC",
@@ -29,13 +26,3 @@ __all__ = [
     "load_static",
     "load_tree",
 ]
-
-
-def load_tree(name: str) -> Tree:
-    """Any tree by name or file; see `load_static`, `DynamicTree.parse` and `Window.parse`."""
-    kind = name.partition(":")[0]
-    if kind == DYNAMIC:
-        return DynamicTree.parse(name)
-    if kind in get_args(Rule):
-        return Window.parse(name)
-    return load_static(name)

@@ -8,8 +8,10 @@ from functools import cached_property
 from typing import Literal, get_args
 
 from lantern_hpu.errors import TreeError, choices
-from lantern_hpu.tree.dynamic import MOST_CHILDREN
-from lantern_hpu.tree.static import DraftTree
+from lantern_hpu.tree.dynamic import DYNAMIC, MOST_CHILDREN, DynamicTree
+from lantern_hpu.tree.static import DraftTree, load_static
+
+Tree = DraftTree | DynamicTree
 
 Rule = Literal["jacobi", "scd", "sjd-pac"]  # how a window's drafts are verified and drawn
 Guess = Literal["probs", "left", "above", "random"]  # the first draft of a place
@@ -157,3 +159,13 @@ def front_of(rule: Rule, width: int, front: tuple[int, int] | None) -> tuple[int
         what = f"--window {width}:{siblings}x{levels} is no window"
         raise TreeError(what, why, f"--window {width}:2x1")
     return siblings, levels
+
+
+def load_tree(name: str) -> Tree:
+    """Any tree by name or file; see `load_static`, `DynamicTree.parse` and `Window.parse`."""
+    kind = name.partition(":")[0]
+    if kind == DYNAMIC:
+        return DynamicTree.parse(name)
+    if kind in get_args(Rule):
+        return Window.parse(name)
+    return load_static(name)
