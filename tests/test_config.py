@@ -15,7 +15,7 @@ from typing import Any, get_args
 import pytest
 
 from lantern_hpu.commands import generate
-from lantern_hpu.commands.options import add_fields, filled, taken
+from lantern_hpu.commands.options import add_fields, from_args, given_fields
 from lantern_hpu.errors import OptionError, check_ranges, option
 from lantern_hpu.methods.relaxation import (
     EXACT,
@@ -474,9 +474,9 @@ def test_options_are_declared_by_the_dataclass_that_they_fill() -> None:
     assert "--layers LAYERS how many (1 (flat) to 9; 2)" in shown
     assert "--sweetness G grams (0 or more)" in shown
     assert "--iced with icing" in shown and "baker" not in shown
-    assert taken(Cake, parser.parse_args([])) == {}
+    assert given_fields(Cake, parser.parse_args([])) == {}
     args = parser.parse_args(["--layers", "3", "--sweetness", "1.5", "--iced"])
-    assert filled(Cake, args) == Cake(3, 1.5, True)
+    assert from_args(Cake, args) == Cake(3, 1.5, True)
 
 
 @dataclass(frozen=True)
@@ -490,8 +490,8 @@ def test_options_may_be_required_or_given_by_their_place() -> None:
     parser = ArgumentParser(exit_on_error=False)
     add_fields(parser, Order)
     args = parser.parse_args(["2", "5", "--to", "home", "--names", "Ada", "Max"])
-    assert filled(Order, args) == Order((2, 5), Path("home"), ("Ada", "Max"))
-    assert filled(Order, args, cakes=(1,)).cakes == (1,)
+    assert from_args(Order, args) == Order((2, 5), Path("home"), ("Ada", "Max"))
+    assert from_args(Order, args, cakes=(1,)).cakes == (1,)
     for lacking in (["--to", "home"], ["2"]):
         with pytest.raises(SystemExit):
             parser.parse_args(lacking)

@@ -23,7 +23,7 @@ from pathlib import Path
 from gaudi_emulator.lint import RECOMPILING, LintRun, findings_of, lint_script
 from gaudi_emulator.lint.report import BOTH, print_json, print_text
 from gaudi_emulator.releases import DEFAULT, RELEASES, release_named
-from lantern_hpu.commands.options import add_fields, filled
+from lantern_hpu.commands.options import add_fields, from_args
 from lantern_hpu.errors import choices, exit_code, option, require
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.setting import METHODS, Setting
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
 
     def command() -> int:
-        asked = filled(LintRequest, args)
+        asked = from_args(LintRequest, args)
         return lint_all(asked, args.bridge)
 
     return exit_code(command)

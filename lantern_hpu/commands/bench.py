@@ -29,12 +29,12 @@ from lantern_hpu.bench.cases import (
 from lantern_hpu.bench.columns import tables
 from lantern_hpu.bench.report import show_report
 from lantern_hpu.commands.options import (
+    PROCESSOR,
     add_device_options,
     add_fields,
-    add_processor_options,
     device_options,
     file_path,
-    taken,
+    given_fields,
 )
 from lantern_hpu.errors import exit_code, listed, require
 from lantern_hpu.files import check_free
@@ -63,7 +63,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="relaxation for all methods that can be relaxed, windows included; see generate --help (method default)",
     )
     add("--graphs", help=modes)
-    add_processor_options(parser)
+    add_fields(parser, DeviceOptions, *PROCESSOR)
     add("--batch-sizes", help=sizes)
     add("--output", type=file_path, metavar="FILE.json")
     add("--force", action="store_true", help="replace an existing file")
@@ -91,7 +91,7 @@ def bench_request(args: argparse.Namespace, usual: Mapping[str, str] = USUAL) ->
         modes=listed(args.graphs or GRAPHS, "--graphs", "graph mode", [AUTO, *RUNNERS]),
         by_name=args.graphs is not None,
         batches=[int(size) for size in sizes],
-        **given | taken(BenchRequest, args),
+        **given | given_fields(BenchRequest, args),
     )
 
 

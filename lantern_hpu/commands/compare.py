@@ -14,7 +14,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from lantern_hpu.bench.compare import document, draw_chart, load, main_table, notes
-from lantern_hpu.commands.options import add_fields, filled
+from lantern_hpu.commands.options import add_fields, from_args
 from lantern_hpu.errors import OutputError, exit_code, option
 from lantern_hpu.files import write_file
 
@@ -58,4 +58,4 @@ def compare_reports(asked: CompareRequest) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    return exit_code(lambda: compare_reports(filled(CompareRequest, args)))
+    return exit_code(lambda: compare_reports(from_args(CompareRequest, args)))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from lantern_hpu import __version__
 from lantern_hpu.backends.examine import Facts, examine
-from lantern_hpu.commands.options import add_fields, filled
+from lantern_hpu.commands.options import add_fields, from_args
 from lantern_hpu.errors import option, torchvision_misfit
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import aligned
@@ -138,7 +138,7 @@ def describe_flags(flags: Facts) -> list[tuple[str, str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `doctor` command; the exit code is 0 whatever it finds."""
-    asked = filled(DoctorRequest, make_parser().parse_args(argv))
+    asked = from_args(DoctorRequest, make_parser().parse_args(argv))
     facts = examine_all()
     print(json.dumps(facts, indent=2, default=str) if asked.json else doctor_report(facts))
     return 0

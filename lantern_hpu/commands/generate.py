@@ -188,7 +188,7 @@ def new_job(args: argparse.Namespace) -> GenerateJob:
         from lantern_hpu.models.text.prefix import class_index
 
         class_index(label)
-    setting = options.setting_of(args)
+    setting = Setting.of(args.method or AUTO, args.relax, args.tree, args.window)
     if args.drafter is not None and setting.method in WINDOWS:
         why = "its drafts are the last step's own draws"
         raise OptionError(f"--drafter has no use for {setting.method}", why, "leave --drafter out")
@@ -203,7 +203,7 @@ def new_job(args: argparse.Namespace) -> GenerateJob:
         negative=args.negative_prompt,
         size=size_of(args.height, args.width),
         setting=setting,
-        sampling=options.taken(Sampling, args),
+        sampling=options.given_fields(Sampling, args),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -22,7 +22,6 @@ from lantern_hpu.methods.setting import (
     REPLACED,
     SMALL_TREE,
     SMALL_WINDOW,
-    Setting,
     replaced,
 )
 from lantern_hpu.models.files.names import Given
@@ -30,6 +29,7 @@ from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.tree import DYNAMIC
 from lantern_hpu.tree.named import NAMED
 
+PROCESSOR = ("layout", "invariant", "threads")  # measured there unless given
 UNSAID = (None, MISSING, (), "")  # defaults that the help does not name
 T = TypeVar("T")
 Group = argparse._ActionsContainer  # a parser, or a group of one
@@ -40,10 +40,10 @@ def add_fields(group: Group, kind: type[Any], *names: str, **helps: str) -> None
 
     A command's options are a dataclass whose fields are made by `errors.option(default, help, low=, high=)`:
 
-        add_fields(parser, TuneOptions)              # --method, --batch-size, ...: type, default and range in the help
-        filled(TuneOptions, args)      # what was given; the dataclass fills in and checks the rest
+        add_fields(parser, TuneOptions)  # --method, --batch-size, ...: type, default and range in the help
+        from_args(TuneOptions, args)  # what was given; the dataclass fills in and checks the rest
 
-    What was not given is None in `args`, so that `taken` can leave it to the dataclass. A bool is a switch.
+    What was not given is None in `args`, so that `given_fields` can leave it to the dataclass. A bool is a switch.
 
     Args:
         names: of the fields; all that have a help if none are given.
@@ -85,7 +85,7 @@ def dests(kind: type[Any]) -> dict[str, str]:
     return {part.name: option_name(part)[2:].replace("-", "_") for part in fields(kind)}
 
 
-def taken(kind: type[Any], args: argparse.Namespace) -> dict[str, Any]:
+def given_fields(kind: type[Any], args: argparse.Namespace) -> dict[str, Any]:
     """The fields of a dataclass that a command has options for and that were given."""
     given = {name: getattr(args, dest, None) for name, dest in dests(kind).items()}
     return {
@@ -95,9 +95,9 @@ def taken(kind: type[Any], args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def filled(kind: type[T], args: argparse.Namespace, **made: Any) -> T:
+def from_args(kind: type[T], args: argparse.Namespace, **made: Any) -> T:
     """A dataclass of what was given, and what the command made of it."""
-    return kind(**taken(kind, args) | made)
+    return kind(**given_fields(kind, args) | made)
 
 
 # ------------------------------------------------------------------------------------ model and device
@@ -112,23 +112,12 @@ def add_device_options(group: Group, graphs: bool = True) -> None:
 
 def add_running_options(group: Group) -> None:
     """What else decides how a model runs."""
-    add_fields(group, DeviceOptions, "keep_text", "kernels")
-    add_processor_options(group)
-    add_quantize_option(group)
-
-
-def add_processor_options(group: Group) -> None:
-    """What is measured on a processor unless it is given."""
-    add_fields(group, DeviceOptions, "layout", "invariant", "threads")
-
-
-def add_quantize_option(group: Group) -> None:
-    add_fields(group, DeviceOptions, "quantize")
+    add_fields(group, DeviceOptions, "keep_text", "kernels", *PROCESSOR, "quantize")
 
 
 def device_options(args: argparse.Namespace) -> DeviceOptions:
     """The options of a device."""
-    return filled(DeviceOptions, args)
+    return from_args(DeviceOptions, args)
 
 
 def add_part_options(group: Group) -> None:
@@ -138,7 +127,7 @@ def add_part_options(group: Group) -> None:
 
 def given_parts(args: argparse.Namespace) -> Given:
     """Parts named on the command line."""
-    return filled(Given, args)
+    return from_args(Given, args)
 
 
 # ------------------------------------------------------------------------------------ method and sampling
@@ -173,11 +162,6 @@ def add_method_options(group: Group) -> None:
     )
 
 
-def setting_of(args: argparse.Namespace) -> Setting:
-    """One setting of `--method` and its short forms."""
-    return Setting.of(args.method or AUTO, args.relax, args.tree, args.window)
-
-
 def parse_args(
     parser: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> argparse.Namespace:
@@ -198,8 +182,3 @@ def add_sampling_options(group: Group) -> None:
     for part in fields(Sampling):
         kind = type(part.default)
         group.add_argument(option_name(part), type=kind, help=part.metadata["help"])
-
-
-def sampling_options(args: argparse.Namespace, default: Sampling) -> Sampling:
-    """The model's settings with the ones that were given put in."""
-    return replace(default, **taken(Sampling, args))

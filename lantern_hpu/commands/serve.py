@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from lantern_hpu import __version__
 from lantern_hpu.backends import prepare
 from lantern_hpu.commands import options
-from lantern_hpu.commands.options import add_fields, filled
+from lantern_hpu.commands.options import add_fields, from_args
 from lantern_hpu.errors import exit_code, require
 from lantern_hpu.methods.setting import FORM, METHODS
 from lantern_hpu.serve.options import FILTERS, ServeOptions, names, picture_sizes
@@ -72,7 +72,7 @@ def serve_request(args: argparse.Namespace) -> ServeOptions:
         "allow_host": (args.host, *names(args.allow_host, "--allow-host")),
         "api_key": args.api_key or os.environ.get("LANTERN_HPU_API_KEY") or None,
     }
-    return filled(ServeOptions, args, **made)
+    return from_args(ServeOptions, args, **made)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from lantern_hpu.commands.options import (
     add_fields,
     add_part_options,
     device_options,
-    filled,
+    from_args,
     given_parts,
 )
 from lantern_hpu.errors import exit_code
@@ -44,8 +44,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def train_request(args: argparse.Namespace) -> TrainRequest:
     device = replace(device_options(args), graphs="eager", layout="plain", invariant="off")
-    parts = {"options": filled(TrainOptions, args), "given": given_parts(args)}
-    return filled(TrainRequest, args, device=device, **parts)
+    parts = {"options": from_args(TrainOptions, args), "given": given_parts(args)}
+    return from_args(TrainRequest, args, device=device, **parts)
 
 
 def training_summary(report: dict[str, Any], folder: Path) -> str:

@@ -28,15 +28,15 @@ from lantern_hpu.commands.options import (
     add_device_options,
     add_fields,
     add_part_options,
-    add_quantize_option,
     device_options,
     file_path,
+    given_fields,
     given_parts,
-    taken,
 )
 from lantern_hpu.errors import OptionError, exit_code, needing
 from lantern_hpu.files import check_free, write_file
 from lantern_hpu.methods.setting import METHODS
+from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.results.tables import read_prompts
 from lantern_hpu.tree import tuned_trees
 from lantern_hpu.tune.options import LARGE, TuneOptions, check_profile, read_profile
@@ -58,7 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add_part_options(what)
     add_device_options(what)
-    add_quantize_option(what)
+    add_fields(what, DeviceOptions, "quantize")
     add_fields(what, TuneOptions, "method", "batch_size")
     add_fields(parser.add_argument_group("which trees"), TuneOptions, "max_nodes", "max_depth")
     how = parser.add_argument_group("how to measure")
@@ -114,7 +114,7 @@ def save_fastest(
 
 
 def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    options = TuneOptions(**taken(TuneOptions, args))
+    options = TuneOptions(**given_fields(TuneOptions, args))
     check_outputs([args.output, args.report], args.force)
     prompts = read_prompts(args.prompts) if args.prompts else []
     is_window = METHODS[options.setting.method].rule is not None
@@ -135,7 +135,7 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
         situation = pipeline.situation(str(options.setting), options.batch_size)
         check_model(pipeline, situation)
         if has_long_steps(pipeline):
-            options = TuneOptions(**LARGE | taken(TuneOptions, args))
+            options = TuneOptions(**LARGE | given_fields(TuneOptions, args))
         if earlier is not None:
             check_profile(earlier, situation, args.profile)
         tuning = run_tuning(pipeline, options, prompts, counts)

@@ -15,7 +15,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from lantern_hpu.commands.options import add_fields, filled
+from lantern_hpu.commands.options import add_fields, from_args
 from lantern_hpu.errors import exit_code
 from lantern_hpu.files import write_file
 from lantern_hpu.verify.page import counts, verify_page, verify_summary
@@ -52,4 +52,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The `verify` command: 0, 1 if something was refuted or nothing could be asked, 2 for bad options."""
     args = make_parser().parse_args(argv)
 
-    return exit_code(lambda: ask_device(filled(VerifyRequest, args)))
+    return exit_code(lambda: ask_device(from_args(VerifyRequest, args)))

@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from lantern_hpu.backends import HOST, prepare
 from lantern_hpu.commands import options
-from lantern_hpu.commands.options import add_fields, filled, taken
+from lantern_hpu.commands.options import add_fields, from_args, given_fields
 from lantern_hpu.errors import OptionError, choices, exit_code, listed
 from lantern_hpu.methods.relaxation import PRESETS as RELAXATIONS
 from lantern_hpu.methods.request import Sampling
@@ -126,7 +126,7 @@ def library_of(args: argparse.Namespace, preset: str) -> Library:
         metrics = (
             () if none else tuple(listed(args.metrics, "--metrics", "metric", tuple(PUBLISHED)))
         )
-    return filled(Library, args, **{"preset": preset_of(preset), "metrics": metrics})
+    return from_args(Library, args, **{"preset": preset_of(preset), "metrics": metrics})
 
 
 def evaluate_request(args: argparse.Namespace) -> EvaluateRequest:
@@ -136,14 +136,14 @@ def evaluate_request(args: argparse.Namespace) -> EvaluateRequest:
     made = {
         "settings": [Setting.parse(text) for text in listed(rows, "--rows")],
         "library": library,
-        "painted": filled(PaintedOptions, args) if library is None else PaintedOptions(),
-        "options": filled(EvaluateOptions, args, floor=not args.no_floor),
-        "sampling": taken(Sampling, args),
+        "painted": from_args(PaintedOptions, args) if library is None else PaintedOptions(),
+        "options": from_args(EvaluateOptions, args, floor=not args.no_floor),
+        "sampling": given_fields(Sampling, args),
         "given": options.given_parts(args),
         "device": options.device_options(args),
         "folders": folders_of(args.folder),
     }
-    return filled(EvaluateRequest, args, **made)
+    return from_args(EvaluateRequest, args, **made)
 
 
 # ------------------------------------------------------------------------------------ the run

@@ -21,7 +21,7 @@ from lantern_hpu.commands.options import (
     add_fields,
     device_options,
     file_path,
-    filled,
+    from_args,
 )
 from lantern_hpu.errors import exit_code, listed
 from lantern_hpu.files import check_free
@@ -100,7 +100,7 @@ def tv_text(row: dict[str, Any]) -> str:
 
 def measure_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> None:
     settings = [Setting.parse(text) for text in listed(args.rows, "--rows")]
-    options = filled(FidelityOptions, args)
+    options = from_args(FidelityOptions, args)
     if args.output:
         check_free([args.output], args.force)
     device = replace(device_options(args), graphs="eager")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from lantern_hpu.commands.options import add_fields, filled
+from lantern_hpu.commands.options import add_fields, from_args
 from lantern_hpu.errors import OptionError, OutputError, choices, exit_code, option
 from lantern_hpu.results.tables import amount
 from lantern_hpu.zoo import registry
@@ -109,4 +109,4 @@ def stretch(asked: StretchRequest) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
-    return exit_code(lambda: print(stretch(filled(StretchRequest, args))))
+    return exit_code(lambda: print(stretch(from_args(StretchRequest, args))))
