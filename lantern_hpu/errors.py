@@ -85,10 +85,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
 
 @contextmanager
 def needing(package: str, purpose: str, extra: str = "models") -> Iterator[None]:
-    """Around imports of an optional package: where they fail, say what it does here and which extra has it.
-
-    One that is there and does not load is named as well: transformers beside a torchvision of another torch.
-    """
+    """Around imports of an optional package that may be missing, or not load beside a torchvision of another torch."""
     try:
         yield
     except (ImportError, RuntimeError, OSError, AttributeError) as error:
@@ -97,9 +94,8 @@ def needing(package: str, purpose: str, extra: str = "models") -> Iterator[None]
             why, hint = f"{purpose} ({error})", f'pip install "lantern-hpu[{extra}]"'
             raise OptionError(f"{package} is not installed", why, hint) from error
         hint = "pip uninstall torchvision" if misfit else f'pip install "lantern-hpu[{extra}]"'
-        raise OptionError(
-            f"{package} does not load", f"{purpose} ({misfit or error})", hint
-        ) from error
+        why = f"{purpose} ({misfit or error})"
+        raise OptionError(f"{package} does not load", why, hint) from error
 
 
 def torchvision_misfit() -> str:
@@ -195,11 +191,7 @@ def check_ranges(values: Any) -> None:
 
 
 def listed(text: str, option: str, what: str = "", allowed: Collection[str] = ()) -> list[str]:
-    """The parts of a comma-separated option.
-
-    Args:
-        what: each of them is. allowed: anything, if empty.
-    """
+    """The parts of a comma-separated option, each a `what`; any are allowed if none are named."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise OptionError(f"{option} is empty")

@@ -27,7 +27,7 @@ def cache_folder() -> Path:
 
 @contextmanager
 def reported_as(what: str, hint: str = "") -> Iterator[None]:
-    """Whatever is missing or senseless in files that are used inside is an error of these words."""
+    """Errors of missing or wrong contents of files that are used inside, in these words."""
     try:
         yield
     except KeyError as error:
@@ -38,7 +38,6 @@ def reported_as(what: str, hint: str = "") -> Iterator[None]:
 
 
 def parse_json(text: str | bytes, **how: Any) -> Any:
-    """`json.loads`."""
     try:
         return json.loads(text, **how)
     except RecursionError as error:
@@ -64,7 +63,6 @@ def file_in(folder: Path, name: str) -> Path:
 
 
 def sha256(path: Path) -> str:
-    """Hexadecimal digest of a file."""
     digest = hashlib.sha256()
     with reported_as(f"cannot read {path}"), open(path, "rb") as file:
         while block := file.read(1 << 20):
@@ -73,11 +71,7 @@ def sha256(path: Path) -> str:
 
 
 def lock_file(opened: int, shared: bool = False) -> None:
-    """Lock an open file until it is closed or its process ends; where there are no such locks, nothing is done.
-
-    Args:
-        opened: its descriptor. shared: together with others that share it, once nobody has it alone; else alone.
-    """
+    """Lock an open file, alone or shared, until it is closed or its process ends; not where there are no such locks."""
     try:
         import fcntl
     except ImportError:
@@ -128,7 +122,7 @@ def write_file(path: Path, data: bytes, force: bool = False) -> None:
 
 
 def place(part: Path, path: Path, force: bool) -> None:
-    """Give a finished file its name; unlike a move, a link fails if the name was taken meanwhile."""
+    """Give a finished file its name; unlike a move, a link fails if there is such a file by now."""
     if not force:
         try:
             os.link(part, path)

@@ -45,10 +45,7 @@ def connect(workers: int) -> Any:
 
 
 def stay_on_this_machine(ray: Any) -> None:
-    """What Ray starts from here on listens on the loopback address; who sets the variable otherwise has their way.
-
-    Processes of Ray read the variable when they start, and this one did when it imported Ray.
-    """
+    """Have Ray listen on the loopback address, unless the variable is set, which Ray read when it was imported."""
     if os.environ.setdefault(LOOPBACK, "0") == "0":
         ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
 
@@ -64,10 +61,7 @@ class Worker:
     """Loads and captures once, then does pieces."""
 
     def __init__(self, opener: str, *arguments: Any) -> None:
-        """
-        Args:
-            opener: `module:function`, called here with the arguments; it returns what does a piece.
-        """
+        """`opener` is `module:function`, called here with the arguments; it returns what does a piece."""
         module, _, name = opener.partition(":")
         self.draw: Callable[[list[int]], Any] = getattr(import_module(module), name)(*arguments)
 
@@ -136,7 +130,6 @@ class Team:
         self.hired += 1
 
     def run(self, work: Sequence[list[int]]) -> Iterator[tuple[list[int], Any]]:
-        """Each piece with what came of it."""
         waiting, tries, most = deque(work), Counter[int](), TRIES * (len(work) + 1)
         while waiting or any(numbers for _, numbers in self.busy.values()):
             while waiting and self.idle:

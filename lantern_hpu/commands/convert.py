@@ -65,7 +65,6 @@ def convert(source: str, output: Path, dtype: str, given: Given) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `convert` command; returns the exit code."""
     args = make_parser().parse_args(argv)
 
     def command() -> None:

@@ -55,7 +55,6 @@ def builtin_facts() -> Facts:
 
 
 def model_facts(entry: KnownModel) -> Facts:
-    """A known model, and which of its parts are here."""
     located = locate_model(entry)
     return {
         "name": entry.name,
@@ -97,7 +96,6 @@ def part_facts(part: Part, located: Located) -> Facts:
 
 
 def models_table(models: Sequence[Facts]) -> str:
-    """One line a model, in columns."""
     rows = [("model", "pixels", "family", "size", "licence", "on this machine")]
     for model in models:
         here = "yes" if model["here"] else "missing: " + ", ".join(model["missing"])
@@ -154,7 +152,6 @@ def part_lines(part: Facts, model: Facts) -> list[str]:
 
 
 def sampling_text(sampling: Mapping[str, float]) -> str:
-    """Sampling settings as the options that set them."""
     given = [f"--{name.replace('_', '-')} {value:g}" for name, value in sampling.items()]
     return " ".join(text + " (all)" if text == "--top-k 0" else text for text in given)
 
@@ -178,6 +175,5 @@ def print_models(name: str | None, as_json: bool) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `models` command; returns the exit code."""
     args = make_parser().parse_args(argv)
     return exit_code(lambda: print_models(args.name, args.json))

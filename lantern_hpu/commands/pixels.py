@@ -158,6 +158,5 @@ def decode_saved(args: argparse.Namespace) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `pixels` command; returns the exit code."""
     args = make_parser().parse_args(argv)
     return exit_code(lambda: print(decode_saved(args)))

@@ -76,7 +76,6 @@ def serve_request(args: argparse.Namespace) -> ServeOptions:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The `serve` command; returns the exit code."""
     args = make_parser().parse_args(argv)
 
     def command() -> int:

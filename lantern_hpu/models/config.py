@@ -111,7 +111,6 @@ class TransformerConfig:
 
     @property
     def preview_tokens(self) -> int:
-        """Tokens that are drawn before those of the picture."""
         return math.prod(self.preview_grid)
 
     @property
@@ -130,22 +129,18 @@ class TransformerConfig:
 
     @property
     def rotated(self) -> int:
-        """Features of a head that are rotated."""
         return self.head_dim if self.rotary_dim is None else self.rotary_dim
 
     @property
     def kv(self) -> int:
-        """Number of key/value heads."""
         return self.kv_heads or self.heads
 
     @property
     def width(self) -> int:
-        """Of all heads' queries together."""
         return self.heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
-        """Of all heads' keys together."""
         return self.kv * self.head_dim
 
     @property
@@ -159,7 +154,6 @@ class TransformerConfig:
         )
 
     def block_parameters(self, input_norm: bool = True) -> int:
-        """Attention, SwiGLU and norms of one layer."""
         matrices = sum(rows * columns for rows, columns in self.block_matrices)
         norms = 2 * (self.width + self.kv_width) if self.qk_norm else 0
         bias = self.width + 2 * self.kv_width if self.qkv_bias else 0
@@ -307,7 +301,6 @@ class T5Config:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> T5Config:
-        """Of a config.json, whatever else it says."""
         known = {n: type(d)(values[n]) for n, d in asdict(cls()).items() if n in values}
         return cls(**known)
 

@@ -46,7 +46,6 @@ Tokenizer = VQModel | Emu3VQ  # of pictures
 
 
 def make_vq(config: VQConfig) -> Tokenizer:
-    """A tokenizer of its kind."""
     return Emu3VQ(config) if config.kind == "video" else VQModel(config)
 
 

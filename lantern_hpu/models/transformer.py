@@ -85,11 +85,7 @@ class Axis(nn.Module):
 
 
 class Rotary(nn.Module):
-    """Cosines and sines at the positions of left-padded sequences; where text is 1-D, pads do not count.
-
-    Args:
-        positions: of a sequence, at most.
-    """
+    """Cosines and sines at up to so many positions of left-padded sequences; where text is 1-D, pads do not count."""
 
     def __init__(self, config: TransformerConfig, positions: int) -> None:
         super().__init__()
@@ -298,11 +294,7 @@ class Target(nn.Module):
         source: Tensor | None = None,  # [R * D], what moves to the first D of each row meanwhile
         aux_layers: Sequence[int] = (),
     ) -> Tensor:
-        """Final-normed hidden states [R, T, H]: the drafter's features and the head's input.
-
-        Args:
-            aux_layers: layers whose outputs follow them, for a drafter that reads those too: [R, T, H * (1 + n)].
-        """
+        """Final-normed hidden states, followed by the outputs of `aux_layers`: [R, T, H * (1 + n)]."""
         aux = []
         for layer, block in enumerate(self.layers):
             kept = None if cache is None else cache.layers[layer]

@@ -91,11 +91,7 @@ class Guard:
     def __init__(
         self, app: ASGIApp, hosts: Collection[str], count_failure: Callable[[int], None]
     ) -> None:
-        """
-        Args:
-            hosts: names that the Host header may have beside `localhost` and addresses; `*` is any.
-            count_failure: called with the status of each image request that failed.
-        """
+        """`hosts` as in `ServeOptions.allow_host`; `count_failure` is called with each image request's status."""
         self.app, self.hosts, self.count_failure = app, hosts, count_failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -176,7 +172,6 @@ class Body:
         return message
 
     async def part(self) -> Message:
-        """The next piece of the body."""
         self.until = self.until or time.monotonic() + BODY_SECONDS
         try:
             message = await asyncio.wait_for(self.inner(), self.until - time.monotonic())
@@ -476,7 +471,6 @@ async def event_stream(
 
 
 def payload_of(decoder: DecodeThread, call: Call) -> dict[str, Any]:
-    """What all answers to a call begin with."""
     height, width = call.size
     return {"created": int(time.time()), "model": decoder.menu.model, "size": f"{width}x{height}"}
 

@@ -59,19 +59,15 @@ class Done(NamedTuple):
 
 @dataclass(eq=False)
 class Job:
-    """One image that a client waits for.
-
-    Attributes:
-        deadline: by the monotonic clock.
-        shows: rows at which a partial picture is wanted, rising.
-        send: called with each event, in the decode thread as a rule.
-    """
+    """One image that a client waits for."""
 
     request: Request
     method: str
-    deadline: float
-    shows: tuple[int, ...]
-    send: Callable[[Partial | Done | ApiError], None]
+    deadline: float  # by the monotonic clock
+    shows: tuple[int, ...]  # rows at which a partial picture is wanted, rising
+    send: Callable[
+        [Partial | Done | ApiError], None
+    ]  # called with each event, usually in the decode thread
     shape: Shape = ONE_SHAPE
     queued: float = field(default_factory=time.monotonic)
     admitted: float = 0.0
@@ -187,8 +183,6 @@ class DecodeThread:
         return [lane for lanes in list(self.lanes.values()) for lane in lanes]
 
     def watch(self) -> None:
-        """Gauges."""
-
         def recompiles() -> int:
             engines = [lane.batch.engine.report() for lane in self.all_lanes()]
             return sum(report.recompiles_after_warmup for report in engines)
@@ -267,10 +261,9 @@ class DecodeThread:
         return Lane(served, self.pipeline.batch(engine))
 
     def turn(self) -> None:
-        """Admit the jobs that have room, and run one of the engines that have images until its next host read.
+        """Admit the jobs that have room, and run the engine that has had the least time until its next host read.
 
-        It is the one that has had the least time: a turn of one engine may be a step of a window, that of another
-        sixteen steps of `ar`, so turns one after the other would not share the device fairly.
+        Turns one after the other would not be fair: one may be a step of a window, another sixteen steps of `ar`.
         """
         self.beat = time.monotonic()
         self.join()
@@ -426,11 +419,7 @@ class DecodeThread:
 
 
 def seconds_until_room(places: int, left: Sequence[float], each: float, slots: int) -> float:
-    """When so many waiting images have begun, where each slot takes the next one as soon as its image is done.
-
-    Args:
-        left: seconds until the images in slots are done. each: seconds that an image takes.
-    """
+    """When so many waiting images have begun, if those in slots end after `left` and each takes `each` seconds."""
     ends = [*left, *[0.0] * (slots - len(left))]
     heapq.heapify(ends)
     begun = 0.0

@@ -20,16 +20,11 @@ ONE_SHAPE: Shape = (None, None)  # of a model that has one size and one length
 
 @dataclass(frozen=True)
 class Served:
-    """One method as it is served: what a request may ask of it.
-
-    Attributes:
-        spec: of its step, which no request may go past.
-        shapes: what is captured of it: each size that is served, for each length of prefix.
-    """
+    """One method as it is served."""
 
     setting: Resolved
-    spec: Spec
-    shapes: tuple[Shape, ...] = (ONE_SHAPE,)
+    spec: Spec  # of its step, which no request may go past
+    shapes: tuple[Shape, ...] = (ONE_SHAPE,)  # captured: each size, for each length of prefix
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,6 @@ class Replica:
 
 
 def deployment(options: ServeOptions, replicas: int, share: dict[str, Any]) -> Any:
-    """The application as Ray Serve runs it."""
     with needing("ray", "replicas run in it", "ray"):
         from ray import serve
 
@@ -242,7 +241,6 @@ def drain() -> None:
 
 
 def serve_replicas(options: ServeOptions, host: str, port: int, replicas: int) -> None:
-    """Serve until a signal."""
     ray = connect(replicas)
     from ray import serve
 

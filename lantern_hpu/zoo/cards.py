@@ -74,10 +74,7 @@ class Subject:
         return str(data.to_yaml())
 
     def card(self, text: str, options: str, end: str, *tags: str) -> str:
-        """
-        Args:
-            text: what it is. options: of the command that draws with it. end: what was measured.
-        """
+        """A text of what it is, the command that draws with it by these options, and what was measured."""
         height, width = self.config.image_size
         classes = self.config.condition.kind == "classes"
         body = (text + USAGE).format(
@@ -94,11 +91,7 @@ class Subject:
 
 
 def drafter_card(subject: Subject, folder: str, report: Mapping[str, Any]) -> str:
-    """The card of a trained drafter, with what its training measured.
-
-    Args:
-        folder: its name.
-    """
+    """The card of a trained drafter, with what its training measured."""
     options = f"--model {subject.model} --drafter {folder} --method eagle"
     rows = []
     for method in ("eagle", "lantern++"):
@@ -108,7 +101,6 @@ def drafter_card(subject: Subject, folder: str, report: Mapping[str, Any]) -> st
 
 
 def folder_card(subject: Subject, folder: str) -> str:
-    """The card of a converted model folder."""
     end = "Speed and quality were not measured when this folder was written."
     return subject.card(FOLDER, f"--model {folder}", end)
 

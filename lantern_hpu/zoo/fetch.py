@@ -99,7 +99,6 @@ def check_space(files: Sequence[File], where: Path) -> None:
 
 
 def fetch(hub: ModuleType, file: File, to: Path | None) -> None:
-    """Fetch and check one file."""
     repo, role = file.part.repo, file.part.role
     staging = None if to is None else to / STAGING / role
     with nullcontext() if to else marked(file):

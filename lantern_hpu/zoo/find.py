@@ -154,18 +154,13 @@ def briefly(files: tuple[str, ...]) -> str:
 
 
 def draw_command(entry: KnownModel, folder: Path | None = None) -> str:
-    """The command that draws with a model."""
     classes = entry.family == "llamagen-c2i"
     what = "--class-label goldfish" if classes else '--prompt "a red apple"'
     return f"python -m lantern_hpu.generate --model {folder or entry.handle} {what}"
 
 
 def find_parts(model: str, given: Given = Given(), spared: tuple[str, ...] = ()) -> Parts:
-    """The parts of a model, those in `given` in place of its own.
-
-    Args:
-        spared: parts that may be missing.
-    """
+    """The parts of a model, those in `given` in place of its own; those in `spared` may be missing."""
     given_paths = {
         name: Path(value) for name in OPTIONS if (value := getattr(given, name)) is not None
     }
@@ -218,7 +213,6 @@ def exists(path: Path) -> bool:
 
 
 def known(entry: KnownModel, found: Located, where: str) -> Parts:
-    """The parts of a known model."""
     size, sampling, paths = entry.image_size, dict(entry.sampling), found.items()
     roles: dict[str, Any] = {role: path for role, path in paths if path is not None}
     return Parts(entry.name, where, **roles, image_size=size, sampling=sampling)

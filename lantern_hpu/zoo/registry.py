@@ -37,7 +37,6 @@ class Part:
 
     @property
     def sources(self) -> tuple[Part, ...]:
-        """The part itself, then those that do as well."""
         return (self, *self.instead)
 
     @property
@@ -157,7 +156,6 @@ def find_model_by_name(name: str) -> KnownModel | None:
 
 
 def sources(name: str) -> list[tuple[KnownModel, Part]]:
-    """The models whose target lies in a repository, or is one of its files."""
     return [
         (entry, source)
         for entry in entries().values()

@@ -22,7 +22,6 @@ FAMILIES: dict[str, Family] = {
 
 
 def family_of(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Family:
-    """The family of a checkpoint with this config.json."""
     for family in FAMILIES.values():
         if family.recognises(checkpoint, about, parts):
             return family

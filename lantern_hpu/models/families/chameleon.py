@@ -33,7 +33,6 @@ def is_chameleon(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) ->
 
 
 def chameleon_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
-    """Sizes, from the tensors and config.json."""
     rows, dim = checkpoint.shapes["model.embed_tokens.weight"]
     rope = about.get("rope_parameters") or {}
     heads, head_dim = checkpoint.shapes["model.layers.0.self_attn.q_norm.weight"]
@@ -73,7 +72,6 @@ def check_draws(checkpoint: Checkpoint, about: dict[str, Any], config: Transform
 
 
 def chameleon_recipe(config: TransformerConfig) -> Recipe:
-    """Recipe of `target.*`."""
     first, table = FIRST_IMAGE_TOKEN, AnoleFrame.order.stretches(config.embed_rows or 0)
     recipe = {
         "target.embed.weight": take("model.embed_tokens.weight", rows=table),

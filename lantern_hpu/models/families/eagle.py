@@ -35,7 +35,6 @@ SAMPLED_ROWS = 64  # rows of the embedding compared with the target's
 
 
 def open_drafter(path: Path, target: TransformerConfig) -> OpenedDrafter:
-    """A drafter for a target of these sizes."""
     return TrainedDrafter(path) if (path / DRAFTER).is_file() else PublishedDrafter(path, target)
 
 

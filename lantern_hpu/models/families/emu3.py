@@ -41,7 +41,6 @@ def is_emu3(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool
 
 
 def emu3_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
-    """Sizes, from the tensors and config.json."""
     language = about.get("text_config") or about
     rope = language.get("rope_parameters") or {}
     rows, dim = checkpoint.shapes["model.embed_tokens.weight"]
@@ -68,7 +67,6 @@ def emu3_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerCon
 
 
 def emu3_recipe(config: TransformerConfig) -> Recipe:
-    """Recipe of `target.*`."""
     order = Emu3Frame.order
     table = order.stretches(config.embed_rows or 0)
     recipe = {

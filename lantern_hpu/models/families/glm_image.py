@@ -42,7 +42,6 @@ def is_glm_image(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) ->
 
 
 def glm_image_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
-    """Sizes, from the tensors and config.json."""
     text = about["text_config"]
     rope, first = text["rope_parameters"], LAYER.format(0)
     codes, heads = int(about["vq_config"]["num_embeddings"]), int(text["num_attention_heads"])
@@ -103,7 +102,6 @@ def paired_rows(config: TransformerConfig) -> tuple[tuple[int, int], ...]:
 
 
 def glm_image_recipe(config: TransformerConfig) -> Recipe:
-    """Recipe of `target.*`."""
     recipe = {
         "target.embed.weight": take(TEXT + "embed_tokens.weight"),
         "target.norm.weight": take(TEXT + "norm.weight"),

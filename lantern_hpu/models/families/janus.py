@@ -58,7 +58,6 @@ def is_janus(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> boo
 
 
 def janus_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
-    """Sizes, from the tensors and what config.json says of the language model."""
     language = about.get("language_config") or about.get("text_config") or {}
     rope = language.get("rope_parameters") or {}
     layer = f"{LANGUAGE}layers.0."

@@ -42,7 +42,6 @@ def is_llamagen(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> 
 
 
 def by_class(checkpoint: Checkpoint) -> bool:
-    """Whether the condition is a class label."""
     return "cls_embedding.embedding_table.weight" in checkpoint
 
 

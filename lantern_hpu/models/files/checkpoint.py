@@ -47,7 +47,6 @@ class Checkpoint:
         return name in self.shapes
 
     def renamed(self, change: Callable[[str], str]) -> Checkpoint:
-        """The same tensors by other names."""
         old = {change(name): name for name in self.shapes}
         shapes = {name: self.shapes[before] for name, before in old.items()}
         return Checkpoint(self.path, shapes, lambda name: self.read(old[name]))
@@ -59,15 +58,12 @@ class Checkpoint:
         return Checkpoint(self.path, shapes, lambda name: self.read(prefix + name))
 
     def beside(self, name: str, tensor: Tensor) -> Checkpoint:
-        """With one more tensor."""
-
         def read(wanted: str) -> Tensor:
             return tensor if wanted == name else self.read(wanted)
 
         return Checkpoint(self.path, {**self.shapes, name: tuple(tensor.shape)}, read)
 
     def only(self, wanted: Callable[[str], bool]) -> Checkpoint:
-        """Only the tensors whose names are wanted."""
         shapes = {name: shape for name, shape in self.shapes.items() if wanted(name)}
         return Checkpoint(self.path, shapes, self.read)
 
@@ -113,7 +109,6 @@ def open_weights_folder(folder: Path) -> Checkpoint:
 
 
 def open_shards(folder: Path, index: Path) -> Checkpoint:
-    """Several files and the index that says which tensor lies where."""
     with reading(index, "download it again") as about:
         places = {str(name): str(file) for name, file in about["weight_map"].items()}
     missing = sorted({name for name in places.values() if not file_in(folder, name).is_file()})
@@ -130,7 +125,6 @@ def open_shards(folder: Path, index: Path) -> Checkpoint:
 
 
 def open_safetensors(path: Path) -> Checkpoint:
-    """One safetensors file, mapped into memory."""
     try:
         file = safe_open(path, "pt")
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -317,7 +311,6 @@ def mistakes(
 def read_source(
     source: Source, checkpoint: Checkpoint, device: Any, dtype: torch.dtype | None
 ) -> Tensor:
-    """One of our tensors, on its device."""
     parts = []
     for name in source.names:
         part = checkpoint.read(name)

@@ -128,7 +128,6 @@ class Opened:
 
 
 def open_model(parts: Parts) -> Opened:
-    """What these parts make."""
     ours = (parts.target / CONFIG).is_file()
     opened = open_folder(parts) if ours else open_published(parts)
     config, drafter = with_text(opened.config, parts.text), None
@@ -182,7 +181,6 @@ def open_folder(parts: Parts) -> Opened:
 
 
 def open_published(parts: Parts) -> Opened:
-    """Published checkpoints."""
     about = settings_beside(parts.target)
     stored = open_checkpoint(parts.target).within("module.")
     with reported_as(f"{parts.target} does not describe a model"):

@@ -82,12 +82,10 @@ OPTIONS = {
 
 
 def weights_files(folder: Path) -> list[Path]:
-    """The weights files that lie directly in a folder."""
     return sorted(f for f in folder.iterdir() if f.suffix in (SAFE, *PICKLES) and f.is_file())
 
 
 def how_to_renew(folder: Path) -> str:
-    """How to get a model folder anew."""
     return "install the package again" if folder == BUILTIN else "convert or copy it again"
 
 

@@ -113,7 +113,6 @@ def write_model(model: ImageModel, folder: Path, progress: Any) -> None:
 
 
 def model_json(model: ImageModel, files: dict[str, str]) -> dict[str, Any]:
-    """`model.json` of a model whose files have these checksums."""
     config = model.config
     return {
         "name": model.name,

@@ -134,7 +134,6 @@ def class_index(text: str) -> int:
 
 
 def class_name(index: int) -> str:
-    """The first name of a class."""
     if not 0 <= index < len(_classes()):
         hint = f"an index from 0 to {len(_classes()) - 1}"
         raise OptionError(f"there is no ImageNet class {index}", hint=hint)
@@ -143,7 +142,6 @@ def class_name(index: int) -> str:
 
 @cache
 def _classes() -> list[list[str]]:
-    """The names of each class."""
     lines = IMAGENET.read_text(encoding="utf-8").splitlines()
     return [[name.strip() for name in line.split(",")] for line in lines]
 

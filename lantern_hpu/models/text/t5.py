@@ -254,7 +254,6 @@ class T5Conditioner:
 
     @contextmanager
     def _loading(self, part: str) -> Iterator[None]:
-        """Any error of transformers as one that names the folder."""
         try:
             yield
         except Exception as error:

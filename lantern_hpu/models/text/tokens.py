@@ -19,7 +19,6 @@ PROMPT_POSITIONS = 256  # P: what a prompt and its frame must fit into
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a checkpoint's folder."""
     with needing("transformers", "it splits prompts"):
         from transformers import PreTrainedTokenizerFast
     file = folder / "tokenizer.json"
@@ -56,7 +55,6 @@ class TokenConditioner:
         self.others: dict[TransformerConfig, TokenConditioner] = {}  # of other sizes
 
     def sized(self, config: TransformerConfig) -> TokenConditioner:
-        """The same for a target of other sizes."""
         if config == self.frame.config:
             return self
         if config not in self.others:
@@ -67,7 +65,6 @@ class TokenConditioner:
         return self.others[config]
 
     def length(self, prompt: str) -> int:
-        """Tokens of a framed prompt."""
         return len(self.frame.ids(prompt))
 
     def prepare(self, prompts: Sequence[str]) -> None:
