@@ -12,6 +12,8 @@ and the number of pictures leave, and the same through the model's tokenizer, wh
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -63,67 +65,6 @@ PAINTED_SIDES = (SIDE, 2 * SIDE)
 REPEATS = 4  # pictures of each caption whose diversity is measured
 
 
-class Painted:
-    """Captions of the generator, and what to make of pictures of them."""
-
-    def __init__(self, sizes: PaintedOptions, side: int = SIDE) -> None:
-        """
-        Args:
-            side: pixels in which they are painted, before they are averaged to what the network reads.
-        """
-        self.images, self.panels, self.reference = sizes.images, sizes.panels, sizes.fresh
-        self.side, self.noise, self.classifier = side, Noise(2 * side), Classifier.load()
-
-    def items(self) -> list[Item]:
-        """What is to be drawn: captions that leave things out, as users' do, then panels of complete ones."""
-        single = [Item(f"{i:06d}", caption_of(*scene_of(CAPTIONS + i))) for i in range(self.images)]
-        panels = [caption_of(*scene_of(PANELS + p), terse=0.0) for p in range(self.panels)]
-        copies = range(REPEATS)
-        return single + [
-            Item(f"panel-{p:04d}-{k}", text) for p, text in enumerate(panels) for k in copies
-        ]
-
-    def painted(self) -> Iterator[Pixels]:
-        """Of each caption's scene; in a panel several of one."""
-        singles = [(CAPTIONS + i, 0) for i in range(self.images)]
-        panels = [(PANELS + p, k) for p in range(self.panels) for k in range(REPEATS)]
-        for number, k in tqdm([*singles, *panels], desc="painting captions", unit="picture"):
-            scene, _ = scene_of(number)
-            yield render_scene(scene, np.random.default_rng((number, k)), self.noise)
-
-    def fresh(self) -> Array:
-        """Features of the reference pictures [reference, FEATURES]."""
-        numbers, result = tqdm(range(self.reference), desc="painting reference", unit="picture"), []
-        batch: list[Pixels] = []
-        for i in numbers:
-            batch.append(as_classified(paint_picture(REFERENCE + i, self.noise).pixels))
-            if len(batch) == 64 or i == self.reference - 1:
-                result.append(self.classifier.classify(np.stack(batch)).features)
-                batch = []
-        return np.concatenate(result).astype(np.float64)
-
-    def rows(self, items: Sequence[Item], pixels: Pixels, distances: Array) -> dict[str, Array]:
-        """Of pictures of the items [n, SIDE, SIDE, 3]; and the agreement of each attribute alone.
-
-        Args:
-            distances: [panels], within the generator's panels.
-        """
-        predicted = self.classifier.classify(pixels[: self.images])
-        matches = predicted.matches([item.prompt for item in items[: self.images]])
-        by_attribute = {
-            name: [one[name] for one in matches if name in one] for name in sorted(ATTRIBUTES)
-        }
-        panels = within(pixels[self.images :], self.panels)
-        return {
-            "frechet": predicted.features.astype(np.float64),
-            "agreement": agreement_rows(matches),
-            "diversity": np.stack([panels, distances], 1),
-            **{
-                f"{SHARE}{n}": np.asarray(np.mean(hits)) for n, hits in by_attribute.items() if hits
-            },
-        }
-
-
 def scene_of(number: int) -> tuple[Scene, Generator]:
     """A scene, and the random numbers for a caption of it."""
     rng = np.random.default_rng(number)
@@ -136,70 +77,111 @@ def as_classified(pixels: Pixels) -> Pixels:
 
 
 class PaintedScorer:
+    """Captions of the generator, and what is made of pictures of them."""
+
     name = SCENES
 
     def __init__(self, sizes: PaintedOptions, pipeline: LanternPipeline, folder: Path) -> None:
-        # In the size of the model's pictures, where its tokenizer can encode painted ones
-        side = encoded_side(pipeline) or SIDE
-        self.painted, self.pipeline = Painted(sizes, side), pipeline
-        self.items = self.painted.items()
-        self.cache = Cache(folder, [sha256(WEIGHTS), digest(self.items), side])
-        self._generated: Pixels | None = None
+        self.sizes, self.pipeline, self.classifier = sizes, pipeline, Classifier.load()
+        # Painted in the size of the model's pictures, where its tokenizer can encode them
+        self.side = encoded_side(pipeline) or SIDE
+        self.noise = Noise(2 * self.side)
+        # Captions that leave things out, as users' do, then panels of complete ones
+        single = [
+            Item(f"{i:06d}", caption_of(*scene_of(CAPTIONS + i))) for i in range(sizes.images)
+        ]
+        panels = [caption_of(*scene_of(PANELS + p), terse=0.0) for p in range(sizes.panels)]
+        copies = range(REPEATS)
+        self.items = single + [
+            Item(f"panel-{p:04d}-{k}", text) for p, text in enumerate(panels) for k in copies
+        ]
+        self.cache = Cache(folder, [sha256(WEIGHTS), digest(self.items), self.side])
 
     def prepare(self) -> None:
         """Paint what the drawn pictures are compared with."""
-        reference = self.cache.rows(
-            "reference", self.painted.reference, lambda: {"features": self.painted.fresh()}
-        )
-        self.metrics = [make(reference["features"]) for make in BUILTIN.values()]
+        fresh = self.cache.rows("reference", self.sizes.fresh, lambda: {"features": self.fresh()})
+        self.metrics = [make(fresh["features"]) for make in BUILTIN.values()]
         self.generator = self.cache.rows("generator", 0, self.of_generator)
 
-    @property
+    @cached_property
     def generated(self) -> Pixels:
-        """The generator's pictures of the items, painted when first asked for."""
-        if self._generated is None:
-            self._generated = np.stack(list(self.painted.painted()))
-        return self._generated
+        """The generator's pictures of the items, [n, side, side, 3]; in a panel several of one scene."""
+        singles = [(CAPTIONS + i, 0) for i in range(self.sizes.images)]
+        panels = [(PANELS + p, k) for p in range(self.sizes.panels) for k in range(REPEATS)]
+        painted = [
+            render_scene(scene_of(number)[0], np.random.default_rng((number, k)), self.noise)
+            for number, k in tqdm([*singles, *panels], desc="painting captions", unit="picture")
+        ]
+        return np.stack(painted)
+
+    def fresh(self) -> Array:
+        """Features of the reference pictures [fresh, FEATURES]."""
+        numbers, result = (
+            tqdm(range(self.sizes.fresh), desc="painting reference", unit="picture"),
+            [],
+        )
+        pictures = (as_classified(paint_picture(REFERENCE + i, self.noise).pixels) for i in numbers)
+        while batch := list(islice(pictures, 64)):
+            result.append(self.classifier.classify(np.stack(batch)).features)
+        return np.concatenate(result).astype(np.float64)
 
     def of_generator(self) -> Rows:
         pixels = np.stack([as_classified(one) for one in self.generated])
-        distances = within(pixels[self.painted.images :], self.painted.panels)
-        return self.painted.rows(self.items, pixels, distances) | {"distances": distances}
+        distances = within(pixels[self.sizes.images :], self.sizes.panels)
+        return self.rows_of(pixels, distances) | {"distances": distances}
+
+    def rows_of(self, pixels: Pixels, distances: Array) -> dict[str, Array]:
+        """Of pictures of the items [n, SIDE, SIDE, 3]; and the agreement of each attribute alone.
+
+        Args:
+            distances: [panels], within the generator's panels.
+        """
+        images = self.sizes.images
+        predicted = self.classifier.classify(pixels[:images])
+        matches = predicted.matches([item.prompt for item in self.items[:images]])
+        by_attribute = {
+            name: [one[name] for one in matches if name in one] for name in sorted(ATTRIBUTES)
+        }
+        shares = {f"{SHARE}{n}": np.asarray(np.mean(h)) for n, h in by_attribute.items() if h}
+        return {
+            "frechet": predicted.features.astype(np.float64),
+            "agreement": agreement_rows(matches),
+            "diversity": np.stack([within(pixels[images:], self.sizes.panels), distances], 1),
+            **shares,
+        }
 
     def rows(self, name: str, files: Sequence[Path]) -> Rows:
-        def made() -> Rows:
+        def make() -> Rows:
             read = tqdm(files, desc="reading", unit="picture", leave=False)
             pixels = np.stack([small(read_picture(file)) for file in read])
-            return self.painted.rows(self.items, pixels, self.generator["distances"])
+            return self.rows_of(pixels, self.generator["distances"])
 
-        return self.cache.rows(name, stamps(files), made)
+        return self.cache.rows(name, stamps(files), make)
 
     def baselines(self, rounds: int) -> list[QualityRow]:
         """The generator's own pictures of the captions, and these through the tokenizer."""
         result = {GENERATOR: self.generator}
-        if encoded_side(self.pipeline) == self.painted.side:
+        if encoded_side(self.pipeline) == self.side:
 
-            def through() -> Rows:
+            def make() -> Rows:
                 pixels = np.stack(list(through_tokenizer(self.pipeline, self.generated)))
-                return self.painted.rows(self.items, pixels, self.generator["distances"])
+                return self.rows_of(pixels, self.generator["distances"])
 
-            files = self.pipeline.model.files
-            result[TOKENIZER] = self.cache.rows("tokenizer", files, through)
+            result[TOKENIZER] = self.cache.rows("tokenizer", self.pipeline.model.files, make)
         return [
             QualityRow(name, {}, figures(self.metrics, rows, rounds), extra_of(rows))
             for name, rows in result.items()
         ]
 
     def protocol(self) -> str:
-        sizes = self.painted
+        sizes = self.sizes
         return (
             f"Protocol `{SCENES}`: {sizes.images} captions of the generator once each and {sizes.panels} {REPEATS} "
-            f"times each; {sizes.reference} fresh pictures as reference."
+            f"times each; {sizes.fresh} fresh pictures as reference."
         )
 
     def notes(self) -> list[str]:
-        right = self.painted.classifier.about["accuracy"]["clean"]["all"]
-        side = self.painted.side
+        right, side = self.classifier.about["accuracy"]["clean"]["all"], self.side
         averaged = f" averaged to {SIDE} x {SIDE}" if side != SIDE else ""
         return [
             "Frechet distance: per cent of the reference's variance, in the features of a small network trained on "
