@@ -446,7 +446,7 @@ class LanternPipeline:
         return Spec.of(requests, tree, size, model.sizes(requests), model.listed_neighbours)
 
     def warm_up(self, engine: Engine, request: Request) -> None:
-        """Whatever the device compiles for these shapes - text, prefill, step, pixels - is compiled here."""
+        """What the device compiles for these shapes - text, prefill, step, pixels - is compiled here."""
         if engine.warm:
             return
         config, images = engine.target.config, engine.spec.images

@@ -129,11 +129,13 @@ class Case:
     def sampled(self, rule: Relaxed, drawn: bool = True, **changes: Any) -> Verdict:
         given = {"p": self.p, "uniform": self.uniform} | changes
         acceptance = given.pop("acceptance", acceptance_of(self.tree, rule))
-        return acceptance.sampled(**given, drafts=self.drafts(drawn), bounds=bounds_of(rule, B))
+        return acceptance.walk_sampled(
+            **given, drafts=self.drafts(drawn), bounds=bounds_of(rule, B)
+        )
 
     def greedy(self, rule: Relaxed, acceptance: Acceptance | None = None) -> Verdict:
         acceptance = acceptance or acceptance_of(self.tree, rule)
-        return acceptance.greedy(self.p, self.drafts(False), bounds_of(rule, B))
+        return acceptance.walk_greedy(self.p, self.drafts(False), bounds_of(rule, B))
 
 
 CASES = [Case(seed) for seed in range(TREES)]
@@ -265,7 +267,7 @@ def siblings_probs(
     drafts = Drafts(tokens, own, StaticTables(tree)(count))
 
     def run(uniform: Tensor) -> Verdict:
-        return acceptance.sampled(p.expand(count, 1, -1), drafts, uniform[:, None], bounds)
+        return acceptance.walk_sampled(p.expand(count, 1, -1), drafts, uniform[:, None], bounds)
 
     out = torch.zeros(size, dtype=torch.float64)
     uniform = torch.ones(count, children, dtype=torch.float64)
@@ -444,7 +446,7 @@ def test_hand_made_example(residual: Residual, after: list[float]) -> None:
     ]  # the chance is 0.4 / 0.5
     tables, tokens = StaticTables(tree)(2), torch.zeros(2, 2, dtype=torch.int32)
     drafts = Drafts(tokens, q, tables)
-    verdict = acceptance.sampled(p, drafts, uniform, bounds_of(rule, 2))
+    verdict = acceptance.walk_sampled(p, drafts, uniform, bounds_of(rule, 2))
     assert verdict.node.tolist() == [1, 0]
     assert verdict.relaxed.tolist() == [[True], [False]]
     assert verdict.residual[1].tolist() == pytest.approx(after)
@@ -465,7 +467,7 @@ def test_hand_made_example_of_a_sure_draft(residual: Residual, after: list[float
     uniform = torch.tensor([0.29, 0.31], dtype=torch.float64)[:, None, None]
     tables, tokens = StaticTables(tree)(2), torch.zeros(2, 2, dtype=torch.int32)
     drafts = Drafts(tokens, None, tables)
-    verdict = acceptance.sampled(p, drafts, uniform, bounds_of(rule, 2))
+    verdict = acceptance.walk_sampled(p, drafts, uniform, bounds_of(rule, 2))
     assert verdict.node.tolist() == [1, 0]
     assert verdict.residual[1].tolist() == pytest.approx(after)
 
@@ -488,7 +490,7 @@ def test_wider_tree_never_accepts_less() -> None:
         probs = p[:, [nodes[n] for n in tree.expanded]]
         rule = acceptance_of(tree, Relaxed())
         given = Drafts(drafts[:, nodes], None, StaticTables(tree)(500))
-        verdict = rule.greedy(probs, given, bounds_of(Relaxed(), 500))
+        verdict = rule.walk_greedy(probs, given, bounds_of(Relaxed(), 500))
         depths[tree.name] = torch.tensor(tree.depths)[verdict.node]
     assert (depths["wide"] >= depths["narrow"]).all()
     assert (depths["wide"] > depths["narrow"]).any()

@@ -331,7 +331,7 @@ class Walked:
         verdicts = [
             Acceptance(spec, table, walk=walk)
             .to(self.device)
-            .sampled(self.p, drafts, self.uniform, self.bounds(rule))
+            .walk_sampled(self.p, drafts, self.uniform, self.bounds(rule))
             for walk in (kernels().walk, None)
         ]
         return verdicts[0], verdicts[1]
@@ -384,7 +384,7 @@ def test_worked_example_is_what_the_plain_walk_gives() -> None:
     acceptance = Acceptance(Spec(3, False, tree, metered=True), near_codes)
     tables = StaticTables(tree)(3)
     assert torch.equal(tables.child, child) and torch.equal(tables.row, row)
-    verdict = acceptance.sampled(p, Drafts(tokens, q, tables), uniform, Bounds(*bounds))
+    verdict = acceptance.walk_sampled(p, Drafts(tokens, q, tables), uniform, Bounds(*bounds))
     got_all = (verdict.node, verdict.residual, verdict.relaxed, verdict.spent)
     for got, want in zip(got_all, wanted, strict=True):
         torch.testing.assert_close(got, want)

@@ -228,7 +228,7 @@ def test_the_walk_along_a_spine_is_the_walk_by_levels(name: str, rule: Relaxatio
     acceptance = Acceptance(Spec(images, False, tree, **how, metered=True), near, codes)
     drafts = Drafts(tokens, q, StaticTables(tree)(images))
     given = (p, drafts, tries, Bounds.of([rule] * images, tree.depth))
-    fast, slow = acceptance.sampled(*given), acceptance.by_level(*given)
+    fast, slow = acceptance.walk_sampled(*given), acceptance.walk_levels(*given)
     assert acceptance.spine is not None and fast.node.tolist() == slow.node.tolist()
     assert len(set(fast.node.tolist())) > tree.depth  # every depth, and siblings if there are any
     torch.testing.assert_close(fast.residual, slow.residual)

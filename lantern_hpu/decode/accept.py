@@ -280,7 +280,7 @@ class Acceptance(nn.Module):
             spec: whose tree has at least one draft.
             neighbours: [V, K] int32, other codes by rising distance; None leaves their mass out.
             codes: [V, dim] float32, the codes' vectors; None leaves clusters out.
-            walk: the device's own form of `sampled`, for what it serves.
+            walk: the device's own form of `walk_sampled`, for what it serves.
         """
         super().__init__()
         tree, sound = spec.tree, spec.residual == "sound" or neighbours is None
@@ -344,7 +344,7 @@ class Acceptance(nn.Module):
             left = (p - (q if keep is None else q * keep)).clamp(min=0)
             if self.annealed:
                 left = torch.maximum(left, p * (1 - node.weight).clamp(min=0))
-            q = without(q, token)
+            q = remove_token(q, token)
         total, first = left.sum(-1, keepdim=True), p if node.p_at_node is None else node.p_at_node
         return replace(node, p=torch.where(total > 0, left / total, first), q=q, p_at_node=first)
 
@@ -389,7 +389,7 @@ class Acceptance(nn.Module):
             trial = self.trial(node, token, blend if child == 0 else None)
             bar = bar if trial.drawn is None else bar * trial.drawn
             tried = trial.really_drawn(exists[:, child]) & waiting
-            # Strictly below: a token of probability 0 is never accepted, whatever u.
+            # Strictly below: a token of probability 0 is not accepted even with u = 0.
             passed = tried & (bar < trial.mass)[:, 0]
             relaxed = relaxed | (passed & ~(bar < trial.prob)[:, 0])
             spent = spent if trial.cost is None else spent + trial.cost[:, 0] * tried
@@ -410,11 +410,11 @@ class Acceptance(nn.Module):
             greedy: [B] bool, whose walk it is.
         """
         if not self.spec.use_sampled:
-            return self.greedy(p, drafts, bounds)
-        sampled = self.sampled(p, drafts, uniform, bounds)
+            return self.walk_greedy(p, drafts, bounds)
+        sampled = self.walk_sampled(p, drafts, uniform, bounds)
         if not self.spec.use_greedy:
             return sampled
-        best = self.greedy(p, drafts, bounds)
+        best = self.walk_greedy(p, drafts, bounds)
         node = torch.where(greedy, best.node, sampled.node)
         relaxed = torch.where(greedy[:, None], best.relaxed, sampled.relaxed)
         spent = sampled.spent
@@ -422,7 +422,7 @@ class Acceptance(nn.Module):
             spent = torch.where(greedy[:, None], best.spent, spent)
         return Verdict(node, sampled.residual, relaxed, spent)
 
-    def sampled(self, p: Tensor, drafts: Drafts, uniform: Tensor, bounds: Bounds) -> Verdict:
+    def walk_sampled(self, p: Tensor, drafts: Drafts, uniform: Tensor, bounds: Bounds) -> Verdict:
         """Walk from the root, one level at a time, to the last accepted node."""
         if self.walk is not None and drafts.q is not None:
             tables = drafts.tables
@@ -432,13 +432,13 @@ class Acceptance(nn.Module):
             blended = (bounds.tv, bounds.budget) if self.blended else (None, None)
             return Verdict(*self.walk(*tried, *each, *blended))
         if self.spine is not None and drafts.q is not None:
-            return self.along_spine(self.spine, p, drafts.q, drafts, uniform, bounds)
-        return self.by_level(p, drafts, uniform, bounds)
+            return self.walk_spine(self.spine, p, drafts.q, drafts, uniform, bounds)
+        return self.walk_levels(p, drafts, uniform, bounds)
 
-    def along_spine(
+    def walk_spine(
         self, spine: Tensor, p: Tensor, q: Tensor, drafts: Drafts, uniform: Tensor, bounds: Bounds
     ) -> Verdict:
-        """`by_level` where first children alone have children: those are all tried at once.
+        """`walk_levels` where first children alone have children: those are all tried at once.
 
         Only where the first of them is refused are its siblings tried as well.
 
@@ -476,8 +476,8 @@ class Acceptance(nn.Module):
         spent = torch.where(here, paid[:, None], spent) * (level <= taken[:, None] + 1)
         return Verdict(node, rest, relaxed, spent)
 
-    def by_level(self, p: Tensor, drafts: Drafts, uniform: Tensor, bounds: Bounds) -> Verdict:
-        """`sampled` in torch, whatever the tree."""
+    def walk_levels(self, p: Tensor, drafts: Drafts, uniform: Tensor, bounds: Bounds) -> Verdict:
+        """`walk_sampled` in torch, for any tree."""
         tables, tokens, q = drafts.tables, drafts.tokens, drafts.q
         node, residual = torch.zeros_like(tokens[:, 0]), p[:, 0]
         walking = torch.ones_like(node, dtype=torch.bool)
@@ -504,7 +504,7 @@ class Acceptance(nn.Module):
         cost = torch.stack(spent, 1) if spent else None
         return Verdict(node, residual, torch.stack(relaxed, 1), cost)
 
-    def greedy(self, p: Tensor, drafts: Drafts, bounds: Bounds) -> Verdict:
+    def walk_greedy(self, p: Tensor, drafts: Drafts, bounds: Bounds) -> Verdict:
         """The longest path of drafts that each win the argmax, with what relaxation adds to them.
 
         Args:
@@ -536,7 +536,7 @@ class Acceptance(nn.Module):
         priority = tables.depth * reached.shape[1] + self.priority
         return (reached * priority).argmax(-1).int()
 
-    def repeated(self, drawn: Tensor, drafts: Drafts) -> Tensor:
+    def match_draws(self, drawn: Tensor, drafts: Drafts) -> Tensor:
         """Where the drafts stop being what their places draw anyway: [B] int32.
 
         Args:
@@ -565,7 +565,7 @@ def gain(mass: Tensor, prob: Tensor, drawn: Tensor | None) -> Tensor:
     return more.clamp(min=0) / drawn.clamp(min=TINY)
 
 
-def without(q: Tensor, token: Tensor) -> Tensor:
+def remove_token(q: Tensor, token: Tensor) -> Tensor:
     """The drafter's probabilities [B, V] given that it is not token [B, 1], which was tried."""
     q = q.scatter(1, token.long(), 0.0)
     return q / q.sum(-1, keepdim=True).clamp(min=1e-30)

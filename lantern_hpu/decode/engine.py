@@ -268,7 +268,7 @@ class Engine:
     def upload_uniforms(
         self, seeds: Sequence[int | None], first: int | Sequence[int], count: int
     ) -> None:
-        """Uniforms for the next steps, in one copy of one size, whatever the count.
+        """Uniforms for the next steps, in one copy of one size.
 
         Args:
             seeds: of each slot's image; None where there is none. first: number of the next step, of all or each.

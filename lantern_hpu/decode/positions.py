@@ -1,4 +1,4 @@
-"""Where tokens stand: cache positions, rotary angles and masks, as constants on the device."""
+"""Positions of tokens: cache positions, rotary angles and masks, as constants on the device."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Positions(nn.Module):
         return torch.where(position < self.size, position, position - self.size)
 
     def with_moves(self, index: Tensor, moves: Moves) -> tuple[Tensor, Tensor]:
-        """Storage indices of a step's one write: of what moves and of its new nodes [R * M]; and where the former lies.
+        """Storage indices of a step's one write: of what moves and of its new nodes [R * M]; and where the former is.
 
         Returns [R * (D + M)] and [R * D].
         """

@@ -34,7 +34,7 @@ def sampling_params(
 
 
 def make_grammar(config: TransformerConfig) -> RowEnds | None:
-    """What decides where tokens may stand; None where all may stand everywhere."""
+    """What decides which tokens a place may hold; None where every place may hold all."""
     return RowEnds(config.grid[1], config.tokens, config.vocab_size) if config.row_ends else None
 
 
@@ -54,7 +54,7 @@ class Sampler(nn.Module):
         """Probabilities of what comes after each feature: [R, T, H] -> [B, T, V] float32.
 
         Args:
-            hidden: what lies behind its first H numbers, outputs of lower layers, is left out.
+            hidden: only its first H numbers are read; outputs of lower layers follow them.
             depth: [B, T] int32, or one for all: how far below the root each feature's token is; of images that begin,
                 below the last token of their prefix.
         """

@@ -1,10 +1,10 @@
-"""A window on a fixed schedule: in each step its first C places are made final, whatever they are.
+"""A window on a fixed schedule: in each step its first C places are made final, without a test.
 
 So N tokens take ceil((N - 1) / C) steps after the first token, the same for every image, and the host need not read
 what was accepted: nothing is. The chain of a step is C final tokens whose keys it writes, then the W places of the
 window.
 
-The first of the C tokens follows the target's distribution given what stands before it. The others were drawn from
+The first of the C tokens follows the target's distribution given what is before it. The others were drawn from
 distributions q that rest on drafts a step old. The next step has today's distributions p of those places, so that
 their total variation is known: by convexity a token's distribution, given the tokens before it, is on average no
 further from the target's than that.
@@ -104,7 +104,7 @@ class ScheduledStep(Step):
     def accept(
         self, hidden: Tensor, drafts: Drafts, uniform: Tensor, state: DecodeState
     ) -> Accepted:
-        """Draw all places anew, from the target's distributions given what stood before them."""
+        """Draw all places anew, from the target's distributions given what was before them."""
         lag = self.drafting.lag(state)
         p = self.sampler(hidden, state, drafts.tables.depth - lag[:, None])  # [B, C + W, V]
         assert drafts.uniform is not None

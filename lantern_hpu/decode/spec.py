@@ -66,7 +66,7 @@ class Spec:
         config: TransformerConfig,
         listed: int | None = None,
     ) -> Spec:
-        """What these requests need, in a batch of so many images; whatever none of them uses is left out.
+        """What these requests need, in a batch of so many images; what none of them uses is left out.
 
         Args:
             config: of the target, for the size of these requests.
@@ -128,7 +128,7 @@ class Spec:
 
 
 def is_scheduled(tree: Tree, least: int = 1) -> bool:
-    """Whether so many tokens or more are made final in each step, whatever they are."""
+    """Whether so many tokens or more are made final in each step, without a test."""
     return isinstance(tree, Window) and tree.commit >= least
 
 

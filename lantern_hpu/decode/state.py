@@ -115,7 +115,7 @@ class Moves:
 
     @classmethod
     def allocate(cls, spec: Spec, device: torch.device) -> Moves | None:
-        """Zeros, which admission replaces; None where an accepted path always lies where it belongs."""
+        """Zeros, which admission replaces; None where an accepted path is always in place."""
         if spec.tree.is_chain or not spec.tree.depth:
             return None
         shape = spec.images, spec.tree.depth

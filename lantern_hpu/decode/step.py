@@ -183,7 +183,7 @@ class Step(nn.Module):
         if (
             drawn is not None
         ):  # drafts that are what their places drew stay, and the first other draw
-            node = self.acceptance.repeated(drawn, drafts)
+            node = self.acceptance.match_draws(drawn, drafts)
             bonus = gather(drawn, 1, node[:, None])[:, 0]
             return Accepted(p, node, bonus, torch.zeros_like(drawn[:, 1:], dtype=torch.bool))
         tries = uniform[:, :-1].unflatten(1, (self.depth, -1))  # [B, D, C]
@@ -235,7 +235,7 @@ class Step(nn.Module):
         return state.known.copy_(count + 1)
 
     def tally(self, taken: Tensor, accepted: Accepted, order: Tensor, state: DecodeState) -> None:
-        """Count the step for images that are not done, and only what lies within the image."""
+        """Count the step for images that are not done, and only what is within the image."""
         last = self.tokens - 1
         state.steps.add_(state.count < last)
         if self.depth:

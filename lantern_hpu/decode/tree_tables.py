@@ -87,7 +87,7 @@ class DynamicTables(nn.Module):
 
     Candidates are numbered as they come: `top_k` children of the root, then for each expansion the children
     of its `top_k` nodes. A child never scores more than its parent and has a higher number; so with ties going
-    to the lower number, whoever is kept has its parent kept.
+    to the lower number, a candidate that is kept has its parent kept.
     """
 
     def __init__(self, tree: DynamicTree) -> None:

@@ -1,4 +1,4 @@
-"""Which token may stand where, in pictures whose rows of codes are closed by a token of their own."""
+"""Which tokens a place may hold, in pictures whose rows of codes are closed by a token of their own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NEVER = -1e30
 
 
 class RowEnds(nn.Module):
-    """The last token of the vocabulary closes each row and stands nowhere else.
+    """The last token of the vocabulary closes each row and is nowhere else.
 
     Args:
         columns: codes of a row. tokens: N, row ends included; places past them count as the last. vocabulary: V.
@@ -25,7 +25,7 @@ class RowEnds(nn.Module):
         self.is_end = constant(arange32(vocabulary) == vocabulary - 1)  # [V]
 
     def forward(self, logits: Tensor, place: Tensor) -> Tensor:
-        """Forbid what may not stand at a place.
+        """Forbid what a place may not hold.
 
         Args:
             logits: [R, T, V]. place: [R, T] int32, which token of the picture each is for.
@@ -42,6 +42,6 @@ class RowEnds(nn.Module):
         return torch.where(self.closing(place)[..., None], self.is_end.to(probs.dtype), probs)
 
     def force_tokens(self, tokens: Tensor, place: Tensor) -> Tensor:
-        """Guesses [R, T] as they may stand at these places [R, T]; a row's end elsewhere becomes the last code."""
+        """Guesses [R, T] as these places may hold them [R, T]; a row's end elsewhere becomes the last code."""
         codes = tokens.clamp(max=self.end - 1)
         return codes.masked_fill(self.closing(place), self.end)

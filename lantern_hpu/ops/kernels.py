@@ -25,7 +25,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, computed in float32 whatever the dtype."""
+    """Root-mean-square norm over the last dimension, computed in float32."""
     return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
@@ -54,7 +54,7 @@ class CacheWrite(NamedTuple):
     keys: Tensor  # [R * S, kv, hd]
     values: Tensor  # [R * S, kv, hd]
     goal: Tensor  # [R * (D + T)] int32, where it goes: what moves, then the new; no value twice
-    # [R * D] int32, where that lies which moves to the first D of each row; None: nothing moves
+    # [R * D] int32, the index of what moves to the first D of each row; None: nothing moves
     source: Tensor | None = None
 
 
@@ -119,7 +119,7 @@ RotateInto = Callable[[Tensor, Tensor, Tensor, Tensor, bool, CacheWrite], Tensor
 
 
 class Walk(Protocol):
-    """Down static trees whose children were drawn, with the sound residual: `Acceptance.sampled` of `accept.py`."""
+    """Down static trees whose children were drawn, with the sound residual: `Acceptance.walk_sampled` of `accept.py`."""
 
     def __call__(
         self,

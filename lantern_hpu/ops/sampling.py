@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# -- noise: every number is a function of (seed, step or place, index) alone, whatever the device, the batch or the
-# numbers drawn before it. The generator is Philox 4x64 (Salmon et al., SC 2011).
+# -- noise: every number is a function of (seed, step or place, index) alone, not of the device, the batch or
+# the numbers drawn before it. The generator is Philox 4x64 (Salmon et al., SC 2011).
 
 ROUNDS = 6
 FACTORS = (0x7A2D, 0x5E63, 0x6B4F, 0x72D5, 0x4F9B, 0x69A7)  # odd, 15 bits
@@ -30,7 +30,7 @@ def uniforms(seed: int, step: int, count: int) -> NDArray[np.float32]:
     Args:
         seed: the image's seed, 0 to 2**64 - 1.
         step: 0 for prefill, then 1, 2, ...
-        count: how many numbers; the i-th is the same whatever it is.
+        count: how many numbers; the i-th is the same for any count.
 
     Returns [count] float32 in [0, 1).
     """

@@ -40,7 +40,7 @@ class ImageRecord:
 
     Attributes:
         token_ids: [N].
-        tokens, tokens_per_step: bonus token included; prefill and what lies past the image excluded.
+        tokens, tokens_per_step: bonus token included; prefill and what is past the image excluded.
         accepted_by_depth: entry d counts steps that accepted a draft at depth d + 1.
         relaxed_accepts: drafts accepted only thanks to relaxation.
         tv_sum: total variation between the tokens' distributions and the target's, summed over the tokens; 0 where

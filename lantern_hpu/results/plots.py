@@ -26,7 +26,7 @@ OFFSETS = [(side * 4, up) for up in (4, -10, 14, -20, 24, -30) for side in (1, -
 
 @contextmanager
 def in_style(extra: str) -> Iterator[None]:
-    """The style, for whatever is drawn and saved inside.
+    """The style, for what is drawn and saved inside.
 
     Args:
         extra: of the package, that brings matplotlib.

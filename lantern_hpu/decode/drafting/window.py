@@ -5,13 +5,13 @@ given the drafts before them; once a tokens were added, place a + i becomes plac
 which its next draft comes:
 
 - `jacobi` draws with noise that belongs to the place (`race_noise`): the image is that of one-token decoding with the
-  same noise, whatever the window (Song et al., ICML 2021; noise as in Wiggers and Hoogeboom, ICML 2020).
+  same noise, for any window (Song et al., ICML 2021; noise as in Wiggers and Hoogeboom, ICML 2020).
 - `scd` draws with the same noise, and its drafts are verified like a drafter's (arXiv 2510.24211).
 - `sjd-pac` keeps a draft with probability min(1, p / q), and draws from [p - q]+ otherwise: as few drafts change as
-  can (arXiv 2603.18599). Whatever it does the draft then follows p, which is what it is verified against.
+  can (arXiv 2603.18599). Either way the draft follows p, which is what it is verified against.
 
 Verification needs the distribution q that a draft was drawn from. It is lossless because a place's draft depends on
-nothing that comes after it: given what stands before it, it is a draw from q.
+nothing that comes after it: given what is before it, it is a draw from q.
 """
 
 from __future__ import annotations
@@ -221,7 +221,7 @@ class WindowDrafting(Drafting):
         probs: Tensor,  # [B, W, V]
         root: Tensor,  # [B] the next one
         count: Tensor,  # [B] which image token it is
-        seen: Tensor,  # [B] places that a step has verified already; behind them stand guesses
+        seen: Tensor,  # [B] places that a step has verified already; behind them are guesses
         state: DecodeState,
     ) -> None:
         """Store the next drafts and their probs; a guess that was not drawn has probability 1."""
