@@ -119,7 +119,7 @@ RotateInto = Callable[[Tensor, Tensor, Tensor, Tensor, bool, CacheWrite], Tensor
 
 
 class Walk(Protocol):
-    """Down static trees whose children were drawn, with the sound residual: `Acceptance.walk_sampled` of `accept.py`."""
+    """`Acceptance.walk_sampled` down static trees whose children were drawn, with the sound residual."""
 
     def __call__(
         self,
