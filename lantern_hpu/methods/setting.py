@@ -215,7 +215,7 @@ class Setting:
         Raises:
             OptionError, TreeError: one is given twice, or does not fit.
         """
-        setting = cls(text) if text in (AUTO, *METHODS) else cls.parse(text)
+        setting = cls.parse(text)
         if relax is not None and setting.relaxation is not None:
             raise OptionError(f"{text} and --relax exclude each other", "both are relaxations")
         short = "--tree" if window is None else "--window"

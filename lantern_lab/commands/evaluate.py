@@ -20,9 +20,8 @@ from lantern_hpu.backends import HOST, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import add_fields, from_args, given_fields
 from lantern_hpu.errors import OptionError, choices, exit_code, listed
-from lantern_hpu.methods.relaxation import PRESETS as RELAXATIONS
 from lantern_hpu.methods.request import Sampling
-from lantern_hpu.methods.setting import Setting
+from lantern_hpu.methods.setting import FORM, Setting
 from lantern_lab.evaluate.metrics import PUBLISHED
 from lantern_lab.evaluate.options import (
     EvaluateOptions,
@@ -70,15 +69,12 @@ def make_parser() -> argparse.ArgumentParser:
 def add_drawn(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     protocols = ", ".join([SCENES, *PRESETS])
-    form = "comma-separated METHOD, METHOD:PRESET or METHOD:NAME=VALUE:..., of lambda, delta, omega, nu, mu, k and"
     images = f"number of images, from the first prompts of the set (all if not set); for {SCENES}"
     add_fields(group, EvaluateRequest, "model")
     options.add_part_options(group)
     add("--preset", help=f"protocol: {protocols} ({SCENES} for the embedded model)")
     add_fields(group, Library, "prompts", "prompts_file")
-    add(
-        "--rows", help=f"{form} {', '.join(RELAXATIONS)} (the preset's; of {SCENES}: {SCENES_ROWS})"
-    )
+    add("--rows", help=f"comma-separated, {FORM} (the preset's; of {SCENES}: {SCENES_ROWS})")
     panels = f"for {SCENES}: captions with four images each, to compare by eye"
     add_fields(group, PaintedOptions, "images", "panels", images=images, panels=panels)
     add_fields(group, EvaluateOptions, "tree", "seed", "batch_size")

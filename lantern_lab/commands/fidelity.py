@@ -25,8 +25,8 @@ from lantern_hpu.commands.options import (
 )
 from lantern_hpu.errors import exit_code, listed
 from lantern_hpu.files import check_free
-from lantern_hpu.methods.relaxation import EXACT, PRESETS
-from lantern_hpu.methods.setting import METHODS, Setting
+from lantern_hpu.methods.relaxation import EXACT
+from lantern_hpu.methods.setting import FORM, METHODS, Setting
 from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.results.tables import markdown
 from lantern_lab.evaluate.options import FidelityOptions
@@ -48,7 +48,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--rows",
         default=DEFAULT_ROWS,
-        help=f"comma-separated METHOD or METHOD:PRESET, of {', '.join(PRESETS)} ({DEFAULT_ROWS})",
+        help=f"comma-separated, {FORM} ({DEFAULT_ROWS})",
     )
     add_fields(parser, FidelityOptions)
     parser.add_argument("--output", type=file_path, default=None, metavar="FILE.json")
