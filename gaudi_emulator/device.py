@@ -26,7 +26,7 @@ from gaudi_emulator import ops
 from gaudi_emulator.lint import checks
 from gaudi_emulator.lint.rules import Findings, Severity, call_site
 from gaudi_emulator.releases import Release
-from gaudi_emulator.tensor import HPUTensor, flat
+from gaudi_emulator.tensor import Args, HPUTensor, Kwargs, flat
 from lantern_hpu.backends.hpu.env import LAZY_MODE
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Device:
 
     # Operators
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """One operator with a device tensor among its arguments, or a factory on the device."""
         op = ops.op_of(func, self.release)
         if (
@@ -146,7 +146,7 @@ class Device:
             return SPECIAL[op.packet](self, op, func, args, kwargs)
         return self.operate(op, func, args, kwargs)
 
-    def operate(self, op: ops.Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def operate(self, op: ops.Op, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """Check, run on the CPU tensors, book, record, wrap."""
         checks.before(self, op, args, kwargs)
         held: dict[int, HPUTensor] = {}
@@ -182,9 +182,7 @@ class Device:
                     target.synced()
         return self.wrap(op, args, result, held)
 
-    def compute(
-        self, op: ops.Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None
-    ) -> Any:
+    def compute(self, op: ops.Op, func: Any, args: Args, kwargs: Kwargs, seed: int | None) -> Any:
         """An operator on CPU tensors, with its results stored as the device stores them."""
         try:
             result = execute(func, args, kwargs, seed)
@@ -249,7 +247,7 @@ class Device:
 
     # Graphs of lazy mode
 
-    def book(self, op: ops.Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def book(self, op: ops.Op, args: Args, kwargs: Kwargs) -> None:
         """Add an operator to the graph that is being gathered."""
         self.pending.append(ops.recipe_key(op, args, kwargs))
         self.sites.append(call_site() if op.packet in SITED and self.recording is None else None)
@@ -456,7 +454,7 @@ def flag(flags: Mapping[str, str], name: str, default: bool = False) -> bool:
     return default if value is None else value.lower() in ("1", "true")
 
 
-def execute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int | None) -> Any:
+def execute(func: Any, args: Args, kwargs: Kwargs, seed: int | None) -> Any:
     """Run an operator on CPU tensors; a random one from its own seed."""
     func = STAND_INS.get(func._schema.name, func)
     if seed is None:
@@ -515,22 +513,16 @@ STAND_INS: dict[str, Callable[..., Any]] = {
 # Operators that move data or read it
 
 
-def read_scalar(
-    device: Device, op: ops.Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def read_scalar(device: Device, op: ops.Op, func: Any, args: Args, kwargs: Kwargs) -> Any:
     return func(device.read(args[0], "item", "H001"))
 
 
-def compare_on_host(
-    device: Device, op: ops.Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def compare_on_host(device: Device, op: ops.Op, func: Any, args: Args, kwargs: Kwargs) -> Any:
     device.sync(op.packet, "H004")
     return func(*(a.raw if isinstance(a, HPUTensor) else a for a in args), **kwargs)
 
 
-def to_copy(
-    device: Device, op: ops.Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def to_copy(device: Device, op: ops.Op, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """Another dtype or another device."""
     goal = kwargs.get("device")
     rest = {name: value for name, value in kwargs.items() if name != "device"}
@@ -542,9 +534,7 @@ def to_copy(
     return device.operate(op, func, args, rest)
 
 
-def copy(
-    device: Device, op: ops.Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def copy(device: Device, op: ops.Op, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """`copy_` within the device, up or down."""
     goal, source = args[:2]
     if not isinstance(goal, HPUTensor):
@@ -562,9 +552,7 @@ def copy(
     return goal
 
 
-def stay(
-    device: Device, op: ops.Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def stay(device: Device, op: ops.Op, func: Any, args: Args, kwargs: Kwargs) -> Any:
     """torch's own bookkeeping of tensors that Python numbers became: no operator of the device."""
     return args[0]
 

@@ -28,7 +28,7 @@ from gaudi_emulator.lint import checks
 from gaudi_emulator.lint.checks import raw
 from gaudi_emulator.nested import mapped, tensors_in
 from gaudi_emulator.rehearsal import module_tensors, rehearse
-from gaudi_emulator.tensor import DEVICE, HPUTensor
+from gaudi_emulator.tensor import DEVICE, Args, HPUTensor, Kwargs
 
 GARBAGE = -(2**31)
 SHAPES = (
@@ -68,9 +68,7 @@ class Recording:
         self.rebound: set[int] = set()  # scalars of the host that are read at each replay
         self.indexed: set[int] = set()  # storages that were written by index
 
-    def add(
-        self, op: ops.Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def add(self, op: ops.Op, func: Any, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Record an operator that has just run."""
         results = result if isinstance(result, (list, tuple)) else [result]
         given = {id(value) for value in (*args, *kwargs.values())}

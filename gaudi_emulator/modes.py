@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gaudi_emulator.device import Device
 from gaudi_emulator.ops import RANDOM
 from gaudi_emulator.patches import restored
-from gaudi_emulator.tensor import META, HPUTensor, is_hpu
+from gaudi_emulator.tensor import META, Args, Func, HPUTensor, Kwargs, is_hpu
 
 Handler = Callable[[Device, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
@@ -27,11 +27,7 @@ class Functions(TorchFunctionMode):
         self.card = device
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Func, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func in HANDLERS:
@@ -87,9 +83,7 @@ def host_operator(card: Device, func: Any) -> None:
 # Functions that move tensors, or that torch refuses for subclasses
 
 
-def move(
-    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def move(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """`Tensor.to`: dtype, device, both, or those of another tensor."""
     source, *rest = args
     if rest and isinstance(rest[0], HPUTensor):
@@ -139,9 +133,7 @@ class Across(torch.autograd.Function):
         return crossed(ctx.card, grad, reason, "H002"), None, None, None
 
 
-def read_to_host(
-    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def read_to_host(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """`cpu` and `numpy`."""
     source = args[0]
     if not isinstance(source, HPUTensor):
@@ -153,9 +145,7 @@ def read_to_host(
     return across(card, source, "copy to the host")
 
 
-def make(
-    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def make(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """`torch.tensor` and `torch.as_tensor`: made on the host, then uploaded."""
     if not is_hpu(kwargs.get("device")):
         return func(*args, **kwargs)
@@ -164,9 +154,7 @@ def make(
     return card.upload(func(*args, **{**kwargs, "device": torch.device("cpu")}))
 
 
-def complex_on_host(
-    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def complex_on_host(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """`torch.complex` of device tensors gives a CPU tensor, without a word."""
     if not any(isinstance(a, HPUTensor) for a in args):
         return func(*args, **kwargs)
@@ -175,9 +163,7 @@ def complex_on_host(
     return func(*(a.raw if isinstance(a, HPUTensor) else a for a in args), **kwargs)
 
 
-def make_like(
-    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def make_like(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """`new_tensor`: made on the host in the tensor's format, then uploaded where it is for the device."""
     like, *rest = args
     goal = kwargs.get("device")
@@ -190,9 +176,7 @@ def make_like(
     return (card.upload(made) if here else made).requires_grad_(learns)
 
 
-def set_data(
-    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def set_data(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """`x.data = y`: the same object with another storage; also from a CPU tensor to a device tensor."""
     target, source = args
     if isinstance(target, HPUTensor):
@@ -207,9 +191,7 @@ def set_data(
         func(target, source)
 
 
-def deep_copy(
-    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def deep_copy(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """`copy.deepcopy` of a tensor: a storage of its own on the device."""
     source, memo = args
     if not isinstance(source, HPUTensor):
@@ -231,9 +213,7 @@ def deep_copy(
     return made
 
 
-def pickled(
-    card: Device, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Any:
+def pickled(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
     """A pickle holds the numbers."""
     source = args[0]
     if not isinstance(source, HPUTensor):

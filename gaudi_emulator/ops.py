@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from gaudi_emulator.releases import Release
+from gaudi_emulator.tensor import Args, Kwargs
 
 COMPOSED = ("CompositeImplicitAutograd", "CompositeExplicitAutograd")
 SCALAR_TYPES = {
@@ -187,7 +188,7 @@ def takes(op: Op, dtype: torch.dtype, lazy: bool, release: Release) -> bool:
     return row is None or dtype in row or dtype not in IN_TABLE
 
 
-def written_arguments(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+def written_arguments(op: Op, args: Args, kwargs: Kwargs) -> list[Any]:
     """The arguments that an operator changes."""
     return [kwargs.get(mark) if isinstance(mark, str) else args[mark] for mark in op.writes]
 
@@ -205,7 +206,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float))
 
 
-def recipe_key(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def recipe_key(op: Op, args: Args, kwargs: Kwargs) -> tuple[Any, ...]:
     """An operator's part of a recipe key; the value of a device scalar does not belong to it."""
     parts = tuple(
         (name, type(value).__name__ if name in op.scalars and is_number(value) else spec(value))

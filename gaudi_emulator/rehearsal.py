@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gaudi_emulator import ops
 from gaudi_emulator.lint.rules import call_site
-from gaudi_emulator.tensor import HPUTensor, flat
+from gaudi_emulator.tensor import Args, HPUTensor, Kwargs, flat
 
 if TYPE_CHECKING:
     from gaudi_emulator.device import Device
@@ -34,7 +34,7 @@ class Run:
     made: dict[int, tuple[Tensor, Site]] = field(default_factory=dict)  # by id; they stay alive
     before: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # what is to be put back
 
-    def note(self, op: ops.Op, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+    def note(self, op: ops.Op, args: Args, kwargs: Kwargs, result: Any) -> None:
         """An operator on CPU tensors that has just run."""
         site = call_site()
         constants = tuple(map(ops.spec, args)), tuple((n, ops.spec(v)) for n, v in kwargs.items())

@@ -16,6 +16,9 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map
 
+Func = Callable[..., Any]
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]  # of a call that torch hands over
 DEVICE = "hpu"
 HPU = torch.device(DEVICE, 0)
 META = torch.device("meta")
@@ -100,11 +103,7 @@ class HPUTensor(Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Func, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         from gaudi_emulator.autocast import cast
 
@@ -114,7 +113,7 @@ class HPUTensor(Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         from gaudi_emulator.device import current
 
@@ -147,7 +146,7 @@ def is_fake(value: object) -> bool:
     return isinstance(value, HPUTensor) and type(value.raw) is not Tensor
 
 
-def through(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def through(func: Any, args: Args, kwargs: Kwargs) -> Any:
     """An operator that is being traced: what is inside, wrapped again."""
     inner = {
         n: torch.device("cpu") if n == "device" and v is not None else v for n, v in kwargs.items()

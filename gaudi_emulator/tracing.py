@@ -31,7 +31,7 @@ from gaudi_emulator.lint import checks, rules
 from gaudi_emulator.lint.rules import SKIPPED
 from gaudi_emulator.lowering import lower, source, watched
 from gaudi_emulator.patches import replaced
-from gaudi_emulator.tensor import HPU, META, HPUTensor, is_hpu
+from gaudi_emulator.tensor import HPU, META, Args, HPUTensor, Kwargs, is_hpu
 
 CPU = torch.device("cpu")
 Site = tuple[str, int]
@@ -175,7 +175,7 @@ class Launched(fx.Interpreter):
         self.node = node
         return super().run_node(node)
 
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_function(self, target: Any, args: Args, kwargs: Kwargs) -> Any:
         if not isinstance(target, torch._ops.OpOverload):
             return super().call_function(target, args, kwargs)
         op = ops.op_of(target, self.card.release)

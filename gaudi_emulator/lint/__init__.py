@@ -84,11 +84,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def lint_script(
-    file: Path,
-    args: Sequence[str],
-    lazy: bool,
-    timeout: float = 600.0,
-    release: str | None = None,
+    file: Path, args: Sequence[str], lazy: bool, timeout: float = 600.0, release: str | None = None
 ) -> tuple[Device, Ended]:
     """Run a program on an emulated card. -> the card, and the exception that ended the program, if one did
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gaudi_emulator import ops
-from gaudi_emulator.tensor import HPUTensor
+from gaudi_emulator.tensor import Args, HPUTensor, Kwargs
 
 if TYPE_CHECKING:
     from gaudi_emulator.device import Device
@@ -47,7 +47,7 @@ INDEX_WRITES = frozenset(
 WHOLE_COPIES = frozenset("index_put_ index_add_ scatter_add_".split())
 
 
-def before(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def before(device: Device, op: Op, args: Args, kwargs: Kwargs) -> None:
     """Everything that can be said of an operator before it runs."""
     hit = device.findings.hit
     first = args[0] if args and isinstance(args[0], Tensor) else None
@@ -79,13 +79,13 @@ def before(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
         indexed(device, op, args, kwargs)
 
 
-def sort_dim(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def sort_dim(args: Args, kwargs: Kwargs) -> int:
     numbers = [a for a in args[1:] if type(a) is int]
     dim: int = kwargs.get("dim", numbers[0] if numbers else -1)
     return dim
 
 
-def falls_back(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def falls_back(device: Device, op: Op, args: Args, kwargs: Kwargs) -> str:
     """Why a native operator falls back for these arguments; empty if it does not.
 
     First the bridge's named checks, then its lists of number formats.
@@ -235,7 +235,7 @@ def narrow(device: Device, op: Op, values: Iterable[Any]) -> None:
 # Indices
 
 
-def indexed(device: Device, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def indexed(device: Device, op: Op, args: Args, kwargs: Kwargs) -> None:
     """Rules for reads and writes through index tensors."""
     hit = device.findings.hit
     first, indices = args[0], index_tensors(op, args)

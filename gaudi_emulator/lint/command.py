@@ -51,8 +51,7 @@ class LintRequest:
     )
     timeout: float = option(600.0, "time limit in seconds, for the program or each method")
     strict: bool = option(
-        False,
-        "exit with code 1 on errors, and on warnings that mean one compilation per input",
+        False, "exit with code 1 on errors, and on warnings that mean one compilation per input"
     )
     all: bool = option(False, "also show notes")
     json: bool = option(False, "print findings and counts as JSON")

@@ -210,14 +210,7 @@ RULES = rule_table(
         "int64 data (not indices) in gather, scatter, argmax or topk has failed to compile on some releases",
         "int32 data; int64 for indices alone",
     ),
-    (
-        "H033",
-        "float64",
-        "warn",
-        "warn",
-        "float64 is narrowed to float32 without a word",
-        "float32",
-    ),
+    ("H033", "float64", "warn", "warn", "float64 is narrowed to float32 without a word", "float32"),
     (
         "H034",
         "complex",
