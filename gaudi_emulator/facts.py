@@ -13,19 +13,19 @@ import io
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gaudi_emulator.releases import RELEASES
-
-if TYPE_CHECKING:
-    from lantern_hpu.backends.hpu.backend import HPUBackend
+from lantern_hpu.backends.hpu.env import LAZY, PLUGIN, ROOT, version_of
 
 INT64 = torch.int64
+Answer = Literal["confirmed", "refuted", "unanswered"]
 Pair = namedtuple("Pair", "double triple")
 
 
@@ -72,16 +72,38 @@ def release_facts(release: str, lazy: bool) -> list[Fact]:
     return [fact for fact in FACTS if fact.lazy == lazy and fact.only in (None, release)]
 
 
+def facts_for(graphs: str, release: str) -> list[tuple[str, str]]:
+    """(name, source) of the facts of a release that a graph mode can be asked."""
+    return [(fact.name, fact.source) for fact in release_facts(release, LAZY[graphs])]
+
+
+def stands_in(device: str) -> bool:
+    """Whether the Gaudi of this process is emulated; known before its software is loaded."""
+    return device == Card.device.type and "emulated" in (version_of(PLUGIN) or "")
+
+
+@torch.no_grad()
+def ask_fact(name: str) -> tuple[Answer, str]:
+    """Whether a fact holds on the card whose software is loaded, real or emulated, and why not."""
+    (fact,) = (fact for fact in FACTS if fact.name == name)
+    try:
+        fact.check(Card())
+    except Refuted as error:
+        return "refuted", str(error)
+    except Unanswered as error:
+        return "unanswered", str(error)
+    return "confirmed", ""
+
+
 class Card:
     """The vendor's interface to one device, real or emulated."""
 
-    def __init__(self, backend: HPUBackend) -> None:
-        self.backend, self.device = backend, backend.device
+    device = torch.device("hpu")
 
     def part(self, name: str) -> ModuleType:
         """A module of habana_frameworks.torch."""
         try:
-            return self.backend.part(name)
+            return import_module(f"{ROOT}.torch.{name}")
         except ImportError as error:
             raise Unanswered(f"this release has no {name}") from error
 

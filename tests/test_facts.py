@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from gaudi_emulator import autocast, emulate, graphs, habana, modes, ops
-from gaudi_emulator.ask_facts import ask_fact
 from gaudi_emulator.device import Device, current
 from gaudi_emulator.facts import (
     FACTS,
@@ -21,6 +20,7 @@ from gaudi_emulator.facts import (
     Fact,
     Refuted,
     Unanswered,
+    ask_fact,
     release_facts,
 )
 from gaudi_emulator.lint import checks
@@ -39,8 +39,8 @@ CASES = [
 @pytest.fixture
 def card(request: pytest.FixtureRequest) -> Iterator[Card]:
     """Of the release and the mode that the fact is of."""
-    with opened(request.getfixturevalue("release"), request.getfixturevalue("fact")) as backend:
-        yield Card(backend)
+    with opened(request.getfixturevalue("release"), request.getfixturevalue("fact")):
+        yield Card()
 
 
 @contextmanager
@@ -193,7 +193,7 @@ def test_planted_fault_refutes_the_fact(release: str, fact: Fact) -> None:
             suppress(Exception),  # what a card raises besides leaves the question open
         ):
             fault(patch, backend)
-            answers.append(ask_fact(fact.name, backend)[0])
+            answers.append(ask_fact(fact.name)[0])
         if "refuted" in answers:
             return
     raise AssertionError(f"no fault refutes it: {answers}")

@@ -124,7 +124,8 @@ class Asked:
         facts = gaudi_facts()
         if facts is None:
             return "unanswered", NO_FACTS, {}
-        return *facts.ask_fact(item, self.backend), {}
+        self.backend.synchronize()  # its software is loaded then
+        return *facts.ask_fact(item), {}
 
     # Kernels
 

@@ -88,7 +88,7 @@ NO_FACTS = "gaudi_emulator, which has them, is not installed"
 def gaudi_facts() -> Any:
     """The module that asks facts of Gaudi's bridge; None where that package is not installed."""
     try:
-        return import_module("gaudi_emulator.ask_facts")
+        return import_module("gaudi_emulator.facts")
     except ModuleNotFoundError:
         return None
 
