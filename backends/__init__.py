@@ -1,13 +1,17 @@
-"""What each device can do: one folder a device. Importing this package loads neither torch nor a driver."""
+"""What each device can do: one folder a device; and how a model is to run there, as options.
+
+Importing this package loads neither torch nor a driver.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from lantern_hpu.errors import DeviceError, choices
+from lantern_hpu.errors import DeviceError, OptionError, choices, option
 
 if __name__ == "backends":
     raise ImportError("import lantern_hpu.backends, not backends: the same module would load twice")
@@ -41,12 +45,47 @@ GAUDI = "hpu"  # whose bridge has facts that `verify` asks
 WITHOUT = {GAUDI: f"--device {GAUDI} --emulate, which runs its code on the processor"}
 
 
+KEEP_TEXT = ("device", "host", "free")  # where a text encoder stays once prompts are encoded
+LAYOUTS = "packed once for the processor, half (float16, packed), plain, or auto: the fastest"
+
+
+@dataclass(frozen=True)
+class DeviceOptions:
+    """Where and how a model runs; the arguments of `LanternPipeline.from_pretrained`."""
+
+    device: str = option("auto", "auto")
+    dtype: str = option(
+        "auto",
+        "number format of the weights: auto, bfloat16, float16, float32, as the device supports",
+    )
+    graphs: str = option("auto", "auto")
+    kernels: str = option("auto", "auto: the device's fused ones; plain: torch's")
+    keep_text: str = option(
+        "host", f"where to keep the text encoder after encoding the prompts: {', '.join(KEEP_TEXT)}"
+    )
+    quantize: str | None = option(None, "quantize the weights of the target model", metavar="int8")
+    layout: str = option("auto", f"of the matrices: {LAYOUTS}")
+    invariant: str = option("on", "batch-invariant results on CPUs: on, or off for speed")
+    threads: int = option(0, "CPU threads; 0 selects the fastest number", metavar="N")
+
+    def __post_init__(self) -> None:
+        allowed = {"kernels": ("auto", "plain"), "keep_text": KEEP_TEXT, "invariant": ("on", "off")}
+        for name, values in allowed.items():
+            asked, written = getattr(self, name), name.replace("_", "-")
+            if asked not in values:
+                raise OptionError(f"--{written} is {asked!r}", hint=choices(values))
+
+
 # Packages without which a device cannot be here, so that `auto` need not ask it
 PACKAGES = {"hpu": "habana_frameworks"}
 
 
 def installed(name: str) -> bool:
-    """Whether the package that a device needs is there; it is not imported."""
+    """Whether what a device needs is there: a package, which is not imported, or a torch that was built for it."""
+    if name == "cuda":
+        import torch
+
+        return torch.version.cuda is not None
     try:
         return name not in PACKAGES or find_spec(PACKAGES[name]) is not None
     except (ImportError, ValueError):  # a program has put something of that name in its place

@@ -1,27 +1,26 @@
 """The contract of a backend: what a device can do, never which device it is.
 
-A backend says what its device is and offers (`name`, `device`, `dtypes`, `graph_modes`), does what every device does
-(`available`, `synchronize`, `memory`, `kernels`, `compile`, `errors`, `describe`, `close`), and has two parts that most
-devices take as they are: `tuning`, what is left to the device to choose, and `queue`, how the host hands it work.
+A backend says what its device is and offers, does what every device does, and answers one question about a model:
+`fit`, which number format, graph mode, kernels, layout of matrices and threads it runs with, and why.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.library import Library
 
-from lantern_hpu.backends import HOST
-from lantern_hpu.backends.compile_cache import open_cache
-from lantern_hpu.errors import DeviceError, OptionError, choices, require
+from lantern_hpu.backends import HOST, DeviceOptions, host
+from lantern_hpu.errors import DeviceError, choices, require
+from lantern_hpu.files import cache_folder
 from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
 
 # --------------------------------------------------------------------------------------- operators
@@ -65,15 +64,23 @@ class Memory:
     peak: int | None
 
 
-def dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype | str) -> str:
     """A number format as options and reports call it."""
     return str(dtype).removeprefix("torch.")
 
 
 def compile_whole(function: nn.Module, compiler: str = "inductor") -> Callable[[Any], Tensor]:
-    """The function, compiled in one graph with static shapes; what inductor makes of it is kept on this machine."""
-    if compiler == "inductor":
-        open_cache()
+    """The function, compiled in one graph with static shapes.
+
+    Inductor keeps what it makes of it on this machine, for the next process to start in seconds. Code for one processor
+    may stop another, and a home folder may serve both: so there is a folder for each.
+    """
+    about = [host.processor_name(), host.cpuinfo("flags"), host.cpuinfo("Features")]
+    machine = hashlib.sha256(repr(about).encode()).hexdigest()[:8]
+    kept = cache_folder() / "compiled" / f"torch-{torch.__version__}-{machine}"
+    with suppress(OSError):  # torch's own folder serves where nothing can be written here
+        kept.mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
     compiled: Callable[[Any], Tensor] = torch.compile(
         function, backend=compiler, fullgraph=True, dynamic=False
     )
@@ -97,129 +104,6 @@ class Pace:
     def held(self) -> AbstractContextManager[None]:
         """What was chosen is in force inside."""
         return nullcontext()
-
-
-class Tuning:
-    """What is left to the device: number format, layout of matrices, threads.
-
-    Attributes:
-        dtypes, quantized, layouts: what there is to choose from, see `Backend`. `quantized` are smaller formats for
-            the target's weights that were tried here; `layouts` are ways to keep the matrices of linear layers.
-        measured_as: the device whose measured defaults hold here.
-        invariant: whether an image's bits are held to be independent of its batch.
-        decided: what was chosen, with the reason; for reports.
-    """
-
-    quantized: tuple[str, ...] = ()
-    layouts: Mapping[str, str] = {"plain": "as torch keeps them"}
-
-    def __init__(
-        self,
-        name: str,
-        dtypes: Mapping[str, str],
-        quantized: tuple[str, ...] = (),
-        measured_as: str | None = None,
-    ) -> None:
-        self.name, self.dtypes = name, dtypes
-        self.quantized = quantized or self.quantized
-        self.measured_as = measured_as or name
-        self.invariant = False
-        self.decided: dict[str, str] = {}
-
-    @property
-    def idle_arithmetic(self) -> bool:
-        """Whether one token a step leaves the arithmetic idle, so that dozens of drafts are verified at little cost."""
-        return self.measured_as != HOST
-
-    def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
-        """The fastest number format for a model of so many parameters, and why."""
-        return next(iter(self.dtypes.items()))
-
-    def dtype(self, name: str = "auto", parameters: int = 0) -> torch.dtype:
-        """The number format of that name, or the best one.
-
-        Args:
-            parameters: of the model, which may decide which is best.
-
-        Raises:
-            DeviceError: the device does not offer it.
-        """
-        why = "asked for"
-        if name == "auto":
-            name, why = self.best_dtype(parameters)
-        if name not in self.dtypes:
-            raise DeviceError(
-                f"{self.name} does not offer dtype {name!r}", hint=choices(self.dtypes)
-            )
-        self.decided["dtype"] = f"{name}: {why}"
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
-
-    def check_quantized(self, kind: str) -> None:
-        """Raise a DeviceError unless the device offers a smaller format for weights."""
-        if kind not in self.quantized:
-            hint = choices(self.quantized) if self.quantized else "--dtype bfloat16"
-            raise DeviceError(f"{self.name} does not offer {kind!r} weights", hint=hint)
-
-    def check_layout(self, choice: str) -> None:
-        """Raise a DeviceError unless the device offers a layout of matrices, or `auto`."""
-        if choice != "auto" and choice not in self.layouts:
-            what, hint = f"{self.name} does not offer layout {choice!r}", ["auto", *self.layouts]
-            raise DeviceError(what, hint=choices(hint))
-
-    def lay_out(
-        self,
-        modules: Sequence[nn.Module],
-        choice: str = "auto",
-        modes: Collection[str] = (),
-        invariant: bool = False,
-    ) -> str:
-        """Bring the linear layers of loaded modules into the layout that is fastest here, in place. -> its name
-
-        Args:
-            choice: `auto`, or one of `layouts`.
-            modes: graph modes that are to run them.
-            invariant: whether the bits of a row must not depend on the rows beside it: see `holds_rows`.
-
-        Raises:
-            DeviceError: the device does not offer it, or not in these modes.
-        """
-        self.check_layout(choice)
-        return "plain"
-
-    def keys_by_head(self, dtype: torch.dtype) -> bool:
-        """Whether attention is faster with a cache in which all positions of a head lie together."""
-        return False
-
-    def holds_rows(self, asked: bool, modes: Collection[str]) -> bool:
-        """Whether images are held to bits that do not depend on their batch, in all of these graph modes."""
-        return False
-
-    def independent(self, kernels: Kernels, sizes: Sizes, dtype: torch.dtype) -> Kernels:
-        """Kernels in which no image's bits depend on the others of its batch, where `holds_rows` says so."""
-        return kernels
-
-    def weight_bytes(self, layout: str, dtype: torch.dtype) -> int:
-        """Of a number in a matrix that lies in a layout."""
-        return dtype.itemsize
-
-    def use_threads(self, count: int) -> None:
-        """The threads of the processor that torch may use.
-
-        Args:
-            count: 0 leaves them to the device, which may try how many are fastest.
-
-        Raises:
-            OptionError: more than there are cores.
-        """
-        cores = os.cpu_count() or 1
-        require(0 <= count <= cores, "--threads", count, f"1 to {cores}, or 0 for the fastest")
-        if count:
-            torch.set_num_threads(count)
-
-    def pace(self) -> Pace:
-        """What runs the steps of a new engine."""
-        return Pace()
 
 
 class Queue:
@@ -251,6 +135,43 @@ class Queue:
         return {}
 
 
+@dataclass
+class Fit:
+    """How a model runs on a device.
+
+    Attributes:
+        graphs: the graph mode. layout: of the matrices of linear layers; `auto` until `lay_out` has chosen one.
+        invariant: whether an image's bits do not depend on its batch.
+        keys_by_head: whether all positions of a head lie together in the KV cache.
+        decided: what was chosen, with the reason; for reports.
+    """
+
+    backend: Backend
+    dtype: torch.dtype
+    graphs: str = "eager"
+    kernels: Kernels = PLAIN
+    layout: str = "plain"
+    invariant: bool = False
+    keys_by_head: bool = False
+    decided: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of a number in a matrix of the model."""
+        return self.dtype.itemsize
+
+    def lay_out(self, modules: Sequence[nn.Module]) -> None:
+        """Bring the linear layers of loaded modules into the layout, in place.
+
+        Raises:
+            DeviceError: the layout cannot be used for these weights.
+        """
+
+    def pace(self) -> Pace:
+        """What runs the steps of a new engine."""
+        return Pace()
+
+
 class Backend(ABC):
     """A device. Everything above asks it for what it needs instead of asking for its name.
 
@@ -259,12 +180,17 @@ class Backend(ABC):
         device: where tensors live.
         dtypes: supported number formats, best first, each with the reason for its place.
         graph_modes: ways to record a function, best first, each with the reason for its place; `eager` is one.
+        layouts: ways to keep the matrices of linear layers. quantized: smaller formats for the target's weights.
+        queue: how the host hands work to the device.
     """
 
     name: str
     device: torch.device
-    dtypes: dict[str, str]
-    graph_modes: dict[str, str]
+    dtypes: Mapping[str, str]
+    graph_modes: Mapping[str, str]
+    layouts: Mapping[str, str] = {"plain": "as torch keeps them"}
+    quantized: tuple[str, ...] = ()
+    queue: Queue = Queue()
 
     def __init__(self, graphs: str = "auto") -> None:  # noqa: B027 - most need not know
         """Nothing is loaded yet.
@@ -272,16 +198,6 @@ class Backend(ABC):
         Args:
             graphs: the graph mode wanted; some devices read it while their software is loaded.
         """
-
-    @cached_property
-    def tuning(self) -> Tuning:
-        """What is left to the device to choose."""
-        return Tuning(self.name, self.dtypes)
-
-    @cached_property
-    def queue(self) -> Queue:
-        """How the host hands work to the device."""
-        return Queue()
 
     @abstractmethod
     def available(self) -> tuple[bool, str]:
@@ -299,6 +215,55 @@ class Backend(ABC):
             reset_peak: begin the peak anew after this, where the device can; elsewhere it is that of the process.
         """
 
+    @property
+    def measured_as(self) -> str:
+        """The device whose measured defaults hold here."""
+        return self.name
+
+    @property
+    def idle_arithmetic(self) -> bool:
+        """Whether one token a step leaves the arithmetic idle, so that dozens of drafts are verified at little cost."""
+        return self.measured_as != HOST
+
+    def fit(self, config: Sizes, options: DeviceOptions) -> Fit:
+        """How a model of these sizes runs here, as the options ask.
+
+        Raises:
+            DeviceError: the device does not offer what is asked for.
+            OptionError: more threads than there are cores.
+        """
+        self.check_offers("layout", options.layout, ["auto", *self.layouts])
+        self.check_offers("quantize", options.quantize or "none", ["none", *self.quantized])
+        cores = os.cpu_count() or 1
+        allowed = f"1 to {cores}, or 0 for the fastest"
+        require(0 <= options.threads <= cores, "--threads", options.threads, allowed)
+        if options.threads:
+            torch.set_num_threads(options.threads)
+        dtype, why = self.number_format(options.dtype, config.parameters)
+        kernels = self.kernels(options.kernels, dtype)
+        decided = {"dtype": f"{dtype_name(dtype)}: {why}"}
+        return Fit(self, dtype, self.graph_mode(options.graphs), kernels, decided=decided)
+
+    def check_offers(self, what: str, asked: str, offered: Iterable[str]) -> None:
+        """Raise a DeviceError unless the device offers what is asked for."""
+        if asked not in offered:
+            raise DeviceError(f"{self.name} does not offer {what} {asked!r}", hint=choices(offered))
+
+    def graph_mode(self, asked: str) -> str:
+        """The graph mode to use: `auto` is the first."""
+        self.check_offers("graph mode", asked, ["auto", *self.graph_modes])
+        return next(iter(self.graph_modes)) if asked == "auto" else asked
+
+    def number_format(self, asked: str, parameters: int = 0) -> tuple[torch.dtype, str]:
+        """The number format to use for a model of so many parameters, and why."""
+        name, why = self.best_dtype(parameters) if asked == "auto" else (asked, "asked for")
+        self.check_offers("dtype", name, self.dtypes)
+        return getattr(torch, name), why
+
+    def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
+        """The fastest number format for a model of so many parameters, and why."""
+        return next(iter(self.dtypes.items()))
+
     def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
         """What the transformer calls on this device.
 
@@ -306,8 +271,6 @@ class Backend(ABC):
             choice: `auto`, the fastest forms that agree with the plain ones; or `plain`.
             dtype: what the models compute in, in which they have to agree; the best one if not given.
         """
-        if choice not in ("auto", "plain"):
-            raise OptionError(f"--kernels is {choice!r}", hint=choices(["auto", "plain"]))
         return PLAIN
 
     def compile(self, function: nn.Module) -> Callable[[Any], Tensor]:

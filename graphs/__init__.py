@@ -5,8 +5,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lantern_hpu.errors import DeviceError, choices
-
 if __name__ == "graphs":
     raise ImportError("import lantern_hpu.graphs, not graphs: the same module would load twice")
 
@@ -24,18 +22,8 @@ RUNNERS = {
 }
 
 
-def check_mode(backend: Backend, mode: str) -> str:
-    """The mode to use: `auto` is the backend's first."""
-    if mode == "auto":
-        return next(iter(backend.graph_modes))
-    if mode not in backend.graph_modes:
-        hint = choices(["auto", *backend.graph_modes])
-        raise DeviceError(f"{backend.name} has no graph mode {mode!r}", hint=hint)
-    return mode
-
-
 def make_runner(function: Function, state: State, backend: Backend, mode: str) -> Runner:
-    """A runner of one mode for a function of a state."""
-    module, _, cls = RUNNERS[check_mode(backend, mode)].partition(":")
+    """A runner of one of the backend's graph modes for a function of a state."""
+    module, _, cls = RUNNERS[mode].partition(":")
     runner: Runner = getattr(import_module(module), cls)(function, state, backend)
     return runner

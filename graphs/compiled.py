@@ -9,7 +9,6 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from lantern_hpu.backends.base import Backend
-from lantern_hpu.backends.compile_cache import keep_compiled
 from lantern_hpu.errors import CaptureError
 from lantern_hpu.graphs.base import Function, Runner, State
 
@@ -38,7 +37,6 @@ class CompiledRunner(Runner):
         if made := counters["stats"]["unique_graphs"] - before:
             self.stats.captures += made
             self.stats.capture_seconds += time.perf_counter() - began
-            keep_compiled()
         self.stats.replays += 1
         return result
 

@@ -18,15 +18,14 @@ from numpy.typing import NDArray
 from PIL import Image
 
 import lantern_hpu
-from lantern_hpu.backends import get_backend
-from lantern_hpu.backends.base import Backend, dtype_name
+from lantern_hpu.backends import DeviceOptions
+from lantern_hpu.backends.base import Fit, dtype_name
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine, EngineCache
-from lantern_hpu.decode.memory import check_room
 from lantern_hpu.decode.pixels import decode_pixels, preview
 from lantern_hpu.decode.spec import Spec, batch_size_for
 from lantern_hpu.errors import OptionError, choices, nearest_keyword, require
-from lantern_hpu.graphs import check_mode
+from lantern_hpu.loading import Check, device_name, load_model
 from lantern_hpu.methods.relaxation import Relaxation
 from lantern_hpu.methods.request import (
     MAX_IMAGES,
@@ -45,14 +44,9 @@ from lantern_hpu.methods.setting import (
     resolve,
 )
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.diffusion import (
-    DiffusionPixels,
-    check_diffusers,
-    check_diffusion_folder,
-)
-from lantern_hpu.models.files.load import Opened, open_model
+from lantern_hpu.models.diffusion import DiffusionPixels
 from lantern_hpu.models.files.names import Given
-from lantern_hpu.models.model import ImageModel, Placement, grid_by_size, quantize_target
+from lantern_hpu.models.model import ImageModel, grid_by_size
 from lantern_hpu.models.text.frames import no_negative
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.models.text.tokens import TokenConditioner
@@ -60,73 +54,8 @@ from lantern_hpu.models.transformer import Drafter
 from lantern_hpu.results.images import Drawn, GenerationResult, ImageRecord, OutputType, RunStats
 from lantern_hpu.results.progress import Bar, Event
 from lantern_hpu.tree import Tree
-from lantern_hpu.zoo.find import find_parts
 
 StepEnd = Callable[["LanternPipeline", int, int, dict[str, Any]], object]
-
-
-def device_name(device: str | torch.device) -> str:
-    """`cuda` of `cuda:0`; which of several cards is left to the environment.
-
-    Raises:
-        OptionError: another card than the first.
-    """
-    name, _, index = str(device).partition(":")
-    if index not in ("", "0"):
-        hint = f"CUDA_VISIBLE_DEVICES={index}, and device={name!r}"
-        raise OptionError(f"device is {device}", "a process draws on the first card it sees", hint)
-    return name
-
-
-def check_offered(
-    backend: Backend, graphs: str, layout: str, threads: int, quantize: str | None
-) -> None:
-    """Raise a LanternError unless the device offers what was asked for; its threads are set."""
-    check_mode(backend, graphs)
-    backend.tuning.check_layout(layout)
-    backend.tuning.use_threads(threads)
-    if quantize is not None:
-        backend.tuning.check_quantized(quantize)
-
-
-def open_checked(
-    model: str,
-    given: Given,
-    size: tuple[int, int] | None,
-    pictures: bool,
-    check: Callable[[Opened], None] | None,
-) -> Opened:
-    """Find and open a model, and refuse what can be refused before weights are read: see `from_pretrained`."""
-    opened = open_model(find_parts(model, given, () if pictures else ("vq", "pixels")))
-    grid_by_size(opened.config.target, size, model)
-    if check is not None:
-        check(opened)
-    if pictures and opened.pixels is not None:
-        check_diffusers()
-        check_diffusion_folder(opened.pixels)
-    return opened
-
-
-def placement_on(
-    backend: Backend,
-    kernels: str,
-    dtype: torch.dtype,
-    config: TransformerConfig,
-    held: bool,
-    keep_text: str,
-) -> Placement:
-    """A device as a model sees it; where rows are held, with kernels in which none depends on another."""
-    chosen = backend.kernels(kernels, dtype)
-    chosen = backend.tuning.independent(chosen, config, dtype) if held else chosen
-    return Placement(dtype, backend.device, chosen, keep_text, backend.queue.to_device)
-
-
-def load_quantized(opened: Opened, place: Placement, kind: str | None) -> ImageModel:
-    """Read the weights; those of the target in a smaller format if one is given."""
-    model = opened.load(place)
-    if kind is not None:
-        quantize_target(model.target, kind)
-    return model
 
 
 class LanternPipeline:
@@ -139,17 +68,17 @@ class LanternPipeline:
     def __init__(
         self,
         model: ImageModel,
-        backend: Backend,
-        graphs: str = "auto",
-        *,
+        fit: Fit,
+        options: DeviceOptions = DeviceOptions(),
         given: Given = Given(),
-        quantize: str | None = None,
-        layout: str = "plain",
     ) -> None:
-        self.model, self.backend, self.graphs = model, backend, check_mode(backend, graphs)
-        self.engines = EngineCache(model, backend, self.graphs)
-        self.given, self.quantize, self.layout, self.load_seconds = given, quantize, layout, 0.0
-        self.loaded_with: dict[str, Any] = {}  # arguments of `from_pretrained`, to load it anew
+        """
+        Args:
+            fit: how the model runs on its device, as `options` ask. given: parts in place of the model's own.
+        """
+        self.model, self.fit, self.backend = model, fit, fit.backend
+        self.options, self.given, self.load_seconds = options, given, 0.0
+        self.engines = EngineCache(model, fit)
         self.bar_options: dict[str, Any] = {"disable": None}  # None: shown on a terminal alone
         self.lock = threading.RLock()
         self.diffusion: DiffusionPixels | None = None  # makes pictures where no tokenizer does
@@ -174,7 +103,7 @@ class LanternPipeline:
         invariant: str = "on",
         threads: int = 0,
         size: tuple[int, int] | None = None,
-        check: Callable[[Opened], None] | None = None,
+        check: Check | None = None,
     ) -> LanternPipeline:
         """Load a model.
 
@@ -198,37 +127,40 @@ class LanternPipeline:
         Raises:
             LanternError: unknown or unusable model, device, dtype or graph mode.
         """
-        asked = {
-            k: v for k, v in locals().items() if k not in ("cls", "torch_dtype", "drafter", "check")
-        }
-        began = time.perf_counter()
         if torch_dtype is not None:
             require(dtype == "auto", "torch_dtype", torch_dtype, "not together with dtype")
-            asked["dtype"] = dtype = torch_dtype
-        if drafter is not None:
-            asked["given"] = given = replace(given, drafter=drafter)
-        backend = get_backend(device_name(device), graphs)
-        check_offered(backend, graphs, layout, threads, quantize)
-        opened = open_checked(model, given, size, pictures, check)
-        painting = opened.pixels if pictures else None
-        number = backend.tuning.dtype(
-            dtype if isinstance(dtype, str) else dtype_name(dtype),
-            opened.config.target.parameters,
+            dtype = torch_dtype
+        options = DeviceOptions(
+            device=device_name(device),
+            dtype=dtype_name(dtype),
+            graphs=graphs,
+            kernels=kernels,
+            keep_text=keep_text,
+            quantize=quantize,
+            layout=layout,
+            invariant=invariant,
+            threads=threads,
         )
-        how = (dtype_name(number), keep_text, quantize)
-        check_room(model, opened.config, backend, *how)
-        with backend.errors():
-            held = backend.tuning.holds_rows(invariant == "on", [graphs])
-            target = opened.config.target
-            place = placement_on(backend, kernels, number, target, held, keep_text)
-            loaded = load_quantized(opened, place, quantize)
-            matrices = [*loaded.stepping, *loaded.condition.parts().values()]
-            layout = backend.tuning.lay_out(matrices, layout, [graphs], held)
-        parts = given.resolved()
-        pipeline = cls(loaded, backend, graphs, given=parts, quantize=quantize, layout=layout)
-        if painting is not None:
-            pipeline.diffusion = DiffusionPixels(painting, number, backend.device)
-        pipeline.load_seconds, pipeline.loaded_with = time.perf_counter() - began, asked
+        given = given if drafter is None else replace(given, drafter=drafter)
+        return cls.load(model, options, given, pictures, size, check)
+
+    @classmethod
+    def load(
+        cls,
+        name: str,
+        options: DeviceOptions,
+        given: Given = Given(),
+        pictures: bool = True,
+        size: tuple[int, int] | None = None,
+        check: Check | None = None,
+    ) -> LanternPipeline:
+        """`from_pretrained` with the device's options in one."""
+        began = time.perf_counter()
+        model, fit = load_model(name, options, given, pictures, size, check)
+        pipeline = cls(model, fit, options, given.resolved())
+        if pictures and model.pixels_by is not None:
+            pipeline.diffusion = DiffusionPixels(model.pixels_by, fit.dtype, fit.backend.device)
+        pipeline.load_seconds = time.perf_counter() - began
         return pipeline
 
     def close(self) -> None:
@@ -247,14 +179,12 @@ class LanternPipeline:
         """
         if isinstance(device, torch.dtype):  # diffusers takes either in the first place
             device, dtype = None, device
-        changes: dict[str, Any] = {}
+        options = self.options
         if device is not None and device_name(device) != self.backend.name:
-            changes |= {"device": device_name(device), "layout": "auto"}
-        if dtype is not None and str(dtype).removeprefix("torch.") != dtype_name(
-            self.model.target.dtype
-        ):
-            changes |= {"dtype": dtype}
-        return self.reload(**changes) if changes else self
+            options = replace(options, device=device_name(device), layout="auto")
+        if dtype is not None and dtype_name(dtype) != dtype_name(self.fit.dtype):
+            options = replace(options, dtype=dtype_name(dtype))
+        return self if options == self.options else self.reload(options, self.given)
 
     def load_drafter(self, drafter: str) -> LanternPipeline:
         """Draft with another drafter, which `lantern-hpu train drafter` wrote or which was published.
@@ -265,13 +195,13 @@ class LanternPipeline:
         Raises:
             LanternError: there is none, or it does not fit the model.
         """
-        given: Given = self.loaded_with.get("given", Given())
-        return self.reload(given=replace(given, drafter=drafter))
+        return self.reload(self.options, replace(self.given, drafter=drafter))
 
-    def reload(self, **changes: Any) -> LanternPipeline:
-        """Load the model anew with some arguments of `from_pretrained` changed; it stays as it is if that fails."""
+    def reload(self, options: DeviceOptions, given: Given) -> LanternPipeline:
+        """Load the model anew with other options or parts; it stays as it is if that fails."""
+        pictures = self.model.vq is not None or self.diffusion is not None
         with self.lock:
-            other = type(self).from_pretrained(**self.loaded_with | changes)
+            other = type(self).load(self.model.source, options, given, pictures)
             kept = {"bar_options": self.bar_options, "lock": self.lock}
             self.close()
             self.__dict__.update(vars(other) | kept)
@@ -397,7 +327,7 @@ class LanternPipeline:
             OptionError: it cannot be read, or no tree was tuned for `auto`.
         """
         asked = Setting.of(setting) if isinstance(setting, str) else setting
-        device, known = self.backend.tuning.measured_as, self.model.fastest
+        device, known = self.backend.measured_as, self.model.fastest
         config = self.model.target.config
         return resolve(
             asked,
@@ -407,7 +337,7 @@ class LanternPipeline:
                 has_drafter=self.model.drafter is not None,
                 fastest=known.get(f"{device}:{size}") or known.get(device),
                 situation=self.situation(asked.drafting, size),
-                idle_arithmetic=self.backend.tuning.idle_arithmetic,
+                idle_arithmetic=self.backend.idle_arithmetic,
                 images=size,
             ),
         )
@@ -419,12 +349,12 @@ class LanternPipeline:
         return {
             "target": self.model.fingerprint,
             "drafter": drafter[0] if drafter else None,
-            "device": self.backend.tuning.measured_as,
+            "device": self.backend.measured_as,
             "hardware": about.get("card") or about.get("processor"),
             "dtype": dtype_name(self.model.target.dtype),
-            "quantize": self.quantize,
-            "layout": self.layout,
-            "graphs": self.graphs,
+            "quantize": self.options.quantize,
+            "layout": self.fit.layout,
+            "graphs": self.fit.graphs,
             "method": method,
             "batch_size": size,
         }
@@ -639,12 +569,12 @@ class LanternPipeline:
             "weights": self.model.files,
             **setting.as_json(),
             "dtype": dtype_name(self.model.target.dtype),
-            "quantize": self.quantize,
-            "layout": self.layout,
-            "invariant": "on" if self.backend.tuning.invariant else "off",
-            "kernels": self.loaded_with.get("kernels", "auto"),
+            "quantize": self.options.quantize,
+            "layout": self.fit.layout,
+            "invariant": "on" if self.fit.invariant else "off",
+            "kernels": self.options.kernels,
             "device": self.backend.name,
-            "graphs": self.graphs,
+            "graphs": self.fit.graphs,
         }
 
     def environment(self) -> dict[str, Any]:
@@ -652,6 +582,6 @@ class LanternPipeline:
             "lantern_hpu": lantern_hpu.__version__,
             "python": platform.python_version(),
             **self.backend.describe(),
-            "decided": dict(self.backend.tuning.decided),
+            "decided": dict(self.fit.decided),
             "peak_memory_bytes": self.backend.memory().peak,
         }

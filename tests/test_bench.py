@@ -393,7 +393,7 @@ BAD = [
     (["--methods", "magic"], "unknown method 'magic'"),
     (["--methods", "ar,ar"], "--methods names ar twice"),
     (["--graphs", "magic"], "unknown graph mode 'magic'"),
-    (["--graphs", "hpu_graph"], "has no graph mode 'hpu_graph'"),
+    (["--graphs", "hpu_graph"], "does not offer graph mode 'hpu_graph'"),
     (["--batch-sizes", "1,0"], "--batch-sizes is 1,0"),
     (["--batch-sizes", "some"], "numbers from 1, such as 1,8"),
     (["--images", "0"], "--images is 0"),
@@ -433,7 +433,7 @@ def test_layout_and_threads_can_be_asked_for(model: Path) -> None:
     asked = ["--model", str(model), "--device", "cpu", "--layout", "plain", "--threads", "1"]
     wanted = bench.bench_request(bench.make_parser().parse_args(asked))
     with closing(run_bench.open_pipeline(wanted)) as pipeline:
-        decided = pipeline.backend.tuning.decided
+        decided = pipeline.fit.decided
         assert decided["layout"] == "plain: asked for" and decided["threads"] == "1: asked for"
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from lantern_hpu.backends import get_backend, host
+from lantern_hpu.backends import DeviceOptions, get_backend, host
 from lantern_hpu.backends.cpu import layouts as cpu_layouts
 from lantern_hpu.backends.cpu.layouts import (
     FORMS,
@@ -26,7 +26,7 @@ from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.tree import load_static
-from tests.tiny import Models, advance, make_engine, request, spec_for, tiny_models
+from tests.tiny import CONFIG, Models, advance, make_engine, request, spec_for, tiny_models
 
 PROMPT = "a red cat"
 
@@ -111,8 +111,8 @@ def test_a_small_float32_model_takes_what_loses_nothing(
     needs("packed")
     monkeypatch.setattr(cpu_layouts, "known_shares", None)
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
-    assert isinstance(pipeline.model.target.head, PackedLinear) and pipeline.layout == "packed"
-    assert "float32 as it is" in pipeline.backend.tuning.decided["layout"]
+    assert isinstance(pipeline.model.target.head, PackedLinear) and pipeline.fit.layout == "packed"
+    assert "float32 as it is" in pipeline.fit.decided["layout"]
     models = tiny_models()
     for layer in (part for each in models for part in each.modules()):
         if isinstance(layer, nn.Linear):
@@ -120,7 +120,7 @@ def test_a_small_float32_model_takes_what_loses_nothing(
     assert lay_out(models)[0] == "half"
     plain = LanternPipeline.from_pretrained(str(model), device="cpu", layout="plain")
     assert plain(PROMPT).config["layout"] == "plain"
-    assert plain.backend.tuning.decided["layout"] == "plain: asked for"
+    assert plain.fit.decided["layout"] == "plain: asked for"
 
 
 @pytest.mark.parametrize(
@@ -204,9 +204,11 @@ def test_a_layout_that_is_not_offered_is_one_error(
 def test_what_inductor_compiles_stays_plain() -> None:
     """It takes no opaque matrices, so a layout that was asked for is refused before a minute of warm-up."""
     backend, models = get_backend("cpu"), tiny_models()
-    assert backend.tuning.lay_out(models, modes=["eager", "compile"]) == "plain"
+    fit = backend.fit(CONFIG, DeviceOptions(graphs="compile"))
+    fit.lay_out(models)
+    assert fit.layout == "plain" and not fit.invariant
     with pytest.raises(DeviceError, match="cannot be compiled"):
-        backend.tuning.lay_out(models, "packed", ["compile"])
+        backend.fit(CONFIG, DeviceOptions(graphs="compile", layout="packed"))
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -249,12 +251,8 @@ def test_auto_is_the_format_for_this_processor_and_size(
     flags: Callable[[str], None], said: str, parameters: int, dtype: str, why: str
 ) -> None:
     flags(said)
-    backend = get_backend("cpu")
-    assert backend.tuning.dtype("auto", parameters) == getattr(torch, dtype)
-    assert (
-        backend.tuning.decided["dtype"].startswith(f"{dtype}: ")
-        and why in backend.tuning.decided["dtype"]
-    )
+    found, reason = get_backend("cpu").number_format("auto", parameters)
+    assert found == getattr(torch, dtype) and why in reason
 
 
 def test_a_processor_of_which_nothing_is_told_takes_float32(
@@ -262,7 +260,7 @@ def test_a_processor_of_which_nothing_is_told_takes_float32(
 ) -> None:
     monkeypatch.setattr(host, "CPUINFO", str(tmp_path / "none"))
     host.cpuinfo.cache_clear()
-    assert get_backend("cpu").tuning.dtype("auto", 10**9) == torch.float32
+    assert get_backend("cpu").number_format("auto", 10**9)[0] == torch.float32
     host.cpuinfo.cache_clear()
 
 
@@ -427,7 +425,7 @@ def test_threads_that_are_asked_for_are_taken(
     assert main(asked) == 2
     assert "--threads is 100000" in capsys.readouterr().err
     with pytest.raises(OptionError, match="--threads is -1"):
-        get_backend("cpu").tuning.use_threads(-1)
+        get_backend("cpu").fit(CONFIG, DeviceOptions(threads=-1))
 
 
 @pytest.mark.parametrize(("alone", "taken"), [(0.006, 2), (0.0025, 1)])
@@ -479,4 +477,4 @@ def test_layout_is_refused_where_there_is_none_to_choose() -> None:
     from lantern_hpu.backends.cuda.backend import CUDABackend
 
     with pytest.raises(DeviceError, match="cuda does not offer layout 'packed'"):
-        CUDABackend().tuning.check_layout("packed")
+        CUDABackend().fit(CONFIG, DeviceOptions(layout="packed"))

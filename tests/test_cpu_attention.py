@@ -6,13 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from lantern_hpu.backends import DeviceOptions
+from lantern_hpu.backends.base import Fit
 from lantern_hpu.backends.cpu import backend as form
-from lantern_hpu.backends.cpu.backend import CPUBackend, CPUTuning
+from lantern_hpu.backends.cpu.backend import CPUBackend
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.ops.kernels import PLAIN, attention
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.tree import DraftTree, load_tree
-from tests.tiny import draw, make_engine, request, spec_for, tiny_models
+from tests.tiny import CONFIG, draw, request, spec_for, tiny_models
 
 
 def call(
@@ -128,8 +130,8 @@ def test_an_engine_draws_the_same_with_either_order(
     requests = [request("abcd", seed) for seed in range(2)]
     engines: list[Engine] = []
     for by_head in (False, True):
-        monkeypatch.setattr(CPUTuning, "keys_by_head", lambda self, dtype, by=by_head: by)
-        engines.append(make_engine(models, spec_for(drafted, requests), mode))
+        fit = Fit(CPUBackend(), torch.bfloat16, mode, keys_by_head=by_head)
+        engines.append(Engine(*models, spec_for(drafted, requests), fit))
         assert engines[-1].state.kv_cache.layers[0].k.is_contiguous() is not by_head
     tokens = [draw(engine, requests).tokens.tolist() for engine in engines]
     assert tokens[0] == tokens[1]
@@ -139,6 +141,7 @@ def test_an_engine_draws_the_same_with_either_order(
 
 
 def test_caches_lie_by_head_in_bfloat16_alone() -> None:
-    tuning = CPUBackend().tuning
-    assert tuning.keys_by_head(torch.bfloat16) == form.order_keeps_bits(torch.bfloat16)
-    assert not tuning.keys_by_head(torch.float32)
+    for name in ("bfloat16", "float32"):
+        fit = CPUBackend().fit(CONFIG, DeviceOptions(dtype=name))
+        wanted = name == "bfloat16" and form.order_keeps_bits(torch.bfloat16)
+        assert fit.keys_by_head == wanted

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.backends import get_backend
+from lantern_hpu.backends.base import Fit
 from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, DeviceError
@@ -145,7 +146,7 @@ def test_old_cards_draw_in_float16(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda c=capability: c)
         backend = CUDABackend()
         assert backend.available() == (True, "old")
-        assert backend.tuning.dtype() == best
+        assert backend.number_format("auto")[0] == best
 
 
 def test_too_little_memory_says_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +165,9 @@ def on_card(tree: str, mode: str, requests: list[Any]) -> Engine:
     target, drafter = tiny_models()
     spec = spec_for(load_static(tree), requests)
     near = ring(target.config.vocab_size).cuda() if spec.neighbours else None
-    return Engine(target.cuda(), drafter.cuda(), spec, get_backend("cuda"), mode, near)
+    return Engine(
+        target.cuda(), drafter.cuda(), spec, Fit(get_backend("cuda"), target.dtype, mode), near
+    )
 
 
 @needs_card

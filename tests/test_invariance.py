@@ -15,7 +15,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor, nn
 
-from lantern_hpu.backends.base import Tuning
+from lantern_hpu.backends import DeviceOptions
+from lantern_hpu.backends.base import Backend
 from lantern_hpu.backends.cpu import layouts
 from lantern_hpu.backends.cpu.backend import CPUBackend
 from lantern_hpu.backends.cpu.layouts import (
@@ -28,12 +29,12 @@ from lantern_hpu.backends.cpu.layouts import (
     lay_out,
 )
 from lantern_hpu.commands.generate import main
-from lantern_hpu.ops.kernels import PLAIN, Kernels
+from lantern_hpu.ops.kernels import PLAIN
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import METADATA, read_png
 from scripts.measure import batches
 from tests.marks import mostly_slow
-from tests.tiny import tiny_models
+from tests.tiny import CONFIG, tiny_models
 
 WIDTH = 48
 Rounds = Callable[
@@ -222,11 +223,13 @@ def read_pixels(file: Path) -> bytes:
 
 
 def test_devices_that_hold_nothing_say_so() -> None:
-    tuning = Tuning("any", {"float32": ""})
-    assert not tuning.holds_rows(True, ["eager"]) and not tuning.invariant
-    assert tuning.lay_out([], invariant=True) == "plain"
-    kernels = Kernels()
-    assert tuning.independent(kernels, None, torch.float32) is kernels  # type: ignore[arg-type]
+    class Card(CPUBackend):
+        fit = Backend.fit
+
+    fit = Card().fit(CONFIG, DeviceOptions(kernels="plain"))
+    fit.lay_out([])
+    assert not fit.invariant and fit.layout == "plain" and "invariant" not in fit.decided
+    assert fit.kernels is PLAIN
 
 
 def test_a_switch_that_is_neither_is_one_error(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from lantern_hpu import cli
 from lantern_hpu.backends import get_backend
+from lantern_hpu.backends.base import Fit
 from lantern_hpu.commands import convert, generate
 from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.methods.request import Request, Sampling
@@ -528,7 +529,7 @@ def test_a_drafter_learns_and_drafts(public: Path, name: str) -> None:
     assert bool(loss.isfinite()) and gradient is not None and bool(gradient.abs().sum() > 0)
     assert bool((overlap >= 0).all() and (overlap <= 1).all())
     model.drafter = drafter.requires_grad_(False).eval()
-    pipeline = LanternPipeline(model, get_backend("cpu"), "eager")
+    pipeline = LanternPipeline(model, Fit(get_backend("cpu"), model.target.dtype))
     requests = [Request(p, 0, Sampling(3.0, 0.0)) for p in PROMPTS[:2]]
     drawn = [
         pipeline.draw(requests, pipeline.resolve(Setting.of(method, tree=tree))).tokens

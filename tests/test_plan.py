@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from lantern_hpu.backends.cpu import backend as dtypes
+from lantern_hpu.backends import host
+from lantern_hpu.backends.base import Fit
 from lantern_hpu.commands import download, generate, plan
 from lantern_hpu.decode import memory
 from lantern_hpu.decode.spec import Spec, capacity
@@ -84,7 +85,9 @@ def test_files_are_counted_as_they_are_loaded(public: Path, name: str) -> None:
     assert rows["drafter weights"] == held(loaded.drafter)
     assert rows["VQ weights (float32)"] == held(loaded.vq)
     spec = Spec(2, True, wanted.tree)
-    state = Engine(loaded.target, loaded.drafter, spec, get_backend("cpu")).state
+    state = Engine(
+        loaded.target, loaded.drafter, spec, Fit(get_backend("cpu"), loaded.target.dtype)
+    ).state
     assert rows["target KV cache"] == sum(
         one.k.nbytes + one.v.nbytes for one in state.kv_cache.layers
     )
@@ -266,7 +269,8 @@ def test_the_plan_says_what_would_fit(capsys: pytest.CaptureFixture[str]) -> Non
 
 def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a stand-in for a card: the processor with 60 MB of its own."""
-    from lantern_hpu import pipeline
+
+    from lantern_hpu import loading, pipeline
     from lantern_hpu.backends.base import Memory
     from lantern_hpu.backends.cpu.backend import CPUBackend
     from lantern_hpu.models.files.load import Opened
@@ -278,7 +282,7 @@ def test_what_does_not_fit_is_refused_before_it_is_loaded(monkeypatch: pytest.Mo
             return Memory(10**8, 6 * 10**7, None)
 
     loaded: list[Any] = []
-    monkeypatch.setattr(pipeline, "get_backend", lambda *args: Card())
+    monkeypatch.setattr(loading, "get_backend", lambda *args: Card())
     monkeypatch.setattr(Opened, "load", lambda *args: loaded.append(args))
     with pytest.raises(DeviceError, match=r"builtin needs 89\.4 MB") as refused:
         pipeline.LanternPipeline.from_pretrained("builtin")
@@ -320,9 +324,9 @@ def test_a_plan_counts_what_auto_would_load_and_draft_on_the_device(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A processor that multiplies bfloat16 takes it for large models alone; the window is a processor's."""
-    monkeypatch.setattr(dtypes, "native_bfloat16", lambda: None)
+    monkeypatch.setattr(host, "native_bfloat16", lambda: None)
     assert f"{T2I}, float32," in planned(capsys, T2I, "--device", "cpu:64GB")
-    monkeypatch.setattr(dtypes, "native_bfloat16", lambda: "AMX")
+    monkeypatch.setattr(host, "native_bfloat16", lambda: "AMX")
     said = planned(capsys, T2I, "--device", "cpu:64GB")
     assert f"{T2I}, bfloat16," in said and "tree scd:2" in said
     assert "builtin, float32," in planned(capsys, "builtin", "--device", "cpu:64GB")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.backends import get_backend
 from lantern_hpu.errors import CaptureError, DeviceError
-from lantern_hpu.graphs import RUNNERS, check_mode, make_runner
+from lantern_hpu.graphs import RUNNERS, make_runner
 from lantern_hpu.graphs.strict import StrictRunner
 from lantern_hpu.methods.relaxation import PRESETS, Additive, Annealed, Blended, Multiplicative
 from lantern_hpu.methods.request import Request
@@ -367,15 +367,15 @@ def test_strict_poisons_a_result_that_was_kept_too_long() -> None:
 def test_every_mode_of_the_processor_has_a_runner() -> None:
     backend = get_backend("cpu")
     assert set(backend.graph_modes) == {m for m in RUNNERS if not m.startswith(("hpu", "cuda"))}
-    assert check_mode(backend, "auto") == next(iter(backend.graph_modes))
+    assert backend.graph_mode("auto") == next(iter(backend.graph_modes))
     for mode in backend.graph_modes:
         runner = make_runner(Function(legal), numbers(), backend, mode)
-        assert runner.mode == runner.stats.mode == check_mode(backend, mode) == mode
+        assert runner.mode == runner.stats.mode == backend.graph_mode(mode) == mode
 
 
 def test_unknown_graph_mode_lists_the_known_ones() -> None:
-    with pytest.raises(DeviceError, match="cpu has no graph mode 'cuda_graph'") as refused:
-        make_engine(tiny_models(), spec_for(AR, batch()), "cuda_graph")
+    with pytest.raises(DeviceError, match="cpu does not offer graph mode 'cuda_graph'") as refused:
+        get_backend("cpu").graph_mode("cuda_graph")
     assert "one of auto, eager, strict, compile" in str(refused.value)
 
 
@@ -389,9 +389,9 @@ def test_unknown_device_lists_the_known_ones() -> None:
 def test_unknown_dtype_lists_the_offered_ones() -> None:
     backend = get_backend("cpu")
     assert (
-        backend.tuning.dtype("auto") == torch.float32
-        and backend.tuning.dtype("bfloat16") == torch.bfloat16
+        backend.number_format("auto")[0] == torch.float32
+        and backend.number_format("bfloat16")[0] == torch.bfloat16
     )
     with pytest.raises(DeviceError, match="cpu does not offer dtype 'int8'") as refused:
-        backend.tuning.dtype("int8")
+        backend.number_format("int8")
     assert "float32" in str(refused.value) and "bfloat16" in str(refused.value)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import pytest
@@ -658,9 +658,7 @@ class AheadQueue(Queue):
 
 
 class Ahead(CPUBackend):
-    @cached_property
-    def queue(self) -> AheadQueue:
-        return AheadQueue()
+    queue = AheadQueue()
 
 
 @pytest.mark.parametrize("tree", [AR, SMALL_TREE], ids=lambda tree: tree.name)

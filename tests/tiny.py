@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lantern_hpu.backends import get_backend
+from lantern_hpu.backends.base import Fit
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.spec import Spec
@@ -138,7 +139,8 @@ def make_engine(models: Models, spec: Spec, mode: str = "eager") -> Engine:
     size = target.config.vocab_size
     near = ring(size) if spec.neighbours else None
     codes = circle(size) if spec.ranks else None
-    return Engine(target, drafter, spec, get_backend("cpu"), mode, near, codes)
+    fit = Fit(get_backend("cpu"), target.dtype, mode)
+    return Engine(target, drafter, spec, fit, near, codes)
 
 
 @dataclass

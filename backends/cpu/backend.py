@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from functools import cache, cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.backends import QUANTIZED, host
-from lantern_hpu.backends.base import Backend, Memory, Pace, Tuning, dtype_name, operator
+from lantern_hpu.backends import QUANTIZED, DeviceOptions, host
+from lantern_hpu.backends.base import Backend, Fit, Memory, Pace, operator
 from lantern_hpu.backends.cpu import layouts
-from lantern_hpu.backends.cpu.layouts import LARGE
 from lantern_hpu.backends.cpu.threads import ThreadPace
-from lantern_hpu.backends.host import native_bfloat16
 from lantern_hpu.errors import DeviceError
-from lantern_hpu.ops.kernels import Kernels, Sizes
+from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
 from lantern_hpu.ops.kernels import attention as plain
 
 # ------------------------------------------------------------------------------------------ dtypes
@@ -27,26 +25,6 @@ DTYPES = {
     "float32": "exact comparisons hold; the fastest one unless bfloat16 is native and a model large",
     "bfloat16": "half the memory; pays where the processor multiplies bfloat16 natively",
 }
-
-
-def best_dtype(parameters: int) -> tuple[str, str]:
-    """bfloat16 where it is native and reading the model is what takes time; a small model keeps exact figures."""
-    native, size = native_bfloat16(), 4 * parameters
-    if native is None:
-        return "float32", "this processor does not multiply bfloat16 natively"
-    if size < LARGE:
-        return "float32", f"{size / 2**20:.0f} MiB of it: a small model keeps its exact figures"
-    return (
-        "bfloat16",
-        f"native here ({native}), and half of {size / 2**30:.1f} GiB to read in each step",
-    )
-
-
-def slow_here(name: str) -> str | None:
-    """Why a format that was asked for is a poor choice on this processor."""
-    if name == "bfloat16" and native_bfloat16() is None:
-        return "asked for, but this processor lacks it natively: half the memory, and slower than float32"
-    return None
 
 
 # --------------------------------------------------------------------------------------- attention
@@ -142,76 +120,32 @@ def order_keeps_bits(dtype: torch.dtype) -> bool:
     return True
 
 
-# ------------------------------------------------------------------------------------------ tuning
-
-# What a processor chooses by measurement: number format (`dtypes.py`), layout of matrices, threads.
+# --------------------------------------------------------------------------------------------- fit
 
 
-class CPUTuning(Tuning):
-    """bfloat16 where it is native, matrices packed where that is faster, and as many threads as the clock says."""
+@dataclass
+class CPUFit(Fit):
+    """Matrices packed where that is faster; unless some are asked for, as many threads as are fastest by the clock."""
 
-    quantized = QUANTIZED
-    layouts = layouts.LAYOUTS
+    threads: int = 0
 
-    def __init__(self, name: str, dtypes: Mapping[str, str]) -> None:
-        super().__init__(name, dtypes)
-        self.tries_threads = True  # whether their number is left to the clock
+    @property
+    def weight_bytes(self) -> int:
+        return layouts.HALF_BYTES if self.layout == "half" else self.dtype.itemsize
 
-    def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
-        return best_dtype(parameters)
-
-    def dtype(self, name: str = "auto", parameters: int = 0) -> torch.dtype:
-        dtype = super().dtype(name, parameters)
-        if why := slow_here(dtype_name(dtype)):
-            self.decided["dtype"] = f"{dtype_name(dtype)}: {why}"
-        return dtype
-
-    def lay_out(
-        self,
-        modules: Sequence[nn.Module],
-        choice: str = "auto",
-        modes: Collection[str] = (),
-        invariant: bool = False,
-    ) -> str:
-        self.check_layout(choice)
-        if "compile" in modes and choice in layouts.FORMS:
-            why, hint = "inductor takes no matrices in a library's order", "--graphs eager"
-            raise DeviceError(f"--layout {choice} cannot be compiled", why, hint)
-        plans = layouts.Plans(self.note_rows) if invariant else None
-        if "compile" in modes and choice == "auto":
-            layout, why = "plain", "inductor takes no others"
+    def lay_out(self, modules: Sequence[nn.Module]) -> None:
+        if self.graphs == "compile" and self.layout == "auto":
+            self.layout, why = "plain", "inductor takes no others"
         else:
-            layout, why = layouts.lay_out(modules, choice, plans)
-        self.decided["layout"] = f"{layout}: {why}"
-        return layout
-
-    def holds_rows(self, asked: bool, modes: Collection[str]) -> bool:
-        self.invariant = asked and "compile" not in modes
-        why = "what inductor makes of a step is not tried" if asked else "not asked for"
-        self.decided["invariant"] = "on" if self.invariant else f"off: {why}"
-        return self.invariant
-
-    def independent(self, kernels: Kernels, sizes: Sizes, dtype: torch.dtype) -> Kernels:
-        return layouts.independent(kernels, sizes, dtype)
+            plans = layouts.Plans(self.note_rows) if self.invariant else None
+            self.layout, why = layouts.lay_out(modules, self.layout, plans)
+        self.decided["layout"] = f"{self.layout}: {why}"
 
     def note_rows(self, text: str) -> None:
         self.decided["invariant"] = f"on: {text}"
 
-    def keys_by_head(self, dtype: torch.dtype) -> bool:
-        """In bfloat16; in float32 windows lose by it, and one token a row gains nothing."""
-        return dtype == torch.bfloat16 and order_keeps_bits(dtype)
-
-    def weight_bytes(self, layout: str, dtype: torch.dtype) -> int:
-        return layouts.HALF_BYTES if layout == "half" else dtype.itemsize
-
-    def use_threads(self, count: int) -> None:
-        super().use_threads(count)
-        if count:
-            self.tries_threads = False
-            self.note_threads(count, "asked for")
-
     def pace(self) -> Pace:
-        return ThreadPace(self.note_threads) if self.tries_threads else Pace()
+        return Pace() if self.threads else ThreadPace(self.note_threads)
 
     def note_threads(self, count: int, why: str) -> None:
         self.decided["threads"] = f"{count}: {why}"
@@ -232,9 +166,8 @@ class CPUBackend(Backend):
         "compile": "inductor; the first warm-up takes a minute, later ones seconds: for long runs of windows",
     }
 
-    @cached_property
-    def tuning(self) -> CPUTuning:
-        return CPUTuning(self.name, self.dtypes)
+    layouts = layouts.LAYOUTS
+    quantized = QUANTIZED
 
     def available(self) -> tuple[bool, str]:
         return True, "every machine has a processor"
@@ -242,11 +175,46 @@ class CPUBackend(Backend):
     def synchronize(self) -> None:
         """Nothing to wait for: calls return when they are done."""
 
+    def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
+        """bfloat16 where it is native and reading the model is what takes time; a small model keeps exact figures."""
+        native, size = host.native_bfloat16(), 4 * parameters
+        if native is None:
+            return "float32", "this processor does not multiply bfloat16 natively"
+        if size < layouts.LARGE:
+            why = f"{size / 2**20:.0f} MiB of it: a small model keeps its exact figures"
+            return "float32", why
+        why = f"native here ({native}), and half of {size / 2**30:.1f} GiB to read in each step"
+        return "bfloat16", why
+
+    def number_format(self, asked: str, parameters: int = 0) -> tuple[torch.dtype, str]:
+        dtype, why = super().number_format(asked, parameters)
+        if dtype == torch.bfloat16 and host.native_bfloat16() is None:
+            why += (
+                ", but this processor lacks it natively: half the memory, and slower than float32"
+            )
+        return dtype, why
+
     def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
-        plain = super().kernels(choice, dtype)
         if choice == "plain" or not attention_keeps_bits(dtype or torch.float32):
-            return plain
-        return replace(plain, attention=filled_attention)
+            return PLAIN
+        return replace(PLAIN, attention=filled_attention)
+
+    def fit(self, config: Sizes, options: DeviceOptions) -> Fit:
+        fit = CPUFit(**vars(super().fit(config, options)), threads=options.threads)
+        compiled, asked = fit.graphs == "compile", options.invariant == "on"
+        if compiled and options.layout in layouts.FORMS:
+            why, hint = "inductor takes no matrices in a library's order", "--graphs eager"
+            raise DeviceError(f"--layout {options.layout} cannot be compiled", why, hint)
+        fit.layout, fit.invariant = options.layout, asked and not compiled
+        why = "what inductor makes of a step is not tried" if asked else "not asked for"
+        fit.decided["invariant"] = "on" if fit.invariant else f"off: {why}"
+        if fit.invariant:
+            fit.kernels = layouts.independent(fit.kernels, config, fit.dtype)
+        if fit.threads:
+            fit.note_threads(fit.threads, "asked for")
+        # In float32 windows lose by it, and one token a row gains nothing
+        fit.keys_by_head = fit.dtype == torch.bfloat16 and order_keeps_bits(fit.dtype)
+        return fit
 
     def memory(self, reset_peak: bool = False) -> Memory:
         return Memory(host.total_bytes(), host.available_bytes(), host.peak_resident_bytes())

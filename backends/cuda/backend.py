@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.backends import QUANTIZED
-from lantern_hpu.backends.base import Backend, Memory, Queue, Tuning
+from lantern_hpu.backends.base import Backend, Memory, Queue
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 
@@ -77,13 +77,8 @@ class CUDABackend(Backend):
         "eager": "every operator is a launch of its own, which takes longer than most of them run",
     }
 
-    @cached_property
-    def tuning(self) -> Tuning:
-        return Tuning(self.name, self.dtypes, quantized=QUANTIZED)
-
-    @cached_property
-    def queue(self) -> CUDAQueue:
-        return CUDAQueue()
+    quantized = QUANTIZED
+    queue = CUDAQueue()
 
     def available(self) -> tuple[bool, str]:
         if torch.version.cuda is None:
@@ -108,12 +103,11 @@ class CUDABackend(Backend):
         return memory
 
     def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
+        if choice == "plain":
+            return PLAIN
         from lantern_hpu.backends.cuda.kernels import triton_kernels
 
-        super().kernels(choice)
-        return (
-            triton_kernels(self.device, dtype or self.tuning.dtype()) if choice == "auto" else PLAIN
-        )
+        return triton_kernels(self.device, dtype or self.number_format("auto")[0])
 
     @cached_property
     def graph_pool(self) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -67,6 +66,7 @@ class HPUBackend(Backend):
     def __init__(self, graphs: str = "auto") -> None:
         self.wanted = graphs
         self.flags: hpu_env.Flags | None = None
+        self.queue = HPUQueue(self)
 
     def open(self) -> None:
         """Set the flags, then load the software: it reads them while it is imported."""
@@ -79,10 +79,6 @@ class HPUBackend(Backend):
     def part(self, name: str) -> ModuleType:
         """A module of habana_frameworks.torch."""
         return import_module(f"{ROOT}.torch.{name}")
-
-    @cached_property
-    def queue(self) -> HPUQueue:
-        return HPUQueue(self)
 
     @property
     def hpu(self) -> ModuleType:
@@ -128,7 +124,6 @@ class HPUBackend(Backend):
         return memory
 
     def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
-        super().kernels(choice)
         return hpu_kernels(self) if choice == "auto" else PLAIN
 
     def compile(self, function: nn.Module) -> Callable[[Any], Tensor]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from lantern_hpu.backends import DeviceOptions
 from lantern_hpu.errors import DeviceError, OptionError, check_ranges, choices, option
-from lantern_hpu.graphs import check_mode
 from lantern_hpu.methods.relaxation import Relaxation, parse
 from lantern_hpu.methods.request import MAX_IMAGES, Request
 from lantern_hpu.methods.setting import (
@@ -19,7 +19,6 @@ from lantern_hpu.methods.setting import (
     Setting,
     read_tree,
 )
-from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.tree import load_tree
 
 if TYPE_CHECKING:
@@ -118,7 +117,7 @@ def methods_for(tree: str) -> list[str]:
 def has_long_steps(pipeline: LanternPipeline) -> bool:
     """Whether the model is large for a device on which arithmetic is scarce, as processors."""
     parameters = pipeline.model.config.target.parameters
-    return parameters >= LARGE_PARAMETERS and not pipeline.backend.tuning.idle_arithmetic
+    return parameters >= LARGE_PARAMETERS and not pipeline.backend.idle_arithmetic
 
 
 # ------------------------------------------------------------------------------------ rows
@@ -144,7 +143,7 @@ def measurable_modes(
     backend: Backend, modes: Sequence[str], by_name: bool
 ) -> tuple[list[str], list[str]]:
     """The graph modes to measure, and what to say about those that are not."""
-    best = check_mode(backend, AUTO)
+    best = backend.graph_mode(AUTO)
     result: list[str] = []
     notes = []
     for mode in modes:

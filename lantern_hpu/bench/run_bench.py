@@ -22,7 +22,6 @@ from lantern_hpu.bench.columns import EAGER, SpeedRow, with_speeds
 from lantern_hpu.bench.measure import BRIEF_WARM_UP, WARM_UP, Rates, RunMeter, measure_rates, sizes
 from lantern_hpu.bench.report import KIND, VERSION, heading
 from lantern_hpu.errors import DeviceError
-from lantern_hpu.graphs import check_mode
 from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import AUTO
 from lantern_hpu.pipeline import LanternPipeline
@@ -40,9 +39,8 @@ def run_bench(
     modes, notes = measurable_modes(pipeline.backend, wanted.modes, wanted.by_name)
     cases, dtype = cases_of(pipeline, wanted, modes), pipeline.model.target.dtype
     measured = measure_rates(pipeline.backend, dtype)
-    weight_bytes = pipeline.backend.tuning.weight_bytes(pipeline.layout, dtype)
     speeds = measured["copy_bytes_per_s"], measured["operations_per_s"]
-    rates = Rates(*speeds, dtype.itemsize, weight_bytes)
+    rates = Rates(*speeds, dtype.itemsize, pipeline.fit.weight_bytes)
     startup = {"import_s": import_s, "load_s": pipeline.load_seconds}
     rows, missed = measure_all(pipeline, wanted, cases, rates, sum(startup.values()))
     if not rows:
@@ -51,7 +49,7 @@ def run_bench(
     report = heading(KIND, pipeline, argv) | about(pipeline, wanted)
     peaks = [row.peak_memory_bytes for row in rows if row.peak_memory_bytes is not None]
     report["environment"]["peak_memory_bytes"] = max(peaks, default=None)
-    best = check_mode(pipeline.backend, AUTO)
+    best = pipeline.backend.graph_mode(AUTO)
     return report | {
         "version": VERSION,
         "rates": measured,
@@ -68,7 +66,7 @@ def open_pipeline(wanted: BenchRequest) -> LanternPipeline:
     if "compile" in wanted.modes:
         layout = "plain" if options.layout == AUTO else options.layout
         options = replace(options, layout=layout, invariant="off")
-    return LanternPipeline.from_pretrained(wanted.model, **vars(options))
+    return LanternPipeline.load(wanted.model, options)
 
 
 def measure_all(
@@ -89,7 +87,7 @@ def measure_all(
             first: LanternPipeline | None = None
             for group in groups([*of_mode], wanted.interleave):
                 pairs = [
-                    (LanternPipeline(pipeline.model, pipeline.backend, mode), case)
+                    (LanternPipeline(pipeline.model, replace(pipeline.fit, graphs=mode)), case)
                     for case in group
                 ]
                 measured, refused = measure_group(pairs, wanted, rates, startup_s, bar)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 
-from lantern_hpu.backends import prepare
+from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.bench.cases import (
     GRAPHS,
     LARGE,
@@ -40,7 +40,6 @@ from lantern_hpu.errors import exit_code, listed, require
 from lantern_hpu.files import check_free
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.setting import AUTO, FORM, Setting
-from lantern_hpu.models.options import DeviceOptions
 
 
 def make_parser() -> argparse.ArgumentParser:

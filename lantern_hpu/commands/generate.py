@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu import __version__
-from lantern_hpu.backends import HOST, prepare
+from lantern_hpu.backends import HOST, DeviceOptions, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.decode.spec import batch_size_for
 from lantern_hpu.errors import (
@@ -33,7 +33,6 @@ from lantern_hpu.methods.relaxation import EXACT, Relaxation
 from lantern_hpu.methods.request import MAX_IMAGES, Request, Sampling, in_turn, size_of
 from lantern_hpu.methods.setting import AUTO, WINDOWS, Resolved, Setting, lacks_drafter
 from lantern_hpu.models.files.names import Given
-from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.models.text.frames import no_negative, takes_negative
 from lantern_hpu.results.images import read_png
 from lantern_hpu.results.tables import read_prompts
@@ -423,7 +422,7 @@ def show_model(pipeline: LanternPipeline, size: tuple[int, int] | None = None) -
 
 def show_decided(pipeline: LanternPipeline, *what: str) -> None:
     """Say what a processor took where that was left to it; a card has little to choose."""
-    decided = pipeline.backend.tuning.decided
+    decided = pipeline.fit.decided
     details = [f"{name} {decided[name]}" for name in what if name in decided]
     if details and pipeline.backend.name == HOST:
         print("; ".join(details), file=sys.stderr)

@@ -9,7 +9,7 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from lantern_hpu.backends import BACKENDS
+from lantern_hpu.backends import BACKENDS, DeviceOptions
 from lantern_hpu.errors import allowed_range, option_name
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.relaxation import PRESETS
@@ -25,7 +25,6 @@ from lantern_hpu.methods.setting import (
     replaced,
 )
 from lantern_hpu.models.files.names import Given
-from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.tree import DYNAMIC
 from lantern_hpu.tree.named import NAMED
 

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lantern_hpu.backends import prepare
+from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.errors import OptionError, WeightsError, exit_code
 from lantern_hpu.files import check_free, write_file
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.files.names import VQ
-from lantern_hpu.models.options import DeviceOptions
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -106,7 +105,7 @@ def diffused(
     sized = config.of_grid((grid[0], grid[1]))
     backend = get_backend(device.device, "eager")
     with backend.errors():
-        dtype = backend.tuning.dtype(device.dtype, config.parameters)
+        dtype, _ = backend.number_format(device.dtype, config.parameters)
         pictures = DiffusionPixels(opened.pixels, dtype, backend.device)
         for row, prompt, seed in zip(saved.tokens, saved.prompts, saved.seeds, strict=True):
             yield from pictures(row[None], sized, [prompt], [seed])

@@ -11,12 +11,11 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from lantern_hpu.backends import BYTES
+from lantern_hpu.backends import BYTES, DeviceOptions
 from lantern_hpu.commands.options import add_fields, add_part_options, given_parts
 from lantern_hpu.decode.memory import fit_report
 from lantern_hpu.errors import exit_code
 from lantern_hpu.methods.setting import METHODS
-from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.plan.requirements import facts, find_device, find_model, plan_report, setup_of
 
 

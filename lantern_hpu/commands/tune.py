@@ -22,7 +22,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lantern_hpu.backends import prepare
+from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.bench.cases import has_long_steps
 from lantern_hpu.commands.options import (
     add_device_options,
@@ -36,7 +36,6 @@ from lantern_hpu.commands.options import (
 from lantern_hpu.errors import OptionError, exit_code, needing
 from lantern_hpu.files import check_free, write_file
 from lantern_hpu.methods.setting import METHODS
-from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.results.tables import read_prompts
 from lantern_hpu.tree import tuned_trees
 from lantern_hpu.tune.options import LARGE, TuneOptions, check_profile, read_profile

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lantern_hpu.backends.base import Backend, dtype_name
+from lantern_hpu.backends.base import Fit, dtype_name
 from lantern_hpu.decode.accept import Bounds
 from lantern_hpu.decode.drafting.base import Drafting
 from lantern_hpu.decode.drafting.static import DynamicDrafting, StaticDrafting
@@ -31,7 +31,7 @@ from lantern_hpu.decode.state import DecodeState, Entry, bits_digest
 from lantern_hpu.decode.step import Accepted, Admit, Step
 from lantern_hpu.decode.tree_tables import Drafts
 from lantern_hpu.errors import CaptureError
-from lantern_hpu.graphs import check_mode, make_runner
+from lantern_hpu.graphs import make_runner
 from lantern_hpu.methods.request import Request
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.prefix import Prefix
@@ -80,23 +80,21 @@ class Engine:
         target: Target,
         drafter: Drafter | None,
         spec: Spec,
-        backend: Backend,
-        mode: str = "auto",
+        fit: Fit,
         neighbours: Tensor | None = None,
         codes: Tensor | None = None,
     ) -> None:
         """
         Args:
             drafter: for specs whose tree has drafts.
-            mode: how the device records: one of the backend's `graph_modes`, or `auto`.
+            fit: the device, and how it runs the step.
             neighbours: [V, K or more] int32, for specs with neighbours.
             codes: [V, dim] float32, for specs with clusters.
         """
         self.target = target = target.sized(spec.sizes(target.config))
-        self.spec, self.backend = spec, backend
-        self.mode, device = check_mode(backend, mode), target.device
-        drafting, form = make_drafting(target, drafter, spec), (target.dtype, device)
-        by_head = backend.tuning.keys_by_head(target.dtype)
+        self.spec, self.backend, self.mode = spec, fit.backend, fit.graphs
+        drafting, form = make_drafting(target, drafter, spec), (target.dtype, target.device)
+        backend, device, by_head = fit.backend, target.device, fit.keys_by_head
         drafting_state = None if drafting is None else drafting.allocate(*form, by_head)
         self.state = DecodeState.allocate(target.config, spec, *form, drafting_state, by_head)
         table = None if neighbours is None else neighbours[:, : spec.neighbours]
@@ -115,7 +113,7 @@ class Engine:
                 self.prefill_function, self.one_image, backend, self.mode
             )
             self.runners.insert(1, self.prefill_one)
-        self.pace = backend.tuning.pace()  # of steps
+        self.pace = fit.pace()  # of steps
         self.known: Tensor | None = None  # [B] what the last captured call returned
         self.host_reads = 0
         self.warm_captures: int | None = None  # of the warm-up, once that is done
@@ -385,10 +383,8 @@ class EngineCache:
     them; so the last is evicted only if there is no room for another beside it.
     """
 
-    def __init__(
-        self, model: ImageModel, backend: Backend, mode: str, kept: int = MAX_ENGINES
-    ) -> None:
-        self.model, self.backend, self.mode, self.kept = model, backend, mode, kept
+    def __init__(self, model: ImageModel, fit: Fit, kept: int = MAX_ENGINES) -> None:
+        self.model, self.fit, self.backend, self.kept = model, fit, fit.backend, kept
         self.engines: OrderedDict[Spec, Engine] = OrderedDict()
 
     def get(self, spec: Spec) -> Engine:
@@ -413,7 +409,8 @@ class EngineCache:
         check_batch(model.config, spec, self.backend, dtype_name(model.target.dtype))
         table, codes = model.code_tables(spec.neighbours, spec.ranks)
         drafter = drafter or model.drafter
-        return Engine(model.target, drafter, spec, self.backend, mode or self.mode, table, codes)
+        fit = self.fit if mode is None else replace(self.fit, graphs=mode)
+        return Engine(model.target, drafter, spec, fit, table, codes)
 
     def fits(self, spec: Spec) -> bool:
         """Whether the device says that it has room for a batch; one that does not say is taken to have it."""

@@ -13,16 +13,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from lantern_hpu.backends import BYTES, HOST, QUANTIZED
+from lantern_hpu.backends import BYTES, HOST, KEEP_TEXT, QUANTIZED, DeviceOptions
 from lantern_hpu.decode.spec import Spec, capacity, keeps_noise
 from lantern_hpu.errors import DeviceError, OptionError, require
 from lantern_hpu.models.config import ModelConfig, TransformerConfig
-from lantern_hpu.models.options import KEEP_TEXT
 from lantern_hpu.results.tables import amount
 from lantern_hpu.tree import DraftTree, Tree, Window
 
 if TYPE_CHECKING:
-    from lantern_hpu.backends.base import Backend
+    from lantern_hpu.backends.base import Backend, Fit
 
 ROW_BYTES = 5  # of an int8 matrix, beside its numbers: a float32 scale and a zero point, as torchao has them
 # Measured
@@ -256,24 +255,26 @@ def fit_report(model: ModelConfig, setup: Setup, device: DeviceMemory) -> list[s
 def check_room(
     name: str,
     model: ModelConfig,
-    backend: Backend,
-    dtype: str,
-    keep_text: str = "host",
-    quantize: str | None = None,
+    fit: Fit,
+    options: DeviceOptions = DeviceOptions(),
 ) -> None:
     """Refuse, before it is loaded, a model that cannot draw even one image on a device, one token a step.
 
     A processor is not asked: weights that lie in files need not all be in memory.
     """
+    from lantern_hpu.backends.base import dtype_name
+
+    backend = fit.backend
     free = backend.memory().free
     if free is None or backend.name == HOST:
         return
-    setup = Setup(dtype, 1, False, DraftTree.root_only(), keep_text, quantize=quantize)
+    alone, dtype = DraftTree.root_only(), dtype_name(fit.dtype)
+    setup = Setup(dtype, 1, False, alone, options.keep_text, quantize=options.quantize)
     need = peak(model, setup)
     if need <= free:
         return
-    best, _ = backend.tuning.best_dtype(model.target.parameters)
-    device = DeviceMemory(free, f"free on {backend.name}", best, backend.tuning.quantized)
+    best, _ = backend.best_dtype(model.target.parameters)
+    device = DeviceMemory(free, f"free on {backend.name}", best, backend.quantized)
     why, *fitting = fit_report(model, setup, device)
     hint = " ".join(line.strip() for line in fitting)
     raise DeviceError(f"{name} needs {amount(need)}", why, hint)

@@ -98,9 +98,9 @@ def unasked(name: str) -> Backend:
 
 
 def described(backend: Backend, memory: int | None, where: str, parameters: int) -> DeviceMemory:
-    tuning, is_host = backend.tuning, backend.name == HOST
-    best, _ = tuning.best_dtype(parameters)
-    return DeviceMemory(memory, where, best, tuning.quantized, is_host, tuning.idle_arithmetic)
+    best, _ = backend.best_dtype(parameters)
+    is_host, idle = backend.name == HOST, backend.idle_arithmetic
+    return DeviceMemory(memory, where, best, backend.quantized, is_host, idle)
 
 
 def setup_of(

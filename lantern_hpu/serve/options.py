@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
+from lantern_hpu.backends import DeviceOptions
 from lantern_hpu.errors import OptionError, check_ranges, choices, listed, option, require
 from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.methods.setting import AUTO, Setting, with_tree
 from lantern_hpu.models.files.names import Given
-from lantern_hpu.models.options import DeviceOptions
 
 # Each makes the step's graph larger, and so is asked for
 FILTERS = ("greedy", "top_k", "top_p", *PRESETS)

@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from lantern_hpu.backends import DeviceOptions
 from lantern_hpu.errors import (
     OptionError,
     OutputError,
@@ -18,7 +19,6 @@ from lantern_hpu.errors import (
     require,
 )
 from lantern_hpu.models.files.names import Given
-from lantern_hpu.models.options import DeviceOptions
 
 PRECISIONS = ("no", "bf16", "fp16")
 NEEDED = ("accelerate", "matplotlib")

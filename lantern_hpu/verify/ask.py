@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lantern_hpu.backends import HOST, get_backend
+from lantern_hpu.backends import HOST, DeviceOptions, get_backend
 from lantern_hpu.backends.base import Backend
 from lantern_hpu.backends.candidates import LACKING, candidates_of, difference
 from lantern_hpu.backends.hpu import errors as hpu_errors
@@ -22,7 +22,6 @@ from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import LanternError
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Setting
-from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.requirements import Counted, setup_of

@@ -14,7 +14,7 @@ from contextlib import closing
 from dataclasses import asdict, replace
 from typing import Any
 
-from lantern_hpu.backends import prepare
+from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.bench.report import heading, show_report
 from lantern_hpu.commands.options import (
     add_device_options,
@@ -27,7 +27,6 @@ from lantern_hpu.errors import exit_code, listed
 from lantern_hpu.files import check_free
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.setting import FORM, METHODS, Setting
-from lantern_hpu.models.options import DeviceOptions
 from lantern_hpu.results.tables import markdown
 from lantern_lab.evaluate.options import FidelityOptions
 

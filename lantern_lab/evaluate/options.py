@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lantern_hpu.backends import DeviceOptions
 from lantern_hpu.errors import OptionError, check_ranges, option
 from lantern_hpu.methods.request import MAX_IMAGES, Sampling
 from lantern_hpu.methods.setting import AUTO, Setting
 from lantern_hpu.models.files.names import Given
-from lantern_hpu.models.options import DeviceOptions
 from lantern_lab.evaluate.protocols import Library
 
 EXPORTED = ("geneval", "dpg")  # sets whose benchmarks read pictures in a layout of their own

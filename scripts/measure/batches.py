@@ -263,7 +263,7 @@ def count(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def draw_case(drawer: Drawer, ways: Sequence[str], images: int, record: Record) -> None:
-    case = f"{drawer.pipeline.layout} {drawer.setting}"
+    case = f"{drawer.pipeline.fit.layout} {drawer.setting}"
     drawn = record.images.setdefault(case, {})
     with tqdm(total=len(ways) * images, desc=case, file=sys.stderr) as bar:
         for first in range(0, images, CHUNK):

@@ -16,10 +16,9 @@ from urllib.parse import unquote_plus
 import torch
 from torch import Tensor
 
-from lantern_hpu.errors import WeightsError, choices, needing, require
+from lantern_hpu.errors import WeightsError, needing
 from lantern_hpu.files import reading
 from lantern_hpu.models.files.checkpoint import SINGLES
-from lantern_hpu.models.options import KEEP_TEXT
 from lantern_hpu.models.text.prefix import TextFeatures
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
@@ -144,7 +143,6 @@ class T5Conditioner:
         to_device: ToDevice = to_device,
         keep: str = "host",
     ) -> None:
-        require(keep in KEEP_TEXT, "--keep-text", keep, choices(KEEP_TEXT))
         check_t5_files(folder)
         self.folder, self.prefix, self.dtype, self.device = folder, prefix, dtype, device
         self.keep, self.to_device = keep, to_device

@@ -1,0 +1,75 @@
+"""From a name to a model on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from lantern_hpu.backends import DeviceOptions, get_backend
+from lantern_hpu.backends.base import Fit
+from lantern_hpu.decode.memory import check_room
+from lantern_hpu.errors import OptionError
+from lantern_hpu.models.diffusion import check_diffusers, check_diffusion_folder
+from lantern_hpu.models.files.load import Opened, open_model
+from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.model import ImageModel, Placement, grid_by_size, quantize_target
+from lantern_hpu.zoo.find import find_parts
+
+Check = Callable[[Opened], None]  # raises a LanternError to refuse a model
+
+
+def device_name(device: str | torch.device) -> str:
+    """`cuda` of `cuda:0`; which of several cards is left to the environment.
+
+    Raises:
+        OptionError: another card than the first.
+    """
+    name, _, index = str(device).partition(":")
+    if index not in ("", "0"):
+        hint = f"CUDA_VISIBLE_DEVICES={index}, and device={name!r}"
+        raise OptionError(f"device is {device}", "a process draws on the first card it sees", hint)
+    return name
+
+
+def load_model(
+    name: str,
+    options: DeviceOptions,
+    given: Given = Given(),
+    pictures: bool = True,
+    size: tuple[int, int] | None = None,
+    check: Check | None = None,
+) -> tuple[ImageModel, Fit]:
+    """Load a model; what can be refused is refused before its weights are read.
+
+    Args: see `LanternPipeline.from_pretrained`.
+    """
+    backend = get_backend(options.device, options.graphs)
+    opened = open_checked(name, given, pictures, size, check)
+    with backend.errors():
+        fit = backend.fit(opened.config.target, options)
+        check_room(name, opened.config, fit, options)
+        upload = backend.queue.to_device
+        place = Placement(fit.dtype, backend.device, fit.kernels, options.keep_text, upload)
+        model = opened.load(place)
+        if options.quantize is not None:
+            quantize_target(model.target, options.quantize)
+        fit.lay_out([*model.stepping, *model.condition.parts().values()])
+    return model, fit
+
+
+def open_checked(
+    name: str,
+    given: Given,
+    pictures: bool,
+    size: tuple[int, int] | None,
+    check: Check | None,
+) -> Opened:
+    opened = open_model(find_parts(name, given, () if pictures else ("vq", "pixels")))
+    grid_by_size(opened.config.target, size, name)
+    if check is not None:
+        check(opened)
+    if pictures and opened.pixels is not None:
+        check_diffusers()
+        check_diffusion_folder(opened.pixels)
+    return opened
