@@ -52,7 +52,7 @@ def search(most: int) -> Search:
     return best, least
 
 
-def timed(step: Callable[[], object], clock: Callable[[], float]) -> float:
+def median_seconds(step: Callable[[], object], clock: Callable[[], float]) -> float:
     """Median seconds of a few steps."""
     taken: list[float] = []
     while len(taken) < TIMES and sum(taken) < ENOUGH:
@@ -94,7 +94,7 @@ class ThreadPace(Pace):
         want: object = None
         while self.search is not None:
             with self.held():
-                took, found = timed(step, self.clock), bits()
+                took, found = median_seconds(step, self.clock), bits()
             if self.count == self.most:
                 want = found
             elif found != want:
