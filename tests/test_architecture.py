@@ -144,14 +144,6 @@ def test_imports_point_downwards() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def importers(package: str) -> Iterator[tuple[str, str]]:
-    """(module, where) of all that import a package or a part of it."""
-    for module, file in sources():
-        for name, line in imports(parsed(file)):
-            if f"{name}.".startswith(f"lantern_hpu.{package}."):
-                yield module, place(file, line)
-
-
 def test_only_two_modules_are_programs() -> None:
     """`python -m lantern_hpu NAME` reaches every command; only `generate` is also a program of its own."""
     programs = {
