@@ -59,10 +59,9 @@ class TransformerConfig:
     max_positions: int | None = None  # of the rotary embedding, as it was trained
 
     def __post_init__(self) -> None:
+        # JSON has lists, which compare unequal
         for name in ("grid", "rope_sections", "prefixes"):
-            object.__setattr__(
-                self, name, tuple(getattr(self, name))
-            )  # JSON has lists, which compare unequal
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         sizes = (self.vocab_size, self.dim, self.layers, self.heads, self.ffn_dim, self.prefix)
         if min(*sizes, *self.grid) < 1 or self.dim % self.heads:
             why = f"{self.heads} heads of width {self.dim}, {self.layers} layers, grid {self.grid}"

@@ -1,9 +1,7 @@
 """The LlamaGen VQ tokenizer: images to a grid of codes and back.
 
-Parameter names are those of the published checkpoints (vq_ds16, vq_ds8), so their state dict loads
-as it is, apart from the `quantize.codebook_used` buffer, which only their training reads and which
-this module does not have. The default configuration is VQ-16 (343 tensors, 71.88 M parameters);
-`multipliers=(1, 2, 2, 4)` is VQ-8 (299 tensors, 70.1 M).
+Parameter names are those of the published checkpoints (vq_ds16, vq_ds8). The default configuration is VQ-16;
+`multipliers=(1, 2, 2, 4)` is VQ-8.
 """
 
 from __future__ import annotations
@@ -140,9 +138,7 @@ class Encoder(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         if self.shrink > 1:
             images = F.avg_pool2d(images, self.shrink)
-        h = self.conv_in(
-            images
-        )  # [B, width, H, W], without the levels that are the decoder's alone
+        h = self.conv_in(images)  # [B, width, H, W]
         for block in (*self.conv_blocks, *self.mid):
             h = block(h)
         return self.conv_out(F.silu(self.norm_out(h)))  # [B, z_channels, h, w]
@@ -240,8 +236,7 @@ class VQModel(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A training pass: images drawn [B, 3, H, W], latents [B, h, w, code_dim], codes [B, h, w].
 
-        The straight-through estimator: the decoder reads the codes' vectors, and their gradient goes
-        to the latents.
+        The decoder reads the codes' vectors, and their gradient goes to the latents (straight-through).
         """
         z = self.latents(images)  # [B, h, w, code_dim]
         with torch.no_grad():

@@ -25,9 +25,7 @@ class Part:
     role: str  # one of `PARTS`
     repo: str
     files: tuple[str, ...]  # `a|b` is either, `a/*` all files of a folder
-    bytes: (
-        int | None
-    )  # of all files, as the Hub shows it or counted from the parameters; None if unknown
+    bytes: int | None  # of all files; None if unknown
     sha256: Mapping[str, str]  # of the files whose digest is known
     licence: str  # as the repository states it
     needed_for: str  # one of `NEEDED_FOR`

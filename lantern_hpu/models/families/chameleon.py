@@ -22,7 +22,7 @@ GRID = (32, 32)
 TOKENS = 65536  # rows of the table; relatives with another one have tokenizers of their own
 SAMPLING = {"chameleon": Sampling(3.0, 1.0, 2000, 1.0)}
 INNER_VQ = (
-    "model.vqmodel."  # the stock model holds an encoder of pictures alone, which nothing here reads
+    "model.vqmodel."  # where the stock model has an encoder of pictures alone, which is not read
 )
 IGNORED = (INNER_VQ, "rotary_emb.inv_freq", "vocabulary_mapping")
 

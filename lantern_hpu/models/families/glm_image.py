@@ -25,10 +25,8 @@ SAMPLING = {"glm-image": Sampling(1.0, 0.9, 50, 0.75)}
 PIXELS = 32  # along a code
 GRID = (32, 32)  # 1024 x 1024 pixels, where no size is asked for
 PREVIEW = 16  # codes along the preview of a square picture
-PREFIX, PREFIXES = (
-    1024,
-    (64, 256),
-)  # tokens of a framed prompt: at most, and classes of shorter ones
+# Tokens of a framed prompt: at most, and classes of shorter ones
+PREFIX, PREFIXES = 1024, (64, 256)
 TEXT = "model.language_model."
 LAYER = TEXT + "layers.{}."
 CODEBOOK = "model.vqmodel.quantize.embedding.weight"
@@ -167,9 +165,8 @@ def generation_sampling(folder: Path) -> Sampling | None:
         usual = GENERATION | {name: said[name] for name in GENERATION if said.get(name) is not None}
         if not said.get("do_sample", False):
             usual["temperature"] = 0.0
-        return Sampling(
-            1.0, float(usual["temperature"]), int(usual["top_k"]), float(usual["top_p"])
-        )
+        temperature, top_p = float(usual["temperature"]), float(usual["top_p"])
+        return Sampling(1.0, temperature, int(usual["top_k"]), top_p)
 
 
 FAMILY = Family(

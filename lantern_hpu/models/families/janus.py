@@ -33,10 +33,7 @@ NAMES = (
     (r"^model\.generation_head\.proj_out\.", "gen_head.output_mlp_projector."),
     (r"^model\.generation_head\.", "gen_head."),
     (r"^model\.vqmodel\.", TOKENIZER),
-    (
-        r"^(gen_vision_model\.(?:en|de)coder)\.(?:down|up)\.(\d+)\.block\.",
-        r"\1.conv_blocks.\2.res.",
-    ),
+    (r"^(gen_vision_model\.(?:en|de)coder)\.(?:down|up)\.(\d+)\.block", r"\1.conv_blocks.\2.res"),
     (r"^(gen_vision_model\.(?:en|de)coder)\.(?:down|up)\.", r"\1.conv_blocks."),
     (r"^(gen_vision_model\..*mid)\.block_1\.", r"\1.0."),
     (r"^(gen_vision_model\..*mid)\.attn_1\.", r"\1.1."),

@@ -22,11 +22,7 @@ HEAD, LARGE_HEAD = 64, 100  # width of a head; the second is that of the 3B mode
 SIZES = (256, 384, 512)
 # Of the published models, by width and number of codes: B, L, XL, XXL, 3B
 LAYERS = {
-    (768, 16384): 12,
-    (1024, 16384): 24,
-    (1280, 16384): 36,
-    (1536, 16384): 48,
-    (3200, 16384): 24,
+    (width, 16384): n for width, n in ((768, 12), (1024, 24), (1280, 36), (1536, 48), (3200, 24))
 }
 CLASSES = 1000  # of ImageNet, for which labels are known
 SAMPLING = {
@@ -88,9 +84,8 @@ def llamagen_config(
     up = "layers.0.feed_forward.w1.weight", "layers.0.mlp.gate_proj.weight"
     ffn = next((checkpoint.shapes[name][0] for name in up if name in checkpoint), 0)
     if not layers or not ffn:
-        raise WeightsError(
-            f"{checkpoint.path} holds no layers", some_names(sorted(checkpoint.shapes))
-        )
+        names = some_names(sorted(checkpoint.shapes))
+        raise WeightsError(f"{checkpoint.path} holds no layers", names)
     side = grid_side(checkpoint, about, size)
     return TransformerConfig(
         vocab_size=vocabulary,
@@ -151,9 +146,8 @@ def grid_side(checkpoint: Checkpoint, about: dict[str, Any], size: int | None) -
     if size is not None:
         known["what was asked for or is known of it"] = size // CODE_PIXELS
     if "block_size" in about:
-        known[f"block_size {about['block_size']} of its config.json"] = math.isqrt(
-            int(about["block_size"])
-        )
+        block = int(about["block_size"])
+        known[f"block_size {block} of its config.json"] = math.isqrt(block)
     named = re.search(r"_(256|384|512)$", checkpoint.path.stem)
     if named:
         known[f"the file's name {checkpoint.path.name}"] = int(named[1]) // CODE_PIXELS

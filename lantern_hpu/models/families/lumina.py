@@ -58,10 +58,8 @@ def lumina_recipe(config: TransformerConfig) -> Recipe:
 
 
 def read_lumina(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
-    side, plain = (
-        image_size(about, parts) // CODE_PIXELS,
-        chameleon.chameleon_config(checkpoint, about),
-    )
+    side = image_size(about, parts) // CODE_PIXELS
+    plain = chameleon.chameleon_config(checkpoint, about)
     config = replace(
         plain,
         vocab_size=plain.vocab_size + 1,

@@ -131,7 +131,7 @@ class AnoleFrame(Frame):
 class LuminaFrame(AnoleFrame):
     """A sentence that names the picture's size, end of turn, begin of image, and tokens of height and width.
 
-    Without words it begins with the image. Guidance so hides the prompt; positions of the two rows differ.
+    Without words it begins with the image, so positions of the two rows differ.
     """
 
     SIZE_ZERO, PATCH = 8804, 2  # the token of no patches at all; codes along a patch
@@ -178,10 +178,7 @@ class JanusFrame(Frame):
 
 
 class Emu3Frame(Frame):
-    """The prompt and words of praise, then the size of the picture in codes; guidance subtracts a negative prompt.
-
-    That has words, length and positions of its own.
-    """
+    """The prompt and words of praise, then the size of the picture in codes; guidance subtracts a negative prompt."""
 
     family = "Emu3"
     BEGIN, START, IMAGE = "<|extra_203|>", "<|image start|>", "<|image token|>"

@@ -122,26 +122,16 @@ def _without_markup(text: str) -> str:
 
 
 class T5Conditioner:
-    """Prompts to T5 features, encoded once and kept on the host.
-
-    The encoder (1.2 G parameters in flan-t5-xl) is loaded when a prompt comes that is not known yet.
-
-    Args:
-        folder: a local folder in the Hugging Face format.
-        prefix: tokens of a prompt, P; longer prompts are cut.
-        dtype: of the encoder and of the features.
-        device: where the encoder runs and the features go; None is the host.
-        keep: where the encoder stays between prompts; "free" drops it and reads it again when needed.
-    """
+    """Prompts to T5 features, encoded once and kept on the host; the encoder is loaded for prompts not known yet."""
 
     def __init__(
         self,
-        folder: Path,
-        prefix: int = 120,
+        folder: Path,  # in the Hugging Face format
+        prefix: int = 120,  # P; longer prompts are cut
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | None = None,
         to_device: ToDevice = to_device,
-        keep: str = "host",
+        keep: str = "host",  # where the encoder stays between prompts; "free" drops it and reads it again
     ) -> None:
         check_t5_files(folder)
         self.folder, self.prefix, self.dtype, self.device = folder, prefix, dtype, device
@@ -203,11 +193,7 @@ class T5Conditioner:
 
     @torch.no_grad()
     def _features(self, prompt: str) -> Tensor:
-        """Features [v, C] of a prompt's v tokens, on the host.
-
-        The contract rolls the pads from the right end to the left and sets them to zero; so the
-        features of real tokens are all there is to keep.
-        """
+        """Features [v, C] of a prompt's v tokens, on the host; pads become zeros on the left."""
         with quiet(self._transformers):
             tokens = self._tokenizer(
                 [clean(prompt)],
