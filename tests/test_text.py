@@ -23,6 +23,7 @@ from tokenizers.pre_tokenizers import Metaspace
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, T5Config, T5EncoderModel, T5ForConditionalGeneration
 
+from lantern_hpu.backends import DeviceOptions
 from lantern_hpu.errors import OptionError, WeightsError, needing, torchvision_misfit
 from lantern_hpu.models.text import t5
 from lantern_hpu.models.text.prefix import TextConditioner, TextFeatures, class_index, class_name
@@ -342,9 +343,9 @@ def test_a_torchvision_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch
     assert torchvision_misfit() == ""
 
 
-def test_unknown_place_names_the_known_ones(folder: Path) -> None:
+def test_unknown_place_names_the_known_ones() -> None:
     with pytest.raises(OptionError, match="one of device, host, free"):
-        conditioner(folder, "disk")
+        DeviceOptions(keep_text="disk")
 
 
 # --- captions
