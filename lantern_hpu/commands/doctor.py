@@ -13,21 +13,12 @@ import argparse
 import json
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from lantern_hpu import __version__
 from lantern_hpu.backends.examine import Facts, examine
-from lantern_hpu.commands.options import add_fields, from_args
-from lantern_hpu.errors import option, torchvision_misfit
+from lantern_hpu.errors import torchvision_misfit
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import aligned
-
-
-@dataclass(frozen=True)
-class DoctorRequest:
-    """For whom the facts are."""
-
-    json: bool = option(False, "print everything as JSON, for a bug report")
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -35,7 +26,9 @@ def make_parser() -> argparse.ArgumentParser:
         "lantern-hpu doctor",
         description="Show the devices and packages of this machine, and what is wrong with them.",
     )
-    add_fields(parser, DoctorRequest)
+    parser.add_argument(
+        "--json", action="store_true", help="print everything as JSON, for a bug report"
+    )
     return parser
 
 
@@ -138,7 +131,6 @@ def describe_flags(flags: Facts) -> list[tuple[str, str]]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The `doctor` command; the exit code is 0 whatever it finds."""
-    asked = from_args(DoctorRequest, make_parser().parse_args(argv))
-    facts = examine_all()
+    asked, facts = make_parser().parse_args(argv), examine_all()
     print(json.dumps(facts, indent=2, default=str) if asked.json else doctor_report(facts))
     return 0
