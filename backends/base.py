@@ -52,9 +52,6 @@ def operator(schema: str, shaped: Callable[..., Any]) -> Callable[[Callable[...,
     return register
 
 
-# -------------------------------------------------------------------------------------------- base
-
-
 @dataclass(frozen=True)
 class Memory:
     """Bytes; None where the device does not report them."""

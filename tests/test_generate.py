@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from safetensors.torch import load_file, save_file
 
 from lantern_hpu import __version__, cli
@@ -22,7 +23,7 @@ from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import read_png
+from lantern_hpu.results.images import METADATA, read_png
 from lantern_hpu.results.tables import read_prompts
 from tests.folder import write_folder
 from tests.marks import mostly_slow
@@ -212,6 +213,22 @@ def test_replay_does_not_ask_for_a_drafter_that_drew_nothing(tmp_path: Path) -> 
     give_other_weights(folder, "drafter")
     assert main(["--from-png", str(file), "--output", str(again)]) == 0
     assert np.array_equal(np.asarray(Image.open(again)), np.asarray(Image.open(file)))
+
+
+def test_an_image_of_a_stretched_model_says_how_to_write_its_folder(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Version 0.3 stretched a model while it was loaded, and noted `stretch` in every image."""
+    file, again = tmp_path / "x.png", tmp_path / "again.png"
+    assert generate(model, "--prompt", "cat", "--output", file) == 0
+    for name, code in ((None, 0), ("llamagen-xl", 2)):
+        with Image.open(file) as image:
+            known, info = json.loads(image.text[METADATA]), PngInfo()
+            known["config"]["stretch"] = name
+            info.add_itxt(METADATA, json.dumps(known))
+            image.save(file, pnginfo=info)
+        assert main(["--from-png", str(file), "--output", str(again)]) == code
+    assert "lantern-hpu stretch llamagen-xl --output FOLDER" in capsys.readouterr().err
 
 
 def test_one_file_cannot_hold_two_results(

@@ -17,10 +17,6 @@ from lantern_hpu.errors import DeviceError
 from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
 from lantern_hpu.ops.kernels import attention as plain
 
-# ------------------------------------------------------------------------------------------ dtypes
-
-# Number formats on a processor, and which of them `auto` takes.
-
 DTYPES = {
     "float32": "exact comparisons hold; the fastest one unless bfloat16 is native and a model large",
     "bfloat16": "half the memory; pays where the processor multiplies bfloat16 natively",

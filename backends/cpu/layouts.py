@@ -3,7 +3,7 @@
 `packed` calls oneDNN as inductor's freezing does: torch has no public way to multiply a dense input by a packed matrix
 without copies. `half` calls FBGEMM, which reads matrices of float16 and multiplies in float32: half of the bytes. The
 plain twin of both is `nn.Linear`; they agree within rounding, not bit by bit, so which one runs is part of what an
-image is drawn with. Whether a row's bits depend on the rows beside it is another question: see `invariance.py`.
+image is drawn with. Whether a row's bits depend on the rows beside it is another question: see `RowPlans`.
 """
 
 from __future__ import annotations
