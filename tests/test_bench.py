@@ -442,9 +442,7 @@ def test_compiled_modes_get_a_layout_that_they_can_run(
     layout: str, used: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loaded: dict[str, Any] = {}
-    monkeypatch.setattr(
-        LanternPipeline, "from_pretrained", lambda name, **given: loaded.update(given)
-    )
+    monkeypatch.setattr(LanternPipeline, "load", lambda name, options: loaded.update(vars(options)))
     asked = ["--graphs", "eager,compile", "--layout", layout]
     run_bench.open_pipeline(bench.bench_request(bench.make_parser().parse_args(asked)))
     assert (loaded["layout"], loaded["invariant"], loaded["graphs"]) == (used, "off", "eager")
