@@ -114,6 +114,9 @@ def test_wheel_holds_assets_types_and_licences(wheel: list[str]) -> None:
     assert expected
     assert expected <= set(wheel)
     assert "lantern_hpu/py.typed" in wheel
+    stand_in = (ROOT / "gaudi_emulator" / "vendor").rglob("*")
+    named = {f.relative_to(ROOT).as_posix() for f in stand_in if f.suffix in (".py", ".txt", "")}
+    assert {name for name in named if (ROOT / name).is_file()} <= set(wheel)
     for name in ("LICENSE", "NOTICE"):
         assert [entry for entry in wheel if entry.endswith(f".dist-info/licenses/{name}")]
 
