@@ -61,6 +61,12 @@ class Memory:
     peak: int | None
 
 
+INDUCTOR_CACHE = "TORCHINDUCTOR_CACHE_DIR"
+INDUCTOR_GIVEN = os.environ.get(
+    INDUCTOR_CACHE
+)  # by the user: torch sets it once its compiler is imported
+
+
 def dtype_name(dtype: torch.dtype | str) -> str:
     """A number format as options and reports call it."""
     return str(dtype).removeprefix("torch.")
@@ -77,7 +83,7 @@ def compile_whole(function: nn.Module, compiler: str = "inductor") -> Callable[[
     kept = cache_folder() / "compiled" / f"torch-{torch.__version__}-{machine}"
     with suppress(OSError):  # torch's own folder serves where nothing can be written here
         kept.mkdir(parents=True, exist_ok=True)
-        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(kept))
+        os.environ[INDUCTOR_CACHE] = INDUCTOR_GIVEN or str(kept)
     compiled: Callable[[Any], Tensor] = torch.compile(
         function, backend=compiler, fullgraph=True, dynamic=False
     )

@@ -11,9 +11,9 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 COMPILE = """
 import torch
 from torch import nn
-from torch._dynamo.utils import counters
 
 from lantern_hpu.backends.base import compile_whole
+from torch._dynamo.utils import counters  # which has torch name its own folder
 
 class Step(nn.Module):
     def forward(self, x):
