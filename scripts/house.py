@@ -30,9 +30,10 @@ from pathlib import Path
 output, root, *args = sys.argv[1:]
 entered = set()
 def note(frame, event, arg):
-    if event == "call" and frame.f_code.co_flags & CO_OPTIMIZED:  # a function, no module or class body
-        if frame.f_code.co_filename.startswith(root):
-            entered.add(frame.f_code.co_filename)
+    code = frame.f_code  # of a function: no module or class body, nor a comprehension in one
+    if event == "call" and code.co_flags & CO_OPTIMIZED and not code.co_name.startswith("<"):
+        if code.co_filename.startswith(root):
+            entered.add(code.co_filename)
 sys.path.insert(0, root)
 from lantern_hpu.cli import main
 threading.setprofile(note)

@@ -13,13 +13,13 @@ from torch import nn
 
 from lantern_hpu.backends import DeviceOptions, get_backend, host
 from lantern_hpu.backends.cpu import layouts as cpu_layouts
+from lantern_hpu.backends.cpu.backend import PATIENCE, Search, ThreadPace, search
 from lantern_hpu.backends.cpu.layouts import (
     FORMS,
     PackedLinear,
     lay_out,
     obstacle,
 )
-from lantern_hpu.backends.cpu.threads import PATIENCE, Search, ThreadPace, search
 from lantern_hpu.commands.generate import main
 from lantern_hpu.decode.state import bits_digest
 from lantern_hpu.errors import DeviceError, OptionError
