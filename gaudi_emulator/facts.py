@@ -68,7 +68,6 @@ def fact(
 
 
 def release_facts(release: str, lazy: bool) -> list[Fact]:
-    """The facts of a release in one of its modes."""
     return [fact for fact in FACTS if fact.lazy == lazy and fact.only in (None, release)]
 
 

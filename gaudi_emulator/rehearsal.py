@@ -27,8 +27,6 @@ Site = tuple[str, int]
 
 @dataclass
 class Run:
-    """What one run did."""
-
     steps: list[tuple[Any, Site]] = field(default_factory=list)  # operator with its constants, line
     read: list[tuple[int, Site]] = field(default_factory=list)  # CPU tensors that went in
     made: dict[int, tuple[Tensor, Site]] = field(default_factory=dict)  # by id; they stay alive

@@ -266,7 +266,6 @@ def fidelity_rows(
     options: FidelityOptions,
     bar: tqdm[Any],
 ) -> Iterator[dict[str, Any]]:
-    """A row of the report for each setting."""
     if pipeline.model.sampling.greedy:
         why = "its tokens have no distribution to move"
         raise OptionError(f"{pipeline.model.name} is greedy", why)

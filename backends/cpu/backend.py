@@ -63,7 +63,6 @@ def search(most: int) -> Search:
 
 
 def median_seconds(step: Callable[[], object], clock: Callable[[], float]) -> float:
-    """Median seconds of a few steps."""
     taken: list[float] = []
     while len(taken) < TIMES and sum(taken) < ENOUGH:
         began = clock()

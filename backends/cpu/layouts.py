@@ -433,7 +433,6 @@ def lay_out(
 
 
 def made(name: str, layer: nn.Linear, plans: Plans | None) -> Matrix:
-    """A layer in a form."""
     matrix = FORMS.get(name, PlainLinear)(layer)
     matrix.rows = None if plans is None else plans.of(matrix)
     return matrix

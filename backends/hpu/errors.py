@@ -190,6 +190,5 @@ def _messages(error: BaseException | None) -> Iterator[str]:
 
 
 def _line(message: str, pattern: str) -> str:
-    """The line of a message that says it."""
     lines = [line.strip() for line in message.splitlines()]
     return next((line for line in lines if re.search(pattern, line, re.IGNORECASE)), lines[0])

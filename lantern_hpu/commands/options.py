@@ -115,7 +115,6 @@ def add_running_options(group: Group) -> None:
 
 
 def device_options(args: argparse.Namespace) -> DeviceOptions:
-    """The options of a device."""
     return from_args(DeviceOptions, args)
 
 

@@ -26,8 +26,6 @@ Preview = Callable[[NDArray[np.int64], Sequence[int]], list[Image.Image]]
 
 @dataclass
 class Slot:
-    """An image in its slot."""
-
     request: Request
     known: int = 1  # tokens, at the last host read
     step: int = 1  # number of its next step, which its noise depends on

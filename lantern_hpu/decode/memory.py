@@ -56,7 +56,6 @@ class Setup:
 
     @property
     def bytes(self) -> int:
-        """Of a number."""
         return BYTES[self.dtype]
 
     @property

@@ -14,8 +14,6 @@ from lantern_hpu.ops.sampling import gather
 
 
 class Positions(nn.Module):
-    """Of one spec."""
-
     def __init__(self, config: TransformerConfig, spec: Spec) -> None:
         super().__init__()
         tree = spec.tree

@@ -55,7 +55,6 @@ class StaticTables(nn.Module):
         self.row = constant(rows)  # [M]
 
     def forward(self, images: int) -> TreeTables:
-        """The same tree for each image."""
         tables = (self.parent, self.depth, self.child, self.path, self.ancestors, self.row)
         return TreeTables(*(table.expand(images, *table.shape) for table in tables))
 

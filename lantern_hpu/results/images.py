@@ -264,7 +264,6 @@ def with_metadata(image: Image.Image, metadata: Mapping[str, Any]) -> bytes:
 
 
 def encode(image: Image.Image, info: PngInfo | None = None) -> bytes:
-    """PNG bytes."""
     buffer = io.BytesIO()
     image.save(buffer, "PNG", pnginfo=info)
     return buffer.getvalue()

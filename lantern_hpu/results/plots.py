@@ -54,7 +54,6 @@ def panels(
 
 
 def legend_under(figure: Figure, axes: Axes, columns: int) -> None:
-    """One legend for all panels."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 

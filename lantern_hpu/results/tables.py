@@ -84,7 +84,6 @@ def paragraph(name: str, text: str, indent: int = 14) -> list[str]:
 
 
 def markdown(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
     rule = "|" + "---|" * len(head)
     return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(x)} |" for x in lines)])
 
@@ -97,7 +96,6 @@ class Table(NamedTuple):
 
     @classmethod
     def of(cls, columns: Columns, rows: Iterable[Any]) -> Table:
-        """A line for each row."""
         return cls(list(columns), [[show(row) for show in columns.values()] for row in rows])
 
     def markdown(self) -> str:

@@ -59,7 +59,6 @@ def save_tree(situation: Situation, tuned: TunedTree) -> Path:
 
 
 def find_tree(situation: Situation) -> TunedTree:
-    """The tree of a situation."""
     file = file_of(situation)
     if not file.is_file():
         method, batch = situation["method"], situation["batch_size"]

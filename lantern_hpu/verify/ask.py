@@ -251,12 +251,10 @@ class Asked:
 
 
 def drafter_cache(state: DecodeState) -> KVCache | None:
-    """The cache of a drafter that has one."""
     return getattr(state.drafting, "kv_cache", None)
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
-    """An error and what led to it."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -19,7 +19,6 @@ def counts(report: dict[str, Any]) -> dict[str, int]:
 
 
 def verify_summary(report: dict[str, Any]) -> str:
-    """The report in one line."""
     counted = ", ".join(f"{count} {state}" for state, count in counts(report).items())
     where = report["hardware"].get("card") or report["device"]
     return f"{where}: {counted}, in {report['seconds']:.0f} seconds"

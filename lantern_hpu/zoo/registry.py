@@ -77,8 +77,6 @@ def folder_files(folder: Path) -> list[Path]:
 
 @dataclass(frozen=True)
 class KnownModel:
-    """One known model."""
-
     name: str
     title: str
     family: str

@@ -66,9 +66,7 @@ class Scorer(Protocol):
         """Rows that no method drew."""
         ...
 
-    def protocol(self) -> str:
-        """In a sentence."""
-        ...
+    def protocol(self) -> str: ...
 
     def notes(self) -> list[str]:
         """What a reader must know of the figures."""

@@ -41,7 +41,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def commands() -> Iterator[str]:
-    """The help of each command."""
     from lantern_hpu.cli import COMMANDS, module_of
 
     yield "# Commands\n"

@@ -282,7 +282,6 @@ def fair(model: str, settings: str, slots: int, seconds: float) -> dict[str, Any
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Percentiles."""
     cuts = statistics.quantiles([*seconds, *seconds], n=100, method="inclusive")
     return {f"p{p}": round(cuts[p - 1], 4) for p in (50, 90, 99)}
 

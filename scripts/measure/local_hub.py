@@ -53,8 +53,6 @@ def listed(repo: str) -> dict[str, Any]:
 
 
 class Answer(BaseHTTPRequestHandler):
-    """To one request."""
-
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None:

@@ -44,7 +44,6 @@ def build(out: Path) -> Path:
 
 
 def run(command: Sequence[str | Path], folder: Path | None = None) -> str:
-    """What a command prints."""
     done = subprocess.run(command, cwd=folder, env=clean(), capture_output=True, text=True)
     if done.returncode:
         shown = " ".join(map(str, command))

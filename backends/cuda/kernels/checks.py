@@ -103,7 +103,6 @@ def kernel_examples(device: torch.device, dtype: torch.dtype) -> dict[str, list[
 
 
 def moved(call: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
-    """Arguments on a device."""
 
     def move(value: Any) -> Any:
         if isinstance(value, SamplingParams):

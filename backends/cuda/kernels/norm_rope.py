@@ -112,7 +112,6 @@ def rotate_kernel(
     BLOCK_HEADS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
 ):
-    """One program a token."""
     place = tl.program_id(0).to(tl.int64)
     source = x + (place // T) * row_step + (place % T) * token_step
     angles, goal = rope + place * (2 * PAIRS), out + place * heads * (2 * PAIRS)

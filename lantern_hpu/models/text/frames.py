@@ -34,7 +34,6 @@ class TokenOrder:
         return (*self.first, *rest)
 
     def row(self, token: int, rows: int) -> int:
-        """Our row of a token."""
         before = 0
         for begin, end in self.stretches(rows):
             if begin <= token < end:
@@ -75,12 +74,10 @@ class Frame:
         return other
 
     def text(self, prompt: str) -> str:
-        """The template with the prompt in it."""
         return prompt
 
     @property
     def room(self) -> int:
-        """For the template."""
         return self.config.prefix - len(self.before) - len(self.after)
 
     def ids(self, prompt: str) -> list[int]:

@@ -168,9 +168,7 @@ class Conditioner(Protocol):
         """Refuse what cannot be read, and encode what takes long, for all prompts of a run at once."""
         ...
 
-    def rows(self, prompts: Sequence[str], guidance: bool) -> Prefix:
-        """The prefix of each prompt."""
-        ...
+    def rows(self, prompts: Sequence[str], guidance: bool) -> Prefix: ...
 
     def sized(self, config: TransformerConfig) -> Conditioner:
         """The same for a target of other sizes, where those are chosen by request."""
