@@ -40,7 +40,7 @@ RANK = {room: i for i, layer in enumerate(LAYERS) for room in layer}
 # Whatever runs inside a recording
 CAPTURED = (
     *("ops/*.py", "models/transformer.py", "decode/drafting/*.py"),
-    *(f"decode/{n}.py" for n in "accept positions sampler step tree_tables".split()),
+    *(f"decode/{n}.py" for n in "accept positions sampler scheduled step tree_tables".split()),
 )
 DEVICES = {"cpu", "cuda", "hpu", "mps", "xpu"}
 HOST_READS = {"item", "tolist", "cpu", "numpy", "nonzero", "unique", "masked_select"}
@@ -49,17 +49,17 @@ CONSTANTS = {"tensor", "arange", "zeros", "ones", "full", "empty", "eye", "as_te
 
 # The size of the code, which only falls. Who raises a figure writes beside it what the lines are for.
 LINES = {  # of Python, a package
-    "lantern_hpu": 24140,
-    "backends": 4422,
-    "graphs": 516,
-    "gaudi_emulator": 6322,
-    "lantern_lab": 4790,
-    "scripts": 6257,
+    "lantern_hpu": 21435,
+    "backends": 4058,
+    "graphs": 494,
+    "gaudi_emulator": 6281,
+    "lantern_lab": 4725,
+    "scripts": 5063,
 }
-PRODUCT, WHOLE = 29080, 46500  # lantern_hpu, backends and graphs; the repository without its tests
-DATACLASSES = 136  # of the product
-OPTIONS = 59  # of `generate`
-FILES = 52  # whose functions run for `generate --prompt "a red apple"`
+PRODUCT, WHOLE = 25987, 42108  # lantern_hpu, backends and graphs; the repository without its tests
+DATACLASSES = 110  # of the product
+OPTIONS = 42  # of `generate`
+FILES = 46  # whose functions run for `generate --prompt "a red apple"`
 LONGEST = 95  # lines of a function of the product
 
 
