@@ -10,6 +10,7 @@ import pytest
 
 from lantern_hpu.commands import generate
 from lantern_hpu.models.files.checkpoint import Stored
+from lantern_lab.commands import stretch
 
 pytest.importorskip("transformers.models.glm_image")
 
@@ -103,4 +104,5 @@ def test_it_is_not_stretched(
         "glm-image": "it is of the family glm-image",
         "llamagen-xl": "they differ in kind: rope mrope and 2d",
     }
-    assert why[to] in refusal(folder, capsys, "--stretch", to, "--save-tokens", "never.npz")
+    assert stretch.main([to, "--model", str(folder), "--output", "never"]) == 2
+    assert why[to] in capsys.readouterr().err
