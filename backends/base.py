@@ -94,7 +94,7 @@ class Pace:
     """Runs the steps of one engine. A device that can adapt to how long they take has a pace of its own."""
 
     def fit(self, step: Callable[[], object], bits: Callable[[], object]) -> None:
-        """Choose by trials of a real step, whose results nobody needs.
+        """Choose by trials of a real step, whose results are discarded.
 
         Args:
             step: always begins at the same state. bits: a digest of what it left, which differs if one bit does.

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 LIMIT = int(94.62 * 2**30)  # bytes that software sees of a Gaudi 2
 CREDIT = 16  # host reads for setting up and for results; each launch earns one more
-UPLOADS = 16  # uploads between two launches that nobody minds
-VARIANTS = 4  # recipes that differ by a constant alone before somebody is to blame
+UPLOADS = 16  # uploads between two launches that are not reported
+VARIANTS = 4  # recipes that differ by a constant alone, beyond which they are reported
 GATHERED = 10_000  # operators without an end
 STAGE = 10  # operators in the first graph after a shape was read back; the limit doubles until one of ENDS
 ENDS = ("mark_step", "capture begin", "replay")
@@ -69,7 +69,7 @@ class Counts:
 
 
 class Lease:
-    """Lives as long as somebody holds a tensor's memory."""
+    """Lives as long as a tensor's memory is referenced."""
 
 
 class Device:

@@ -31,9 +31,7 @@ from gaudi_emulator.rehearsal import module_tensors, rehearse
 from gaudi_emulator.tensor import DEVICE, Args, HPUTensor, Kwargs
 
 GARBAGE = -(2**31)
-SHAPES = (
-    16  # of the inputs of one wrapped function, each with a graph of its own, that nobody minds
-)
+SHAPES = 16  # of the inputs of one wrapped function, beyond which its graphs are reported
 
 
 @dataclass(frozen=True)

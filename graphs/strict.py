@@ -1,4 +1,4 @@
-"""The laptop's judge of "can this be captured".
+"""Checks on any machine, without a card, whether a function can be captured.
 
 First the function runs once on fake tensors of the `meta` device, under rules that no real run can check: no host
 read, no shape that depends on data, no copy between devices, no write into a view, no second write by index into one

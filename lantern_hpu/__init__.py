@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from lantern_hpu.results.progress import Event
     from lantern_hpu.tree import load_tree
 
-__version__ = "0.3.0"
-# Where each public name lies; imported when it is first asked for
-_LIES_IN = {
+__version__ = "0.4.0"
+# Where each public name is defined; imported when it is first asked for
+_DEFINED_IN = {
     "LanternPipeline": "pipeline",
     "GenerationResult": "results.images",
     "ImageRecord": "results.images",
@@ -73,10 +73,10 @@ if not (Path(__file__).parent / "backends").is_dir():
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LIES_IN:
+    if name not in _DEFINED_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "LanternPipeline":
         from lantern_hpu.backends import prepare
 
         prepare("auto")  # flags that a device reads while torch is imported
-    return getattr(import_module(f"{__name__}.{_LIES_IN[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_DEFINED_IN[name]}"), name)

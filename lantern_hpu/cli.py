@@ -38,8 +38,8 @@ COMMANDS = {
 }
 
 
-# Commands of the wings, which the product does not import
-WINGS = {
+# Commands of the packages beside the product, which it does not import
+OUTSIDE = {
     "fidelity": "lantern_lab.commands.fidelity",
     "stretch": "lantern_lab.commands.stretch",
     "evaluate": "lantern_lab.commands.evaluate",
@@ -49,7 +49,7 @@ WINGS = {
 
 def module_of(command: str) -> str:
     """Where a command is defined."""
-    return WINGS.get(command, f"lantern_hpu.commands.{command}")
+    return OUTSIDE.get(command, f"lantern_hpu.commands.{command}")
 
 
 def help_text() -> str:
@@ -96,7 +96,7 @@ def run(name: str, args: Sequence[str]) -> int:
 
 
 def run_emulated(name: str, args: Sequence[str]) -> int:
-    """The same command, on a Gaudi that is not here."""
+    """The same command, on the emulated Gaudi."""
     parser = argparse.ArgumentParser(f"lantern-hpu {name}", add_help=False, allow_abbrev=False)
     parser.add_argument("--emulate", action="store_true")
     parser.add_argument("--bridge")

@@ -22,6 +22,7 @@ RENAMED = {
     "sampling": "temperature=, top_k=, top_p=, guidance_scale=",
     "callback": "callback_on_step_end",
     "commit": 'window="16:commit=4"',
+    "window_tree": 'window="16:2x1"',
     "num_inference_steps": "window= or tree=; the number of steps follows from them",
 }
 

@@ -318,7 +318,7 @@ class LanternPipeline:
     # -- what is needed to draw
 
     def resolve(self, setting: Setting | str, size: int = 1) -> Resolved:
-        """What a setting draws with on this model and device; see `methods.resolve`.
+        """What a setting draws with on this model and device; see `methods.setting.resolve`.
 
         Args:
             size: images decoded together.

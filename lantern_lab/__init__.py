@@ -1,1 +1,1 @@
-"""The wing that measures pictures: what methods draw, scored, and what relaxation costs."""
+"""Measures pictures: what methods draw, scored, and what relaxation costs."""

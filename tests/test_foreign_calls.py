@@ -169,7 +169,7 @@ VENDORS = (
     *("convert_from_int4", "convert_from_uint4", "cast_to_fp8_v2", "fp8_gemm_v2", "softmax_fp8"),
     *("fp8_sdpa", "mixture_of_experts"),
 )
-PAGE = (Path(__file__).parent.parent / "docs" / "gaudi.md").read_text()
+PAGE = (Path(__file__).parent.parent / "docs" / "gaudi-lint.md").read_text()
 
 
 def outside() -> Iterator[tuple[str, Callable[[Device], object]]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lantern_hpu.decode.drafting.base import EagleDrafting
+from lantern_hpu.decode.drafting.eagle import EagleDrafting
 from lantern_hpu.decode.tree_tables import Drafts, StaticTables
 from lantern_hpu.models.config import VQConfig
 from lantern_hpu.models.transformer import HeadNorm, Target, rope_table

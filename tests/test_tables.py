@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lantern_hpu.decode.drafting.static import DynamicDrafting
+from lantern_hpu.decode.drafting.eagle import DynamicDrafting
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.decode.tree_tables import Drafts, StaticTables

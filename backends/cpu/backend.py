@@ -31,7 +31,7 @@ from lantern_hpu.ops.kernels import attention as plain
 #
 # Threads can change the last bit of a float: a product that is cut into fewer rows a thread is summed in another order.
 # The same seed is to be the same image, so a number of threads that rounds otherwise than the process's own has to be
-# several times faster to be taken: on cores that nobody else wants it is not.
+# several times faster to be taken: on idle cores it is not.
 
 OTHER_BITS = 3.0  # times faster than all threads, to be taken although it rounds otherwise
 LESS = 0.85  # of the time with more threads, to take fewer: short trials are off by a tenth
@@ -98,7 +98,7 @@ class ThreadPace(Pace):
         self.again = inf  # when more threads are tried once more
 
     def fit(self, step: Callable[[], object], bits: Callable[[], object]) -> None:
-        """Choose by trials of a step that nobody waits for."""
+        """Trials in the warm-up, whose results are discarded."""
         self.begin()
         want: object = None
         while self.search is not None:
@@ -171,7 +171,7 @@ class ThreadPace(Pace):
         return f"; {', '.join(passed)} would round otherwise" if passed else ""
 
 
-# ----------------------------------------------------------------------------------------- backend
+# ------------------------------------------------------------------------------------------ dtypes
 
 DTYPES = {
     "float32": "exact comparisons hold; the fastest one unless bfloat16 is native and a model large",

@@ -61,7 +61,7 @@ KNOWN = (
     ),
     Known(
         r"cpu fallback is not supported during hpu graph capturing",
-        "an operation that Gaudi does not have stands in a function that is recorded",
+        "an operation that Gaudi does not have is called in a function that is recorded",
         "`lantern-hpu lint --strict` names it; --graphs eager runs it on the processor",
     ),
     Known(

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        "lantern_hpu.generate", description="Draw images from prompts."
+        "lantern-hpu generate", description="Draw images from prompts."
     )
     add_what(parser.add_argument_group("what to draw"))
     add_where(parser.add_argument_group("where it goes"))
@@ -237,7 +237,7 @@ def job_of_png(args: argparse.Namespace) -> GenerateJob:
         "kernels": args.kernels or config.get("kernels", kernels),
     }
     parts, stored = options.given_parts(args), config.get("parts", {})
-    # By name: a picture of a stranger may hold anything.
+    # By name: metadata is not trusted, so known fields alone are read.
     parts_of = {f.name: getattr(parts, f.name) or stored.get(f.name) for f in fields(Given)}
     return GenerateJob(
         prompts=[data["prompt"]],
@@ -449,6 +449,9 @@ def summary(result: GenerationResult, output: Path) -> str:
         f"{len(records)} image(s), seed {seeds}, {setting}, {tokens_per_step(records):.2f} tokens a step, {cost}"
         f"{result.timing.generate_s:.1f} s -> {output}"
     )
+
+
+# ----------------------------------------------------------------------------------------- command
 
 
 def main(argv: Sequence[str] | None = None) -> int:

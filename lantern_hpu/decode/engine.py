@@ -21,7 +21,7 @@ from torch import Tensor
 from lantern_hpu.backends.base import Fit, dtype_name
 from lantern_hpu.decode.accept import Bounds
 from lantern_hpu.decode.drafting.base import Drafting
-from lantern_hpu.decode.drafting.static import DynamicDrafting, StaticDrafting
+from lantern_hpu.decode.drafting.eagle import DynamicDrafting, StaticDrafting
 from lantern_hpu.decode.drafting.window import WindowDrafting
 from lantern_hpu.decode.memory import batch_bytes, check_batch
 from lantern_hpu.decode.sampler import sampling_params

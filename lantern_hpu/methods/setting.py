@@ -123,7 +123,7 @@ METHODS: dict[str, Method] = {
         rule="sjd-pac",
     ),
 }
-# What draws with a model that has no drafter, and needs no bound
+# What draws with a model that has no drafter; lossless without a relaxation
 WINDOWS = [name for name, method in METHODS.items() if method.rule]
 
 
@@ -169,7 +169,7 @@ class Setting:
 
     @property
     def drafting(self) -> str:
-        """The method that the rest is for: `auto` with a relaxation is `lantern++`, with a tree alone `eagle`."""
+        """Whose trees and relaxations apply: of `auto` with a relaxation `lantern++`, with a tree alone `eagle`."""
         if self.method != AUTO:
             return self.method
         return "eagle" if self.relaxation in (None, EXACT) else "lantern++"
@@ -259,7 +259,7 @@ class Resolved(Setting):
         """Without what the method has no use for: a relaxation that is exact, the tree of `ar`."""
         method = METHODS[self.method]
         is_usual = self.relaxation == (method.relaxation or EXACT)
-        # Whoever gave the number of neighbours, the published one is that setting's
+        # A number of neighbours that equals the published one is not written out
         relaxation = None if is_usual else replace(self.relaxation, published=True)
         return str(Setting(self.method, relaxation, self.tree if method.drafts else None))
 

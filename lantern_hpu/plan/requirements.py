@@ -43,7 +43,7 @@ def find_model(name: str, given: Given) -> Counted:
 
 
 def planned_config(parts: Parts) -> ModelConfig:
-    """Of what lies here; a folder of ours describes itself, for all else checkpoints are opened."""
+    """Of local files; a folder of ours describes itself, for all else checkpoints are opened."""
     if (parts.target / CONFIG).is_file() and parts.vq is None and parts.drafter is None:
         return with_text(read_config(parts.target)[1], parts.text)
     from lantern_hpu.models.files.load import open_model  # loads torch

@@ -28,7 +28,7 @@ from lantern_hpu.results.tables import amount
 from lantern_hpu.zoo import registry
 from lantern_hpu.zoo.registry import FOLDER, KnownModel, Part, entries
 
-LABEL = "lantern.json"  # in a folder that `lantern_hpu.commands.download --to` filled
+LABEL = "lantern.json"  # in a folder that `lantern-hpu download --to` filled
 UNCHECKED = ".lantern-unchecked"  # beside a repository's files in the cache: see `unchecked`
 # Names of parts in a folder; the first that is there is taken
 BESIDE = {
@@ -101,7 +101,7 @@ def unchecked(repo: str) -> set[str]:
 
 
 def of_folder(folder: Path) -> KnownModel | None:
-    """The model that `lantern_hpu.commands.download --to` put into a folder, or None."""
+    """The model that `lantern-hpu download --to` put into a folder, or None."""
     file = folder / LABEL
     if not file.is_file():
         return None

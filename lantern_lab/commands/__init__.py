@@ -1,1 +1,1 @@
-"""Commands of the wing: options, one call, what is printed."""
+"""Commands: options, one call, what is printed."""

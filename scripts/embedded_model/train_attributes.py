@@ -1,4 +1,4 @@
-"""Train the network that tells what a painted picture shows: `lantern_hpu/evaluate/attributes.py`.
+"""Train the network that tells what a painted picture shows: `lantern_lab/evaluate/attributes.py`.
 
     python -m scripts.embedded_model.train_attributes --data-dir data
 

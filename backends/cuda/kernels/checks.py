@@ -115,7 +115,7 @@ def moved(call: Sequence[Any], device: torch.device) -> tuple[Any, ...]:
 
 
 def worked_walk(device: torch.device) -> Example:
-    """A walk worked out by hand, as its plain form needs what stands higher than the backends.
+    """A walk worked out by hand, as its plain form needs modules above `backends`.
 
     The root has the children 1 and 2, node 1 has the child 3. Two neighbours may lend up to 1.01 times the own
     mass. The first image accepts 1 because they do, then 3; the second refuses 1 and accepts 2; the third

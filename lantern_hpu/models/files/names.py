@@ -14,7 +14,7 @@ BUILTIN = ASSETS / "builtin"
 # A folder of our own; see `folder.py`
 CONFIG = "model.json"
 TARGET, DRAFTER_WEIGHTS, VQ = "target.safetensors", "drafter.safetensors", "vq.safetensors"
-DRAFTER = "drafter.json"  # beside the weights of a drafter that lies alone
+DRAFTER = "drafter.json"  # beside the weights of a drafter in a folder of its own
 NEIGHBOURS = "neighbours.npy"
 TOKENIZER = "tokenizer.json"
 # Containers of weights
