@@ -445,7 +445,7 @@ class Device:
     def warmed_up(self) -> None:
         """From here on a new recipe is a recompilation."""
         self.flush("warm-up")
-        self.warm = True
+        self.warm, self.credit = True, max(self.credit, CREDIT)  # what the warm-up read is paid
 
 
 def flag(flags: Mapping[str, str], name: str, default: bool = False) -> bool:

@@ -71,10 +71,10 @@ CUTS = {
 }
 
 
-def run(tmp_path: Path, body: str) -> tuple[Device, Ended]:
+def run(tmp_path: Path, body: str, release: str | None = None) -> tuple[Device, Ended]:
     file = tmp_path / "program.py"
     file.write_text(START + body)
-    return lint_script(file, [], lazy=False)
+    return lint_script(file, [], lazy=False, release=release)
 
 
 def lines(body: str) -> int:
@@ -93,7 +93,7 @@ def test_first_write_of_a_chain_alone_lasts_on_1_19(
     """The result of the step is right all the same: nothing tells but the state."""
     lost = "assert torch.equal(cache[0], want[0]) and not cache[1:].any() and want[1:3].all()\n"
     check = lost if release == "1.19" else "assert torch.equal(cache, want)\n"
-    card, ended = run(tmp_path, CHAIN + check + "assert total == want_total\n")
+    card, ended = run(tmp_path, CHAIN + check + "assert total == want_total\n", release)
     assert ended is None, repr(ended)
     (finding,) = (f for f in card.findings.sorted() if f.rule.id == "H092")
     severity = "error" if release == "1.19" else "warn"
@@ -105,20 +105,20 @@ def test_chain_is_right_without_index_copies_in_place(
     tmp_path: Path, release: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PT_HPU_USE_INPLACE_INDEX_COPY", "0")
-    card, ended = run(tmp_path, CHAIN + "assert torch.equal(cache, want)\n")
+    card, ended = run(tmp_path, CHAIN + "assert torch.equal(cache, want)\n", release)
     assert ended is None, repr(ended)
     assert card.counts.whole_copies == 3 and card.findings.errors == []
 
 
 def test_tensor_written_once_is_written_in_place(tmp_path: Path, release: str) -> None:
-    card, ended = run(tmp_path, ONE_EACH)
+    card, ended = run(tmp_path, ONE_EACH, release)
     assert ended is None, repr(ended)
     assert card.counts.whole_copies == 0
     assert [f for f in card.findings.sorted() if f.severity != "info"] == []
 
 
 def test_state_tensors_on_one_storage_are_named(tmp_path: Path, release: str) -> None:
-    card, ended = run(tmp_path, SHARED)
+    card, ended = run(tmp_path, SHARED, release)
     assert ended is None, repr(ended)
     assert ("H093", lines(SHARED)) in {(f.rule.id, f.line) for f in card.findings.errors}
 
@@ -132,7 +132,7 @@ def test_cuts_are_those_of_the_release(name: str, tmp_path: Path, release: str) 
         "y = compiled(f)(x.to('hpu'), i.to('hpu')).cpu()\n"
         "assert torch.allclose(y, f(x, i), equal_nan=True)\n"
     )
-    card, ended = run(tmp_path, function + check)
+    card, ended = run(tmp_path, function + check, release)
     assert ended is None, repr(ended)
     cut = {f.rule.id for f in card.findings.sorted()} & {"H091"}
     assert bool(cut) == expected == bool(card.counts.cuts.total())
@@ -146,5 +146,5 @@ def test_cut_is_refused_where_fallbacks_are_off(
     monkeypatch.setenv("PT_HPU_USE_EAGER_FALLBACK", "0")
     operation, (expected, _) = CUTS[name]
     body = f"i = torch.tensor([0, 1], device='hpu')\ncompiled(lambda x, i: {operation})(x.to('hpu'), i)\n"
-    _, ended = run(tmp_path, body)
+    _, ended = run(tmp_path, body, release)
     assert ("PT_HPU_USE_EAGER_FALLBACK=0" in str(ended)) == expected

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 import habana_frameworks.torch as ht
 import habana_frameworks.torch.core as htcore
-from gaudi_emulator.lint import warmed_up
+from gaudi_emulator import warmed_up
 torch.manual_seed(0)
 
 class Net(nn.Module):

@@ -90,7 +90,8 @@ class Asked:
 
     def steps(self, pipeline: LanternPipeline, method: str, most: int | None) -> tuple[Engine, int]:
         """An engine after so many steps of one image, and how many those were."""
-        chosen, timing = pipeline.resolve(method), RunStats()
+        # Of the device asked, also on the CPU: default trees differ by device
+        chosen, timing = self.pipeline.resolve(method), RunStats()
         request = Request(PROMPT, SEED, pipeline.model.sampling, chosen.relaxation)
         engine = pipeline.engines.get(pipeline.spec([request], chosen.tree, 1))
         pipeline.prepare(engine, [request], timing)
