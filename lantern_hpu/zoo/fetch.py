@@ -106,15 +106,22 @@ def fetch(hub: ModuleType, file: File, to: Path | None) -> None:
         if (
             to is None
         ):  # `main` is looked up later, and a file asked for by its commit leaves no ref
-            reference = store(repo) / "refs" / "main"
-            reference.parent.mkdir(exist_ok=True)
-            reference.write_text(file.commit)
+            write_once(store(repo) / "refs" / "main", file.commit, store(repo) / "refs")
             drop_halves(path)
         check_sum(file, path)
     if to is not None:
         place = to / role / file.name
         place.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, place)
+
+
+def write_once(path: Path, text: str, beside: Path) -> None:
+    """Write a small file whole. What a kill leaves of it lies in a folder, and by a name, that the next run takes up."""
+    if not path.is_file() or path.read_text() != text:
+        beside.mkdir(parents=True, exist_ok=True)
+        half = beside / f"{path.name}.incomplete"
+        half.write_text(text)
+        os.replace(half, path)
 
 
 def drop_halves(whole: Path) -> None:
@@ -239,7 +246,8 @@ def fetch_all(entry: KnownModel, parts: Sequence[Part], located: Located, to: Pa
             with explain_errors(entry, file.part, where):
                 fetch(hub, file, to)
                 if to is not None:  # so that the folder says which model it holds
-                    (to / LABEL).write_text(json.dumps({"model": entry.name}, indent=1) + "\n")
+                    label = json.dumps({"model": entry.name}, indent=1) + "\n"
+                    write_once(to / LABEL, label, to / STAGING)
         done = True
     finally:
         if to is not None:

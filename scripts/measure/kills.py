@@ -67,15 +67,18 @@ LOCKS = ".locks"  # huggingface_hub's own, in its cache
 
 
 def start(words: str, model: str, out: Path, hub: str = "") -> subprocess.Popen[bytes]:
-    """Start a command that says nothing; it downloads from the address `hub`."""
+    """Start a command, which downloads from the address `hub`; only its errors can be read."""
     things = [f"{a} {b} {c}" for a in ("red", "blue") for b in ("apple", "cat") for c in "abc"]
     (out / "prompts.txt").write_text("\n".join(things))
     text = words.replace("TRAINING", TRAINING).replace("MODEL", model).replace("OUT", str(out))
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     if hub:
         environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(out / "home"), "HF_HUB_OFFLINE": "0"}
-    command, silent = [sys.executable, "-m", "lantern_hpu", *text.split()], subprocess.DEVNULL
-    return subprocess.Popen(command, stdout=silent, stderr=silent, env=environment)
+        # A machine that stood still for its ten seconds has not lost the network
+        environment |= {"HF_HUB_ETAG_TIMEOUT": "600", "HF_HUB_DOWNLOAD_TIMEOUT": "600"}
+    command = [sys.executable, "-m", "lantern_hpu", *text.split()]
+    with open(out / "errors.txt", "wb") as errors:  # a pipe that nobody empties would stop it
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, env=environment)
 
 
 def read_kept(command: Command, out: Path) -> dict[str, bytes]:
@@ -102,7 +105,8 @@ def kill_once(name: str, model: str, whole: dict[str, bytes], seconds: float, hu
             again = command.again if (out / command.after).exists() else ""
             code = start(f"{command.words} {again}", model, out, hub).wait()
             if code:
-                return f"{name}: run again, it ended with {code}"
+                said = (out / "errors.txt").read_text(errors="replace").strip()
+                return f"{name}: run again, it ended with {code}: {said[-500:]}"
         found = read_kept(command, out)
         if found != whole:
             others = [file for file in {**whole, **found} if whole.get(file) != found.get(file)]
