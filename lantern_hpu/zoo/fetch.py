@@ -116,7 +116,7 @@ def fetch(hub: ModuleType, file: File, to: Path | None) -> None:
 
 
 def write_once(path: Path, text: str, beside: Path) -> None:
-    """Write a small file whole. What a kill leaves of it lies in a folder, and by a name, that the next run takes up."""
+    """Write a small file whole. What a kill leaves of it has a name that the next run takes up."""
     if not path.is_file() or path.read_text() != text:
         beside.mkdir(parents=True, exist_ok=True)
         half = beside / f"{path.name}.incomplete"
