@@ -1,0 +1,334 @@
+"""The decoder as one native call: all layers of a target, or the drafter's block, by `decoder.c`.
+
+The plain twin is `Target.forward` and `Block.forward` (`models/transformer.py`); they agree within rounding. A row's
+result depends on nothing but itself, so an image's bits do not depend on its batch, its slot or the threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_int, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from lantern_hpu.backends.base import operator
+from lantern_hpu.ops.kv_cache import KVCache, WrittenCache
+
+ABI = 1  # LANTERN_ABI of decoder.h
+BUILD = "pip install --force-reinstall --no-deps -e . (or the wheel)"
+BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2  # of decoder.h
+LANES = 16  # numbers of the widest vector: sizes that the native form takes are multiples of it
+
+
+class CMatrix(Structure):
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("in_", c_int64), ("out", c_int64)]
+
+
+NORMS = ("norm", "post_norm", "ffn_norm", "ffn_post_norm")
+HEAD_NORMS = ("q_norm", "q_norm_bias", "k_norm", "k_norm_bias")
+MATRICES = ("qkv", "out", "gate_up", "down")
+
+
+class CLayer(Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in (*NORMS, *HEAD_NORMS)),
+        *((name, CMatrix) for name in MATRICES),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+    ]
+
+
+class CCall(Structure):
+    _fields_ = [
+        *(
+            (name, c_int64)
+            for name in "format threads dim heads kv head_dim ffn interleaved".split()
+        ),
+        ("eps", c_double),
+        ("layer_count", c_int64),
+        ("layers", POINTER(CLayer)),
+        ("final_norm", c_void_p),
+        *((name, c_int64) for name in "rows tokens capacity moves".split()),
+        *((name, c_int64) for name in "position_stride head_stride".split()),
+        *((name, c_void_p) for name in "rope mask index source".split()),
+        ("alone", c_int64),
+        *((name, c_void_p) for name in "x features aux".split()),
+        ("aux_count", c_int64),
+    ]
+
+
+# ------------------------------------------------------------------------------------ the library
+
+
+@cache
+def open_library() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or None, and why: the instruction set in use, or what is missing."""
+    files = sorted(Path(__file__).parent.glob("_decoder*.so"))
+    if not files:
+        return None, f"the native decoder was not built (no C compiler?); {BUILD} builds it"
+    try:
+        share_openmp()
+        library = ctypes.CDLL(str(files[-1]))
+        library.lantern_abi.restype = c_int64
+        found = library.lantern_abi()
+    except (OSError, AttributeError) as error:
+        return None, f"the native decoder does not load ({error}); {BUILD} builds it anew"
+    if found != ABI:
+        return None, f"the native decoder is of version {found}, not {ABI}; {BUILD} builds it anew"
+    declare(library)
+    isa = library.lantern_isa().decode()
+    return (library, isa) if isa else (None, "this processor has no AVX2")
+
+
+def share_openmp() -> None:
+    """Let the library find the OpenMP of torch: two runtimes would keep two teams that spin against each other."""
+    with open("/proc/self/maps") as maps:
+        names = {line.split()[-1] for line in maps if ".so" in line}
+    found = [
+        n for n in sorted(names) if any(k in Path(n).name for k in ("libgomp", "libiomp", "libomp"))
+    ]
+    ctypes.CDLL(found[0] if found else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+
+
+def declare(library: ctypes.CDLL) -> None:
+    library.lantern_isa.restype = c_char_p
+    library.lantern_use.argtypes = [c_char_p]
+    library.lantern_packed_bytes.restype = c_int64
+    library.lantern_packed_bytes.argtypes = [c_int64] * 3
+    library.lantern_pack.argtypes = [c_int64, c_void_p, c_int64, c_int64, c_int, c_void_p]
+    library.lantern_linear.argtypes = [
+        c_int64,
+        c_int64,
+        POINTER(CMatrix),
+        c_void_p,
+        c_int64,
+        c_void_p,
+    ]
+    library.lantern_decode.argtypes = [POINTER(CCall)]
+
+
+def check_code(code: int) -> None:
+    if code:
+        raise RuntimeError("out of memory" if code == -1 else "sizes that the native decoder lacks")
+
+
+def pointer(x: Tensor | None) -> int | None:
+    return None if x is None else x.data_ptr()
+
+
+# --------------------------------------------------------------------------------------- matrices
+
+
+def format_of(dtype: torch.dtype, weights: Sequence[Tensor]) -> int:
+    """float16 for the matrices of a float32 model where that loses no bit."""
+    if dtype == torch.bfloat16:
+        return BFLOAT16
+    exact = all(torch.equal(weight, weight.half().float()) for weight in weights)
+    return FLOAT16 if exact else FLOAT32
+
+
+class Packed(nn.Module):
+    """One matrix [out, in] in the order that `decoder.c` reads it, and its bias in float32."""
+
+    def __init__(self, layer: nn.Linear, number: int, gated: bool = False) -> None:
+        super().__init__()
+        library, why = open_library()
+        if library is None:
+            raise RuntimeError(why)
+        dtype = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16, FLOAT32: torch.float32}[number]
+        weight = layer.weight.detach().to(dtype).contiguous()
+        self.out_features, self.in_features = weight.shape
+        size = library.lantern_packed_bytes(number, self.in_features, self.out_features)
+        self.register_buffer("packed", torch.zeros(size, dtype=torch.uint8), persistent=False)
+        library.lantern_pack(
+            number,
+            weight.data_ptr(),
+            self.in_features,
+            self.out_features,
+            gated,
+            self.packed.data_ptr(),
+        )
+        bias = None if layer.bias is None else layer.bias.detach().float().contiguous()
+        self.register_buffer("bias", bias, persistent=False)
+
+    def describe(self) -> CMatrix:
+        return CMatrix(
+            self.packed.data_ptr(), pointer(self.bias), self.in_features, self.out_features
+        )
+
+
+MODULES: WeakValueDictionary[int, Any] = (
+    WeakValueDictionary()
+)  # by the number that an operator is given
+
+
+@operator(
+    "native_linear(Tensor x, int number) -> Tensor",
+    lambda x, number: x.new_empty(*x.shape[:-1], MODULES[number].packed.out_features),
+)
+def native_linear(x: Tensor, number: int) -> Tensor:
+    return MODULES[number].multiply(x)
+
+
+class NativeLinear(nn.Module):
+    """`nn.Linear` for inference: [.., in] -> [.., out]."""
+
+    def __init__(self, layer: nn.Linear, number: int) -> None:
+        super().__init__()
+        self.packed, self.format = Packed(layer, number), number
+        self.matrix = self.packed.describe()
+        MODULES[id(self)] = self
+
+    def multiply(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        y = x.new_empty(*x.shape[:-1], self.packed.out_features)
+        library = open_library()[0]
+        assert library is not None
+        check_code(
+            library.lantern_linear(
+                self.format,
+                torch.get_num_threads(),
+                byref(self.matrix),
+                x.data_ptr(),
+                x.numel() // self.packed.in_features,
+                y.data_ptr(),
+            )
+        )
+        return y
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = native_linear(x, id(self))
+        return result
+
+
+# ---------------------------------------------------------------------------------------- decoder
+
+
+@operator(
+    "native_decode(Tensor x, Tensor rope, Tensor mask, Tensor(a!)[] cache, Tensor index, Tensor? source, "
+    "int[] aux_layers, bool alone, int number) -> Tensor",
+    lambda x, rope, mask, cache, index, source, aux_layers, alone, number: x.new_empty(
+        *x.shape[:-1], x.shape[-1] * (1 + len(aux_layers))
+    ),
+)
+def native_decode(
+    x: Tensor,
+    rope: Tensor,
+    mask: Tensor,
+    cache: Sequence[Tensor],
+    index: Tensor,
+    source: Tensor | None,
+    aux_layers: Sequence[int],
+    alone: bool,
+    number: int,
+) -> Tensor:
+    return MODULES[number].run(x, rope, mask, cache, index, source, aux_layers, alone)
+
+
+class NativeDecoder(nn.Module):
+    """Blocks of `models/transformer.py`, and the norm behind them, with the signature of `Target.forward`.
+
+    Args:
+        blocks: of one model. norm: behind the last one; None for the drafter's.
+    """
+
+    def __init__(self, blocks: Sequence[Any], norm: Any | None) -> None:
+        super().__init__()
+        attention = blocks[0].attention
+        self.heads, self.kv, self.head_dim = attention.heads, attention.kv, attention.head_dim
+        self.interleaved, self.eps = attention.interleaved, blocks[0].ffn_norm.eps
+        self.dtype = blocks[0].ffn_norm.weight.dtype
+        matrices = [m.weight for block in blocks for m in linears_of(block)]
+        self.format = format_of(self.dtype, matrices)
+        self.parts = nn.ModuleList()
+        self.norms: list[Tensor] = []  # what `layers` points to
+        self.layers = (CLayer * len(blocks))(*(self.pack(block) for block in blocks))
+        self.final_norm = None if norm is None else self.keep(norm.weight)
+        self.dim, self.ffn = blocks[0].ffn.down.out_features, blocks[0].ffn.down.in_features
+        MODULES[id(self)] = self
+
+    def keep(self, weight: Tensor) -> int:
+        self.norms.append(weight.detach().float().contiguous())
+        return self.norms[-1].data_ptr()
+
+    def pack(self, block: Any) -> CLayer:
+        layer = CLayer()
+        names = ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_norm")
+        for field, name in zip(NORMS, names, strict=True):
+            if (weight := getattr(getattr(block, name), "weight", None)) is not None:
+                setattr(layer, field, self.keep(weight))
+        for field in ("q_norm", "k_norm"):
+            norm = getattr(block.attention, field)
+            if (weight := getattr(norm, "weight", None)) is not None:
+                setattr(layer, field, self.keep(weight))
+                setattr(layer, f"{field}_bias", self.keep(norm.bias))
+        for field, linear in zip(MATRICES, linears_of(block), strict=True):
+            packed = Packed(linear, self.format, gated=field == "gate_up")
+            self.parts.append(packed)
+            setattr(layer, field, packed.describe())
+        return layer
+
+    def forward(
+        self,
+        x: Tensor,  # [R, T, H] embeddings
+        rope: Tensor,  # [R, T, 2, hd / 2]
+        mask: Tensor,  # [R, 1, T, S] additive
+        cache: KVCache,
+        index: Tensor,  # [R * (D + T)]
+        source: Tensor | None = None,  # [R * D]
+        aux_layers: Sequence[int] = (),
+    ) -> Tensor:
+        """Features [R, T, H * (1 + n)]."""
+        alone = isinstance(cache.layers[0], WrittenCache)
+        tensors = [x for layer in cache.layers for x in layer.writable()]
+        result: Tensor = native_decode(
+            x, rope, mask, tensors, index, source, list(aux_layers), alone, id(self)
+        )
+        return result
+
+    def run(
+        self,
+        x: Tensor,
+        rope: Tensor,
+        mask: Tensor,
+        cache: Sequence[Tensor],
+        index: Tensor,
+        source: Tensor | None,
+        aux_layers: Sequence[int],
+        alone: bool,
+    ) -> Tensor:
+        rows, tokens = x.shape[:2]
+        x = x.clone(memory_format=torch.contiguous_format)  # the layers add to it
+        features = x.new_empty(rows, tokens, self.dim * (1 + len(aux_layers)))
+        rope, mask = rope.float().contiguous(), mask.float().contiguous()
+        index = index.int().contiguous()
+        source = None if source is None else source.int().contiguous()
+        for number, layer in enumerate(self.layers):
+            layer.keys, layer.values = (
+                one.data_ptr() for one in cache[2 * number : 2 * number + 2]
+            )
+        aux = (c_int64 * max(1, len(aux_layers)))(*aux_layers)
+        call = CCall(
+            format=self.format, threads=torch.get_num_threads(), dim=self.dim, heads=self.heads, kv=self.kv,
+            head_dim=self.head_dim, ffn=self.ffn, interleaved=self.interleaved, eps=self.eps,
+            layer_count=len(self.layers), layers=self.layers, final_norm=self.final_norm, rows=rows, tokens=tokens,
+            capacity=mask.shape[-1], moves=0 if source is None else len(source) // rows,
+            position_stride=cache[0].stride(0), head_stride=cache[0].stride(1), rope=rope.data_ptr(),
+            mask=mask.data_ptr(), index=index.data_ptr(), source=pointer(source), alone=alone, x=x.data_ptr(),
+            features=features.data_ptr(), aux=ctypes.cast(aux, c_void_p), aux_count=len(aux_layers),
+        )  # fmt: skip
+        library = open_library()[0]
+        assert library is not None
+        check_code(library.lantern_decode(byref(call)))
+        return features
+
+
+def linears_of(block: Any) -> Iterator[Any]:
+    """In the order of `MATRICES`."""
+    yield from (block.attention.qkv, block.attention.out, block.ffn.gate_up, block.ffn.down)

@@ -1,0 +1,67 @@
+/* The interface of the decoder: plain C, called from Python by ctypes. Sizes are 64-bit, pointers to what torch holds. */
+#ifndef LANTERN_DECODER_H
+#define LANTERN_DECODER_H
+
+#include <stdint.h>
+
+#define LANTERN_ABI 1
+
+/* Number formats: of the matrices, and of activations, caches and features. */
+#define BFLOAT16 0
+#define FLOAT16 1  /* activations are float32 */
+#define FLOAT32 2
+
+/* One matrix, packed by `lantern_pack`. */
+typedef struct {
+    const void *weight;
+    const float *bias;  /* [out], or null */
+    int64_t in, out;
+} Matrix;
+
+/* One layer; what a family lacks is null. Norms and biases are float32. */
+typedef struct {
+    const float *norm, *post_norm, *ffn_norm, *ffn_post_norm;    /* [dim] */
+    const float *q_norm, *q_norm_bias, *k_norm, *k_norm_bias;    /* [heads, head_dim], [kv, head_dim] */
+    Matrix qkv, out, gate_up, down;
+    void *keys, *values;                                         /* the cache, see Call */
+} Layer;
+
+/* A decoder and one pass through it: R rows of T tokens. */
+typedef struct {
+    int64_t format, threads;
+    int64_t dim, heads, kv, head_dim, ffn, interleaved;
+    double eps;
+    int64_t layer_count;
+    const Layer *layers;
+    const float *final_norm;     /* [dim], or null */
+
+    int64_t rows, tokens;        /* R, T */
+    int64_t capacity;            /* S: cache positions that a row attends to */
+    int64_t moves;               /* D: positions of each row that move before the new ones are written */
+    int64_t position_stride, head_stride;  /* of the cache, in numbers */
+    const float *rope;           /* [R, T, 2, head_dim / 2]: cosines, sines */
+    const float *mask;           /* [R, T, S] additive */
+    const int32_t *index;        /* [R, D + T] storage index of each position that is written */
+    const int32_t *source;       /* [R, D] of what moves, or null */
+    int64_t alone;               /* 1: a row attends to what this pass writes, which follows on from its first index */
+    void *x;                     /* [R T, dim] embeddings; the last layer's output is left here */
+    void *features;              /* [R T, dim (1 + aux_count)] */
+    const int64_t *aux;          /* layers whose outputs follow the normed features */
+    int64_t aux_count;
+} Call;
+
+int64_t lantern_abi(void);
+/* The instruction set in use: "avx512_bf16", "avx512", "avx2"; "" where the processor has none of them. */
+const char *lantern_isa(void);
+/* Limit the instruction set; 0 if this processor lacks it. */
+int lantern_use(const char *isa);
+/* Bytes of a packed matrix. */
+int64_t lantern_packed_bytes(int64_t format, int64_t in, int64_t out);
+/* Pack [out, in], row by row. `gated`: the first half of the outputs are gates of the second half. */
+void lantern_pack(int64_t format, const void *weight, int64_t in, int64_t out, int gated, void *packed);
+/* y [rows, out] = x [rows, in] W^T + bias, in the format's activations. 0, or -1 where memory is short. */
+int lantern_linear(int64_t format, int64_t threads, const Matrix *matrix, const void *x, int64_t rows, void *y);
+/* The pass. 0; -1 where memory is short; -2 where sizes are not supported. */
+int lantern_decode(const Call *call);
+
+#endif

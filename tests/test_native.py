@@ -1,0 +1,280 @@
+"""The native decoder equals the plain one within rounding, for every family's layers, format and instruction set; and
+a row's result depends on nothing but itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lantern_hpu.backends.cpu import native
+from lantern_hpu.backends.cpu.native import NativeDecoder, NativeLinear, open_library
+from lantern_hpu.models.config import TransformerConfig
+from lantern_hpu.models.transformer import Block, RMSNorm, Target
+from lantern_hpu.ops.kernels import PLAIN
+from lantern_hpu.ops.kv_cache import KVCache, LayerCache
+from tests.tiny import tiny_config
+
+LIBRARY, WHY = open_library()
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason=WHY)
+
+LLAMA = {"rope": "1d", "rope_pairs": "half"}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llamagen": {},
+    "janus": LLAMA,
+    "chameleon": {"qk_norm": True, "heads": 4, **LLAMA},
+    "emu3": {"heads": 4, "kv_heads": 2, **LLAMA},
+    "qwen2": {"heads": 4, "kv_heads": 1, "qkv_bias": True, **LLAMA},
+    "glm": {"heads": 4, "kv_heads": 2, "qkv_bias": True, "sandwich_norms": True, **LLAMA},
+}
+SETS = ("avx512_bf16", "avx512", "avx2")
+FORMATS = {
+    "bfloat16": (torch.bfloat16, 2e-2),
+    "half": (torch.float32, 2e-6),
+    "float32": (torch.float32, 2e-6),
+}
+S = 48  # cache positions of a row
+
+
+@pytest.fixture(params=SETS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """An instruction set of this processor, in use until the test ends."""
+    assert LIBRARY is not None
+    before = LIBRARY.lantern_isa()
+    if not LIBRARY.lantern_use(request.param.encode()):
+        pytest.skip(f"this processor has no {request.param}")
+    yield request.param
+    LIBRARY.lantern_use(before)
+
+
+def make_target(changes: dict[str, Any], form: str = "float32") -> Target:
+    torch.manual_seed(0)
+    config = tiny_config(**{"dim": 128, "layers": 3, "ffn_dim": 192, **changes})
+    target = Target(config).requires_grad_(False)
+    for weight in target.parameters():
+        weight.add_(0.05 * torch.randn_like(weight))
+        if form == "half":
+            weight.copy_(weight.half().float())
+    return target.to(FORMATS[form][0])
+
+
+def make_rope(config: TransformerConfig, rows: int, tokens: int, dtype: torch.dtype) -> Tensor:
+    angles = torch.randn(rows, tokens, 1, config.head_dim // 2)
+    return torch.cat([angles.cos(), angles.sin()], 2).to(dtype)
+
+
+def make_cache(
+    config: TransformerConfig, rows: int, dtype: torch.dtype, by_head: bool = False
+) -> KVCache:
+    sizes = config.layers, rows, S, config.kv, config.head_dim
+    cache = KVCache.allocate(*sizes, dtype, torch.device("cpu"), by_head)
+    for layer in cache.layers:
+        layer.k.copy_(torch.randn(layer.k.shape))
+        layer.v.copy_(torch.randn(layer.v.shape))
+    return cache
+
+
+def additive(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """[R, T, S] bool -> [R, 1, T, S]"""
+    return (~visible)[:, None].to(dtype) * torch.finfo(dtype).min
+
+
+def step_arguments(
+    config: TransformerConfig, rows: int, tokens: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """A tree step: two accepted positions move, the new ones see what is committed and their ancestors."""
+    length = torch.arange(rows) * 7 % 13 + 10  # [R]
+    start = torch.arange(rows) * S + length
+    goal, source = start[:, None] + torch.tensor([0, 1]), start[:, None] + torch.tensor([3, 5])
+    new = start[:, None] + 8 + torch.arange(tokens)
+    visible = (torch.arange(S) < (length + 2)[:, None]).unsqueeze(1).repeat(1, tokens, 1)
+    for row in range(rows):
+        for token in range(tokens):
+            seen = torch.arange(token % 3, token + 1, 2)  # its ancestors and itself
+            visible[row, token, length[row] + 8 + seen] = True
+            visible[row, token, length[row] + 8 + token] = True
+    return {
+        "x": torch.randn(rows, tokens, config.dim).to(dtype),
+        "rope": make_rope(config, rows, tokens, dtype),
+        "mask": additive(visible, dtype),
+        "index": torch.cat([goal, new], 1).flatten().int(),
+        "source": source.flatten().int(),
+    }
+
+
+def assert_close(mine: Tensor, plain: Tensor, tolerance: float) -> None:
+    assert mine.shape == plain.shape and mine.dtype == plain.dtype
+    assert (mine.float() - plain.float()).abs().max() <= tolerance * plain.float().abs().max()
+
+
+@pytest.mark.parametrize("by_head", [False, True])
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_step_equals_the_plain_one(family: str, form: str, by_head: bool, isa: str) -> None:
+    target, (dtype, tolerance) = make_target(FAMILIES[family], form), FORMATS[form]
+    decoder = NativeDecoder(list(target.layers), target.norm)
+    for tokens in (1, 5, 9):
+        results = []
+        for forward in (target, decoder):
+            torch.manual_seed(tokens)
+            cache = make_cache(target.config, 3, dtype, by_head)
+            arguments = step_arguments(target.config, 3, tokens, dtype)
+            features = forward(**arguments, cache=cache, aux_layers=(0, 1))
+            results.append([features, *(x for layer in cache.layers for x in (layer.k, layer.v))])
+        for plain, mine in zip(*results, strict=True):
+            assert_close(mine, plain, tolerance)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_equals_the_plain_one(family: str, form: str, isa: str) -> None:
+    """Two of three rows are admitted: they attend to themselves alone, behind their pads."""
+    target, (dtype, tolerance) = make_target(FAMILIES[family], form), FORMATS[form]
+    decoder, width = NativeDecoder(list(target.layers), target.norm), 12
+    index = (torch.tensor([2, 0])[:, None] * S + torch.arange(width)).flatten().int()
+    visible = torch.ones(width, width, dtype=torch.bool).tril().repeat(2, 1, 1)
+    visible[0, :, :5] = False
+    results = []
+    for forward in (target, decoder):
+        torch.manual_seed(3)
+        cache = make_cache(target.config, 3, dtype)
+        x = torch.randn(2, width, target.config.dim).to(dtype)
+        rope = make_rope(target.config, 2, width, dtype)
+        features = forward(x, rope, additive(visible, dtype), cache.written(index, 2), index)
+        results.append([features[0, 5:], features[1], *(layer.k for layer in cache.layers[:1])])
+    for plain, mine in zip(*results, strict=True):
+        assert_close(mine, plain, tolerance)
+
+
+def test_a_drafters_block_equals_the_plain_one(isa: str) -> None:
+    """No norm before its attention, none behind it."""
+    torch.manual_seed(0)
+    config = tiny_config(dim=128, layers=1, ffn_dim=192)
+    block = Block(config, PLAIN, input_norm=False).requires_grad_(False)
+    decoder, results = NativeDecoder([block], None), []
+    for native_form in (False, True):
+        torch.manual_seed(1)
+        cache = make_cache(config, 3, torch.float32)
+        arguments = step_arguments(config, 3, 4, torch.float32)
+        layer: Any = cache if native_form else cache.layers[0]
+        results.append((decoder if native_form else block)(**arguments, cache=layer))
+    assert_close(results[1], results[0], 2e-6)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("sizes", [(128, 96), (192, 100), (64, 1)])
+def test_a_matrix_equals_the_plain_one(form: str, sizes: tuple[int, int], isa: str) -> None:
+    torch.manual_seed(0)
+    dtype, tolerance = FORMATS[form]
+    plain = nn.Linear(*sizes).requires_grad_(False)
+    if form == "half":
+        plain.weight.copy_(plain.weight.half().float())
+    plain = plain.to(dtype)
+    numbers = {"bfloat16": native.BFLOAT16, "half": native.FLOAT16, "float32": native.FLOAT32}
+    mine, x = NativeLinear(plain, numbers[form]), torch.randn(3, 7, sizes[0]).to(dtype)
+    assert_close(mine(x), plain(x), tolerance)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_rows_bits_depend_on_nothing_but_itself(form: str, isa: str) -> None:
+    """From 1 to 300 rows of a product; 1 to 40 rows of a step; one thread or two."""
+    target, (dtype, _) = make_target(FAMILIES["emu3"], form), FORMATS[form]
+    decoder, linear = NativeDecoder(list(target.layers), target.norm), target.head
+    matrix = NativeLinear(linear, decoder.format)
+    torch.manual_seed(5)
+    x = torch.randn(300, target.config.dim).to(dtype)
+    whole = matrix(x)
+    for rows in (1, 2, 3, 5, 6, 7, 11, 64, 299):
+        assert torch.equal(matrix(x[:rows]), whole[:rows])
+        assert torch.equal(matrix(x[-rows:]), whole[-rows:])
+    arguments, cache = (
+        step_arguments(target.config, 40, 3, dtype),
+        make_cache(target.config, 40, dtype),
+    )
+    before = (
+        [layer.k.clone() for layer in cache.layers],
+        [layer.v.clone() for layer in cache.layers],
+    )
+    threads, results = torch.get_num_threads(), []
+    for count in (1, 2):
+        torch.set_num_threads(count)
+        results.append(decoder(**arguments, cache=copied(before, slice(0, 40 * S), 40)))
+    torch.set_num_threads(threads)
+    assert torch.equal(*results)
+    for first, rows in ((0, 1), (7, 1), (3, 2), (10, 13)):
+        mine = copied(before, slice(first * S, (first + rows) * S), rows)
+        part = {
+            k: v[first : first + rows] for k, v in arguments.items() if k in ("x", "rope", "mask")
+        }
+        for name in ("index", "source"):
+            every = arguments[name].unflatten(0, (40, -1))[first : first + rows] - first * S
+            part[name] = every.flatten().contiguous()
+        assert torch.equal(decoder(**part, cache=mine), results[0][first : first + rows])
+
+
+def copied(layers: tuple[list[Tensor], list[Tensor]], rows: slice, count: int) -> KVCache:
+    """The cache of some rows."""
+    each = zip(*layers, strict=True)
+    return KVCache(tuple(LayerCache(k[rows].clone(), v[rows].clone(), count) for k, v in each))
+
+
+def test_positions_that_are_masked_change_no_bit(isa: str) -> None:
+    target = make_target(FAMILIES["llamagen"])
+    decoder = NativeDecoder(list(target.layers), target.norm)
+    arguments = step_arguments(target.config, 2, 3, torch.float32)
+    cache = make_cache(target.config, 2, torch.float32)
+    before = (
+        [layer.k.clone() for layer in cache.layers],
+        [layer.v.clone() for layer in cache.layers],
+    )
+    clean = decoder(**arguments, cache=copied(before, slice(0, 2 * S), 2))
+    seen = (arguments["mask"] == 0).any(2).flatten()  # [R S]
+    for k, v in zip(*before, strict=True):
+        k[~seen] = torch.where(k[~seen] > 0, 1e4, -1e4)
+        v[~seen] = 1e6
+    moved = arguments["source"].long()  # these are read before they are masked
+    for layer, (k, v) in zip(cache.layers, zip(*before, strict=True), strict=True):
+        k[moved], v[moved] = layer.k[moved], layer.v[moved]
+    assert torch.equal(decoder(**arguments, cache=copied(before, slice(0, 2 * S), 2)), clean)
+
+
+def test_sizes_that_it_lacks_are_refused() -> None:
+    target = make_target({"dim": 72, "heads": 3, "ffn_dim": 96})  # heads of 24
+    decoder = NativeDecoder(list(target.layers), target.norm)
+    arguments = step_arguments(target.config, 1, 1, torch.float32)
+    with pytest.raises(RuntimeError, match="lacks"):
+        decoder(**arguments, cache=make_cache(target.config, 1, torch.float32))
+
+
+def test_a_norm_is_needed_behind_the_last_layer_alone() -> None:
+    target = make_target({})
+    arguments = step_arguments(target.config, 1, 2, torch.float32)
+    bare = NativeDecoder(list(target.layers), None)
+    x = bare(**arguments, cache=make_cache(target.config, 1, torch.float32))
+    assert x.shape == (1, 2, 128) and isinstance(target.norm, RMSNorm)
+
+
+@pytest.mark.parametrize("broken", ["absent", "damaged", "foreign", "another version"])
+def test_a_library_that_cannot_be_used_is_named(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No exception: one line that says why, and how it is built."""
+    file = tmp_path / "_decoder.so"
+    if broken == "damaged":
+        file.write_bytes(b"\x7fELF" + bytes(60))
+    if broken == "foreign":
+        file.write_bytes(b"MZ" + bytes(60))
+    if broken == "another version":
+        (real,) = sorted(Path(native.__file__).parent.glob("_decoder*.so"))[-1:]
+        file.write_bytes(real.read_bytes())
+        monkeypatch.setattr(native, "ABI", native.ABI + 1)
+    monkeypatch.setattr(native, "__file__", str(tmp_path / "__init__.py"))
+    open_library.cache_clear()
+    library, why = open_library()
+    monkeypatch.undo()
+    open_library.cache_clear()
+    assert library is None and "native decoder" in why and "pip install" in why
