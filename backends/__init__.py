@@ -46,7 +46,7 @@ WITHOUT = {GAUDI: f"--device {GAUDI} --emulate, which runs its code on the proce
 
 
 KEEP_TEXT = ("device", "host", "free")  # where a text encoder stays once prompts are encoded
-LAYOUTS = "packed once for the processor, half (float16, packed), plain, or auto: the fastest"
+LAYOUTS = "native (one call of C a pass), packed, half (float16), plain, or auto: the fastest of the last three"
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lantern_hpu import LanternPipeline
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cpu.native import NativeDecoder, NativeLinear, open_library
+from lantern_hpu.errors import DeviceError
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Block, RMSNorm, Target
 from lantern_hpu.ops.kernels import PLAIN
@@ -278,3 +280,21 @@ def test_a_library_that_cannot_be_used_is_named(
     monkeypatch.undo()
     open_library.cache_clear()
     assert library is None and "native decoder" in why and "pip install" in why
+
+
+def test_a_model_in_the_native_form_draws_what_it_draws_alone() -> None:
+    """The embedded model with its drafter: two images of a batch are those of two calls."""
+    pipe = LanternPipeline.from_pretrained("builtin", layout="native", pictures=False)
+    assert pipe.fit.layout == "native"
+    for method in ("ar", "scd@4", "eagle@chain_2"):
+        both = pipe(["a red apple", "a blue bird"], seed=4, method=method, output_type="tokens")
+        alone = pipe("a blue bird", seed=5, method=method, output_type="tokens")
+        assert both.tokens[1].tolist() == alone.tokens[0].tolist()
+    pipe.close()
+
+
+def test_a_model_that_the_native_form_lacks_is_refused() -> None:
+    with pytest.raises(DeviceError, match="the head size is no multiple of 16"):
+        native.lay_out([make_target({"dim": 72, "heads": 3, "ffn_dim": 96})])
+    with pytest.raises(DeviceError, match="cannot be compiled"):
+        LanternPipeline.from_pretrained("builtin", layout="native", graphs="compile")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lantern_hpu.backends import QUANTIZED, DeviceOptions, host
 from lantern_hpu.backends.base import Backend, Fit, Memory, Pace, operator
-from lantern_hpu.backends.cpu import layouts
+from lantern_hpu.backends.cpu import layouts, native
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
 from lantern_hpu.ops.kernels import attention as plain
@@ -286,7 +286,9 @@ class CPUFit(Fit):
         return layouts.HALF_BYTES if self.layout == "half" else self.dtype.itemsize
 
     def lay_out(self, modules: Sequence[nn.Module]) -> None:
-        if self.graphs == "compile" and self.layout == "auto":
+        if self.layout == "native":
+            why = native.lay_out(modules)
+        elif self.graphs == "compile" and self.layout == "auto":
             self.layout, why = "plain", "inductor takes no others"
         else:
             plans = layouts.Plans(self.note_rows) if self.invariant else None
@@ -354,7 +356,7 @@ class CPUBackend(Backend):
     def fit(self, config: Sizes, options: DeviceOptions) -> Fit:
         fit = CPUFit(**vars(super().fit(config, options)), threads=options.threads)
         compiled, asked = fit.graphs == "compile", options.invariant == "on"
-        if compiled and options.layout in layouts.FORMS:
+        if compiled and options.layout in ("native", *layouts.FORMS):
             why, hint = "inductor takes no matrices in a library's order", "--graphs eager"
             raise DeviceError(f"--layout {options.layout} cannot be compiled", why, hint)
         fit.layout, fit.invariant = options.layout, asked and not compiled
@@ -365,7 +367,8 @@ class CPUBackend(Backend):
         if fit.threads:
             fit.note_threads(fit.threads, "asked for")
         # In float32 windows lose by it, and one token a row gains nothing
-        fit.keys_by_head = fit.dtype == torch.bfloat16 and order_keeps_bits(fit.dtype)
+        by_head = fit.dtype == torch.bfloat16 and order_keeps_bits(fit.dtype)
+        fit.keys_by_head = by_head or options.layout == "native"
         return fit
 
     def memory(self, reset_peak: bool = False) -> Memory:

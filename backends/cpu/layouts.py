@@ -264,6 +264,7 @@ def independent(kernels: Kernels, sizes: Sizes, dtype: torch.dtype) -> Kernels:
 # ----------------------------------------------------------------------------------------- layouts
 
 LAYOUTS = {
+    "native": "the layers of a pass in one call of C: least time, and rows keep their bits by construction",
     "packed": "each matrix in the order that oneDNN reads it: nothing is rearranged in a step",
     "half": "float32 models: matrices in float16, packed for FBGEMM; inputs, products and sums stay float32",
     "plain": "as torch keeps it: exact float32 figures of version 0.1 hold",

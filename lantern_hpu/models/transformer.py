@@ -254,6 +254,9 @@ class Target(nn.Module):
     def __init__(self, config: TransformerConfig, kernels: Kernels = PLAIN) -> None:
         super().__init__()
         self.config, self.kernels = config, kernels
+        self.decoder: Any = (
+            None  # a device's own form of the layers and the norm, with the arguments of `forward`
+        )
         self.embed: Any = (  # a table, or a narrow one and what widens it
             nn.Embedding(config.embed_rows or config.vocab_size, config.dim)
             if config.code_dim is None
@@ -295,6 +298,8 @@ class Target(nn.Module):
         aux_layers: Sequence[int] = (),
     ) -> Tensor:
         """Final-normed hidden states, followed by the outputs of `aux_layers`: [R, T, H * (1 + n)]."""
+        if self.decoder is not None and cache is not None:
+            return self.decoder(x, rope, mask, cache, index, source, aux_layers)
         aux = []
         for layer, block in enumerate(self.layers):
             kept = None if cache is None else cache.layers[layer]
@@ -334,6 +339,7 @@ class Drafter(nn.Module):
         self.drafter_config, self.config = drafter_config, drafter_config.sizes(target)
         self.sees_pads, self.shift = drafter_config.sees_pads, drafter_config.shift
         self.aux_layers = drafter_config.aux_layers
+        self.decoder: Any = None  # a device's own form of the block
         self.embed = nn.Embedding(target.embed_rows or target.vocab_size, target.dim)
         self.fc = nn.Linear(2 * target.dim, target.dim)
         self.block = Block(self.config, kernels, drafter_config.input_norm)
@@ -359,4 +365,6 @@ class Drafter(nn.Module):
         for read, x in zip(self.aux, aux, strict=False):  # a guess has none
             features = features + read(x)
         x = self.fc(torch.cat([self.embed(tokens), features], -1))
+        if self.decoder is not None and isinstance(cache, LayerCache):
+            return self.decoder(x, rope, mask, KVCache((cache,)), index)
         return self.block(x, rope, mask, cache, index)

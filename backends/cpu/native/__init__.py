@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.backends.base import operator
+from lantern_hpu.errors import DeviceError
 from lantern_hpu.ops.kv_cache import KVCache, WrittenCache
 
 ABI = 1  # LANTERN_ABI of decoder.h
@@ -332,3 +333,51 @@ class NativeDecoder(nn.Module):
 def linears_of(block: Any) -> Iterator[Any]:
     """In the order of `MATRICES`."""
     yield from (block.attention.qkv, block.attention.out, block.ffn.gate_up, block.ffn.down)
+
+
+# ------------------------------------------------------------------------------------ a whole model
+
+
+def lay_out(modules: Sequence[nn.Module]) -> str:
+    """Bring a target, its drafter and what else has matrices into the native form, in place. -> why it can be had
+
+    The plain matrices are given back: what is left of them has no numbers.
+    """
+    library, isa = open_library()
+    if library is None:
+        raise DeviceError("--layout native cannot be used here", isa, "--layout auto")
+    for module in modules:
+        if blocks := list(getattr(module, "layers", [])) or [
+            *filter(None, [getattr(module, "block", None)])
+        ]:
+            check_sizes(blocks[0])
+            module.decoder = NativeDecoder(blocks, getattr(module, "norm", None))  # type: ignore[assignment]
+            for linear in (linear for block in blocks for linear in linears_of(block)):
+                linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
+        for parent, name, layer in list(plain_linears(module)):
+            setattr(
+                parent, name, NativeLinear(layer, format_of(layer.weight.dtype, [layer.weight]))
+            )
+    return f"asked for; {isa}"
+
+
+def check_sizes(block: Any) -> None:
+    """Raise a DeviceError unless the native form has these sizes and number formats."""
+    sizes = (
+        ("width", block.ffn.down.out_features, LANES),
+        ("head size", block.attention.head_dim, LANES),
+        ("feed-forward width", block.ffn.down.in_features, 2 * LANES),
+    )
+    odd = [f"the {name} is no multiple of {step}" for name, size, step in sizes if size % step]
+    if any(type(linear.weight) is not nn.Parameter for linear in linears_of(block)):
+        odd.append("its matrices are quantized")
+    if odd:
+        raise DeviceError("--layout native cannot be used here", ", ".join(odd), "--layout auto")
+
+
+def plain_linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    """Where linear layers that still have their matrices are, and the layers."""
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear and child.weight.numel() and child.in_features % 2 == 0:
+                yield parent, name, child
