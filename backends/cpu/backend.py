@@ -379,5 +379,6 @@ class CPUBackend(Backend):
             "device": self.name,
             "processor": host.processor_name(),
             "threads": torch.get_num_threads(),
+            "native_decoder": native.open_library()[1],
             "torch": torch.__version__,
         }
