@@ -194,7 +194,7 @@ def test_a_layout_that_is_not_offered_is_one_error(
 ) -> None:
     asked = ["--model", str(model), "--device", "cpu", "--prompt", PROMPT, "--layout"]
     assert main([*asked, "magic"]) == 2
-    assert "one of auto, packed, half, plain" in capsys.readouterr().err
+    assert "one of auto, native, packed, half, plain" in capsys.readouterr().err
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert main([*asked, "packed"]) == 2
     shown = capsys.readouterr().err
