@@ -49,17 +49,19 @@ CONSTANTS = {"tensor", "arange", "zeros", "ones", "full", "empty", "eye", "as_te
 
 # The size of the code, which only falls. Who raises a figure writes beside it what the lines are for.
 LINES = {  # of Python, a package
-    "lantern_hpu": 21443,  # 8 of them hand a pass to the native decoder
+    "lantern_hpu": 21451,  # 8 of them hand a pass to the native decoder, 8 write a download's label whole
     "backends": 4446,  # 390 of them load it: trials of layouts and of row counts fall once it is the default
     "graphs": 494,
     "gaudi_emulator": 6281,
     "lantern_lab": 4725,
-    "scripts": 5063,
+    "scripts": 5067,
 }
-PRODUCT, WHOLE = 26383, 42502  # lantern_hpu, backends and graphs; the repository without its tests
+PRODUCT, WHOLE = 26391, 42514  # lantern_hpu, backends and graphs; the repository without its tests
 DATACLASSES = 110  # of the product
 OPTIONS = 42  # of `generate`
-FILES = 46  # whose functions run for `generate --prompt "a red apple"`
+FILES = (
+    47  # whose functions run for `generate --prompt "a red apple"`; one loads the native decoder
+)
 LONGEST = 95  # lines of a function of the product
 
 

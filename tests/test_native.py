@@ -295,6 +295,6 @@ def test_a_model_in_the_native_form_draws_what_it_draws_alone() -> None:
 
 def test_a_model_that_the_native_form_lacks_is_refused() -> None:
     with pytest.raises(DeviceError, match="the head size is no multiple of 16"):
-        native.lay_out([make_target({"dim": 72, "heads": 3, "ffn_dim": 96})])
+        native.pack_model([make_target({"dim": 72, "heads": 3, "ffn_dim": 96})])
     with pytest.raises(DeviceError, match="cannot be compiled"):
         LanternPipeline.from_pretrained("builtin", layout="native", graphs="compile")

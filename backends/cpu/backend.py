@@ -287,7 +287,7 @@ class CPUFit(Fit):
 
     def lay_out(self, modules: Sequence[nn.Module]) -> None:
         if self.layout == "native":
-            why = native.lay_out(modules)
+            why = native.pack_model(modules)
         elif self.graphs == "compile" and self.layout == "auto":
             self.layout, why = "plain", "inductor takes no others"
         else:

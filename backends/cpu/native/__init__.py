@@ -137,6 +137,9 @@ def format_of(dtype: torch.dtype, weights: Sequence[Tensor]) -> int:
 class Packed(nn.Module):
     """One matrix [out, in] in the order that `decoder.c` reads it, and its bias in float32."""
 
+    packed: Tensor
+    bias: Tensor | None
+
     def __init__(self, layer: nn.Linear, number: int, gated: bool = False) -> None:
         super().__init__()
         library, why = open_library()
@@ -338,7 +341,7 @@ def linears_of(block: Any) -> Iterator[Any]:
 # ------------------------------------------------------------------------------------ a whole model
 
 
-def lay_out(modules: Sequence[nn.Module]) -> str:
+def pack_model(modules: Sequence[nn.Module]) -> str:
     """Bring a target, its drafter and what else has matrices into the native form, in place. -> why it can be had
 
     The plain matrices are given back: what is left of them has no numbers.
@@ -351,7 +354,7 @@ def lay_out(modules: Sequence[nn.Module]) -> str:
             *filter(None, [getattr(module, "block", None)])
         ]:
             check_sizes(blocks[0])
-            module.decoder = NativeDecoder(blocks, getattr(module, "norm", None))  # type: ignore[assignment]
+            module.decoder = NativeDecoder(blocks, getattr(module, "norm", None))
             for linear in (linear for block in blocks for linear in linears_of(block)):
                 linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
         for parent, name, layer in list(plain_linears(module)):
