@@ -6,6 +6,7 @@ import difflib
 import functools
 import importlib.metadata
 import inspect
+import io
 import re
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -70,8 +71,12 @@ class TrainingError(LanternError):
 def exit_code(command: Callable[[], int | None]) -> int:
     """Run a command; the code it returns, 0 if none, or 2 after printing what a LanternError has to say.
 
-    A file that the system refuses, for example because its name is too long, is an error of the user's as well.
+    A file that the system refuses, for example because its name is too long, is an error of the user's as well. What a
+    console cannot show is replaced.
     """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         return command() or 0
     except LanternError as error:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -37,6 +39,50 @@ def reported_as(what: str, hint: str = "") -> Iterator[None]:
         raise WeightsError(what, why, hint) from error
 
 
+def impostor(path: Path) -> tuple[str, str] | None:
+    """What a file is in place of what its name says, and what to try; None if it may be what it says."""
+    with open(path, "rb") as file:
+        start = file.read(64).lstrip(codecs.BOM_UTF8 + b" \t\r\n").lower()
+    if start.startswith(b"version https://git-lfs"):
+        return "it is a pointer of git-lfs, not the file it points to", "git lfs pull"
+    if start.startswith((b"<!doctype", b"<html", b"<?xml", b"entry not found")):
+        return "it is a web page, not the file", "download it again, by the link to the raw file"
+    return None
+
+
+def check_content(path: Path) -> None:
+    """Raise a WeightsError where a download left something else under a file's name."""
+    with reported_as(f"cannot read {path}"):
+        other = impostor(path)
+    if other is not None:
+        raise WeightsError(f"cannot read {path}", *other)
+
+
+def read_text(file: Path) -> str:
+    """A text in UTF-8, with a byte order mark or without; each line ends in a line feed.
+
+    Raises:
+        OSError, ValueError: it cannot be read, or is no such text; with the line.
+    """
+    data, other = file.read_bytes(), impostor(file)
+    if other is not None:
+        raise ValueError("; try ".join(other))
+    try:
+        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise ValueError("line 1 is UTF-16; save the file as UTF-8")
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line, byte = data.count(b"\n", 0, error.start) + 1, data[error.start]
+        why = f"line {line} is not UTF-8 (byte 0x{byte:02x}); save the file as UTF-8"
+        raise ValueError(why) from error
+    return re.sub("\r\n?", "\n", text)
+
+
+def lines_of(text: str) -> list[str]:
+    """Lines that end in a line feed alone: other separators of Unicode are part of a line."""
+    return text.split("\n")
+
+
 def parse_json(text: str | bytes, **how: Any) -> Any:
     try:
         return json.loads(text, **how)
@@ -48,7 +94,7 @@ def parse_json(text: str | bytes, **how: Any) -> Any:
 def reading(file: Path, hint: str = "") -> Iterator[dict[str, Any]]:
     """The object in a JSON file; what goes wrong while it is read and used is a WeightsError that names the file."""
     with reported_as(f"cannot read {file}", hint):
-        result = parse_json(file.read_text(encoding="utf-8"))
+        result = parse_json(read_text(file))
         if not isinstance(result, dict):
             raise ValueError("it is not an object")
         yield result

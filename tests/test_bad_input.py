@@ -23,7 +23,7 @@ from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.models.files.checkpoint import Stored, open_checkpoint, shapes_only
 from lantern_hpu.models.files.load import Opened, open_model
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.tables import read_prompts
+from lantern_hpu.results.prompts import read_prompts
 from lantern_hpu.zoo.find import find_parts
 
 ROOT = Path(__file__).parent.parent

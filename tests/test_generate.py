@@ -24,7 +24,7 @@ from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import METADATA, read_png
-from lantern_hpu.results.tables import read_prompts
+from lantern_hpu.results.prompts import read_prompts
 from tests.folder import write_folder
 from tests.marks import mostly_slow
 
@@ -67,7 +67,7 @@ def test_report_keeps_its_contract(model: Path, tmp_path: Path) -> None:
         == 0
     )
     data = json.loads(report.read_text())
-    assert set(data) == {"images", "timing", "graph", "config", "environment"}
+    assert set(data) == {"images", "warnings", "timing", "graph", "config", "environment"}
     (image,) = data["images"]
     names = "file prompt seed tokens steps tokens_per_step accepted_by_depth relaxed_accepts"
     tv = {"tv_sum", "tv_mean", "tv_max"}
@@ -356,8 +356,10 @@ def test_long_and_unknown_words_are_named(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompt = "a red cat on blue apple zebra"
-    assert generate(model, "--prompt", prompt, "--output", tmp_path / "x.png") == 0
+    words, report = ["--prompt", prompt, "--output", tmp_path / "x.png"], tmp_path / "x.json"
+    assert generate(model, *words, "--report", report) == 0
     shown = capsys.readouterr().err
+    assert any("longer than 4 words" in said for said in json.loads(report.read_text())["warnings"])
     assert generate(model, "--prompt", "赤いりんご", "--output", tmp_path / "z.png") == 0
     assert "no word of it is known" in capsys.readouterr().err
     assert "'apple zebra'" in shown and "longer than 4 words" in shown

@@ -26,7 +26,7 @@ from lantern_hpu.models.files.checkpoint import open_checkpoint
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.model import Placement
 from lantern_hpu.results.images import METADATA, read_png, read_saved_tokens
-from lantern_hpu.results.tables import read_prompts
+from lantern_hpu.results.prompts import read_prompts
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.tree import DraftTree, load_tree
 from lantern_hpu.zoo.find import find_parts

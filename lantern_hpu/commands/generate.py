@@ -30,12 +30,12 @@ from lantern_hpu.errors import (
     require,
 )
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
-from lantern_hpu.methods.request import MAX_IMAGES, Request, Sampling, in_turn, size_of
+from lantern_hpu.methods.request import MAX_IMAGES, Request, Sampling, size_of
 from lantern_hpu.methods.setting import AUTO, WINDOWS, Resolved, Setting, lacks_drafter
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.text.frames import no_negative, takes_negative
 from lantern_hpu.results.images import read_png
-from lantern_hpu.results.tables import read_prompts
+from lantern_hpu.results.prompts import numbered_prompts
 
 if TYPE_CHECKING:
     from lantern_hpu.models.files.load import Opened
@@ -76,7 +76,8 @@ def add_what(group: argparse._ArgumentGroup) -> None:
     add("--negative-prompt", metavar="TEXT", help=negative)
     label = "ImageNet class by name or index, for class-conditional models; repeat for several"
     add("--class-label", action="append", default=[], metavar="LABEL", help=label)
-    add("--prompts-file", type=path, metavar="FILE", help=".txt (one a line), .tsv or .json")
+    listed = ".txt (one a line), .tsv, .csv, .json or .jsonl"
+    add("--prompts-file", type=path, metavar="FILE", help=listed)
     again = "regenerate the image of a PNG from its metadata"
     add("--from-png", type=path, metavar="FILE", help=again)
     add("--num-images", type=int, help="images per prompt (1)")
@@ -110,13 +111,13 @@ class GenerateJob:
     """What to draw, with what; all of it checked as far as it can be without the model.
 
     Attributes:
-        prompts: one an image. labels: whether some are class labels.
+        prompts: one an image, by its number. labels: whether some are class labels.
         setting: as asked for; resolved once the model is loaded.
         sampling: what is given in place of the model's own.
         png, known: an image to draw again, and its settings.
     """
 
-    prompts: list[str]
+    prompts: dict[int, str]
     seed: int
     model: str
     given: Given
@@ -140,11 +141,9 @@ class GenerateJob:
         return batch_size_for(len(self.prompts), self.batch_size)
 
     def requests(self, sampling: Sampling, relaxation: Relaxation = EXACT) -> list[Request]:
-        """One an image, each with the next seed."""
-        count, negative = len(self.prompts), self.negative
-        return in_turn(
-            self.prompts, range(count), self.seed, sampling, relaxation, negative, self.size
-        )
+        """One an image; its number counts from the first seed."""
+        more = sampling, relaxation, self.negative, self.size
+        return [Request(text, self.seed + n, *more) for n, text in self.prompts.items()]
 
     def resolve(self, pipeline: LanternPipeline) -> tuple[Resolved, Sampling]:
         """The setting and the sampling of this model, or of the image to draw again."""
@@ -176,8 +175,9 @@ def read_job(args: argparse.Namespace) -> GenerateJob:
 
 
 def new_job(args: argparse.Namespace) -> GenerateJob:
-    listed = read_prompts(args.prompts_file) if args.prompts_file else []
-    prompts = [*(prompt.strip() for prompt in args.prompt), *args.class_label, *listed]
+    prompts = dict(enumerate([*(prompt.strip() for prompt in args.prompt), *args.class_label]))
+    first, listed = len(prompts), numbered_prompts(args.prompts_file) if args.prompts_file else {}
+    prompts |= {first + number: prompt for number, prompt in listed.items()}
     if not prompts:
         raise OptionError("nothing to draw", "no prompt was given", '--prompt "a red apple"')
     count = 1 if args.num_images is None else args.num_images
@@ -192,7 +192,7 @@ def new_job(args: argparse.Namespace) -> GenerateJob:
         why = "its drafts are the last step's own draws"
         raise OptionError(f"--drafter has no use for {setting.method}", why, "leave --drafter out")
     return GenerateJob(
-        prompts=[prompt for prompt in prompts for _ in range(count)],
+        prompts={n * count + i: text for n, text in prompts.items() for i in range(count)},
         seed=args.seed or 0,
         model=args.model or "builtin",
         given=options.given_parts(args),
@@ -240,7 +240,7 @@ def job_of_png(args: argparse.Namespace) -> GenerateJob:
     # By name: metadata is not trusted, so known fields alone are read.
     parts_of = {f.name: getattr(parts, f.name) or stored.get(f.name) for f in fields(Given)}
     return GenerateJob(
-        prompts=[data["prompt"]],
+        prompts={0: data["prompt"]},
         seed=data["seed"],
         model=args.model or config["model"],
         given=Given(**parts_of),
@@ -334,8 +334,7 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
         if not left:
             return None
         missing = [requests[i] for i in left]
-        for prompt, note in pipeline.notes(missing):
-            print(f"warning: {prompt!r}: {note}", file=sys.stderr)
+        show_notes(pipeline, missing)
         keep = Keeper(left, outputs.images, args.force)
         with closing(Bar(outputs.preview, args.preview_every)) as bar, pipeline.backend.errors():
             result = pipeline.draw(missing, setting, job.batch_size, bar, keep)
@@ -348,7 +347,7 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
     return result
 
 
-def outputs_of(args: argparse.Namespace, prompts: Sequence[str]) -> Outputs:
+def outputs_of(args: argparse.Namespace, prompts: Mapping[int, str]) -> Outputs:
     """The files of a run."""
     from lantern_hpu.results.images import Outputs
 
@@ -418,6 +417,12 @@ def show_model(pipeline: LanternPipeline, size: tuple[int, int] | None = None) -
     if not model.makes_pictures:
         pixels = "no VQ tokenizer, so no pictures"
     print(f"{model.name}: {pixels}, {columns} x {rows} tokens, {drafter}", file=sys.stderr)
+
+
+def show_notes(pipeline: LanternPipeline, requests: Sequence[Request]) -> None:
+    """Say what the model cannot do with the prompts."""
+    for prompt, note in pipeline.notes(requests):
+        print(f"warning: {prompt!r}: {note}", file=sys.stderr)
 
 
 def show_decided(pipeline: LanternPipeline, *what: str) -> None:

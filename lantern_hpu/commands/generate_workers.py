@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import closing
 
 from lantern_hpu.backends import prepare
-from lantern_hpu.commands.generate import check_kept, outputs_of, read_job
+from lantern_hpu.commands.generate import check_kept, outputs_of, read_job, show_notes
 from lantern_hpu.errors import OptionError, OutputError, require
 
 
@@ -62,6 +62,7 @@ def open_job_worker(args: argparse.Namespace) -> Callable[[list[int]], int]:
         if left:
             with pipeline.backend.errors():
                 news = [requests[i] for i in left]
+                show_notes(pipeline, news)
                 keep = Keeper(left, files, args.force)
                 pipeline.draw(news, chosen, job.slots, None, keep)
         return len(left)

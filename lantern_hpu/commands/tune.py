@@ -36,7 +36,7 @@ from lantern_hpu.commands.options import (
 from lantern_hpu.errors import OptionError, exit_code, needing
 from lantern_hpu.files import check_free, write_file
 from lantern_hpu.methods.setting import METHODS
-from lantern_hpu.results.tables import read_prompts
+from lantern_hpu.results.prompts import read_prompts
 from lantern_hpu.tree import tuned_trees
 from lantern_hpu.tune.options import LARGE, TuneOptions, check_profile, read_profile
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -50,6 +51,17 @@ class Sampling:
         return self.temperature == 0
 
 
+def check_text(what: str, text: str) -> None:
+    """Raise an OptionError for what no model reads and no file holds: half a character, or a control character."""
+    for mark in text:
+        if "\ud800" <= mark <= "\udfff":
+            why = f"it holds {mark!r}, half of a character or a byte of another encoding"
+            raise OptionError(f"{what} is no text", why, "the same in UTF-8")
+        if unicodedata.category(mark) == "Cc" and not mark.isspace():
+            why = f"it holds the control character {mark!r}"
+            raise OptionError(f"{what} is no text", why, "leave it out")
+
+
 @dataclass(frozen=True)
 class Request:
     """One image to draw.
@@ -71,6 +83,8 @@ class Request:
             raise OptionError(
                 "the prompt is empty", "there is nothing to draw", '--prompt "a red apple"'
             )
+        check_text("the prompt", self.prompt)
+        check_text("the negative prompt", self.negative or "")
         require(0 <= self.seed <= MAX_SEED, "--seed", self.seed, f"0 to {MAX_SEED}")
 
 

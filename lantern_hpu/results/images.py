@@ -239,6 +239,7 @@ class GenerationResult:
         """The JSON contract of `--report`."""
         return {
             "images": [record.as_json() for record in self.records],
+            "warnings": self.notes,
             "timing": self.timing.as_json(),
             "graph": self.graph,
             "config": self.drawn[0].settings,  # of the first image
@@ -259,7 +260,7 @@ def with_metadata(image: Image.Image, metadata: Mapping[str, Any]) -> bytes:
     info = PngInfo()
     info.add_itxt("prompt", metadata["prompt"])
     info.add_text("seed", str(metadata["seed"]))
-    info.add_itxt(METADATA, json.dumps(metadata, ensure_ascii=False))
+    info.add_itxt(METADATA, json.dumps(metadata))  # ASCII: paths in it may not be UTF-8
     return encode(image, info)
 
 
@@ -311,7 +312,7 @@ def slug(prompt: str, length: int = 40) -> str:
 
 
 def image_files(
-    output: Path, prompts: Sequence[str], as_grid: bool
+    output: Path, prompts: Sequence[str] | Mapping[int, str], as_grid: bool
 ) -> tuple[list[Path], Path | None]:
     """Where each image goes, and the sheet.
 
@@ -328,7 +329,8 @@ def image_files(
         raise OptionError(
             f"cannot write {output}", "images are PNG files", "a name ending in .png, or a folder"
         )
-    files = [output / f"{index:03d}-{slug(text)}.png" for index, text in enumerate(prompts)]
+    numbered = prompts.items() if isinstance(prompts, Mapping) else enumerate(prompts)
+    files = [output / f"{number:03d}-{slug(text)}.png" for number, text in numbered]
     return files, output / "grid.png" if as_grid else None
 
 
@@ -432,7 +434,7 @@ class Outputs:
     def of(
         cls,
         output: Path,
-        prompts: Sequence[str],
+        prompts: Sequence[str] | Mapping[int, str],
         *,
         sheet: bool = False,
         previews: bool = False,
@@ -443,7 +445,7 @@ class Outputs:
     ) -> Outputs:
         """
         Args:
-            output: a .png file or a folder. prompts: one an image.
+            output: a .png file or a folder. prompts: one an image, perhaps by its number.
             resume: images that are there are kept. force: files that are there are replaced.
         """
         images, whole = image_files(output, prompts, sheet)

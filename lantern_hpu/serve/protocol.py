@@ -6,12 +6,11 @@ The fields are those of OpenAI's `POST /v1/images/generations`, as far as they c
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from lantern_hpu.errors import needing
-from lantern_hpu.methods.request import MAX_SEED
+from lantern_hpu.errors import OptionError, needing
+from lantern_hpu.methods.request import MAX_SEED, check_text
 from lantern_hpu.methods.setting import REPLACED, replaced
 from lantern_hpu.serve.options import MAX_N, MAX_PROMPT
 
@@ -96,12 +95,14 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     return ApiError(400, what, param, "invalid_value")
 
 
-def printable(prompt: str) -> str:
-    if not prompt.strip():
+def readable(text: str) -> str:
+    if not text.strip():
         raise ValueError("a prompt needs a character that is not a space")
-    if any(unicodedata.category(c) == "Cc" and c not in "\n\r\t" for c in prompt):
-        raise ValueError("a prompt is text without control characters")
-    return prompt
+    try:
+        check_text("it", text)
+    except OptionError as error:
+        raise ValueError(f"a prompt is text without control characters: {error.why}") from error
+    return text
 
 
 Number = Annotated[float | None, Field(allow_inf_nan=False)]
@@ -112,7 +113,7 @@ class ImagesRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT), AfterValidator(printable)]
+    prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT), AfterValidator(readable)]
     model: str | None = Field(None, description="the served model")
     n: int | None = Field(None, ge=1, le=MAX_N, description="images; image i has `seed` + i")
     size: str | None = Field(None, description='"auto", or one that `/v1/models` lists')

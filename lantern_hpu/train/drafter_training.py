@@ -50,7 +50,7 @@ from lantern_hpu.models.files.names import DRAFTER, DRAFTER_WEIGHTS
 from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.tables import read_prompts
+from lantern_hpu.results.prompts import read_prompts
 from lantern_hpu.train.options import TrainOptions, TrainRequest
 from lantern_hpu.train.unroll import (
     Lesson,

@@ -12,9 +12,10 @@ from typing import Any
 from PIL import Image
 
 from lantern_hpu.errors import OptionError, choices
-from lantern_hpu.files import parse_json, write_file
+from lantern_hpu.files import lines_of, parse_json, read_text, write_file
+from lantern_hpu.methods.request import check_text
 from lantern_hpu.results.images import encode, grid
-from lantern_hpu.results.tables import read_prompts
+from lantern_hpu.results.prompts import numbered_prompts
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ COCO_HINT = "captions_val2017.json of https://cocodataset.org (2017 Train/Val an
 
 def listed_in(file: Path, name: str) -> list[Any]:
     try:
-        result = parse_json(file.read_text(encoding="utf-8"))[name]
+        result = parse_json(read_text(file))[name]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise OptionError(f"cannot read captions from {file}", str(error), COCO_HINT) from error
     if not isinstance(result, list):
@@ -72,8 +73,8 @@ def listed_in(file: Path, name: str) -> list[Any]:
 
 
 def plain(file: Path) -> list[Item]:
-    """Prompts of a text, TSV or JSON file, named by their place."""
-    return [Item(f"{i:06d}", text) for i, text in enumerate(read_prompts(file))]
+    """Prompts of a file, named by their place."""
+    return [Item(f"{i:06d}", text) for i, text in numbered_prompts(file).items()]
 
 
 def classes(each: int) -> list[Item]:
@@ -84,7 +85,7 @@ def classes(each: int) -> list[Item]:
 def geneval(file: Path) -> list[Item]:
     """Four pictures of each prompt of GenEval's evaluation_metadata.jsonl."""
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in lines_of(read_text(file)) if line.strip()]
         prompts = [str(parse_json(line)["prompt"]) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         hint = "evaluation_metadata.jsonl of https://github.com/djghosh13/geneval"
@@ -94,11 +95,14 @@ def geneval(file: Path) -> list[Item]:
 
 def dpg(folder: Path) -> list[Item]:
     """Four pictures of each prompt of DPG-Bench's folder of text files."""
-    files = sorted(folder.glob("*.txt"))
+    files = sorted(file for file in folder.glob("*.txt") if not file.name.startswith("."))
     if not files:
         hint = "dpg_bench/prompts of https://github.com/TencentQQGYLab/ELLA"
         raise OptionError(f"{folder} holds no .txt files", "a prompt each was expected", hint)
-    texts = {file.stem: file.read_text(encoding="utf-8").strip() for file in files}
+    try:
+        texts = {file.stem: read_text(file).strip() for file in files}
+    except (OSError, ValueError) as error:
+        raise OptionError(f"cannot read prompts from {folder}", str(error)) from error
     return [Item(f"{name}-{k}", text) for name, text in texts.items() for k in range(4)]
 
 
@@ -123,6 +127,8 @@ def read_set(name: str, file: Path | None, rule: str, count: int | None) -> list
         result = coco(file, rule, most)
     else:
         result = {"parti": plain, "file": plain, "geneval": geneval, "dpg": dpg}[name](file)
+    for item in result[:count]:
+        check_text(f"prompt {item.id} of {file}", item.prompt)
     return result[:count]
 
 
@@ -132,7 +138,7 @@ WHERE = {
     "parti": "PartiPrompts.tsv of https://github.com/google-research/parti",
     "geneval": "evaluation_metadata.jsonl of https://github.com/djghosh13/geneval",
     "dpg": "the folder dpg_bench/prompts of https://github.com/TencentQQGYLab/ELLA",
-    "file": ".txt, .tsv or .json",
+    "file": ".txt, .tsv, .csv, .json or .jsonl",
 }
 
 
@@ -148,7 +154,7 @@ def export(
         to: an empty or new folder.
     """
     if name == "geneval":
-        lines = [line for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line for line in lines_of(read_text(source)) if line.strip()]
         for item in items:
             prompt, _, sample = item.id.partition("-")
             folder = to / prompt

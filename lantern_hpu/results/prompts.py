@@ -1,0 +1,152 @@
+"""Lists of prompts, as people and programs save them. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from lantern_hpu.errors import OptionError
+from lantern_hpu.files import lines_of, parse_json, read_text
+from lantern_hpu.methods.request import check_text
+
+NAMES = ("prompt", "prompts", "text", "texts", "caption", "captions")  # of a column or field
+HOLDERS = ("annotations", "data")  # of a list of objects; the first is COCO's
+OR = "prompt, text or caption"
+MARKS = {".csv": ",;\t", ".tsv": "\t,;"}  # between cells, the usual one first
+# A cell in a balanced pair of quotes, which may hold line breaks and doubled quotes; else all up to the next mark
+CELL = r' *"([^"]*(?:""[^"]*)*)" *(?={mark}|\n|\Z)|([^{mark}\n]*)'
+
+
+def read_prompts(file: Path) -> list[str]:
+    """The prompts of a file: see `numbered_prompts`."""
+    return list(numbered_prompts(file).values())
+
+
+def numbered_prompts(file: Path) -> dict[int, str]:
+    """Prompts by their place: a blank entry of a table or of JSON is not drawn, and keeps its number.
+
+    Text (one a line), a table (.tsv or .csv; a column `prompt`, `text` or `caption`, or no other column), JSON or lines
+    of JSON: texts, objects with such a field, objects or lists of those, COCO's captions.
+
+    Raises:
+        OptionError: the file cannot be read, or what it means is not certain.
+    """
+    readers: dict[str, Callable[[str], list[str]]] = {
+        ".txt": lambda text: [line for line in lines_of(text) if line.strip()],
+        ".json": of_json,
+        ".jsonl": of_json_lines,
+        **{kind: partial(of_table, marks=marks) for kind, marks in MARKS.items()},
+    }
+    read = readers.get(file.suffix.lower())
+    if read is None:
+        what = f"{file} is of an unknown format"
+        raise OptionError(what, f"expected {', '.join(readers)}", "one prompt a line in a .txt")
+    try:
+        entries = [entry.strip() for entry in read(read_text(file))]
+    except (OSError, ValueError) as error:
+        raise OptionError(f"cannot read prompts from {file}", str(error)) from error
+    prompts = {place: entry for place, entry in enumerate(entries) if entry}
+    if not prompts:
+        raise OptionError(f"{file} holds no prompts")
+    for place, prompt in prompts.items():
+        check_text(f"prompt {place} of {file}", prompt)
+    return prompts
+
+
+def of_json(text: str) -> list[str]:
+    try:
+        return list(texts_in(parse_json(text, object_pairs_hook=once_each), "it"))
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":  # objects line by line, under the wrong ending
+            raise
+        return of_json_lines(text)
+
+
+def of_json_lines(text: str) -> list[str]:
+    return [entry for n, line in enumerate(lines_of(text), 1) for entry in in_line(n, line)]
+
+
+def in_line(number: int, line: str) -> Iterator[str]:
+    if not line.strip():
+        return
+    try:
+        data = parse_json(line, object_pairs_hook=once_each)
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from error
+    yield from texts_in(data, f"line {number}")
+
+
+def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"an object has {twice!r} twice")
+    return result
+
+
+def texts_in(data: Any, where: str, within: bool = False) -> Iterator[str]:
+    """The texts that a value of JSON means.
+
+    Args:
+        where: the value is, for messages. within: whether it is an entry of a list already.
+    """
+    if isinstance(data, str):
+        yield data
+    elif isinstance(data, list) and not within:
+        for place, entry in enumerate(data):
+            yield from texts_in(entry, f"entry {place}", True)
+    elif isinstance(data, dict):
+        fields = {name.strip().lower(): value for name, value in data.items()}
+        named = next((name for name in (*NAMES, *HOLDERS) if name in fields), None)
+        if named is not None:
+            yield from texts_in(fields[named], f"{named!r} of {where}")
+        elif not all(isinstance(data[name], dict) or name.isdigit() for name in data):
+            raise ValueError(f"{where} has {', '.join(data)[:200]}, and no {OR}")
+        else:  # a name or number each, as LANTERN's script and pandas write them
+            for name, value in data.items():
+                yield from texts_in(value, repr(name), True)
+    else:
+        raise ValueError(f"{where} is no text: {json.dumps(data)[:60]}")
+
+
+def of_table(text: str, marks: str) -> list[str]:
+    text = re.sub(r"\Asep=.\n", "", text)  # Excel's
+    for mark in marks:
+        rows = rows_of(text, mark)
+        head = [cell.strip().lower() for cell in rows[0]] if rows else []
+        column = next((head.index(name) for name in NAMES if name in head), None)
+        if column is None:
+            continue
+        for number, row in enumerate(rows, 1):
+            if len(row) > len(head) and any(row[len(head) :]):
+                why = f"row {number} has {len(row)} cells, the first has {len(head)}"
+                raise ValueError(f"{why}: put cells with {mark!r} in quotes")
+        return [row[column] if len(row) > column else "" for row in rows[1:]]
+    rows = rows_of(text, marks[0])
+    if any(len(row) > 1 for row in rows):
+        raise ValueError(f"its first row names no column {OR}: {rows[0]}"[:300])
+    return [row[0] for row in rows]
+
+
+def rows_of(text: str, mark: str) -> list[list[str]]:
+    """The cells of each row that is not an empty line."""
+    cell, rows, row, at = (
+        re.compile(CELL.format(mark=re.escape(mark))),
+        list[list[str]](),
+        list[str](),
+        0,
+    )
+    while at <= len(text):
+        found = cell.match(text, at)
+        assert found is not None  # any cell may be empty
+        row.append(found[2] if found[1] is None else found[1].replace('""', '"'))
+        at = found.end() + 1
+        if at > len(text) or text[at - 1] == "\n":
+            rows += [row] if row != [""] or found[1] is not None else []
+            row = []
+    return rows
