@@ -95,7 +95,7 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     return ApiError(400, what, param, "invalid_value")
 
 
-def readable(text: str) -> str:
+def printable(text: str) -> str:
     if not text.strip():
         raise ValueError("a prompt needs a character that is not a space")
     try:
@@ -113,7 +113,7 @@ class ImagesRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT), AfterValidator(readable)]
+    prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT), AfterValidator(printable)]
     model: str | None = Field(None, description="the served model")
     n: int | None = Field(None, ge=1, le=MAX_N, description="images; image i has `seed` + i")
     size: str | None = Field(None, description='"auto", or one that `/v1/models` lists')
