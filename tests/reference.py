@@ -56,13 +56,16 @@ def lenders(p: Probs, token: int, rule: Relaxed) -> list[int]:
 
 
 def cluster(p: Probs, token: int, rule: Relaxed) -> list[int]:
-    """The token, and those close to it in rank, in probability and in the codebook; none without probability."""
+    """The token, and those close to it in rank, in probability and in embedding, as published.
+
+    In rising order `order[i - ranks : i + ranks]`, of which nothing is left where i is below ranks.
+    """
     ranks, gap, most = rule.limits
-    order = [y for y in sorted(range(len(p)), key=lambda y: -p[y]) if p[y] > 0]
-    if token not in order:
-        return [token]
+    order = sorted(range(len(p)), key=lambda y: (p[y], -y))
     place = order.index(token)
-    close = [y for y in order[max(0, place - ranks) : place + ranks + 1] if y != token]
+    if place < ranks:
+        return [token]
+    close = [y for y in order[place - ranks : place + ranks] if y != token]
     close = [y for y in close if abs(p[y] - p[token]) < gap]
     return [token, *(y for y in close if math.dist(rule.codes[y], rule.codes[token]) ** 2 < most)]
 

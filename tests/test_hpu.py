@@ -23,7 +23,7 @@ from lantern_hpu.cli import main
 from lantern_hpu.decode.step import Step
 from lantern_hpu.errors import CaptureError, DeviceError, OptionError
 from lantern_hpu.graphs import make_runner
-from lantern_hpu.methods.relaxation import PRESETS
+from lantern_hpu.methods.relaxation import PRESETS, Clustered
 from lantern_hpu.methods.setting import METHODS, SMALL_TREE, SMALL_WINDOW
 from lantern_hpu.ops import kernels
 from lantern_hpu.pipeline import LanternPipeline
@@ -64,13 +64,16 @@ def test_same_tokens_as_the_cpu(model: Path, method: str, graphs: str) -> None:
         assert not rules(card)
 
 
-@pytest.mark.parametrize("preset", mostly_slow(["gsd", "tv"], "gsd"))
+RULES = {"clusters": Clustered(distance=100.0, ranks=3), "tv": PRESETS["tv"]}
+
+
+@pytest.mark.parametrize("preset", mostly_slow(["clusters", "tv"], "clusters"))
 @pytest.mark.parametrize("method", mostly_slow(["lantern++", "scd", "sjd-pac"], "scd"))
 def test_rules_that_ask_for_q_are_recorded_and_draw_the_tokens_of_the_cpu(
     model: Path, method: str, preset: str
 ) -> None:
     want = LanternPipeline.from_pretrained(str(model), device="cpu", dtype="float32")
-    setting = {"seed": 3, "method": method, "relax": PRESETS[preset], **OF_THE_CPU.get(method, {})}
+    setting = {"seed": 3, "method": method, "relax": RULES[preset], **OF_THE_CPU.get(method, {})}
     with emulated(model) as (pipeline, card):
         got, counts = draw_warm(pipeline, card, PROMPTS, **setting)
         expected = want(PROMPTS, **setting)

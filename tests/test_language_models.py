@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -369,6 +370,22 @@ def test_emu3_decodes_codes_as_transformers_does(public: Path) -> None:
     mine, want = vq.decode_codes(codes.flatten(1), (12, 5)), model.model.vqmodel.decode(codes)
     assert mine.shape == (2, 3, 96, 40) and want.std() > 0.1
     torch.testing.assert_close(mine, want.clamp(-1, 1), rtol=1e-4, atol=1e-4)
+
+
+def test_emu3s_own_tokenizer_is_read_by_the_names_of_its_class(public: Path) -> None:
+    """Emu3VisionVQModel saves `decoder.mid`, `attn.0.norm` and 1 x 1 convolutions; transformers' names are others."""
+    folder = public / AUTHORS_EMU3
+    with safe_open(folder / "vqvae" / "model.safetensors", "pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118
+        weight = file.get_tensor("decoder.mid.attn_1.q.weight")
+    for name in ("decoder.mid.attn_1.q.weight", "decoder.up.3.attn.1.proj_out.weight"):
+        assert shapes[name] == [64, 64, 1, 1]
+    for name in ("encoder.mid.attn_1.norm.weight", "decoder.up.3.attn.0.norm.conv_y.weight"):
+        assert name in shapes
+    vq = opened(folder).vq
+    assert vq is not None and torch.equal(
+        vq.state_dict()["decoder.middle_block.attn_1.q_proj.weight"], weight[:, :, 0, 0]
+    )
 
 
 @pytest.mark.slow

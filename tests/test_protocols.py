@@ -144,6 +144,14 @@ def test_lanterns_pictures_are_the_middle_square_at_256() -> None:
     assert networks.cropped(image, PRESETS["sjd"]).size == (400, 300)
 
 
+@pytest.mark.parametrize(("width", "left"), [(259, 2), (257, 0), (261, 2), (263, 4)])
+def test_middle_square_is_that_of_torchvisions_crop(width: int, left: int) -> None:
+    """It rounds halves to even, so that sides that differ by 3 lose 2 pixels before and 1 behind."""
+    image = Image.new("RGB", (width, 256))
+    image.putpixel((left, 0), (255, 0, 0))
+    assert networks.cropped(image, PRESETS["lantern"]).getpixel((0, 0)) == (255, 0, 0)
+
+
 def test_clean_resizing_is_pillows_bicubic_within_rounding() -> None:
     """Away from black and white, where 8 bits cut off what lies between the filter's two passes."""
     pixels = np.random.default_rng(0).integers(80, 176, (64, 64, 3), dtype=np.uint8)

@@ -14,7 +14,14 @@ from lantern_hpu.backends import get_backend
 from lantern_hpu.errors import CaptureError, DeviceError
 from lantern_hpu.graphs import RUNNERS, make_runner
 from lantern_hpu.graphs.strict import StrictRunner
-from lantern_hpu.methods.relaxation import PRESETS, Additive, Annealed, Blended, Multiplicative
+from lantern_hpu.methods.relaxation import (
+    PRESETS,
+    Additive,
+    Annealed,
+    Blended,
+    Clustered,
+    Multiplicative,
+)
 from lantern_hpu.methods.request import Request
 from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
 from tests.marks import mostly_slow
@@ -54,7 +61,10 @@ METHODS: dict[str, tuple[Tree, dict[str, Any]]] = {
         load_static("mc_sim_7b_63"),
         {"relaxation": Blended(tv=0.2, budget=1.0)},
     ),
-    "lantern++ clusters": (load_static("mc_sim_7b_63"), {"relaxation": PRESETS["gsd"]}),
+    "lantern++ clusters": (
+        load_static("mc_sim_7b_63"),
+        {"relaxation": Clustered(distance=100.0, ranks=3)},
+    ),
     "eagle2": (DynamicTree(), {}),
     "eagle2 greedy": (GROWN, {"temperature": 0.0}),
     "lantern": (GROWN, {"relaxation": Additive(6, bound=0.3)}),
@@ -65,13 +75,19 @@ METHODS: dict[str, tuple[Tree, dict[str, Any]]] = {
     "jacobi above": (load_tree("jacobi:6:above"), {}),
     "scd": (load_tree("scd:6"), {"top_k": 8, "top_p": 0.9}),
     "scd relaxed": (load_tree("scd:6:left"), {"relaxation": RELAXED}),
-    "scd clusters": (load_tree("scd:6"), {"relaxation": PRESETS["gsd"], "top_k": 20}),
+    "scd clusters": (
+        load_tree("scd:6"),
+        {"relaxation": Clustered(distance=100.0, ranks=3), "top_k": 20},
+    ),
     "scd tv": (load_tree("scd:6"), {"relaxation": Blended(tv=0.2, budget=1.0), "top_k": 20}),
     "sjd-pac": (load_tree("sjd-pac:6:3x2"), {}),
     "sjd-pac greedy": (load_tree("sjd-pac:6:3x2:random"), {"temperature": 0.0}),
     "sjd-pac relaxed": (load_tree("sjd-pac:6"), {"relaxation": RELAXED}),
     "sjd-pac tv": (load_tree("sjd-pac:6"), {"relaxation": PRESETS["tv"]}),
-    "sjd-pac clusters": (load_tree("sjd-pac:6"), {"relaxation": PRESETS["gsd"]}),
+    "sjd-pac clusters": (
+        load_tree("sjd-pac:6"),
+        {"relaxation": Clustered(distance=100.0, ranks=3)},
+    ),
 }
 
 
@@ -138,14 +154,17 @@ def test_kwargs_are_not_part_of_graph_key() -> None:
     assert engine.report().captures == 2
 
 
+RULES = {"clusters": Clustered(distance=100.0, ranks=3), "tv": PRESETS["tv"]}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["gsd", "tv"])
+@pytest.mark.parametrize("preset", RULES)
 @pytest.mark.parametrize("name", ["scd:2", "sjd-pac:2:2x1"])
 def test_compiled_step_that_asks_what_drafts_were_drawn_with_draws_the_same_image(
     name: str, preset: str
 ) -> None:
     models = tiny_models(tiny_config(vocab_size=16, dim=16, layers=1, ffn_dim=16, grid=(2, 4)))
-    requests, tree = batch(relaxation=PRESETS[preset]), load_tree(name)
+    requests, tree = batch(relaxation=RULES[preset]), load_tree(name)
     engine = make_engine(models, spec_for(tree, requests), "compile")
     decoded = draw(engine, requests)
     assert decoded.tokens.tolist() == sample(models, tree, requests).tokens.tolist()

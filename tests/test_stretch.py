@@ -21,7 +21,7 @@ from lantern_hpu.commands import generate
 from lantern_hpu.decode import memory
 from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import DeviceError, OptionError
-from lantern_hpu.methods.relaxation import PRESETS
+from lantern_hpu.methods.relaxation import Clustered
 from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import Given
@@ -128,7 +128,7 @@ METHODS: dict[str, tuple[TransformerConfig, str, str | None, dict[str, Any]]] = 
     "jacobi": (ODD, "jacobi", "jacobi:4", {}),
     "scd": (TWICE, "scd", "scd:3", {}),
     "sjd-pac": (ODD, "sjd-pac", "sjd-pac:4:3x2", {}),
-    "clusters": (TWICE, "scd", "scd:3", {"relaxation": PRESETS["gsd"]}),
+    "clusters": (TWICE, "scd", "scd:3", {"relaxation": Clustered(distance=9.0)}),
 }
 
 

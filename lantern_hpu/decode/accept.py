@@ -179,17 +179,17 @@ class Neighbours(nn.Module):
 class Clusters(nn.Module):
     """The mass that drafts are accepted with when their clusters are tried (GSD).
 
-    A draft's cluster G are the codes that are close to it three times over: in the order of probability, in
-    probability, and in the codebook. What is kept is the draft itself. The residual stays [p - q]+, so the token's
-    distribution moves, and nothing bounds by how much. Codes without probability are of no cluster, so that a filter
-    that removed them holds.
+    A draft's cluster G are the codes that are close to it three times over: in the order of probability (7 places
+    down and 6 up, as published), in probability, and in the target's embedding. Where fewer than 7 codes are less
+    probable it is the draft alone. What is kept is the draft itself. The residual stays [p - q]+, so the token's
+    distribution moves, and nothing bounds by how much. Codes of probability 0 can be members, and be accepted.
     """
 
     def __init__(self, codes: Tensor, ranks: int) -> None:
         """
         Args:
-            codes: [V, dim] float32, the codes' vectors.
-            ranks: most places up and down that a cluster may reach.
+            codes: [V, H], the tokens' rows of the target's embedding.
+            ranks: most places down that a cluster may reach; it is one less up.
         """
         super().__init__()
         if len(codes) > MOST_CODES:
@@ -197,7 +197,7 @@ class Clusters(nn.Module):
             raise OptionError("no clusters with this codebook", why, "--relax lambda-5")
         self.codes = constant(codes)
         self.token = constant(arange32(len(codes)))  # [V]
-        self.offset = constant(arange32(2 * ranks + 1) - ranks)  # [2 ranks + 1]
+        self.offset = constant(arange32(2 * ranks) - ranks + 1)  # [2 ranks]
 
     def forward(self, p: Tensor, q: Tensor | None, token: Tensor, limits: Tensor) -> Tensor:
         """q(x) p(G) / q(G) of each token x [B, n], which over q(x) is the chance that it is accepted.
@@ -216,16 +216,18 @@ class Clusters(nn.Module):
         return mass * (drawn / (of_each(q, code) * inside).sum(-1).clamp(min=TINY))
 
     def members(self, p: Tensor, token: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
-        """Codes [B, n, 2 ranks + 1] around each token in the order of probability, and which are of its cluster."""
+        """Codes [B, n, 2 ranks] around each token in the order of probability, and which are of its cluster."""
         order = descending(p)  # as p
         places = torch.zeros_like(order).scatter(-1, order.long(), self.token.expand_as(order))
-        place = of_each(places, token[..., None]) + self.offset  # [B, n, 2 ranks + 1]
+        mine_at = of_each(places, token[..., None])  # [B, n, 1]
+        place = mine_at + self.offset  # [B, n, 2 ranks]
         code = of_each(order, place.clamp(min=0, max=p.shape[-1] - 1))
         ranks, gap, distance = limits[:, :, None, None].unbind(1)  # [B, 1, 1] each
         mine, mass = of_each(p, token[..., None]), of_each(p, code)
-        apart = (self.codes[code] - self.codes[token][:, :, None]).square().sum(-1)
-        close = (self.offset.abs() <= ranks) & ((mass - mine).abs() < gap) & (apart < distance)
-        there = (place >= 0) & (place < p.shape[-1]) & (torch.minimum(mine, mass) > 0)
+        apart = (self.codes[code].float() - self.codes[token][:, :, None].float()).square().sum(-1)
+        near = (self.offset <= ranks) & (self.offset > -ranks)
+        close = near & ((mass - mine).abs() < gap) & (apart < distance)
+        there = (place >= 0) & (mine_at + ranks < p.shape[-1])
         return code, (close & there) | (self.offset == 0)
 
 
@@ -279,7 +281,7 @@ class Acceptance(nn.Module):
         Args:
             spec: whose tree has at least one draft.
             neighbours: [V, K] int32, other codes by rising distance; None leaves their mass out.
-            codes: [V, dim] float32, the codes' vectors; None leaves clusters out.
+            codes: [V, H], the tokens' embedding; None leaves clusters out.
             walk: the device's own form of `walk_sampled`, for what it serves.
         """
         super().__init__()

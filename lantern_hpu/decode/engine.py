@@ -89,7 +89,7 @@ class Engine:
             drafter: for specs whose tree has drafts.
             fit: the device, and how it runs the step.
             neighbours: [V, K or more] int32, for specs with neighbours.
-            codes: [V, dim] float32, for specs with clusters.
+            codes: [V, H], the embedding, for specs with clusters.
         """
         self.target = target = target.sized(spec.sizes(target.config))
         self.spec, self.backend, self.mode = spec, fit.backend, fit.graphs

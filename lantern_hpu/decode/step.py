@@ -106,7 +106,7 @@ class Step(nn.Module):
         """
         Args:
             drafting: None where the root is the whole tree.
-            neighbours: [V, K] int32 for relaxed acceptance. codes: [V, dim] float32 for clusters.
+            neighbours: [V, K] int32 for relaxed acceptance. codes: [V, H], the embedding, for clusters.
         """
         super().__init__()
         self.target, self.drafting, self.spec = target, drafting, spec

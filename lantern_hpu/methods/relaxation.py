@@ -186,11 +186,11 @@ class Annealed(Relaxation):
 
 @dataclass(frozen=True)
 class Clustered(Relaxation):
-    """GSD: a draft is tried as its cluster, the codes close to it in rank, in probability and in the codebook.
+    """GSD: a draft is tried as its cluster, the codes close to it in rank, in probability and in embedding.
 
     Attributes:
-        distance: squared, between the codes' vectors; that of a member is less.
-        ranks: how many places up and down in the order of probability a member may be.
+        distance: squared, between rows of the target's embedding; that of a member is less.
+        ranks: how many places down in the order of probability a member may be, and one less up.
         gap: between the probabilities; that of a member is less.
     """
 

@@ -140,9 +140,15 @@ class ImageModel:
         return open_table(self.neighbour_table).shape[1]
 
     def code_tables(self, neighbours: int, ranks: int) -> tuple[Tensor | None, Tensor | None]:
-        """What a relaxed step knows of the codes: the `nearest` and the `code_vectors`, each if it needs them."""
+        """What a relaxed step knows of the codes: the `nearest` and the `token_rows`, each if it needs them."""
         table = self.nearest(neighbours) if neighbours else None
-        return table, self.code_vectors if ranks else None
+        return table, self.token_rows if ranks else None
+
+    @property
+    def token_rows(self) -> Tensor:
+        """What the target reads of each token: [V, H] in its number format."""
+        with torch.no_grad():
+            return self.target.embed(torch.arange(self.vocabulary, device=self.target.device))
 
     @property
     def code_vectors(self) -> Tensor:

@@ -97,7 +97,8 @@ def cropped(image: Image.Image, preset: Preset) -> Image.Image:
     if preset.crop is None:
         return image
     side = min(image.size)
-    left, top = (image.width - side) // 2, (image.height - side) // 2
+    # Halves are rounded to even, as torchvision's CenterCrop does
+    left, top = round((image.width - side) / 2), round((image.height - side) / 2)
     square = image.crop((left, top, left + side, top + side))
     return square.resize((preset.crop, preset.crop), Image.Resampling.LANCZOS)
 

@@ -5,6 +5,7 @@ Token ids and names are real, layers are narrow, and the pictures are small, so 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -195,13 +196,36 @@ def write_emu3(folder: Path, generator: Generator) -> None:
     write_words(folder, EMU3_TOKENS, EMU3_NAMES)
 
 
+# transformers' names within the tokenizer, and those of the authors' class Emu3VisionVQModel
+EMU3_VQ_PARTS = {
+    ".middle_block.attn_norm.": ".mid.attn_1.norm.",
+    ".middle_block.": ".mid.",
+    ".down_block.down.": ".down.",
+    ".up_block.up.": ".up.",
+    "out_proj.": "proj_out.",
+    **{f"{part}_proj.": f"{part}." for part in "qkv"},
+}
+
+
+def authors_emu3_vq(state: State) -> State:
+    """transformers' names turned into those of Emu3-VisionTokenizer, where projections are 1 x 1 convolutions."""
+    found = {}
+    for name, tensor in state.items():
+        own = re.sub(r"\.attn_norms\.(\d+)\.", r".attn.\1.norm.", name)
+        for old, new in EMU3_VQ_PARTS.items():
+            own = own.replace(old, new)
+        is_projection = name.endswith("_proj.weight")
+        found[own] = tensor[:, :, None, None] if is_projection else tensor
+    return found
+
+
 def write_authors_emu3(folder: Path, generator: Generator) -> None:
     """Emu3-Gen by its authors' names, and Emu3-VisionTokenizer beside it."""
     model = emu3_model(generator)
     network = model.model.text_model.state_dict(prefix="model.")
-    head = model.lm_head.state_dict(prefix="lm_head.")
+    head, vq = model.lm_head.state_dict(prefix="lm_head."), model.model.vqmodel.state_dict()
     write_safetensors(folder / "model.safetensors", network | head)
-    write_safetensors(folder / "vqvae" / "model.safetensors", model.model.vqmodel.state_dict())
+    write_safetensors(folder / "vqvae" / "model.safetensors", authors_emu3_vq(vq))
     config = model.config.text_config.to_dict() | {"image_area": (8 * EMU3_SIDE) ** 2}
     write_json(folder / "config.json", config | {"rope_theta": 1e6})
     write_words(folder, EMU3_TOKENS, EMU3_NAMES)

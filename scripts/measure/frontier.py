@@ -1,7 +1,7 @@
 """Tokens a step against what they cost: the meter's TV of a token, by rule, over many settings.
 
     python -m scripts.measure.frontier --images 32 --output tv.json --plot tv.png
-    python -m scripts.measure.frontier --images 32 --output tv.json --rows scd:tv=0.2@16,scd:gsd@16
+    python -m scripts.measure.frontier --images 32 --output tv.json --rows scd:tv=0.2@16,scd:distance=3@16
 
 Settings that the file has are not drawn again, so that a run that was stopped goes on, and more can be added. It counts
 steps, so it needs no quiet machine.
@@ -29,10 +29,10 @@ from lantern_lab.fidelity import interval
 
 ROWS = (
     "scd@16,scd:tv=0.05@16,scd:tv=0.07@16,scd:tv=0.1@16,scd:tv=0.12@16,scd:tv=0.15@16,scd:tv=0.2@16,scd:tv=0.3@16,"
-    "scd:lambda-5@16,scd:lambda-20@16,scd:delta-0.1@16,scd:omega-2@16,scd:gsd@16,"
+    "scd:lambda-5@16,scd:lambda-20@16,scd:delta-0.1@16,scd:omega-2@16,scd:distance=3@16,"
     "sjd-pac@16,sjd-pac:tv=0.1@16,sjd-pac:tv=0.12@16,"
     "eagle@deep_7,lantern++:tv=0.1@deep_7,lantern++:tv=0.15@deep_7,lantern++:tv=0.3@deep_7,"
-    "lantern++:lambda-5@deep_7,lantern++:lambda-20@deep_7,lantern++:gsd@deep_7"
+    "lantern++:lambda-5@deep_7,lantern++:lambda-20@deep_7,lantern++:distance=3@deep_7"
 )
 
 

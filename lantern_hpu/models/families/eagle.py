@@ -6,6 +6,7 @@ anole_drafter has both. A drafter holds no head: it uses its target's.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from lantern_hpu.models.transformer import Drafter, Target
 BLOCK_SIZES = {"t2i": 256, "t2i2": 1024, "c2i": 576}  # `input_type` of their config.json
 EPS = 1e-6
 FITTING = "the one that was published with this target"
+SPECULATORS = "speculators_model_type"  # in config.json of a drafter of that package
 SAMPLED_ROWS = 64  # rows of the embedding compared with the target's
 
 
@@ -62,6 +64,9 @@ class PublishedDrafter:
     def __init__(self, path: Path, target: TransformerConfig) -> None:
         self.path, self.about = path, settings_beside(path)
         self.checkpoint = open_checkpoint(path).within("module.")
+        if SPECULATORS in self.about:
+            self.checkpoint = of_speculators(self.checkpoint, self.about)
+            self.about = self.about["transformer_layer_config"] | self.about
         with reported_as(f"{path} does not describe a model"):
             self.config = eagle_config(self.checkpoint, self.about, target)
 
@@ -75,13 +80,37 @@ class PublishedDrafter:
             "fc.bias": take("fc.bias"),
             **llama_block("block.", "layers.0.", self.config.input_norm, drafter.config.qk_norm),
         }
-        digest = Stored(self.checkpoint, recipe).fill(drafter, dtype, model.target.device)
+        checkpoint = self.checkpoint
+        if "embed_tokens.weight" not in checkpoint:  # speculators leaves out what is the target's
+            own = model.target.embed(torch.arange(len(drafter.embed.weight)))
+            checkpoint = checkpoint.beside("embed_tokens.weight", own)
+            recipe["embed.weight"] = take("embed_tokens.weight")
+        digest = Stored(checkpoint, recipe).fill(drafter, dtype, model.target.device)
         if not self.about.get("trusted"):
             check_family(drafter, model.target, self.path)
         return digest
 
 
 OpenedDrafter = TrainedDrafter | PublishedDrafter
+
+
+def of_speculators(checkpoint: Checkpoint, about: dict[str, Any]) -> Checkpoint:
+    """A drafter of the `speculators` package by EAGLE's own names; its type `eagle` is that of versions 0.1 to 0.4."""
+    kind = about[SPECULATORS]
+    if kind != "eagle" or about.get("layernorms"):
+        kind = kind if kind != "eagle" else "eagle with layernorms"
+        why = f"it is of the type {kind!r}; of the speculators package `eagle` without layernorms is read, which its"
+        why += " versions 0.1 to 0.4 write; dflash, eagle3, mtp and peagle draft otherwise"
+        raise WeightsError(f"the drafter {checkpoint.path} cannot be used", why, "an EAGLE drafter")
+
+    def name(theirs: str) -> str:
+        return re.sub("^fusion_fc[.]", "fc.", re.sub("^transformer[.]", "layers.0.", theirs))
+
+    kept = checkpoint.only(lambda name: not name.startswith(("lm_head.", "rotary_emb.")))
+    result = kept.renamed(name)
+    if "fc.bias" in result or "fc.weight" not in result:
+        return result
+    return result.beside("fc.bias", torch.zeros(result.shapes["fc.weight"][0]))
 
 
 def check_family(drafter: Drafter, target: Target, path: Path) -> None:

@@ -27,7 +27,7 @@ LAYERS = {
 CLASSES = 1000  # of ImageNet, for which labels are known
 SAMPLING = {
     "llamagen-t2i": Sampling(7.5, 1.0, 1000, 1.0),
-    "llamagen-c2i": Sampling(4.0, 1.0, 0, 1.0),
+    "llamagen-c2i": Sampling(4.0, 1.0, 2000, 1.0),  # sample_c2i.py; sample_c2i_ddp.py has 1.5 and 0
 }
 # Buffers that some files hold and that are computed here
 BUFFERS = ("freqs_cis", "causal_mask", "rotary_emb.inv_freq")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from torch import Tensor
+
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.files import reported_as
 from lantern_hpu.models.config import TransformerConfig, VQConfig
@@ -13,6 +15,15 @@ from lantern_hpu.models.files.checkpoint import Checkpoint, Stored
 # Of Emu3's: what reads pictures, and counters of its norms
 ENCODING_ONLY = ("encoder.", "quant_conv.", "num_batches_tracked")
 TRAINING_ONLY = ("quantize.codebook_used", "loss.")  # a counter and losses
+# Emu3's own names of its decoder (BAAI/Emu3-VisionTokenizer), and transformers'
+EMU3_NAMES = (
+    (r"^decoder\.mid\.attn_1\.norm\.", "decoder.middle_block.attn_norm."),
+    (r"^decoder\.mid\.", "decoder.middle_block."),
+    (r"^decoder\.up\.", "decoder.up_block.up."),
+    (r"\.attn\.(\d+)\.norm\.", r".attn_norms.\1."),
+    (r"\.(q|k|v)\.(weight|bias)$", r".\1_proj.\2"),
+    (r"\.proj_out\.(weight|bias)$", r".out_proj.\1"),
+)
 # What Meta's files call the blocks of the middle, and their kinds elsewhere
 MIDDLE = {"block_1": "0", "attn_1": "1", "block_2": "2"}
 KINDS = {"block": "res", "attn": "attn"}
@@ -24,6 +35,8 @@ def open_vq(checkpoint: Checkpoint, normalised: bool) -> tuple[VQConfig, Stored]
     Args:
         normalised: whether codes are used at length 1, as LlamaGen's are.
     """
+    if "decoder.mid.block_1.norm1.conv_y.weight" in checkpoint:
+        checkpoint = of_emu3(checkpoint)
     if "decoder.middle_block.block_1.conv1.weight" in checkpoint:
         return open_video_vq(checkpoint)
     if any(".mid.block_1." in name for name in checkpoint.shapes):
@@ -86,6 +99,25 @@ def check_vq(config: VQConfig, target: TransformerConfig, pixels: int, path: Pat
     else:
         return
     raise WeightsError(f"the tokenizer {path} is for another target", why, "--vq with its own")
+
+
+def of_emu3(checkpoint: Checkpoint) -> Checkpoint:
+    """The authors' tokenizer by transformers' names; their projections are 1 x 1 convolutions, here matrices."""
+
+    def theirs(name: str) -> str:
+        for old, new in EMU3_NAMES:
+            name = re.sub(old, new, name)
+        return name
+
+    def is_matrix(name: str) -> bool:
+        return name.startswith("decoder.") and name.endswith("_proj.weight")
+
+    def read(name: str) -> Tensor:
+        return named.read(name).flatten(1) if is_matrix(name) else named.read(name)
+
+    named = checkpoint.renamed(theirs)
+    shapes = {name: s[:2] if is_matrix(name) else s for name, s in named.shapes.items()}
+    return Checkpoint(checkpoint.path, shapes, read)
 
 
 def of_taming(checkpoint: Checkpoint) -> Checkpoint:
