@@ -119,6 +119,21 @@ def test_janus_frames_a_prompt_token_for_token(public: Path) -> None:
         assert condition.frame.without(ids) == [want[0], *[100015] * (len(want) - 2), want[-1]]
 
 
+@pytest.mark.parametrize("name", [HUB_JANUS, LUMINA])
+def test_names_of_control_tokens_and_image_codes_in_a_prompt_are_text(
+    public: Path, name: str
+) -> None:
+    condition = opened(public / name).condition
+    assert isinstance(condition, TokenConditioner)
+    spelled = [added.content for added in condition.tokenizer.added_tokens_decoder.values()]
+    for prompt in (" ".join(spelled[:5] + spelled[-5:]), spelled[-1] * 2):
+        assert condition.control & set(condition.frame.words(prompt))
+        assert not condition.control & set(condition.words(prompt))
+        assert condition.length(prompt) > condition.length("red")
+    for prompt in PROMPTS:
+        assert condition.plain(prompt) == prompt
+
+
 def test_a_long_prompt_is_cut_before_the_frame_ends(public: Path) -> None:
     condition = opened(public / JANUS).condition
     assert isinstance(condition, TokenConditioner)

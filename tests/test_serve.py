@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from lantern_hpu.decode.engine import Engine
 from lantern_hpu.errors import CaptureError, OptionError
 from lantern_hpu.methods.relaxation import EXACT, Blended
 from lantern_hpu.methods.request import Request
+from lantern_hpu.models.text.prefix import WordConditioner
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.serve import app as middleware
@@ -248,6 +250,97 @@ def test_an_image_that_began_alone_begins_again_among_others(
         assert np.array_equal(np.asarray(done.drawn.image), wanted(pipeline, "cat", 0, "ar"))
 
 
+# Errors of one image
+
+BAD_SEED = 666
+PLANTED: dict[str, list[tuple[Any, str, Any]]] = {
+    "text": [(WordConditioner, "split", lambda prompt: "bad" in prompt)],
+    "admit": [
+        (Engine, name, lambda self, prefix, asked, *_: f"seed={BAD_SEED}," in repr(asked))
+        for name in ("start", "admit")
+    ],
+    "step": [(Engine, "advance", lambda self, seeds, *_: BAD_SEED in seeds)],
+    "result": [(Engine, "result", lambda self, done: f"seed={BAD_SEED}," in repr(done))],
+    "pixels": [(LanternPipeline, "picture", lambda self, record: record.seed == BAD_SEED)],
+    "send": [],
+}
+
+
+def method_of(function: Any) -> Any:
+    """A partial binds to no instance, a function does."""
+    return lambda *args: function(*args)
+
+
+@pytest.mark.parametrize("stage", PLANTED)
+def test_an_error_of_one_image_fails_it_alone(
+    server: Running,
+    pipeline: LanternPipeline,
+    stage: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whatever is raised for one of twelve, the others are what `generate` draws, and the server goes on."""
+
+    def planted(real: Any, hits: Any, *args: Any) -> Any:
+        if hits(*args):
+            raise RuntimeError("planted")
+        return real(*args)
+
+    for owner, name, hits in PLANTED[stage]:
+        made = partial(planted, getattr(owner, name), hits)
+        plain = name == "split"
+        monkeypatch.setattr(owner, name, staticmethod(made) if plain else method_of(made))
+    decoder, heard = server.decoder, dict[int, Any]()
+
+    def job(seed: int) -> Job:
+        def send(event: Any) -> None:
+            if stage == "send" and seed == BAD_SEED and isinstance(event, Done):
+                raise RuntimeError("planted")
+            heard[seed] = event
+
+        prompt = "bad cat" if seed == BAD_SEED else "cat"
+        request = Request(prompt, seed, decoder.menu.sampling)
+        return Job(request, "ar", time.monotonic() + 300, (), send)
+
+    seeds = range(11)
+    if stage == "text":  # it is read again for the batch, so that the stage before must stop it
+        monkeypatch.setattr(WordConditioner, "prepare", lambda self, ps: list(map(self.split, ps)))
+    server.until(lambda: not decoder.open_jobs)
+    decoder.submit([*map(job, seeds[:5]), job(BAD_SEED), *map(job, seeds[5:])])
+    server.until(lambda: not decoder.open_jobs)
+    assert heard[BAD_SEED].status_code == 500 and "err-" in str(heard[BAD_SEED])
+    assert "bad cat" not in caplog.text and heard[BAD_SEED].message[-20:] in caplog.text
+    assert decoder.failure is None and decoder.ready
+    monkeypatch.undo()
+    want = pipeline("cat", num_images_per_prompt=11, seed=0, method="ar").images
+    assert all(np.array_equal(heard[i].drawn.image, want[i]) for i in seeds)
+
+
+def test_only_a_device_that_draws_nothing_ends_the_process(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`/health` says so before the clients are answered."""
+    with served(ServeOptions(str(model), methods=("ar",), slots=2)) as running:
+
+        def broken(*_: Any) -> None:
+            raise RuntimeError("the device is gone")
+
+        heard: list[tuple[str, Any]] = []
+
+        def send(event: Any) -> None:
+            heard.append((httpx.get(running.url + "/health").json()["status"], event))
+
+        monkeypatch.setattr(Engine, "advance", broken)
+        request = Request("cat", 0, running.decoder.menu.sampling)
+        running.decoder.submit(
+            [Job(request, "ar", time.monotonic() + 300, (), send) for _ in range(3)]
+        )
+        running.until(lambda: len(heard) == 3)
+        assert {status for status, _ in heard} == {"failed"}
+        assert all(event.status_code == 500 for _, event in heard)
+        assert isinstance(running.decoder.failure, RuntimeError)
+
+
 # Refusals
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -288,15 +381,20 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 5}, "--allow top_k"),
     ({"top_k": 2**40}, "0 (off) to 32"),
     ({"top_p": 0.5}, "--allow top_p"),
-    ({"top_p": 7}, "up to 1"),
+    ({"top_p": 7}, "to 1 (off)"),
+    ({"top_p": 1e-46}, "1e-06 to 1"),
+    ({"relax": "lambda=1:k=2147483648"}, "0 (exact) to 1e+09"),
+    ({"relax": "lambda=1e300"}, "1 (exact) to 1e+09"),
+    ({"method": "jacobi", "window": "9" * 5000}, "allowed: jacobi"),
+    ({"tree": "dynamic:2x2x" + "9" * 5000}, "allowed"),
     ({"relax": "k=31"}, "relax is 'k=31'; allowed: k of 0 to"),
-    ({"relax": "k=-1"}, "0 (exact) or more"),
-    ({"relax": "lambda=0.1"}, "1 (exact) or more"),
+    ({"relax": "k=-1"}, "0 (exact) to 1e+09"),
+    ({"relax": "lambda=0.1"}, "1 (exact) to 1e+09"),
     ({"relax": "omega=0.5"}, "no omega"),
     ({"relax": "tv=0.1"}, "--allow tv"),
     ({"relax_tv": 0.1}, "relax_tv is gone try: relax tv=0.1"),
     ({"relax": "tv=2"}, "0 (exact) to 1"),
-    ({"relax": "tv=0.1:budget=-1"}, "0 (exact) or more"),
+    ({"relax": "tv=0.1:budget=-1"}, "0 (exact) to 1e+09"),
     ({"relax": "lambda=2:delta=0.1"}, "exclude each other"),
     ({"relax": "residual=official"}, "sound"),
     ({"relax": "odd"}, "unknown preset"),

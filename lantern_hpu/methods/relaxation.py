@@ -7,7 +7,6 @@ follow. The algorithm is `decode/accept.py`; what each rule bounds and what it d
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, get_args
@@ -15,6 +14,8 @@ from typing import Any, ClassVar, Literal, get_args
 from lantern_hpu.errors import OptionError, choices, require
 
 Residual = Literal["sound", "official"]
+MOST = 10**9  # of what has no largest meaningful value: int32 and products in float32 hold it
+MOST_EXPONENT = 80.0  # of a weight: 1000 e^80 is a float32, and accepts any draft
 
 
 def value(default: Any, low: float, high: float, allowed: str, key: str = "") -> Any:
@@ -35,7 +36,7 @@ class Relaxation:
 
     rule: ClassVar[str]
     has_neighbours: ClassVar[bool] = False
-    k: int = value(0, 0, math.inf, "0 (exact) or more")
+    k: int = value(0, 0, MOST, f"0 (exact) to {MOST:g}")
     residual: Residual = "sound"
     published: bool = field(default=False, compare=False, repr=False, kw_only=True)
 
@@ -152,7 +153,7 @@ class Multiplicative(Relaxation):
     """LANTERN++: a draft's nearest codes raise its mass to at most `lam` times its own."""
 
     rule, has_neighbours = "multiplicative", True
-    lam: float = value(1.0, 1, math.inf, "1 (exact) or more", "lambda")
+    lam: float = value(1.0, 1, MOST, f"1 (exact) to {MOST:g}", "lambda")
 
     @property
     def factor(self) -> float:
@@ -181,7 +182,8 @@ class Annealed(Relaxation):
     mu: float = value(0.0, -10, 10, "-10 to 10")
 
     def weights(self, depth: int) -> list[float]:
-        return [self.omega * math.exp(-self.nu * i - self.mu) for i in range(depth)]
+        exponents = [min(-self.nu * i - self.mu, MOST_EXPONENT) for i in range(depth)]
+        return [self.omega * math.exp(exponent) for exponent in exponents]
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ class Clustered(Relaxation):
     """
 
     rule = "clusters"
-    distance: float = value(0.0, 0, sys.float_info.max, "0 (exact) or more")
+    distance: float = value(0.0, 0, MOST, f"0 (exact) to {MOST:g}")
     ranks: int = value(7, 0, 1000, "0 (exact) to 1000")
     gap: float = value(0.15, 0, 1, "0 (exact) to 1")
 
@@ -217,7 +219,7 @@ class Blended(Relaxation):
 
     rule = "tv"
     tv: float = value(0.0, 0, 1, "0 (exact) to 1")
-    budget: float | None = value(None, 0, sys.float_info.max, "0 (exact) or more")
+    budget: float | None = value(None, 0, MOST, f"0 (exact) to {MOST:g}")
 
 
 EXACT = Multiplicative()

@@ -36,7 +36,11 @@ class Sampling:
         0, "sample from the K most probable tokens; 0 turns it off", low=0, marks={0: "off"}
     )
     top_p: float = option(
-        1.0, "nucleus sampling: smallest set of tokens with this probability; 1 turns it off"
+        1.0,
+        "nucleus sampling: smallest set of tokens with this probability; 1 turns it off",
+        low=1e-6,  # less may be 0 in float32, which leaves no token
+        high=1,
+        marks={1: "off"},
     )
 
     def __post_init__(self) -> None:
@@ -44,7 +48,6 @@ class Sampling:
         # Below 0.01 float32 would overflow on the way to what greedy says exactly.
         fits = self.temperature == 0 or 0.01 <= self.temperature <= 10
         require(fits, "--temperature", self.temperature, "0 (greedy), or 0.01 to 10")
-        require(0 < self.top_p <= 1, "--top-p", self.top_p, "above 0, up to 1 (off)")
 
     @property
     def greedy(self) -> bool:

@@ -280,6 +280,8 @@ async def readyz(decoder: TheDecoder, response: Response) -> protocol.Status:
     ready = decoder.ready and not decoder.draining
     response.status_code = 200 if ready else 503
     status = "ready" if ready else "draining" if decoder.draining else "warming up"
+    if decoder.failure is not None:
+        status = "failed"
     return protocol.Status(status=status)
 
 
@@ -337,6 +339,7 @@ FAILURES = errors(
     _413="the body is too large",
     _415="not JSON",
     _429="the queue is full: see Retry-After",
+    _500="the image failed: the server's log says why, under the id in the message",
     _503="not ready, or about to stop",
     _504="not done in time",
 )
@@ -354,6 +357,7 @@ async def generate_images(
     """Draw images for a prompt."""
     record: Record = request.state.record
     call = read_call(asked, decoder.menu)
+    await asyncio.to_thread(decoder.pipeline.model.condition.clean, asked.prompt)
     record.asked(call)
     payload = payload_of(decoder, call)
     jobs, events = submit(decoder, call, request.app.state.options.timeout)

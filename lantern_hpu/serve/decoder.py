@@ -7,13 +7,19 @@ nothing else runs, which then takes no longer than it does alone. All are captur
 from __future__ import annotations
 
 import heapq
+import json
+import logging
 import math
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
+from traceback import walk_tb
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +28,7 @@ from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.pixels import preview
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.errors import CaptureError, LanternError
+from lantern_hpu.errors import CaptureError, LanternError, OptionError
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
@@ -36,6 +42,7 @@ from lantern_hpu.serve.protocol import ApiError
 
 PROBED = 3  # steps of a recording that are compared with the step uncaptured
 IDLE = 0.5  # seconds between two heartbeats where nothing is to be drawn
+log = logging.getLogger("lantern_hpu.serve")
 
 
 class Partial(NamedTuple):
@@ -73,13 +80,15 @@ class Job:
     admitted: float = 0.0
     begun: float = 0.0
     cancelled: bool = False
+    alone: bool = False  # it is drawn by itself, after an error beside others
 
 
 class Lane:
     """The slots of one engine, and the jobs in them."""
 
-    def __init__(self, served: Served, batch: Batch) -> None:
-        self.served, self.batch = served, batch
+    def __init__(self, served: Served, batch: Batch, usual: Request) -> None:
+        """`usual` is what it was warmed up with."""
+        self.served, self.batch, self.usual = served, batch, usual
         self.jobs: dict[int, Job] = {}  # of a slot
         self.spent, self.idle = 0.0, True  # seconds of the decode thread, for fair turns
 
@@ -87,9 +96,16 @@ class Lane:
     def room(self) -> int:
         return len(self.batch.free)
 
-    def leave(self, slot: int) -> None:
+    def leave(self, slot: int) -> Job:
         self.batch.release(slot)
-        del self.jobs[slot]
+        return self.jobs.pop(slot)
+
+    def empty(self) -> list[Job]:
+        """Give all slots up. -> the jobs that were in them"""
+        left = list(self.jobs.values())
+        self.jobs.clear()
+        self.batch.slots.clear()
+        return left
 
 
 class DecodeThread:
@@ -222,8 +238,12 @@ class DecodeThread:
         """Send the last event of a job, once; None where the client left."""
         with self.changed:
             if job in self.open_jobs:
-                if event is not None:
-                    job.send(event)
+                try:
+                    if event is not None:
+                        job.send(event)
+                except Exception as error:
+                    with suppress(Exception):
+                        job.send(failed(job, "send", error))
                 self.open_jobs.remove(job)
 
     def answer_all(self, event: ApiError) -> None:
@@ -258,7 +278,7 @@ class DecodeThread:
         self.pipeline.warm_up(engine, request)
         check_replay(self.pipeline, engine, request)
         self.beat = time.monotonic()
-        return Lane(served, self.pipeline.batch(engine))
+        return Lane(served, self.pipeline.batch(engine), request)
 
     def turn(self) -> None:
         """Admit the jobs that have room, and run the engine that has had the least time until its next host read.
@@ -268,14 +288,45 @@ class DecodeThread:
         self.beat = time.monotonic()
         self.join()
         for lane, jobs in self.next_ones():
-            self.admit(lane, jobs)
+            if good := [job for job in jobs if self.read_text(job)]:
+                self.within(lane, partial(self.admit, lane, good), good)
         for lane in self.all_lanes():
             lane.idle = not lane.jobs
         if taken := [lane for lane in self.all_lanes() if lane.jobs]:
             lane = min(taken, key=lambda lane: lane.spent)
             began = self.clock()
-            self.advance(lane)
+            self.within(lane, partial(self.advance, lane))
             lane.spent += self.clock() - began
+
+    def within(self, lane: Lane, act: Callable[[], None], coming: Iterable[Job] = ()) -> None:
+        """Do something with all slots of a lane. Where that fails, the one whose error it is fails, and no other.
+
+        All of them begin again, each alone, with the same tokens; what fails alone has itself to blame.
+        """
+        try:
+            with self.pipeline.backend.errors():
+                act()
+        except Exception as error:
+            jobs = [j for j in dict.fromkeys([*lane.empty(), *coming]) if j in self.open_jobs]
+            self.check_usable(lane)
+            if lane.batch.size == 1:
+                for job in jobs:
+                    self.answer(job, failed(job, "decode", error))
+                return
+            note("restart", "decode", error, images=len(jobs))
+            with self.changed:
+                for job in jobs:
+                    job.alone = True
+                self.waiting.extendleft(reversed(jobs))
+
+    def check_usable(self, lane: Lane) -> None:
+        """Raise where an empty lane draws nothing any more: that is the device's error, and ends the process."""
+        engine, requests = lane.batch.engine, [lane.usual] * lane.batch.size
+        with self.pipeline.backend.errors():
+            self.pipeline.model.condition.prepare([lane.usual.prompt])
+            engine.start(self.pipeline.prefix(engine, requests), requests)
+            engine.advance([0] * lane.batch.size, 1, 1)
+            engine.check_captures()
 
     def join(self) -> None:
         """An image that began alone begins again among others that wait for its method, if less than half is done.
@@ -287,9 +338,8 @@ class DecodeThread:
                 if not shared or all((job.method, job.shape) != kind for job in self.waiting):
                     continue
                 for slot, job in list(alone.jobs.items()):
-                    if alone.batch.known[slot] < alone.batch.total // 2:
-                        alone.leave(slot)
-                        self.waiting.appendleft(job)
+                    if not job.alone and alone.batch.known[slot] < alone.batch.total // 2:
+                        self.waiting.appendleft(alone.leave(slot))
 
     def next_ones(self) -> list[tuple[Lane, list[Job]]]:
         """Jobs that have a slot now, by lane; the others wait on, in their order."""
@@ -303,7 +353,7 @@ class DecodeThread:
                 if self.gone(job):
                     continue
                 lanes = self.lanes[job.method, job.shape]
-                lane = lanes[0] if alone else lanes[-1]
+                lane = lanes[0] if alone or job.alone else lanes[-1]
                 if len(chosen.get(lane, [])) < lane.room:
                     chosen.setdefault(lane, []).append(job)
                 else:
@@ -323,24 +373,27 @@ class DecodeThread:
             return False
         return True
 
-    def admit(self, lane: Lane, jobs: list[Job]) -> None:
-        good = []
-        for job in jobs:
-            try:
+    def read_text(self, job: Job) -> bool:
+        """Whether a job's prompt could be read; else it is answered."""
+        try:
+            with self.pipeline.backend.errors():
                 self.pipeline.model.condition.prepare([job.request.prompt])
-                good.append(job)
-            except LanternError as error:  # a prompt that means nothing to this model
-                self.answer(job, translated(error))
-        if not good:
-            return
+            return True
+        except OptionError as error:  # it means nothing to this model
+            self.answer(job, translated(error))
+        except Exception as error:
+            self.answer(job, failed(job, "text", error))
+        return False
+
+    def admit(self, lane: Lane, jobs: list[Job]) -> None:
         if lane.idle:  # what it did not use meanwhile is not saved up
             others = [other.spent for other in self.all_lanes() if other.jobs]
             least = min(others) if others else max(each.spent for each in self.all_lanes())
             lane.spent = max(lane.spent, least)
         began = time.monotonic()
-        slots = lane.batch.admit([job.request for job in good])
+        slots = lane.batch.admit([job.request for job in jobs])
         begun = time.monotonic()
-        for slot, job in zip(slots, good, strict=True):
+        for slot, job in zip(slots, jobs, strict=True):
             lane.jobs[slot] = job
             self.schedule_preview(lane, slot)
             if not job.admitted:  # else it began alone and begins again among others
@@ -358,7 +411,11 @@ class DecodeThread:
         for slot in [slot for slot, job in lane.jobs.items() if self.gone(job)]:
             lane.leave(slot)
         for slot, record in batch.finished():
-            self.finish(lane, lane.jobs.pop(slot), record)
+            job = lane.jobs.pop(slot)
+            try:
+                self.finish(lane, job, record)
+            except Exception as error:
+                self.answer(job, failed(job, "pixels", error))
         self.show(lane)
 
     def show(self, lane: Lane) -> None:
@@ -375,13 +432,15 @@ class DecodeThread:
             return
         tokens, known = lane.batch.engine.partial(), lane.batch.known
         for slot in wanted:
-            pictures = preview(
-                self.pipeline.model, self.pipeline.backend, tokens[[slot]], [known[slot]]
-            )
-            steps = lane.batch.slots[slot].steps
-            shown = Partial(pictures[0], known[slot] // columns, known[slot], steps)
-            lane.jobs[slot].send(shown)
-            self.schedule_preview(lane, slot)
+            job, steps = lane.jobs[slot], lane.batch.slots[slot].steps
+            try:
+                pictures = preview(
+                    self.pipeline.model, self.pipeline.backend, tokens[[slot]], [known[slot]]
+                )
+                job.send(Partial(pictures[0], known[slot] // columns, known[slot], steps))
+                self.schedule_preview(lane, slot)
+            except Exception as error:
+                self.answer(lane.leave(slot), failed(job, "preview", error))
 
     def schedule_preview(self, lane: Lane, slot: int) -> None:
         """Have the host read when the next partial picture of a slot may be due."""
@@ -416,6 +475,23 @@ class DecodeThread:
                 metrics.tv_max.labels(model, method).observe(record.tv_max or 0.0)
             for position, accepted in enumerate(record.accepted_by_depth):
                 metrics.per_pos.labels(model, method, str(position)).inc(accepted)
+
+
+def failed(job: Job, stage: str, error: Exception) -> ApiError:
+    """What a job is answered whose own error it is; the log says more, but no prompt."""
+    number = f"err-{secrets.token_hex(8)}"
+    note("failure", stage, error, id=number, seed=job.request.seed)
+    what = f"the image failed at {stage}; the server's log says why under {number}"
+    return ApiError(500, what, None, "image_failed")
+
+
+def note(event: str, stage: str, error: Exception, **more: Any) -> None:
+    """A line in the log: what an error is and where, but no prompt, which errors of text may quote."""
+    frames = [f"{f.f_code.co_filename}:{line}" for f, line in walk_tb(error.__traceback__)]
+    line = {"event": event, "stage": stage, "error": type(error).__name__, "at": frames[-4:]}
+    if stage != "text" and isinstance(error, LanternError | RuntimeError | MemoryError):
+        line["why"] = str(error)[:200]
+    log.error(json.dumps(line | more))
 
 
 def seconds_until_room(places: int, left: Sequence[float], each: float, slots: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from lantern_hpu.errors import TreeError
@@ -40,7 +41,7 @@ class DynamicTree:
         if name == DYNAMIC:
             return cls()
         sizes = name.removeprefix(f"{DYNAMIC}:").split("x")
-        if len(sizes) != 3 or not all(size.isdecimal() for size in sizes):
+        if len(sizes) != 3 or not all(re.fullmatch("[0-9]{1,9}", size) for size in sizes):
             why = "expected top-k, expansions and drafts"
             raise TreeError(f"cannot read the tree {name!r}", why, f"{DYNAMIC}:10x4x58")
         return cls(*map(int, sizes))

@@ -18,8 +18,9 @@ Guess = Literal["probs", "left", "above", "random"]  # the first draft of a plac
 USUAL: Guess = "probs"  # left out of a window's name
 OLD_USUAL = ":law"  # how files of version 0.2 end the name of a window with the usual guess
 MOST_WINDOW, FRONT = 256, (3, 3)  # drafts in a row; siblings and levels of sjd-pac's front
+COUNT = "([0-9]{1,9})"
 TEXT = re.compile(
-    "([a-z-]+):([0-9]+)(?::([0-9]+)x([0-9]+))?(?::commit=([0-9]+))?(?::(probs|left|above|random))?"
+    f"([a-z-]+):{COUNT}(?::{COUNT}x{COUNT})?(?::commit={COUNT})?(?::(probs|left|above|random))?"
 )
 
 

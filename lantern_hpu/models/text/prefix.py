@@ -31,6 +31,10 @@ class TextFeatures(NamedTuple):
 class TextConditioner(Protocol):
     """Turns prompts into caption features; T5 and word tables are implementations."""
 
+    def clean(self, prompt: str) -> None:
+        """What can be done in any thread before a prompt is encoded, and is kept."""
+        ...
+
     def prepare(self, prompts: Sequence[str]) -> None:
         """Encode the prompts of a run at once, where that takes long."""
         ...
@@ -67,6 +71,9 @@ class WordConditioner(nn.Module):
         self.position = nn.Embedding(self.positions, dim)
         nn.init.normal_(self.table.weight, std=dim**-0.5)
         nn.init.normal_(self.position.weight, std=dim**-0.5)
+
+    def clean(self, prompt: str) -> None:
+        pass
 
     def prepare(self, prompts: Sequence[str]) -> None:
         pass
@@ -170,6 +177,10 @@ class Conditioner(Protocol):
 
     def rows(self, prompts: Sequence[str], guidance: bool) -> Prefix: ...
 
+    def clean(self, prompt: str) -> None:
+        """What of `prepare` needs no device and may take long; in any thread."""
+        ...
+
     def sized(self, config: TransformerConfig) -> Conditioner:
         """The same for a target of other sizes, where those are chosen by request."""
         ...
@@ -189,6 +200,9 @@ class Conditioner(Protocol):
 
 class FixedPrefix:
     """What conditioners have in common whose model has one size of picture and prefix."""
+
+    def clean(self, prompt: str) -> None:
+        pass
 
     def sized(self, config: TransformerConfig) -> Any:
         return self
@@ -227,6 +241,9 @@ class CaptionConditioner(FixedPrefix):
 
     def __init__(self, text: TextConditioner, projection: CaptionProjection) -> None:
         self.text, self.projection = text, projection
+
+    def clean(self, prompt: str) -> None:
+        self.text.clean(prompt)
 
     def prepare(self, prompts: Sequence[str]) -> None:
         self.text.prepare(prompts)

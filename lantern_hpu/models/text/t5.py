@@ -6,8 +6,8 @@ import html
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import contextmanager, suppress
+from functools import cached_property, lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +23,10 @@ from lantern_hpu.models.text.prefix import TextFeatures
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
 CACHED = 1024  # prompts whose features stay on the host, at most 0.5 GB for flan-t5-xl
+TAGS = 32  # a caption with more is no markup, and the parser's time grows with their square
+LONG_RUN = re.compile(
+    r"(\S{256})(?=\S)|(\s{64})\s+"
+)  # the time of some rules grows so with a run's length
 HINT = "download all files of google/flan-t5-xl into one folder"
 TOKENIZERS = ("tokenizer.json", "spiece.model")
 
@@ -93,7 +97,7 @@ def clean_caption(text: str) -> str:
     """One round of cleaning; see `clean`."""
     with needing("ftfy", "it mends captions"):
         from ftfy import fix_text
-    text = unquote_plus(text).strip().lower()
+    text = LONG_RUN.sub(lambda m: f"{m[1]} " if m[1] else m[2], unquote_plus(text)).strip().lower()
     text = _without_markup(_replace(text, LINKS))
     text = _replace(text, SYMBOLS)
     if len(re.findall("[-_]", text)) > 3:  # this-is-my-cute-cat, but not black-and-white
@@ -102,6 +106,7 @@ def clean_caption(text: str) -> str:
     return _replace(_replace(text, CLUTTER), EDGES).strip()
 
 
+@lru_cache(CACHED)
 def clean(text: str) -> str:
     """A caption as T5-conditioned models expect it: cleaned twice, as in their training."""
     return clean_caption(clean_caption(text))
@@ -116,9 +121,13 @@ def _replace(text: str, rules: Rules) -> str:
 def _without_markup(text: str) -> str:
     with needing("bs4", "it takes the tags out of captions"):
         from bs4 import BeautifulSoup
-    with warnings.catch_warnings():
+    if text.count("<") > TAGS:
+        return text.replace("<", " ")
+    # `<![a]` is one of several that releases of the parser reject, each in its way
+    with suppress(Exception), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a caption looks like a file name or an address
         return BeautifulSoup(text, features="html.parser").text
+    return text.replace("<", " ")
 
 
 class T5Conditioner:
@@ -141,10 +150,13 @@ class T5Conditioner:
         # Missing packages show now, not after the image model is loaded.
         with needing("transformers", "it encodes captions"):
             import transformers
-        clean("")
+        clean_caption("")
         self._transformers: Any = transformers
         self._encoder: Any = None
         self._known: dict[str, Tensor] = {}  # prompt -> [v, C] on the host, oldest first
+
+    def clean(self, prompt: str) -> None:
+        clean(prompt)
 
     def encode(self, prompts: Sequence[str]) -> TextFeatures:
         """Features [B, P, C] and valid [B, P] of a batch, put together on the host so that one copy goes up."""

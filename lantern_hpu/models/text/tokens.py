@@ -11,11 +11,13 @@ from torch import Tensor, nn
 
 from lantern_hpu.errors import WeightsError, needing
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.text.frames import Frame
+from lantern_hpu.models.text.frames import Frame, Words
 from lantern_hpu.models.text.prefix import Prefix
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
 PROMPT_POSITIONS = 256  # P: what a prompt and its frame must fit into
+BREAK = "\0"  # where text is split before it becomes tokens
+ROUNDS = 4  # of breaking names of control tokens that others are made of
 
 
 def load_tokenizer(folder: Path) -> Any:
@@ -30,9 +32,14 @@ def load_tokenizer(folder: Path) -> Any:
         raise WeightsError(f"cannot read {file}", str(error), "download it again") from error
 
 
-def splitter(tokenizer: Any) -> Any:
-    """Text to tokens, without the tokenizer's own frame."""
-    return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+def splitter(tokenizer: Any) -> Words:
+    """Text to tokens, without the tokenizer's own frame; each part between two breaks by itself."""
+
+    def words(text: str) -> list[int]:
+        parts = [part for part in text.split(BREAK) if part] or [""]
+        return [id for p in parts for id in tokenizer(p, add_special_tokens=False)["input_ids"]]
+
+    return words
 
 
 class TokenConditioner:
@@ -52,6 +59,9 @@ class TokenConditioner:
         self.tokenizer, self.frame, self.embed = tokenizer, frame, embed
         self.word_table, self.to_device = word_table, to_device
         self.width = frame.config.prefix
+        codes = frame.order.first if frame.order is not None else ()
+        self.control = set(getattr(tokenizer, "added_tokens_decoder", ()))  # and image codes
+        self.control.update(*(range(*stretch) for stretch in codes))
         self.others: dict[TransformerConfig, TokenConditioner] = {}  # of other sizes
 
     def sized(self, config: TransformerConfig) -> TokenConditioner:
@@ -65,13 +75,28 @@ class TokenConditioner:
         return self.others[config]
 
     def length(self, prompt: str) -> int:
-        return len(self.frame.ids(prompt))
+        return len(self.frame.ids(self.plain(prompt)))
+
+    def clean(self, prompt: str) -> None:
+        pass
 
     def prepare(self, prompts: Sequence[str]) -> None:
         """Nothing: tokens are quick."""
 
     def words(self, prompt: str) -> list[int]:
-        return self.frame.words(prompt)
+        return self.frame.words(self.plain(prompt))
+
+    def plain(self, prompt: str) -> str:
+        """A prompt that is all text: names of control tokens and image codes are broken after their first letter."""
+        for _ in range(ROUNDS):
+            found = {id for id in self.frame.words(prompt) if id in self.control}
+            names = [self.tokenizer.convert_ids_to_tokens(id) for id in sorted(found)]
+            names = [name for name in names if len(name) > 1 and name in prompt]
+            if not names:
+                break
+            for name in names:
+                prompt = prompt.replace(name, name[0] + BREAK + name[1:])
+        return prompt
 
     @property
     def takes_negative(self) -> bool:
@@ -82,9 +107,9 @@ class TokenConditioner:
         self, prompts: Sequence[str], guidance: bool, negatives: Sequence[str | None] | None = None
     ) -> Prefix:
         """`negatives` are what guidance draws away from, of each prompt; None: the model's own."""
-        rows = [self.frame.ids(prompt) for prompt in prompts]
+        rows = [self.frame.ids(self.plain(prompt)) for prompt in prompts]
         if guidance:
-            words = negatives or [None] * len(rows)
+            words = [n if n is None else self.plain(n) for n in negatives or [None] * len(rows)]
             rows += [self.frame.without(r, n) for r, n in zip(rows, words, strict=True)]
         device = next(self.embed.parameters()).device
         lengths = self.to_device(torch.tensor([len(row) for row in rows]), device)
@@ -105,12 +130,12 @@ class TokenConditioner:
         return token if order is None or rows is None else order.row(token, rows)
 
     def notes(self, prompt: str) -> list[str]:
-        note = self.frame.note(prompt)
+        note = self.frame.note(self.plain(prompt))
         return [note] if note else []
 
     def negative_notes(self, negative: str) -> list[str]:
         """The same of a negative prompt."""
-        note = self.frame.negative_note(negative)
+        note = self.frame.negative_note(self.plain(negative))
         return [note] if note else []
 
     def parts(self) -> dict[str, nn.Module]:
