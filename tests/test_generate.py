@@ -300,7 +300,7 @@ def test_nothing_is_overwritten_unasked(
         (["--device", "toaster"], "cpu"),
         (["--graphs", "paper"], "strict"),
         (["--dtype", "int3"], "float32"),
-        (["--relax", "lambda=0.5"], "1 (exact) or more"),
+        (["--relax", "lambda=0.5"], "1 (exact) to 1e+09"),
         (["--relax", "delta=1.5"], "0 (exact) to 1"),
         (["--relax", "delta=0.1:lambda=2"], "exclude each other"),
         (["--method", "eagle", "--relax", "k=3"], "exact"),
