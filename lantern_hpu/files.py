@@ -23,7 +23,7 @@ def cache_folder() -> Path:
     """Where what was computed once is kept: LANTERN_HPU_CACHE, else the user's cache folder."""
     folder = os.environ.get("LANTERN_HPU_CACHE")
     if folder:
-        return Path(folder)
+        return Path(os.path.expanduser(folder))
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lantern_hpu"
 
 

@@ -91,7 +91,7 @@ def add_what(group: argparse._ArgumentGroup) -> None:
 
 def add_where(group: argparse._ArgumentGroup) -> None:
     add, path = group.add_argument, options.file_path
-    add("--output", type=path, default=Path("out"), help="a .png file, or a folder (out)")
+    add("--output", type=options.output_path, default="out", help="a .png file, or a folder (out)")
     add("--force", action="store_true", help="replace existing files")
     add("--resume", action="store_true", help="keep existing images and generate the missing ones")
     add("--grid", action="store_true", help="also write one sheet with all images")
@@ -442,7 +442,7 @@ def show_warm_up(result: GenerationResult) -> None:
         print(f"{took} by {graph['runner']}{memory}", file=sys.stderr)
 
 
-def summary(result: GenerationResult, output: Path) -> str:
+def summary(result: GenerationResult, output: str | Path) -> str:
     """One line for the user."""
     from lantern_hpu.results.images import mean_tv, tokens_per_step
 

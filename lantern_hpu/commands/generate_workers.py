@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from contextlib import closing
@@ -23,7 +24,7 @@ def draw_with_workers(args: argparse.Namespace) -> int:
     if args.grid or args.report or args.save_tokens or args.preview_every or args.from_png:
         what = "--workers excludes --grid, --report, --save-tokens, --preview-every and --from-png"
         raise OptionError(what, "workers write each image to its own file")
-    args.output = args.output.resolve()  # workers may run elsewhere
+    args.output = os.path.join(os.getcwd(), args.output)  # workers may run elsewhere
     files, count = outputs_of(args, job.prompts).images, len(job.prompts)
     work = pieces(count, args.workers, job.slots)
     opener, device = "lantern_hpu.commands.generate_workers:open_job_worker", job.device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
@@ -74,9 +75,14 @@ def add_fields(group: Group, kind: type[Any], *names: str, **helps: str) -> None
 
 def file_path(text: str) -> Path:
     """A path of the command line, for `type=`; an empty one would be the folder that one is in."""
+    return Path(output_path(text))
+
+
+def output_path(text: str) -> str:
+    """The same as it was written: a slash at its end means a folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError("it is empty")
-    return Path(text)
+    return os.path.expanduser(text)
 
 
 def dests(kind: type[Any]) -> dict[str, str]:

@@ -38,7 +38,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("tokens", type=options.file_path, metavar="TOKENS.npz", help=tokens)
     add("--model", default="builtin", help="model that the tokens are of (builtin)")
     output = "a .png file, or a folder (out)"
-    add("--output", type=options.file_path, default=Path("out"), help=output)
+    add("--output", type=options.output_path, default="out", help=output)
     add("--force", action="store_true", help="replace existing files")
     options.add_part_options(parser)
     options.add_device_options(parser, graphs=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ REPORTED = (
     *"file prompt seed tokens steps tokens_per_step accepted_by_depth relaxed_accepts".split(),
     *"tv_sum tv_mean tv_max".split(),
 )
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif", ".bmp", ".tif", ".tiff")
 METADATA = "lantern_hpu"  # key of the PNG text chunk with everything needed to draw the image again
 
 
@@ -311,27 +313,35 @@ def slug(prompt: str, length: int = 40) -> str:
     return re.sub(r"[^a-z0-9]+", "-", prompt.lower()).strip("-")[:length].strip("-") or "image"
 
 
+def folder_named(output: str | Path) -> Path | None:
+    """The folder that an output means, with a slash at its end or no picture's ending; None for a .png file."""
+    path = Path(output)
+    if str(output).endswith(("/", os.sep)) or path.suffix.lower() not in PICTURES or path.is_dir():
+        return path
+    if path.suffix.lower() != ".png":
+        hint = "a name ending in .png, or a folder"
+        raise OptionError(f"cannot write {output}", "images are PNG files", hint)
+    return None
+
+
 def image_files(
-    output: Path, prompts: Sequence[str] | Mapping[int, str], as_grid: bool
+    output: str | Path, prompts: Sequence[str] | Mapping[int, str], as_grid: bool
 ) -> tuple[list[Path], Path | None]:
     """Where each image goes, and the sheet.
 
     A `.png` output is the image, or with `--grid` the sheet; anything else is a folder.
     """
-    if output.suffix.lower() == ".png":
+    folder = folder_named(output)
+    if folder is None:
         if as_grid:
-            return [], output
+            return [], Path(output)
         if len(prompts) > 1:
             why = f"there are {len(prompts)} images"
             raise OptionError(f"--output {output} names one file", why, "a folder, or --grid")
-        return [output], None
-    if output.suffix and not output.is_dir():
-        raise OptionError(
-            f"cannot write {output}", "images are PNG files", "a name ending in .png, or a folder"
-        )
+        return [Path(output)], None
     numbered = prompts.items() if isinstance(prompts, Mapping) else enumerate(prompts)
-    files = [output / f"{number:03d}-{slug(text)}.png" for number, text in numbered]
-    return files, output / "grid.png" if as_grid else None
+    files = [folder / f"{number:03d}-{slug(text)}.png" for number, text in numbered]
+    return files, folder / "grid.png" if as_grid else None
 
 
 def tokens_per_step(records: Sequence[ImageRecord]) -> float:
@@ -433,7 +443,7 @@ class Outputs:
     @classmethod
     def of(
         cls,
-        output: Path,
+        output: str | Path,
         prompts: Sequence[str] | Mapping[int, str],
         *,
         sheet: bool = False,
@@ -457,9 +467,9 @@ class Outputs:
         return cls(images, whole, shown, report, tokens)
 
 
-def preview_file(output: Path) -> Path:
-    png = output.suffix.lower() == ".png"
-    return output.with_suffix(".preview.png") if png else output / "preview.png"
+def preview_file(output: str | Path) -> Path:
+    folder = folder_named(output)
+    return Path(output).with_suffix(".preview.png") if folder is None else folder / "preview.png"
 
 
 class Keeper:

@@ -6,13 +6,14 @@ numbered by (depth, path), the root is node 0.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path as FilePath
 
 from lantern_hpu.errors import TreeError, choices
-from lantern_hpu.files import parse_json
+from lantern_hpu.files import parse_json, read_text
 from lantern_hpu.tree.named import NAMED
 
 Path = tuple[int, ...]
@@ -190,12 +191,12 @@ def load_static(name: str, draws: int = DRAWS) -> DraftTree:
     """A named tree, or a user's from a JSON file: a list of paths, or `{"name": ..., "paths": [...]}`."""
     if name in NAMED:
         return DraftTree.from_counts(name, NAMED[name])
-    file = FilePath(name)
+    file = FilePath(os.path.expanduser(name))
     if file.suffix != ".json":
         hint = choices([*NAMED, "dynamic", "a .json file"])
         raise TreeError(f"unknown tree {name!r}", hint=hint)
     try:
-        data = parse_json(file.read_text())
+        data = parse_json(read_text(file))
     except (OSError, ValueError) as error:
         raise TreeError(f"cannot read the tree {name!r}", str(error)) from error
     paths = data.get("paths") if isinstance(data, dict) else data

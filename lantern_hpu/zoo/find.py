@@ -7,6 +7,8 @@ given by an option.
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +20,10 @@ from lantern_hpu.models.files.names import (
     BUILTIN,
     CONFIG,
     OPTIONS,
-    PICKLES,
-    SAFE,
     Given,
     Parts,
+    given_path,
+    is_weights,
     weights_files,
 )
 from lantern_hpu.results.tables import amount
@@ -33,7 +35,7 @@ UNCHECKED = ".lantern-unchecked"  # beside a repository's files in the cache: se
 # Names of parts in a folder; the first that is there is taken
 BESIDE = {
     "drafter": ("drafter", "*drafter*"),
-    "vq": ("vq", "vqvae", "vqgan.ckpt", "vq_*.pt", "vq*.safetensors", "vqvae*", "vqgan*"),
+    "vq": ("vq", "vqvae", "vqgan.ckpt", "vq_*.pt", "vq*.safetensors", "vq*"),
     "text": ("text", "text_encoder", "flan-t5*", "t5*"),
     "neighbours": ("neighbours", "neighbours.npy", "vq_distances", "top_*_indices.npy"),
 }
@@ -161,9 +163,7 @@ def draw_command(entry: KnownModel, folder: Path | None = None) -> str:
 
 def find_parts(model: str, given: Given = Given(), spared: tuple[str, ...] = ()) -> Parts:
     """The parts of a model, those in `given` in place of its own; those in `spared` may be missing."""
-    given_paths = {
-        name: Path(value) for name in OPTIONS if (value := getattr(given, name)) is not None
-    }
+    given_paths = given.paths()
     absent = [f"{OPTIONS[name]} {path}" for name, path in given_paths.items() if not exists(path)]
     if absent:
         raise WeightsError("no such file or folder", ", ".join(absent), "check the path")
@@ -180,11 +180,11 @@ def parts_of(model: str, given: Collection[str], spared: Collection[str] = ()) -
     """The parts of a model at their usual places."""
     if model == "builtin":
         return Parts("builtin", "builtin", BUILTIN)
-    path = Path(model)
+    path = given_path(model)
     if exists(path) and path.is_dir():
         return from_folder(path, given, spared)
     if exists(path):
-        return Parts(path.stem, str(path.resolve()), path, **beside(path.parent, path, given))
+        return Parts(path.stem, os.path.abspath(path), path, **beside(path.parent, path, given))
     if model in registry.entries() or registry.sources(model):
         entry = registry.get(model)
         return known(entry, require_parts(entry, given=(*given, *spared)), entry.name)
@@ -220,7 +220,9 @@ def known(entry: KnownModel, found: Located, where: str) -> Parts:
 
 def from_folder(folder: Path, given: Collection[str], spared: Collection[str] = ()) -> Parts:
     """A folder of our own, or published checkpoints side by side."""
-    name, result = folder.resolve().name, str(folder.resolve())
+    result = os.path.abspath(folder)
+    # A version of a repository in the Hub's cache is called as the repository
+    name = re.sub(r".*--([^/]+)/snapshots/[^/]+$|.*/", r"\1", folder.resolve().as_posix())
     if (folder / CONFIG).is_file():
         return Parts(name, result, folder)
     entry = of_folder(folder)
@@ -242,7 +244,7 @@ def target_in(folder: Path) -> Path | None:
     if (folder / "target").is_dir():
         inside = weights_files(folder / "target")
         return inside[0] if len(inside) == 1 and inside[0].suffix == ".pt" else folder / "target"
-    if any(folder.glob("*.index.json")) or (folder / "model.safetensors").is_file():
+    if any(folder.glob("[!.]*.index.json")) or (folder / "model.safetensors").is_file():
         return folder
     others = {path for names in BESIDE.values() for name in names for path in folder.glob(name)}
     files = [file for file in weights_files(folder) if file not in others]
@@ -275,7 +277,9 @@ def beside(folder: Path, target: Path, given: Collection[str]) -> dict[str, Any]
 
 def may_be(part: str, path: Path) -> bool:
     """Whether a file or folder can be a part of this kind: the log of a drafter's training is no drafter."""
-    return part != "drafter" or path.is_dir() or path.suffix in (SAFE, *PICKLES)
+    if part == "vq" and path.name in BESIDE["neighbours"]:
+        return False
+    return part not in ("drafter", "vq") or path.is_dir() or is_weights(path)
 
 
 def condition_kind(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,11 @@ class Given:
 
     def resolved(self) -> Given:
         """The same parts by paths that hold from anywhere."""
-        paths = {n: str(Path(p).resolve()) for n in OPTIONS if (p := getattr(self, n)) is not None}
+        paths = {n: os.path.abspath(path) for n, path in self.paths().items()}
         return replace(self, **paths)  # type: ignore[arg-type]
+
+    def paths(self) -> dict[str, Path]:
+        return {n: given_path(p) for n in OPTIONS if (p := getattr(self, n)) is not None}
 
 
 OPTIONS = {
@@ -81,8 +85,23 @@ OPTIONS = {
 }
 
 
+def given_path(text: str) -> Path:
+    """A path as users give it: `~` is the home, and the Hub cache's folder of a repository is its main version."""
+    path = Path(os.path.expanduser(text))
+    if not path.name.startswith("models--") or not (path / "snapshots").is_dir():
+        return path
+    ref, versions = path / "refs" / "main", sorted((path / "snapshots").iterdir())
+    main = ref.read_text().strip() if ref.is_file() else versions[0].name if versions else ""
+    return path / "snapshots" / main
+
+
+def is_weights(path: Path) -> bool:
+    """Whether a name is that of weights: what begins with a dot, as macOS' `._` files, is none."""
+    return path.suffix in (SAFE, *PICKLES) and not path.name.startswith(".")
+
+
 def weights_files(folder: Path) -> list[Path]:
-    return sorted(f for f in folder.iterdir() if f.suffix in (SAFE, *PICKLES) and f.is_file())
+    return sorted(file for file in folder.iterdir() if is_weights(file) and file.is_file())
 
 
 def how_to_renew(folder: Path) -> str:
