@@ -185,6 +185,7 @@ class Backend(ABC):
         graph_modes: ways to record a function, best first, each with the reason for its place; `eager` is one.
         layouts: ways to keep the matrices of linear layers. quantized: smaller formats for the target's weights.
         queue: how the host hands work to the device.
+        shares_pool: whether all recordings keep what they compute in one memory.
     """
 
     name: str
@@ -194,6 +195,7 @@ class Backend(ABC):
     layouts: Mapping[str, str] = {"plain": "as torch keeps them"}
     quantized: tuple[str, ...] = ()
     queue: Queue = Queue()
+    shares_pool = False
 
     def __init__(self, graphs: str = "auto") -> None:  # noqa: B027 - most need not know
         """Nothing is loaded yet.

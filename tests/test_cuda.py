@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -65,18 +66,62 @@ class Graph:
         self.recorded()
 
 
+class Memory:
+    """What torch's allocator and cuBLAS do with graphs: a workspace is of a stream, and lies where it was made."""
+
+    clears = True  # since pytorch 175276: a graph that goes takes its stream's workspace with it
+
+    def __init__(self) -> None:
+        self.streams: list[Any] = []  # the last one is current
+        self.workspaces: dict[Any, Any] = {}  # of a stream: the pool it lies in, or None
+        self.pools: dict[Any, int] = {}  # how many live graphs each has
+
+    def pool(self) -> Any:
+        handle = (0, len(self.pools) + 1)
+        self.pools[handle] = 0
+        return handle
+
+    def work(self, stream: Any, pool: Any = None) -> None:
+        self.workspaces.setdefault(stream, pool)
+
+    def capture(self, graph: Graph, pool: Any, stream: Any, first: bool) -> None:
+        if not first and not self.pools[pool] and pool in self.workspaces.values():
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")  # before it
+        self.work(stream, pool)
+        self.pools[pool] += 1
+        weakref.finalize(graph, self.gone, pool, stream)
+
+    def gone(self, pool: Any, stream: Any) -> None:
+        self.pools[pool] -= 1
+        if self.clears:
+            self.workspaces.pop(stream, None)
+
+
 @pytest.fixture
-def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def memory() -> Memory:
+    return Memory()
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch, memory: Memory) -> list[str]:
     """torch.cuda's recording, on the processor; the list notes what was asked for."""
     asked: list[str] = []
     state: dict[str, Any] = {}
+    used: set[Any] = set()
 
     @contextmanager
-    def graph(made: Graph, pool: Any) -> Iterator[None]:
+    def graph(made: Graph, pool: Any, stream: Any = None) -> Iterator[None]:
         asked.append("capture")
+        memory.streams.append(stream)
         runner = state["runner"]
         kept = {name: tensor.clone() for name, tensor in runner.state.tensors().items()}
-        yield
+        try:
+            yield
+        except ValueError:  # the end of the capture raises, before its stream is left
+            raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+        memory.streams.pop()
+        memory.capture(made, pool, stream, pool not in used)
+        used.add(pool)
         for name, tensor in runner.state.tensors().items():
             tensor.copy_(kept[name])  # a capture does not execute
         made.recorded = lambda: runner.output.copy_(runner.function(runner.state))
@@ -87,17 +132,22 @@ def card(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     @contextmanager
     def stream(aside: Stream) -> Iterator[None]:
+        memory.streams.append(aside)
+        memory.work(aside)
         yield
+        memory.streams.pop()
 
+    memory.streams.append(Stream())
     fakes = {
         "CUDAGraph": Graph,
         "graph": graph,
         "Stream": Stream,
         "stream": stream,
-        "current_stream": Stream,
+        "current_stream": lambda: memory.streams[-1],
+        "set_stream": memory.streams.append,
         "synchronize": lambda: None,
         "set_sync_debug_mode": lambda mode: asked.append(f"sync {mode}"),
-        "graph_pool_handle": lambda: (0, 0),
+        "graph_pool_handle": memory.pool,
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
@@ -130,6 +180,65 @@ def test_a_function_that_cannot_be_recorded_is_named(card: list[str]) -> None:
     with pytest.raises(CaptureError, match="Reads cannot be captured: called a synchronizing"):
         CUDAGraphRunner(Reads(), state, CUDABackend())()
     assert card[-1] == "sync default"
+
+
+def recorded(backend: CUDABackend) -> CUDAGraphRunner:
+    state = Counter(torch.zeros(1, dtype=torch.int32), torch.zeros(5))
+    runner = CUDAGraphRunner(Add(), state, backend)
+    runner()
+    return runner
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_graphs_come_and_go_without_taking_what_others_address(
+    card: list[str], memory: Memory, clears: bool
+) -> None:
+    """Older torch enters no pool again that is not empty; newer frees a workspace with any graph of its stream."""
+    memory.clears = clears
+    mine, other = CUDABackend(), CUDABackend()
+    kept, leaving, elsewhere = recorded(mine), recorded(mine), recorded(other)
+    assert set(memory.pools.values()) == {2, 1}
+    elsewhere.close()
+    leaving.close()
+    assert mine.capture_stream in memory.workspaces, "the graph that lives addresses it"
+    kept.close()
+    assert set(memory.pools.values()) == {0}
+    recorded(mine)  # the pool's second life is another pool
+    assert len(memory.pools) == 3
+
+
+def test_a_capture_that_is_invalidated_names_its_cause_and_leaves_its_stream(
+    card: list[str], memory: Memory
+) -> None:
+    class Fails(Add):
+        def forward(self, state: Counter) -> Tensor:
+            if self.calls:
+                raise ValueError("a tensor of the host")
+            return super().forward(state)
+
+    state = Counter(torch.zeros(1, dtype=torch.int32), torch.zeros(5))
+    backend, main = CUDABackend(), memory.streams[-1]
+    try:
+        raise KeyError("an earlier row")
+    except KeyError:  # what was being handled before is not the cause
+        with pytest.raises(CaptureError, match="Fails cannot be captured: a tensor of the host"):
+            CUDAGraphRunner(Fails(), state, backend)()
+    assert memory.streams[-1] is main
+    recorded(backend)
+
+
+def test_what_graphs_keep_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    def segment(pool: tuple[int, int], allocated: int, device: int = 0) -> dict[str, Any]:
+        sizes = {"total_size": 100, "allocated_size": allocated}
+        return {"device": device, "segment_pool_id": pool, **sizes}
+
+    segments = [segment((0, 0), 30), segment((0, 1), 10), segment((0, 0), 0, device=1)]
+    fakes: dict[str, Any] = {"mem_get_info": lambda: (1000, 9000)}
+    fakes |= {"current_device": lambda: 0, "max_memory_allocated": lambda: 7}
+    fakes |= {"memory_snapshot": lambda: segments}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    assert CUDABackend().memory().free == 1000 + 70
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an NVIDIA GPU")

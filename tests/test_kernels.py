@@ -272,6 +272,9 @@ def test_no_draw_takes_a_token_without_mass(device: str) -> None:
     for u in (0.0, 1 - 2**-24):
         tokens = kernels().sample(probs, torch.full((40,), u, device=device))
         assert bool((probs.gather(-1, tokens[:, None].long()) > 0).all())
+    large = torch.zeros(1, 32769, device=device)  # Emu3's, one past a power of two
+    large[0, -1] = 1
+    assert kernels().sample(large, torch.zeros(1, device=device)).tolist() == [32768]
     nothing = kernels().sample(torch.zeros(2, 9, device=device), torch.rand(2).to(device))
     assert nothing.tolist() == [8, 8]  # as the plain one
 

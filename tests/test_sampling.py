@@ -11,11 +11,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lantern_hpu.methods.request import Sampling
+from lantern_hpu.ops import sampling as draws
 from lantern_hpu.ops.sampling import (
     SamplingParams,
     apply_guidance,
+    race_noise,
     sample,
     sample_distinct,
+    sample_distinct_in_order,
+    sample_in_order,
     to_probs,
     topk_tokens,
 )
@@ -235,3 +239,58 @@ def test_the_most_probable_take_no_cumulative_sum_of_every_distribution(count: i
     with Cumsums() as made:
         topk_tokens(torch.rand(2, 5, V), count)
     assert made.sizes == [V]
+
+
+def shaken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums as of a card: made in parallel, so that the mass of a token may be below or above that of the next."""
+    exact = Tensor.cumsum
+
+    def cumsum(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        mass = exact(x, dim, dtype=dtype)
+        if not mass.is_floating_point():
+            return mass
+        noise = torch.rand(mass.shape, generator=torch.Generator().manual_seed(3)) - 0.5
+        return mass + 2e-3 * noise * (mass > 0)
+
+    monkeypatch.setattr(Tensor, "cumsum", cumsum)
+
+
+@pytest.mark.parametrize("draw", [sample, sample_distinct])
+def test_no_token_of_probability_zero_is_drawn_where_sums_are_not_monotone(
+    monkeypatch: pytest.MonkeyPatch, draw: Any
+) -> None:
+    generator = torch.Generator().manual_seed(9)
+    probs = (3 * torch.randn(4000, 60, generator=generator)).softmax(-1)
+    probs[:, ::2] = 0
+    shaken(monkeypatch)
+    uniform = torch.rand(4000, generator=generator)
+    tokens = draw(probs, uniform if draw is sample else uniform[:, None]).view(4000)
+    assert (probs.gather(-1, tokens[:, None].long()) > 0).all()
+
+
+def test_processors_search_their_sums_and_find_the_same() -> None:
+    generator = torch.Generator().manual_seed(10)
+    probs = (3 * torch.randn(500, 300, generator=generator)).softmax(-1)
+    probs = probs.masked_fill(probs < 1e-4, 0.0)
+    uniform = torch.rand(500, 5, generator=generator)
+    uniform[0] = 1 - 2**-24
+    assert torch.equal(sample_in_order(probs, uniform[:, 0]), sample(probs, uniform[:, 0]))
+    assert torch.equal(sample_distinct_in_order(probs, uniform), sample_distinct(probs, uniform))
+
+
+def test_probabilities_that_are_nan_give_a_token_of_the_vocabulary() -> None:
+    probs = torch.full((2, V), float("nan"))
+    for tokens in (
+        sample(probs, torch.rand(2)),
+        sample_distinct(probs, torch.rand(2, 3)),
+        topk_tokens(probs, 3),
+    ):
+        assert bool(((tokens >= 0) & (tokens < V)).all())
+
+
+def test_a_certain_token_wins_its_race_whatever_its_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest words make a share that rounds to 1, once in 2^25 draws."""
+    monkeypatch.setattr(draws, "FACTORS", (1,))  # one round, after which both words are ones
+    key, token = torch.tensor([0xFFFF]).int(), torch.tensor([0, 0xFFFF]).int()
+    noise, certain = race_noise(key, token), torch.tensor([0.0, 1.0])
+    assert topk_tokens(certain * noise, 1).tolist() == [1] and bool((noise > 0).all())

@@ -21,13 +21,14 @@ from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import ImageRecord, read_png
-from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_tree
+from lantern_hpu.tree import DraftTree, DynamicTree, Tree, load_static, load_tree
 from tests.emulated import emulated, rules
 from tests.marks import mostly_slow
 from tests.test_step import Ahead
 from tests.tiny import (
     SMALL_TREE,
     Models,
+    draw,
     make_engine,
     prefix_for,
     request,
@@ -304,3 +305,15 @@ def test_an_admission_hands_all_its_numbers_over_without_waiting(
     settings = (*vars(entry.sampling).values(), *vars(entry.bounds).values())
     needed = [entry.slot, entry.first_uniform, entry.keys, *settings]
     assert {x.data_ptr() for x in needed if x is not None and x.numel()} <= set(uploaded)
+
+
+@pytest.mark.parametrize("tree", [AR, load_static("chain"), GROWN, *WINDOWS, *SCHEDULED])
+def test_probabilities_that_are_nan_are_said_and_stop_nothing(tree: Tree) -> None:
+    """What overflows in half precision, or a wrong kernel: the image is lost, the others and the process are not."""
+    target, drafter = tiny_models()
+    engine = make_engine((target, drafter), spec_for(tree, requests := images()[:2]))
+    with torch.no_grad():
+        target.norm.weight.fill_(float("nan"))
+    with pytest.warns(UserWarning, match="seed 20: probabilities were NaN in"):
+        tokens = draw(engine, requests).tokens
+    assert tokens.min() >= 0 and tokens.max() < target.config.vocab_size

@@ -20,6 +20,7 @@ from lantern_hpu.backends.cpu import layouts, native
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
 from lantern_hpu.ops.kernels import attention as plain
+from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
 
 # ----------------------------------------------------------------------------------------- threads
 
@@ -349,9 +350,11 @@ class CPUBackend(Backend):
         return dtype, why
 
     def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
-        if choice == "plain" or not attention_keeps_bits(dtype or torch.float32):
+        if choice == "plain":
             return PLAIN
-        return replace(PLAIN, attention=filled_attention)
+        own = replace(PLAIN, sample=sample_in_order, sample_distinct=sample_distinct_in_order)
+        filled = attention_keeps_bits(dtype or torch.float32)
+        return replace(own, attention=filled_attention) if filled else own
 
     def fit(self, config: Sizes, options: DeviceOptions) -> Fit:
         fit = CPUFit(**vars(super().fit(config, options)), threads=options.threads)

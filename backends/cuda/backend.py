@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -79,6 +80,12 @@ class CUDABackend(Backend):
 
     quantized = QUANTIZED
     queue = CUDAQueue()
+    shares_pool = True
+
+    def __init__(self, graphs: str = "auto") -> None:
+        self.recordings: WeakSet[Any] = WeakSet()  # runners whose graph lives
+        self.retired: list[Any] = []  # graphs that live on with them
+        self.pool: Any = None
 
     def available(self) -> tuple[bool, str]:
         if torch.version.cuda is None:
@@ -94,10 +101,7 @@ class CUDABackend(Backend):
 
     def memory(self, reset_peak: bool = False) -> Memory:
         free, total = torch.cuda.mem_get_info()
-        kept = (
-            torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        )  # torch's allocator, unused
-        memory = Memory(total, free + kept, torch.cuda.max_memory_allocated())
+        memory = Memory(total, free + unused_bytes(), torch.cuda.max_memory_allocated())
         if reset_peak:
             torch.cuda.reset_peak_memory_stats()
         return memory
@@ -110,9 +114,28 @@ class CUDABackend(Backend):
         return triton_kernels(self.device, dtype or self.number_format("auto")[0])
 
     @cached_property
+    def capture_stream(self) -> Any:
+        """Of this backend alone: cuBLAS's workspaces belong to a stream, and go with any graph captured on it."""
+        return torch.cuda.Stream()
+
     def graph_pool(self) -> Any:
-        """Memory that all graphs share: they never run at the same time."""
-        return torch.cuda.graph_pool_handle()
+        """Memory that all live graphs share, as they never run at the same time; a new one where none is alive.
+
+        Torch before its PR 175276 (2.9, for one) refuses a capture into a pool whose graphs are gone while something
+        is left in it.
+        """
+        if not self.recordings:
+            self.pool = torch.cuda.graph_pool_handle()
+        return self.pool
+
+    def retire(self, recording: Any, graph: Any) -> None:
+        """A graph that is of no use any more, destroyed with the last one that lives.
+
+        Since then torch frees the stream's workspaces with the first of them, which the others address (its issue
+        193402, 2.13). What it holds of the shared pool is free for others at once.
+        """
+        self.recordings.discard(recording)
+        self.retired = [*self.retired, graph] if self.recordings else []
 
     @contextmanager
     def errors(self) -> Iterator[None]:
@@ -135,6 +158,16 @@ class CUDABackend(Backend):
             "cuda": torch.version.cuda,
             "torch": torch.__version__,
         }
+
+
+def unused_bytes() -> int:
+    """What torch's allocator keeps and nobody uses, outside of the private pools of graphs."""
+    return sum(
+        segment["total_size"] - segment["allocated_size"]
+        for segment in torch.cuda.memory_snapshot()
+        if segment["device"] == torch.cuda.current_device()
+        and tuple(segment.get("segment_pool_id", (0, 0))) == (0, 0)
+    )
 
 
 def unusable() -> str:

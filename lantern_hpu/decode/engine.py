@@ -6,6 +6,7 @@ Engines of a model are built when first needed, and the last used ones kept. Thi
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
@@ -294,8 +295,8 @@ class Engine:
         self.host_reads += 1
         state, total = self.state, self.target.config.tokens
         rows = state.tokens.unflatten(0, (self.spec.images, -1))[:, :total]
-        columns = [rows, state.steps[:, None], state.relaxed[:, None], state.accepted]
-        table = torch.cat(columns, 1)  # [B, N + 2 + D]
+        counted = torch.stack([state.steps, state.relaxed, state.spoiled], 1)  # [B, 3]
+        table = torch.cat([rows, counted, state.accepted], 1)  # [B, N + 3 + D]
         if state.meter is not None:  # in one read: below 2^24 float32 holds every whole number
             spent = torch.stack([state.meter.total, state.meter.largest], 1)
             table = torch.cat([table.float(), spent], 1)
@@ -303,7 +304,10 @@ class Engine:
         result = []
         for slot, request in images.items():
             counts = read[slot, : table.shape[1] - 2 * (state.meter is not None)].astype(np.int64)
-            tokens, (steps, relaxed, *accepted) = counts[:total], counts[total:].tolist()
+            tokens, (steps, relaxed, bad, *accepted) = counts[:total], counts[total:].tolist()
+            if bad:
+                what = f"seed {request.seed}: probabilities were NaN in {bad} of {steps} steps"
+                warnings.warn(f"{what}; try --dtype float32 or --kernels plain", stacklevel=2)
             tv = read[slot, -2:].tolist() if state.meter is not None else (0.0, 0.0)
             if request.relaxation.active and not request.relaxation.metered:
                 tv = (None, None)

@@ -172,6 +172,7 @@ class DecodeState:
     steps: Tensor  # [B] int32, steps until the image was done
     accepted: Tensor  # [B, D] int32, steps that accepted a draft at depth d + 1
     relaxed: Tensor  # [B] int32, drafts accepted only thanks to relaxation
+    spoiled: Tensor  # [B] int32, steps whose probabilities were NaN
     meter: Meter | None  # what that cost; None where it is not metered
 
     @classmethod
@@ -211,6 +212,7 @@ class DecodeState:
             steps=int_zeros(device, b),
             accepted=int_zeros(device, b, depth),
             relaxed=int_zeros(device, b),
+            spoiled=int_zeros(device, b),
             meter=Meter.allocate(spec, device),
         )
 
@@ -222,7 +224,7 @@ class DecodeState:
     @property
     def counters(self) -> list[Tensor]:
         """What begins at zero with each image: [B, ..]."""
-        result = [self.count, self.steps, self.relaxed]
+        result = [self.count, self.steps, self.relaxed, self.spoiled]
         metered = [] if self.meter is None else [self.meter.total, self.meter.largest]
         return [*result, *metered, *([self.accepted] if self.accepted.shape[1] else [])]
 

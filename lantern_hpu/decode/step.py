@@ -135,6 +135,9 @@ class Step(nn.Module):
         yield "verify", hidden
         accepted = self.accept(hidden, drafts, uniform[:, draws:], state)
         yield "accept", accepted
+        # A softmax of one NaN is all NaN
+        bad = accepted.probs[..., 0].isnan().any(1)  # [B]
+        state.spoiled.add_(bad & (state.count < self.tokens - 1))
         yield "commit", self.commit(hidden, drafts, accepted, state)
 
     def inputs(self, state: DecodeState) -> tuple[Tensor, Tensor]:

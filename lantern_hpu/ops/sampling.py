@@ -6,7 +6,7 @@ a batch does not use at all (top-k, top-p) is left out when the step is built.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -86,6 +86,7 @@ def race_noise(keys: Tensor, token: Tensor) -> Tensor:
         high, low = product & WORD, (product >> 16) ^ high ^ keys[..., number : number + 1]
     # Small numbers decide races, and a float holds them to 24 digits of their own
     share = (low.float() * 65536.0 + high.float() + 0.5) * 2.0**-32
+    share = share.clamp(max=1 - 2.0**-24)  # at 1 even a certain token would lose
     return -1.0 / (-share).log1p()
 
 
@@ -117,8 +118,7 @@ def topk_tokens(probs: Tensor, count: int) -> Tensor:
     differs between devices would make their images differ.
     """
     best = probs.amax(-1, keepdim=True) if count == 1 else probs.topk(count, -1).values
-    row = probs[(0,) * (probs.dim() - 1)]  # [V], any of them
-    token = torch.ones_like(row, dtype=torch.int32).cumsum(-1, dtype=torch.int32) - 1
+    token = numbered(probs)
     places: list[Tensor] = []
     for rank in range(count):
         value = best[..., rank : rank + 1]
@@ -126,7 +126,8 @@ def topk_tokens(probs: Tensor, count: int) -> Tensor:
         if rank:  # of equal ones those up to the last that was taken are gone
             differs = best[..., rank - 1 : rank] != value
             others = others | (token <= places[-1].masked_fill(differs, -1))
-        places.append(token.masked_fill(others, len(row)).amin(-1, keepdim=True))
+        # At NaN, which equals nothing, it is the last one
+        places.append(token.masked_fill(others, len(token) - 1).amin(-1, keepdim=True))
     return torch.cat(places, -1)
 
 
@@ -204,26 +205,57 @@ def outside_top_k(logits: Tensor, top_k: Tensor, most: int) -> Tensor:
     return (logits < gather(largest, -1, rank)) & (top_k <= most)[:, None, None]
 
 
-def sample(probs: Tensor, uniform: Tensor) -> Tensor:
+Find = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def first_beyond(probs: Tensor, mass: Tensor, target: Tensor) -> Tensor:
+    """The first token with a probability whose cumulative mass is beyond the target; the last with one if none is.
+
+    Cards sum in parallel: there the mass of a token may be less than that of the one before it, and more at one of
+    probability 0, so that a search by halves may end at a token that cannot be drawn.
+
+    Args:
+        probs, mass: [..., V]. target: [...].
+
+    Returns [...] int32.
+    """
+    token, there = numbered(probs), probs > 0
+    beyond = token.masked_fill(~there | (mass <= target[..., None]), len(token)).amin(-1)
+    last = token.masked_fill(~there, -1).amax(-1)
+    last = last.masked_fill(last < 0, len(token) - 1)
+    return torch.minimum(beyond, last)
+
+
+def search_in_order(probs: Tensor, mass: Tensor, target: Tensor) -> Tensor:
+    """`first_beyond` by halves, for devices that sum in order, as processors do; there the tokens are the same."""
+    index = torch.searchsorted(mass, target[..., None], right=True, out_int32=True)[..., 0]
+    return index.clamp(max=mass.shape[-1] - 1)
+
+
+def numbered(x: Tensor) -> Tensor:
+    """0, 1, ... along the last dimension of x [..., n]: [n] int32, made without a constant."""
+    row = x[(0,) * (x.dim() - 1)]
+    return torch.ones_like(row, dtype=torch.int32).cumsum(-1, dtype=torch.int32) - 1
+
+
+def sample(probs: Tensor, uniform: Tensor, find: Find = first_beyond) -> Tensor:
     """One token per distribution by inverse CDF: the first whose cumulative mass exceeds u.
 
     Args:
         probs: [..., V], need not sum to exactly 1.
         uniform: [...] in [0, 1).
 
-    Returns [...] int32.
+    Returns [...] int32; a token of probability 0 only where all others have none either.
     """
     mass = probs.cumsum(-1)
-    return inverse_cdf(mass, uniform[..., None] * mass[..., -1:])[..., 0]
+    return find(probs, mass, uniform * mass.amax(-1))
 
 
-def inverse_cdf(mass: Tensor, target: Tensor) -> Tensor:
-    """Index of the interval of a cumulative mass [..., V] that holds each target [..., n]."""
-    index = torch.searchsorted(mass, target.contiguous(), right=True, out_int32=True)
-    return index.clamp(max=mass.shape[-1] - 1)
+def sample_in_order(probs: Tensor, uniform: Tensor) -> Tensor:
+    return sample(probs, uniform, search_in_order)
 
 
-def sample_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
+def sample_distinct(probs: Tensor, uniform: Tensor, find: Find = first_beyond) -> Tensor:
     """Tokens drawn one after the other without replacement, one uniform each.
 
     As sequential draws: x_i follows the distribution restricted to what is left. Instead of a new cumulative sum for
@@ -237,7 +269,7 @@ def sample_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
     drawn before, and acceptance skips such a draft.
     """
     mass = probs.cumsum(-1)  # [..., V]
-    total = mass[..., -1]  # [...]
+    total = mass.amax(-1)  # [...]
     tokens: list[Tensor] = []
     starts: list[Tensor] = []  # where each drawn interval begins
     sizes: list[Tensor] = []
@@ -249,9 +281,13 @@ def sample_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
             # The interval's start once all other drawn intervals before it are cut out.
             gone = sum(width * (other < start) for other, width in zip(starts, sizes, strict=True))
             shifted = shifted + size * (target >= start - gone)
-        token = inverse_cdf(mass, shifted[..., None])  # [..., 1]
+        token = find(probs, mass, shifted)[..., None]  # [..., 1]
         size = gather(probs, -1, token)[..., 0]
         tokens.append(token[..., 0])
         starts.append(gather(mass, -1, token)[..., 0] - size)
         sizes.append(size)
     return torch.stack(tokens, -1)
+
+
+def sample_distinct_in_order(probs: Tensor, uniform: Tensor) -> Tensor:
+    return sample_distinct(probs, uniform, search_in_order)

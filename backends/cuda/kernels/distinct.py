@@ -15,7 +15,7 @@ from lantern_hpu.backends.base import operator
 from lantern_hpu.backends.cuda.kernels.programs import EXACTLY, block_of, warps
 from lantern_hpu.ops import sampling
 
-LARGEST = 32768  # vocabulary that one program holds
+LARGEST = 65536  # vocabulary that one program holds
 
 
 @triton.jit
