@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from lantern_hpu import cli
@@ -215,10 +215,31 @@ def test_both_layouts_of_janus_hold_the_same_model(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------ Lumina-mGPT
 
 
-def lumina(folder: Path) -> Any:
-    from transformers import ChameleonForConditionalGeneration
+def a_row_a_head(state: dict[str, Tensor], heads: int = 2) -> dict[str, Tensor]:
+    """Query and key norms as transformers has them; Lumina-mGPT's authors save one row for all heads."""
+    return {n: t.repeat(heads, 1) if t.shape[:1] == (1,) else t for n, t in state.items()}
 
-    return ChameleonForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+
+def lumina_state(folder: Path) -> dict[str, Tensor]:
+    files = sorted(folder.glob("model*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def lumina(folder: Path) -> Any:
+    from transformers import ChameleonConfig, ChameleonForConditionalGeneration
+
+    model: Any = ChameleonForConditionalGeneration(ChameleonConfig.from_pretrained(folder))
+    state = lumina_state(folder)
+    assert state["model.layers.0.self_attn.q_norm.weight"].shape == (1, 16)
+    model.load_state_dict(a_row_a_head(state))
+    return model.float().eval()
+
+
+def lumina_saved_again(public: Path, goal: Path) -> Path:
+    """By transformers, which writes a row of each norm a head; only a name tells it from Anole."""
+    shutil.copytree(public / LUMINA, goal, ignore=shutil.ignore_patterns("model*", "drafter"))
+    save_file(a_row_a_head(lumina_state(public / LUMINA)), goal / "model.safetensors")
+    return goal
 
 
 def lumina_ids(folder: Path, prompt: str) -> tuple[list[int], list[int]]:
@@ -288,6 +309,120 @@ def test_lumina_has_the_logits_of_transformers(public: Path, lumina_tokens: Tens
         want = guided_rows(model.model, model.lm_head, rows, image, 3.0)
         allowed = torch.cat([want[:, 4:8196], want[:, 8803:8804]], 1)
         torch.testing.assert_close(logits, allowed, rtol=1e-4, atol=1e-4)
+
+
+def test_norms_of_one_row_are_those_of_a_row_a_head(public: Path, tmp_path: Path) -> None:
+    one, other = opened(public / LUMINA), opened(lumina_saved_again(public, tmp_path / "again"))
+    assert one.config.target == other.config.target and one.fingerprint == other.fingerprint
+    mine, theirs = one.target.state_dict(), other.target.state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_lumina_is_recognised_without_its_name(public: Path, tmp_path: Path) -> None:
+    """By norms that serve all heads; a row a head and no name is Anole's format."""
+    again = lumina_saved_again(public, tmp_path / "again")
+    bare = renamed_copy(public, LUMINA, tmp_path / "bare")
+    for folder, frame in ((bare, "lumina"), (again, "anole")):
+        about = json.loads((folder / "config.json").read_text())
+        del about["z_loss_weight"], about["_name_or_path"]
+        (folder / "config.json").write_text(json.dumps(about))
+        parts = find_parts(str(folder), Given(image_size=512))
+        assert open_model(parts).config.condition.frame == frame
+
+
+@torch.no_grad()
+def test_luminas_published_drafter_equals_its_twin(public: Path) -> None:
+    """Rows of its table in the target's order, one norm for both heads, words in its prefill."""
+    from tests import numpy_twins as twins
+
+    model = opened(public / LUMINA)
+    config, drafter = model.target.config, model.drafter
+    assert drafter is not None and drafter.drafter_config.input_norm and not drafter.sees_pads
+    own = twins.arrays(a_row_a_head(lumina_state(public / LUMINA / "drafter")))
+    tokens = torch.tensor([[3, 0, 8191, 8192, 5]])
+    image = [3 + 4, 4, 8195, 8803, 5 + 4]
+    prefix = model.condition.rows(["a cat"], False)
+    hidden = torch.randn(1, config.prefix + 4, config.dim)
+    ids = torch.cat([prefix.tokens, tokens], 1)[:, drafter.shift :]
+    places = torch.arange(1, hidden.shape[1] + 1) - (~prefix.valid).sum()
+    valid = torch.cat([prefix.valid, torch.ones(1, 4, dtype=torch.bool)], 1)
+    mask = prefix_mask(valid, torch.ones(2 * (hidden.shape[1],), dtype=torch.bool).tril())
+    rope = rope_table(config, 512)[places.clamp(min=0)][None]
+    guess = drafter(ids, hidden, rope, additive_mask(mask, hidden.dtype))
+    row = [*lumina_ids(public / LUMINA, "a cat")[0], *image]
+    head = lumina_state(public / LUMINA)["lm_head.weight"].double().numpy()
+    want = twins.anole_drafter(
+        own,
+        head,
+        config.heads,
+        hidden[0, -len(row) + 1 :].double().numpy(),
+        row[1:],
+        [True] * (len(row) - 1),
+        list(range(len(row) - 1)),
+        1e-5,
+    )
+    mine = guess[0, -len(row) + 1 :].double().numpy()
+    np.testing.assert_allclose(mine, want[0], rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("method", "tree"), mostly_slow([("eagle", "chain"), ("eagle2", "dynamic:2x1x4")])
+)
+def test_lumina_drafts_past_the_end_of_a_row(public: Path, method: str, tree: str) -> None:
+    """Greedy tokens are `ar`'s, prompts unequal, row ends forced in drafts and in what is accepted."""
+    pipeline = pipeline_of(public / LUMINA)
+    requests = [Request(p, 0, Sampling(3.0, 0.0)) for p in PROMPTS[:2]]
+    found = []
+    for setting in (Setting.of("ar"), Setting.of(method, tree=tree)):
+        engine = pipeline.engines.make(
+            pipeline.spec(requests, pipeline.resolve(setting).tree, 2), "strict"
+        )
+        known = engine.start(pipeline.model.condition.rows(PROMPTS[:2], True), requests)
+        number = 1
+        while min(known[:2]) < 40:
+            known, number = engine.advance([0, 0], number, 1), number + 1
+        found.append(engine.partial()[:2, :40])
+    assert (found[0] == found[1]).all() and (found[0][:, 32] == 8192).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["eagle", "lantern++", "eagle2", "lantern"])
+@pytest.mark.parametrize("device", ["cpu", "hpu"])
+def test_lumina_draws_by_every_method_with_its_drafter(
+    public: Path, tmp_path: Path, method: str, device: str
+) -> None:
+    tree = ["--tree", "dynamic:2x1x4" if method in ("eagle2", "lantern") else "chain_2"]
+    how = ["--device", device, *(["--emulate"] if device == "hpu" else ["--graphs", "strict"])]
+    draw(public / LUMINA, tmp_path, "--method", method, *tree, *how)
+
+
+def test_drafters_of_other_targets_are_refused(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Anole's, that of a Lumina-mGPT tuned on for another size, norms that no number of heads shares."""
+    file = tmp_path / "other" / "model.safetensors"
+    shutil.copytree(public / LUMINA / "drafter", file.parent)
+    whole = load_file(file)
+
+    def said(drafter: Path, **changed: Tensor) -> str:
+        if changed:
+            save_file(whole | {n.replace("__", "."): t for n, t in changed.items()}, file)
+        options = ("--drafter", drafter, "--output", tmp_path / "x.png")
+        args = ["--model", str(public / LUMINA), *map(str, options), "--prompt", "red"]
+        assert generate.main([*args, "--method", "eagle"]) == 2
+        return capsys.readouterr().err
+
+    other = "is for another target: its embedding"
+    assert other in said(public / "anole" / "drafter")
+    table = whole["embed_tokens.weight"]
+    assert other in said(
+        file.parent, embed_tokens__weight=table + 0.02 * torch.randn_like(table) * table.std()
+    )
+    norm = {"layers__0__self_attn__k_norm__weight": torch.ones(3, 16)}
+    assert "1 of another shape (layers.0.self_attn.k_norm.weight [3, 16] for [2, 16])" in said(
+        file.parent, **norm
+    )
 
 
 # ------------------------------------------------------------------------------------ Emu3-Gen
@@ -502,17 +637,27 @@ def renamed_copy(public: Path, name: str, goal: Path) -> Path:
 def test_relatives_of_other_tensors_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """JanusFlow, and Lumina-mGPT 2.0 with a vocabulary of its own."""
-    flow = {"vision_gen_dec_model.x.weight": torch.zeros(2)}
-    wide = {"model.embed_tokens.weight": torch.zeros(70, 2)}
-    norm = {"model.layers.0.self_attn.q_norm.weight": torch.zeros(1, 2)}
-    for name, tensors in {"flow": flow, "other": wide | norm}.items():
+    """JanusFlow, Lumina-mGPT 2.0 whatever it is called, Emu3.5, and a Qwen3 of Chameleon's vocabulary."""
+    norm = "model.layers.0.self_attn.q_norm.weight"
+
+    def table(rows: int, *heads: int) -> dict[str, Tensor]:
+        return {"model.embed_tokens.weight": torch.zeros(rows, 2), norm: torch.ones(*heads, 2)}
+
+    relatives = {
+        "flow": ({"vision_gen_dec_model.x.weight": torch.zeros(2)}, ""),
+        "Lumina-mGPT-7B-768": (table(171385, 1), ", as Lumina-mGPT 2.0 does"),
+        "emu": (table(282926), ", as Emu3.5 does"),
+        "qwen": (table(65536), ""),
+    }
+    for name, (tensors, like) in relatives.items():
         folder = tmp_path / name
         folder.mkdir()
         save_file(tensors, folder / "model.safetensors")
+        (folder / "config.json").write_text('{"model_type": "relative"}')
         said = refused(capsys, "--model", folder, "--output", tmp_path / "x.png")
         assert "is of an unknown model family: it holds" in said and "known are lumina" in said
-        assert min(tensors) in said
+        assert min(tensors) + (f", {norm}" if norm in tensors else "") + like in said
+        assert "; config.json says relative;" in said
 
 
 def test_sizes_that_no_model_draws_are_refused(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Generator
 
 from scripts.checkpoints.files import (
@@ -206,11 +207,17 @@ def write_anole(folder: Path, generator: Generator) -> None:
 
 
 def write_older(
-    folder: Path, generator: Generator, dim: int, layers: int, shards: int, **more: Any
+    folder: Path,
+    generator: Generator,
+    dim: int,
+    layers: int,
+    shards: int,
+    change: Callable[[State], State] = dict,
+    **more: Any,
 ) -> State:
     """A Chameleon in the published form, in so many shards, with `more` in config.json; returns Meta's tokenizer."""
     vqgan = draw_all(taming_shapes(**NARROW_VQGAN), generator)
-    state = chameleon_model(dim, layers, NARROW_VQGAN, vqgan, generator).state_dict()
+    state = change(chameleon_model(dim, layers, NARROW_VQGAN, vqgan, generator).state_dict())
     if more.pop("decoder", False):
         state |= {f"model.vqmodel.{name}": tensor for name, tensor in vqgan.items()}
     write_shards(folder, state, shards)
@@ -236,8 +243,18 @@ def write_chameleon(folder: Path, generator: Generator) -> None:
     write_older(folder, generator, dim=8, layers=1, shards=2, mask_image_logits=True)
 
 
+def share_norms(state: State) -> State:
+    """The same with one row of each query and key norm, which serves all heads, as Lumina-mGPT's authors save them."""
+    return {n: t[:1] if "_norm." in n and t.dim() == 2 else t for n, t in state.items()}
+
+
 def write_lumina(folder: Path, generator: Generator) -> None:
-    """Lumina-mGPT: Chameleon's files, a training option of its own, and Meta's tokenizer beside it."""
+    """Lumina-mGPT as its authors save it, Meta's tokenizer and the drafter of LANTERN's authors beside it."""
     own = {"z_loss_weight": 1e-5, "_name_or_path": "Alpha-VLLM/Lumina-mGPT-7B-512"}
-    vqgan = write_older(folder, generator, dim=32, layers=2, shards=2, **own)
+    vqgan = write_older(folder, generator, dim=32, layers=2, shards=2, change=share_norms, **own)
     write_pickle(folder / "vqgan.ckpt", {"state_dict": vqgan})
+    drafter = share_norms(draw_all(drafter_shapes(VOCABULARY, 32, 64, heads=2), generator))
+    target = load_file(folder / "model-00001-of-00002.safetensors")
+    drafter["embed_tokens.weight"] = target["model.embed_tokens.weight"].float()
+    write_safetensors(folder / "drafter" / "model.safetensors", drafter)
+    write_json(folder / "drafter" / "config.json", older_config(32, 1, NARROW_VQGAN) | own)

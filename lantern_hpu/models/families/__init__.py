@@ -21,11 +21,25 @@ FAMILIES: dict[str, Family] = {
 }
 
 
+# Models that do not load, by the rows of their tables
+RELATIVES = {
+    151936: "Qwen2.5 or Qwen3",
+    152064: "Qwen2.5 or MammothModa2",
+    171385: "Lumina-mGPT 2.0",
+    282926: "Emu3.5",
+}
+
+
 def family_of(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Family:
     for family in FAMILIES.values():
         if family.recognises(checkpoint, about, parts):
             return family
-    why = f"it holds {some_names(sorted(checkpoint.shapes))}; known are {', '.join(FAMILIES)}"
+    why = f"it holds {some_names(sorted(checkpoint.shapes))}"
+    tables = [s for n, s in checkpoint.shapes.items() if n.endswith("embed_tokens.weight") and s]
+    like = [RELATIVES[shape[0]] for shape in tables if shape[0] in RELATIVES]
+    why += f", as {like[0]} does" if like else ""
+    why += f"; config.json says {kind}" if (kind := about.get("model_type")) else ""
+    why += f"; known are {', '.join(FAMILIES)}"
     raise WeightsError(
         f"{checkpoint.path} is of an unknown model family", why, "lantern-hpu models"
     )

@@ -2,7 +2,8 @@
 
 One table of 65,536 tokens holds words and image codes. Ours begins with the image codes, so that a code is its own
 row (`frames.AnoleFrame`), and the head keeps the rows of the codes alone. The decoder has 1-D rotary positions that
-count no pads, and norms on each head's queries and keys.
+count no pads, and norms on each head's queries and keys. transformers stores a row of each norm a head, the authors
+one for all heads.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from lantern_hpu.errors import WeightsError
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 from lantern_hpu.models.families.base import Family, Published
-from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, llama_block, take
+from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, head_norms, llama_block, take
 from lantern_hpu.models.files.names import Parts
-from lantern_hpu.models.text.frames import FIRST_IMAGE_TOKEN, AnoleFrame
+from lantern_hpu.models.text.frames import FIRST_IMAGE_TOKEN, AnoleFrame, TokenOrder
 from lantern_hpu.models.text.tokens import PROMPT_POSITIONS
 
 GRID = (32, 32)
 TOKENS = 65536  # rows of the table; relatives with another one have tokenizers of their own
+FIRST = "model.layers.0.self_attn."
 SAMPLING = {"chameleon": Sampling(3.0, 1.0, 2000, 1.0)}
 INNER_VQ = (
     "model.vqmodel."  # where the stock model has an encoder of pictures alone, which is not read
@@ -29,22 +31,34 @@ IGNORED = (INNER_VQ, "rotary_emb.inv_freq", "vocabulary_mapping")
 
 def is_chameleon(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
     rows = checkpoint.shapes.get("model.embed_tokens.weight", (0,))[0]
-    return rows == TOKENS and "model.layers.0.self_attn.q_norm.weight" in checkpoint
+    return rows == TOKENS and len(checkpoint.shapes.get(FIRST + "q_norm.weight", ())) == 2
+
+
+def head_count(checkpoint: Checkpoint, about: dict[str, Any]) -> int:
+    """Heads of a layer: by config.json, or by the width of a head's norm."""
+    dim, size = checkpoint.shapes["model.embed_tokens.weight"][1], norm_shape(checkpoint)[1]
+    heads = int(about.get("num_attention_heads") or dim // size)
+    if heads * size != dim:
+        why = f"{heads} heads, norms of {size} features, width {dim}"
+        raise WeightsError(f"{checkpoint.path} is of an unknown format", why)
+    return heads
+
+
+def norm_shape(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """Rows and features of the first query norm."""
+    return checkpoint.shapes[FIRST + "q_norm.weight"]
 
 
 def chameleon_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
     rows, dim = checkpoint.shapes["model.embed_tokens.weight"]
     rope = about.get("rope_parameters") or {}
-    heads, head_dim = checkpoint.shapes["model.layers.0.self_attn.q_norm.weight"]
-    if heads * head_dim != dim:
-        why = f"its query norm is {heads} x {head_dim}, its width {dim}"
-        raise WeightsError(f"{checkpoint.path} is of an unknown format", why)
+    heads = head_count(checkpoint, about)
     return TransformerConfig(
         vocab_size=int((about.get("vq_config") or {}).get("num_embeddings", 8192)),
         dim=dim,
         layers=int(about.get("num_hidden_layers", 0)) or checkpoint.count("model.layers."),
         heads=heads,
-        kv_heads=checkpoint.shapes["model.layers.0.self_attn.k_norm.weight"][0],
+        kv_heads=checkpoint.shapes[FIRST + "k_proj.weight"][0] * heads // dim,
         ffn_dim=checkpoint.shapes["model.layers.0.mlp.gate_proj.weight"][0],
         prefix=PROMPT_POSITIONS,
         grid=GRID,
@@ -71,24 +85,32 @@ def check_draws(checkpoint: Checkpoint, about: dict[str, Any], config: Transform
         raise WeightsError(f"{checkpoint.path} cannot draw", why, "Anole: --model anole-7b")
 
 
-def chameleon_recipe(config: TransformerConfig) -> Recipe:
-    first, table = FIRST_IMAGE_TOKEN, AnoleFrame.order.stretches(config.embed_rows or 0)
+def chameleon_recipe(
+    checkpoint: Checkpoint, config: TransformerConfig, order: TokenOrder
+) -> Recipe:
+    first = FIRST_IMAGE_TOKEN
     recipe = {
-        "target.embed.weight": take("model.embed_tokens.weight", rows=table),
+        "target.embed.weight": take(
+            "model.embed_tokens.weight", rows=order.stretches(config.embed_rows or 0)
+        ),
         "target.norm.weight": take("model.norm.weight"),
-        "target.head.weight": take("lm_head.weight", rows=((first, first + config.codes),)),
+        "target.head.weight": take(
+            "lm_head.weight", rows=((first, first + config.codes), *order.first[1:])
+        ),
     }
     for i in range(config.layers):
-        recipe |= llama_block(f"target.layers.{i}.", f"model.layers.{i}.", qk_norm=True)
+        goal, old = f"target.layers.{i}.", f"model.layers.{i}."
+        norms = head_norms(goal, old, checkpoint, config.heads, config.kv)
+        recipe |= {**llama_block(goal, old), **norms}
     return recipe
 
 
 def read_chameleon(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
     config = chameleon_config(checkpoint, about)
     check_draws(checkpoint, about, config)
-    condition, recipe = ConditionConfig("tokens"), chameleon_recipe(config)
+    recipe = chameleon_recipe(checkpoint, config, AnoleFrame.order)
     tokenizer = tokenizer_of(checkpoint)
-    return Published("chameleon", config, condition, checkpoint, recipe, tokenizer)
+    return Published("chameleon", config, ConditionConfig("tokens"), checkpoint, recipe, tokenizer)
 
 
 def tokenizer_of(checkpoint: Checkpoint) -> Checkpoint | None:

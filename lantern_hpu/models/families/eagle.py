@@ -19,6 +19,7 @@ from lantern_hpu.models.config import DrafterConfig, TransformerConfig
 from lantern_hpu.models.files.checkpoint import (
     Checkpoint,
     Stored,
+    head_norms,
     llama_block,
     open_checkpoint,
     settings_beside,
@@ -26,7 +27,7 @@ from lantern_hpu.models.files.checkpoint import (
 )
 from lantern_hpu.models.files.names import DRAFTER, DRAFTER_WEIGHTS
 from lantern_hpu.models.model import ImageModel
-from lantern_hpu.models.text.frames import AnoleFrame
+from lantern_hpu.models.text.frames import FRAMES
 from lantern_hpu.models.transformer import Drafter, Target
 
 BLOCK_SIZES = {"t2i": 256, "t2i2": 1024, "c2i": 576}  # `input_type` of their config.json
@@ -34,6 +35,7 @@ EPS = 1e-6
 FITTING = "the one that was published with this target"
 SPECULATORS = "speculators_model_type"  # in config.json of a drafter of that package
 SAMPLED_ROWS = 64  # rows of the embedding compared with the target's
+ROUNDED = 0.005  # of their length: bfloat16 differs by 0.002 at most, a target tuned for another size by more
 
 
 def open_drafter(path: Path, target: TransformerConfig) -> OpenedDrafter:
@@ -72,14 +74,19 @@ class PublishedDrafter:
 
     def fill(self, drafter: Drafter, model: ImageModel, dtype: torch.dtype | None) -> str:
         """Read its weights, in the file's dtype if None is given. -> their digest"""
-        rows = drafter.config.embed_rows  # image tokens come first in ours: see `chameleon`
-        table = None if rows is None else AnoleFrame.order.stretches(rows)
+        sizes, frame = drafter.config, FRAMES[model.config.condition.frame]
+        # Image tokens come first in ours: see `chameleon`
+        order = frame.order if sizes.embed_rows else None
+        table = order.stretches(sizes.embed_rows or 0) if order else None
         recipe = {
             "embed.weight": take("embed_tokens.weight", rows=table),
             "fc.weight": take("fc.weight"),
             "fc.bias": take("fc.bias"),
-            **llama_block("block.", "layers.0.", self.config.input_norm, drafter.config.qk_norm),
+            **llama_block("block.", "layers.0.", self.config.input_norm),
         }
+        if sizes.qk_norm:
+            heads = sizes.heads, sizes.kv
+            recipe |= head_norms("block.", "layers.0.", self.checkpoint, *heads)
         checkpoint = self.checkpoint
         if "embed_tokens.weight" not in checkpoint:  # speculators leaves out what is the target's
             own = model.target.embed(torch.arange(len(drafter.embed.weight)))
@@ -120,7 +127,7 @@ def check_family(drafter: Drafter, target: Target, path: Path) -> None:
     tables = [target.embed(rows)]
     tables += [target.head.weight[rows]] if isinstance(target.head, nn.Linear) else []
     for table in tables:
-        if torch.allclose(mine[rows].float(), table.float(), rtol=0.02, atol=1e-3):
+        if bool((mine[rows].float() - table.float()).norm() <= ROUNDED * table.float().norm()):
             return
     why = "its embedding is neither the target's embedding nor the target's head"
     hint = 'the one published with this target; or "trusted": true in its config.json, if you know better'

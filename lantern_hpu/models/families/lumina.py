@@ -1,6 +1,7 @@
 """Lumina-mGPT: Chameleon's network taught to draw pictures of many sizes, with rows that end in a token of their own.
 
-Files and names are Chameleon's, so what tells it from Anole is a name, or a training option that its config.json keeps.
+Names are Chameleon's. Its authors save query and key norms as one row for all heads, which tells it from Anole; where
+transformers saved it again, a training option that config.json keeps or a name does.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any
 
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.methods.request import Sampling
-from lantern_hpu.models.config import ConditionConfig, TransformerConfig
+from lantern_hpu.models.config import ConditionConfig
 from lantern_hpu.models.families import chameleon
 from lantern_hpu.models.families.base import Family, Published, called
-from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, take
+from lantern_hpu.models.files.checkpoint import Checkpoint
 from lantern_hpu.models.files.names import CODE_PIXELS, Parts
 from lantern_hpu.models.text.frames import LuminaFrame
 
@@ -23,8 +24,10 @@ SIZES = (512, 768, 1024)  # the published models; one draws its own
 
 
 def is_lumina(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
-    named = "z_loss_weight" in about or "lumina-mgpt" in called(about, parts)
-    return named and chameleon.is_chameleon(checkpoint, about, parts)
+    if not chameleon.is_chameleon(checkpoint, about, parts):
+        return False
+    shared = chameleon.norm_shape(checkpoint)[0] < chameleon.head_count(checkpoint, about)
+    return shared or "z_loss_weight" in about or "lumina-mgpt" in called(about, parts)
 
 
 def image_size(about: dict[str, Any], parts: Parts) -> int:
@@ -45,18 +48,6 @@ def image_size(about: dict[str, Any], parts: Parts) -> int:
     return size
 
 
-def lumina_recipe(config: TransformerConfig) -> Recipe:
-    """Recipe of `target.*`: Chameleon's, with the end of a row behind the codes."""
-    order = LuminaFrame.order
-    return {
-        **chameleon.chameleon_recipe(config),
-        "target.embed.weight": take(
-            "model.embed_tokens.weight", rows=order.stretches(config.embed_rows or 0)
-        ),
-        "target.head.weight": take("lm_head.weight", rows=order.first),
-    }
-
-
 def read_lumina(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
     side = image_size(about, parts) // CODE_PIXELS
     plain = chameleon.chameleon_config(checkpoint, about)
@@ -67,7 +58,8 @@ def read_lumina(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> 
         row_ends=True,
         top_p_first=False,  # transformers' order
     )
-    condition, recipe = ConditionConfig("tokens", frame="lumina"), lumina_recipe(config)
+    condition = ConditionConfig("tokens", frame="lumina")
+    recipe = chameleon.chameleon_recipe(checkpoint, config, LuminaFrame.order)
     tokenizer = chameleon.tokenizer_of(checkpoint)
     return Published("lumina", config, condition, checkpoint, recipe, tokenizer)
 

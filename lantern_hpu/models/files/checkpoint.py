@@ -229,7 +229,7 @@ def take(*names: str, **how: Any) -> Source:
     return Source(names, **how)
 
 
-def llama_block(goal: str, old: str, input_norm: bool = True, qk_norm: bool = False) -> Recipe:
+def llama_block(goal: str, old: str, input_norm: bool = True) -> dict[str, Source]:
     """One layer of ours from one by transformers' names; `q`, `k`, `v` are one matrix here, as are gate and up."""
     attention, mlp = f"{old}self_attn.", f"{old}mlp."
     recipe = {
@@ -241,9 +241,19 @@ def llama_block(goal: str, old: str, input_norm: bool = True, qk_norm: bool = Fa
     }
     if input_norm:
         recipe[f"{goal}attention_norm.weight"] = take(f"{old}input_layernorm.weight")
-    if qk_norm:
-        for part in ("q_norm.weight", "q_norm.bias", "k_norm.weight", "k_norm.bias"):
-            recipe[f"{goal}attention.{part}"] = take(f"{attention}{part}")
+    return recipe
+
+
+def head_norms(goal: str, old: str, checkpoint: Checkpoint, heads: int, kv: int) -> Recipe:
+    """A layer's query and key norms, a row a head; of fewer stored rows each serves as many consecutive heads."""
+    recipe = {}
+    for part, count in (("q_norm", heads), ("k_norm", kv)):
+        for name in (f"{part}.weight", f"{part}.bias"):
+            source = f"{old}self_attn.{name}"
+            stored = (checkpoint.shapes.get(source) or (count,))[0]
+            few = 0 < stored < count and count % stored == 0  # else `mistakes` compares it
+            rows = tuple((i * stored // count, i * stored // count + 1) for i in range(count))
+            recipe[f"{goal}attention.{name}"] = take(source, rows=rows if few else None)
     return recipe
 
 
