@@ -38,6 +38,7 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.train.drafter_training import like_the_target
 from lantern_hpu.train.unroll import Lesson, Unrolled
 from lantern_hpu.zoo.find import find_parts
+from scripts.checkpoints.files import write_shards
 from tests.marks import mostly_slow
 
 JANUS, HUB_JANUS, LUMINA = "janus-pro", "janus-pro-hub", "lumina-mgpt"
@@ -209,6 +210,31 @@ def test_both_layouts_of_janus_hold_the_same_model(tmp_path: Path) -> None:
     for part in ("target", "vq"):
         mine, theirs = getattr(one, part).state_dict(), getattr(other, part).state_dict()
         assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("version", [4, 5])
+def test_janus_4o_loads_as_its_authors_class_is_saved(
+    public: Path, tmp_path: Path, version: int
+) -> None:
+    """Janus-Pro's names in safetensors: shards and an index by transformers 4, one file and moved options by 5."""
+    state = torch.load(public / JANUS / "pytorch_model.bin", weights_only=True)
+    shutil.copytree(public / JANUS, tmp_path / "4o", ignore=shutil.ignore_patterns("*.bin"))
+    config = json.loads((tmp_path / "4o" / "config.json").read_text())
+    if version == 4:
+        write_shards(tmp_path / "4o", state, 3)
+    else:
+        save_file(
+            {n: t.contiguous() for n, t in state.items()}, tmp_path / "4o" / "model.safetensors"
+        )
+        rope = {"rope_theta": 10000.0, "rope_type": "default"}
+        config["language_config"] |= {"rope_parameters": rope, "dtype": "bfloat16"}
+        (tmp_path / "4o" / "config.json").write_text(json.dumps(config))
+    one, other = opened(public / JANUS), opened(tmp_path / "4o")
+    assert one.fingerprint == other.fingerprint and one.config == other.config
+    assert other.sampling == Sampling(5.0, 1.0, 0, 1.0)
+    for part in ("target", "vq"):
+        mine, theirs = getattr(one, part).state_dict(), getattr(other, part).state_dict()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 

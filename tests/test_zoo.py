@@ -45,7 +45,7 @@ def test_the_known_models_are_all_there() -> None:
         *("llamagen-t2i-256", "llamagen-t2i-512"),
         *("llamagen-c2i-b-256", "llamagen-c2i-l-256", "llamagen-c2i-b-384", "llamagen-c2i-l-384"),
         *("llamagen-c2i-xl-384", "llamagen-c2i-xxl-384", "llamagen-c2i-3b-384", "anole-7b"),
-        *("janus-pro-1b", "janus-pro-7b"),
+        *("janus-pro-1b", "janus-pro-7b", "janus-4o-7b"),
         *("lumina-mgpt-7b-512", "lumina-mgpt-7b-768", "lumina-mgpt-7b-1024", "emu3-gen"),
         "glm-image",
     ]
