@@ -842,3 +842,15 @@ def test_an_unknown_class_is_refused_before_drawing(public: Path) -> None:
     assert isinstance(condition, ClassConditioner)
     with pytest.raises(OptionError, match="no ImageNet class"):
         condition.prepare(["goldfisch pond"])
+
+
+def test_pickles_are_refused_where_torch_cannot_hold_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before 2.6 `weights_only` does not keep a file from running code."""
+    file = tmp_path / "weights.pt"
+    torch.save({"weight": torch.zeros(2)}, file)
+    assert "weight" in open_checkpoint(file)
+    monkeypatch.setattr(torch, "__version__", "2.5.1a0+git")
+    with pytest.raises(WeightsError, match=r"torch 2\.6"):
+        open_checkpoint(file)

@@ -5,6 +5,8 @@ The files are those of `scripts/checkpoints/glm_image.py`; the loader does not k
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -349,6 +351,25 @@ def test_saved_tokens_become_the_pictures_that_generate_makes(
         assert why in capsys.readouterr().err
 
 
+def test_classes_that_a_folder_names_are_not_loaded(
+    whole: LanternPipeline, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither from a file in it, nor from a module in the working folder."""
+    copy, ran = tmp_path / "copy", tmp_path / "ran"
+    shutil.copytree(folder, copy)
+    code = f"open({str(ran)!r}, 'w')\nclass AutoencoderKL: pass\n"
+    for place in (copy / "vae", tmp_path):
+        (place / "evil.py").write_text(code)
+    index = json.loads((copy / "model_index.json").read_text())
+    index |= {"vae": ["evil", "AutoencoderKL"], "_class_name": ["evil", "AutoencoderKL"]}
+    (copy / "model_index.json").write_text(json.dumps(index))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert whole.diffusion is not None
+    again = DiffusionPixels(copy, torch.float32, torch.device("cpu"))
+    assert not ran.exists() and type(again.pipe.vae) is type(whole.diffusion.pipe.vae)
+
+
 def test_codes_are_doubled_as_diffusers_does(folder: Path) -> None:
     diffusers = pytest.importorskip("diffusers")
     tokens = np.arange(4 * 6 + 6)[None]
@@ -356,13 +377,13 @@ def test_codes_are_doubled_as_diffusers_does(folder: Path) -> None:
     assert torch.equal(prior_token_ids(tokens, (4, 6)), want)
 
 
-@pytest.mark.parametrize("version", ["0.36.0", "0.40.0", "0.40.1", "0.43.0", "1.0.0"])
+@pytest.mark.parametrize("version", ["0.36.0", "0.39.0", "0.40.1", "0.43.0", "1.0.0"])
 def test_releases_of_diffusers_that_do_not_fit_are_refused(version: str) -> None:
     with pytest.raises(OptionError, match=version):
         check_diffusers(version)
 
 
-@pytest.mark.parametrize("version", ["0.37.1", "0.39.0", "0.41.0", "0.42.1"])
+@pytest.mark.parametrize("version", ["0.41.0", "0.42.1"])
 def test_releases_of_diffusers_that_fit_are_taken(version: str) -> None:
     check_diffusers(version)
 

@@ -14,7 +14,7 @@ import pytest
 from lantern_hpu.commands import generate, models
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.methods.request import Sampling
-from lantern_hpu.models.diffusion import FOLDERS
+from lantern_hpu.models.diffusion import PARTS
 from lantern_hpu.models.families import FAMILIES
 from lantern_hpu.models.text.prefix import class_index
 from lantern_hpu.zoo import fetch, find, registry
@@ -59,7 +59,7 @@ def test_every_part_is_complete(entry: KnownModel, part: Part) -> None:
     assert part.needed_for in registry.NEEDED_FOR
     assert part.bytes is None or part.bytes > 10**6
     names = {name for spec in part.files for name in spec.split("|")}
-    folders = {f"{name}/*" for name in FOLDERS} if part.role == "pixels" else set()
+    folders = {f"{name}/*" for name in PARTS} if part.role == "pixels" else set()
     plain = {name.split("/")[-1] for name in names - folders}
     assert not [name for name in plain if "*" in name] and folders <= names
     assert set(part.sha256) <= names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,15 @@ from torch import Tensor
 from lantern_hpu.errors import OptionError, WeightsError, needing
 from lantern_hpu.models.config import TransformerConfig
 
-FIRST, LAST = (0, 37), (0, 42)  # releases of diffusers whose pipeline takes ready codes as here
-REFUSED = {(0, 40): "its scheduler drops the timesteps it is given, and pictures come out grainy"}
-FOLDERS = ("tokenizer", "text_encoder", "transformer", "vae", "scheduler")
+FIRST, LAST = (0, 41), (0, 42)  # releases of diffusers whose pipeline takes ready codes as here
+# A folder's model_index.json may name others, of modules in the folder or in the working folder, and is not read
+PARTS = {
+    "tokenizer": ("transformers", "ByT5Tokenizer"),
+    "text_encoder": ("transformers", "T5EncoderModel"),
+    "transformer": ("diffusers", "GlmImageTransformer2DModel"),
+    "vae": ("diffusers", "AutoencoderKL"),
+    "scheduler": ("diffusers", "FlowMatchEulerDiscreteScheduler"),
+}
 
 
 def check_diffusers(version: str | None = None) -> None:
@@ -29,10 +36,10 @@ def check_diffusers(version: str | None = None) -> None:
 
             version = diffusers.__version__
     release = tuple(int(part) for part in version.split(".")[:2])
-    if FIRST <= release <= LAST and release not in REFUSED:
+    if FIRST <= release <= LAST:
         return
     known = f"{FIRST[0]}.{FIRST[1]} to {LAST[0]}.{LAST[1]}"
-    why = REFUSED.get(release, f"{known} are known to take codes as they are given here")  # type: ignore[arg-type]
+    why = f"{known} are known to take codes as they are given here"
     hint = 'pip install "lantern-hpu[glm]", or --save-tokens FILE.npz'
     raise OptionError(f"diffusers {version} is refused", why, hint)
 
@@ -56,14 +63,18 @@ class DiffusionPixels:
         check_diffusers()
         check_diffusion_folder(folder)
         with needing("diffusers", "it makes pictures of GLM-Image's codes", "glm"):
-            from diffusers import GlmImagePipeline
-        left_out = {"vision_language_encoder": None, "processor": None}
+            pipeline: Any = import_module("diffusers").GlmImagePipeline
+        parts: dict[str, Any] = {"vision_language_encoder": None, "processor": None}
         try:
             with warnings.catch_warnings():  # newer releases call it `dtype`
                 warnings.filterwarnings("ignore", ".*torch_dtype", FutureWarning)
-                self.pipe: Any = GlmImagePipeline.from_pretrained(
-                    folder, torch_dtype=dtype, local_files_only=True, **left_out
-                )
+                for name, (module, kind) in PARTS.items():
+                    how: dict[str, Any] = {"local_files_only": True}
+                    if name in ("text_encoder", "transformer", "vae"):
+                        how |= {"torch_dtype": dtype, "use_safetensors": True}
+                    made = getattr(import_module(module), kind)
+                    parts[name] = made.from_pretrained(folder / name, **how)
+                self.pipe: Any = pipeline(**parts)
         except (OSError, ValueError, RuntimeError) as error:
             what = f"the diffusion model in {folder} cannot be read"
             raise WeightsError(what, str(error).splitlines()[0], "download it again") from error
@@ -96,7 +107,7 @@ class DiffusionPixels:
 
 def check_diffusion_folder(folder: Path) -> None:
     """Raise a WeightsError unless all parts of a pipeline that make pixels have a folder."""
-    missing = [name for name in FOLDERS if not (folder / name).is_dir()]
+    missing = [name for name in PARTS if not (folder / name).is_dir()]
     if missing:
         hint = "download it again, or --save-tokens FILE.npz"
         raise WeightsError(f"folders are missing in {folder}", ", ".join(missing), hint)

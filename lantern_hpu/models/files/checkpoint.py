@@ -32,6 +32,10 @@ INDEXES = tuple(f"{name}.index.json" for name in SINGLES)
 CONTAINERS = ("model", "module", "state_dict")
 # In what torch says of a pickle that names a function or class to call
 CODE = ("GLOBAL", "Unsupported global", "Unsupported class")
+PICKLES_SINCE = (
+    2,
+    6,
+)  # of torch: before it, `weights_only` could be led to run code (CVE-2025-32434)
 SHOWN = 8  # names listed of each kind of mistake before "and n more"
 
 
@@ -152,6 +156,9 @@ def open_pickle(path: Path) -> Checkpoint:
 def load_pickle(path: Path) -> dict[str, Any]:
     """The dictionary of a file of torch.save; nothing in it may run code."""
     hint = "a safetensors file, or a copy from its publisher"
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < PICKLES_SINCE:
+        why = f"torch {torch.__version__} can be led to run code by it (CVE-2025-32434)"
+        raise WeightsError(f"{path} is refused", why, "a safetensors file, or torch 2.6")
     # On the host, whatever device saved it
     read = partial(torch.load, path, map_location=lambda storage, _: storage, weights_only=True)
     try:

@@ -225,7 +225,7 @@ class T5Conditioner:
     def _tokenizer(self) -> Any:
         with quiet(self._transformers), self._loading("tokenizer"):
             tokenizer = self._transformers.AutoTokenizer.from_pretrained(
-                str(self.folder), local_files_only=True
+                str(self.folder), local_files_only=True, trust_remote_code=False
             )
         tokenizer.padding_side = "right"  # `_features` relies on it
         return tokenizer
