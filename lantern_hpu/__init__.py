@@ -72,6 +72,10 @@ if not (Path(__file__).parent / "backends").is_dir():
     __path__.append(str(Path(__file__).parent.parent))
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     if name not in _DEFINED_IN:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

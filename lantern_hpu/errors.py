@@ -25,11 +25,42 @@ RENAMED = {
     "commit": 'window="16:commit=4"',
     "window_tree": 'window="16:2x1"',
     "num_inference_steps": "window= or tree=; the number of steps follows from them",
+    "use_safetensors": "leave it out: safetensors are preferred, and pickles are read without running code",
+    "trust_remote_code": "leave it out: no code of a checkpoint is run",
+    "device_map": "device=",
+    "variant": "dtype=",
+    "scheduler": "method=, such as 'eagle' or 'scd@16'",
 }
+# Attributes of a pipeline of diffusers that it has not here, and what to do instead
+_MEMORY = 'from_pretrained(..., keep_text="free", quantize="int8"), and a smaller batch_size='
+_PARTS = "pipe.components"
+ELSEWHERE = {
+    "scheduler": "method=, such as 'eagle' or 'scd@16': tokens are drawn, and no noise is removed",
+    "transformer": _PARTS,
+    "unet": _PARTS,
+    "vae": _PARTS,
+    "text_encoder": _PARTS,
+    "tokenizer": _PARTS,
+    "enable_model_cpu_offload": _MEMORY,
+    "enable_sequential_cpu_offload": _MEMORY,
+    "enable_attention_slicing": _MEMORY,
+    "enable_vae_slicing": "leave it out: pictures are decoded a few at a time",
+    "enable_vae_tiling": "leave it out: pictures are decoded a few at a time",
+    "enable_xformers_memory_efficient_attention": "leave it out: the device's own attention is used",
+    "compile": 'from_pretrained(..., graphs="compile")',
+    "load_lora_weights": "merge the adapter into the weights, and load those with from_pretrained(folder)",
+    "load_adapter": "merge the adapter into the weights, and load those with from_pretrained(folder)",
+    "load_textual_inversion": "words of the prompt",
+    "generate": 'pipe("a red apple")',
+}
+# Options of commands that a Python argument of another name stands for
+ARGUMENTS = {"cfg_scale": "guidance_scale", "num_images": "num_images_per_prompt", "model": "model"}
 
 
 class LanternError(Exception):
     """Base of every error this package raises on purpose; commands print it and exit with code 2."""
+
+    in_python = False  # whether it names Python's arguments in place of options
 
     def __init__(self, what: str, why: str = "", hint: str = "") -> None:
         self.what, self.why, self.hint = what, why, hint
@@ -37,11 +68,31 @@ class LanternError(Exception):
 
     def __str__(self) -> str:
         text = self.what if not self.why else f"{self.what}: {self.why}"
-        return text if not self.hint else f"{text}\n  try: {self.hint}"
+        text = text if not self.hint else f"{text}\n  try: {self.hint}"
+        return python_form(text) if self.in_python else text
+
+
+def python_form(text: str) -> str:
+    """`--cfg-scale is 0` and `--relax lambda-5` as `guidance_scale is 0` and `relax="lambda-5"`."""
+
+    def one(match: re.Match[str]) -> str:
+        name, value = match[1].replace("-", "_"), match[2]
+        name = ARGUMENTS.get(name, name)
+        if value is None:
+            return name
+        quoted = value if value[0] == '"' or value.isdigit() else f'"{value}"'
+        return f"{name}={quoted}"
+
+    values = r'"[^"]*"|\d[\w:=.-]*|[a-z+]+[-:=_@][\w:=.@-]+'
+    return re.sub(rf"--([a-z]+(?:-[a-z]+)*)(?: ({values}))?", one, text)
 
 
 class OptionError(LanternError):
     """An option, prompt or setting is out of range or contradicts another one."""
+
+
+class NotHereError(OptionError, AttributeError):
+    """A pipeline has no such attribute."""
 
 
 class TreeError(LanternError):
@@ -80,6 +131,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
     try:
         return command() or 0
     except LanternError as error:
+        error.in_python = False
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
@@ -126,7 +178,8 @@ def choices(names: Iterable[str]) -> str:
 
 
 def nearest_keyword(function: Callable[P, T]) -> Callable[P, T]:
-    """A function whose unknown keyword arguments are refused with the name that was probably meant."""
+    """A function of the Python API: unknown keyword arguments are refused with the name that was probably meant, and
+    its errors name arguments, not options."""
     known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
 
     @functools.wraps(function)
@@ -136,7 +189,11 @@ def nearest_keyword(function: Callable[P, T]) -> Callable[P, T]:
                 close = difflib.get_close_matches(name, known, 1, 0.5) or [", ".join(known)]
                 what = f"{function.__name__}() has no argument {name!r}"
                 raise OptionError(what, hint=RENAMED.get(name, close[0]))
-        return function(*args, **kwargs)
+        try:
+            return function(*args, **kwargs)
+        except LanternError as error:
+            error.in_python = True
+            raise
 
     return checked
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
+from tqdm import tqdm
 
 from lantern_hpu.backends import DeviceOptions, get_backend
 from lantern_hpu.backends.base import Fit
 from lantern_hpu.decode.memory import check_room
-from lantern_hpu.errors import OptionError
+from lantern_hpu.errors import OptionError, OutputError
 from lantern_hpu.models.diffusion import check_diffusers, check_diffusion_folder
 from lantern_hpu.models.files.load import Opened, open_model
 from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.files.write import staged, write_model
 from lantern_hpu.models.model import ImageModel, Placement, grid_by_size, quantize_target
+from lantern_hpu.zoo.cards import Subject, folder_card, write_card
 from lantern_hpu.zoo.find import find_parts
 
 Check = Callable[[Opened], None]  # raises a LanternError to refuse a model
@@ -56,6 +61,23 @@ def load_model(
             quantize_target(model.target, options.quantize)
         fit.lay_out([*model.stepping, *model.condition.parts().values()])
     return model, fit
+
+
+def write_folder(source: str, output: Path, dtype: str, given: Given = Given()) -> ImageModel:
+    """Write a model folder from a model's files, tensor by tensor; `dtype` auto: as they are stored."""
+    if output.exists():
+        raise OutputError(f"{output} exists", hint="another name, or remove it")
+    opened = open_model(find_parts(source, given))
+    parts = 3 + (opened.config.drafter is not None)
+    with tqdm(total=parts, unit="part", file=sys.stderr) as progress:
+        progress.set_description_str("loading")
+        model = opened.load(Placement(None if dtype == "auto" else getattr(torch, dtype)))
+        progress.update()
+        with staged(output) as folder:
+            write_model(model, folder, progress)
+            subject = Subject(model.name, model.config, model.fingerprint)
+            write_card(folder, folder_card, subject, output.name)
+    return model
 
 
 def open_checked(

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -24,16 +25,25 @@ from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine, EngineCache
 from lantern_hpu.decode.pixels import decode_pixels, preview
 from lantern_hpu.decode.spec import Spec, batch_size_for
-from lantern_hpu.errors import OptionError, choices, nearest_keyword, require
-from lantern_hpu.loading import Check, device_name, load_model
+from lantern_hpu.errors import (
+    ELSEWHERE,
+    NotHereError,
+    OptionError,
+    choices,
+    nearest_keyword,
+    require,
+)
+from lantern_hpu.loading import Check, device_name, load_model, write_folder
 from lantern_hpu.methods.relaxation import Relaxation
 from lantern_hpu.methods.request import (
     MAX_IMAGES,
     Request,
     Sampling,
     per_prompt,
+    prompts_of,
     seeds_of,
     size_of,
+    whole_number,
 )
 from lantern_hpu.methods.setting import (
     AUTO,
@@ -82,6 +92,9 @@ class LanternPipeline:
         self.bar_options: dict[str, Any] = {"disable": None}  # None: shown on a terminal alone
         self.lock = threading.RLock()
         self.diffusion: DiffusionPixels | None = None  # makes pictures where no tokenizer does
+        self._interrupt = (
+            False  # set by a callback, as in diffusers: the run ends with the images that are done
+        )
 
     @classmethod
     @nearest_keyword
@@ -163,6 +176,42 @@ class LanternPipeline:
         pipeline.load_seconds = time.perf_counter() - began
         return pipeline
 
+    def __getattr__(self, name: str) -> Any:
+        what = f"a LanternPipeline has no attribute {name!r}"
+        raise NotHereError(what, hint=ELSEWHERE.get(name, ""))
+
+    def __repr__(self) -> str:
+        settings = f"device={self.backend.name}, dtype={dtype_name(self.fit.dtype)}"
+        return f"LanternPipeline({self.model.source}, {settings}, method={self.resolve(AUTO)})"
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.target.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The number format of the target's weights."""
+        return self.model.target.dtype
+
+    @property
+    def components(self) -> dict[str, Any]:
+        """The parts of the model; None where it has none."""
+        model = self.model
+        parts = {"target": model.target, "drafter": model.drafter, "vq": model.vq}
+        return parts | {"condition": model.condition}
+
+    @nearest_keyword
+    def save_pretrained(self, folder: str | Path, dtype: str | torch.dtype = "auto") -> None:
+        """Write a model folder that `from_pretrained` reads, from the files that this model was loaded from.
+
+        Args:
+            folder: must not exist. dtype: of the files; `auto`: as they are stored.
+
+        Raises:
+            LanternError: the folder exists or cannot be written.
+        """
+        write_folder(self.model.source, Path(folder), dtype_name(dtype), self.given)
+
     def close(self) -> None:
         """Give the device's memory back."""
         self.engines.shrink(0)
@@ -214,7 +263,7 @@ class LanternPipeline:
     @nearest_keyword
     def __call__(
         self,
-        prompt: str | Sequence[str],
+        prompt: str | Sequence[str] | None = None,
         *,
         negative_prompt: str | Sequence[str] | None = None,
         num_images_per_prompt: int = 1,
@@ -222,7 +271,7 @@ class LanternPipeline:
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] | None = None,
         generator: torch.Generator | Sequence[torch.Generator] | None = None,
         method: str = AUTO,
         relax: str | Relaxation | None = None,
@@ -233,14 +282,15 @@ class LanternPipeline:
         batch_size: int | None = None,
         output_type: OutputType = "pil",
         callback_on_step_end: StepEnd | None = None,
+        return_dict: bool = True,
     ) -> GenerationResult:
         """Draw `num_images_per_prompt` images of each prompt.
 
         Args:
             negative_prompt: what guidance draws away from, for models that read one; one for all prompts, or one each.
             guidance_scale, temperature, top_k, top_p: in place of the model's own default, each on its own.
-            seed: of the first image; each further image takes the next number.
-            generator: its initial seed is used instead of `seed`; of a list, one for each image.
+            seed: of the first image (0); each further image takes the next number; of a list, one for each image.
+            generator: its initial seed in place of `seed`; of a list, one for each image.
             method: its name, or a whole setting such as `lantern++:lambda=5@broad_7`: see `methods.setting`.
             relax: how a relaxed method accepts: `lambda-5`, values such as `lambda=5:k=10`, or a `Relaxation`.
             window: places of a window, for methods without a drafter; `16:commit=4` for a fixed schedule.
@@ -250,17 +300,18 @@ class LanternPipeline:
             output_type: of `result.images`: "pil", "np" [B, H, W, 3] and "pt" [B, 3, H, W] of float32 in 0 to 1, or
                 "tokens" [B, N], which decodes no pixels.
             callback_on_step_end: called after each host read, about once in 16 steps, with the pipeline, the decode
-                steps so far, the tokens so far of all images, and {"event": `Event`}.
+                steps so far, the tokens so far of all images, and {"event": `Event`}. `pipe._interrupt = True` in it
+                ends the run: the result has the images that are done.
+            return_dict: of no effect: `result[0]` is `result.images`, as of diffusers' tuple.
 
         Raises:
             LanternError: an option is out of range.
         """
-        require(
-            num_images_per_prompt >= 1, "num_images_per_prompt", num_images_per_prompt, "1 or more"
-        )
+        each = whole_number("num_images_per_prompt", num_images_per_prompt)
+        require(each >= 1, "num_images_per_prompt", each, "1 or more")
         kinds = get_args(OutputType)
         require(output_type in kinds, "output_type", output_type, choices(kinds))
-        prompts = [prompt] if isinstance(prompt, str) else list(prompt)
+        prompts = prompts_of(prompt)
         negatives = per_prompt("negative_prompt", negative_prompt, len(prompts))
         count = len(prompts) * num_images_per_prompt
         require(count <= MAX_IMAGES, "images of one call", count, f"at most {MAX_IMAGES}")
@@ -274,6 +325,7 @@ class LanternPipeline:
             for _ in range(num_images_per_prompt)
         ]
         with self.lock:
+            self._interrupt = False
             return self.draw_with_bar(
                 requests, setting, batch_size, output_type, callback_on_step_end
             )
@@ -466,7 +518,7 @@ class LanternPipeline:
                 keep(index, drawn[index])
         now = self.backend.queue.counters()
         return GenerationResult(
-            drawn=[drawn[index] for index in range(len(requests))],
+            drawn=[drawn[index] for index in sorted(drawn)],  # all, unless it was interrupted
             timing=stats,
             graph=engine.report().since(before)
             | {
@@ -558,6 +610,8 @@ class LanternPipeline:
             if callback is not None:
                 callback(batch.event(done, len(requests), show))
             yield from ((numbers[slot], record) for slot, record in finished)
+            if self._interrupt:
+                return
 
     # -- reporting
 

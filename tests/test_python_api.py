@@ -14,7 +14,7 @@ from PIL import Image
 
 import lantern_hpu
 from lantern_hpu import GenerationResult, LanternPipeline, Multiplicative
-from lantern_hpu.errors import DeviceError, OptionError
+from lantern_hpu.errors import ELSEWHERE, DeviceError, OptionError, OutputError, python_form
 
 
 def seeds(result: GenerationResult) -> list[int]:
@@ -162,6 +162,7 @@ def test_the_progress_bar_is_the_users(
         ("cfg_scale", "guidance_scale"),
         ("num_inference_steps", "window="),
         ("callback_on_step", "callback_on_step_end"),
+        ("scheduler", "method="),
     ],
 )
 def test_an_unknown_argument_names_the_nearest(
@@ -170,3 +171,103 @@ def test_an_unknown_argument_names_the_nearest(
     with pytest.raises(OptionError) as caught:
         pipeline("cat", **{wrong: 1})  # type: ignore[arg-type]
     assert wrong in caught.value.what and meant in caught.value.hint
+
+
+# ------------------------------------------------------------------------------------ reflexes of diffusers
+
+
+def test_a_pipeline_says_what_and_where_it_is(pipeline: LanternPipeline) -> None:
+    assert pipeline.device == torch.device("cpu") and pipeline.dtype == torch.float32
+    assert pipeline.components["target"] is pipeline.model.target
+    assert pipeline.components["drafter"] is not None
+    text = repr(pipeline)
+    assert pipeline.model.source in text and "device=cpu, dtype=float32" in text
+    assert f"method={pipeline.resolve('auto')}" in text
+
+
+def test_dir_has_every_public_name() -> None:
+    assert set(lantern_hpu.__all__) <= set(dir(lantern_hpu))
+
+
+def test_a_result_is_a_tuple_too(pipeline: LanternPipeline) -> None:
+    result = pipeline("cat", return_dict=False)
+    (images,) = result
+    assert images == result[0] == result.images
+    with pytest.raises(IndexError):
+        result[1]
+
+
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_what_diffusers_has_and_this_has_not_is_one_error(
+    pipeline: LanternPipeline, name: str
+) -> None:
+    with pytest.raises(OptionError) as caught:
+        getattr(pipeline, name)
+    assert name in caught.value.what and caught.value.hint == ELSEWHERE[name]
+    assert not hasattr(pipeline, name)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"guidance_scale": 0}, "guidance_scale is 0"),
+        ({"prompt": " "}, 'prompt="a red apple"'),
+        ({"prompt": None}, "prompt is None: allowed: a string, or a list of strings"),
+        ({"prompt": ["cat", 3]}, "prompt is 3"),
+        ({"prompt": []}, "prompt is an empty list"),
+        ({"seed": 1.5}, "seed is 1.5: allowed: a whole number"),
+        ({"seed": [5, 9, 1]}, "the number of seeds is 3"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 0, "generator": torch.Generator()}, "one of seed and generator"),
+        ({"negative_prompt": "blurry"}, "negative_prompt cannot be used"),
+        ({"num_images_per_prompt": 1.5}, "num_images_per_prompt is 1.5"),
+        ({"temperature": 100.0}, "temperature is 100.0"),
+        ({"height": 64}, "height 64"),
+    ],
+)
+def test_errors_name_pythons_arguments(
+    pipeline: LanternPipeline, arguments: dict[str, Any], said: str
+) -> None:
+    given = {"prompt": "cat"} | arguments
+    with pytest.raises(OptionError) as caught:
+        pipeline(**given)
+    assert said in str(caught.value).replace("height=64", "height 64") and "--" not in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize(
+    ("option", "argument"),
+    [
+        ("--cfg-scale is 0", "guidance_scale is 0"),
+        ('try: --prompt "a red apple"', 'try: prompt="a red apple"'),
+        ("--height 256", "height=256"),
+        ("--relax lambda-5", 'relax="lambda-5"'),
+        ("--window 16:commit=4", 'window="16:commit=4"'),
+        ("--vq with its own", "vq with its own"),
+    ],
+)
+def test_options_become_arguments(option: str, argument: str) -> None:
+    assert python_form(option) == argument
+
+
+def test_several_seeds_are_one_each(pipeline: LanternPipeline) -> None:
+    assert seeds(pipeline(["cat", "apple"], seed=[5, 9])) == [5, 9]
+    assert seeds(pipeline("cat", seed=np.int64(3))) == [3]
+
+
+def test_a_callback_can_end_the_run(pipeline: LanternPipeline) -> None:
+    def stop(pipe: LanternPipeline, step: int, tokens: int, kwargs: dict[str, Any]) -> None:
+        pipe._interrupt = len(kwargs["event"].preview()) > 0
+
+    result = pipeline(["cat"] * 3, batch_size=1, method="ar", callback_on_step_end=stop)
+    assert len(result.images) < 3 and len(result.tokens) == len(result.images)
+    assert len(pipeline(["cat"] * 3, batch_size=1).images) == 3  # the next call is whole
+
+
+def test_a_pipeline_is_written_as_a_folder(pipeline: LanternPipeline, tmp_path: Path) -> None:
+    pipeline.save_pretrained(tmp_path / "copy")
+    copy = LanternPipeline.from_pretrained(str(tmp_path / "copy"))
+    assert np.array_equal(copy("cat").tokens, pipeline("cat").tokens)
+    with pytest.raises(OutputError, match="exists"):
+        pipeline.save_pretrained(tmp_path / "copy")

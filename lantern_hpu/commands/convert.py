@@ -11,12 +11,11 @@ loaded. A text encoder is not copied: the folder notes its path.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from lantern_hpu.commands.options import add_part_options, file_path, given_parts
-from lantern_hpu.errors import OptionError, OutputError, choices, exit_code
+from lantern_hpu.errors import OptionError, choices, exit_code
 from lantern_hpu.models.files.names import Given
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -38,27 +37,9 @@ def convert(source: str, output: Path, dtype: str, given: Given) -> str:
     """Write the folder. -> what it holds"""
     if dtype not in DTYPES:
         raise OptionError(f"--dtype is {dtype}", hint=choices(DTYPES))
-    if output.exists():
-        raise OutputError(f"{output} exists", hint="another name, or remove it")
-    import torch
-    from tqdm import tqdm
+    from lantern_hpu.loading import write_folder
 
-    from lantern_hpu.models.files.load import open_model
-    from lantern_hpu.models.files.write import staged, write_model
-    from lantern_hpu.models.model import Placement
-    from lantern_hpu.zoo.cards import Subject, folder_card, write_card
-    from lantern_hpu.zoo.find import find_parts
-
-    opened = open_model(find_parts(source, given))
-    parts = 3 + (opened.config.drafter is not None)
-    with tqdm(total=parts, unit="part", file=sys.stderr) as progress:
-        progress.set_description_str("loading")
-        model = opened.load(Placement(None if dtype == "auto" else getattr(torch, dtype)))
-        progress.update()
-        with staged(output) as folder:
-            write_model(model, folder, progress)
-            subject = Subject(model.name, model.config, model.fingerprint)
-            write_card(folder, folder_card, subject, output.name)
+    model = write_folder(source, output, dtype, given)
     size = sum(file.stat().st_size for file in output.iterdir()) / 1e6
     height, width = model.config.image_size
     return f"{output}: {width} x {height} pixels, {size:.1f} MB, target {model.fingerprint[:12]}"

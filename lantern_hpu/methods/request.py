@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.errors import OptionError, check_ranges, option, require
 from lantern_hpu.methods.relaxation import EXACT, Relaxation
@@ -113,6 +114,13 @@ def in_turn(
     ]
 
 
+def whole_number(name: str, value: Any) -> int:
+    try:
+        return operator.index(value)
+    except TypeError as error:
+        raise OptionError(f"{name} is {value!r}", "allowed: a whole number") from error
+
+
 def per_prompt(name: str, value: str | Sequence[str] | None, count: int) -> list[str | None]:
     """One value for each of `count` prompts."""
     if value is None or isinstance(value, str):
@@ -121,14 +129,31 @@ def per_prompt(name: str, value: str | Sequence[str] | None, count: int) -> list
     return list(value)
 
 
+def prompts_of(prompt: Any) -> list[str]:
+    """One prompt or several, of which each is a string."""
+    several = isinstance(prompt, Iterable) and not isinstance(prompt, str)
+    prompts = list(prompt) if several else [prompt]
+    for text in prompts:
+        require(isinstance(text, str), "prompt", repr(text), "a string, or a list of strings")
+    require(len(prompts) > 0, "prompt", "an empty list", "a string, or a list of strings")
+    return prompts
+
+
 def seeds_of(
-    seed: int, generator: torch.Generator | Sequence[torch.Generator] | None, count: int
+    seed: int | Sequence[int] | None,
+    generator: torch.Generator | Sequence[torch.Generator] | None,
+    count: int,
 ) -> list[int]:
     """A seed for each image."""
+    require(seed is None or generator is None, "seed", seed, "one of seed and generator")
+    if isinstance(seed, (list, tuple)):
+        require(len(seed) == count, "the number of seeds", len(seed), f"{count}, or one")
+        return [whole_number("seed", one) for one in seed]
     if isinstance(generator, Sequence):
         require(
             len(generator) == count, "the number of generators", len(generator), f"{count}, or one"
         )
         return [one.initial_seed() % (MAX_SEED + 1) for one in generator]
-    first = seed if generator is None else generator.initial_seed() % (MAX_SEED + 1)
+    first = whole_number("seed", seed or 0)
+    first = first if generator is None else generator.initial_seed() % (MAX_SEED + 1)
     return [first + i for i in range(count)]

@@ -206,7 +206,7 @@ class GenerationResult:
     @property
     def tokens(self) -> NDArray[np.int64]:
         """[images, N]"""
-        return np.stack([one.record.token_ids for one in self.drawn])
+        return np.array([one.record.token_ids for one in self.drawn], np.int64)
 
     @property
     def settings(self) -> list[dict[str, Any]]:
@@ -226,6 +226,13 @@ class GenerationResult:
         import torch
 
         return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous()
+
+    def __getitem__(self, index: int) -> Any:
+        """`result[0]` is `images`, as of the tuple that diffusers returns."""
+        return (self.images,)[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.images,))
 
     def grid(self, cols: int | None = None, scale: int = 1) -> Image.Image:
         """All images on one sheet.
