@@ -46,7 +46,7 @@ WITHOUT = {GAUDI: f"--device {GAUDI} --emulate, which runs its code on the proce
 
 
 KEEP_TEXT = ("device", "host", "free")  # where a text encoder stays once prompts are encoded
-LAYOUTS = "native (one call of C a pass), packed, half (float16), plain, or auto: the fastest of the last three"
+LAYOUTS = "native (one call of C a pass), plain (torch), or auto: native where it can be had"
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,10 @@ class DeviceOptions:
     )
     quantize: str | None = option(None, "quantize the weights of the target model", metavar="int8")
     layout: str = option("auto", f"of the matrices: {LAYOUTS}")
-    invariant: str = option("on", "batch-invariant results on CPUs: on, or off for speed")
     threads: int = option(0, "CPU threads; 0 selects the fastest number", metavar="N")
 
     def __post_init__(self) -> None:
-        allowed = {"kernels": ("auto", "plain"), "keep_text": KEEP_TEXT, "invariant": ("on", "off")}
+        allowed = {"kernels": ("auto", "plain"), "keep_text": KEEP_TEXT}
         for name, values in allowed.items():
             asked, written = getattr(self, name), name.replace("_", "-")
             if asked not in values:

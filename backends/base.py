@@ -144,7 +144,6 @@ class Fit:
 
     Attributes:
         graphs: the graph mode. layout: of the matrices of linear layers; `auto` until `lay_out` has chosen one.
-        invariant: whether an image's bits do not depend on its batch.
         keys_by_head: whether all positions of a head lie together in the KV cache.
         decided: what was chosen, with the reason; for reports.
     """
@@ -154,7 +153,6 @@ class Fit:
     graphs: str = "eager"
     kernels: Kernels = PLAIN
     layout: str = "plain"
-    invariant: bool = False
     keys_by_head: bool = False
     decided: dict[str, str] = field(default_factory=dict)
 

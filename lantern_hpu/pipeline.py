@@ -113,7 +113,6 @@ class LanternPipeline:
         quantize: str | None = None,
         pictures: bool = True,
         layout: str = "auto",
-        invariant: str = "on",
         threads: int = 0,
         size: tuple[int, int] | None = None,
         check: Check | None = None,
@@ -132,7 +131,6 @@ class LanternPipeline:
             quantize: `int8` for the target's weights, where the device offers it.
             pictures: False if tokens are enough, so that a model without its tokenizer of pictures loads too.
             layout: of the matrices: `auto`, the fastest, or one the device offers; for training `plain`.
-            invariant: `on`: on a processor an image's bits do not depend on its batch; `off`: speed alone.
             threads: of the processor; 0 for the fastest number.
             size: height and width of pictures to come, refused before weights are read where they cannot be drawn.
             check: called before weights are read with what is known by then, to refuse the model.
@@ -151,7 +149,6 @@ class LanternPipeline:
             keep_text=keep_text,
             quantize=quantize,
             layout=layout,
-            invariant=invariant,
             threads=threads,
         )
         given = given if drafter is None else replace(given, drafter=drafter)
@@ -625,7 +622,6 @@ class LanternPipeline:
             "dtype": dtype_name(self.model.target.dtype),
             "quantize": self.options.quantize,
             "layout": self.fit.layout,
-            "invariant": "on" if self.fit.invariant else "off",
             "kernels": self.options.kernels,
             "device": self.backend.name,
             "graphs": self.fit.graphs,

@@ -3,222 +3,134 @@
 from __future__ import annotations
 
 import json
+import platform
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
-from torch import nn
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
 from lantern_hpu.backends import DeviceOptions, get_backend, host
-from lantern_hpu.backends.cpu import layouts as cpu_layouts
+from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cpu.backend import PATIENCE, Search, ThreadPace, search
-from lantern_hpu.backends.cpu.layouts import (
-    FORMS,
-    PackedLinear,
-    lay_out,
-    obstacle,
-)
 from lantern_hpu.commands.generate import main
 from lantern_hpu.decode.state import bits_digest
 from lantern_hpu.errors import DeviceError, OptionError
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import read_png
+from lantern_hpu.results.images import METADATA, read_png
 from lantern_hpu.tree import load_static
-from tests.tiny import CONFIG, Models, advance, make_engine, request, spec_for, tiny_models
+from tests.tiny import CONFIG, make_engine, request, spec_for, tiny_models
 
 PROMPT = "a red cat"
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of the test's own."""
-    monkeypatch.setenv("LANTERN_HPU_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no compiler was there."""
+    monkeypatch.setattr(native, "open_library", lambda: (None, "it was not built"))
+    monkeypatch.setattr(native, "BUILT_FOR", (sys.platform, platform.machine()))
 
 
-def needs(form: str, dtype: torch.dtype = torch.float32) -> None:
-    if why := obstacle(FORMS[form], [nn.Linear(64, 48, dtype=dtype)]):
-        pytest.skip(why)
+needs_library = pytest.mark.skipif(not native.isa(), reason=native.open_library()[1])
 
 
 # ------------------------------------------------------------------------------------ layouts
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(
-    ("form", "dtype"),
-    [("packed", torch.float32), ("packed", torch.bfloat16), ("half", torch.float32)],
-)
-def test_packed_matrices_multiply_as_plain_ones(form: str, dtype: torch.dtype, bias: bool) -> None:
-    """The twin is `nn.Linear` in float64, of the matrix as it is kept; odd sizes, any number of rows, any strides."""
-    needs(form, dtype)
-    torch.manual_seed(0)
-    plain = nn.Linear(83, 47, bias, dtype=dtype).requires_grad_(False)
-    packed, twin = FORMS[form](plain), nn.Linear(83, 47, bias, dtype=torch.float64)
-    twin.load_state_dict(plain.state_dict())
-    if form == "half":
-        twin.weight.data.copy_(plain.weight.half())
-    for rows in (1, 2, 7, 12, 52, 116):
-        x = torch.randn(2, 83, rows, dtype=dtype).transpose(1, 2)  # [2, rows, 83]
-        want = twin(x.double())
-        off = (packed(x).double() - want).abs().max() / want.abs().max()
-        assert off < {torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
-
-
-def test_weights_beyond_float16_are_not_halved() -> None:
-    needs("half")
-    wide = nn.Linear(64, 48)
-    wide.weight.data[3, 5] = 1e5
-    with pytest.raises(DeviceError, match="beyond float16's 65504"):
-        lay_out([nn.Sequential(wide)], "half")
-    assert "beyond" in obstacle(FORMS["half"], [nn.Linear(64, 48), wide])
-    assert "made for float32" in obstacle(FORMS["half"], [nn.Linear(64, 48, dtype=torch.bfloat16)])
-
-
-def features(models: Models, mode: str) -> torch.Tensor:
-    """What the target makes of a tree in the middle of an image: [R, M, H]."""
-    requests = [request(seed=1)]
-    engine = make_engine(models, spec_for(load_static("chain"), requests), mode)
-    advance(engine, requests, 3)
-    step, state = engine.step_function, engine.state
-    with torch.no_grad():
-        return cast(torch.Tensor, dict(step.stages(state))["verify"])
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("mode", ["eager", pytest.param("strict", marks=pytest.mark.slow)])
-def test_a_packed_model_computes_the_plain_ones_features(mode: str, form: str) -> None:
-    """Target and drafter, also under the rules of a capture."""
-    needs(form)
-    models, twins = tiny_models(), tiny_models()
-    if form == "half":
-        for layer in (part for each in twins for part in each.modules()):
-            if isinstance(layer, nn.Linear):
-                layer.weight.data.copy_(layer.weight.half())
-    want = features(twins, mode)
-    assert lay_out(models, form) == (form, "asked for")
-    assert not any(isinstance(part, nn.Linear) for each in models for part in each.modules())
-    torch.testing.assert_close(features(models, mode), want, rtol=1e-4, atol=1e-5)
-
-
-def test_a_small_float32_model_takes_what_loses_nothing(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No clock is asked, so that one command draws the same on two days: `half` where no weight loses a bit by it."""
-    needs("half")
-    needs("packed")
-    monkeypatch.setattr(cpu_layouts, "known_shares", None)
+@needs_library
+def test_a_model_takes_the_native_form_and_says_so(model: Path) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
-    assert isinstance(pipeline.model.target.head, PackedLinear) and pipeline.fit.layout == "packed"
-    assert "float32 as it is" in pipeline.fit.decided["layout"]
-    models = tiny_models()
-    for layer in (part for each in models for part in each.modules()):
-        if isinstance(layer, nn.Linear):
-            layer.weight.data.copy_(layer.weight.half())
-    assert lay_out(models)[0] == "half"
+    assert isinstance(pipeline.model.target.decoder, native.NativeDecoder)
+    assert pipeline.fit.decided["layout"] == f"native: {native.isa()}"
+    assert pipeline(PROMPT).config["layout"] == "native"
     plain = LanternPipeline.from_pretrained(str(model), device="cpu", layout="plain")
     assert plain(PROMPT).config["layout"] == "plain"
     assert plain.fit.decided["layout"] == "plain: asked for"
 
 
-@pytest.mark.parametrize(
-    ("packed", "half", "taken"),
-    [(0.5, 0.3, "half"), (0.5, 0.45, "packed"), (0.99, 0.9, "plain"), (1.4, 0.7, "half")],
-)
-def test_a_large_model_takes_what_was_faster(
-    monkeypatch: pytest.MonkeyPatch, packed: float, half: float, taken: str
+def test_without_the_library_torch_draws_and_it_is_said(model: Path, no_library: None) -> None:
+    """The same picture up to rounding, which in a tiny model changes no token."""
+    with pytest.warns(UserWarning, match="torch's slower form draws: it was not built"):
+        pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
+    assert pipeline.fit.layout == "plain" and "not built" in pipeline.fit.decided["layout"]
+    asked = LanternPipeline.from_pretrained(str(model), device="cpu", layout="plain")
+    assert pipeline(PROMPT, seed=3).tokens.tolist() == asked(PROMPT, seed=3).tokens.tolist()
+
+
+@needs_library
+@pytest.mark.parametrize("method", ["ar", "scd@4", "lantern++@broad_7"])
+def test_both_layouts_draw_the_same_tokens(model: Path, method: str) -> None:
+    drawn = [
+        LanternPipeline.from_pretrained(str(model), device="cpu", layout=layout)(
+            PROMPT, method=method, num_images_per_prompt=2, seed=5
+        ).tokens
+        for layout in ("native", "plain")
+    ]
+    assert drawn[0].tolist() == drawn[1].tolist()
+
+
+def test_another_processor_is_not_told_that_something_is_missing(
+    model: Path, no_library: None, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """The form that rounds weights must gain more than the one that only sums in another order."""
-    needs("packed")
-    needs("half")
-    monkeypatch.setattr(cpu_layouts, "LARGE", 0)
-    shares = {"packed": packed, "half": half}
-    monkeypatch.setattr(
-        cpu_layouts,
-        "known_shares",
-        lambda layers, forms, held: {
-            name: dict.fromkeys(cpu_layouts.ROWS, shares[name]) for name in forms
-        },
-    )
-    models = tiny_models()
-    found, why = lay_out(models)
-    assert found == taken and f"half took {half:.2f} for 2" in why
-    assert type(models[0].head) is {**FORMS, "plain": nn.Linear}[taken]
-
-
-def count_measuring(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What is appended to at each measurement."""
-    seen, real = list[int](), cpu_layouts.measured_shares
-
-    def counted(layers: list[nn.Linear], forms: list[str], held: bool) -> cpu_layouts.Shares:
-        seen.append(len(layers))
-        return real(layers, forms, held)
-
-    monkeypatch.setattr(cpu_layouts, "measured_shares", counted)
-    return seen
-
-
-def test_measurements_are_remembered(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By processor, sizes, format, threads and torch; a damaged file is measured anew."""
-    needs("packed")
-    seen = count_measuring(monkeypatch)
-    layers = [nn.Linear(64, 32), nn.Linear(32, 64)]
-    first = cpu_layouts.known_shares(layers, ["packed"])
-    assert set(first["packed"]) == set(cpu_layouts.ROWS) and min(first["packed"].values()) > 0
-    assert cpu_layouts.known_shares(layers, ["packed"]) == first and len(seen) == 1
-    (file,) = cache.rglob("*.json")
-    assert json.loads(file.read_text())["about"]["sizes"] == {"32x64": 1, "64x32": 1}
-    file.write_text("{")
-    cpu_layouts.known_shares(layers, ["packed"])
-    cpu_layouts.known_shares([nn.Linear(64, 16)], ["packed"])
-    assert len(seen) == 3
-
-
-def test_a_cache_that_cannot_be_written_is_no_hindrance(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    needs("packed")
-    file = tmp_path / "file"
-    file.write_text("in the way")
-    monkeypatch.setenv("LANTERN_HPU_CACHE", str(file))
-    seen = count_measuring(monkeypatch)
-    for _ in range(2):
-        cpu_layouts.known_shares([nn.Linear(64, 32)], ["packed"])
-    assert len(seen) == 2 and file.read_text() == "in the way"
+    monkeypatch.setattr(native, "BUILT_FOR", ("linux", "another"))
+    LanternPipeline.from_pretrained(str(model), device="cpu")
+    assert not [each for each in recwarn if "slower form" in str(each.message)]
 
 
 def test_a_layout_that_is_not_offered_is_one_error(
-    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    model: Path, no_library: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = ["--model", str(model), "--device", "cpu", "--prompt", PROMPT, "--layout"]
     assert main([*asked, "magic"]) == 2
-    assert "one of auto, native, packed, half, plain" in capsys.readouterr().err
-    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert main([*asked, "packed"]) == 2
+    assert "one of auto, native, plain" in capsys.readouterr().err
+    assert main([*asked, "native"]) == 2
     shown = capsys.readouterr().err
-    assert "torch was built without oneDNN" in shown and "try: --layout auto" in shown
+    assert "it was not built" in shown and "try: --layout auto" in shown
+
+
+@pytest.mark.parametrize("layout", ["packed", "half"])
+def test_layouts_of_before_are_refused_with_their_version(
+    model: Path, tmp_path: Path, layout: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A picture that names one is drawn again where another layout is asked for."""
+    first, old, again = (tmp_path / f"{name}.png" for name in ("first", "old", "again"))
+    here = ["--model", str(model), "--device", "cpu"]
+    assert main([*here, "--prompt", PROMPT, "--output", str(first)]) == 0
+    with Image.open(first) as image:
+        known, info = json.loads(image.text[METADATA]), PngInfo()
+        known["config"]["layout"] = layout
+        info.add_itxt(METADATA, json.dumps(known))
+        image.save(old, pnginfo=info)
+    asked = [*here, "--from-png", str(old), "--output", str(again)]
+    capsys.readouterr()
+    assert main(asked) == 2
+    shown = capsys.readouterr().err
+    assert f"layout {layout} is version 0.3's" in shown and "--layout native or plain" in shown
+    assert main([*asked, "--layout", "plain"]) == 0
 
 
 def test_what_inductor_compiles_stays_plain() -> None:
-    """It takes no opaque matrices, so a layout that was asked for is refused before a minute of warm-up."""
+    """Native is refused where it is asked for; a warning that something is missing would be untrue."""
     backend, models = get_backend("cpu"), tiny_models()
     fit = backend.fit(CONFIG, DeviceOptions(graphs="compile"))
     fit.lay_out(models)
-    assert fit.layout == "plain" and not fit.invariant
-    with pytest.raises(DeviceError, match="cannot be compiled"):
-        backend.fit(CONFIG, DeviceOptions(graphs="compile", layout="packed"))
+    assert fit.layout == "plain" and "inductor" in fit.decided["layout"]
+    fit = backend.fit(CONFIG, DeviceOptions(graphs="compile", layout="native"))
+    with pytest.raises(DeviceError, match="inductor"):
+        fit.lay_out(models)
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_an_image_is_drawn_again_in_its_layout(model: Path, tmp_path: Path, form: str) -> None:
-    needs(form)
+@needs_library
+@pytest.mark.parametrize("layout", ["native", "plain"])
+def test_an_image_is_drawn_again_in_its_layout(model: Path, tmp_path: Path, layout: str) -> None:
     first, again = tmp_path / "first.png", tmp_path / "again.png"
     here = ["--model", str(model), "--device", "cpu"]
-    assert main([*here, "--prompt", PROMPT, "--layout", form, "--output", str(first)]) == 0
+    assert main([*here, "--prompt", PROMPT, "--layout", layout, "--output", str(first)]) == 0
     assert main([*here, "--from-png", str(first), "--output", str(again)]) == 0
-    assert read_png(again)["config"]["layout"] == form
+    assert read_png(again)["config"]["layout"] == layout
 
 
 # ------------------------------------------------------------------------------------ formats
@@ -248,15 +160,29 @@ def flags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     ],
 )
 def test_auto_is_the_format_for_this_processor_and_size(
-    flags: Callable[[str], None], said: str, parameters: int, dtype: str, why: str
+    flags: Callable[[str], None],
+    no_library: None,
+    said: str,
+    parameters: int,
+    dtype: str,
+    why: str,
 ) -> None:
     flags(said)
     found, reason = get_backend("cpu").number_format("auto", parameters)
     assert found == getattr(torch, dtype) and why in reason
 
 
+@needs_library
+def test_the_native_decoder_widens_bfloat16_where_nothing_multiplies_it(
+    flags: Callable[[str], None],
+) -> None:
+    """Half of the bytes to read, on any processor that it runs on."""
+    flags("fpu avx2")
+    assert get_backend("cpu").number_format("auto", 775_000_000)[0] == torch.bfloat16
+
+
 def test_a_processor_of_which_nothing_is_told_takes_float32(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_library: None
 ) -> None:
     monkeypatch.setattr(host, "CPUINFO", str(tmp_path / "none"))
     host.cpuinfo.cache_clear()
@@ -268,6 +194,7 @@ def test_a_format_that_the_processor_lacks_is_said(
     model: Path,
     tmp_path: Path,
     flags: Callable[[str], None],
+    no_library: None,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """It draws all the same, in half the memory; one it does not offer at all is refused."""
@@ -290,7 +217,7 @@ def test_the_report_says_what_was_taken_and_why(
     assert "threads" not in capsys.readouterr().err  # unless it is asked for
     assert main([*asked, *output, "--verbose", "--force"]) == 0
     decided = json.loads(report.read_text())["environment"]["decided"]
-    assert set(decided) == {"dtype", "layout", "threads", "invariant"}
+    assert set(decided) == {"dtype", "layout", "threads"}
     assert decided["threads"] == "1: asked for"
     shown = capsys.readouterr().err
     for name, said in decided.items():
@@ -476,5 +403,5 @@ def test_a_step_that_is_tried_is_the_same_each_time(tree: str) -> None:
 def test_layout_is_refused_where_there_is_none_to_choose() -> None:
     from lantern_hpu.backends.cuda.backend import CUDABackend
 
-    with pytest.raises(DeviceError, match="cuda does not offer layout 'packed'"):
-        CUDABackend().fit(CONFIG, DeviceOptions(layout="packed"))
+    with pytest.raises(DeviceError, match="cuda does not offer layout 'native'"):
+        CUDABackend().fit(CONFIG, DeviceOptions(layout="native"))

@@ -12,14 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu import LanternPipeline
+from lantern_hpu.backends.base import Fit
 from lantern_hpu.backends.cpu import native
+from lantern_hpu.backends.cpu.backend import CPUBackend
 from lantern_hpu.backends.cpu.native import NativeDecoder, NativeLinear, open_library
-from lantern_hpu.errors import DeviceError
+from lantern_hpu.decode.engine import Engine
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Block, RMSNorm, Target
 from lantern_hpu.ops.kernels import PLAIN
 from lantern_hpu.ops.kv_cache import KVCache, LayerCache
-from tests.tiny import tiny_config
+from lantern_hpu.tree import DraftTree, load_tree
+from tests.tiny import draw, request, spec_for, tiny_config, tiny_models
 
 LIBRARY, WHY = open_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason=WHY)
@@ -293,8 +296,42 @@ def test_a_model_in_the_native_form_draws_what_it_draws_alone() -> None:
     pipe.close()
 
 
-def test_a_model_that_the_native_form_lacks_is_refused() -> None:
-    with pytest.raises(DeviceError, match="the head size is no multiple of 16"):
-        native.pack_model([make_target({"dim": 72, "heads": 3, "ffn_dim": 96})])
-    with pytest.raises(DeviceError, match="cannot be compiled"):
-        LanternPipeline.from_pretrained("builtin", layout="native", graphs="compile")
+def test_a_model_that_the_native_form_lacks_is_told_apart() -> None:
+    why = native.obstacle([make_target({"dim": 72, "heads": 3, "ffn_dim": 96})])
+    assert "the head size is no multiple of 16" in why
+    assert native.obstacle([make_target({})]) == ""
+
+
+def test_both_orders_of_a_cache_take_the_same_writes_and_moves() -> None:
+    here, there = (
+        KVCache.allocate(1, 2, 5, 3, 4, torch.bfloat16, torch.device("cpu"), by_head).layers[0]
+        for by_head in (False, True)
+    )
+    goal, news = torch.tensor([7, 2, 4]), torch.randn(3, 3, 4).bfloat16()
+    for cache in (here, there):
+        for part in cache.writable():
+            part.index_copy_(0, goal, news)
+            part.index_copy_(0, goal[:2], part.index_select(0, goal.flip(0)[:2]))
+    for one, other in zip(here.read(), there.read(), strict=True):
+        assert torch.equal(one, other) and one.shape == (2, 5, 3, 4)
+    assert here.read()[0].stride() == (60, 12, 4, 1) and there.read()[0].stride() == (20, 4, 40, 1)
+
+
+@pytest.mark.parametrize("mode", ["eager", "strict"])
+@pytest.mark.parametrize("tree", [None, "scd:4", "broad_7", "dynamic:2x2x5"])
+def test_an_engine_draws_the_same_with_either_order(tree: str | None, mode: str) -> None:
+    target, drafter = tiny_models()
+    models = target.bfloat16(), drafter.bfloat16()
+    native.pack_model(models)
+    drafted = load_tree(tree) if tree else DraftTree.root_only()
+    requests = [request("abcd", seed) for seed in range(2)]
+    engines: list[Engine] = []
+    for by_head in (False, True):
+        fit = Fit(CPUBackend(), torch.bfloat16, mode, keys_by_head=by_head)
+        engines.append(Engine(*models, spec_for(drafted, requests), fit))
+        assert engines[-1].state.kv_cache.layers[0].k.is_contiguous() is not by_head
+    tokens = [draw(engine, requests).tokens.tolist() for engine in engines]
+    assert tokens[0] == tokens[1]
+    caches = [engine.state.kv_cache.layers for engine in engines]
+    for layer, other in zip(*caches, strict=True):
+        assert torch.equal(layer.k, other.k) and torch.equal(layer.v, other.v)

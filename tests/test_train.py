@@ -179,7 +179,10 @@ def test_drafter_of_a_bfloat16_target_is_trained_in_float32(
 
 
 def test_interrupted_sampling_goes_on(model: Path, tmp_path: Path) -> None:
-    pipeline, accelerator = LanternPipeline.from_pretrained(str(model)), Accelerator(cpu=True)
+    pipeline, accelerator = (
+        LanternPipeline.from_pretrained(str(model), layout="plain"),
+        Accelerator(cpu=True),
+    )
     before = draw_samples(pipeline, PROMPTS, 20, tmp_path, accelerator)
     files = sorted(tmp_path.glob("*.npz"))
     times = {file: file.stat().st_mtime_ns for file in files}
@@ -219,7 +222,10 @@ def test_pictures_as_tokens_are_learned_from_but_for_held_out_captions(
 
 
 def test_drawn_and_given_tokens_are_learned_from_together(model: Path, tmp_path: Path) -> None:
-    pipeline, file = LanternPipeline.from_pretrained(str(model)), known_tokens(tmp_path)
+    pipeline, file = (
+        LanternPipeline.from_pretrained(str(model), layout="plain"),
+        known_tokens(tmp_path),
+    )
     drawn = draw_samples(pipeline, PROMPTS, 8, tmp_path / "samples", Accelerator(cpu=True))
     both = drawn + read_encoded(file, pipeline.model.target.config, held_out=PROMPTS[:1])
     assert both.tokens.shape == (8 + 2 * (len(PROMPTS) - 1), 16) and both.file
@@ -257,7 +263,7 @@ def test_a_chain_ends_at_the_first_refusal() -> None:
 
 
 def test_fine_tuning_begins_with_the_drafter_there_is(model: Path) -> None:
-    as_torch: dict[str, Any] = {"layout": "plain", "invariant": "off"}  # as training loads it
+    as_torch: dict[str, Any] = {"layout": "plain"}  # as training loads it
     known = LanternPipeline.from_pretrained(str(model), **as_torch).model
     own, new = begin(known, True, seed=0), begin(known, False, seed=0)
     assert known.drafter is not None
@@ -427,7 +433,7 @@ def test_lesson_holds_the_probabilities_that_decoding_draws_from(
     model: Path, sampling: Sampling
 ) -> None:
     """A guess that is the target's own feature overlaps with p entirely, in every pass."""
-    pipeline = LanternPipeline.from_pretrained(str(model))
+    pipeline = LanternPipeline.from_pretrained(str(model), layout="plain")
     pipeline.model.sampling = sampling
     tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
     lesson = Lesson(pipeline.model, ["red cat", "blue apple on red"], tokens)
@@ -458,7 +464,7 @@ def test_passes_guess_what_a_chain_of_drafts_guesses(
     model: Path, aux_layers: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All places at once, as a chain that is drafted at each place by itself."""
-    pipeline = LanternPipeline.from_pretrained(str(model), layout="plain", invariant="off")
+    pipeline = LanternPipeline.from_pretrained(str(model), layout="plain")
     tokens = torch.randint(32, (2, 16), generator=torch.Generator().manual_seed(0))
     lesson = Lesson(pipeline.model, ["red cat", "blue apple on red"], tokens, aux_layers)
     drafter = begin(pipeline.model, True, 0, aux_layers)

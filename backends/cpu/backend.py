@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
 from math import inf
 from statistics import median
 
@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.backends import QUANTIZED, DeviceOptions, host
-from lantern_hpu.backends.base import Backend, Fit, Memory, Pace, operator
-from lantern_hpu.backends.cpu import layouts, native
+from lantern_hpu.backends.base import Backend, Fit, Memory, Pace
+from lantern_hpu.backends.cpu import native
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
-from lantern_hpu.ops.kernels import attention as plain
 from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
 
 # ----------------------------------------------------------------------------------------- threads
@@ -180,124 +179,43 @@ DTYPES = {
 }
 
 
-# --------------------------------------------------------------------------------------- attention
-
-# Attention of one token a row, on a processor: cache positions that no row attends to are not read.
-#
-# With one query a row in float32, sums run over the positions in turn, and a masked one adds an exact zero: what is
-# left out changes no bit. With several queries it does, as the library cuts longer sums otherwise, and in caches whose
-# size is no multiple of four, where the library has no whole vectors. Those take the plain form.
-#
-# In 16 bits the library is slow for one query a row: it takes three times as long as for two. So keys and values that
-# are read are brought to float32 and multiplied there, which rounds less.
-
-STEP = 16  # positions read are rounded up to a multiple of it: a vector of any number format
-VECTOR = 4  # sizes of a cache that the library goes through in whole vectors are multiples of it
-CAPACITIES = (192, 448, 1152)  # positions that the form is tried with
-
-
-def float32_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """`plain` in float32, whatever the dtype: q [R, h, T, hd] -> [R, h, T, hd]."""
-    return plain(q.float(), k.float(), v.float(), mask.float()).to(q.dtype)
-
-
-def filled_positions(mask: Tensor) -> int:
-    """How many of the positions of a mask [R, 1, T, S] are to be read; all of them if none is attended to."""
-    attended = (mask > torch.finfo(mask.dtype).min).flatten(0, -2).any(0).nonzero()  # [n, 1]
-    size = mask.shape[-1]
-    return min(size, -(-(int(attended[-1]) + 1) // STEP) * STEP) if len(attended) else size
-
-
-@operator(
-    "attention_filled(Tensor q, Tensor k, Tensor v, Tensor mask) -> Tensor",
-    lambda q, k, v, mask: torch.empty_like(q),
-)
-def attention_filled(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """An operator because how much is read depends on data, which captures and compilers cannot follow."""
-    end = filled_positions(mask)
-    return float32_attention(q, k[:, :, :end], v[:, :, :end], mask[..., :end]).contiguous()
-
-
-def filled_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """q [R, h, T, hd], k and v [R, kv, S, hd], additive mask [R, 1, T, S] -> [R, h, T, hd]."""
-    if q.shape[2] > 1 or torch.is_grad_enabled():
-        return plain(q, k, v, mask)
-    if k.shape[2] % VECTOR:
-        return float32_attention(q, k, v, mask)
-    result: Tensor = attention_filled(q, k, v, mask)
-    return result
-
-
-def masked_from(lengths: Tensor, capacity: int, dtype: torch.dtype) -> Tensor:
-    """An additive mask of rows that are filled to these lengths [R, 1, T, 1]: [R, 1, T, S]."""
-    hidden = torch.arange(capacity) >= lengths
-    return hidden.to(dtype) * torch.finfo(dtype).min
-
-
-@torch.no_grad()
-def attention_keeps_bits(dtype: torch.dtype) -> bool:
-    """Whether what is left out changes no bit here, in caches of several sizes filled to several lengths."""
-    random = torch.Generator().manual_seed(0)
-    for capacity in CAPACITIES:
-        k, v = (torch.randn(2, capacity, 4, 64, generator=random).to(dtype) for _ in range(2))
-        q = torch.randn(2, 4, 1, 64, generator=random).to(dtype)
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        for length in range(7, capacity, capacity // 5):
-            lengths = torch.tensor([length, length // 2 + 1])[:, None, None, None]
-            mask = masked_from(lengths, capacity, dtype)
-            if not torch.equal(filled_attention(q, k, v, mask), float32_attention(q, k, v, mask)):
-                return False
-    return True
-
-
-def by_positions(x: Tensor) -> Tensor:
-    """The same [R, kv, S, hd], which in memory is [R, S, kv, hd]."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-@cache
-@torch.no_grad()
-def order_keeps_bits(dtype: torch.dtype) -> bool:
-    """Whether attention has the same bits here with a cache by head as with one by position."""
-    random = torch.Generator().manual_seed(0)
-    for capacity in CAPACITIES:
-        k, v = (torch.randn(2, 4, capacity, 64, generator=random).to(dtype) for _ in range(2))
-        for places in (1, 8, 17):
-            q = torch.randn(2, 4, places, 64, generator=random).to(dtype)
-            ends = torch.tensor([capacity // 3, capacity // 2])[:, None, None, None]
-            mask = masked_from(ends + torch.arange(places)[:, None], capacity, dtype)
-            if not torch.equal(
-                plain(q, k, v, mask), plain(q, by_positions(k), by_positions(v), mask)
-            ):
-                return False
-    return True
-
-
 # --------------------------------------------------------------------------------------------- fit
+
+LAYOUTS = {
+    "native": "the layers of a pass in one call of C: least time, and rows keep their bits by construction",
+    "plain": "as torch keeps it: its slow twin, for any processor, number format and graph mode",
+}
+COMPILED = "inductor takes no call of C"
+LARGE = (
+    256 * 2**20
+)  # bytes of a model in float32 that caches do not hold: reading them is what its steps wait for
+GONE = ("packed", "half")  # layouts of version 0.3
 
 
 @dataclass
 class CPUFit(Fit):
-    """Matrices packed where that is faster; unless some are asked for, as many threads as are fastest by the clock."""
+    """The native decoder where it can be had; as many threads as are asked for, or as are fastest by the clock."""
 
     threads: int = 0
+    halved: bool = False  # whether a float32 model keeps its matrices in float16
 
     @property
     def weight_bytes(self) -> int:
-        return layouts.HALF_BYTES if self.layout == "half" else self.dtype.itemsize
+        return torch.float16.itemsize if self.halved else self.dtype.itemsize
 
     def lay_out(self, modules: Sequence[nn.Module]) -> None:
+        reason = "asked for"
+        if self.layout != "plain":
+            hindrance = COMPILED if self.graphs == "compile" else native.obstacle(modules)
+            if hindrance and self.layout == "native":
+                raise DeviceError("--layout native cannot be used here", hindrance, "--layout auto")
+            self.layout, reason = ("plain", hindrance) if hindrance else ("native", native.isa())
+            if why := native.missing():
+                warnings.warn(f"torch's slower form draws: {why}", stacklevel=2)
         if self.layout == "native":
-            why = native.pack_model(modules)
-        elif self.graphs == "compile" and self.layout == "auto":
-            self.layout, why = "plain", "inductor takes no others"
-        else:
-            plans = layouts.Plans(self.note_rows) if self.invariant else None
-            self.layout, why = layouts.lay_out(modules, self.layout, plans)
-        self.decided["layout"] = f"{self.layout}: {why}"
-
-    def note_rows(self, text: str) -> None:
-        self.decided["invariant"] = f"on: {text}"
+            self.halved = native.pack_model(modules) == native.FLOAT16
+            self.keys_by_head = True
+        self.decided["layout"] = f"{self.layout}: {reason}"
 
     def pace(self) -> Pace:
         return Pace() if self.threads else ThreadPace(self.note_threads)
@@ -309,8 +227,13 @@ class CPUFit(Fit):
 # ----------------------------------------------------------------------------------------- backend
 
 
+def bfloat16_taken_by() -> str | None:
+    """What takes bfloat16 no slower than float32 here: the native decoder widens it where nothing multiplies it."""
+    return host.native_bfloat16() or native.isa() or None
+
+
 class CPUBackend(Backend):
-    """Plain torch on the processor."""
+    """The processor: layers in C where they can be had, else plain torch."""
 
     name = "cpu"
     device = torch.device("cpu")
@@ -321,7 +244,7 @@ class CPUBackend(Backend):
         "compile": "inductor; the first warm-up takes a minute, later ones seconds: for long runs of windows",
     }
 
-    layouts = layouts.LAYOUTS
+    layouts = LAYOUTS
     quantized = QUANTIZED
 
     def available(self) -> tuple[bool, str]:
@@ -332,18 +255,18 @@ class CPUBackend(Backend):
 
     def best_dtype(self, parameters: int = 0) -> tuple[str, str]:
         """bfloat16 where it is native and reading the model is what takes time; a small model keeps exact figures."""
-        native, size = host.native_bfloat16(), 4 * parameters
-        if native is None:
+        taken_by, size = bfloat16_taken_by(), 4 * parameters
+        if taken_by is None:
             return "float32", "this processor does not multiply bfloat16 natively"
-        if size < layouts.LARGE:
+        if size < LARGE:
             why = f"{size / 2**20:.0f} MiB of it: a small model keeps its exact figures"
             return "float32", why
-        why = f"native here ({native}), and half of {size / 2**30:.1f} GiB to read in each step"
+        why = f"native here ({taken_by}), and half of {size / 2**30:.1f} GiB to read in each step"
         return "bfloat16", why
 
     def number_format(self, asked: str, parameters: int = 0) -> tuple[torch.dtype, str]:
         dtype, why = super().number_format(asked, parameters)
-        if dtype == torch.bfloat16 and host.native_bfloat16() is None:
+        if dtype == torch.bfloat16 and bfloat16_taken_by() is None:
             why += (
                 ", but this processor lacks it natively: half the memory, and slower than float32"
             )
@@ -352,26 +275,21 @@ class CPUBackend(Backend):
     def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
         if choice == "plain":
             return PLAIN
-        own = replace(PLAIN, sample=sample_in_order, sample_distinct=sample_distinct_in_order)
-        filled = attention_keeps_bits(dtype or torch.float32)
-        return replace(own, attention=filled_attention) if filled else own
+        return replace(PLAIN, sample=sample_in_order, sample_distinct=sample_distinct_in_order)
 
     def fit(self, config: Sizes, options: DeviceOptions) -> Fit:
+        if options.layout in GONE:
+            what, hint = (
+                f"layout {options.layout} is version 0.3's",
+                f"--layout {' or '.join(LAYOUTS)}",
+            )
+            raise DeviceError(
+                what, "images that name it are drawn to the last bit by that version", hint
+            )
         fit = CPUFit(**vars(super().fit(config, options)), threads=options.threads)
-        compiled, asked = fit.graphs == "compile", options.invariant == "on"
-        if compiled and options.layout in ("native", *layouts.FORMS):
-            why, hint = "inductor takes no matrices in a library's order", "--graphs eager"
-            raise DeviceError(f"--layout {options.layout} cannot be compiled", why, hint)
-        fit.layout, fit.invariant = options.layout, asked and not compiled
-        why = "what inductor makes of a step is not tried" if asked else "not asked for"
-        fit.decided["invariant"] = "on" if fit.invariant else f"off: {why}"
-        if fit.invariant:
-            fit.kernels = layouts.independent(fit.kernels, config, fit.dtype)
+        fit.layout = options.layout
         if fit.threads:
             fit.note_threads(fit.threads, "asked for")
-        # In float32 windows lose by it, and one token a row gains nothing
-        by_head = fit.dtype == torch.bfloat16 and order_keeps_bits(fit.dtype)
-        fit.keys_by_head = by_head or options.layout == "native"
         return fit
 
     def memory(self, reset_peak: bool = False) -> Memory:
@@ -382,6 +300,6 @@ class CPUBackend(Backend):
             "device": self.name,
             "processor": host.processor_name(),
             "threads": torch.get_num_threads(),
-            "native_decoder": native.open_library()[1],
+            "native_decoder": native.isa() or native.open_library()[1],
             "torch": torch.__version__,
         }

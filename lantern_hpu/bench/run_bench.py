@@ -65,7 +65,7 @@ def open_pipeline(wanted: BenchRequest) -> LanternPipeline:
     options = replace(wanted.options, graphs=wanted.mode)
     if "compile" in wanted.modes:
         layout = "plain" if options.layout == AUTO else options.layout
-        options = replace(options, layout=layout, invariant="off")
+        options = replace(options, layout=layout)
     return LanternPipeline.load(wanted.model, options)
 
 

@@ -233,7 +233,6 @@ def job_of_png(args: argparse.Namespace) -> GenerateJob:
         "dtype": config["dtype"],
         "quantize": config.get("quantize"),
         "layout": args.layout or config.get("layout", "plain"),
-        "invariant": args.invariant or config.get("invariant", "off"),
         "kernels": args.kernels or config.get("kernels", kernels),
     }
     parts, stored = options.given_parts(args), config.get("parts", {})
@@ -339,7 +338,7 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
         with closing(Bar(outputs.preview, args.preview_every)) as bar, pipeline.backend.errors():
             result = pipeline.draw(missing, setting, job.batch_size, bar, keep)
         if args.verbose:
-            show_decided(pipeline, "threads", "invariant")
+            show_decided(pipeline, "threads")
     result.timing.import_s = imported
     show_warm_up(result)
     columns = args.num_images if 1 < (args.num_images or 1) < len(result.images) else None

@@ -29,7 +29,7 @@ from lantern_hpu.models.files.names import Given
 from lantern_hpu.tree import DYNAMIC
 from lantern_hpu.tree.named import NAMED
 
-PROCESSOR = ("layout", "invariant", "threads")  # measured there unless given
+PROCESSOR = ("layout", "threads")  # measured there unless given
 UNSAID = (None, MISSING, (), "")  # defaults that the help does not name
 T = TypeVar("T")
 Group = argparse._ActionsContainer  # a parser, or a group of one

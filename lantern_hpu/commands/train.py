@@ -43,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def train_request(args: argparse.Namespace) -> TrainRequest:
-    device = replace(device_options(args), graphs="eager", layout="plain", invariant="off")
+    device = replace(device_options(args), graphs="eager", layout="plain")
     parts = {"options": from_args(TrainOptions, args), "given": given_parts(args)}
     return from_args(TrainRequest, args, device=device, **parts)
 

@@ -1,9 +1,8 @@
 """Does an image depend on how it is drawn? Counted, by processor form and method.
 
-    python -m scripts.measure.batches --layouts plain,packed,half --methods ar,scd@16 --images 40 --output counted.json
-    python -m scripts.measure.batches --layouts half --ways closed-1,workers-2,threads-2 --output counted.json
+    python -m scripts.measure.batches --layouts native,plain --methods ar,scd@16 --images 40 --output counted.json
+    python -m scripts.measure.batches --layouts native --ways closed-1,workers-2,threads-2 --output counted.json
     python -m gaudi_emulator -m scripts.measure.batches --device hpu --images 2 --output counted.json
-    ONEDNN_MAX_CPU_ISA=AVX2 python -m scripts.measure.batches --images 40
 
 The images of the first way, batches of one, are drawn again in the others:
 
@@ -250,7 +249,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def count(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Draw what the file lacks. -> rows of `COLUMNS`"""
-    names = ("model", "device", "dtype", "invariant", "threads")
+    names = ("model", "device", "dtype", "threads")
     how = {name: getattr(args, name) for name in names}
     record = Record(args.output, how)
     ways = list(dict.fromkeys([FIRST, *args.ways.split(",")]))
@@ -277,9 +276,7 @@ def draw_case(drawer: Drawer, ways: Sequence[str], images: int, record: Record) 
                     found[number] = image
                     bar.update()
                 known |= {str(number): image for number, image in sorted(found.items())}
-                environment = drawer.pipeline.environment()
-                decided = environment.pop("decided").get("invariant", "off")
-                record.about |= {"environment": environment, case: decided}
+                record.about["environment"] = drawer.pipeline.environment()
                 record.write()
 
 
@@ -290,7 +287,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--device", default="cpu")
     add("--dtype", default="auto")
     add("--layouts", default="auto")
-    add("--invariant", default="on", choices=("on", "off"))
     add("--methods", default="ar,scd@16", help="settings, comma-separated")
     add("--ways", default=WAYS, help=f"comma-separated ({WAYS})")
     add("--threads", type=int, default=1, help="of all ways but threads-N (1)")

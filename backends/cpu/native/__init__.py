@@ -7,6 +7,8 @@ result depends on nothing but itself, so an image's bits do not depend on its ba
 from __future__ import annotations
 
 import ctypes
+import platform
+import sys
 from collections.abc import Iterator, Sequence
 from ctypes import POINTER, Structure, byref, c_char_p, c_double, c_int, c_int64, c_void_p
 from functools import cache
@@ -18,12 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.backends.base import operator
-from lantern_hpu.errors import DeviceError
 from lantern_hpu.ops.kv_cache import KVCache, WrittenCache
 
 ABI = 1  # LANTERN_ABI of decoder.h
 BUILD = "pip install --force-reinstall --no-deps -e . (or the wheel)"
 BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2  # of decoder.h
+BUILT_FOR = ("linux", "x86_64")
 LANES = 16  # numbers of the widest vector: sizes that the native form takes are multiples of it
 
 
@@ -70,6 +72,8 @@ class CCall(Structure):
 @cache
 def open_library() -> tuple[ctypes.CDLL | None, str]:
     """The library, or None, and why: the instruction set in use, or what is missing."""
+    if (sys.platform, platform.machine()) != BUILT_FOR:
+        return None, "the native decoder is for Linux on x86-64"
     files = sorted(Path(__file__).parent.glob("_decoder*.so"))
     if not files:
         return None, f"the native decoder was not built (no C compiler?); {BUILD} builds it"
@@ -85,6 +89,18 @@ def open_library() -> tuple[ctypes.CDLL | None, str]:
     declare(library)
     isa = library.lantern_isa().decode()
     return (library, isa) if isa else (None, "this processor has no AVX2")
+
+
+def isa() -> str:
+    """The instruction set in use, or nothing."""
+    library, name = open_library()
+    return name if library else ""
+
+
+def missing() -> str:
+    """What is wrong where the native decoder should be, or nothing."""
+    library, why = open_library()
+    return why if library is None and (sys.platform, platform.machine()) == BUILT_FOR else ""
 
 
 def share_openmp() -> None:
@@ -172,12 +188,10 @@ MODULES: WeakValueDictionary[int, Any] = (
 )  # by the number that an operator is given
 
 
-@operator(
+native_linear = operator(
     "native_linear(Tensor x, int number) -> Tensor",
     lambda x, number: x.new_empty(*x.shape[:-1], MODULES[number].packed.out_features),
-)
-def native_linear(x: Tensor, number: int) -> Tensor:
-    return MODULES[number].multiply(x)
+)(lambda x, number: MODULES[number].multiply(x))
 
 
 class NativeLinear(nn.Module):
@@ -214,25 +228,13 @@ class NativeLinear(nn.Module):
 # ---------------------------------------------------------------------------------------- decoder
 
 
-@operator(
+native_decode = operator(
     "native_decode(Tensor x, Tensor rope, Tensor mask, Tensor(a!)[] cache, Tensor index, Tensor? source, "
     "int[] aux_layers, bool alone, int number) -> Tensor",
     lambda x, rope, mask, cache, index, source, aux_layers, alone, number: x.new_empty(
         *x.shape[:-1], x.shape[-1] * (1 + len(aux_layers))
     ),
-)
-def native_decode(
-    x: Tensor,
-    rope: Tensor,
-    mask: Tensor,
-    cache: Sequence[Tensor],
-    index: Tensor,
-    source: Tensor | None,
-    aux_layers: Sequence[int],
-    alone: bool,
-    number: int,
-) -> Tensor:
-    return MODULES[number].run(x, rope, mask, cache, index, source, aux_layers, alone)
+)(lambda *arguments: MODULES[arguments[-1]].run(*arguments[:-1]))
 
 
 class NativeDecoder(nn.Module):
@@ -341,41 +343,47 @@ def linears_of(block: Any) -> Iterator[Any]:
 # ------------------------------------------------------------------------------------ a whole model
 
 
-def pack_model(modules: Sequence[nn.Module]) -> str:
-    """Bring a target, its drafter and what else has matrices into the native form, in place. -> why it can be had
+def pack_model(modules: Sequence[nn.Module]) -> int:
+    """Bring a target, its drafter and what else has matrices into the native form, in place. -> the target's format
 
     The plain matrices are given back: what is left of them has no numbers.
     """
-    library, isa = open_library()
-    if library is None:
-        raise DeviceError("--layout native cannot be used here", isa, "--layout auto")
     for module in modules:
-        if blocks := list(getattr(module, "layers", [])) or [
-            *filter(None, [getattr(module, "block", None)])
-        ]:
-            check_sizes(blocks[0])
+        if blocks := blocks_of(module):
             module.decoder = NativeDecoder(blocks, getattr(module, "norm", None))
             for linear in (linear for block in blocks for linear in linears_of(block)):
                 linear.weight = nn.Parameter(linear.weight.new_empty(0), requires_grad=False)
         for parent, name, layer in list(plain_linears(module)):
-            setattr(
-                parent, name, NativeLinear(layer, format_of(layer.weight.dtype, [layer.weight]))
-            )
-    return f"asked for; {isa}"
-
-
-def check_sizes(block: Any) -> None:
-    """Raise a DeviceError unless the native form has these sizes and number formats."""
-    sizes = (
-        ("width", block.ffn.down.out_features, LANES),
-        ("head size", block.attention.head_dim, LANES),
-        ("feed-forward width", block.ffn.down.in_features, 2 * LANES),
+            number = format_of(layer.weight.dtype, [layer.weight])
+            setattr(parent, name, NativeLinear(layer, number))
+    return next(
+        (x.format for m in modules for x in m.modules() if isinstance(x, NativeDecoder)), FLOAT32
     )
-    odd = [f"the {name} is no multiple of {step}" for name, size, step in sizes if size % step]
-    if any(type(linear.weight) is not nn.Parameter for linear in linears_of(block)):
-        odd.append("its matrices are quantized")
-    if odd:
-        raise DeviceError("--layout native cannot be used here", ", ".join(odd), "--layout auto")
+
+
+def blocks_of(module: nn.Module) -> list[Any]:
+    """Those of a target, or the one of a drafter."""
+    block = getattr(module, "block", None)
+    return [*getattr(module, "layers", ())] or ([] if block is None else [block])
+
+
+def obstacle(modules: Sequence[nn.Module]) -> str:
+    """Why these models cannot take the native form here, or nothing."""
+    library, why = open_library()
+    if library is None:
+        return why
+    for block in (block for module in modules for block in blocks_of(module)):
+        sizes = (
+            ("width", block.ffn.down.out_features, LANES),
+            ("head size", block.attention.head_dim, LANES),
+            ("feed-forward width", block.ffn.down.in_features, 2 * LANES),
+        )
+        odd = [f"the {name} is no multiple of {step}" for name, size, step in sizes if size % step]
+        if any(type(linear.weight) is not nn.Parameter for linear in linears_of(block)):
+            odd.append("its matrices are quantized")
+        if odd:
+            return ", ".join(odd)
+    return ""
 
 
 def plain_linears(module: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
