@@ -13,6 +13,7 @@ import pytest
 
 from lantern_hpu.backends import host
 from lantern_hpu.backends.base import Fit
+from lantern_hpu.backends.cpu import native
 from lantern_hpu.commands import download, generate, plan
 from lantern_hpu.decode import memory
 from lantern_hpu.decode.spec import Spec, capacity
@@ -324,6 +325,7 @@ def test_a_plan_counts_what_auto_would_load_and_draft_on_the_device(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A processor that multiplies bfloat16 takes it for large models alone; the window is a processor's."""
+    monkeypatch.setattr(native, "isa", lambda: "")
     monkeypatch.setattr(host, "native_bfloat16", lambda: None)
     assert f"{T2I}, float32," in planned(capsys, T2I, "--device", "cpu:64GB")
     monkeypatch.setattr(host, "native_bfloat16", lambda: "AMX")
