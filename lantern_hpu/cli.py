@@ -8,6 +8,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -70,8 +72,15 @@ def help_text() -> str:
     )
 
 
+def end_on_sigterm() -> None:
+    """The first process of a container ignores SIGTERM until it has a handler: here it ends, as any other does."""
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
+    end_on_sigterm()
     args = list(sys.argv[1:] if argv is None else argv)
     if not args:
         print(help_text(), file=sys.stderr)

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -128,7 +129,7 @@ def lock_file(opened: int, shared: bool = False) -> None:
 def check_free(paths: Iterable[Path], force: bool) -> None:
     """Refuse to go on if a result could not be written later."""
     paths = list(paths)
-    twice = [str(path) for path in paths if paths.count(path) > 1]
+    twice = [path for path, count in Counter(paths).items() if count > 1]
     if twice:
         raise OutputError(f"{twice[0]} would hold two results", "each needs its own file")
     taken = [str(path) for path in paths if path.exists()]

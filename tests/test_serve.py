@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
+from lantern_hpu import cli
 from lantern_hpu.commands.serve import main
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
@@ -56,8 +57,8 @@ PATH = "/v1/images/generations"
 class Running:
     """A server on a port of its own."""
 
-    def __init__(self, decoder: DecodeThread, url: str) -> None:
-        self.decoder, self.url = decoder, url
+    def __init__(self, decoder: DecodeThread, url: str, app: Any) -> None:
+        self.decoder, self.url, self.app = decoder, url, app
 
     def post(self, **fields: Any) -> httpx.Response:
         return httpx.post(self.url + PATH, json=fields, timeout=300)
@@ -90,7 +91,7 @@ def served(options: ServeOptions) -> Iterator[Running]:
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on", http=Protocol))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
-    running = Running(decoder, f"http://127.0.0.1:{port}")
+    running = Running(decoder, f"http://127.0.0.1:{port}", app)
     try:
         running.until(lambda: decoder.ready or decoder.failure)
         yield running
@@ -456,6 +457,63 @@ HEAD = (f"POST {PATH} HTTP/1.1", "Host: localhost", "Content-Type: application/j
 HALF = (*HEAD, "Content-Length: 100", "", "{")
 
 
+def test_a_client_that_leaves_with_a_second_request_waiting_is_noticed(
+    server: Running, slow: None
+) -> None:
+    """Its images are given up, as without one; more than some kilobytes of further requests are not kept."""
+    body = json.dumps({"prompt": "cat", "n": 10, "method": "ar"})
+    ask = "\r\n".join((*HEAD, f"Content-Length: {len(body)}", "", body))
+    server.until(lambda: not server.decoder.open_jobs)
+    with connection(server, ask + "GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n"):
+        server.until(lambda: server.decoder.open_jobs)
+    server.until(lambda: not server.decoder.open_jobs)
+    drawn = server.metric("request_success_total")
+    with connection(server, ask, "") as made, suppress(OSError):
+        server.until(lambda: server.decoder.open_jobs)
+        for _ in range(64):
+            made.sendall(b"GET /livez HTTP/1.1\r\nHost: localhost\r\n\r\n" * 100)
+        assert made.recv(1) == b""
+    server.until(lambda: not server.decoder.open_jobs)
+    assert server.metric("request_success_total") < drawn + 10
+
+
+def test_a_client_that_does_not_read_is_dropped(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "READ_SECONDS", 0.1)
+    page = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with connection(server) as made:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        dropped = False
+        while not dropped:
+            try:
+                made.sendall(page)
+                time.sleep(0.001)
+            except OSError:
+                dropped = True
+
+
+def test_a_body_of_many_unknown_fields_is_one_error(server: Running) -> None:
+    body = json.dumps({"prompt": "cat"} | {f"f{i}": 0 for i in range(80_000)})
+    answer = post_body(server, body)
+    assert answer.status_code == 400 and "more than 64 fields" in answer.json()["error"]["message"]
+
+
+def test_answers_say_what_browsers_may_do_with_them_and_405_what_is_allowed(
+    server: Running,
+) -> None:
+    for path in ("/", "/page.js", "/livez", "/nothing"):
+        headers = httpx.get(server.url + path).headers
+        assert "frame-ancestors 'none'" in headers["content-security-policy"]
+        assert (headers["x-frame-options"], headers["x-content-type-options"]) == (
+            "DENY",
+            "nosniff",
+        )
+    refused = httpx.get(server.url + PATH)
+    assert refused.status_code == 405 and refused.headers["allow"] == "POST"
+    assert server.app.openapi() is server.app.openapi()
+
+
 def test_a_body_that_does_not_come_is_dropped(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -744,6 +802,10 @@ def test_each_request_leaves_one_line_in_the_log(
     assert answer.headers["X-Request-Id"] == "mine" == good["id"]
     assert (good["status"], good["method"], good["seed"], good["steps"]) == (200, "ar", 5, 15)
     assert bad["status"] == 400 and "greater than" in bad["error"]
+    caplog.clear()
+    with caplog.at_level("INFO", "lantern_hpu.serve"):
+        assert server.post(prompt="a secret \x07").status_code == 400
+    assert "secret" not in caplog.text and "prompt: invalid_value" in caplog.text
 
 
 def test_it_is_alive_before_it_is_ready_and_says_what_it_serves(server: Running) -> None:
@@ -761,7 +823,7 @@ def test_it_is_alive_before_it_is_ready_and_says_what_it_serves(server: Running)
 def test_answers_and_errors_are_those_of_the_openapi_schema(server: Running) -> None:
     """Each answer has just the fields that `/openapi.json` names, and each status is one it lists."""
     schema = httpx.get(server.url + "/openapi.json").json()
-    assert "swagger" in httpx.get(server.url + "/docs").text
+    assert httpx.get(server.url + "/docs").status_code == 404  # its scripts are another's
     operation = schema["paths"][PATH]["post"]
 
     def check(answer: httpx.Response) -> None:
@@ -966,6 +1028,30 @@ def test_a_signal_in_the_middle_of_ten_requests_loses_none(model: Path) -> None:
     assert sum(answer.status_code == 200 for answer in answers) >= 7
     said = process.stderr.read()
     assert "SIGTERM: no more requests" in said and "stopped" in said and "Traceback" not in said
+
+
+def test_a_server_whose_stderr_is_gone_ends_when_it_is_asked(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: Any, **__: Any) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(process, "print", gone, raising=False)
+    monkeypatch.setattr(DecodeThread, "stop", lambda *_, **__: 0)
+    ending = Server(uvicorn.Config(server.app), server.decoder, 1.0)
+    ending.drain(signal.SIGTERM)
+    assert ending.should_exit
+
+
+def test_the_first_process_of_a_container_ends_at_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    for pid, its_own in ((7, False), (1, True)):
+        monkeypatch.setattr(os, "getpid", lambda pid=pid: pid)
+        try:
+            assert cli.main(["--version"]) == 0
+            assert (signal.getsignal(signal.SIGTERM) is not before) == its_own
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,6 +44,14 @@ BODY_SECONDS = 10.0  # in which a body has to arrive
 CLOSED = 499  # status in log and metrics where the client left, as nginx has it
 STOPPING = 0.3  # seconds for the decode thread to end, once all its images are answered
 STALE = 120.0  # seconds without a heartbeat after which the loop is taken for dead
+HEADERS = {
+    "Content-Security-Policy": (
+        "default-src 'self'; img-src 'self' data:; style-src 'self' 'unsafe-inline'; "
+        "base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
+    ),
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+}
 Event = Partial | Done | ApiError
 log = logging.getLogger("lantern_hpu.serve")
 router = APIRouter()
@@ -75,7 +83,9 @@ class Record:
         self.about["steps"] = steps if len(steps) > 1 else steps[0]
 
     def failed(self, error: ApiError) -> None:
-        self.status, self.about["error"] = error.status_code, error.message[:200]
+        hidden = error.param == "prompt"  # its message may quote it
+        what = f"prompt: {error.code}" if hidden else error.message[:200]
+        self.status, self.about["error"] = error.status_code, what
 
     def write(self) -> None:
         line = {"event": "request", "id": self.id, "status": self.status, **self.about}
@@ -104,7 +114,7 @@ class Guard:
 
         async def answer(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = record.id
+                MutableHeaders(scope=message).update(HEADERS | {"X-Request-Id": record.id})
                 if record.status != CLOSED:
                     record.status = message["status"]
             await send(message)
@@ -130,7 +140,7 @@ class Guard:
         A name that is not ours may have been pointed here (DNS rebinding), and what is not JSON a browser sends to any
         host without asking it first.
         """
-        host = headers.get("host", "")
+        host = ", ".join(headers.getlist("host"))
         if not known_host(host, self.hosts):
             what = f"this server does not answer to the host {host[:100]!r}"
             raise ApiError(403, f"{what}; allow it with --allow-host", None, "unknown_host")
@@ -199,13 +209,14 @@ def make_app(options: ServeOptions, load: Callable[[], DecodeThread]) -> FastAPI
         metrics = app.state.decoder.metrics
         metrics.failed.labels(metrics.model, str(status)).inc()
 
-    app = FastAPI(title="lantern_hpu", version=__version__, lifespan=lifespan)
+    pages = dict[str, Any](docs_url=None, redoc_url=None)  # they load scripts from elsewhere
+    app = FastAPI(title="lantern_hpu", version=__version__, lifespan=lifespan, **pages)
     app.state.options = options
     app.include_router(router)
     app.add_middleware(Guard, hosts=options.allow_host, count_failure=count_failure)
     for kind in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
-    app.openapi = lambda: openapi(app)  # type: ignore[method-assign]
+    app.openapi = cache(partial(openapi, app))  # type: ignore[method-assign]
     return app
 
 
@@ -232,7 +243,10 @@ async def answer_error(request: Request, error: Exception) -> Response:
         place = f"{request.method} {request.url.path[:100]}"
         messages = {400: "the body is not valid JSON", 500: "the server failed; its log says why"}
         code = "invalid_json" if status == 400 else None
-        error = ApiError(status, messages.get(status, f"{place} is not served here"), None, code)
+        what, headers = messages.get(status, f"{place} is not served here"), None
+        if isinstance(error, HTTPException):
+            headers = error.headers  # Allow, of a 405
+        error = ApiError(status, what, None, code, headers)
     request.state.record.failed(error)
     return JSONResponse(error.body(), error.status_code, headers=error.headers)
 

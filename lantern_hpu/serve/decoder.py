@@ -380,7 +380,9 @@ class DecodeThread:
                 self.pipeline.model.condition.prepare([job.request.prompt])
             return True
         except OptionError as error:  # it means nothing to this model
-            self.answer(job, translated(error))
+            answer = translated(error)
+            answer.param = "prompt"
+            self.answer(job, answer)
         except Exception as error:
             self.answer(job, failed(job, "text", error))
         return False

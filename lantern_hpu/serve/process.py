@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -28,11 +29,13 @@ from lantern_hpu.workers import connect, share_of
 
 with needing("uvicorn", "the server runs in it", "serve"):
     import uvicorn
-    from uvicorn.protocols.http.auto import AutoHTTPProtocol
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 
 LAST = 20  # seconds for answers on their way once the last image is drawn
 HURRY = 1  # the same after a second signal
 HEAD_SECONDS = 10.0  # in which the head of a request has to arrive
+READ_SECONDS = 30.0  # in which a client has to read some of what it was sent
+PIPELINED = 1 << 16  # bytes of further requests that wait for the answer of the first
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -74,23 +77,41 @@ def load_decoder(options: ServeOptions) -> DecodeThread:
         return DecodeThread(loading.submit(load, **vars(options.device)).result(), options)
 
 
-class Protocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's, which closes connections whose next request does not come in time once it has begun."""
+class Protocol(H11Protocol):
+    """uvicorn's on h11, whose buffers are bounded. A client has so long to send a head, and to read its answer."""
 
     timer: asyncio.TimerHandle | None = None
+    reader: asyncio.TimerHandle | None = None
+    unread = 0  # bytes that were not read when it was last looked
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self.watch()
+        self.watch_reader()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         self.watch()
+        # uvicorn reads no more while a second request waits, and would not see that the client left
+        waiting = len(self.conn.trailing_data[0])
+        if waiting > PIPELINED:
+            self.transport.close()
+        elif waiting:
+            self.flow.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        if self.timer is not None:
-            self.timer.cancel()
+        for timer in (self.timer, self.reader):
+            if timer is not None:
+                timer.cancel()
+
+    def watch_reader(self) -> None:
+        """Drop a client that asked and does not read, even where the connection is to be closed."""
+        before, self.unread = self.unread, self.transport.get_write_buffer_size()
+        if self.unread and self.unread == before:
+            self.transport.abort()
+        else:
+            self.reader = self.loop.call_later(READ_SECONDS, self.watch_reader)
 
     def watch(self) -> None:
         complete = self.cycle is not None and not self.cycle.response_complete
@@ -136,7 +157,8 @@ class Server(uvicorn.Server):
 
 
 def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    with suppress(OSError, ValueError):  # nobody may read it any more, or the disk be full
+        print(text, file=sys.stderr, flush=True)
 
 
 def serve(options: ServeOptions, host: str, port: int) -> int:

@@ -1,7 +1,7 @@
 """What goes over the wire: requests, answers, stream events and errors of OpenAI's images endpoint.
 
 The fields are those of OpenAI's `POST /v1/images/generations`, as far as they can be honoured, and the settings of
-`generate`. A field that cannot be honoured is refused, never ignored. `/openapi.json` and `/docs` are made from these.
+`generate`. A field that cannot be honoured is refused, never ignored. `/openapi.json` is made from these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from lantern_hpu.serve.options import MAX_N, MAX_PROMPT
 
 with needing("fastapi", "the server is built on it", "serve"):
     from fastapi.exceptions import HTTPException
-    from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+    from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+    from pydantic_core import PydanticCustomError
+
+
+MOST_FIELDS = 64  # of a request
 
 
 class ErrorDetail(BaseModel):
@@ -89,6 +93,8 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if error["type"] == "extra_forbidden":
         what = f"unknown field {param!r}; allowed: {', '.join(ImagesRequest.model_fields)}"
         return ApiError(400, what, param, "unknown_parameter")
+    if error["type"] == "too_many_fields":
+        return ApiError(400, error["msg"], None, "invalid_value")
     if param is None:
         return ApiError(400, f"the body is not a JSON object: {error['msg']}", None, "invalid_json")
     what = f"{param} is {shown(error['input'])}: {error['msg']}"
@@ -145,6 +151,16 @@ class ImagesRequest(BaseModel):
         None,
         description="nucleus sampling: smallest set of tokens with this probability; 1 turns it off",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def few(cls, body: Any) -> Any:
+        """Each unknown field is an error of its own, and a body has room for a hundred thousand."""
+        if isinstance(body, dict) and len(body) > MOST_FIELDS:
+            raise PydanticCustomError(
+                "too_many_fields", f"the body has more than {MOST_FIELDS} fields"
+            )
+        return body
 
     def given(self) -> dict[str, Any]:
         """The fields that are not null."""
