@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, inference_mode
 from torch.random import fork_rng, manual_seed
 
 from gaudi_emulator import ops
@@ -220,11 +220,14 @@ class Device:
             return held[id(result)].synced()
         if op.view_of is not None:
             source = args[op.view_of]
-            if op.packet in ("detach", "alias") and source.base is None:
-                made = HPUTensor(result)  # another name, as `.data` makes it; not a view
+            base = source.base if source.base is not None else source
+            named = op.packet in ("detach", "alias") and base is source
+            # A view of an ordinary tensor is an ordinary one, also under inference_mode
+            with inference_mode(source.is_inference()):
+                made = HPUTensor(result, None if named else base)
+            if named:  # another name, as `.data` makes it; not a view
                 made.lease = source.lease
-                return made
-            return HPUTensor(result, source.base if source.base is not None else source)
+            return made
         return self.new(result)
 
     def new(self, raw: Tensor) -> HPUTensor:

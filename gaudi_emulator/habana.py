@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from gaudi_emulator import graphs, hpex
 from gaudi_emulator.device import LIMIT, Device, current
@@ -29,7 +30,7 @@ from lantern_hpu.files import write_file
 
 
 def is_lazy() -> bool:
-    return current().lazy
+    return not is_compiling() and current().lazy  # the tracers do not enter the card
 
 
 def lazy_only(function: Callable[..., object]) -> Callable[..., None]:
@@ -37,6 +38,8 @@ def lazy_only(function: Callable[..., object]) -> Callable[..., None]:
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> None:
+        if is_compiling():
+            return
         card = current()
         if card.lazy:
             function(*args, **kwargs)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.library import Library
+from torch.library import Library, register_autograd
 
 from gaudi_emulator.device import current
 from gaudi_emulator.scope import OutOfScope
@@ -51,9 +51,37 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, pairwise: bool) -> Tensor:
     return x * cos + turned * sin
 
 
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*(x if isinstance(x, Tensor) else None for x in inputs))
+    ctx.inputs = [None if isinstance(x, Tensor) else x for x in inputs]
+
+
+def backward_of(plain: Callable[..., Tensor]) -> Callable[..., Any]:
+    """A kernel's backward by its plain arithmetic, operator by operator."""
+
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        again = torch.is_grad_enabled()
+        inputs = [x if t is None else t for t, x in zip(ctx.saved_tensors, ctx.inputs, strict=True)]
+        learning = [x for x in inputs if isinstance(x, Tensor) and x.requires_grad]
+        with torch.enable_grad():
+            made = torch.autograd.grad(plain(*inputs), learning, grad, create_graph=again)
+        found = iter(made)
+        return tuple(
+            next(found) if isinstance(x, Tensor) and x.requires_grad else None for x in inputs
+        )
+
+    return backward
+
+
 for name, function in (("sdpa", sdpa), ("rms_norm", rms_norm), ("rope", rope)):
     OPERATORS.impl(name, function, "CPU")
     OPERATORS.impl(name, lambda x, *others: torch.empty_like(x), "Meta")
+    register_autograd(
+        f"hpu_emulated::{name}",
+        backward_of(function),
+        setup_context=setup_context,
+        lib=OPERATORS,
+    )
 
 
 def need(condition: bool, message: str) -> None:
@@ -61,38 +89,11 @@ def need(condition: bool, message: str) -> None:
         raise RuntimeError(message)
 
 
-class Fused(torch.autograd.Function):
-    """A fused kernel forward; backward by its plain arithmetic, operator by operator."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, kernel: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: Any
-    ) -> Tensor:
-        ctx.plain, ctx.inputs = plain, inputs
-        return kernel(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        with torch.enable_grad():
-            own = [
-                x.detach().requires_grad_(x.is_floating_point()) if isinstance(x, Tensor) else x
-                for x in ctx.inputs
-            ]
-            learning = [x for x in own if isinstance(x, Tensor) and x.requires_grad]
-            found = iter(torch.autograd.grad(ctx.plain(*own), learning, grad, allow_unused=True))
-        grads = [next(found) if isinstance(x, Tensor) and x.requires_grad else None for x in own]
-        return None, None, *grads
-
-
 def run_fused(name: str, plain: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """One operator of the device, with gradients where somebody learns."""
-    kernel = getattr(torch.ops.hpu_emulated, name)
-    learns = any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
-    made: Tensor = (
-        Fused.apply(kernel, plain, *inputs)
-        if learns and torch.is_grad_enabled()
-        else kernel(*inputs)
-    )
+    """One operator of the device; operator by operator where its backward needs what was dropped out."""
+    drops = name == "sdpa" and inputs[4] > 0 and torch.is_grad_enabled()
+    kernel = plain if drops else getattr(torch.ops.hpu_emulated, name)
+    made: Tensor = kernel(*inputs)
     return made
 
 

@@ -78,6 +78,12 @@ class HPUTensor(Tensor):
 
         return current().read(self, "tolist", "H001").tolist()
 
+    def __getitem__(self, where: Any) -> Any:
+        return Tensor.__getitem__(self, as_tensors(where))
+
+    def __setitem__(self, where: Any, value: Any) -> None:
+        Tensor.__setitem__(self, as_tensors(where), value)
+
     def untyped_storage(self) -> torch.UntypedStorage:
         return self.raw.untyped_storage()
 
@@ -132,6 +138,14 @@ class HPUTensor(Tensor):
         inner: dict[str, Tensor], context: None, size: Any, stride: Any
     ) -> HPUTensor:
         return HPUTensor(inner["raw"])
+
+
+def as_tensors(where: Any) -> Any:
+    """An index with tensors for its lists of numbers, which torch's C++ would make on `meta`, without numbers."""
+    if type(where) is tuple:
+        return tuple(map(as_tensors, where))
+    numbers = isinstance(where, list) and all(isinstance(n, (bool, int)) for n in flat(where))
+    return torch.tensor(where, dtype=None if where else torch.int64) if numbers else where
 
 
 def flat(values: Any) -> list[Any]:

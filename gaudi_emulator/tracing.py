@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -270,7 +270,22 @@ def register_kernels() -> tuple[Library, Library]:
     for name, kernel in SHAPELESS.items():
         for overload in ("Tensor", "Scalar"):
             shapes.impl(f"{name}.{overload}", kernel)
+    differentiate_composites()
     return made, shapes
+
+
+def differentiate_composites() -> None:
+    """Gradients pass through composite operators by their parts. To the tracers our tensors are on `meta`, and where
+    torch has a function for the shapes there they take the whole operator for one without a derivative."""
+    key = torch._C.DispatchKey
+    packets = (getattr(torch.ops.aten, name) for name in dir(torch.ops.aten))
+    for packet in (p for p in packets if isinstance(p, torch._ops.OpOverloadPacket)):
+        for overload in (getattr(packet, name) for name in packet.overloads()):
+            has = partial(torch._C._dispatch_has_kernel_for_dispatch_key, overload.name())
+            shaped = key.Meta in overload.py_kernels and not has("Meta")
+            if shaped and has("CompositeImplicitAutograd"):
+                if key.AutogradMeta not in overload.py_kernels:
+                    overload.py_impl(key.AutogradMeta)(overload.decompose)
 
 
 def first_line(reason: object) -> str:
