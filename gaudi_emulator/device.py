@@ -186,11 +186,15 @@ class Device:
         """An operator on CPU tensors, with its results stored as the device stores them."""
         try:
             result = execute(func, args, kwargs, seed)
-        except (IndexError, RuntimeError):
+        except (IndexError, RuntimeError) as error:
             if op.packet not in checks.INDEXED:
                 raise
-            # The device does not check bounds. It was reported; here the nearest element is taken.
-            result = execute(func, checks.clamped(op, args), kwargs, seed)
+            if "single memory location" in str(error):  # a tensor written from itself
+                args = (args[0], *(a.clone() if isinstance(a, Tensor) else a for a in args[1:]))
+            else:
+                # The device does not check bounds. It was reported; here the nearest element is taken.
+                args = checks.clamped(op, args)
+            result = execute(func, args, kwargs, seed)
         if op.view_of is None:
             checks.narrow(self, op, (result, *ops.written_arguments(op, args, kwargs)))
         return result
@@ -232,6 +236,7 @@ class Device:
 
     def new(self, raw: Tensor) -> HPUTensor:
         """A tensor with storage of its own."""
+        checks.known_format(raw.dtype)
         made = HPUTensor(raw)
         self.allocate(made, raw.nbytes)
         if self.recording is not None:
@@ -502,6 +507,10 @@ def batch_norm_backward(
     return (made[0], *(None if t is None else t.to(weight.dtype) for t in made[1:]))
 
 
+def take(x: Tensor, index: Tensor) -> Tensor:
+    return torch.take(x, index.long())
+
+
 # Operators that the device has in more number formats than the CPU; torch knows no shapes for the results of the first
 SHAPELESS: dict[str, Callable[..., Tensor]] = {
     "aten::_add_relu": add_relu,
@@ -509,6 +518,7 @@ SHAPELESS: dict[str, Callable[..., Tensor]] = {
 }
 STAND_INS: dict[str, Callable[..., Any]] = {
     **SHAPELESS,
+    "aten::take": take,
     "aten::native_batch_norm": batch_norm,
     "aten::native_batch_norm_backward": batch_norm_backward,
 }

@@ -231,6 +231,7 @@ def apply_rotary_pos_emb(
     position_ids: Tensor | None = None,  # [B, T], rows of cos and sin
     offset: int = 0,
     mode: RotaryPosEmbeddingMode = RotaryPosEmbeddingMode.BLOCKWISE,
+    /,
 ) -> Tensor:
     """Turn pairs of features (hpex/kernels/RotaryPosEmbeddingHelper.py): formats are matched, float32 wins."""
     if sin is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -65,10 +66,18 @@ class Operators(TorchDispatchMode):
         goal = kwargs.get("device")
         made_here = goal is not None and goal.type == "meta" and self.card.inside
         if made_here or HPUTensor in types:
+            if torch.is_inference_mode_enabled() and is_composite(func):
+                with self:  # elsewhere autograd takes it apart before it comes here
+                    return func.decompose(*args, **kwargs)
             return self.card.run(func, args, kwargs)
         if self.card.recording is not None:
             host_operator(self.card, func)
         return func(*args, **kwargs)
+
+
+@cache
+def is_composite(func: Any) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
 
 
 def host_operator(card: Device, func: Any) -> None:

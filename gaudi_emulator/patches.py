@@ -33,7 +33,7 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Iterator[None
 
 @contextmanager
 def overwrites(card: Device) -> Iterator[None]:
-    """Seeds reach the card, checkpoints hold CPU tensors, and a generator may be asked for on the device."""
+    """Seeds reach the card, and checkpoints hold CPU tensors."""
 
     def seeding(real: Any) -> Any:
         @wraps(real)
@@ -72,8 +72,13 @@ def overwrites(card: Device) -> Iterator[None]:
     def swapping(real: Any) -> Any:
         @wraps(real)
         def swap_tensors(one: Tensor, other: Tensor) -> None:
-            if not (isinstance(one, HPUTensor) and same_storage(one, other)):
-                real(one, other)  # which a tensor that was traced refuses
+            if not isinstance(one, HPUTensor) and not isinstance(other, HPUTensor):
+                real(one, other)
+            elif not (isinstance(one, HPUTensor) and same_storage(one, other)):
+                # Without torch's checks, which refuse a tensor that was traced or that a living graph holds
+                one.__class__, other.__class__ = other.__class__, one.__class__
+                one.__dict__, other.__dict__ = other.__dict__, one.__dict__
+                torch._C._swap_tensor_impl(one, other)
 
         return swap_tensors
 
@@ -84,7 +89,6 @@ def overwrites(card: Device) -> Iterator[None]:
             (torch.random, "fork_rng", forking),
             (torch, "save", saving),
             (torch, "load", loading),
-            (torch, "Generator", generators),
             (torch.utils, "swap_tensors", swapping),
         ):
             stack.enter_context(replaced(owner, name, make))
@@ -103,20 +107,6 @@ def detached_copy(tensor: Tensor) -> Tensor:
 def same_storage(one: HPUTensor, other: Tensor) -> bool:
     """Whether a tensor that is moved is there already."""
     return (one.data_ptr(), one.dtype, one.shape) == (other.data_ptr(), other.dtype, other.shape)
-
-
-def generators(real: Any) -> Any:
-    """The device's generator is one on the host (backend/random.cpp:24)."""
-
-    class Kind(type):
-        def __instancecheck__(cls, value: object) -> bool:
-            return isinstance(value, real)
-
-    class Generator(metaclass=Kind):
-        def __new__(cls, device: Any = "cpu") -> Any:
-            return real("cpu" if is_hpu(device) else device)
-
-    return Generator
 
 
 def restored(values: Tensor, learns: bool, parameter: bool) -> Tensor:

@@ -282,10 +282,10 @@ def differentiate_composites() -> None:
     for packet in (p for p in packets if isinstance(p, torch._ops.OpOverloadPacket)):
         for overload in (getattr(packet, name) for name in packet.overloads()):
             has = partial(torch._C._dispatch_has_kernel_for_dispatch_key, overload.name())
-            shaped = key.Meta in overload.py_kernels and not has("Meta")
+            known = overload.py_kernels
+            shaped = key.Meta in known and not has("Meta") and key.AutogradMeta not in known
             if shaped and has("CompositeImplicitAutograd"):
-                if key.AutogradMeta not in overload.py_kernels:
-                    overload.py_impl(key.AutogradMeta)(overload.decompose)
+                overload.py_impl(key.AutogradMeta)(overload.decompose)
 
 
 def first_line(reason: object) -> str:

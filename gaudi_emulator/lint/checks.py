@@ -44,6 +44,10 @@ WRITES_ONCE = frozenset("index_put index_put_ index_copy index_copy_ scatter sca
 INDEX_WRITES = frozenset(
     "index_copy_ index_put_ index_add_ index_fill_ scatter_ scatter_add_ scatter_reduce_".split()
 )
+# Number formats that the bridge has none for
+REFUSED = frozenset(
+    getattr(torch, name) for name in "uint16 uint32 uint64 float8_e4m3fnuz float8_e5m2fnuz".split()
+)
 WHOLE_COPIES = frozenset("index_put_ index_add_ scatter_add_".split())
 
 
@@ -149,7 +153,8 @@ FALLBACK_CHECKS: dict[str, Callable[[dict[str, Any]], bool]] = {
         given.get("reduce") == "prod" and not given.get("include_self", True)
     ),
     "div": lambda given: (
-        given.get("rounding_mode") is not None and given["self"].dtype == torch.bool
+        given.get("rounding_mode") is not None
+        and getattr(given["self"], "dtype", None) == torch.bool
     ),
 }
 
@@ -183,6 +188,11 @@ def foreign(device: Device, op: Op, value: Tensor) -> None:
 
 
 # Numbers
+
+
+def known_format(dtype: torch.dtype) -> None:
+    if dtype in REFUSED:
+        raise TypeError(f"{format_name(dtype)} is not supported on HPU")
 
 
 def upload(device: Device, values: Tensor) -> None:
