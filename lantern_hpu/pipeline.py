@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import threading
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -321,6 +322,8 @@ class LanternPipeline:
             for text, negative in zip(prompts, negatives, strict=True)
             for _ in range(num_images_per_prompt)
         ]
+        for text, note in self.notes(requests):
+            warnings.warn(f"{text!r}: {note}", stacklevel=3)
         with self.lock:
             self._interrupt = False
             return self.draw_with_bar(

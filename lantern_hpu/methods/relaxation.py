@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, get_args
 from lantern_hpu.errors import OptionError, choices, require
 
 Residual = Literal["sound", "official"]
+LOSSLESS = "lossless"  # in files and reports, of the usual rule where it relaxes nothing
 MOST = 10**9  # of what has no largest meaningful value: int32 and products in float32 hold it
 MOST_EXPONENT = 80.0  # of a weight: 1000 e^80 is a float32, and accepts any draft
 
@@ -144,7 +145,9 @@ class Relaxation:
         """The form of PNG files and reports: the bound is called so with every rule."""
         values = {key: getattr(self, part.name) for key, part in self.by_key().items()}
         k, residual, bound = (values.pop(key) for key in ("k", "residual", self.bound_key()))
-        shared = {"rule": self.rule, "k": k, "bound": bound, "residual": residual}
+        lossless = self.rule == Multiplicative.rule and not self.active
+        rule = LOSSLESS if lossless else self.rule
+        shared = {"rule": rule, "k": k, "bound": bound, "residual": residual}
         return shared | {"nu": 0.0, "mu": 0.0} | values
 
 
@@ -302,7 +305,7 @@ def value_text(value: float | str) -> str:
 def read_relaxation(values: Mapping[str, Any]) -> Relaxation:
     """What `as_json` wrote."""
     try:
-        kind = RULES[values["rule"]]
+        kind = Multiplicative if values["rule"] == LOSSLESS else RULES[values["rule"]]
         bound = kind.bound_key()
         stored = {key: "bound" if key == bound else key for key in kind.by_key()}
         return kind(*(values[name] for name in stored.values()))

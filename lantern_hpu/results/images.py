@@ -176,7 +176,7 @@ class GenerationResult:
 
     Attributes:
         drawn: the images, each with what draws it again.
-        notes: what the model cannot do with the prompts.
+        notes: what the model cannot do with the prompts; `warnings` is the same.
         tokenizer: fingerprint of the VQ tokenizer, the same in any container; empty where there is none.
         preview_tokens: how many of an image's tokens are of a preview that is drawn first.
         code_grid: rows and columns of the picture's codes.
@@ -198,6 +198,10 @@ class GenerationResult:
     def pictures(self) -> list[Image.Image]:
         """None where the model has nothing that decodes tokens, or pixels were not wanted."""
         return [one.image for one in self.drawn if one.image is not None]
+
+    @property
+    def warnings(self) -> list[str]:
+        return self.notes
 
     @property
     def records(self) -> list[ImageRecord]:

@@ -21,6 +21,7 @@ from lantern_hpu.errors import needing
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.images import encode
 from lantern_hpu.serve import protocol
+from lantern_hpu.serve.api_page import api_page
 from lantern_hpu.serve.calls import Call, read_call
 from lantern_hpu.serve.decoder import DecodeThread, Done, Job, Partial
 from lantern_hpu.serve.options import MAX_BODY, ServeOptions
@@ -317,7 +318,9 @@ async def models(decoder: TheDecoder) -> protocol.ModelList:
     menu = decoder.menu
     methods = {
         name: protocol.MethodCard(
-            tree=served.setting.tree.name, relaxation=served.setting.relaxation.as_json()
+            tree=served.setting.tree.name,
+            relaxation=served.setting.relaxation.as_json(),
+            relaxations=list(served.relaxations),
         )
         for name, served in menu.methods.items()
     }
@@ -336,6 +339,11 @@ async def start_page() -> FileResponse:
 @router.get("/page.js", include_in_schema=False)
 async def script() -> FileResponse:
     return FileResponse(HERE / "page.js", media_type="text/javascript")
+
+
+@router.get("/docs", include_in_schema=False)
+async def docs(request: Request) -> Response:
+    return Response(api_page(request.app.openapi()), media_type="text/html")
 
 
 STREAMED: dict[int | str, dict[str, Any]] = {
@@ -393,7 +401,9 @@ async def generate_images(
         for done in images
     ]
     usage = token_usage(decoder, call)
-    return protocol.ImagesResponse(**payload, data=data, usage=usage, **used_settings(call))
+    return protocol.ImagesResponse(
+        **payload, data=data, usage=usage, **used_settings(decoder, call)
+    )
 
 
 def submit(
@@ -479,7 +489,7 @@ async def event_stream(
                 continue
             usage, spent = token_usage(decoder, call), image_metrics(call, event)
             whole = protocol.CompletedImage(
-                **common, usage=usage, metrics=spent, **used_settings(call)
+                **common, usage=usage, metrics=spent, **used_settings(decoder, call)
             )
             yield f"event: {whole.type}\ndata: {whole.model_dump_json()}\n\n"
             record.answered([event])
@@ -493,14 +503,16 @@ def payload_of(decoder: DecodeThread, call: Call) -> dict[str, Any]:
     return {"created": int(time.time()), "model": decoder.menu.model, "size": f"{width}x{height}"}
 
 
-def used_settings(call: Call) -> dict[str, Any]:
+def used_settings(decoder: DecodeThread, call: Call) -> dict[str, Any]:
     """Of `protocol.Settings`."""
+    notes = decoder.pipeline.notes(call.requests)
     request, served = call.requests[0], call.served
     return {
         "seed": request.seed,
         "method": served.setting.method,
         "tree": served.setting.tree.name,
         "relaxation": request.relaxation.as_json(),
+        "warnings": [note for _, note in notes],
         **vars(request.sampling),
     }
 

@@ -25,6 +25,7 @@ class Served:
     setting: Resolved
     spec: Spec  # of its step, which no request may go past
     shapes: tuple[Shape, ...] = (ONE_SHAPE,)  # captured: each size, for each length of prefix
+    relaxations: tuple[str, ...] = ()  # published settings that a request may ask for
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
         ]
         prefixes = (*config.prefixes, config.prefix) if config.prefixes else (None,)
         shapes = tuple((spec.grid, prefix) for spec in specs for prefix in prefixes)
-        served[setting.method] = Served(setting, specs[0], shapes)
+        names = tuple(name for name in PRESETS if serves(pipeline, setting, specs[0], name))
+        served[setting.method] = Served(setting, specs[0], shapes, names)
     for name in PRESETS.keys() & set(options.allow):
         if not any(METHODS[method].takes_relaxation(PRESETS[name]) for method in served):
             why = f"none of {', '.join(served)} takes it"
@@ -82,6 +84,15 @@ def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
         methods=served,
         spec_of=spec_of,
     )
+
+
+def serves(pipeline: LanternPipeline, setting: Resolved, spec: Spec, name: str) -> bool:
+    """Whether a recorded step does what a published relaxation needs."""
+    rule = PRESETS[name].fit(pipeline.model.codes)
+    if not METHODS[setting.method].takes_relaxation(rule):
+        return False
+    request = Request("any", 0, pipeline.model.sampling, rule)
+    return not spec.lacks(pipeline.spec([request], setting.tree, 1))
 
 
 def warm_up_requests(

@@ -5,6 +5,7 @@
 const at = (id) => document.getElementById(id);
 const SHOWN = 7; // partial pictures at most: making their pixels takes time as well
 let rows = 16;
+let served = {}; // the methods, by name
 
 function headers() {
   const key = at("secret").value;
@@ -14,20 +15,32 @@ function headers() {
 async function begin() {
   const answer = await fetch("/v1/models", { headers: headers() });
   if (answer.status === 401) {
+    at("message").textContent = at("secret").value ? "the API key is wrong" : "this server asks for an API key";
     at("key").hidden = false;
     at("secret").onchange = begin;
+    at("secret").focus();
     return;
   }
+  if (!answer.ok) {
+    at("message").textContent = (await answer.json()).error.message;
+    return;
+  }
+  at("message").textContent = "";
+  at("go").disabled = false;
   const model = (await answer.json()).data[0];
   rows = model.rows;
   at("about").textContent = `${model.id}, ${model.size} pixels`;
-  const names = Object.keys(model.methods);
+  served = model.methods;
+  const names = Object.keys(served);
   for (const id of ["left", "right"]) {
     at(id).replaceChildren(...names.map((name) => new Option(titleOf(name, model.methods[name]), name)));
   }
   at("right").append(new Option("(none)", ""));
   at("right").selectedIndex = Math.min(1, names.length);
-  at("relax").relaxed = new Set(names.filter((name) => model.methods[name].relaxation.k > 0));
+  const relaxed = [...new Set(names.flatMap((name) => served[name].relaxations))];
+  const own = relaxed.length ? "the method's own" : "none (the server has no --allow)";
+  at("relax").replaceChildren(new Option(own, ""), ...relaxed.map((name) => new Option(name)));
+  at("relax").disabled = !relaxed.length;
 }
 
 // A fixed schedule is not lossless, and so part of the title.
@@ -91,7 +104,10 @@ async function draw(method, shown, first) {
     prompt: at("prompt").value, seed: Number(at("seed").value), method,
     stream: true, partial_images: Math.max(0, Math.min(rows - 1, SHOWN)),
   };
-  if (at("relax").value && at("relax").relaxed.has(method)) body.relax = at("relax").value;
+  const relax = at("relax").value;
+  const takes = served[method].relaxations.includes(relax);
+  if (takes) body.relax = relax;
+  const notes = relax && !takes ? { relaxation: `${method} is not served with ${relax}` } : {};
   const began = performance.now();
   try {
     const options = { method: "POST", headers: headers(), body: JSON.stringify(body) };
@@ -106,7 +122,8 @@ async function draw(method, shown, first) {
       const tv = !sum ? {} : { "TV a token": mean.toFixed(3), largest: most.toFixed(3), sum: sum.toFixed(1) };
       const done = event.type === "image_generation.completed";
       const ratio = done && first ? { speed: `${(first.seconds / seconds).toFixed(2)} times ${first.method}` } : {};
-      shown.facts({ steps, "tokens a step": rate.toFixed(2), seconds: seconds.toFixed(2), ...ratio, ...tv });
+      if (event.warnings?.length) notes.warning = event.warnings.join("; ");
+      shown.facts({ steps, "tokens a step": rate.toFixed(2), seconds: seconds.toFixed(2), ...ratio, ...tv, ...notes });
       if (done) {
         shown.progress(rows);
         shown.bars(event.metrics.accepted_by_depth, steps);
@@ -135,4 +152,4 @@ at("form").onsubmit = async (event) => {
   document.body.dataset.done = "yes";
 };
 
-begin();
+begin().catch((error) => { at("message").textContent = error.message; });

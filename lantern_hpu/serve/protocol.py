@@ -253,6 +253,7 @@ class Settings(BaseModel):
     temperature: float
     top_k: int
     top_p: float
+    warnings: list[str] = Field(description="what the model cannot do with the prompt")
 
 
 class ImagesResponse(ImagePayload, Settings):
@@ -289,6 +290,7 @@ class CompletedImage(ImagePayload, Settings):
 class MethodCard(BaseModel):
     tree: str
     relaxation: dict[str, Any]
+    relaxations: list[str] = Field(description="published settings that `relax` may name")
 
 
 class ModelCard(BaseModel):

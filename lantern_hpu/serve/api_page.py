@@ -1,0 +1,69 @@
+"""`/docs`: the OpenAPI schema as one page of HTML that asks no other server for anything."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from html import escape
+from typing import Any
+
+Schema = Mapping[str, Any]
+HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>lantern_hpu: HTTP API</title><link rel="icon" href="data:,"><style>
+:root { color-scheme: light dark } body { font: 15px/1.45 system-ui, sans-serif; margin: auto }
+body { max-width: 62rem; padding: 1rem }
+table { border-collapse: collapse; display: block; overflow-x: auto }
+td { padding: .2rem .8rem .2rem 0; vertical-align: top }
+h2 { font: 600 1.05rem ui-monospace, monospace; margin: 1.6rem 0 .3rem }
+code { overflow-wrap: anywhere }
+</style><h1>lantern_hpu: HTTP API</h1><p>The schema itself: <a href="openapi.json">openapi.json</a>."""
+
+
+def api_page(schema: Schema) -> str:
+    """Each path with what it takes and answers, then the fields of each object."""
+    return HEAD + "".join([*paths(schema["paths"]), *objects(schema["components"]["schemas"])])
+
+
+def paths(found: Mapping[str, Mapping[str, Schema]]) -> Iterator[str]:
+    for path, methods in found.items():
+        for method, about in methods.items():
+            text = about.get("description", about.get("summary", ""))
+            yield f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(text)}</p><table>"
+            yield row("body", content(about.get("requestBody", {})), "")
+            for status, answer in about["responses"].items():
+                yield row(status, content(answer), escape(answer.get("description", "")))
+            yield "</table>"
+
+
+def content(holder: Schema) -> str:
+    """What a body or an answer is, by media type."""
+    parts = (kind_of(media.get("schema", {})) for media in holder.get("content", {}).values())
+    return ", ".join(part for part in parts if part)
+
+
+def objects(schemas: Mapping[str, Schema]) -> Iterator[str]:
+    for name, schema in schemas.items():
+        text = escape(schema.get("description", ""))
+        yield f'<h2 id="{escape(name)}">{escape(name)}</h2><p>{text}</p><table>'
+        for field, about in schema.get("properties", {}).items():
+            usual = f" ({json.dumps(about['default'])})" if about.get("default") is not None else ""
+            yield row(field, kind_of(about), escape(about.get("description", "") + usual))
+        yield "</table>"
+
+
+def kind_of(schema: Schema) -> str:
+    """A type in words, with a link where it is an object of the page."""
+    if "$ref" in schema:
+        name = escape(schema["$ref"].rpartition("/")[2])
+        return f'<a href="#{name}">{name}</a>'
+    if "anyOf" in schema:
+        return " or ".join(kind_of(one) for one in schema["anyOf"])
+    if "const" in schema or "enum" in schema:
+        values = [schema["const"]] if "const" in schema else schema["enum"]
+        return escape(", ".join(json.dumps(value) for value in values))
+    kind = str(schema.get("type", ""))
+    return f"list of {kind_of(schema.get('items', {}))}" if kind == "array" else kind
+
+
+def row(name: str, kind: str, text: str) -> str:
+    return f"<tr><td><code>{escape(name)}</code><td>{kind}<td>{text}" if kind or text else ""
