@@ -147,7 +147,9 @@ def eagle_config(
     if block is not None and int(block) != target.tokens:
         why = f"it drafts images of {block} tokens, the target draws {target.tokens}"
         raise WeightsError(what, why, FITTING)
-    shift = about.get("drafter_shift", 1)  # see `DrafterConfig`; EAGLE's, where the file has none
+    # EAGLE's, where the file has none; but Lumina-mGPT's was trained on unshifted tokens: see `DrafterConfig`
+    norm = checkpoint.shapes.get("layers.0.self_attn.q_norm.weight", (target.heads,))
+    shift = about.get("drafter_shift", int(norm[0] == target.heads))
     if shift not in (0, 1):
         what = f"the drafter {checkpoint.path} cannot be used"
         raise WeightsError(what, f"drafter_shift is {shift}", "0 or 1")
