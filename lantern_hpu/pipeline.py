@@ -212,7 +212,7 @@ class LanternPipeline:
 
     def close(self) -> None:
         """Give the device's memory back."""
-        self.engines.shrink(0)
+        self.engines.close()
 
     def to(
         self,
@@ -432,13 +432,17 @@ class LanternPipeline:
         if engine.warm:
             return
         config, images = engine.target.config, engine.spec.images
-        with self.backend.errors(), torch.no_grad():
-            engine.upload_prefix(self.prefix(engine, [request] * images), engine.state.entry)
-            if engine.one_image is not None:
-                engine.upload_prefix(self.prefix(engine, [request]), engine.one_image.entry)
-            engine.warm_up()
-            engine.result({})
-            self.pixels(np.zeros((1, config.tokens), np.int64), config)
+        try:
+            with self.backend.errors(), torch.no_grad():
+                engine.upload_prefix(self.prefix(engine, [request] * images), engine.state.entry)
+                if engine.one_image is not None:
+                    engine.upload_prefix(self.prefix(engine, [request]), engine.one_image.entry)
+                engine.warm_up()
+                engine.result({})
+                self.pixels(np.zeros((1, config.tokens), np.int64), config)
+        except BaseException:  # it keeps no memory from a smaller batch that is tried next
+            self.engines.discard(engine)
+            raise
 
     def prefix(self, engine: Engine, requests: Sequence[Request]) -> Prefix:
         """The condition of a batch, as the engine takes it; a graph of its own where the device gathers operators."""
@@ -595,23 +599,24 @@ class LanternPipeline:
         waiting, numbers = deque(enumerate(requests)), dict[int, int]()  # image of a slot
         batch, done = self.batch(engine, stats), list[ImageRecord]()
         show = partial(preview, self.model, self.backend)
-        while (waiting or batch.running) and (most is None or batch.steps < most):
-            began, text = time.perf_counter(), stats.text_s
-            if waiting and batch.free:
-                news = [waiting.popleft() for _ in batch.free[: len(waiting)]]
-                slots = batch.admit([request for _, request in news])
-                numbers.update(zip(slots, (number for number, _ in news), strict=True))
-            elif batch.running:
-                left = None if most is None else most - batch.steps
-                batch.advance(soon=bool(waiting), most=left)
-            finished = batch.finished()
-            stats.generate_s += time.perf_counter() - began - (stats.text_s - text)
-            done += [record for _, record in finished]
-            if callback is not None:
-                callback(batch.event(done, len(requests), show))
-            yield from ((numbers[slot], record) for slot, record in finished)
-            if self._interrupt:
-                return
+        with engine.pinned():
+            while (waiting or batch.running) and (most is None or batch.steps < most):
+                began, text = time.perf_counter(), stats.text_s
+                if waiting and batch.free:
+                    news = [waiting.popleft() for _ in batch.free[: len(waiting)]]
+                    slots = batch.admit([request for _, request in news])
+                    numbers.update(zip(slots, (number for number, _ in news), strict=True))
+                elif batch.running:
+                    left = None if most is None else most - batch.steps
+                    batch.advance(soon=bool(waiting), most=left)
+                finished = batch.finished()
+                stats.generate_s += time.perf_counter() - began - (stats.text_s - text)
+                done += [record for _, record in finished]
+                if callback is not None:
+                    callback(batch.event(done, len(requests), show))
+                yield from ((numbers[slot], record) for slot, record in finished)
+                if self._interrupt:
+                    return
 
     # -- reporting
 

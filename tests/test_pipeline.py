@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from lantern_hpu.commands import generate
-from lantern_hpu.decode.engine import MAX_ENGINES
+from lantern_hpu.decode.engine import MAX_ENGINES, Engine
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Additive, Relaxation, read_relaxation
 from lantern_hpu.methods.request import Request, Sampling
@@ -67,13 +67,37 @@ def test_requests_that_differ_a_little_share_an_engine(model: Path) -> None:
     assert len(pipeline.engines.engines) == 1
 
 
-def test_what_did_not_warm_up_is_forgotten(model: Path) -> None:
+def test_what_did_not_warm_up_is_forgotten(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
     spec = pipeline.spec([Request("cat", 0, Sampling())], DraftTree.root_only(), 1)
     engine = pipeline.engines.get(spec)
-    pipeline.engines.discard(spec)
-    pipeline.engines.discard(spec)
+    monkeypatch.setattr(engine, "warm_up", lambda: (_ for _ in ()).throw(MemoryError()))
+    with pytest.raises(MemoryError):
+        pipeline.warm_up(engine, Request("cat", 0, Sampling()))
+    assert not pipeline.engines.engines
+    pipeline.engines.discard(engine)
     assert pipeline.engines.get(spec) is not engine
+
+
+def test_an_engine_that_something_holds_is_never_closed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device with room for one engine: another goes beside it, and it is the idle ones that give way."""
+    pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
+    closed: list[Engine] = []
+    monkeypatch.setattr(Engine, "close", lambda engine: closed.append(engine))
+    monkeypatch.setattr(pipeline.engines, "lacking", lambda specs: 1)
+    first, second, third = (
+        pipeline.spec([Request("cat", 0, Sampling(1.0 + size))], DraftTree.root_only(), size)
+        for size in (1, 2, 3)
+    )
+    held = pipeline.engines.get(first)
+    with held.pinned():
+        idle = pipeline.engines.get(second)
+        pipeline.engines.get(third)
+        assert closed == [idle] and pipeline.engines.get(first) is held
+    pipeline.engines.get(second)
+    assert held in closed
 
 
 @pytest.mark.parametrize("method", ["ar", "eagle", "lantern"])

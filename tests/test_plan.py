@@ -433,3 +433,19 @@ def test_amounts_of_memory(text: str, count: int) -> None:
 def test_what_is_no_amount(capsys: pytest.CaptureFixture[str], text: str) -> None:
     assert plan.main([T2I, f"--memory={text} "]) == 2
     assert "not an amount" in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_fit_is_told_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    """Seven billion weights and the engines of two methods with eight slots: more than a card of 40 GB has."""
+    words = ["anole-7b", "--device", "cuda", "--serve", "--methods", "scd,ar"]
+
+    def said(*more: str) -> str:
+        assert plan.main([*words, *more]) == 0
+        return capsys.readouterr().out
+
+    refused = said("--memory", "40GB")
+    assert "scd, ar served with 8 slots" in refused and "does not fit in 40" in refused
+    slots = re.search(r"--slots (\d): .* fits", refused)
+    assert slots and "fits in 40" in said("--memory", "40GB", "--slots", slots[1])
+    assert "fits in 160" in said("--memory", "160GB")
+    assert plan.main([*words, "--slots", "0"]) == 2

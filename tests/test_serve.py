@@ -16,7 +16,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +34,11 @@ from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
 from lantern_hpu import cli
+from lantern_hpu.backends import host
 from lantern_hpu.commands.serve import main
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
-from lantern_hpu.errors import CaptureError, OptionError
+from lantern_hpu.errors import CaptureError, DeviceError, OptionError
 from lantern_hpu.methods.relaxation import EXACT, Blended
 from lantern_hpu.methods.request import Request
 from lantern_hpu.models.text.prefix import WordConditioner
@@ -44,7 +47,14 @@ from lantern_hpu.results.images import read_png
 from lantern_hpu.serve import app as middleware
 from lantern_hpu.serve import process
 from lantern_hpu.serve.app import make_app
-from lantern_hpu.serve.decoder import DecodeThread, Done, Job, Partial, seconds_until_room
+from lantern_hpu.serve.decoder import (
+    DecodeThread,
+    Done,
+    Job,
+    Partial,
+    lane_specs,
+    seconds_until_room,
+)
 from lantern_hpu.serve.menu import ONE_SHAPE
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.process import Protocol, Server
@@ -1130,3 +1140,35 @@ def test_words_that_the_model_does_not_know_are_warned_of(server: Running) -> No
     with pytest.warns(UserWarning, match="zebra"):
         result = server.decoder.pipeline("a red zebra", method="ar")
     assert result.warnings == answer["warnings"]
+
+
+def test_engines_that_do_not_fit_together_are_refused_before_anything_is_captured(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Room for the engines of one method, or of both with fewer slots: the refusal says which."""
+    pipeline = LanternPipeline.from_pretrained(str(model))
+    options = ServeOptions(str(model), methods=("scd", "ar"), slots=6)
+    menu = DecodeThread(pipeline, options).menu
+    scd, both = (
+        [*chain(*lane_specs(dict(list(menu.methods.items())[:n]), 6).values())] for n in (1, 2)
+    )
+    monkeypatch.setattr(host, "available_bytes", lambda: 0)
+    one, two = pipeline.engines.lacking(scd), pipeline.engines.lacking(both)
+    monkeypatch.setattr(host, "available_bytes", lambda: (one + two) // 2)
+    with pytest.raises(DeviceError, match="scd, ar with 6 slots do not fit together") as refused:
+        DecodeThread(pipeline, options)
+    assert not pipeline.engines.engines
+    slots, methods = re.findall(r"--slots (\d+) or --methods (\S+) fits", refused.value.hint)[0]
+    assert 1 <= int(slots) < 6 and methods == "scd"
+    DecodeThread(pipeline, replace(options, slots=int(slots)))
+    DecodeThread(pipeline, replace(options, methods=("scd",)))
+
+
+def test_lanes_hold_their_engines_as_long_as_the_thread_runs(model: Path) -> None:
+    pipeline = LanternPipeline.from_pretrained(str(model))
+    decoder = DecodeThread(pipeline, ServeOptions(str(model), methods=("ar",), slots=2))
+    decoder.start(wait=True)
+    engines = list(pipeline.engines.engines.values())
+    assert not pipeline.engines.shrink(0) and all(engine.pins for engine in engines)
+    decoder.stop()
+    assert pipeline.engines.shrink(0) and len(engines) == 2

@@ -1,6 +1,7 @@
 """Whether a model fits on a device, before anything is loaded.
 
     lantern-hpu plan llamagen-t2i-512 --memory 24GB --batch-size 4
+    lantern-hpu plan anole-7b --memory 24GB --serve --methods scd,ar --slots 4
 
 See `lantern_hpu/decode/memory.py` for what is counted.
 """
@@ -16,7 +17,15 @@ from lantern_hpu.commands.options import add_fields, add_part_options, given_par
 from lantern_hpu.decode.memory import fit_report
 from lantern_hpu.errors import exit_code
 from lantern_hpu.methods.setting import METHODS
-from lantern_hpu.plan.requirements import facts, find_device, find_model, plan_report, setup_of
+from lantern_hpu.plan.requirements import (
+    facts,
+    find_device,
+    find_model,
+    plan_report,
+    serve_report,
+    setup_of,
+)
+from lantern_hpu.serve.options import DEFAULT, ServeOptions, names
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -37,6 +46,10 @@ def make_parser() -> argparse.ArgumentParser:
     add_fields(parser, DeviceOptions, "quantize", "keep_text")
     parser.add_argument("--method", help=f"{', '.join(METHODS)} (auto)")
     parser.add_argument("--tree", help="a named tree, or a .json file (the method's on the device)")
+    serving = parser.add_argument_group("for a server, whose engines are there together")
+    serving.add_argument("--serve", action="store_true", help="count what `serve` captures")
+    serving.add_argument("--methods", help=f"methods that it serves ({','.join(DEFAULT)})")
+    serving.add_argument("--slots", type=int, default=ServeOptions.slots, help="its slots (8)")
     parser.add_argument("--json", action="store_true", help="print as JSON")
     add_part_options(parser.add_argument_group("parts in place of the model's own"))
     return parser
@@ -56,6 +69,10 @@ def print_plan(args: argparse.Namespace) -> None:
         quantize=args.quantize,
         keep_text=args.keep_text or DeviceOptions.keep_text,
     )
+    if args.serve:
+        asked = names(args.methods, "--methods") or DEFAULT
+        print("\n".join(serve_report(args.name, model, device, setup, asked, args.slots)))
+        return
     if args.json:
         print(json.dumps(facts(model.config, setup, device), indent=2))
         return

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from typing import Any
@@ -24,7 +25,7 @@ from lantern_hpu.decode.accept import Bounds
 from lantern_hpu.decode.drafting.base import Drafting
 from lantern_hpu.decode.drafting.eagle import DynamicDrafting, StaticDrafting
 from lantern_hpu.decode.drafting.window import WindowDrafting
-from lantern_hpu.decode.memory import batch_bytes, check_batch
+from lantern_hpu.decode.memory import check_batch, engine_bytes, setup_for
 from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.decode.scheduled import ScheduledDrafting, ScheduledStep
 from lantern_hpu.decode.spec import Spec, is_scheduled
@@ -41,6 +42,7 @@ from lantern_hpu.ops.sampling import noise_keys, uniform_block, uniforms
 from lantern_hpu.results.images import ImageRecord
 from lantern_hpu.tree import DynamicTree, Window
 
+UNRECORDED = ("eager", "strict")  # graph modes that keep no memory of their own
 MAX_ENGINES = 8  # engines of a model: two sizes of pictures and three of prefixes are six
 
 
@@ -117,6 +119,7 @@ class Engine:
         self.pace = fit.pace()  # of steps
         self.known: Tensor | None = None  # [B] what the last captured call returned
         self.host_reads = 0
+        self.pins = 0  # see `pinned`: a cache closes none that is
         self.warm_captures: int | None = None  # of the warm-up, once that is done
 
     @property
@@ -132,6 +135,15 @@ class Engine:
         """Give back what the device holds for its recordings; the engine is of no use after that."""
         for runner in self.runners:
             runner.close()
+
+    @contextmanager
+    def pinned(self) -> Iterator[None]:
+        """Something holds it inside: a batch, a lane of a server."""
+        self.pins += 1
+        try:
+            yield
+        finally:
+            self.pins -= 1
 
     # -- the captured functions
 
@@ -383,7 +395,7 @@ def make_drafting(target: Target, drafter: Drafter | None, spec: Spec) -> Drafti
 class EngineCache:
     """The engines of a model, at most so many; what is evicted gives its memory back.
 
-    The one in use is never the one evicted. Where recorded graphs share memory, that memory goes with the last of
+    One that is pinned is never evicted. Where recorded graphs share memory, that memory goes with the last of
     them; so the last is evicted only if there is no room for another beside it.
     """
 
@@ -395,8 +407,8 @@ class EngineCache:
         """The engine of a spec, now the youngest."""
         if spec not in self.engines:
             self.shrink(self.kept - 1)
-            while self.engines and not self.fits(spec):
-                self.shrink(len(self.engines) - 1)
+            while self.lacking([spec]) > 0 and self.shrink(len(self.engines) - 1):
+                pass
             self.engines[spec] = self.make(spec)
         self.engines.move_to_end(spec)
         return self.engines[spec]
@@ -416,20 +428,31 @@ class EngineCache:
         fit = self.fit if mode is None else replace(self.fit, graphs=mode)
         return Engine(model.target, drafter, spec, fit, table, codes)
 
-    def fits(self, spec: Spec) -> bool:
-        """Whether the device says that it has room for a batch; one that does not say is taken to have it."""
+    def lacking(self, specs: Sequence[Spec]) -> int:
+        """Bytes that the device lacks for engines beside those here; none (0 or less) where it does not say."""
         free = self.backend.memory().free
-        need = batch_bytes(self.model.config, spec, dtype_name(self.model.target.dtype))
-        return free is None or need <= free
+        if free is None:
+            return 0
+        model, dtype = self.model.config, dtype_name(self.model.target.dtype)
+        how = (self.fit.graphs not in UNRECORDED, self.backend.shares_pool)
+        here = [setup_for(model, spec, dtype) for spec in self.engines]
+        news = [setup_for(model, spec, dtype) for spec in specs if spec not in self.engines]
+        return sum(engine_bytes([*here, *news], *how)) - engine_bytes(here, *how)[0] - free
 
-    def shrink(self, count: int) -> None:
-        """Leave the youngest `count` engines."""
-        while len(self.engines) > max(count, 0):
-            _, engine = self.engines.popitem(last=False)
-            engine.close()
+    def shrink(self, count: int) -> bool:
+        """Close the oldest that nothing holds until `count` are left; whether any was."""
+        idle = [spec for spec, engine in self.engines.items() if not engine.pins]
+        closed = idle[: max(len(self.engines) - max(count, 0), 0)]
+        for spec in closed:
+            self.engines.pop(spec).close()
+        return bool(closed)
 
-    def discard(self, spec: Spec) -> None:
+    def discard(self, engine: Engine) -> None:
         """Forget one, if it is there: its warm-up failed, say."""
-        engine = self.engines.pop(spec, None)
-        if engine is not None:
-            engine.close()
+        if self.engines.get(engine.spec) is engine:
+            self.engines.pop(engine.spec).close()
+
+    def close(self) -> None:
+        """Close all of them."""
+        while self.engines:
+            self.engines.popitem()[1].close()

@@ -8,7 +8,7 @@ different things; what counts is the largest.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -207,6 +207,7 @@ class DeviceMemory:
     quantized: tuple[str, ...] = QUANTIZED
     is_host: bool = False
     idle_arithmetic: bool = True  # see `ResolveContext`
+    shares_pool: bool = False  # see `Backend`
 
 
 def remedies(model: ModelConfig, setup: Setup, device: DeviceMemory) -> Iterator[tuple[str, int]]:
@@ -279,23 +280,36 @@ def check_room(
     raise DeviceError(f"{name} needs {amount(need)}", why, hint)
 
 
-def batch_bytes(model: ModelConfig, spec: Spec, dtype: str) -> int:
-    """What the host needs for a batch beside the weights; it records nothing."""
+def setup_for(model: ModelConfig, spec: Spec, dtype: str) -> tuple[ModelConfig, Setup]:
+    """A batch of a spec to be counted."""
     setup = Setup(dtype, spec.images, spec.guidance, spec.tree, neighbours=spec.neighbours)
-    model = replace(model, target=spec.sizes(model.target))
-    rows = state(model, setup) + working(model, setup)
-    return summed([row for row in rows if row[0] != POOL])
+    return replace(model, target=spec.sizes(model.target)), setup
+
+
+def engine_bytes(
+    engines: Sequence[tuple[ModelConfig, Setup]], records: bool = False, shared: bool = False
+) -> tuple[int, int]:
+    """What engines hold beside the weights, and what one of them at a time computes with.
+
+    Args:
+        records: whether they record what they do, and each recording keeps its own memory. shared: all have one.
+    """
+    works = [dict(working(*engine)) for engine in engines]
+    pools = [work.pop(POOL) * records for work in works]
+    pool = max(pools, default=0) if shared else sum(pools)
+    held = pool + sum(summed(state(*engine)) for engine in engines)
+    return held, max((sum(work.values()) for work in works), default=0)
 
 
 def check_batch(model: ModelConfig, spec: Spec, backend: Backend, dtype: str) -> None:
     """Refuse, before it is allocated, a batch that the host has no memory for; cards say so themselves."""
-    free = backend.memory().free
-    if free is None or backend.name != HOST or batch_bytes(model, spec, dtype) <= free:
-        return
 
     def need(images: int) -> int:
-        return batch_bytes(model, replace(spec, images=images), dtype)
+        return sum(engine_bytes([setup_for(model, replace(spec, images=images), dtype)]))
 
+    free = backend.memory().free
+    if free is None or backend.name != HOST or need(spec.images) <= free:
+        return
     most = bisect_right(range(1, spec.images), free, key=need)
     what = f"{spec.images} images at a time need {amount(need(spec.images))} beside the weights"
     hint = f"--batch-size {most}, fits" if most else "--method ar, or a smaller tree"

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import BACKENDS, HOST, get_backend, prepare
-from lantern_hpu.decode.memory import DeviceMemory, Setup, largest_phase, phases, summed
+from lantern_hpu.decode.memory import (
+    DeviceMemory,
+    Setup,
+    engine_bytes,
+    largest_phase,
+    phases,
+    summed,
+    text_weights,
+    weights,
+)
 from lantern_hpu.decode.spec import capacity, rounded_up
-from lantern_hpu.errors import DeviceError, OptionError, choices
+from lantern_hpu.errors import DeviceError, OptionError, choices, require
 from lantern_hpu.methods.setting import AUTO, ResolveContext, Setting
 from lantern_hpu.methods.setting import resolve as resolve_setting
 from lantern_hpu.models.config import ModelConfig
@@ -100,7 +110,8 @@ def unasked(name: str) -> Backend:
 def described(backend: Backend, memory: int | None, where: str, parameters: int) -> DeviceMemory:
     best, _ = backend.best_dtype(parameters)
     is_host, idle = backend.name == HOST, backend.idle_arithmetic
-    return DeviceMemory(memory, where, best, backend.quantized, is_host, idle)
+    shared = backend.shares_pool
+    return DeviceMemory(memory, where, best, backend.quantized, is_host, idle, shared)
 
 
 def setup_of(
@@ -174,3 +185,48 @@ def facts(model: ModelConfig, setup: Setup, device: DeviceMemory) -> dict[str, A
         "memory_from": device.where,
         "fits": fits,
     }
+
+
+def serve_report(
+    name: str,
+    model: Counted,
+    device: DeviceMemory,
+    setup: Setup,
+    methods: Sequence[str],
+    slots: int,
+) -> list[str]:
+    """What a server needs, and what would fit: each method has an engine of all slots and one of a single slot."""
+    require(1 <= slots <= 256, "--slots", slots, "1 to 256")
+    how = {"guidance": setup.guidance, "quantize": setup.quantize, "keep_text": setup.keep_text}
+
+    def need(methods: Sequence[str], slots: int) -> int:
+        engines = {
+            (each.tree, size): (model.config, each)
+            for size in (1, slots)
+            for method in methods
+            for each in [setup_of(model, device, setup.dtype, method, None, batch_size=size, **how)]
+        }
+        text = text_weights(model.config, setup) if setup.text_stays else []
+        alone = summed(weights(model.config, setup) + text)
+        return alone + sum(
+            engine_bytes([*engines.values()], not device.is_host, device.shares_pool)
+        )
+
+    memory, whole = device.memory, need(methods, slots)
+    lines = [f"{name}, {', '.join(methods)} served with {slots} slots: {amount(whole)}"]
+    if memory is None:
+        return [*lines, device.where, "  try: --memory 24GB says whether it fits"]
+    where = f"{amount(memory)} ({device.where})"
+    if whole <= memory:
+        return [*lines, f"fits in {where}, {amount(memory - whole)} left"]
+    changes: list[list[tuple[str, Sequence[str], int]]] = [
+        [(f"--slots {n}", methods, n) for n in range(slots - 1, 0, -1)],
+        [
+            (f"--methods {','.join(methods[:n])}", methods[:n], slots)
+            for n in range(len(methods) - 1, 0, -1)
+        ],
+    ]
+    fitting = [next((c for c in tried if need(c[1], c[2]) <= memory), None) for tried in changes]
+    said = [f"  {c[0]}: {amount(need(c[1], c[2]))}, fits" for c in fitting if c]
+    lines.append(f"does not fit in {where}: {amount(whole - memory)} too much")
+    return [*lines, *(said or ["  neither fewer slots nor fewer methods make it fit"])]

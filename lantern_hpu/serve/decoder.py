@@ -14,11 +14,11 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from traceback import walk_tb
 from typing import Any, NamedTuple
 
@@ -28,14 +28,14 @@ from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.decode.pixels import preview
 from lantern_hpu.decode.spec import Spec
-from lantern_hpu.errors import CaptureError, LanternError, OptionError
+from lantern_hpu.errors import CaptureError, DeviceError, LanternError, OptionError
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import Drawn, ImageRecord
-from lantern_hpu.results.tables import usual_prompts
+from lantern_hpu.results.tables import amount, usual_prompts
 from lantern_hpu.serve.calls import translated
-from lantern_hpu.serve.menu import ONE_SHAPE, Served, Shape, make_menu
+from lantern_hpu.serve.menu import ONE_SHAPE, Menu, Served, Shape, make_menu
 from lantern_hpu.serve.metrics import Metrics
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.protocol import ApiError
@@ -123,6 +123,8 @@ class DecodeThread:
         self.thread = threading.Thread(target=self.run, name="decode", daemon=True)
         self.beat, self.ready, self.draining, self.stopping = time.monotonic(), False, False, False
         self.failure: BaseException | None = None
+        self.held = ExitStack()  # the lanes' engines, as long as the thread runs
+        check_engines(pipeline, self.menu, options.slots)
         self.watch()
 
     # Called by other threads
@@ -217,7 +219,7 @@ class DecodeThread:
     def run(self) -> None:
         event = ApiError(503, "the server stopped")
         try:
-            with self.pipeline.backend.errors(), torch.no_grad():
+            with self.held, self.pipeline.backend.errors(), torch.no_grad():
                 self.capture()
                 self.ready = True
                 while not self.stopping:
@@ -252,17 +254,11 @@ class DecodeThread:
 
     def capture(self) -> None:
         """Capture every engine, and compare each with itself uncaptured."""
-        engines = self.pipeline.engines
-        for served in self.menu.methods.values():
-            sizes = dict.fromkeys((1, self.options.slots))
-            graphs = len(sizes) * len(self.menu.methods) * len(served.shapes)
-            engines.kept = max(engines.kept, graphs)
-            for grid, prefix in served.shapes:
-                spec = replace(served.spec, grid=grid, prefix=prefix)
-                lanes = [
-                    self.lane(served, replace(spec, images=size, open=size > 1)) for size in sizes
-                ]
-                self.lanes[served.setting.method, (grid, prefix)] = lanes
+        engines, specs = self.pipeline.engines, lane_specs(self.menu.methods, self.options.slots)
+        engines.kept = max(engines.kept, sum(map(len, specs.values())))
+        for (method, shape), several in specs.items():
+            served = self.menu.methods[method]
+            self.lanes[method, shape] = [self.lane(served, spec) for spec in several]
         self.described = {
             name: self.pipeline.describe(served.setting)
             for name, served in self.menu.methods.items()
@@ -278,6 +274,7 @@ class DecodeThread:
         self.pipeline.warm_up(engine, request)
         check_replay(self.pipeline, engine, request)
         self.beat = time.monotonic()
+        self.held.enter_context(engine.pinned())
         return Lane(served, self.pipeline.batch(engine), request)
 
     def turn(self) -> None:
@@ -494,6 +491,43 @@ def note(event: str, stage: str, error: Exception, **more: Any) -> None:
     if stage != "text" and isinstance(error, LanternError | RuntimeError | MemoryError):
         line["why"] = str(error)[:200]
     log.error(json.dumps(line | more))
+
+
+def lane_specs(methods: Mapping[str, Served], slots: int) -> dict[tuple[str, Shape], list[Spec]]:
+    """What is captured of each method and shape: the step of a single slot first, then that of all."""
+    return {
+        (name, (grid, prefix)): [
+            replace(served.spec, grid=grid, prefix=prefix, images=size, open=size > 1)
+            for size in dict.fromkeys((1, slots))
+        ]
+        for name, served in methods.items()
+        for grid, prefix in served.shapes
+    }
+
+
+def check_engines(pipeline: LanternPipeline, menu: Menu, slots: int) -> None:
+    """Refuse, before anything is captured, engines that do not fit beside each other.
+
+    Raises:
+        DeviceError: it says how much is lacking, and what would fit.
+    """
+
+    def lacking(methods: int, slots: int) -> int:
+        chosen = dict(list(menu.methods.items())[:methods])
+        return pipeline.engines.lacking([*chain(*lane_specs(chosen, slots).values())])
+
+    count = len(menu.methods)
+    if (more := lacking(count, slots)) <= 0:
+        return
+    fewer = (n for n in range(slots - 1, 0, -1) if lacking(count, n) <= 0)
+    fitting = [f"--slots {n}" for n in islice(fewer, 1)]
+    some = (n for n in range(count - 1, 0, -1) if lacking(n, slots) <= 0)
+    fitting += [f"--methods {','.join(list(menu.methods)[:n])}" for n in islice(some, 1)]
+    free, name = pipeline.backend.memory().free or 0, pipeline.backend.name
+    what = f"the engines of {', '.join(menu.methods)} with {slots} slots do not fit together"
+    why = f"they need {amount(free + more)} beside the weights, {amount(free)} are free on {name}"
+    hint = " or ".join(fitting) + " fits" if fitting else "--methods ar --slots 1, or plan --serve"
+    raise DeviceError(what, why, hint)
 
 
 def seconds_until_room(places: int, left: Sequence[float], each: float, slots: int) -> float:
