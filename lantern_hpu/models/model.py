@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lantern_hpu.errors import OptionError, OutputError, WeightsError, needing
-from lantern_hpu.files import cache_folder, write_file
+from lantern_hpu.files import cache_folder, check_content, write_file
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.models.config import ModelConfig, TransformerConfig, VQConfig
 from lantern_hpu.models.emu3_vq import Emu3VQ
@@ -243,6 +243,7 @@ def open_table(path: Path) -> np.ndarray:
         if len(files) != 1:
             raise WeightsError(f"{path} holds {len(files)} neighbour tables, expected one")
         path = files[0]
+    check_content(path)
     try:
         table = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:

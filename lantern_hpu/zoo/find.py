@@ -24,6 +24,7 @@ from lantern_hpu.models.files.names import (
     Parts,
     given_path,
     is_weights,
+    series_of,
     weights_files,
 )
 from lantern_hpu.results.tables import amount
@@ -247,7 +248,10 @@ def target_in(folder: Path) -> Path | None:
     if any(folder.glob("[!.]*.index.json")) or (folder / "model.safetensors").is_file():
         return folder
     others = {path for names in BESIDE.values() for name in names for path in folder.glob(name)}
-    files = [file for file in weights_files(folder) if file not in others]
+    left = [file for file in weights_files(folder) if file not in others]
+    files = list(
+        {tuple(series_of(file)) or file: file for file in left}.values()
+    )  # one of a series
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise WeightsError(f"{folder} holds several models", names, f"--model {files[0]}")

@@ -67,7 +67,9 @@ def folder_files(folder: Path) -> list[Path]:
     """The files of a folder; none if an index in it names weights that are not there."""
     if not folder.is_dir():
         return []
-    for index in folder.glob("*.index.json"):
+    for index in folder.glob("[!.]*.index.json"):
+        if (folder / index.name.removesuffix(".index.json")).is_file():
+            continue  # the whole file is read
         with reading(index, "download it again") as about:
             named = set(about["weight_map"].values())
         if not all((folder / name).is_file() for name in named):

@@ -34,6 +34,9 @@ BLOCK_SIZES = {"t2i": 256, "t2i2": 1024, "c2i": 576}  # `input_type` of their co
 EPS = 1e-6
 FITTING = "the one that was published with this target"
 SPECULATORS = "speculators_model_type"  # in config.json of a drafter of that package
+BUFFERS = ("rotary_emb.inv_freq",)
+# Drafters of other kinds, by a tensor that only they have
+OTHERS = {"EAGLE-3": r"^(midlayer\.|d2t$|t2d$)", "Medusa": r"^(medusa_heads?\.)?\d+\.\d+\."}
 SAMPLED_ROWS = 64  # rows of the embedding compared with the target's
 ROUNDED = 0.005  # of their length: bfloat16 differs by 0.002 at most, a target tuned for another size by more
 
@@ -46,7 +49,7 @@ class TrainedDrafter:
     """A drafter that `train` wrote; no weight is read yet."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path, self.note = path, ""
         with reading(path / DRAFTER) as about:
             self.config, self.fingerprint = DrafterConfig(**about["options"]), about["target"]
 
@@ -65,10 +68,15 @@ class PublishedDrafter:
 
     def __init__(self, path: Path, target: TransformerConfig) -> None:
         self.path, self.about = path, settings_beside(path)
-        self.checkpoint = open_checkpoint(path).within("module.")
+        self.checkpoint = open_checkpoint(path).renamed(lambda name: name.removeprefix("model."))
+        self.note = self.checkpoint.note
         if SPECULATORS in self.about:
             self.checkpoint = of_speculators(self.checkpoint, self.about)
             self.about = self.about["transformer_layer_config"] | self.about
+        fc = self.checkpoint.shapes.get("fc.weight")
+        biased = self.about.get("bias", SPECULATORS not in self.about)
+        if fc and not biased and "fc.bias" not in self.checkpoint:
+            self.checkpoint = self.checkpoint.beside("fc.bias", torch.zeros(fc[0]))
         with reported_as(f"{path} does not describe a model"):
             self.config = eagle_config(self.checkpoint, self.about, target)
 
@@ -92,7 +100,7 @@ class PublishedDrafter:
             own = model.target.embed(torch.arange(len(drafter.embed.weight)))
             checkpoint = checkpoint.beside("embed_tokens.weight", own)
             recipe["embed.weight"] = take("embed_tokens.weight")
-        digest = Stored(checkpoint, recipe).fill(drafter, dtype, model.target.device)
+        digest = Stored(checkpoint, recipe, BUFFERS).fill(drafter, dtype, model.target.device)
         if not self.about.get("trusted"):
             check_family(drafter, model.target, self.path)
         return digest
@@ -114,10 +122,7 @@ def of_speculators(checkpoint: Checkpoint, about: dict[str, Any]) -> Checkpoint:
         return re.sub("^fusion_fc[.]", "fc.", re.sub("^transformer[.]", "layers.0.", theirs))
 
     kept = checkpoint.only(lambda name: not name.startswith(("lm_head.", "rotary_emb.")))
-    result = kept.renamed(name)
-    if "fc.bias" in result or "fc.weight" not in result:
-        return result
-    return result.beside("fc.bias", torch.zeros(result.shapes["fc.weight"][0]))
+    return kept.renamed(name)
 
 
 def check_family(drafter: Drafter, target: Target, path: Path) -> None:
@@ -138,6 +143,12 @@ def eagle_config(
     checkpoint: Checkpoint, about: dict[str, Any], target: TransformerConfig
 ) -> DrafterConfig:
     """A published drafter's kind, if its width and number of tokens are those of the target."""
+    for kind, pattern in OTHERS.items():
+        if any(re.search(pattern, name) for name in checkpoint.shapes):
+            why = f"these are the tensors of {kind}, which drafts otherwise"
+            raise WeightsError(
+                f"the drafter {checkpoint.path} cannot be used", why, "an EAGLE drafter"
+            )
     what = f"the drafter {checkpoint.path} is for another target"
     mine, theirs = checkpoint.shapes.get("fc.weight"), (target.dim, 2 * target.dim)
     if mine != theirs:

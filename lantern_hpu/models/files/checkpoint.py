@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import hashlib
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -23,19 +24,18 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.files import file_in, reading
-from lantern_hpu.models.files.names import PICKLES, SAFE, weights_files
+from lantern_hpu.files import check_content, file_in, reading
+from lantern_hpu.models.files.names import PICKLES, SAFE, series_of, weights_files
 
 SINGLES = ("model.safetensors", "pytorch_model.bin")  # in transformers' order
-INDEXES = tuple(f"{name}.index.json" for name in SINGLES)
-# Keys under which training frameworks put the weights
-CONTAINERS = ("model", "module", "state_dict")
+# Keys under which training frameworks put the weights; the first is what LlamaGen's sampler reads beside `ema`
+CONTAINERS = ("model", "module", "state_dict", "ema")
+# In names of tensors: around parts of a network that was compiled, or trained on many devices
+WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 # In what torch says of a pickle that names a function or class to call
 CODE = ("GLOBAL", "Unsupported global", "Unsupported class")
-PICKLES_SINCE = (
-    2,
-    6,
-)  # of torch: before it, `weights_only` could be led to run code (CVE-2025-32434)
+# Of torch: before it, `weights_only` could be led to run code (CVE-2025-32434)
+PICKLES_SINCE = (2, 6)
 SHOWN = 8  # names listed of each kind of mistake before "and n more"
 
 
@@ -46,6 +46,7 @@ class Checkpoint:
     path: Path
     shapes: dict[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
+    note: str = ""  # what a user should know of them
 
     def __contains__(self, name: str) -> bool:
         return name in self.shapes
@@ -53,29 +54,34 @@ class Checkpoint:
     def renamed(self, change: Callable[[str], str]) -> Checkpoint:
         old = {change(name): name for name in self.shapes}
         shapes = {name: self.shapes[before] for name, before in old.items()}
-        return Checkpoint(self.path, shapes, lambda name: self.read(old[name]))
+        return replace(self, shapes=shapes, read=lambda name: self.read(old[name]))
 
     def under(self, prefix: str) -> Checkpoint:
         """Only the tensors whose names begin with a prefix, without it."""
-        names = {name for name in self.shapes if name.startswith(prefix)}
-        shapes = {name.removeprefix(prefix): self.shapes[name] for name in names}
-        return Checkpoint(self.path, shapes, lambda name: self.read(prefix + name))
+        return self.only(lambda name: name.startswith(prefix)).within(prefix)
 
-    def beside(self, name: str, tensor: Tensor) -> Checkpoint:
+    def beside(self, name: str, tensor: Tensor | str) -> Checkpoint:
+        """With one more tensor, or with one of its own under one more name."""
+        shape = self.shapes[tensor] if isinstance(tensor, str) else tuple(tensor.shape)
+
         def read(wanted: str) -> Tensor:
-            return tensor if wanted == name else self.read(wanted)
+            if wanted != name:
+                return self.read(wanted)
+            return self.read(tensor) if isinstance(tensor, str) else tensor
 
-        return Checkpoint(self.path, {**self.shapes, name: tuple(tensor.shape)}, read)
+        return replace(self, shapes={**self.shapes, name: shape}, read=read)
 
     def only(self, wanted: Callable[[str], bool]) -> Checkpoint:
         shapes = {name: shape for name, shape in self.shapes.items() if wanted(name)}
-        return Checkpoint(self.path, shapes, self.read)
+        return replace(self, shapes=shapes)
 
-    def within(self, prefix: str) -> Checkpoint:
-        """Names without a prefix that all of them may have."""
-        if not self.shapes or not all(name.startswith(prefix) for name in self.shapes):
-            return self
-        return self.renamed(lambda name: name.removeprefix(prefix))
+    def within(self, *prefixes: str) -> Checkpoint:
+        """Names without prefixes that all of them may have, one after the other."""
+        result = self
+        for prefix in prefixes:
+            if result.shapes and all(name.startswith(prefix) for name in result.shapes):
+                result = result.renamed(lambda name, prefix=prefix: name.removeprefix(prefix))  # type: ignore[misc]
+        return result
 
     def count(self, prefix: str) -> int:
         """How many layers there are by the highest number that follows a prefix, lacking ones included."""
@@ -84,48 +90,74 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A weights file, or a folder that holds one or an index of several."""
+    """A weights file, a series of them by one of its files, or a folder that holds one or an index of several.
+
+    Names are those of the network: what torch.compile, DDP and FSDP wrapped around its parts is left out.
+    """
     if path.is_dir():
         return open_weights_folder(path)
+    series = [path.with_name(name) for name in series_of(path)]
+    return open_shards(series, {}) if series else open_file(path)
+
+
+def open_file(path: Path) -> Checkpoint:
     if not path.is_file():
         raise WeightsError(f"{path} does not exist")
-    if path.suffix == SAFE:
-        return open_safetensors(path)
-    if path.suffix in PICKLES:
-        return open_pickle(path)
-    why = f"expected {', '.join((SAFE, *PICKLES))}"
-    raise WeightsError(f"{path} is not a weights file", why)
+    if path.suffix not in (SAFE, *PICKLES):
+        why = f"expected {', '.join((SAFE, *PICKLES))}"
+        raise WeightsError(f"{path} is not a weights file", why)
+    check_content(path)
+    stored = open_safetensors(path) if path.suffix == SAFE else open_pickle(path)
+    bare = stored.renamed(unwrapped)
+    return bare if len(bare.shapes) == len(stored.shapes) else stored
+
+
+def unwrapped(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 
 def open_weights_folder(folder: Path) -> Checkpoint:
-    """The weights of a folder in the Hugging Face layout, or its only weights file."""
-    for name in INDEXES:
-        if (folder / name).is_file():
-            return open_shards(folder, folder / name)
+    """The weights of a folder in the Hugging Face layout, as transformers chooses them, or its only weights."""
     for name in SINGLES:
         if (folder / name).is_file():
-            return open_checkpoint(folder / name)
+            return open_file(folder / name)
+        if (folder / f"{name}.index.json").is_file():
+            return open_indexed(folder, folder / f"{name}.index.json")
     files = weights_files(folder)
-    if len(files) == 1:
+    if files and len({tuple(series_of(file)) or file for file in files}) == 1:
         return open_checkpoint(files[0])
     result = ", ".join(file.name for file in files) or "nothing"
     raise WeightsError(f"{folder} holds no weights that can be distinguished", f"found {result}")
 
 
-def open_shards(folder: Path, index: Path) -> Checkpoint:
+def open_indexed(folder: Path, index: Path) -> Checkpoint:
     with reading(index, "download it again") as about:
-        places = {str(name): str(file) for name, file in about["weight_map"].items()}
-    missing = sorted({name for name in places.values() if not file_in(folder, name).is_file()})
-    if missing:
-        raise WeightsError(f"files are missing in {folder}", ", ".join(missing), "download again")
-    parts = {name: open_checkpoint(folder / name) for name in sorted(set(places.values()))}
-    lost = sorted(name for name, file in places.items() if name not in parts[file])
-    more = sorted(n for file, part in parts.items() for n in part.shapes if places.get(n) != file)
-    if lost or more:
-        why = f"not there: {some_names(lost) or 'none'}; not named: {some_names(more) or 'none'}"
-        raise WeightsError(f"{index} and its files differ", why, "download them again")
-    shapes = {name: parts[file].shapes[name] for name, file in places.items()}
-    return Checkpoint(folder, shapes, lambda name: parts[places[name]].read(name))
+        places = {unwrapped(str(n)): str(file) for n, file in about["weight_map"].items()}
+    return open_shards([file_in(folder, name) for name in sorted(set(places.values()))], places)
+
+
+def open_shards(files: Sequence[Path], places: Mapping[str, str]) -> Checkpoint:
+    """One model of several files.
+
+    Args:
+        places: the file of each tensor, by an index. Others in the files belong to the model as well.
+    """
+    folder, absent = files[0].parent, [file.name for file in files if not file.is_file()]
+    if absent:
+        raise WeightsError(f"files are missing in {folder}", ", ".join(absent), "download again")
+    parts = {file.name: open_file(file) for file in files}
+    held = [(name, file) for file, part in parts.items() for name in part.shapes]
+    found, again = dict(held), "download them again"
+    lost = sorted(places.keys() - found.keys())
+    if lost:
+        what = f"tensors are missing in the files of {folder}"
+        raise WeightsError(what, some_names(lost), again)
+    if len(found) < len(held) and not places:
+        twice = sorted({name for name, file in held if found[name] != file})
+        raise WeightsError(f"the files of {folder} are not one model", some_names(twice), again)
+    found |= {name: file for name, file in places.items() if name in parts.get(file, ())}
+    shapes = {name: parts[file].shapes[name] for name, file in found.items()}
+    return Checkpoint(folder, shapes, lambda name: parts[found[name]].read(name))
 
 
 def open_safetensors(path: Path) -> Checkpoint:
@@ -141,21 +173,24 @@ def open_safetensors(path: Path) -> Checkpoint:
 
 
 def open_pickle(path: Path) -> Checkpoint:
-    """One file of torch.save: weights under `model`, `module` or `state_dict`, or alone."""
+    """One file of torch.save: weights under one of `CONTAINERS`, or alone."""
     content = load_pickle(path)
-    within = [content[key] for key in CONTAINERS if isinstance(content.get(key), dict)]
-    holder = within[0] if within else content
+    within = [key for key in CONTAINERS if isinstance(content.get(key), dict)]
+    holder, note = content[within[0]] if within else content, ""
+    if len(within) > 1:
+        both, first = " and ".join(within), within[0]
+        note = f"{path.name} holds weights under {both}: {first} is read, as by LlamaGen's sampler"
     tensors = {str(name): value for name, value in holder.items() if isinstance(value, Tensor)}
     if not tensors:
         keys = some_names(sorted(map(str, content)))
         raise WeightsError(f"{path} holds no weights", f"its keys are {keys}")
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return Checkpoint(path, shapes, tensors.__getitem__)
+    return Checkpoint(path, shapes, tensors.__getitem__, note)
 
 
 def load_pickle(path: Path) -> dict[str, Any]:
     """The dictionary of a file of torch.save; nothing in it may run code."""
-    hint = "a safetensors file, or a copy from its publisher"
+    hint, broken = "a copy from its publisher", "damaged, cut off, or no file of torch.save"
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < PICKLES_SINCE:
         why = f"torch {torch.__version__} can be led to run code by it (CVE-2025-32434)"
         raise WeightsError(f"{path} is refused", why, "a safetensors file, or torch 2.6")
@@ -172,27 +207,22 @@ def load_pickle(path: Path) -> dict[str, Any]:
                 content = read()
     except pickle.UnpicklingError as error:
         if any(word in str(error) for word in CODE):
-            why = "it holds more than weights and would run code when loaded"
+            kind = re.search(r"(?:GLOBAL|global:|class) ([\w.]*\.\w+)", str(error))
+            held = kind[1] if kind else "more than weights"
+            why = f"it holds {held} and would run code when loaded"
+            hint = (
+                "a safetensors file; where you trust it, save the weights alone: "
+                "torch.save(torch.load(FILE, weights_only=False)['model'], NEW)"
+            )
             raise WeightsError(f"{path} is refused", why, hint) from error
-        raise WeightsError(f"cannot read {path}", guess_content(path), hint) from error
+        raise WeightsError(f"cannot read {path}", broken, hint) from error
     except PermissionError as error:
         raise WeightsError(f"cannot read {path}", error.strerror or str(error)) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise WeightsError(f"cannot read {path}", guess_content(path), hint) from error
+        raise WeightsError(f"cannot read {path}", broken, hint) from error
     if not isinstance(content, dict):
         raise WeightsError(f"{path} holds no weights", f"it is a {type(content).__name__}")
     return content
-
-
-def guess_content(path: Path) -> str:
-    """What a file that is no pickle may be."""
-    with path.open("rb") as file:
-        start = file.read(64).lstrip().lower()
-    if start.startswith(b"version https://git-lfs"):
-        return "it is a pointer of git-lfs, not the file it points to"
-    if start.startswith((b"<!doctype", b"<html")):
-        return "it is a web page, not the file"
-    return "damaged, cut off, or no file of torch.save"
 
 
 def folder_of(path: Path) -> Path:

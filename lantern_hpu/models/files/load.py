@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +17,8 @@ from lantern_hpu.models.config import ConditionConfig, ModelConfig, VQConfig
 from lantern_hpu.models.families import family_of
 from lantern_hpu.models.families.eagle import OpenedDrafter, open_drafter
 from lantern_hpu.models.files.checkpoint import (
+    Checkpoint,
+    Recipe,
     Stored,
     Weights,
     fingerprint,
@@ -60,6 +63,9 @@ from lantern_hpu.models.transformer import Drafter, Target
 
 VQ_MISSING = "the VQ tokenizer (--vq; FoundationVision/LlamaGen vq_ds16_*.pt; Anole: vqgan.ckpt)"
 DIFFUSION_MISSING = "the diffusion model (the whole pipeline's folder; --save-tokens needs none)"
+# Of a model that was saved as a part of another: published files have their heads outside
+INNER_HEADS = ("model.lm_head.", "model.gen_head.", "model.text_model.lm_head.")
+TIED = ("target.head.weight", "target.embed.weight")
 TEXT_MISSING = "the text encoder (--text-encoder; google/flan-t5-xl)"
 
 
@@ -141,6 +147,7 @@ def open_model(parts: Parts) -> Opened:
     if parts.drafter is not None:
         drafter = open_drafter(parts.drafter, config.target)
         config = replace(config, drafter=drafter.config)
+        opened = replace(opened, notes=(*opened.notes, *filter(None, [drafter.note])))
     return replace(opened, config=config, drafter=drafter)
 
 
@@ -182,10 +189,13 @@ def open_folder(parts: Parts) -> Opened:
 
 def open_published(parts: Parts) -> Opened:
     about = settings_beside(parts.target)
-    stored = open_checkpoint(parts.target).within("module.")
+    stored = open_checkpoint(parts.target)
+    if any(name.startswith(INNER_HEADS) for name in stored.shapes):
+        stored = stored.within("model.")
     with reported_as(f"{parts.target} does not describe a model"):
         family = family_of(stored, about, parts)
         result = family.read(stored, about, parts)
+        checkpoint = with_tied_head(result.checkpoint, result.recipe, about)
     tokenizer = open_checkpoint(parts.vq) if parts.vq else result.tokenizer
     absent = {
         "vq": (tokenizer is None and not result.diffusion, VQ_MISSING),
@@ -201,12 +211,25 @@ def open_published(parts: Parts) -> Opened:
         sizes, vq = open_vq(tokenizer, family.normalized_codes)
         check_vq(sizes, result.config, family.code_pixels, tokenizer.path)
         config = replace(config, vq=sizes)
-    weights = Weights(Stored(result.checkpoint, result.recipe, family.ignored), vq)
+    weights = Weights(Stored(checkpoint, result.recipe, family.ignored), vq)
+    notes = tuple(filter(None, (stored.note, tokenizer.note if tokenizer else "")))
     sampling = result.sampling or family.sampling[result.kind]
     if parts.sampling:
         sampling = Sampling(**parts.sampling)
     pixels = family.code_pixels
-    return Opened(parts, parts.name, config, pixels, sampling, lambda: weights, parts.pixels)
+    opened = Opened(parts, parts.name, config, pixels, sampling, lambda: weights, parts.pixels)
+    return replace(opened, notes=notes)
+
+
+def with_tied_head(checkpoint: Checkpoint, recipe: Recipe, about: dict[str, Any]) -> Checkpoint:
+    """With the embedding as the head, where the file has none and config.json says so."""
+    ties = any(
+        d.get("tie_word_embeddings") for d in (about, *about.values()) if isinstance(d, dict)
+    )
+    names = [recipe[name].names[0] for name in TIED if name in recipe]
+    if not ties or len(names) < 2 or names[0] in checkpoint or names[1] not in checkpoint:
+        return checkpoint
+    return checkpoint.beside(names[0], names[1])
 
 
 def load_vq(config: VQConfig, stored: Stored, device: torch.device | None) -> tuple[Tokenizer, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,15 @@ def given_path(text: str) -> Path:
 def is_weights(path: Path) -> bool:
     """Whether a name is that of weights: what begins with a dot, as macOS' `._` files, is none."""
     return path.suffix in (SAFE, *PICKLES) and not path.name.startswith(".")
+
+
+def series_of(path: Path) -> list[str]:
+    """The names of all files of a series such as model-00001-of-00002.safetensors; none where it is not of one."""
+    found = re.fullmatch(r"(.+-)(\d+)(-of-)(\d+)(\.\w+)", path.name)
+    if found is None:
+        return []
+    stem, number, of, count, ending = found.groups()
+    return [f"{stem}{i:0{len(number)}d}{of}{count}{ending}" for i in range(1, int(count) + 1)]
 
 
 def weights_files(folder: Path) -> list[Path]:

@@ -37,6 +37,7 @@ def open_vq(checkpoint: Checkpoint, normalised: bool) -> tuple[VQConfig, Stored]
     """
     if "decoder.mid.block_1.norm1.conv_y.weight" in checkpoint:
         checkpoint = of_emu3(checkpoint)
+    checkpoint = checkpoint.within("model.", "vqmodel.", "vq_model.")
     if "decoder.middle_block.block_1.conv1.weight" in checkpoint:
         return open_video_vq(checkpoint)
     if any(".mid.block_1." in name for name in checkpoint.shapes):

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from lantern_hpu.errors import WeightsError, needing
-from lantern_hpu.files import reading
-from lantern_hpu.models.files.checkpoint import SINGLES
+from lantern_hpu.files import check_content, reading
+from lantern_hpu.models.files.checkpoint import SINGLES, open_checkpoint
+from lantern_hpu.models.files.names import weights_files
 from lantern_hpu.models.text.prefix import TextFeatures
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
@@ -243,8 +244,13 @@ class T5Conditioner:
                     **{option: self.dtype},
                 )
             if info["missing_keys"]:  # transformers fills them with noise
-                missing = ", ".join(sorted(info["missing_keys"])[:5])
-                raise WeightsError(f"{self.folder} is not a T5 encoder", f"it lacks {missing}")
+                stored = open_checkpoint(self.folder).within("model.")
+                tied = "encoder.embed_tokens.weight"
+                if missing := sorted({*info["missing_keys"]} - {tied, *stored.shapes})[:5]:
+                    why = f"it lacks {', '.join(missing)}"
+                    raise WeightsError(f"{self.folder} is not a T5 encoder", why)
+                held = {n: stored.read(n) for n in encoder.state_dict() if n in stored}
+                encoder.load_state_dict(held, strict=False)
             self._encoder = encoder.eval().requires_grad_(False)
         self._encoder = self._encoder.to(self.device)
 
@@ -266,6 +272,9 @@ def check_t5_files(folder: Path) -> None:
     if missing:
         why = f"missing: {', '.join(missing)}" if folder.is_dir() else "there is no such folder"
         raise WeightsError(f"no T5 encoder in {folder}", why, HINT)
+    for file in (*weights_files(folder), *(folder / name for name in TOKENIZERS)):
+        if file.is_file():
+            check_content(file)
 
 
 def _missing_weights(folder: Path) -> list[str]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lantern_hpu.errors import WeightsError, needing
+from lantern_hpu.files import check_content
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.text.frames import Frame, Words
 from lantern_hpu.models.text.prefix import Prefix
@@ -26,6 +27,7 @@ def load_tokenizer(folder: Path) -> Any:
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise WeightsError(f"{folder} holds no tokenizer.json", hint="download it with the model")
+    check_content(file)
     try:
         return PreTrainedTokenizerFast(tokenizer_file=str(file))
     except Exception as error:  # tokenizers raises nothing narrower

@@ -1,0 +1,281 @@
+"""Weights as people have them: of compiled or divided models, in pieces, beside others, or no weights at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from lantern_hpu.errors import WeightsError
+from lantern_hpu.models.files.checkpoint import open_checkpoint
+from lantern_hpu.models.files.load import open_model
+from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.model import ImageModel, Placement, open_table
+from lantern_hpu.models.text.tokens import load_tokenizer
+from lantern_hpu.zoo.find import find_parts
+
+State = dict[str, Tensor]
+CLASS, TEXT, HUB = "llamagen-c2i", "llamagen-t2i-256", "llamagen-t2i-512"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+PAGE = b"\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n"
+
+
+def loaded(folder: Path, **parts: Any) -> ImageModel:
+    named: dict[str, Any] = {name: str(path) for name, path in parts.items()}
+    given = Given(**named)
+    return open_model(find_parts(str(folder), given)).load(Placement())
+
+
+def state_of(file: Path) -> State:
+    stored = open_checkpoint(file)
+    return {name: stored.read(name).clone() for name in stored.shapes}
+
+
+def same(mine: torch.nn.Module | None, other: torch.nn.Module | None) -> bool:
+    assert mine is not None and other is not None
+    known = other.state_dict()
+    return all(torch.equal(tensor, known[name]) for name, tensor in mine.state_dict().items())
+
+
+@pytest.fixture(scope="module")
+def plain(public: Path) -> ImageModel:
+    return loaded(public / CLASS)
+
+
+@pytest.fixture
+def folder(public: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(public / CLASS, tmp_path / CLASS))
+
+
+Rename = Callable[[str], str]
+WRAPPED: dict[str, Rename] = {
+    "compiled": lambda n: f"_orig_mod.{n}",
+    "DDP": lambda n: f"module.{n}",
+    "compiled in DDP": lambda n: f"module._orig_mod.{n}",
+    "DDP compiled": lambda n: f"_orig_mod.module.{n}",
+    "FSDP": lambda n: f"_fsdp_wrapped_module.{n}".replace(
+        "layers.0.", "layers.0._fsdp_wrapped_module."
+    ),
+    "a part of a model": lambda n: f"model.{n}",
+    "all of them": lambda n: f"module.model._fsdp_wrapped_module._orig_mod.{n}",
+}
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_what_training_wraps_around_names_is_left_out(
+    how: str, folder: Path, plain: ImageModel
+) -> None:
+    for file in ("c2i_B_256.pt", "vq_ds16_c2i.pt"):
+        state = state_of(folder / file)
+        torch.save({"model": {WRAPPED[how](n): t for n, t in state.items()}}, folder / file)
+    mine = loaded(folder)
+    assert same(mine.target, plain.target) and same(mine.vq, plain.vq)
+    assert mine.fingerprint == plain.fingerprint
+
+
+@pytest.mark.parametrize("how", WRAPPED)
+def test_the_same_of_drafters_and_text_encoders(how: str, public: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(public / TEXT, tmp_path / TEXT))
+    for name in ("drafter/pytorch_model.bin", "text/model.safetensors"):
+        file = folder / name
+        state = {WRAPPED[how](n): t for n, t in state_of(file).items()}
+        save_file(state, file) if file.suffix == ".safetensors" else torch.save(state, file)
+    mine, known = loaded(folder), loaded(public / TEXT)
+    assert same(mine.drafter, known.drafter)
+    prompts = ["a cat"]
+    assert torch.equal(
+        mine.condition.rows(prompts, True).embeddings,
+        known.condition.rows(prompts, True).embeddings,
+    )
+
+
+@pytest.mark.parametrize("name", ["anole", "janus-pro", "emu3-authors", "lumina-mgpt"])
+def test_a_model_that_was_part_of_another_is_read(name: str, public: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(public / name, tmp_path / name))
+    known = open_model(find_parts(str(folder)))
+    state = state_of(folder)
+    for file in (*folder.glob("*.safetensors*"), *folder.glob("*.bin*")):
+        file.unlink()
+    save_file(
+        {f"model.{n}": t.contiguous() for n, t in state.items()}, folder / "model.safetensors"
+    )
+    assert open_model(find_parts(str(folder))).config == known.config
+
+
+def test_averaged_weights_alone_are_read_and_beside_others_named(
+    folder: Path, plain: ImageModel
+) -> None:
+    file, state = folder / "c2i_B_256.pt", state_of(folder / "c2i_B_256.pt")
+    other = {name: tensor + 1 for name, tensor in state.items()}
+    torch.save({"ema": state, "steps": 3}, file)
+    assert same(loaded(folder).target, plain.target) and not loaded(folder).notes
+    torch.save({"ema": other, "model": state, "optimizer": {}}, file)
+    mine = loaded(folder)
+    assert same(mine.target, plain.target)
+    assert mine.notes == [
+        "c2i_B_256.pt holds weights under model and ema: model is read, as by LlamaGen's sampler"
+    ]
+
+
+# Pieces
+
+
+def shards(folder: Path, state: State, index: bool) -> list[Path]:
+    """Two files that divide a state."""
+    names = sorted(state)
+    result = [folder / f"model-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for file, part in zip(result, (names[::2], names[1::2]), strict=True):
+        save_file({name: state[name].contiguous() for name in part}, file)
+    if index:
+        places = {n: result[i % 2].name for i, n in enumerate(names)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return result
+
+
+@pytest.fixture
+def hub(public: Path, tmp_path: Path) -> tuple[Path, State]:
+    """A folder in the Hugging Face layout without its weights, and those."""
+    folder = Path(shutil.copytree(public / HUB, tmp_path / HUB))
+    state = state_of(folder)
+    for file in folder.glob("*.safetensors*"):
+        file.unlink()
+    return folder, state
+
+
+def test_shards_without_an_index_are_one_model(hub: tuple[Path, State], public: Path) -> None:
+    folder, state = hub
+    first, second = shards(folder, state, index=False)
+    (folder / f"._{first.name}").write_bytes(b"\0\5\x16\7")
+    known = loaded(public / HUB)
+    assert same(loaded(folder).target, known.target)
+    assert open_checkpoint(first).shapes.keys() == state.keys()
+    second.unlink()
+    for given in (folder, first):
+        with pytest.raises(WeightsError, match=f"files are missing.*{second.name}"):
+            loaded(given)
+    save_file({name: state[name].contiguous() for name in state}, second)
+    with pytest.raises(WeightsError, match="are not one model"):
+        loaded(folder)
+
+
+def test_a_whole_file_is_read_in_place_of_a_stale_index(
+    hub: tuple[Path, State], public: Path
+) -> None:
+    folder, state = hub
+    for file in shards(folder, {name: tensor + 1 for name, tensor in state.items()}, index=True):
+        file.unlink()
+    save_file({n: t.contiguous() for n, t in state.items()}, folder / "model.safetensors")
+    assert same(loaded(folder).target, loaded(public / HUB).target)
+
+
+def test_tensors_that_an_index_leaves_out_are_read(hub: tuple[Path, State], public: Path) -> None:
+    folder, state = hub
+    shards(folder, state, index=True)
+    index = folder / "model.safetensors.index.json"
+    places = json.loads(index.read_text())["weight_map"]
+    places.pop("model.norm.weight")
+    index.write_text(json.dumps({"weight_map": places}))
+    assert same(loaded(folder).target, loaded(public / HUB).target)
+    index.write_text(
+        json.dumps({"weight_map": places | {"model.more": next(iter(places.values()))}})
+    )
+    with pytest.raises(WeightsError, match=r"tensors are missing.*model\.more"):
+        loaded(folder)
+
+
+def test_a_tied_head_is_the_embedding(hub: tuple[Path, State]) -> None:
+    folder, state = hub
+    state.pop("lm_head.weight")
+    save_file({n: t.contiguous() for n, t in state.items()}, folder / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"lm_head\.weight"):
+        loaded(folder)
+    about = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(about | {"tie_word_embeddings": True}))
+    shutil.rmtree(folder / "drafter")
+    target = loaded(folder).target
+    assert torch.equal(target.state_dict()["head.weight"], target.state_dict()["embed.weight"])
+
+
+# What is no weights file
+
+
+@pytest.mark.parametrize(("content", "says"), [(POINTER, "git lfs pull"), (PAGE, "web page")])
+@pytest.mark.parametrize(
+    "name", ["x.safetensors", "x.pt", "x.bin", "x.npy", "tokenizer.json", "config.json"]
+)
+def test_pointers_and_pages_are_named_in_every_kind_of_file(
+    content: bytes, says: str, name: str, tmp_path: Path, public: Path
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(content)
+    if name == "config.json":
+        shutil.copy(public / CLASS / "c2i_B_256.pt", tmp_path)
+    read: Callable[[Path], Any] = {
+        "x.npy": open_table,
+        "tokenizer.json": lambda file: load_tokenizer(file.parent),
+        "config.json": lambda file: loaded(file.parent),
+    }.get(name, open_checkpoint)
+    with pytest.raises(WeightsError) as refused:
+        read(file)
+    assert says in str(refused.value) and name in str(refused.value)
+
+
+def test_a_text_encoder_of_pointers_is_named(public: Path, tmp_path: Path) -> None:
+    text = Path(shutil.copytree(public / TEXT / "text", tmp_path / "text"))
+    (text / "model.safetensors").write_bytes(POINTER)
+    with pytest.raises(WeightsError, match="pointer of git-lfs"):
+        loaded(public / TEXT, text=text)
+
+
+def test_what_a_pickle_holds_beside_weights_is_named(folder: Path) -> None:
+    file = folder / "c2i_B_256.pt"
+    torch.save({"model": state_of(file), "loss": np.float64(0.5)}, file)
+    with pytest.raises(WeightsError, match=r"numpy\S*\.scalar") as refused:
+        loaded(folder)
+    assert "save the weights alone" in str(refused.value)
+
+
+# Drafters
+
+
+def drafter_of(public: Path, tmp_path: Path, state: State, **about: Any) -> Path:
+    folder = Path(shutil.copytree(public / HUB / "drafter", tmp_path / "drafter"))
+    save_file({n: t.contiguous() for n, t in state.items()}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | about))
+    return folder
+
+
+def test_a_drafter_without_a_bias_has_one_of_zeros(public: Path, tmp_path: Path) -> None:
+    state = load_file(public / HUB / "drafter" / "model.safetensors")
+    state.pop("fc.bias")
+    state["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    made = drafter_of(public, tmp_path, state, bias=False)
+    drafter = loaded(public / HUB, drafter=made).drafter
+    assert drafter is not None and not drafter.fc.bias.any()
+    shutil.rmtree(made)
+    with pytest.raises(WeightsError, match=r"fc\.bias"):
+        loaded(public / HUB, drafter=drafter_of(public, tmp_path, state))
+
+
+@pytest.mark.parametrize(
+    ("names", "kind"),
+    [
+        (("midlayer.hidden_norm.weight", "d2t"), "EAGLE-3"),
+        (("0.0.linear.weight", "0.1.weight"), "Medusa"),
+    ],
+)
+def test_drafters_of_other_kinds_are_refused_by_name(
+    names: tuple[str, ...], kind: str, public: Path, tmp_path: Path
+) -> None:
+    made = drafter_of(public, tmp_path, {name: torch.zeros(4, 4) for name in names})
+    with pytest.raises(WeightsError, match=kind):
+        loaded(public / HUB, drafter=made)
