@@ -276,6 +276,10 @@ class Backend(ABC):
         """
         return PLAIN
 
+    def try_kernel(self) -> str | None:
+        """Whether kernels of the device's own can be built here, and why not; None: none are built."""
+        return None
+
     def compile(self, function: nn.Module) -> Callable[[Any], Tensor]:
         """The function, compiled whole with static shapes."""
         return compile_whole(function)

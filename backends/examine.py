@@ -57,6 +57,7 @@ def ask(backend: Backend) -> Facts:
     if available:
         facts["memory"] = attempt(lambda: asdict(backend.memory()))
         facts["details"] = attempt(lambda: dict(backend.describe()))
+        facts["kernels"] = attempt(lambda: {"built": backend.try_kernel()})
     elif backend.name in WITHOUT:
         facts["hint"] = WITHOUT[backend.name]
     return facts

@@ -4,6 +4,11 @@
 ARG BASE=pytorch/pytorch:2.9.1-cuda12.8-cudnn9-runtime
 FROM ${BASE}
 
+# Triton builds its kernels' launchers with a C compiler and Python's headers, and the native decoder is C; without
+# them plain kernels serve, as `doctor` would say.
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev python3-dev \
+    && rm -rf /var/lib/apt/lists/*
+
 ENV XDG_CACHE_HOME=/cache PIP_BREAK_SYSTEM_PACKAGES=1
 WORKDIR /opt/lantern_hpu
 COPY . .

@@ -31,8 +31,9 @@ def instructions(kind: str) -> list[tuple[str, str]]:
     return [(line.split()[0], line.split(maxsplit=1)[1]) for line in text.splitlines() if line]
 
 
-def only(kind: str, instruction: str) -> str:
-    (rest,) = [rest for name, rest in instructions(kind) if name == instruction]
+def only(kind: str, instruction: str, word: str = "") -> str:
+    """The rest of the one instruction of that name that has a word."""
+    (rest,) = [rest for name, rest in instructions(kind) if name == instruction and word in rest]
     return rest
 
 
@@ -56,9 +57,16 @@ def test_compose_has_the_same_base_and_file(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_torch_is_not_asked_for(kind: str) -> None:
-    run = only(kind, "RUN")
+    run = only(kind, "RUN", "pip install")
     assert re.search(r"pip install --no-cache-dir '\.\[models,serve\]' ", run)
     assert not re.search(r"torch\s*[=<>~!]=|constraints|index-url|--upgrade|-U\b", run)
+
+
+def test_triton_finds_a_compiler_in_the_cuda_image() -> None:
+    """The runtime base has none; without it all nine kernels would be replaced by plain ones."""
+    names = [name for name, _ in instructions("cuda")]
+    packages = only("cuda", "RUN", "apt-get install").split()
+    assert {"gcc", "python3-dev"} <= set(packages) and names.index("RUN") < names.index("COPY")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,7 +80,7 @@ def test_a_replaced_torch_fails_the_build(kind: str, replaced: bool, tmp_path: P
     python.chmod(0o755)
     environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["sh", "-c", only(kind, "RUN")], capture_output=True, text=True, env=environ
+        ["sh", "-c", only(kind, "RUN", "pip install")], capture_output=True, text=True, env=environ
     )
     assert (done.returncode != 0) == replaced
     said = "pip replaced torch 2.10.0a0+git1234567 with 2.13.0\n"

@@ -10,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from lantern_hpu.backends import BACKENDS, GAUDI, WITHOUT
 from lantern_hpu.backends.base import Memory
+from lantern_hpu.backends.candidates import Candidate
+from lantern_hpu.backends.cuda import kernels
+from lantern_hpu.backends.cuda.backend import CUDABackend
 from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.commands import doctor
 from lantern_hpu.errors import DeviceError
@@ -43,6 +47,9 @@ class Fake:
     def memory(self) -> Memory:
         self.check("memory")
         return Memory(96 * 2**30, 48 * 2**30, None)
+
+    def try_kernel(self) -> str | None:
+        return None
 
     def describe(self) -> dict[str, object]:
         self.check("describe")
@@ -118,6 +125,23 @@ def test_a_device_is_shown_with_memory_modes_and_versions(
         "  dtypes       bfloat16, float32",
         "  graph modes  record, eager",
     ]
+
+
+def test_a_card_is_shown_with_whether_its_kernels_can_be_built(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lacks() -> Any:
+        raise RuntimeError("Failed to find C compiler.")
+
+    candidate = Candidate(lacks, [], 0.0)
+    good = Candidate(lambda: torch.abs, [([torch.ones(1)], [torch.ones(1)] * 2)], 0.0)
+    backend = CUDABackend()
+    monkeypatch.setattr(kernels, "triton_candidates", lambda *_: {"swiglu": candidate})
+    assert backend.try_kernel() == ("plain ones serve: RuntimeError: Failed to find C compiler.")
+    monkeypatch.setattr(kernels, "triton_candidates", lambda *_: {"swiglu": good})
+    monkeypatch.setattr(Fake, "try_kernel", lambda self: backend.try_kernel())
+    devices(monkeypatch, fake=FAKE)
+    assert "  kernels      Triton builds them here\n" in printed(capsys)
 
 
 def test_auto_is_the_first_that_is_available_and_says_why(

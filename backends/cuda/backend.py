@@ -113,6 +113,17 @@ class CUDABackend(Backend):
 
         return triton_kernels(self.device, dtype or self.number_format("auto")[0])
 
+    def try_kernel(self) -> str:
+        from lantern_hpu.backends.cuda.kernels import triton_candidates
+        from lantern_hpu.backends.cuda.kernels.checks import fault
+
+        try:
+            dtype = self.number_format("auto")[0]
+            why = fault(triton_candidates(self.device, dtype)["swiglu"])
+        except ImportError as error:
+            why = f"{error}; pip install triton"
+        return f"plain ones serve: {why}" if why else "Triton builds them here"
+
     @cached_property
     def capture_stream(self) -> Any:
         """Of this backend alone: cuBLAS's workspaces belong to a stream, and go with any graph captured on it."""

@@ -93,6 +93,8 @@ def describe_device(found: Facts) -> list[tuple[str, str]]:
         rows += [(name, str(value)) for name, value in details.items() if isinstance(value, str)]
     known = [f"{n / 2**30:.1f} GiB {name}" for name, n in memory.items() if isinstance(n, int)]
     rows += [("memory", ", ".join(known))] if known else []
+    if built := found.get("kernels", {}).get("built"):
+        rows.append(("kernels", built))
     for key in ("dtypes", "graph_modes"):
         rows += [(key.replace("_", " "), ", ".join(found[key]))] if found.get(key) else []
     return [*rows, *error_rows(details), *error_rows(memory), *error_rows(found)]
