@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ import matplotlib.style
 import pytest
 from matplotlib.figure import Figure
 
-from lantern_hpu.bench.columns import PARTS, SpeedRow
+from lantern_hpu.bench.columns import PARTS, SpeedRow, relaxed_name, with_speeds
 from lantern_hpu.bench.compare import Run, differences, latency, load, main_table
 from lantern_hpu.bench.report import check_report
 from lantern_hpu.commands import compare
-from lantern_hpu.methods.relaxation import Multiplicative
+from lantern_hpu.methods.relaxation import EXACT, PRESETS, Multiplicative, parse
 from lantern_hpu.results.plots import STYLE
 from tests.marks import mostly_slow
 
@@ -372,3 +373,25 @@ def test_a_single_run_shows_its_eager_figures_too(put: Callable[..., Path]) -> N
     (legend,) = drawn(load([put(report_of())])).legends
     names = [text.get_text() for text in legend.get_texts()]
     assert names == ["Some Card, bfloat16, eager", "Some Card, bfloat16, cuda_graph"]
+
+
+def test_rows_of_several_relaxations_are_told_apart(put: Callable[..., Path]) -> None:
+    """By the written form; each is divided by its own eager run, and a table has a line for each."""
+    rules = "lambda=20:k=10", "tv=0.1"
+    rows = [
+        replace(
+            row_of("lantern++", graphs, 1, scale),
+            relaxation=parse(rule).as_json(),
+            tv_per_token=0.09,
+        )
+        for rule, scale in zip(rules, (1.0, 2.0), strict=True)
+        for graphs in ("eager", "cuda_graph")
+    ]
+    report = report_of()
+    report["rows"] = [row.as_json() for row in with_speeds(rows)]
+    assert [round(row["speed_against_eager"], 3) for row in report["rows"]] == [1, 3, 1, 3]
+    (run,) = load([put(report)])
+    text = main_table([run])
+    assert "| lantern++:tv |" in text and "| lantern++:lambda=20:k=10 |" in text
+    assert relaxed_name("eagle", EXACT.as_json()) == "eagle"
+    assert relaxed_name("scd", PRESETS["lambda-5"].as_json()) == "scd:lambda-5"

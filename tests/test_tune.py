@@ -9,6 +9,7 @@ import random
 import shlex
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,9 @@ from lantern_hpu.errors import LanternError, OptionError, TreeError
 from lantern_hpu.methods.relaxation import EXACT, Multiplicative
 from lantern_hpu.methods.setting import METHODS, Resolved
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import read_png
+from lantern_hpu.results.images import RunStats, read_png
 from lantern_hpu.tree import DraftTree, load_static, tuned_trees
-from lantern_hpu.tune import tuner
+from lantern_hpu.tune import result, tuner
 from lantern_hpu.tune.options import TUNABLE, TuneOptions, read_profile
 from lantern_hpu.tune.result import Figures, TunedRow, TuningResult, fastest_text, tuning_table
 from lantern_hpu.tune.search import (
@@ -431,3 +432,41 @@ def test_verdict_goes_by_what_was_measured() -> None:
     assert "chain was measured 1.33 times as fast as tuned_4" in fastest_text(found)
     shown = tuning_table(tuning(*rows))
     assert "| tuned_4 | 2 | 1 |" in shown and "5.00 -> 8.00" in shown
+
+
+def test_figures_that_cannot_be_are_not_saved(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step over more tokens that takes less time than one of `ar`; equal steps that take unequal times."""
+    monkeypatch.setattr(result, "LEAST_STEP", 0.85)
+    monkeypatch.setattr(result, "MOST_SPREAD", 1.5)
+    slow = TunedRow(AR, None, Figures(1.0, 10.0, 10.0))
+    fast = TunedRow(CHAIN, None, Figures(2.61, 5.9, 2.25))  # 4.45 times at 2.61 tokens a step
+    assert "a step over 6 tokens took 5.9 ms, one of ar 10.0" in tuning(slow, fast).doubt
+    usual = TunedRow(CHAIN, None, Figures(2.61, 9.9, 3.8))
+    assert not tuning(slow, usual).doubt
+    found = replace(tuning(slow, usual), spread=3.04)
+    assert "up to 3.0 times as long as others: the machine was busy" in found.doubt
+    monkeypatch.setattr(tuner, "run_tuning", lambda *arguments: found)
+    monkeypatch.setattr(tuner, "tuning_report", lambda *arguments: {})
+    assert tune(model, "--method", "scd") == 2
+    said = capsys.readouterr()
+    assert "| chain |" in said.out and "error: nothing is saved: equal steps" in said.err
+    assert "saved " not in said.out
+
+
+def test_settings_take_turns(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch of each, then the next of each."""
+    drawn: list[tuple[str, int]] = []
+
+    def draw_batch(self: tuner.Tuner, tree: DraftTree, number: int) -> tuple[int, RunStats]:
+        drawn.append((tree.name, number))
+        return 10, RunStats(steps=10, steps_s=0.1 * (1 + number))
+
+    monkeypatch.setattr(tuner.Tuner, "draw_batch", draw_batch)
+    pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
+    with tqdm(disable=True) as bar:
+        found = tuner.Tuner(pipeline, TuneOptions("scd", images=3), [], bar)
+        figures, spread = found.draw([AR, CHAIN])
+    assert drawn == [(name, number) for number in range(3) for name in (AR.name, "chain")]
+    assert spread == pytest.approx(3) and figures[0].ms_per_step == pytest.approx(20)  # the median

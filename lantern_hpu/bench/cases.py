@@ -132,7 +132,7 @@ class Case:
     batch: int
 
     def __str__(self) -> str:
-        return f"{self.setting.method}, {self.setting.tree.name}, {self.mode}, batch {self.batch}"
+        return f"{self.setting}, {self.mode}, batch {self.batch}"
 
     def timed_batches(self, images: int) -> int:
         """How many batches are timed: enough for so many images."""

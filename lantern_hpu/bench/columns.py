@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from lantern_hpu.methods.relaxation import PRESETS, read_relaxation
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import Columns, Table, figure, percent, ratio
 
@@ -117,8 +118,17 @@ class SpeedRow:
 
     @property
     def draft(self) -> tuple[str, str, int]:
-        """What rows of one method in several graph modes share: method, tree, batch size."""
-        return self.method, self.tree, self.batch_size
+        """What rows of one setting in several graph modes share: method with relaxation, tree, batch size."""
+        return relaxed_name(self.method, self.relaxation), self.tree, self.batch_size
+
+
+def relaxed_name(method: str, relaxation: Mapping[str, Any]) -> str:
+    """A method, and its relaxation if that is not the method's own: `scd:lambda-5`, in the written form of settings."""
+    rule = read_relaxation(dict(relaxation))
+    preset = next((name for name, known in PRESETS.items() if known == rule), None)
+    known = METHODS[method]
+    own = not rule.active or rule == known.relaxation or not known.takes_relaxation(rule)
+    return method if own else f"{method}:{preset or rule}"
 
 
 def with_speeds(rows: Sequence[SpeedRow]) -> list[SpeedRow]:
@@ -136,7 +146,7 @@ def with_speeds(rows: Sequence[SpeedRow]) -> list[SpeedRow]:
 # ------------------------------------------------------------------------------------ what a terminal shows
 
 NAMES: Columns = {
-    "method": lambda row: row.method,
+    "method": lambda row: row.draft[0],
     "tree": lambda row: row.tree,
     "graphs": lambda row: row.graphs,
     "batch": lambda row: str(row.batch_size),

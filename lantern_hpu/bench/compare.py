@@ -52,7 +52,7 @@ class Key(NamedTuple):
 
     method: str
     tree: str
-    setting: str  # of the relaxation
+    setting: str  # the method with its relaxation
     dtype: str
     graphs: str  # EAGER, BEST, or another mode by its name
     batch: int
@@ -72,19 +72,12 @@ class Run:
 
     def key(self, row: SpeedRow) -> Key:
         dtype = str(self.report["dtype"])
-        return Key(row.method, row.tree, setting(row), dtype, row.graphs, row.batch_size)
+        return Key(row.method, row.tree, row.draft[0], dtype, row.graphs, row.batch_size)
 
     def find(self, key: Key) -> SpeedRow | None:
         """Its row of a key, if it has one."""
         key = key._replace(graphs=self.best) if key.graphs == BEST else key
         return next((row for row in self.rows if self.key(row) == key), None)
-
-
-def setting(row: SpeedRow) -> str:
-    """A relaxation as text; exact ones are alike whatever their numbers."""
-    if METHODS[row.method].relaxation is None:
-        return "exact"
-    return ", ".join(f"{name} {value}" for name, value in sorted(row.relaxation.items()))
 
 
 # ------------------------------------------------------------------------------------ what may be compared
@@ -129,9 +122,9 @@ def differences(runs: Sequence[Run]) -> Iterator[str]:
             if mine != other:
                 yield f"{name}: {mine} on {first.title}, {other} on {run.title} ({why})"
         here, there = ({run_.key(row)[:3] for row in run_.rows} for run_ in (first, run))
-        for method, tree, relaxed in sorted(here ^ there):
-            side = first if (method, tree, relaxed) in here else run
-            yield f"{method} with the tree {tree} ({relaxed}): on {side.title} alone"
+        for line in sorted(here ^ there):
+            side = first if line in here else run
+            yield f"{line[2]} with the tree {line[1]}: on {side.title} alone"
 
 
 def load(files: Sequence[Path]) -> list[Run]:
@@ -193,7 +186,7 @@ def main_table(runs: Sequence[Run]) -> str:
     for key in keys_of(runs):
         rows = [run.find(key) for run in runs]
         cells = [run_cell(row, rows[0] if i else None) for i, row in enumerate(rows)]
-        lines.append([key.method, key.tree, key.graphs, str(key.batch), key.dtype, *cells])
+        lines.append([key.setting, key.tree, key.graphs, str(key.batch), key.dtype, *cells])
     letters = [*ascii_uppercase, *(f"Z{i}" for i in range(26, len(runs)))]
     heads = [f"{letter}: {run.title}" for letter, run in zip(letters, runs, strict=False)]
     return Table(["method", "tree", "graphs", "batch", "format", *heads], lines).markdown()
@@ -280,13 +273,9 @@ def latency(runs: Sequence[Run]) -> Figure:
 
 
 def names_of(lines: Sequence[tuple[Any, ...]]) -> list[str]:
-    """The methods, with tree or setting where a method occurs more than once."""
-    names = []
-    for line in lines:
-        others = [other for other in lines if other[0] == line[0]]
-        more = [line[i] for i in (1, 2) if len({other[i] for other in others}) > 1]
-        names.append("\n".join([line[0], *more]))
-    return names
+    """The methods with their relaxations, and the tree where one occurs with several."""
+    trees = {name: {other[1] for other in lines if other[2] == name} for _, _, name in lines}
+    return [f"{name}\n{tree}" if len(trees[name]) > 1 else name for _, tree, name in lines]
 
 
 def slowest(row: SpeedRow) -> float:

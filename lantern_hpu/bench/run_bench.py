@@ -190,7 +190,8 @@ def about(pipeline: LanternPipeline, wanted: BenchRequest) -> dict[str, Any]:
             "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         },
         "weights": {"target": model.fingerprint, "drafter": digests[0] if digests else None},
-        "weights_bytes": sum(p.nbytes for module in modules for p in module.parameters()),
+        # A packed matrix is a buffer
+        "weights_bytes": sum(x.nbytes for m in modules for x in (*m.parameters(), *m.buffers())),
         "settings": {
             "sampling": asdict(model.sampling),
             "seed": wanted.seed,

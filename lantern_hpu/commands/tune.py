@@ -33,7 +33,7 @@ from lantern_hpu.commands.options import (
     given_fields,
     given_parts,
 )
-from lantern_hpu.errors import OptionError, exit_code, needing
+from lantern_hpu.errors import DeviceError, OptionError, exit_code, needing
 from lantern_hpu.files import check_free, write_file
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.prompts import read_prompts
@@ -139,6 +139,9 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
             check_profile(earlier, situation, args.profile)
         tuning = run_tuning(pipeline, options, prompts, counts)
         print(tuning_text(tuning))
+        if tuning.doubt:
+            hint = "the same command when nothing else runs here, or more --images"
+            raise DeviceError("nothing is saved", tuning.doubt, hint)
         whole = tuning_report(pipeline, options, tuning, situation, KIND, argv)
     tree = tuned_trees.tree_file(tuning.best.tree)
     for file, data in ((args.output, tree), (args.report, json.dumps(whole, indent=1).encode())):

@@ -20,7 +20,7 @@ TUNABLE = [name for name, method in METHODS.items() if method.tunable]
 
 # Of a large model on a processor, whose images take minutes
 MOST_NODES, MOST_DEPTH = 96, 12
-LARGE = {"max_nodes": 12, "max_depth": 4, "images": 1}
+LARGE = {"max_nodes": 12, "max_depth": 4, "images": 3}
 
 
 HELD_OUT = 1_000_000  # added to the seeds of images that check what was expected

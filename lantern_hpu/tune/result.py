@@ -12,6 +12,11 @@ from lantern_hpu.results.tables import Table
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.tune.search import ChanceTable, Costs, estimate, expected_steps, gain_probs
 
+LEAST_STEP = (
+    0.85  # of a step of `ar`: what one over more tokens takes at least, but for what clocks are off
+)
+MOST_SPREAD = 1.5  # of equal steps on a machine that has nothing else to do
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -69,11 +74,28 @@ class TuningResult:
     Attributes:
         counts, costs: of trees; None of windows.
         rows: `ar`, the tree that was expected to be best, the named trees; or `ar` and the windows by width.
+        spread: how many times as long as a row's fastest batch one of its others took a step, at most.
     """
 
     counts: ChildCounts | None
     costs: Costs | None
     rows: Sequence[TunedRow]
+    spread: float = 1.0
+
+    @property
+    def doubt(self) -> str:
+        """Why these figures say nothing about the machine, or nothing."""
+        ar, *others = self.rows
+        for row in others:
+            mine, least = row.measured.ms_per_step, ar.measured.ms_per_step
+            if mine < LEAST_STEP * least:
+                took = (
+                    f"a step over {row.tree.size} tokens took {mine:.1f} ms, one of ar {least:.1f}"
+                )
+                return f"{took}: {row.name} cannot be faster than its tokens a step"
+        if self.spread > MOST_SPREAD:
+            return f"equal steps took up to {self.spread:.1f} times as long as others: the machine was busy"
+        return ""
 
     @property
     def best(self) -> TunedRow:

@@ -127,24 +127,42 @@ class Tuner:
             found = profile(engine, encode, requests, lambda n: self.show_row(n // columns))
         return found.counts
 
-    def draw(self, tree: DraftTree) -> Figures:
-        """Whole batches of images with a tree; the time of a step is the median of the batches'."""
-        size = self.options.batch_size
-        count = -(-self.options.images // size) * size
-        requests = self.requests(count, tree, HELD_OUT)
-        steps, run, each = 0, 0, []  # steps of the images, and of their batches
-        with self.measuring(f"drawing, {tree.name if tree.depth else 'ar'}"):
-            engine = self.engine(requests, tree)
-            for start in range(0, count, size):
-                batch, timing = requests[start : start + size], RunStats()
-                finished = self.pipeline.draw_batch(
-                    engine, batch, timing, lambda event: self.show_row(event.rows // size)
-                )
-                steps, run = steps + sum(done.steps for done in finished), run + timing.steps
-                each.append(timing.ms_per_step)
+    @property
+    def batches(self) -> int:
+        """How many are drawn with each tree."""
+        return -(-self.options.images // self.options.batch_size)
+
+    def draw(self, trees: Sequence[DraftTree]) -> tuple[list[Figures], float]:
+        """Whole batches of images with each tree, in turns, so that a drift of the machine's speed meets all alike.
+
+        Returns the figures, by the median of a tree's batches, and how many times as long as a tree's fastest batch
+        one of its others took a step, at most.
+        """
+        drawn: list[list[tuple[int, RunStats]]] = [[] for _ in trees]  # steps of a batch's images
+        for number in range(self.batches):
+            for tree, batches in zip(trees, drawn, strict=True):
+                batches.append(self.draw_batch(tree, number))
+        each = [[timing.ms_per_step for _, timing in batches] for batches in drawn]
         # Prefill draws the first token of an image
-        tokens, step = count * (self.sizes.tokens - 1), statistics.median(each)
-        return Figures(tokens / steps, step, step * run / tokens)
+        tokens = self.batches * self.options.batch_size * (self.sizes.tokens - 1)
+        figures = []
+        for batches, times in zip(drawn, each, strict=True):
+            step, run = statistics.median(times), sum(timing.steps for _, timing in batches)
+            figures.append(Figures(tokens / sum(n for n, _ in batches), step, step * run / tokens))
+        return figures, max(max(times) / min(times) for times in each)
+
+    def draw_batch(self, tree: DraftTree, number: int) -> tuple[int, RunStats]:
+        """One batch with a tree. -> steps of its images, and its timing"""
+        size, timing = self.options.batch_size, RunStats()
+        requests = self.requests(self.batches * size, tree, HELD_OUT)
+        with self.measuring(f"drawing, {tree.name if tree.depth else 'ar'}"):
+            finished = self.pipeline.draw_batch(
+                self.engine(requests, tree),
+                requests[number * size : (number + 1) * size],
+                timing,
+                lambda event: self.show_row(event.rows // size),
+            )
+        return sum(done.steps for done in finished), timing
 
     # -- all of it
 
@@ -163,7 +181,8 @@ class Tuner:
         named = [load_static(name) for name in NAMED]  # where steps are long, the small ones
         named = [tree for tree in named if not self.is_long or tree.size <= options.max_nodes]
         timed = probes(options.max_nodes, options.max_depth, DRAWS)
-        self.bar.total = 1 + len(timed) + (2 if counts is None else 0) + 2 + len(named)
+        counting = 2 if counts is None else 0
+        self.bar.total = 1 + len(timed) + counting + self.batches * (2 + len(named))
         costs = self.costs(timed)
         if counts is None:
             chances = np.array([TYPICAL] * options.max_depth)
@@ -173,16 +192,20 @@ class Tuner:
         trees = [DraftTree.root_only(), self.best_tree(counts, costs), *named]
         chances = estimate(counts, max(tree.depth for tree in trees))
         shared = (chances, costs, self.sizes.tokens - 1, options.batch_size)
-        rows = [TunedRow(t, Figures.expected(t, *shared), self.draw(t)) for t in trees]
-        return TuningResult(counts, costs, rows)
+        figures, spread = self.draw(trees)
+        expected = [Figures.expected(tree, *shared) for tree in trees]
+        rows = [TunedRow(*row) for row in zip(trees, expected, figures, strict=True)]
+        return TuningResult(counts, costs, rows, spread)
 
     def tune_windows(self, rule: Rule) -> TuningResult:
         """Draw with `ar` and with windows of each width that fits, or of the longest."""
         idle, most = self.pipeline.backend.idle_arithmetic, self.sizes.tokens - 1
         widths = [w for w in (WIDTHS if idle else SMALL_WIDTHS) if w <= most] or [most]
         trees = [DraftTree.root_only(), *(Window.of(rule, width) for width in widths)]
-        self.bar.total = len(trees)
-        return TuningResult(None, None, [TunedRow(tree, None, self.draw(tree)) for tree in trees])
+        self.bar.total = self.batches * len(trees)
+        figures, spread = self.draw(trees)
+        rows = [TunedRow(tree, None, row) for tree, row in zip(trees, figures, strict=True)]
+        return TuningResult(None, None, rows, spread)
 
 
 # ------------------------------------------------------------------------------------ a run

@@ -18,8 +18,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from lantern_hpu.bench.columns import relaxed_name
 from lantern_hpu.files import write_file
-from lantern_hpu.methods.relaxation import PRESETS, read_relaxation
+from lantern_hpu.methods.relaxation import read_relaxation
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results import plots
 from lantern_hpu.results.tables import markdown
@@ -67,13 +68,9 @@ def speeds(file: str, graphs: str | None = None) -> list[tuple[float, dict[str, 
 
 def label_of(row: dict[str, Any]) -> str:
     """The setting of a row, short: `scd@8`, `lantern++@flat_4`, `scd:lambda-5@16`."""
-    method, relaxation = METHODS[row["method"]], read_relaxation(row["relaxation"])
     tree = row["tree"].removeprefix(f"{row['method']}:").removesuffix(OLD_USUAL)
-    preset = next((name for name, known in PRESETS.items() if known == relaxation), None)
-    label = row["method"]
-    if relaxation.active and relaxation != method.relaxation:
-        label += f":{preset or relaxation}"
-    return label + (f"@{tree}" if method.drafts else "")
+    label = relaxed_name(row["method"], row["relaxation"])
+    return label + (f"@{tree}" if METHODS[row["method"]].drafts else "")
 
 
 def table(file: str, graphs: str | None = None) -> str:
