@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from lantern_hpu import cli
 from lantern_hpu.cli import module_of
 from lantern_hpu.commands import convert, generate, pixels, serve
 from lantern_hpu.errors import OptionError, WeightsError
@@ -83,6 +84,31 @@ def test_odd_input_is_one_clear_error(
     assert import_module(module_of(command)).main(words) == 2
     assert capsys.readouterr().err.startswith(("error: ", "MODEL"))
     assert {path for path in odd_files.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("generate --ouput x.png", "unknown option --ouput\n  try: --output\n"),
+        ("generate --steps 20", "try: --window or --tree; the number of steps follows from them\n"),
+        ("generate --guidance-scale=3", "try: --cfg-scale\n"),
+        ("serve builtin", "unknown option builtin\n  try: --model builtin\n"),
+        ("lint mine.py", "try: --script mine.py\n"),
+        ("tune --zzz", "unknown option --zzz\n  try: lantern-hpu tune --help\n"),
+        (
+            "generate --seed x",
+            "argument --seed: invalid int value: 'x'\n  try: lantern-hpu generate --help\n",
+        ),
+    ],
+)
+def test_an_unknown_option_is_one_line_with_the_nearest(
+    line: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(line.split())
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and shown.startswith("error: ") and shown.endswith(said)
+    assert shown.count("\n") == 2
 
 
 @pytest.mark.parametrize("option", ["--output", "--report", "--save-tokens", "--prompts-file"])

@@ -24,7 +24,7 @@ from gaudi_emulator.lint import RECOMPILING, LintRun, findings_of, lint_script
 from gaudi_emulator.lint.report import BOTH, print_json, print_text
 from gaudi_emulator.releases import DEFAULT, RELEASES, release_named
 from lantern_hpu.commands.options import add_fields, from_args
-from lantern_hpu.errors import choices, exit_code, option, require
+from lantern_hpu.errors import Parser, choices, exit_code, option, require
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.setting import METHODS, Setting
 
@@ -64,7 +64,7 @@ class LintRequest:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lantern-hpu lint",
         description="Run code on an emulated Gaudi and report violations of its rules.",
     )

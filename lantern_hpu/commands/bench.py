@@ -36,14 +36,14 @@ from lantern_hpu.commands.options import (
     file_path,
     given_fields,
 )
-from lantern_hpu.errors import exit_code, listed, require
+from lantern_hpu.errors import Parser, exit_code, listed, require
 from lantern_hpu.files import check_free
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.setting import AUTO, FORM, Setting
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lantern-hpu bench",
         description="Measure methods and graph modes side by side on one device.",
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from lantern_hpu.bench.compare import document, draw_chart, load, main_table, notes
 from lantern_hpu.commands.options import add_fields, from_args
-from lantern_hpu.errors import OutputError, exit_code, option
+from lantern_hpu.errors import OutputError, Parser, exit_code, option
 from lantern_hpu.files import write_file
 
 NAME = "comparison"  # of both files
@@ -33,7 +33,7 @@ class CompareRequest:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lantern-hpu compare",
         description="Compare benchmark reports: a table (Markdown) and a chart (PNG).",
     )

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lantern_hpu.commands.options import add_part_options, file_path, given_parts
-from lantern_hpu.errors import OptionError, choices, exit_code
+from lantern_hpu.errors import OptionError, Parser, choices, exit_code
 from lantern_hpu.models.files.names import Given
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -23,7 +23,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 def make_parser() -> argparse.ArgumentParser:
     about = "Convert published checkpoints to a model folder."
-    parser = argparse.ArgumentParser("lantern-hpu convert", description=about)
+    parser = Parser("lantern-hpu convert", description=about)
     add = parser.add_argument
     add("source", help="model name, Hub id, folder or weights file")
     add("output", type=file_path, help="folder to write; must not exist")

@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 
 from lantern_hpu import __version__
 from lantern_hpu.backends.examine import Facts, examine
-from lantern_hpu.errors import torchvision_misfit
+from lantern_hpu.errors import Parser, torchvision_misfit
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import aligned
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lantern-hpu doctor",
         description="Show the devices and packages of this machine, and what is wrong with them.",
     )

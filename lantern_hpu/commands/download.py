@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lantern_hpu.commands.options import file_path
-from lantern_hpu.errors import OptionError, OutputError, exit_code
+from lantern_hpu.errors import OptionError, OutputError, Parser, exit_code
 from lantern_hpu.zoo.fetch import choose_parts, fetch_all, fetch_text
 from lantern_hpu.zoo.find import Located, draw_command, locate_model, of_folder
 from lantern_hpu.zoo.registry import KnownModel, get
@@ -23,7 +23,7 @@ INTERRUPTED = 130  # what a shell returns for it
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lantern-hpu download",
         description="Download a known model from the Hugging Face Hub.",
         epilog="lantern-hpu models lists the known models.",

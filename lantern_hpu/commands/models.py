@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lantern_hpu.errors import exit_code
+from lantern_hpu.errors import Parser, exit_code
 from lantern_hpu.files import reading
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.names import BUILTIN, CONFIG
@@ -158,7 +158,7 @@ def sampling_text(sampling: Mapping[str, float]) -> str:
 
 def make_parser() -> argparse.ArgumentParser:
     about = "List known models, and which of them are on this machine."
-    parser = argparse.ArgumentParser("lantern-hpu models", description=about)
+    parser = Parser("lantern-hpu models", description=about)
     add = parser.add_argument
     add("name", nargs="?", metavar="NAME", help="show details and files of one model")
     add("--json", action="store_true", help="print everything as JSON")

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from lantern_hpu.backends import BYTES, DeviceOptions
 from lantern_hpu.commands.options import add_fields, add_part_options, given_parts
 from lantern_hpu.decode.memory import fit_report
-from lantern_hpu.errors import exit_code
+from lantern_hpu.errors import Parser, exit_code
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.plan.requirements import (
     facts,
@@ -29,7 +29,7 @@ from lantern_hpu.serve.options import DEFAULT, ServeOptions, names
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lantern-hpu plan",
         description="Show how much memory generation with a model needs, without loading it.",
     )

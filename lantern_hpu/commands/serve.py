@@ -15,13 +15,13 @@ from lantern_hpu import __version__
 from lantern_hpu.backends import prepare
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import add_fields, from_args
-from lantern_hpu.errors import exit_code, require
+from lantern_hpu.errors import Parser, exit_code, require
 from lantern_hpu.methods.setting import FORM, METHODS
 from lantern_hpu.serve.options import FILTERS, ServeOptions, names, picture_sizes
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("lantern-hpu serve", description="Serve a model over HTTP.")
+    parser = Parser("lantern-hpu serve", description="Serve a model over HTTP.")
     add = parser.add_argument_group("where").add_argument
     add("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     add("--port", type=int, default=8000, help="(8000)")

@@ -25,12 +25,12 @@ from lantern_hpu.commands.options import (
     from_args,
     given_parts,
 )
-from lantern_hpu.errors import exit_code
+from lantern_hpu.errors import Parser, exit_code
 from lantern_hpu.train.options import TrainOptions, TrainRequest, check_training
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("lantern-hpu train", description="Train a drafter.")
+    parser = Parser("lantern-hpu train", description="Train a drafter.")
     commands = parser.add_subparsers(dest="command", required=True)
     drafter = commands.add_parser(
         "drafter", help="train an EAGLE drafter for a target model, from prompts"

@@ -47,7 +47,7 @@ KIND = "lantern_hpu.tune"
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lantern-hpu tune",
         description="Find the draft tree or window that is fastest for a model on this device.",
     )

@@ -16,14 +16,14 @@ import sys
 from collections.abc import Sequence
 
 from lantern_hpu.commands.options import add_fields, from_args
-from lantern_hpu.errors import exit_code
+from lantern_hpu.errors import Parser, exit_code
 from lantern_hpu.files import write_file
 from lantern_hpu.verify.page import counts, verify_page, verify_summary
 from lantern_hpu.verify.stages import VerifyRequest, resumed, verify
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lantern-hpu verify",
         description="Check a device: kernels, graph capture, memory and speed. Writes one report and one page.",
     )

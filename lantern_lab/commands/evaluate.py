@@ -19,7 +19,7 @@ from dataclasses import replace
 from lantern_hpu.backends import HOST, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import add_fields, from_args, given_fields
-from lantern_hpu.errors import OptionError, choices, exit_code, listed
+from lantern_hpu.errors import OptionError, Parser, choices, exit_code, listed
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import FORM, Setting
 from lantern_lab.evaluate.metrics import PUBLISHED
@@ -43,7 +43,7 @@ OTHERS = "also score a folder of images of another program, named by prompt id; 
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lantern-hpu evaluate",
         description="Compare the image quality of methods: FID, KID, CLIP score and others.",
     )

@@ -23,7 +23,7 @@ from lantern_hpu.commands.options import (
     file_path,
     from_args,
 )
-from lantern_hpu.errors import exit_code, listed
+from lantern_hpu.errors import Parser, exit_code, listed
 from lantern_hpu.files import check_free
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.setting import FORM, METHODS, Setting
@@ -38,7 +38,7 @@ DEFAULT_ROWS = (
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lantern-hpu fidelity",
         description="Measure each method's total variation distance to the target distribution.",
     )

@@ -16,7 +16,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from lantern_hpu.commands.options import add_fields, from_args
-from lantern_hpu.errors import OptionError, OutputError, choices, exit_code, option
+from lantern_hpu.errors import OptionError, OutputError, Parser, choices, exit_code, option
 from lantern_hpu.results.tables import amount
 from lantern_hpu.zoo import registry
 from lantern_hpu.zoo.registry import KnownModel
@@ -45,7 +45,7 @@ class StretchRequest:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "lantern-hpu stretch",
         description="Write a small model at the sizes of a large one, to measure that one's cost without its weights.",
     )
