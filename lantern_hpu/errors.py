@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import functools
 import importlib.metadata
@@ -13,7 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, field, fields
-from typing import Any, NoReturn, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -56,14 +55,6 @@ ELSEWHERE = {
 }
 # Options of commands that a Python argument of another name stands for
 ARGUMENTS = {"cfg_scale": "guidance_scale", "num_images": "num_images_per_prompt", "model": "model"}
-
-
-# The same for options of commands
-RENAMED_OPTIONS = {
-    "--steps": "--window or --tree; the number of steps follows from them",
-    "--num-inference-steps": "--window or --tree; the number of steps follows from them",
-    "--guidance-scale": "--cfg-scale",
-}
 
 
 class LanternError(Exception):
@@ -211,28 +202,6 @@ def require(holds: bool, name: str, value: object, allowed: str) -> None:
     """Raise an OptionError that names the option, its value and the allowed ones."""
     if not holds:
         raise OptionError(f"{name} is {value}", f"allowed: {allowed}")
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line with what was probably meant, as all errors of the commands are."""
-
-    def error(self, message: str) -> NoReturn:
-        start, colon, given = message.partition("unrecognized arguments: ")
-        hint = f"{self.prog} --help"
-        if colon and not start:
-            word = given.split()[0]
-            message, hint = f"unknown option {word}", self.nearest(word) or hint
-        self.exit(2, f"error: {message}\n  try: {hint}\n")
-
-    def nearest(self, word: str) -> str:
-        """The option that a word was probably meant as; empty if none is like it."""
-        known, name = self._option_string_actions, word.partition("=")[0]
-        if not word.startswith("-"):
-            taken = next((o for o in ("--script", "--model") if o in known), "")
-            return f"{taken} {word}" if taken else ""
-        if renamed := RENAMED_OPTIONS.get(name):
-            return renamed
-        return next(iter(difflib.get_close_matches(name, known, 1, 0.6)), "")
 
 
 def option(

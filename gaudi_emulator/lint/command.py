@@ -23,8 +23,8 @@ from pathlib import Path
 from gaudi_emulator.lint import RECOMPILING, LintRun, findings_of, lint_script
 from gaudi_emulator.lint.report import BOTH, print_json, print_text
 from gaudi_emulator.releases import DEFAULT, RELEASES, release_named
-from lantern_hpu.commands.options import add_fields, from_args
-from lantern_hpu.errors import Parser, choices, exit_code, option, require
+from lantern_hpu.commands.options import Parser, add_fields, from_args
+from lantern_hpu.errors import choices, exit_code, option, require
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.setting import METHODS, Setting
 

@@ -30,13 +30,14 @@ from lantern_hpu.bench.columns import tables
 from lantern_hpu.bench.report import show_report
 from lantern_hpu.commands.options import (
     PROCESSOR,
+    Parser,
     add_device_options,
     add_fields,
     device_options,
     file_path,
     given_fields,
 )
-from lantern_hpu.errors import Parser, exit_code, listed, require
+from lantern_hpu.errors import exit_code, listed, require
 from lantern_hpu.files import check_free
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.setting import AUTO, FORM, Setting

@@ -14,8 +14,8 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 from lantern_hpu.bench.compare import document, draw_chart, load, main_table, notes
-from lantern_hpu.commands.options import add_fields, from_args
-from lantern_hpu.errors import OutputError, Parser, exit_code, option
+from lantern_hpu.commands.options import Parser, add_fields, from_args
+from lantern_hpu.errors import OutputError, exit_code, option
 from lantern_hpu.files import write_file
 
 NAME = "comparison"  # of both files

@@ -14,8 +14,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lantern_hpu.commands.options import add_part_options, file_path, given_parts
-from lantern_hpu.errors import OptionError, Parser, choices, exit_code
+from lantern_hpu.commands.options import Parser, add_part_options, file_path, given_parts
+from lantern_hpu.errors import OptionError, choices, exit_code
 from lantern_hpu.models.files.names import Given
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

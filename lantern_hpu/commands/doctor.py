@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 
 from lantern_hpu import __version__
 from lantern_hpu.backends.examine import Facts, examine
-from lantern_hpu.errors import Parser, torchvision_misfit
+from lantern_hpu.commands.options import Parser
+from lantern_hpu.errors import torchvision_misfit
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.tables import aligned
 

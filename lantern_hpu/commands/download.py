@@ -13,8 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from lantern_hpu.commands.options import file_path
-from lantern_hpu.errors import OptionError, OutputError, Parser, exit_code
+from lantern_hpu.commands.options import Parser, file_path
+from lantern_hpu.errors import OptionError, OutputError, exit_code
 from lantern_hpu.zoo.fetch import choose_parts, fetch_all, fetch_text
 from lantern_hpu.zoo.find import Located, draw_command, locate_model, of_folder
 from lantern_hpu.zoo.registry import KnownModel, get

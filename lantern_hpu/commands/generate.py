@@ -25,7 +25,6 @@ from lantern_hpu.errors import (
     LanternError,
     OptionError,
     OutputError,
-    Parser,
     WeightsError,
     exit_code,
     require,
@@ -47,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser("lantern-hpu generate", description="Draw images from prompts.")
+    parser = options.Parser("lantern-hpu generate", description="Draw images from prompts.")
     add_what(parser.add_argument_group("what to draw"))
     add_where(parser.add_argument_group("where it goes"))
     how = parser.add_argument_group("how it runs")

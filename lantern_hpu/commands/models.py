@@ -11,7 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lantern_hpu.errors import Parser, exit_code
+from lantern_hpu.commands.options import Parser
+from lantern_hpu.errors import exit_code
 from lantern_hpu.files import reading
 from lantern_hpu.models.config import ModelConfig
 from lantern_hpu.models.files.names import BUILTIN, CONFIG

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from lantern_hpu.backends import BACKENDS, DeviceOptions
 from lantern_hpu.errors import allowed_range, option_name
@@ -32,7 +33,35 @@ from lantern_hpu.tree.named import NAMED
 PROCESSOR = ("layout", "threads")  # measured there unless given
 UNSAID = (None, MISSING, (), "")  # defaults that the help does not name
 T = TypeVar("T")
+# Options of other programs, by what they are here
+RENAMED_OPTIONS = {
+    "--steps": "--window or --tree; the number of steps follows from them",
+    "--num-inference-steps": "--window or --tree; the number of steps follows from them",
+    "--guidance-scale": "--cfg-scale",
+}
 Group = argparse._ActionsContainer  # a parser, or a group of one
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line with what was probably meant, as all errors of the commands are."""
+
+    def error(self, message: str) -> NoReturn:
+        start, colon, given = message.partition("unrecognized arguments: ")
+        hint = f"{self.prog} --help"
+        if colon and not start:
+            word = given.split()[0]
+            message, hint = f"unknown option {word}", self.nearest(word) or hint
+        self.exit(2, f"error: {message}\n  try: {hint}\n")
+
+    def nearest(self, word: str) -> str:
+        """The option that a word was probably meant as; empty if none is like it."""
+        known, name = self._option_string_actions, word.partition("=")[0]
+        if not word.startswith("-"):
+            taken = next((o for o in ("--script", "--model") if o in known), "")
+            return f"{taken} {word}" if taken else ""
+        if renamed := RENAMED_OPTIONS.get(name):
+            return renamed
+        return next(iter(difflib.get_close_matches(name, known, 1, 0.6)), "")
 
 
 def add_fields(group: Group, kind: type[Any], *names: str, **helps: str) -> None:

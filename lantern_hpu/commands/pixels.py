@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.commands import options
-from lantern_hpu.errors import OptionError, Parser, WeightsError, exit_code
+from lantern_hpu.errors import OptionError, WeightsError, exit_code
 from lantern_hpu.files import check_free, write_file
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.files.names import VQ
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 def make_parser() -> argparse.ArgumentParser:
     about = "Decode saved tokens to images."
-    parser = Parser("lantern-hpu pixels", description=about)
+    parser = options.Parser("lantern-hpu pixels", description=about)
     add = parser.add_argument
     tokens = "tokens of `generate --save-tokens`, or a .npy"
     add("tokens", type=options.file_path, metavar="TOKENS.npz", help=tokens)

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from lantern_hpu import __version__
 from lantern_hpu.backends import prepare
 from lantern_hpu.commands import options
-from lantern_hpu.commands.options import add_fields, from_args
-from lantern_hpu.errors import Parser, exit_code, require
+from lantern_hpu.commands.options import Parser, add_fields, from_args
+from lantern_hpu.errors import exit_code, require
 from lantern_hpu.methods.setting import FORM, METHODS
 from lantern_hpu.serve.options import FILTERS, ServeOptions, names, picture_sizes
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from lantern_hpu.backends import prepare
 from lantern_hpu.commands.options import (
+    Parser,
     add_device_options,
     add_fields,
     add_part_options,
@@ -25,7 +26,7 @@ from lantern_hpu.commands.options import (
     from_args,
     given_parts,
 )
-from lantern_hpu.errors import Parser, exit_code
+from lantern_hpu.errors import exit_code
 from lantern_hpu.train.options import TrainOptions, TrainRequest, check_training
 
 

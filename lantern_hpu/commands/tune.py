@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.bench.cases import has_long_steps
 from lantern_hpu.commands.options import (
+    Parser,
     add_device_options,
     add_fields,
     add_part_options,

@@ -15,8 +15,8 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from lantern_hpu.commands.options import add_fields, from_args
-from lantern_hpu.errors import Parser, exit_code
+from lantern_hpu.commands.options import Parser, add_fields, from_args
+from lantern_hpu.errors import exit_code
 from lantern_hpu.files import write_file
 from lantern_hpu.verify.page import counts, verify_page, verify_summary
 from lantern_hpu.verify.stages import VerifyRequest, resumed, verify

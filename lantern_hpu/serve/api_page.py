@@ -37,7 +37,7 @@ def paths(found: Mapping[str, Mapping[str, Schema]]) -> Iterator[str]:
 
 def content(holder: Schema) -> str:
     """What a body or an answer is, by media type."""
-    parts = (kind_of(media.get("schema", {})) for media in holder.get("content", {}).values())
+    parts = (type_words(media.get("schema", {})) for media in holder.get("content", {}).values())
     return ", ".join(part for part in parts if part)
 
 
@@ -47,22 +47,22 @@ def objects(schemas: Mapping[str, Schema]) -> Iterator[str]:
         yield f'<h2 id="{escape(name)}">{escape(name)}</h2><p>{text}</p><table>'
         for field, about in schema.get("properties", {}).items():
             usual = f" ({json.dumps(about['default'])})" if about.get("default") is not None else ""
-            yield row(field, kind_of(about), escape(about.get("description", "") + usual))
+            yield row(field, type_words(about), escape(about.get("description", "") + usual))
         yield "</table>"
 
 
-def kind_of(schema: Schema) -> str:
+def type_words(schema: Schema) -> str:
     """A type in words, with a link where it is an object of the page."""
     if "$ref" in schema:
         name = escape(schema["$ref"].rpartition("/")[2])
         return f'<a href="#{name}">{name}</a>'
     if "anyOf" in schema:
-        return " or ".join(kind_of(one) for one in schema["anyOf"])
+        return " or ".join(type_words(one) for one in schema["anyOf"])
     if "const" in schema or "enum" in schema:
         values = [schema["const"]] if "const" in schema else schema["enum"]
         return escape(", ".join(json.dumps(value) for value in values))
     kind = str(schema.get("type", ""))
-    return f"list of {kind_of(schema.get('items', {}))}" if kind == "array" else kind
+    return f"list of {type_words(schema.get('items', {}))}" if kind == "array" else kind
 
 
 def row(name: str, kind: str, text: str) -> str:

@@ -17,13 +17,14 @@ from typing import Any
 from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.bench.report import heading, show_report
 from lantern_hpu.commands.options import (
+    Parser,
     add_device_options,
     add_fields,
     device_options,
     file_path,
     from_args,
 )
-from lantern_hpu.errors import Parser, exit_code, listed
+from lantern_hpu.errors import exit_code, listed
 from lantern_hpu.files import check_free
 from lantern_hpu.methods.relaxation import EXACT
 from lantern_hpu.methods.setting import FORM, METHODS, Setting

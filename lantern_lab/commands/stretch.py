@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 
-from lantern_hpu.commands.options import add_fields, from_args
-from lantern_hpu.errors import OptionError, OutputError, Parser, choices, exit_code, option
+from lantern_hpu.commands.options import Parser, add_fields, from_args
+from lantern_hpu.errors import OptionError, OutputError, choices, exit_code, option
 from lantern_hpu.results.tables import amount
 from lantern_hpu.zoo import registry
 from lantern_hpu.zoo.registry import KnownModel
