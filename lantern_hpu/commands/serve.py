@@ -30,7 +30,7 @@ def make_parser() -> argparse.ArgumentParser:
     more = "host names to accept besides localhost and IP addresses; * accepts any"
     add("--allow-host", metavar="NAME,...", help=more)
     what = parser.add_argument_group("what")
-    add_fields(what, ServeOptions, "model", "tree")
+    add_fields(what, ServeOptions, "model", "served_model_name", "tree")
     add = what.add_argument
     listed = f"comma-separated, the first is the default: {', '.join(METHODS)}, or {FORM}"
     add("--methods", help=f"{listed} (the fastest here, scd and ar)")

@@ -88,7 +88,7 @@ class Request:
                 "the prompt is empty", "there is nothing to draw", '--prompt "a red apple"'
             )
         check_text("the prompt", self.prompt)
-        check_text("the negative prompt", self.negative or "")
+        check_text("--negative-prompt", self.negative or "")
         require(0 <= self.seed <= MAX_SEED, "--seed", self.seed, f"0 to {MAX_SEED}")
 
 

@@ -274,12 +274,12 @@ def with_metadata(image: Image.Image, metadata: Mapping[str, Any]) -> bytes:
     info.add_itxt("prompt", metadata["prompt"])
     info.add_text("seed", str(metadata["seed"]))
     info.add_itxt(METADATA, json.dumps(metadata))  # ASCII: paths in it may not be UTF-8
-    return encode(image, info)
+    return encode(image, pnginfo=info)
 
 
-def encode(image: Image.Image, info: PngInfo | None = None) -> bytes:
+def encode(image: Image.Image, kind: str = "png", **how: Any) -> bytes:
     buffer = io.BytesIO()
-    image.save(buffer, "PNG", pnginfo=info)
+    image.save(buffer, kind, **how)
     return buffer.getvalue()
 
 

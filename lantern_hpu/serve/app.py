@@ -22,7 +22,7 @@ from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.results.images import encode
 from lantern_hpu.serve import protocol
 from lantern_hpu.serve.api_page import api_page
-from lantern_hpu.serve.calls import Call, read_call
+from lantern_hpu.serve.calls import Call, check_name, read_call
 from lantern_hpu.serve.decoder import DecodeThread, Done, Job, Partial
 from lantern_hpu.serve.options import MAX_BODY, ServeOptions
 from lantern_hpu.serve.protocol import ApiError
@@ -43,6 +43,7 @@ IMAGES = "/v1/images/generations"
 DISCARDED = 64 * 2**20  # bytes of a body that is too large, read and forgotten
 BODY_SECONDS = 10.0  # in which a body has to arrive
 CLOSED = 499  # status in log and metrics where the client left, as nginx has it
+KEPT_FILES, KEPT_SECONDS = 64, 3600.0  # pictures that answers have addresses of: the last ones
 STOPPING = 0.3  # seconds for the decode thread to end, once all its images are answered
 STALE = 120.0  # seconds without a heartbeat after which the loop is taken for dead
 HEADERS = {
@@ -212,7 +213,7 @@ def make_app(options: ServeOptions, load: Callable[[], DecodeThread]) -> FastAPI
 
     pages = dict[str, Any](docs_url=None, redoc_url=None)  # they load scripts from elsewhere
     app = FastAPI(title="lantern_hpu", version=__version__, lifespan=lifespan, **pages)
-    app.state.options = options
+    app.state.options, app.state.files = options, dict[str, tuple[float, bytes]]()
     app.include_router(router)
     app.add_middleware(Guard, hosts=options.allow_host, count_failure=count_failure)
     for kind in (RequestValidationError, HTTPException, Exception):
@@ -314,7 +315,7 @@ async def metrics(decoder: TheDecoder) -> Response:
 
 @router.get("/v1/models", dependencies=WITH_KEY, responses=errors(_401="wrong or missing API key"))
 async def models(decoder: TheDecoder) -> protocol.ModelList:
-    """The model, with the methods that requests may name."""
+    """The model by each of its names, with the methods that requests may name."""
     menu = decoder.menu
     methods = {
         name: protocol.MethodCard(
@@ -328,7 +329,33 @@ async def models(decoder: TheDecoder) -> protocol.ModelList:
     card = protocol.ModelCard(
         id=menu.model, methods=methods, size=sizes[0], sizes=sizes, rows=menu.rows
     )
-    return protocol.ModelList(data=[card])
+    return protocol.ModelList(data=[card.model_copy(update={"id": n}) for n in menu.names])
+
+
+@router.get("/v1/models/{name:path}", dependencies=WITH_KEY, responses=errors(_404="another model"))
+async def one_model(name: str, decoder: TheDecoder) -> protocol.ModelCard:
+    check_name(name, decoder.menu)
+    return next(card for card in (await models(decoder)).data if card.id == name)
+
+
+@router.get("/v1/images/files/{name}", response_class=Response)
+async def image_file(name: str, request: Request) -> Response:
+    """A picture that an answer has the address of. Who knows it needs no key, as browsers send none."""
+    found = (request.app.state.files or {}).get(name)
+    if found is None or time.monotonic() - found[0] > KEPT_SECONDS:
+        raise ApiError(404, "no such picture, or not any more", None, "not_found")
+    return Response(found[1], media_type=f"image/{name.rpartition('.')[2]}")
+
+
+def keep_file(request: Request, data: bytes, kind: str) -> str | None:
+    """-> the address at which the server has a picture for a while; None where several share a port"""
+    files, name = request.app.state.files, f"{secrets.token_urlsafe(16)}.{kind}"
+    if files is None:
+        return None
+    files[name] = time.monotonic(), data
+    while len(files) > KEPT_FILES:
+        files.pop(next(iter(files)))
+    return str(request.url_for("image_file", name=name))
 
 
 @router.get("/", include_in_schema=False)
@@ -381,6 +408,8 @@ async def generate_images(
     call = read_call(asked, decoder.menu)
     await asyncio.to_thread(decoder.pipeline.model.condition.clean, asked.prompt)
     record.asked(call)
+    if call.kinds == ("url",) and request.app.state.files is None:
+        raise protocol.refuse("response_format", "url", "b64_json with --replicas")
     payload = payload_of(decoder, call)
     jobs, events = submit(decoder, call, request.app.state.options.timeout)
     if call.stream:
@@ -392,14 +421,17 @@ async def generate_images(
         record.status = CLOSED
         return Response(status_code=CLOSED)
     record.answered(images)
-    data = [
-        protocol.ImageData(
-            b64_json=await asyncio.to_thread(base64_png, done),
+    data = []
+    for done in images:
+        picture = await asyncio.to_thread(picture_file, done, *call.output)
+        whole, kept = "b64_json" in call.kinds, "url" in call.kinds
+        image = protocol.ImageData(
+            b64_json=base64.b64encode(picture).decode() if whole else None,
+            url=keep_file(request, picture, call.output[0]) if kept else None,
             seed=done.drawn.record.seed,
             metrics=image_metrics(call, done),
         )
-        for done in images
-    ]
+        data.append(image)
     usage = token_usage(decoder, call)
     return protocol.ImagesResponse(
         **payload, data=data, usage=usage, **used_settings(decoder, call)
@@ -477,7 +509,8 @@ async def event_stream(
                 record.failed(event)
                 return
             common = {**payload, "created_at": payload["created"]}
-            common["b64_json"] = await asyncio.to_thread(base64_png, event)
+            picture = await asyncio.to_thread(picture_file, event, *call.output)
+            common["b64_json"] = base64.b64encode(picture).decode()
             if isinstance(event, Partial):
                 rate = round((event.tokens - 1) / max(event.steps, 1), 4)
                 metrics = protocol.PartialMetrics(steps=event.steps, tokens_per_step=rate)
@@ -500,7 +533,8 @@ async def event_stream(
 
 def payload_of(decoder: DecodeThread, call: Call) -> dict[str, Any]:
     height, width = call.size
-    return {"created": int(time.time()), "model": decoder.menu.model, "size": f"{width}x{height}"}
+    about = {"model": decoder.menu.model, "size": f"{width}x{height}"}
+    return {"created": int(time.time()), "output_format": call.output[0], **about}
 
 
 def used_settings(decoder: DecodeThread, call: Call) -> dict[str, Any]:
@@ -512,7 +546,7 @@ def used_settings(decoder: DecodeThread, call: Call) -> dict[str, Any]:
         "method": served.setting.method,
         "tree": served.setting.tree.name,
         "relaxation": request.relaxation.as_json(),
-        "warnings": [note for _, note in notes],
+        "warnings": [*(note for _, note in notes), *call.warnings],
         **vars(request.sampling),
     }
 
@@ -549,7 +583,11 @@ def token_usage(decoder: DecodeThread, call: Call) -> protocol.Usage:
     )
 
 
-def base64_png(shown: Partial | Done) -> str:
-    """A finished picture has the metadata to draw it again."""
-    png = shown.drawn.png() if isinstance(shown, Done) else encode(shown.image)
-    return base64.b64encode(png).decode()
+def picture_file(shown: Partial | Done, kind: str, quality: int) -> bytes:
+    """A finished PNG has the metadata to draw it again."""
+    if isinstance(shown, Done):
+        assert shown.drawn.image is not None
+        return (
+            shown.drawn.png() if kind == "png" else encode(shown.drawn.image, kind, quality=quality)
+        )
+    return encode(shown.image, kind, quality=quality)

@@ -13,6 +13,7 @@ from lantern_hpu.errors import LanternError
 from lantern_hpu.methods import relaxation as relaxations
 from lantern_hpu.methods.request import MAX_SEED, Request, in_turn
 from lantern_hpu.methods.setting import Resolved
+from lantern_hpu.models.text.frames import no_negative
 from lantern_hpu.serve.menu import Menu, Served
 from lantern_hpu.serve.protocol import ApiError, ImagesRequest, refuse
 from lantern_hpu.tree import Tree, Window
@@ -28,16 +29,19 @@ class Call:
     shows: tuple[int, ...]  # image rows at which a partial picture is sent
     size: tuple[int, int]  # height, width
     need: Spec  # of one of its images
+    output: tuple[str, int]  # format of the files, and their quality
+    kinds: tuple[str, ...]  # of `b64_json` and `url`
+    warnings: tuple[str, ...]  # what of the request had no effect
 
 
+# Fields of other models that clients send, and that change nothing here
+IDLE_FIELDS = ("quality", "style", "background", "moderation", "user")
 SAMPLED = ("cfg_scale", "temperature", "top_k", "top_p")
 
 
 def read_call(asked: ImagesRequest, menu: Menu) -> Call:
     given = asked.given()
-    if given.get("model", menu.model) != menu.model:
-        what = f"model {given['model'][:60]!r} is not served here; allowed: {menu.model}"
-        raise ApiError(404, what, "model", "model_not_found")
+    check_name(given.get("model", menu.model), menu)
     size = read_size(given, menu)
     count, stream = given.get("n", 1), given.get("stream", False)
     if stream and count > 1:
@@ -54,12 +58,36 @@ def read_call(asked: ImagesRequest, menu: Menu) -> Call:
             raise refuse("seed", seed, f"0 to {MAX_SEED - count}")
         asked_size = size if menu.by_request else None
         rule, prompts = setting.relaxation, [asked.prompt]
-        requests = in_turn(prompts, range(count), seed, sampling, rule, size=asked_size)
+        negative = given.get("negative_prompt")
+        if negative and not menu.takes_negative:
+            raise no_negative(menu.model)
+        negative = negative if menu.takes_negative else None
+        requests = in_turn(prompts, range(count), seed, sampling, rule, negative, asked_size)
         need = menu.spec_of(requests[0], setting.tree)
         check_graph(need, served, given)
     except LanternError as error:
         raise translated(error, given) from error
-    return Call(served, requests, stream, shows, size, need)
+    output, kinds = read_output(given, stream)
+    idle = [name for name in IDLE_FIELDS if given.get(name, "auto") != "auto"]
+    warnings = (f"{', '.join(idle)} had no effect",) if idle else ()
+    return Call(served, requests, stream, shows, size, need, output, kinds, warnings)
+
+
+def check_name(name: str, menu: Menu) -> None:
+    if name not in menu.names:
+        what = f"model {name[:60]!r} is not served here; allowed: {', '.join(menu.names)}"
+        raise ApiError(404, what, "model", "model_not_found")
+
+
+def read_output(given: Mapping[str, Any], stream: bool) -> tuple[tuple[str, int], tuple[str, ...]]:
+    """Format and quality of the files, and how they are sent."""
+    kind, quality = given.get("output_format", "png"), given.get("output_compression", 100)
+    if kind == "png" and quality < 100:
+        raise refuse("output_compression", quality, "100 for png, less for jpeg and webp")
+    sent = given.get("response_format")
+    if stream and sent == "url":
+        raise refuse("response_format", sent, "b64_json while streaming")
+    return (kind, quality), (sent,) if sent else ("b64_json", "url")
 
 
 def read_size(given: Mapping[str, Any], menu: Menu) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import AUTO, METHODS, Resolved
+from lantern_hpu.models.text.frames import takes_negative
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.tree import Tree
@@ -32,7 +33,8 @@ class Served:
 class Menu:
     """What a server has."""
 
-    model: str
+    names: tuple[str, ...]  # of the model
+    takes_negative: bool  # whether a request may have a negative prompt
     sizes: tuple[tuple[int, int], ...]  # height, width; the first is the default
     by_request: bool  # whether a request has its size, or the model has one
     rows: int  # of image tokens; 1 where there are no partial pictures
@@ -41,6 +43,10 @@ class Menu:
     sampling: Sampling  # the model's own
     methods: dict[str, Served]  # the first is the default
     spec_of: Callable[[Request, Tree], Spec]  # what a request needs
+
+    @property
+    def model(self) -> str:
+        return self.names[0]
 
 
 def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
@@ -74,13 +80,14 @@ def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
         return pipeline.spec([request], tree, 1)
 
     return Menu(
-        model=model.name,
+        names=options.served_model_name or (model.name,),
+        takes_negative=takes_negative(model.config.condition),
         sizes=options.sizes or (model.config.image_size,),
         by_request=config.code_pixels > 0,
         rows=config.grid[0] if pipeline.diffusion is None else 1,
         vocabulary=config.vocab_size,
         codes=model.codes,
-        sampling=model.sampling,
+        sampling=replace(model.sampling, top_k=min(model.sampling.top_k, config.vocab_size)),
         methods=served,
         spec_of=spec_of,
     )

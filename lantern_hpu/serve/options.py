@@ -33,6 +33,9 @@ class ServeOptions:
     """
 
     model: str = option("builtin", "model name, Hub id, folder or weights file")
+    served_model_name: tuple[str, ...] = option(
+        (), "names of the model for requests, the first for answers (its own)", metavar="NAME"
+    )
     given: Given = field(default_factory=Given)
     device: DeviceOptions = field(default_factory=DeviceOptions)
     methods: tuple[str, ...] = ()

@@ -240,7 +240,9 @@ def deployment(options: ServeOptions, replicas: int, share: dict[str, Any]) -> A
         from lantern_hpu.serve.app import make_app
         from lantern_hpu.serve.process import load_replica
 
-        return make_app(options, lambda: load_replica(options))
+        app = make_app(options, lambda: load_replica(options))
+        app.state.files = None  # another replica would be asked for them
+        return app
 
     made = serve.deployment(
         name=NAME,

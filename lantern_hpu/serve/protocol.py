@@ -120,7 +120,10 @@ class ImagesRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     prompt: Annotated[str, Field(min_length=1, max_length=MAX_PROMPT), AfterValidator(printable)]
-    model: str | None = Field(None, description="the served model")
+    negative_prompt: str | None = Field(
+        None, max_length=MAX_PROMPT, description="for models that take one"
+    )
+    model: str | None = Field(None, description="a name of the served model")
     n: int | None = Field(None, ge=1, le=MAX_N, description="images; image i has `seed` + i")
     size: str | None = Field(None, description='"auto", or one that `/v1/models` lists')
     user: str | None = Field(None, description="not kept")
@@ -129,9 +132,13 @@ class ImagesRequest(BaseModel):
     partial_images: int | None = Field(
         None, ge=0, description="while streaming: up to one less than the image has token rows"
     )
-    response_format: Literal["b64_json"] | None = None
-    output_format: Literal["png"] | None = None
-    quality: Literal["auto", "standard"] | None = None
+    response_format: Literal["b64_json", "url"] | None = Field(None, description="null: both")
+    output_format: Literal["png", "jpeg", "webp"] | None = None
+    output_compression: int | None = Field(
+        None, ge=0, le=100, description="quality of jpeg and webp (100)"
+    )
+    quality: Literal["auto", "standard", "hd", "low", "medium", "high"] | None = None
+    style: Literal["vivid", "natural"] | None = None
     background: Literal["auto", "opaque"] | None = None
     moderation: Literal["auto", "low"] | None = None
     method: str | None = Field(None, description='a decoding method of `/v1/models`, or "auto"')
@@ -212,8 +219,8 @@ class ImageMetrics(BaseModel):
 
 
 class ImageData(BaseModel):
-    b64_json: str = Field(description="a PNG with the metadata to draw it again")
-    url: None = None
+    b64_json: str | None = Field(description="a PNG has the metadata to draw it again")
+    url: str | None = Field(description="where the same file is for an hour")
     revised_prompt: None = None
     seed: int
     metrics: ImageMetrics
@@ -239,7 +246,7 @@ class ImagePayload(BaseModel):
     size: str
     quality: Literal["auto"] = "auto"
     background: Literal["opaque"] = "opaque"
-    output_format: Literal["png"] = "png"
+    output_format: Literal["png", "jpeg", "webp"]
 
 
 class Settings(BaseModel):
