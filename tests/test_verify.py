@@ -148,7 +148,7 @@ def test_page_has_the_release_and_the_flags() -> None:
 
 def test_every_device_has_its_stages() -> None:
     kinds = [stage.kind for stage in stages_of("cuda")]
-    assert kinds == ["kernels", "caches", "caches", "methods", "methods", "bench"]
+    assert kinds == ["kernels", "caches", "caches", "methods", "methods", "distribution", "bench"]
     assert "kernels" not in [stage.kind for stage in stages_of("cpu")]  # it has no forms of its own
     assert [stage.name for stage in stages_of("hpu")][:2] == ["facts hpu_graph", "facts eager"]
 
@@ -421,4 +421,4 @@ def test_plain_twins_of_triton_kernels_run_on_the_processor() -> None:
 def test_every_kind_of_question_has_a_planted_fault() -> None:
     """The tests above, and `test_facts.py`; a benchmark measures and claims nothing."""
     kinds = {stage.kind for stage in stages_of("hpu")}
-    assert kinds == {"facts", "kernels", "caches", "methods", "cuts", "bench"}
+    assert kinds == {"facts", "kernels", "caches", "methods", "cuts", "distribution", "bench"}

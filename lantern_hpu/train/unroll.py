@@ -176,7 +176,7 @@ class Lesson:
     ) -> None:
         """
         Args:
-            tokens: [B, N] int64. aux_layers: see `DrafterConfig`.
+            tokens: [B, N] int64, or the first of an image's. aux_layers: see `DrafterConfig`.
         """
         target, sampling, config = model.target, model.sampling, model.target.config
         self.guidance = sampling.cfg_scale != 1
@@ -186,13 +186,13 @@ class Lesson:
         self.grammar = None if grammar is None else grammar.to(tokens.device)
         prefix, valid, words = model.condition.rows(prompts, self.guidance)
         rows = tokens.repeat(2, 1) if self.guidance else tokens  # [R, N]
-        length = config.prefix + config.tokens - 1
+        length = config.prefix + tokens.shape[1] - 1
         position = torch.arange(length, device=valid.device).expand(len(valid), -1)
         rotary = Rotary(config, length).to(valid.device)
         rope = rotary(position, (~valid).sum(1)).to(
             tokens.device, prefix.dtype
         )  # [R, P + N - 1, ..]
-        valid = F.pad(valid, (0, config.tokens - 1), value=True)  # [R, P + N - 1]
+        valid = F.pad(valid, (0, tokens.shape[1] - 1), value=True)  # [R, P + N - 1]
         causal = causal_mask(length).to(tokens.device)
         # The entry that holds token 0, from which the loss counts
         self.first = config.prefix - 1

@@ -26,6 +26,7 @@ from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.requirements import Counted, setup_of
 from lantern_hpu.results.images import RunStats
+from lantern_hpu.verify.distribution import LEAST_CHANCE, measure
 from lantern_hpu.verify.items import (
     CUTS_REFUSED,
     NO_FACTS,
@@ -43,6 +44,7 @@ CACHE_STEPS = 12  # after which the caches are compared
 CACHE_TOLERANCE = (
     2e-2  # sums of several layers, in another order and on a card in lower precision inside
 )
+SEEDS = 256  # whose first tokens are held to the distribution
 CUT_STEPS = 2  # the first compiles all that a step is made of
 Answer = tuple[State, str, dict[str, Any]]
 
@@ -73,7 +75,12 @@ class Asked:
     def host(self) -> LanternPipeline:
         """The model on the CPU, with the plain step."""
         made = LanternPipeline.from_pretrained(
-            self.model, device=HOST, dtype="float32", graphs="eager", kernels="plain"
+            self.model,
+            device=HOST,
+            dtype="float32",
+            graphs="eager",
+            kernels="plain",
+            layout="plain",
         )
         return self.stack.enter_context(closing(made))
 
@@ -115,6 +122,7 @@ class Asked:
             "caches": self.caches,
             "methods": self.method,
             "cuts": self.cuts,
+            "distribution": self.distribution,
             "bench": self.bench,
         }[self.stage.kind](item)
 
@@ -224,6 +232,18 @@ class Asked:
                 raise
             return "refuted", refusals[-1], {}
         return "confirmed", f"compiled whole with {CUTS_REFUSED}=0", {}
+
+    # Distribution
+
+    def distribution(self, item: str) -> Answer:
+        """The short form of `scripts.measure.law`."""
+        if self.no_card:
+            return "unanswered", "no card is here, and hundreds of images are drawn", {}
+        setting = self.pipeline.resolve(item)
+        found = measure(self.pipeline, self.host, setting, PROMPT, SEEDS)
+        state: State = "confirmed" if found.chance >= LEAST_CHANCE else "refuted"
+        numbers = {"chance": found.chance, "seeds": SEEDS}
+        return state, f"first tokens of {SEEDS} seeds: chance {found.chance:.2g}", numbers
 
     # Benchmark
 

@@ -19,12 +19,21 @@ CACHES = (
 )  # a method without a drafter, and one with it: caches and cuts are asked of these
 
 
+DRAWN = (
+    "ar",
+    "scd",
+    "sjd-pac",
+    "jacobi",
+    "eagle",
+)  # whose first tokens are held to the distribution
+
+
 @dataclass(frozen=True)
 class Stage:
     """A process: one graph mode of one device.
 
     Attributes:
-        kind: `facts`, `kernels`, `caches`, `methods`, `cuts` or `bench`.
+        kind: `facts`, `kernels`, `caches`, `methods`, `cuts`, `distribution` or `bench`.
         release: of Gaudi's software, whose facts are asked.
     """
 
@@ -79,7 +88,8 @@ def stages_of(device: str) -> list[Stage]:
     pairs += [(kind, mode) for kind in ("caches", "methods") for mode in modes]
     pairs += [("cuts", "compile")] if device == GAUDI else []
     release = hpu_env.release_of().name
-    return [Stage(*pair, device, release) for pair in [*pairs, ("bench", modes[0])]]
+    pairs += [("distribution", modes[0]), ("bench", modes[0])]
+    return [Stage(*pair, device, release) for pair in pairs]
 
 
 NO_FACTS = "gaudi_emulator, which has them, is not installed"
@@ -105,6 +115,8 @@ def items_of(stage: Stage) -> Iterator[Question]:
         yield from (Question(name, "the plain step on the CPU") for name in CACHES)
     elif stage.kind == "cuts":
         yield from (Question(name, f"{CUTS_REFUSED}=0") for name in CACHES)
+    elif stage.kind == "distribution":
+        yield from (Question(name, "the plain model's probabilities on the CPU") for name in DRAWN)
     elif stage.kind == "methods":
         yield from (Question(name, "the CPU's tokens") for name in METHODS)
     else:
