@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import os
+import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +21,8 @@ from torch import Tensor, nn
 from torch.library import Library
 
 from lantern_hpu.backends import HOST, DeviceOptions, host
-from lantern_hpu.errors import DeviceError, choices, require
-from lantern_hpu.files import cache_folder
+from lantern_hpu.errors import DeviceError, OutputError, choices, require
+from lantern_hpu.files import own_cache
 from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
 
 # --------------------------------------------------------------------------------------- operators
@@ -80,10 +82,12 @@ def compile_whole(function: nn.Module, compiler: str = "inductor") -> Callable[[
     """
     about = [host.processor_name(), host.cpuinfo("flags"), host.cpuinfo("Features")]
     machine = hashlib.sha256(repr(about).encode()).hexdigest()[:8]
-    kept = cache_folder() / "compiled" / f"torch-{torch.__version__}-{machine}"
-    with suppress(OSError):  # torch's own folder serves where nothing can be written here
-        kept.mkdir(parents=True, exist_ok=True)
-        os.environ[INDUCTOR_CACHE] = INDUCTOR_GIVEN or str(kept)
+    try:
+        kept = own_cache("compiled") / f"torch-{torch.__version__}-{machine}"
+        kept.mkdir(0o700, exist_ok=True)
+    except (OSError, OutputError):  # torch's own folder has a name that others may know
+        kept = Path(tempfile.mkdtemp(prefix="lantern-hpu-"))
+    os.environ[INDUCTOR_CACHE] = INDUCTOR_GIVEN or str(kept)
     compiled: Callable[[Any], Tensor] = torch.compile(
         function, backend=compiler, fullgraph=True, dynamic=False
     )

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import secrets
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -26,6 +27,20 @@ def cache_folder() -> Path:
     if folder:
         return Path(os.path.expanduser(folder))
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lantern_hpu"
+
+
+def own_cache(name: str) -> Path:
+    """A folder of the cache, made for the user alone; an OutputError where others may write: what lies there is run."""
+    for folder in (cache_folder(), cache_folder() / name):
+        with suppress(OSError):
+            folder.mkdir(0o700, parents=True, exist_ok=True)
+        if folder.exists() and hasattr(os, "getuid"):
+            about = folder.stat()
+            if about.st_uid != os.getuid() or about.st_mode & 0o022:
+                why = "another user owns it, or may write there"
+                hint = f"chmod go-w {folder}, or LANTERN_HPU_CACHE=FOLDER"
+                raise OutputError(f"the cache folder {folder} is not used", why, hint)
+    return folder
 
 
 @contextmanager
@@ -133,9 +148,8 @@ def check_free(paths: Iterable[Path], force: bool) -> None:
     if twice:
         raise OutputError(f"{twice[0]} would hold two results", "each needs its own file")
     taken = [str(path) for path in paths if path.exists()]
-    folders = [path for path in paths if path.is_dir()]
-    if folders:
-        raise OutputError(f"{folders[0]} is a folder", "a file cannot be written there")
+    for path in paths:
+        check_kind(path)
     if taken and not force:
         some = ", ".join(taken[:3]) + (f" and {len(taken) - 3} more" if len(taken) > 3 else "")
         raise OutputError(f"{some} exists", UNASKED, "--force or another --output")
@@ -149,14 +163,26 @@ def check_free(paths: Iterable[Path], force: bool) -> None:
             raise OutputError(f"cannot write into {folder}", why) from error
 
 
+def check_kind(path: Path) -> None:
+    """Refuse a place where something else is than a file, such as a device, which a file would take the place of."""
+    if path.exists() and not path.is_file():
+        kind = "a folder" if path.is_dir() else "no regular file"
+        raise OutputError(f"{path} is {kind}", "a file cannot be written there")
+
+
 def write_file(path: Path, data: bytes, force: bool = False) -> None:
-    """Write a whole file or none: first beside its place, then moved over."""
+    """Write a whole file or none: first beside its place, then moved over.
+
+    The name beside it is one that nobody can have put a link under.
+    """
+    check_kind(path)
     if path.exists() and not force:
         raise OutputError(f"{path} exists", UNASKED, "--force or another name")
-    part = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    part = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
+    new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "wb") as file:
+        with open(part, "wb", opener=lambda name, _: os.open(name, new, 0o666)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

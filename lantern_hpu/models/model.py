@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lantern_hpu.errors import OptionError, OutputError, WeightsError, needing
-from lantern_hpu.files import cache_folder, check_content, write_file
+from lantern_hpu.files import check_content, own_cache, write_file
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.models.config import ModelConfig, TransformerConfig, VQConfig
 from lantern_hpu.models.emu3_vq import Emu3VQ
@@ -223,12 +223,17 @@ def cached_nearest(codebook: Tensor, k: int) -> Tensor:
     rows = codebook.detach().cpu().float().contiguous()
     width = min(max(k, CACHED_NEIGHBOURS), len(rows) - 1)
     digest = hashlib.sha256(rows.numpy().tobytes()).hexdigest()[:32]
-    file = cache_folder() / "neighbours" / f"{digest}-{width}.npy"
-    if file.is_file():
-        try:
-            return torch.from_numpy(np.load(file, allow_pickle=False)[:, :k].copy())
-        except (OSError, ValueError):
-            file.unlink(missing_ok=True)  # damaged: made anew
+    try:
+        file = own_cache("neighbours") / f"{digest}-{width}.npy"
+    except OutputError:
+        return nearest_codes(rows, k)
+    with suppress(OSError, ValueError, EOFError):  # damaged: made anew
+        kept = torch.from_numpy(np.load(file, allow_pickle=False))
+        if kept.dtype == torch.int32 and kept.shape == (len(rows), width):
+            index = torch.linspace(0, len(rows) - 1, min(CHECKED_ROWS, len(rows))).long()
+            order = code_distances(rows.double(), index).sort(dim=-1, stable=True).indices
+            if torch.equal(kept[index].long(), order[:, :width]):
+                return kept[:, :k].contiguous()
     table, content = nearest_codes(rows, width), io.BytesIO()
     np.save(content, table.numpy(), allow_pickle=False)
     with suppress(OutputError):

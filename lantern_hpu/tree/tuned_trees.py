@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
 
-from lantern_hpu.errors import OptionError, TreeError
-from lantern_hpu.files import cache_folder, parse_json, write_file
+from lantern_hpu.errors import LanternError, OptionError, TreeError
+from lantern_hpu.files import own_cache, parse_json, write_file
 from lantern_hpu.tree import MOST_CHILDREN, DraftTree, Rule, Window, load_static
 
 Situation = dict[str, Any]  # what a tree was tuned for, `batch_size` among it
@@ -31,7 +32,7 @@ class TunedTree:
 
 
 def folder() -> Path:
-    return cache_folder() / "trees"
+    return own_cache("trees")
 
 
 def file_of(situation: Situation) -> Path:
@@ -75,8 +76,9 @@ def find_tree(situation: Situation) -> TunedTree:
         tree = Window.parse(tree.name)  # whose name says all there is to know
     try:
         data = parse_json(file.read_text())
-        return TunedTree(tree, bool(data["ar_wins"]), data.get("ms_per_token"))
-    except (KeyError, TypeError) as error:
+        spent = data.get("ms_per_token")
+        return TunedTree(tree, bool(data["ar_wins"]), spent and float(spent))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise TreeError(
             f"{file} is damaged", f"it lacks {error}", "delete it, and tune again"
         ) from error
@@ -87,9 +89,10 @@ def tuned_windows(situation: Situation, methods: Iterable[str]) -> dict[str, Tun
     tuned = {}
     for method in methods:
         here = situation | {"method": method}
-        if file_of(here).is_file():
-            result = find_tree(here)
-            if isinstance(result.tree, Window) and result.ms_per_token:
+        # Nobody asked for these: what is damaged, or kept where others may write, is as if it were not there
+        with suppress(LanternError):
+            result = find_tree(here) if file_of(here).is_file() else None
+            if result and isinstance(result.tree, Window) and result.ms_per_token:
                 tuned[method] = result
     return tuned
 
