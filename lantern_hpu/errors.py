@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import Field, field, fields
+from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -245,12 +246,21 @@ def allowed_range(part: Field[Any]) -> str:
 
 
 def check_ranges(values: Any) -> None:
-    """Raise an OptionError for a field of a dataclass that is out of the range which `option` gave it; None is in."""
+    """Raise an OptionError for a field of a dataclass that is no number where its default is one, or out of the range
+    which `option` gave it; None is in where it is the default."""
     for part in fields(values):
         value, (low, high) = getattr(values, part.name), map(part.metadata.get, ("low", "high"))
-        if value is not None:
-            fits = (low is None or value >= low) and (high is None or value <= high)
-            require(fits, option_name(part), value, allowed_range(part))
+        if value is not None or type(part.default) in (int, float):
+            fits = is_like(value, part.default)
+            fits = fits and (low is None or value >= low) and (high is None or value <= high)
+            require(fits, option_name(part), value, allowed_range(part) or "a number")
+
+
+def is_like(value: object, usual: object) -> bool:
+    """Whether a value is a number where the usual one is, and a whole one where that is whole."""
+    kinds = {int: Integral, float: Real}
+    kind = kinds.get(type(usual), object)
+    return isinstance(value, kind) and not (kind is not object and isinstance(value, bool))
 
 
 def listed(text: str, option: str, what: str = "", allowed: Collection[str] = ()) -> list[str]:

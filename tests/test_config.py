@@ -51,7 +51,7 @@ OUT_OF_RANGE: list[tuple[Callable[..., Any], str, float, str, str]] = [
     (Sampling, "cfg_scale", float("nan"), "--cfg-scale", "1 (off) to 100"),
     (Sampling, "temperature", -0.1, "--temperature", "0 (greedy), or 0.01 to 10"),
     (Sampling, "temperature", 10.5, "--temperature", "0 (greedy), or 0.01 to 10"),
-    (Sampling, "top_k", -1, "--top-k", "0 (off) or more"),
+    (Sampling, "top_k", -1, "--top-k", "0 (off) to 1e+09"),
     (Sampling, "top_p", 0.0, "--top-p", "1e-06 to 1 (off)"),
     (Sampling, "top_p", 1.1, "--top-p", "1e-06 to 1 (off)"),
     (Multiplicative, "k", -1, "--relax k", "0 (exact) to 1e+09"),

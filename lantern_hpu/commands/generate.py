@@ -229,7 +229,7 @@ def job_of_png(args: argparse.Namespace) -> GenerateJob:
     kernels = "plain" if config.get("device") == HOST else "auto"
     device = {
         "dtype": config["dtype"],
-        "quantize": config.get("quantize"),
+        "quantize": config.get("quantize") or None,
         "layout": args.layout or config.get("layout", "plain"),
         "kernels": args.kernels or config.get("kernels", kernels),
     }

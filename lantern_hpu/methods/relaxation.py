@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, get_args
 
-from lantern_hpu.errors import OptionError, choices, require
+from lantern_hpu.errors import OptionError, choices, is_like, require
 
 Residual = Literal["sound", "official"]
 LOSSLESS = "lossless"  # in files and reports, of the usual rule where it relaxes nothing
@@ -47,9 +47,10 @@ class Relaxation:
             raise OptionError(f"unknown residual {self.residual!r}", hint=hint)
         for key, part in self.by_key().items():
             number = getattr(self, part.name)
-            if "range" in part.metadata and number is not None:
+            if "range" in part.metadata and (number is not None or part.default is not None):
                 low, high, allowed = part.metadata["range"]
-                require(low <= number <= high, f"--relax {key}", number, allowed)
+                fits = is_like(number, part.default) and low <= number <= high
+                require(fits, f"--relax {key}", number, allowed)
         why = f"0, as no neighbour lends mass to {self.bound_key()}"
         require(self.has_neighbours or self.k == 0, "--relax k", self.k, why)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.errors import OptionError, check_ranges, option, require
-from lantern_hpu.methods.relaxation import EXACT, Relaxation
+from lantern_hpu.methods.relaxation import EXACT, MOST, Relaxation
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,11 @@ class Sampling:
     )
     temperature: float = option(1.0, "sampling temperature; 0 is greedy")
     top_k: int = option(
-        0, "sample from the K most probable tokens; 0 turns it off", low=0, marks={0: "off"}
+        0,
+        "sample from the K most probable tokens; 0 turns it off",
+        low=0,
+        high=MOST,
+        marks={0: "off"},
     )
     top_p: float = option(
         1.0,

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+MOST_LAYERS = 1000  # what a file may ask for before its weights are looked at
+
 
 @dataclass(frozen=True)
 class TransformerConfig:
@@ -63,7 +65,9 @@ class TransformerConfig:
         for name in ("grid", "rope_sections", "prefixes"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         sizes = (self.vocab_size, self.dim, self.layers, self.heads, self.ffn_dim, self.prefix)
-        if min(*sizes, *self.grid) < 1 or self.dim % self.heads:
+        if not all(isinstance(size, int) for size in (*sizes, *self.grid)):
+            raise ValueError("sizes that are no whole numbers")
+        if min(*sizes, *self.grid) < 1 or self.dim % self.heads or self.layers > MOST_LAYERS:
             why = f"{self.heads} heads of width {self.dim}, {self.layers} layers, grid {self.grid}"
             raise ValueError(f"sizes that no model has: {why}")
         if self.row_ends and self.rope == "2d":

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from types import UnionType
 from typing import Any, Literal
 from zipfile import BadZipFile
 
@@ -24,6 +25,15 @@ from lantern_hpu.files import check_free, parse_json, write_file
 from lantern_hpu.methods.request import Request
 
 REPLAYED = ("model", "weights", "method", "tree", "tree_paths", "sampling", "relaxation", "dtype")
+# Types of what is stored, where it is there
+KINDS = {"prompt": str, "seed": int, "config": dict, "environment": dict}
+CONFIG_KINDS: dict[str, type | UnionType] = {
+    **dict.fromkeys(("model", "method", "tree", "dtype", "layout", "kernels", "device"), str),
+    **dict.fromkeys(("weights", "parts", "sampling", "relaxation"), dict),
+    **dict.fromkeys(("quantize", "negative", "stretch"), str | None),
+    "tree_paths": list,
+    "size": list | None,
+}
 MEASURED = (
     "decided",
     "peak_memory_bytes",
@@ -283,6 +293,13 @@ def encode(image: Image.Image, kind: str = "png", **how: Any) -> bytes:
     return buffer.getvalue()
 
 
+def check_kinds(values: Mapping[str, Any], kinds: Mapping[str, type | UnionType]) -> None:
+    """Raise a ValueError for a value of stored metadata that is of another type."""
+    for name, kind in kinds.items():
+        if name in values and not isinstance(values[name], kind):
+            raise ValueError(f"{name} is {str(values[name])[:60]!r}")
+
+
 def read_png(path: Path) -> dict[str, Any]:
     """Metadata of an image that this package drew."""
     try:
@@ -290,12 +307,14 @@ def read_png(path: Path) -> dict[str, Any]:
             text = dict(getattr(image, "text", {}))
             data: dict[str, Any] = parse_json(text[METADATA])
             config = dict(data["config"])
+            check_kinds(data, KINDS)
+            check_kinds(config, CONFIG_KINDS)
             missing = [name for name in REPLAYED if name not in config]
             if missing:
                 raise OptionError(f"{path} cannot be drawn again", f"it lacks {', '.join(missing)}")
             return {
                 "prompt": data["prompt"],
-                "seed": int(data["seed"]),
+                "seed": data["seed"],
                 "config": config,
                 "size": image.size,
                 "version": dict(data.get("environment", {})).get("lantern_hpu", "another version"),
@@ -416,8 +435,11 @@ def read_saved_tokens(path: Path) -> SavedTokens:
         metadata = [parse_json(str(text)) for text in held.get("metadata", ["{}"] * len(tokens))]
         tokenizer = str(held.get("tokenizer", ""))
         grid, seeds = (tuple(int(n) for n in held.get(name, ())) for name in ("grid", "seeds"))
-        if not all(isinstance(one, dict) for one in metadata):
-            raise ValueError("its metadata are no objects")
+        for one in metadata:
+            if not isinstance(one, dict) or (one and not {"prompt", "seed"} <= one.keys()):
+                raise ValueError("its metadata are no objects with a prompt and a seed")
+            check_kinds(one, KINDS)
+            check_kinds(one.get("config", {}), CONFIG_KINDS)
     except KeyError as error:
         raise OptionError(f"cannot read tokens from {path}", "it holds no `tokens`") from error
     except (OSError, ValueError, TypeError, EOFError, BadZipFile) as error:
