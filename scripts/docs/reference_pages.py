@@ -195,7 +195,8 @@ def gaudi_flags() -> Iterator[tuple[str, ...]]:
 DEVICES = {"cpu": "CPU", "cuda": "NVIDIA GPU", "hpu": "Intel Gaudi"}
 MODELS_BY_DEVICE = """# Models by device
 
-The one command for each known model. First, once, on the machine:
+The one command for each known model. First, once, on the machine, after `pip install -e .` in a clone
+(no package index has lantern-hpu yet):
 
 ```bash
 pip install "lantern-hpu[models,serve]"

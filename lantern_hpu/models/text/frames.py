@@ -276,7 +276,7 @@ def takes_negative(condition: ConditionConfig) -> bool:
 
 def no_negative(model: str) -> OptionError:
     """Why a model is given no negative prompt."""
-    why = f"guidance of {model} draws away from no words"
+    why = f"{model} reads no negative prompt: its guidance is against an empty prompt"
     return OptionError("--negative-prompt cannot be used", why, "leave it out")
 
 
