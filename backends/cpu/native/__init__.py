@@ -292,7 +292,8 @@ class NativeDecoder(nn.Module):
     ) -> Tensor:
         """Features [R, T, H * (1 + n)]."""
         alone = isinstance(cache.layers[0], WrittenCache)
-        tensors = [x for layer in cache.layers for x in layer.writable()]
+        # A `ScratchCache` needs no copy here: its positions are masked until the next step writes them
+        tensors = [x for layer in cache.layers for x in (layer.k, layer.v)]
         result: Tensor = native_decode(
             x, rope, mask, tensors, index, source, list(aux_layers), alone, id(self)
         )
