@@ -56,6 +56,18 @@ def test_the_wheel_draws_serves_and_stops(wheel_file: Path, tmp_path: Path) -> N
     assert made["bytes_served"] > 1000 and made["seconds_to_stop"] < 60
 
 
+@pytest.mark.slow
+def test_a_compiler_that_fails_stops_no_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wheel lacks the native decoder, and torch draws."""
+    monkeypatch.setenv("CC", "false")
+    with zipfile.ZipFile(build(tmp_path)) as archive:
+        names = archive.namelist()
+    assert not [name for name in names if name.endswith(".so")]
+    assert "lantern_hpu/backends/cpu/native/__init__.py" in names
+
+
 @pytest.mark.parametrize("name", LINKS)
 def test_links_are_relative_and_resolve(name: str) -> None:
     link = ROOT / "lantern_hpu" / name

@@ -1,0 +1,273 @@
+"""A step of LlamaGen-XL's sizes by this package and by programs that processors are served with, in one run.
+
+    python -m scripts.measure.peers --environment peers --output peers.json
+
+Each peer runs in a process of its own, with the same sizes, random bfloat16 weights, two rows (guidance), 300 positions
+known of each, and logits of all tokens; the least of nine steps counts. The others come into an environment of their
+own, which is made where it is missing: `torch`, `transformers`, `optimum-intel[openvino]`, and `llama-cpp-python` with
+`gguf`, which is compiled for this processor. One that cannot be installed or run is left out, and said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+COUNTS = (1, 3, 5, 9, 17)  # tokens a row
+ROWS, KNOWN, CAPACITY, ROUNDS = 2, 300, 448, 9
+WIDTH, LAYERS, HEADS, FFN, VOCABULARY = 1280, 36, 20, 3456, 16384
+PACKAGES = {
+    "transformers": ("torch==2.13.0", "transformers"),
+    "OpenVINO": ("torch==2.13.0", "optimum-intel[openvino]"),
+    "llama.cpp": ("numpy", "gguf", "llama-cpp-python"),
+}
+OWN = "lantern_hpu"
+
+
+def least_ms(step: Callable[[int], object]) -> dict[int, float]:
+    """By tokens a row; the first step of each number is not counted."""
+    result = {}
+    for count in COUNTS:
+        step(count)
+        times = []
+        for _ in range(ROUNDS):
+            began = time.perf_counter()
+            step(count)
+            times.append(time.perf_counter() - began)
+        result[count] = 1000 * min(times)
+    return result
+
+
+# ------------------------------------------------------------------------------------ the programs
+
+
+def own() -> dict[int, float]:
+    import torch
+
+    from lantern_hpu.backends.cpu import native
+    from lantern_hpu.models.config import TransformerConfig
+    from lantern_hpu.models.transformer import Target
+    from lantern_hpu.ops.kv_cache import KVCache
+
+    sizes: dict[str, Any] = {"layers": LAYERS, "heads": HEADS, "ffn_dim": FFN}
+    config = TransformerConfig(VOCABULARY, WIDTH, **sizes, prefix=120, grid=(16, 16))
+    with torch.no_grad():
+        target = Target(config).to(torch.bfloat16).requires_grad_(False)
+        for weight in target.parameters():
+            weight.normal_(std=0.02)
+        native.pack_model([target])
+    cache = KVCache.allocate(
+        LAYERS, ROWS, CAPACITY, HEADS, WIDTH // HEADS, torch.bfloat16, torch.device("cpu"), True
+    )
+    place = torch.arange(CAPACITY)
+
+    @torch.no_grad()
+    def step(count: int) -> None:
+        new = KNOWN + torch.arange(count)
+        hidden = (place > new[:, None]).expand(ROWS, 1, count, CAPACITY).bfloat16()
+        index = (torch.arange(ROWS)[:, None] * CAPACITY + new).flatten().int()
+        x = torch.randn(ROWS, count, WIDTH).bfloat16()
+        rope = torch.randn(ROWS, count, 2, WIDTH // HEADS // 2).bfloat16()
+        mask = hidden * torch.finfo(torch.bfloat16).min
+        target.head(target(x, rope, mask, cache, index))
+
+    return least_ms(step)
+
+
+def llama(folder: Path) -> Any:
+    """The same sizes as transformers' Llama, in a folder."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=WIDTH,
+        intermediate_size=FFN,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        max_position_embeddings=CAPACITY,
+    )
+    model: Any = LlamaForCausalLM(config)
+    model = model.to(torch.bfloat16).eval()
+    if not folder.exists():
+        model.save_pretrained(folder)
+    return model
+
+
+def by_transformers(folder: Path) -> dict[int, float]:
+    import torch
+    from transformers import DynamicCache
+
+    model, cache = llama(folder), DynamicCache()
+
+    @torch.no_grad()
+    def step(count: int) -> None:
+        cache.crop(KNOWN)
+        model(torch.zeros(ROWS, count, dtype=torch.long), past_key_values=cache)
+
+    with torch.no_grad():
+        model(torch.zeros(ROWS, KNOWN, dtype=torch.long), past_key_values=cache)
+    return least_ms(step)
+
+
+def by_openvino(folder: Path) -> dict[int, float]:
+    import numpy as np
+    from optimum.intel import OVModelForCausalLM
+
+    llama(folder)
+    hint = {"INFERENCE_PRECISION_HINT": "bf16"}
+    model = OVModelForCausalLM.from_pretrained(folder, export=True, ov_config=hint, compile=True)
+    request, names = model.model, {x.any_name for x in model.model.inputs}
+    compiled = (
+        __import__("openvino").Core().compile_model(request, "CPU", hint).create_infer_request()
+    )
+
+    def run(count: int, known: int) -> None:
+        given = {
+            "input_ids": np.zeros((ROWS, count), np.int64),
+            "attention_mask": np.ones((ROWS, known + count), np.int64),
+            "position_ids": np.arange(known, known + count)[None].repeat(ROWS, 0),
+            "beam_idx": np.arange(ROWS, dtype=np.int32),
+        }
+        compiled.infer({name: value for name, value in given.items() if name in names})
+
+    run(KNOWN, 0)
+    known = [KNOWN]
+
+    def step(count: int) -> None:  # its state grows; few steps, so that it stays near KNOWN
+        run(count, known[0])
+        known[0] += count
+
+    return least_ms(step)
+
+
+def write_gguf(file: Path) -> None:
+    import gguf
+    import numpy as np
+
+    random = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(CAPACITY)
+    writer.add_embedding_length(WIDTH)
+    writer.add_block_count(LAYERS)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(VOCABULARY)
+    writer.add_tokenizer_model("no_vocab")
+
+    def add(name: str, *shape: int) -> None:
+        values = random.standard_normal(shape, np.float32) * np.float32(0.02)
+        if len(shape) == 1:
+            writer.add_tensor(name, values)
+            return
+        raw = (values.view(np.uint32) >> 16).astype(np.uint16).view(np.uint8)
+        writer.add_tensor(name, raw, raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+    add("token_embd.weight", VOCABULARY, WIDTH)
+    add("output.weight", VOCABULARY, WIDTH)
+    add("output_norm.weight", WIDTH)
+    for layer in range(LAYERS):
+        for name in ("attn_q", "attn_k", "attn_v", "attn_output"):
+            add(f"blk.{layer}.{name}.weight", WIDTH, WIDTH)
+        for name in ("ffn_gate", "ffn_up"):
+            add(f"blk.{layer}.{name}.weight", FFN, WIDTH)
+        add(f"blk.{layer}.ffn_down.weight", WIDTH, FFN)
+        add(f"blk.{layer}.attn_norm.weight", WIDTH)
+        add(f"blk.{layer}.ffn_norm.weight", WIDTH)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def by_llama_cpp(folder: Path) -> dict[int, float]:
+    import os
+
+    import llama_cpp as lib
+
+    file = folder.with_suffix(".gguf")
+    if not file.exists():
+        write_gguf(file)
+    lib.llama_backend_init()
+    model = lib.llama_model_load_from_file(str(file).encode(), lib.llama_model_default_params())
+    about = lib.llama_context_default_params()
+    about.n_ctx, about.n_seq_max, about.n_batch = ROWS * CAPACITY, ROWS, ROWS * KNOWN
+    about.n_threads = about.n_threads_batch = os.cpu_count() or 1
+    context = lib.llama_init_from_model(model, about)
+    batch = lib.llama_batch_init(ROWS * KNOWN, 0, 1)
+
+    def run(count: int, known: int) -> None:
+        for row in range(ROWS):
+            for place in range(count):
+                one = row * count + place
+                batch.token[one], batch.pos[one] = 1, known + place
+                batch.n_seq_id[one], batch.seq_id[one][0], batch.logits[one] = 1, row, True
+        batch.n_tokens = ROWS * count
+        if lib.llama_decode(context, batch):
+            raise RuntimeError("llama_decode failed")
+
+    def step(count: int) -> None:
+        memory = lib.llama_get_memory(context)
+        for row in range(ROWS):
+            lib.llama_memory_seq_rm(memory, row, KNOWN, -1)
+        run(count, KNOWN)
+
+    run(KNOWN, 0)
+    return least_ms(step)
+
+
+PEERS: dict[str, Callable[[Path], dict[int, float]]] = {
+    "transformers": by_transformers,
+    "OpenVINO": by_openvino,
+    "llama.cpp": by_llama_cpp,
+}
+
+
+# ------------------------------------------------------------------------------------ a run
+
+
+def measure(name: str, environment: Path) -> dict[str, float]:
+    """One program in a process of its own, which is installed first. -> milliseconds by tokens a row"""
+    python = sys.executable
+    if name != OWN:
+        python = str(environment / "bin" / "python")
+        if not Path(python).exists():
+            subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+        subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES[name]], check=True)
+    command = [python, __file__, "--peer", name, "--environment", str(environment)]
+    said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    found: dict[str, float] = json.loads(said.splitlines()[-1])
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("scripts.measure.peers", description=__doc__)
+    parser.add_argument("--environment", type=Path, default=Path("peers"))
+    parser.add_argument("--output", type=Path, default=Path("peers.json"))
+    parser.add_argument("--only", default=",".join([OWN, *PEERS]), help="comma-separated")
+    parser.add_argument("--peer", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.peer:
+        peer = PEERS.get(args.peer)
+        print(json.dumps(own() if peer is None else peer(args.environment / "llama")))
+        return 0
+    found: dict[str, Any] = {}
+    for name in args.only.split(","):
+        try:
+            found[name] = measure(name, args.environment)
+            print(name, " ".join(f"{ms:.1f}" for ms in found[name].values()), flush=True)
+        except subprocess.CalledProcessError as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+    args.output.write_text(json.dumps({"ms": found, "counts": COUNTS}, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
