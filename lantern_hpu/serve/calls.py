@@ -49,9 +49,9 @@ def read_call(asked: ImagesRequest, menu: Menu) -> Call:
     shows = read_shows(given, menu.rows, stream)
     served = read_method(given, menu)
     try:
+        if given.get("top_k", 0) > menu.vocabulary:
+            raise refuse("top_k", given["top_k"], f"0 (off) to {menu.vocabulary}")
         sampling = replace(menu.sampling, **{n: given[n] for n in SAMPLED if n in given})
-        if sampling.top_k > menu.vocabulary:
-            raise refuse("top_k", sampling.top_k, f"0 (off) to {menu.vocabulary}")
         setting = read_setting(given, served.setting, menu)
         seed = given.get("seed", secrets.randbelow(1 << 53))
         if seed > MAX_SEED - count:
