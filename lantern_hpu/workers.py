@@ -6,12 +6,17 @@ Nothing here loads torch: a worker imports it, and its device's software, in a p
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
+import secrets
+import shutil
+import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from lantern_hpu.backends import card_of
@@ -35,7 +40,9 @@ def connect(workers: int) -> Any:
         except ConnectionError:
             cores = max(workers, os.cpu_count() or 1)
             stay_on_this_machine(ray)
+            hide_token()
             try:  # a node that does not start raises a plain Exception
+                quiet["_temp_dir"] = session_folder(ray)
                 ray.init(num_cpus=cores, logging_level=logging.ERROR, **quiet)
             except Exception as error:
                 why = (str(error).strip().splitlines() or [repr(error)])[0]
@@ -48,6 +55,35 @@ def stay_on_this_machine(ray: Any) -> None:
     """Have Ray listen on the loopback address, unless the variable is set, which Ray read when it was imported."""
     if os.environ.setdefault(LOOPBACK, "0") == "0":
         ray._private.ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def hide_token() -> None:
+    """Ray's token opens its ports, where anybody's code runs as this user, and Ray writes it for all users to read."""
+    if "RAY_AUTH_TOKEN" in os.environ or "RAY_AUTH_TOKEN_PATH" in os.environ:
+        return
+    file, new = Path.home() / ".ray" / "auth_token", os.O_WRONLY | os.O_CREAT | os.O_EXCL
+    with suppress(OSError):
+        file.parent.mkdir(0o700, exist_ok=True)
+        if file.exists():
+            file.chmod(0o600)
+        else:
+            with open(file, "w", opener=lambda name, _: os.open(name, new, 0o600)) as made:
+                made.write(secrets.token_hex(32))
+
+
+def session_folder(ray: Any) -> str:
+    """Where a Ray of this process keeps sockets, logs and what it was started with: read by no other user.
+
+    Not in TMPDIR, which may be too long for the name of a socket.
+    """
+    folder = tempfile.mkdtemp(prefix="lantern-ray-", dir="/tmp")
+
+    def end() -> None:
+        ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(end)
+    return folder
 
 
 def share_of(ray: Any, device: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
 import io
 import json
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -25,7 +27,7 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import read_png
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.process import deployment, drain
-from lantern_hpu.workers import pieces, share_of, share_work
+from lantern_hpu.workers import hide_token, pieces, session_folder, share_of, share_work
 from lantern_lab.commands import evaluate
 
 ray = pytest.importorskip("ray")
@@ -237,3 +239,24 @@ def test_a_ray_that_does_not_start_is_one_clear_error(
     assert main([*options, "--workers", "2"]) == 2
     shown = capsys.readouterr().err
     assert "Ray does not start" in shown and "timed out" in shown and "Traceback" not in shown
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_other_users_read_neither_rays_token_nor_its_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool
+) -> None:
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    file = tmp_path / ".ray" / "auth_token"
+    if there:
+        file.parent.mkdir()
+        file.write_text("token")
+        file.chmod(0o644)
+    hide_token()
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert file.read_text() == "token" if there else len(file.read_text()) == 64
+    ended: list[Any] = []
+    monkeypatch.setattr(atexit, "register", ended.append)
+    folder = Path(session_folder(SimpleNamespace(shutdown=lambda: None)))
+    assert folder.stat().st_mode & 0o777 == 0o700
+    ended[0]()
+    assert not folder.exists()
