@@ -62,7 +62,15 @@ def public(public: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made_once(tmp_path_factory, "published and converted", make)
 
 
-FOLDERS = ("anole", "llamagen-t2i-256", "llamagen-c2i", "janus-pro", "lumina-mgpt", "emu3")
+FOLDERS = (
+    "anole",
+    "llamagen-t2i-256",
+    "llamagen-c2i",
+    "janus-pro",
+    "lumina-mgpt",
+    "emu3",
+    "simplear",
+)
 
 
 @pytest.mark.parametrize("name", [*FOLDERS, *(f"ours/{name}" for name in FOLDERS)])

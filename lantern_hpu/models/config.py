@@ -243,19 +243,21 @@ class VQConfig:
     attention: bool = True
     # Finest levels that the decoder alone has: the encoder reads pictures averaged over 2 x 2 pixels for each
     decoder_only: int = 0
-    # "image": `models/vq.py`; "video": Emu3's, of which pictures need the decoder alone
-    kind: Literal["image", "video"] = "image"
+    # "image": `models/vq.py`; "video": Emu3's, "cosmos": NVIDIA's, of which pictures need the decoder alone
+    kind: Literal["image", "video", "cosmos"] = "image"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "multipliers", tuple(self.multipliers))
 
     @property
     def downsample(self) -> int:
-        return 1 << (len(self.multipliers) - 1)
+        return (4 if self.kind == "cosmos" else 1) << (len(self.multipliers) - 1)
 
     @property
     def parameters(self) -> int:
         """Of decoder and codebook, and of the encoder where there is one."""
+        if self.kind == "cosmos":
+            return self.cosmos_parameters
         z, code, blocks = self.z_channels, self.code_dim, self.res_blocks
         video = self.kind == "video"
         widths = [self.channels * m for m in self.multipliers]
@@ -283,6 +285,26 @@ class VQConfig:
             return decoder + blocks * 2 * (4 * z + over_time) + 2 * over_time + (3 * code + 1) * z
         seen = widths[self.decoder_only :]
         return decoder + half(3, seen[0], seen, blocks, z) + _conv(z, code, 1) + _conv(code, z, 1)
+
+    @property
+    def cosmos_parameters(self) -> int:
+        """Of `models/cosmos_vq.py`: a convolution over space is followed by one over time."""
+        widths = [self.channels * m for m in self.multipliers]
+        coarsest, point = widths[-1], _conv(widths[-1], widths[-1], 1)
+
+        def pair(a: int, b: int) -> int:
+            return _conv(a, b) + _conv(b, b, 1)
+
+        def res(a: int, b: int) -> int:
+            return 2 * (a + b) + pair(a, b) + pair(b, b) + (_conv(a, b, 1) if a != b else 0)
+
+        total = self.codebook_size * self.code_dim + _conv(self.code_dim, self.z_channels, 1)
+        total += pair(self.z_channels, coarsest) + 2 * res(coarsest, coarsest)
+        total += 4 * coarsest + 6 * point + 2 * widths[0] + pair(widths[0], 192)
+        for before, width in zip([coarsest, *widths[:0:-1]], widths[::-1], strict=True):
+            total += res(before, width) + self.res_blocks * res(width, width)
+        total += sum(pair(width, width) for width in widths[1:])  # doublings
+        return total + _conv(widths[-2], widths[-2], 1)
 
 
 def _conv(inputs: int, outputs: int, side: int = 3) -> int:

@@ -19,6 +19,7 @@ from lantern_hpu.errors import OptionError, OutputError, WeightsError, needing
 from lantern_hpu.files import check_content, own_cache, write_file
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.models.config import ModelConfig, TransformerConfig, VQConfig
+from lantern_hpu.models.cosmos_vq import CosmosVQ
 from lantern_hpu.models.emu3_vq import Emu3VQ
 from lantern_hpu.models.text.prefix import Conditioner
 from lantern_hpu.models.transformer import Drafter, Target
@@ -42,11 +43,12 @@ class Placement:
     to_device: ToDevice = to_device  # how prompts go up
 
 
-Tokenizer = VQModel | Emu3VQ  # of pictures
+Tokenizer = VQModel | Emu3VQ | CosmosVQ  # of pictures
+KINDS: dict[str, type[Tokenizer]] = {"image": VQModel, "video": Emu3VQ, "cosmos": CosmosVQ}
 
 
 def make_vq(config: VQConfig) -> Tokenizer:
-    return Emu3VQ(config) if config.kind == "video" else VQModel(config)
+    return KINDS[config.kind](config)
 
 
 def grid_by_size(

@@ -32,9 +32,9 @@ class ResBlock(nn.Module):
     def __init__(self, inputs: int, outputs: int, groups: int) -> None:
         super().__init__()
         self.norm1 = _norm(inputs, groups)
-        self.conv1 = _conv3(inputs, outputs)
+        self.conv1: nn.Module = _conv3(inputs, outputs)
         self.norm2 = _norm(outputs, groups)
-        self.conv2 = _conv3(outputs, outputs)
+        self.conv2: nn.Module = _conv3(outputs, outputs)
         # Where the width stays the same the checkpoints have no shortcut weight.
         self.nin_shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
 

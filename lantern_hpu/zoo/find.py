@@ -36,7 +36,7 @@ UNCHECKED = ".lantern-unchecked"  # beside a repository's files in the cache: se
 # Names of parts in a folder; the first that is there is taken
 BESIDE = {
     "drafter": ("drafter", "*drafter*"),
-    "vq": ("vq", "vqvae", "vqgan.ckpt", "vq_*.pt", "vq*.safetensors", "vq*"),
+    "vq": ("vq", "vqvae", "vqgan.ckpt", "decoder.jit", "vq_*.pt", "vq*.safetensors", "vq*"),
     "text": ("text", "text_encoder", "flan-t5*", "t5*"),
     "neighbours": ("neighbours", "neighbours.npy", "vq_distances", "top_*_indices.npy"),
 }

@@ -35,6 +35,7 @@ from scripts.checkpoints.llamagen import (
     write_text_model,
     write_vq8,
 )
+from scripts.checkpoints.simplear import write_simplear
 
 WRITERS = {
     "llamagen-c2i": write_class_model,
@@ -52,6 +53,7 @@ WRITERS = {
     "emu3": write_emu3,
     "emu3-authors": write_authors_emu3,
     "glm-image": write_glm_image,
+    "simplear": write_simplear,
 }
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from lantern_hpu.errors import WeightsError
-from lantern_hpu.models.families import chameleon, emu3, glm_image, janus, llamagen, lumina
+from lantern_hpu.models.families import (
+    chameleon,
+    emu3,
+    glm_image,
+    janus,
+    llamagen,
+    lumina,
+    simplear,
+)
 from lantern_hpu.models.families.base import Family
 from lantern_hpu.models.files.checkpoint import Checkpoint, some_names
 from lantern_hpu.models.files.names import Parts
@@ -17,6 +25,7 @@ FAMILIES: dict[str, Family] = {
     "emu3": emu3.FAMILY,
     "glm-image": glm_image.FAMILY,
     "janus": janus.FAMILY,
+    "simplear": simplear.FAMILY,
     "llamagen": llamagen.FAMILY,
 }
 

@@ -25,9 +25,10 @@ from torch.overrides import TorchFunctionMode
 
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.files import check_content, file_in, reading
-from lantern_hpu.models.files.names import PICKLES, SAFE, series_of, weights_files
+from lantern_hpu.models.files.names import PICKLES, SAFE, SCRIPT, series_of, weights_files
+from lantern_hpu.models.files.torchscript import read_torchscript
 
-SINGLES = ("model.safetensors", "pytorch_model.bin")  # in transformers' order
+SINGLES = ("model.safetensors", "pytorch_model.bin", "decoder.jit")  # in transformers' order
 # Keys under which training frameworks put the weights; the first is what LlamaGen's sampler reads beside `ema`
 CONTAINERS = ("model", "module", "state_dict", "ema")
 # In names of tensors: around parts of a network that was compiled, or trained on many devices
@@ -103,10 +104,14 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def open_file(path: Path) -> Checkpoint:
     if not path.is_file():
         raise WeightsError(f"{path} does not exist")
-    if path.suffix not in (SAFE, *PICKLES):
-        why = f"expected {', '.join((SAFE, *PICKLES))}"
+    if path.suffix not in (SAFE, *PICKLES, SCRIPT):
+        why = f"expected {', '.join((SAFE, *PICKLES, SCRIPT))}"
         raise WeightsError(f"{path} is not a weights file", why)
     check_content(path)
+    if path.suffix == SCRIPT:
+        tensors = read_torchscript(path)
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        return Checkpoint(path, shapes, tensors.__getitem__)
     stored = open_safetensors(path) if path.suffix == SAFE else open_pickle(path)
     bare = stored.renamed(unwrapped)
     return bare if len(bare.shapes) == len(stored.shapes) else stored

@@ -61,7 +61,9 @@ from lantern_hpu.models.text.t5 import T5Conditioner
 from lantern_hpu.models.text.tokens import TokenConditioner, load_tokenizer, splitter
 from lantern_hpu.models.transformer import Drafter, Target
 
-VQ_MISSING = "the VQ tokenizer (--vq; FoundationVision/LlamaGen vq_ds16_*.pt; Anole: vqgan.ckpt)"
+VQ_MISSING = (
+    "the VQ tokenizer (--vq; LlamaGen: vq_ds16_*.pt; Anole: vqgan.ckpt; SimpleAR: decoder.jit)"
+)
 DIFFUSION_MISSING = "the diffusion model (the whole pipeline's folder; --save-tokens needs none)"
 # Of a model that was saved as a part of another: published files have their heads outside
 INNER_HEADS = ("model.lm_head.", "model.gen_head.", "model.text_model.lm_head.")

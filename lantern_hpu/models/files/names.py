@@ -22,6 +22,7 @@ TOKENIZER = "tokenizer.json"
 # Containers of weights
 SAFE = ".safetensors"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+SCRIPT = ".jit"  # TorchScript, of which tensors alone are read
 CODE_PIXELS = 16  # along a code, in every published model
 
 
@@ -98,7 +99,7 @@ def given_path(text: str) -> Path:
 
 def is_weights(path: Path) -> bool:
     """Whether a name is that of weights: what begins with a dot, as macOS' `._` files, is none."""
-    return path.suffix in (SAFE, *PICKLES) and not path.name.startswith(".")
+    return path.suffix in (SAFE, *PICKLES, SCRIPT) and not path.name.startswith(".")
 
 
 def series_of(path: Path) -> list[str]:

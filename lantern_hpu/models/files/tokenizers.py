@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -10,10 +11,12 @@ from torch import Tensor
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.files import reported_as
 from lantern_hpu.models.config import TransformerConfig, VQConfig
+from lantern_hpu.models.cosmos_vq import fsq_table
 from lantern_hpu.models.files.checkpoint import Checkpoint, Stored
 
 # Of Emu3's: what reads pictures, and counters of its norms
 ENCODING_ONLY = ("encoder.", "quant_conv.", "num_batches_tracked")
+FSQ = (8, 8, 8, 5, 5, 5)  # levels of a digit of Cosmos's codes
 TRAINING_ONLY = ("quantize.codebook_used", "loss.")  # a counter and losses
 # Emu3's own names of its decoder (BAAI/Emu3-VisionTokenizer), and transformers'
 EMU3_NAMES = (
@@ -40,6 +43,8 @@ def open_vq(checkpoint: Checkpoint, normalised: bool) -> tuple[VQConfig, Stored]
     checkpoint = checkpoint.within("model.", "vqmodel.", "vq_model.")
     if "decoder.middle_block.block_1.conv1.weight" in checkpoint:
         return open_video_vq(checkpoint)
+    if "decoder.conv_in.0.conv3d.weight" in checkpoint:
+        return open_cosmos(checkpoint)
     if any(".mid.block_1." in name for name in checkpoint.shapes):
         checkpoint = of_taming(checkpoint)
     if "decoder.conv_in.weight" not in checkpoint:
@@ -89,6 +94,44 @@ def open_video_vq(checkpoint: Checkpoint) -> tuple[VQConfig, Stored]:
             kind="video",
         )
     return config, Stored(checkpoint, ignored=ENCODING_ONLY)
+
+
+def open_cosmos(checkpoint: Checkpoint) -> tuple[VQConfig, Stored]:
+    """NVIDIA's Cosmos for one frame: the taps of each convolution over time are summed, the codes computed."""
+
+    def plain(name: str) -> str:
+        name = re.sub(r"\.norm\.(weight|bias)$", r".\1", name)
+        return name.replace(".conv3d.", ".")
+
+    named = checkpoint.renamed(plain)
+    flat = Checkpoint(
+        named.path,
+        {name: s[:2] + s[3:] if len(s) == 5 else s for name, s in named.shapes.items()},
+        lambda name: t.sum(2) if (t := named.read(name)).dim() == 5 else t,
+    )
+    with reported_as(f"{checkpoint.path} does not describe a model"):
+        levels = flat.count("decoder.up.")
+        each = [flat.shapes[f"decoder.up.{i}.block.0.norm2.weight"][0] for i in range(levels)]
+        z, code_dim = flat.shapes["post_quant_conv.weight"][:2]
+        if each[0] % 2 or code_dim != len(FSQ):
+            raise ValueError(f"it has {each[0]} channels, codes of {code_dim} digits")
+        config = VQConfig(
+            each[0] // 2,
+            tuple(2 * width // each[0] for width in each),
+            flat.count("decoder.up.0.block.") - 1,
+            z,
+            code_dim,
+            math.prod(FSQ),
+            groups=1,
+            normalize_codebook=False,
+            attention=False,
+            kind="cosmos",
+        )
+    ignored = ("inv_quant.", "unpatcher3d.", "mid.attn_1.1.q.", "mid.attn_1.1.k.")
+    unused = (f"decoder.up.{i}.upsample.conv1." for i in range(1, levels) if i != levels - 2)
+    return config, Stored(
+        flat.beside("quantize.embedding.weight", fsq_table(FSQ)), ignored=(*ignored, *unused)
+    )
 
 
 def check_vq(config: VQConfig, target: TransformerConfig, pixels: int, path: Path) -> None:

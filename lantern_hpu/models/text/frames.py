@@ -212,6 +212,34 @@ class Emu3Frame(Frame):
         return [*self.before, *words[: self.room], *self.after]
 
 
+class SimpleArFrame(Frame):
+    """A sentence between two tokens; guidance subtracts a negative prompt, with its own length and positions."""
+
+    family = "SimpleAR"
+    BEGIN, IMAGE = "<|t2i|>", "<|soi|>"
+    PRAISE = "A highly realistic image of "
+    NEGATIVE = (
+        "An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad teeth, "
+        "bad eyes, bad limbs, distortion"
+    )
+    special = {BEGIN: 151665, IMAGE: 151667}
+    order: TokenOrder = TokenOrder(((151672, 215672),))
+    takes_negative = True
+
+    def __init__(
+        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
+    ) -> None:
+        super().__init__(words, vocabulary, config, where)
+        self.before, self.after = [self.id[self.BEGIN]], [self.id[self.IMAGE]]
+
+    def text(self, prompt: str) -> str:
+        return self.PRAISE + prompt
+
+    def without(self, ids: list[int], negative: str | None = None) -> list[int]:
+        words = self.words(self.NEGATIVE if negative is None else negative)
+        return [*self.before, *words[: self.room], *self.after]
+
+
 class GlmImageFrame(Frame):
     """The prompt, then the grids of picture and preview as numbers, and what begins a picture.
 
@@ -265,6 +293,7 @@ FRAMES: dict[str, type[Frame]] = {
     "lumina": LuminaFrame,
     "janus": JanusFrame,
     "emu3": Emu3Frame,
+    "simplear": SimpleArFrame,
     "glm-image": GlmImageFrame,
 }
 

@@ -1,0 +1,228 @@
+"""SimpleAR: logits are those of transformers' Qwen2, pictures those of the tokenizer's network of three dimensions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from lantern_hpu import cli
+from lantern_hpu.commands import convert, generate
+from lantern_hpu.methods.request import Request, Sampling
+from lantern_hpu.methods.setting import Setting
+from lantern_hpu.models.cosmos_vq import fsq_table
+from lantern_hpu.models.files.checkpoint import open_checkpoint
+from lantern_hpu.models.files.load import open_model
+from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.model import nearest_codes
+from lantern_hpu.models.text.tokens import TokenConditioner
+from lantern_hpu.zoo.find import find_parts
+from tests.marks import mostly_slow
+from tests.test_language_models import PROMPTS, guided_logits, guided_rows, opened, pipeline_of
+
+NAME, FIRST, SCALE = "simplear", 151672, 6.0
+NEGATIVE = (
+    "An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad teeth, "
+    "bad eyes, bad limbs, distortion"
+)
+
+
+def rows_of(folder: Path, prompt: str, negative: str = NEGATIVE) -> tuple[list[int], list[int]]:
+    """The conditional and the unconditional row, by the authors' templates."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    texts = (f"A highly realistic image of {prompt}", negative)
+    ids = [
+        tokenizer(f"<|t2i|>{text}<|soi|>", add_special_tokens=False)["input_ids"] for text in texts
+    ]
+    return ids[0], ids[1]
+
+
+def qwen(folder: Path) -> Any:
+    from transformers import Qwen2ForCausalLM
+
+    return Qwen2ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def untied(public: Path, goal: Path) -> Path:
+    """The same with a head of its own."""
+    shutil.copytree(public / NAME, goal, ignore=shutil.ignore_patterns("model.safetensors"))
+    state = load_file(public / NAME / "model.safetensors")
+    assert "lm_head.weight" not in state
+    head = state["model.embed_tokens.weight"].flip(1).contiguous()
+    save_file(state | {"lm_head.weight": head}, goal / "model.safetensors", {"format": "pt"})
+    config = json.loads((goal / "config.json").read_text())
+    (goal / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    return goal
+
+
+def test_a_prompt_is_framed_token_for_token(public: Path) -> None:
+    condition = opened(public / NAME).condition
+    assert isinstance(condition, TokenConditioner)
+    for prompt in (*PROMPTS, ""):
+        ids, without = rows_of(public / NAME, prompt)
+        assert condition.frame.ids(prompt) == ids and condition.frame.without(ids) == without
+        assert ids[0] == 151665 and ids[-1] == 151667
+    assert condition.frame.without(ids, "dog") == rows_of(public / NAME, "", "dog")[1]
+    assert condition.takes_negative
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_are_those_of_transformers(public: Path, tmp_path: Path, tied: bool) -> None:
+    folder = public / NAME if tied else untied(public, tmp_path / "untied")
+    model, tokens = qwen(folder), torch.randint(64000, (len(PROMPTS), 24))
+    mine = guided_logits(opened(folder), PROMPTS, tokens, SCALE)
+    for prompt, row, logits in zip(PROMPTS, tokens, mine, strict=True):
+        rows, image = rows_of(folder, prompt), (row + FIRST).tolist()
+        want = guided_rows(model.model, model.lm_head, rows, image, SCALE)[:, FIRST:]
+        assert want.std() > 0.5
+        torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("setting", mostly_slow([Setting.of("ar"), Setting.of("scd", window=4)]))
+def test_greedy_tokens_are_those_of_transformers(public: Path, setting: Setting) -> None:
+    """Prompts of unequal lengths in one batch."""
+    pipeline, model = pipeline_of(public / NAME), qwen(public / NAME)
+    requests = [Request(p, 0, Sampling(SCALE, 0.0)) for p in PROMPTS]
+    tree = pipeline.resolve(setting).tree
+    engine = pipeline.engines.make(pipeline.spec(requests, tree, 3), "strict")
+    known = engine.start(pipeline.model.condition.rows(PROMPTS, True), requests)
+    number = 1
+    while min(known[:3]) < 12:
+        known, number = engine.advance([0, 0, 0], number, 1), number + 1
+    for prompt, row in zip(PROMPTS, torch.from_numpy(engine.partial()[:3, :12]), strict=True):
+        rows, image = rows_of(public / NAME, prompt), (row + FIRST).tolist()
+        want = guided_rows(model.model, model.lm_head, rows, image, SCALE)[:, FIRST:]
+        assert torch.equal(want.argmax(-1), row.long())
+
+
+def tokenizer_twin(folder: Path) -> nn.Module:
+    """In float64."""
+    from scripts.checkpoints.simplear import cosmos_decoder
+
+    twin = cosmos_decoder(torch.Generator())
+    file = open_checkpoint(folder / "decoder.jit")
+    state = {name: file.read(name) for name in twin.state_dict()}
+    twin.load_state_dict(state)
+    twin.inv_quant.quantizer.dtype = torch.float64
+    double: nn.Module = twin.double()
+    return double
+
+
+@torch.no_grad()
+def test_pictures_are_those_of_the_network_of_three_dimensions(public: Path) -> None:
+    vq, twin = opened(public / NAME).vq, tokenizer_twin(public / NAME)
+    assert vq is not None
+    codes = torch.randint(64000, (2, 15), generator=torch.Generator().manual_seed(2))
+    decoder: nn.Module = vq.double()  # rounding aside
+    mine, want = vq.decode_codes(codes, (3, 5)), twin(codes.view(2, 1, 3, 5))
+    assert mine.shape == (2, 3, 48, 80) and want.shape == (2, 3, 1, 48, 80) and want.std() > 0.1
+    torch.testing.assert_close(mine, want[:, :, 0].clamp(-1, 1).float(), rtol=1e-5, atol=1e-5)
+    assert sum(p.numel() for p in decoder.parameters()) == vq.config.parameters
+    assert vq.config.downsample == 16
+
+
+def test_codes_are_digits_and_ties_go_by_code() -> None:
+    """Code 9 is the digits 1, 1, 0, 0, 0, 0, each counted from the middle of its levels."""
+    table = fsq_table((8, 8, 8, 5, 5, 5))
+    assert table.shape == (64000, 6)
+    assert table[9].tolist() == [-0.75, -0.75, -1, -1, -1, -1]
+    assert table[-1].tolist() == [0.75, 0.75, 0.75, 1, 1, 1]
+    small = nearest_codes(fsq_table((8, 8)), 4)
+    assert small[9].tolist() == [1, 8, 10, 17]  # all at one distance
+
+
+class Poison:
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path("ran"),))
+
+
+def test_a_torchscript_file_is_read_and_never_run(
+    public: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import pickle
+
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "decoder.jit"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("decoder/data.pkl", pickle.dumps(Poison()))
+    open_checkpoint(file)
+    assert not Path("ran").exists()
+    whole = (public / NAME / "decoder.jit").read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"<html>"):
+        file.write_bytes(damaged)
+        args = [
+            "--model",
+            str(public / NAME),
+            "--vq",
+            str(file),
+            "--prompt",
+            "red",
+            "--method",
+            "ar",
+        ]
+        assert generate.main([*args, "--output", "x.png"]) == 2
+        assert f"cannot read {file}" in capsys.readouterr().err
+
+
+def test_relatives_and_other_sizes_are_refused(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plain Qwen2.5, a size that was not trained, and the tokenizer of another family."""
+    plain = {
+        "model.embed_tokens.weight": torch.zeros(151936, 2),
+        "model.layers.0.self_attn.q_proj.bias": torch.zeros(2),
+    }
+    save_file(plain, tmp_path / "model.safetensors")
+    out = ["--prompt", "red", "--method", "ar", "--output", str(tmp_path / "x.png")]
+
+    def refused(folder: Path, *options: str) -> str:
+        assert generate.main(["--model", str(folder), *options, *out]) == 2
+        return capsys.readouterr().err
+
+    assert "as Qwen2.5 or Qwen3 does" in refused(tmp_path)
+    assert "no SimpleAR draws 768 pixels" in refused(public / NAME, "--image-size", "768")
+    other = str(public / "anole" / "vqgan.ckpt")
+    assert "it has 8192 codes, the target draws 64000" in refused(public / NAME, "--vq", other)
+    parts = find_parts(str(public / NAME), Given(image_size=512))
+    assert open_model(parts).config.target.tokens == 1024
+    assert open_model(find_parts(str(public / NAME))).config.target.tokens == 4096
+
+
+def test_converted_it_is_the_same(public: Path, tmp_path: Path) -> None:
+    assert convert.main([str(public / NAME), str(tmp_path / "ours")]) == 0
+    before, after = opened(public / NAME), opened(tmp_path / "ours")
+    assert after.fingerprint == before.fingerprint and after.config == before.config
+    assert after.sampling == before.sampling == Sampling(6.0, 1.0, 0, 1.0)
+    for part in ("target", "vq"):
+        old, new = getattr(before, part).state_dict(), getattr(after, part).state_dict()
+        assert all(torch.equal(old[key], new[key]) for key in old)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "device"), [("ar", "cpu"), ("scd", "cpu"), ("jacobi", "cpu"), ("sjd-pac", "hpu")]
+)
+def test_it_draws_by_every_method_that_needs_no_drafter(
+    public: Path, tmp_path: Path, method: str, device: str
+) -> None:
+    from PIL import Image
+
+    options = ["--device", device, *(["--emulate"] if device == "hpu" else ["--graphs", "strict"])]
+    file, size = tmp_path / "x.png", ["--image-size", "512"]
+    command = ["generate", "--model", str(public / NAME), "--prompt", "red", "--method", method]
+    assert cli.main([*command, *size, *options, "--output", str(file)]) == 0
+    assert Image.open(file).size == (512, 512)
