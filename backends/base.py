@@ -247,7 +247,7 @@ class Backend(ABC):
         if options.threads:
             torch.set_num_threads(options.threads)
         dtype, why = self.number_format(options.dtype, config.parameters)
-        kernels = self.kernels(options.kernels, dtype)
+        kernels = self.kernels(options.kernels, dtype, config)
         decided = {"dtype": f"{dtype_name(dtype)}: {why}"}
         return Fit(self, dtype, self.graph_mode(options.graphs), kernels, decided=decided)
 
@@ -271,12 +271,15 @@ class Backend(ABC):
         """The fastest number format for a model of so many parameters, and why."""
         return next(iter(self.dtypes.items()))
 
-    def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
+    def kernels(
+        self, choice: str = "auto", dtype: torch.dtype | None = None, sizes: Sizes | None = None
+    ) -> Kernels:
         """What the transformer calls on this device.
 
         Args:
             choice: `auto`, the fastest forms that agree with the plain ones; or `plain`.
-            dtype: what the models compute in, in which they have to agree; the best one if not given.
+            dtype, sizes: what the models compute in, and the target's sizes, in which they have to agree; if not given,
+                the best one, and sizes of the device's own choice.
         """
         return PLAIN
 

@@ -84,5 +84,5 @@ def candidates_of(backend: Backend, dtype: torch.dtype) -> dict[str, Candidate]:
     if backend.name == "hpu":
         from lantern_hpu.backends.hpu import backend as gaudi
 
-        return gaudi.hpu_candidates(cast("HPUBackend", backend))
+        return gaudi.hpu_candidates(cast("HPUBackend", backend), dtype)
     return {}

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gaudi_emulator import emulate, warmed_up
+from gaudi_emulator import emulate, hpex, warmed_up
 from gaudi_emulator.lint.lint_model import lint_model, rehearsed_captures
 from lantern_hpu.backends import get_backend
+from lantern_hpu.backends.hpu import backend as hpu_backend
 from lantern_hpu.backends.hpu.backend import HPUBackend, matmul_attention
 from lantern_hpu.backends.hpu.env import RECIPE_CACHE, RELEASES
 from lantern_hpu.cli import main
@@ -309,6 +310,35 @@ def test_kernel_that_is_missing_or_wrong_is_replaced(monkeypatch: pytest.MonkeyP
             "rms_norm": "fused_rms_norm",
             **dict.fromkeys(("rotate", "swiglu", "probs", "sample", "sample_distinct"), "plain"),
         }
+
+
+def test_a_mask_too_large_for_the_kernel_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vllm-gaudi 1749: the queries are given in parts, each with its part of the mask."""
+    with emulate(), torch.no_grad():
+        fused = get_backend("hpu").kernels("auto", torch.float32).attention
+        shapes = ((2, 4, 7, 16), (2, 2, 8, 16), (2, 2, 8, 16), (2, 1, 7, 8))
+        given = [torch.randn(s, device="hpu") for s in shapes]
+        whole, calls = fused(*given), list[tuple[int, ...]]()
+        monkeypatch.setattr(hpu_backend, "MASK_BYTES", 200)
+        sdpa = hpex.sdpa
+        monkeypatch.setattr(
+            hpex, "sdpa", lambda q, *rest: (calls.append(q.shape), sdpa(q, *rest))[1]
+        )
+        torch.testing.assert_close(fused(*given).cpu(), whole.cpu())
+        assert [shape[2] for shape in calls] == [3, 2, 2]
+
+
+def test_the_fallback_softmax_is_of_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, softmax = list[torch.dtype](), Tensor.softmax
+
+    def noted(x: Tensor, dim: int) -> Tensor:
+        seen.append(x.dtype)
+        return softmax(x, dim)
+
+    monkeypatch.setattr(Tensor, "softmax", noted)
+    q, k, v = (torch.randn(1, heads, 4, 16).bfloat16() for heads in (4, 2, 2))
+    got = matmul_attention(q, k, v, torch.zeros(1, 1, 4, 4).bfloat16())
+    assert seen == [torch.float32] and got.dtype == torch.bfloat16
 
 
 def test_unknown_kernels_are_refused(model: Path) -> None:

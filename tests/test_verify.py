@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from gaudi_emulator import emulate, hpex, lowering
 from gaudi_emulator.device import Device
-from gaudi_emulator.graphs import Recording
+from gaudi_emulator.graphs import HPUGraph, Recording
 from lantern_hpu.backends import OWN_KERNELS
 from lantern_hpu.backends.candidates import Candidate, candidates_of
 from lantern_hpu.backends.cuda import kernels as triton
@@ -211,6 +211,75 @@ def test_wrong_kernel_is_refuted_though_another_serves(
         assert {question.answer(other)[0] for other in others} == {"confirmed"}
 
 
+@pytest.mark.parametrize("where", ["group 1", "bfloat16"])
+def test_attention_that_is_wrong_in_one_place_alone_is_refuted(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel wrong for one group of queries that share a key head, or in one number format; and a run replaces it."""
+    real = hpex.run_fused
+
+    def wrong(kernel: str, function: Any, q: Tensor, k: Tensor, *rest: Any) -> Any:
+        result = real(kernel, function, q, k, *rest)
+        if kernel != "sdpa" or (where == "bfloat16" and q.dtype != torch.bfloat16):
+            return result
+        group = torch.arange(q.shape[1]).view(-1, 1, 1) // (q.shape[1] // k.shape[1])
+        spoils = (group == 1) if where == "group 1" else (group >= 0)
+        return result * (1 - 0.3 * spoils.to(result.device)).to(result.dtype)
+
+    monkeypatch.setattr(hpex, "run_fused", wrong)
+    with asked("kernels") as question:
+        state, detail, _ = question.answer("attention")
+        assert state == "refuted" and where in (detail if where == "bfloat16" else "group 1")
+        backend = question.backend
+        names = [backend.kernels("auto", d).names() for d in (torch.float32, torch.bfloat16)]
+        served = ["fused_sdpa" if where == "bfloat16" else "matmul_attention", "matmul_attention"]
+        assert [each["attention"] for each in names] == served
+
+
+def test_draws_that_sums_spoil_are_refuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    with asked("kernels") as question:
+        assert question.answer("draws")[0] == "confirmed"
+    real = Device.compute
+
+    def shaken(card: Device, op: Any, *rest: Any) -> Any:
+        """Neither monotone nor near."""
+        result = real(card, op, *rest)
+        if op.packet != "cumsum" or not result.is_floating_point():
+            return result
+        return result + 0.02 * torch.sin(torch.arange(result.shape[-1]))
+
+    monkeypatch.setattr(Device, "compute", shaken)
+    with asked("kernels") as question:
+        state, detail, numbers = question.answer("draws")
+        assert state == "refuted" and "from where its uniform lies" in detail
+        assert numbers["sums that fall"] > 0
+
+
+def test_memory_that_refuses_its_second_life_is_refuted(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    question = "engines recorded anew"
+    with asked("methods", model=str(model)) as one:
+        assert one.answer(question)[0] == "confirmed"
+    closed, begin, reset = list[Any](), HPUGraph.capture_begin, HPUGraph.reset
+
+    def refuses(graph: Any, *rest: Any) -> None:
+        if closed:
+            raise RuntimeError("the memory of a graph that was closed is taken")
+        begin(graph, *rest)
+
+    monkeypatch.setattr(HPUGraph, "capture_begin", refuses)
+
+    def resets(graph: Any) -> None:
+        closed.append(graph)
+        reset(graph)
+
+    monkeypatch.setattr(HPUGraph, "reset", resets)
+    with asked("methods", model=str(model)) as one:
+        state, detail, _ = one.answer(question)
+        assert state == "refuted" and "is taken" in detail
+
+
 def test_every_kernel_that_a_device_has_is_asked() -> None:
     with asked("kernels") as question:
         assert set(candidates_of(question.backend, torch.float32)) == set(OWN_KERNELS["hpu"])
@@ -349,6 +418,7 @@ class OneCard:
     """What a question about kernels needs of a backend."""
 
     name, device = "cuda", torch.device("cpu")
+    dtypes = {"float32": ""}
 
     def kernels(self, choice: str, dtype: torch.dtype) -> Kernels:
         return PLAIN
@@ -388,7 +458,7 @@ def test_each_triton_kernel_is_asked_and_can_be_refuted(
     question = Asked(stage, "cuda", "")
     vars(question)["backend"] = OneCard()
     answers = {item: question.answer(item)[0] for item, _ in items_of(stage)}
-    assert len(answers) == 9
+    assert len(answers) == 10
     assert {item for item, state in answers.items() if state == "refuted"} == {wrong}
     assert set(answers.values()) == {"refuted", "confirmed"}
 

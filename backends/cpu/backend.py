@@ -272,7 +272,9 @@ class CPUBackend(Backend):
             )
         return dtype, why
 
-    def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
+    def kernels(
+        self, choice: str = "auto", dtype: torch.dtype | None = None, sizes: Sizes | None = None
+    ) -> Kernels:
         if choice == "plain":
             return PLAIN
         return replace(PLAIN, sample=sample_in_order, sample_distinct=sample_distinct_in_order)

@@ -14,7 +14,7 @@ from torch import Tensor
 from lantern_hpu.backends import QUANTIZED
 from lantern_hpu.backends.base import Backend, Memory, Queue
 from lantern_hpu.errors import DeviceError
-from lantern_hpu.ops.kernels import PLAIN, Kernels
+from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
 
 # ------------------------------------------------------------------------------------------ dtypes
 
@@ -106,7 +106,9 @@ class CUDABackend(Backend):
             torch.cuda.reset_peak_memory_stats()
         return memory
 
-    def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
+    def kernels(
+        self, choice: str = "auto", dtype: torch.dtype | None = None, sizes: Sizes | None = None
+    ) -> Kernels:
         if choice == "plain":
             return PLAIN
         from lantern_hpu.backends.cuda.kernels import triton_kernels

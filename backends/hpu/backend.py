@@ -18,7 +18,10 @@ from lantern_hpu.backends.hpu import env as hpu_env
 from lantern_hpu.backends.hpu import errors as hpu_errors
 from lantern_hpu.backends.hpu.env import ROOT
 from lantern_hpu.ops import kernels
-from lantern_hpu.ops.kernels import PLAIN, Kernels
+from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
+
+MASK_BYTES = 2**31  # FusedSDPA wraps in a larger mask (vllm-gaudi 1749)
+KEPT, NODES = 320, 26  # positions and tree nodes that kernels are judged with
 
 DTYPES = {
     "bfloat16": "what the matrix engines are made for",
@@ -123,8 +126,12 @@ class HPUBackend(Backend):
             self.hpu.reset_peak_memory_stats()
         return memory
 
-    def kernels(self, choice: str = "auto", dtype: torch.dtype | None = None) -> Kernels:
-        return hpu_kernels(self) if choice == "auto" else PLAIN
+    def kernels(
+        self, choice: str = "auto", dtype: torch.dtype | None = None, sizes: Sizes | None = None
+    ) -> Kernels:
+        if choice != "auto":
+            return PLAIN
+        return hpu_kernels(self, dtype or self.number_format("auto")[0], sizes)
 
     def compile(self, function: nn.Module) -> Callable[[Any], Tensor]:
         return compile_whole(function, "hpu_backend")
@@ -159,12 +166,12 @@ class HPUBackend(Backend):
 
 
 def matmul_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Attention of matmul and softmax, which every release compiles; the signature is `Kernels`'."""
+    """Attention of matmul and a softmax in float32, which every release compiles; the signature is `Kernels`'."""
     share = q.shape[1] // k.shape[1]
     if share > 1:
         k, v = k.repeat_interleave(share, 1), v.repeat_interleave(share, 1)
-    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5 + mask  # [R, h, T, S]
-    return scores.softmax(-1) @ v
+    scores = (q @ k.transpose(-1, -2)).float() * q.shape[-1] ** -0.5 + mask  # [R, h, T, S]
+    return scores.softmax(-1).to(v.dtype) @ v
 
 
 def make_attention(backend: HPUBackend) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
@@ -172,7 +179,10 @@ def make_attention(backend: HPUBackend) -> Callable[[Tensor, Tensor, Tensor, Ten
 
     def fused_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         # An autograd function: positions only, and no more of them than release 1.19 has.
-        return sdpa.apply(q, k, v, mask, 0.0, False, None, "None", True)
+        pieces = mask.numel() * mask.element_size() // MASK_BYTES + 1
+        parts = zip(q.tensor_split(pieces, 2), mask.tensor_split(pieces, 2), strict=True)
+        done = [sdpa.apply(x, k, v, part, 0.0, False, None, "None", True) for x, part in parts]
+        return torch.cat(done, 2) if pieces > 1 else done[0]
 
     return fused_sdpa
 
@@ -203,16 +213,26 @@ def make_rotate(backend: HPUBackend) -> Callable[[Tensor, Tensor, bool], Tensor]
     return fused_rope
 
 
-def hpu_candidates(backend: HPUBackend) -> dict[str, Candidate]:
+class Grouped:
+    """Sizes to judge kernels by where no model is given: four queries share a key head, as in Emu3."""
+
+    dim, heads, kv, head_dim = 512, 8, 2, 64
+
+
+def hpu_candidates(
+    backend: HPUBackend, dtype: torch.dtype = torch.float32, sizes: Any = Grouped
+) -> dict[str, Candidate]:
     """All fused kernels, whether or not they are in this release and agree with the plain ones.
 
-    A card multiplies in lower precision inside of attention; norm and rotary embedding have no products of matrices.
+    Each is called as a step does it: in the run's number format, with its heads and groups, for one token and a tree,
+    with a mask of the lowest number, under which queries see one position or many. A card multiplies in lower precision
+    inside of attention; norm and rotary embedding have no products of matrices.
     """
-    r, h, t, s, hd = 2, 4, 3, 8, 64
+    h, kv, hd, r, s = sizes.heads, sizes.kv, sizes.head_dim, 2, KEPT
     generator = torch.Generator().manual_seed(0)
 
     def some(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator)
+        return torch.randn(shape, generator=generator).to(dtype)
 
     def candidate(
         make: Callable[[HPUBackend], Callable[..., Tensor]],
@@ -226,22 +246,32 @@ def hpu_candidates(backend: HPUBackend) -> dict[str, Candidate]:
             tuple(x.to(backend.device) if isinstance(x, Tensor) else x for x in call)
             for call in calls
         ]
-        return Candidate(lambda: make(backend), list(zip(moved, wanted, strict=True)), tolerance)
+        rounding = 4 * torch.finfo(dtype).eps
+        examples = list(zip(moved, wanted, strict=True))
+        return Candidate(lambda: make(backend), examples, max(tolerance, rounding))
 
-    looks = (some(r, h, t, hd), some(r, h, s, hd), some(r, h, s, hd), some(r, 1, t, s))
-    pairs = [(some(r, t, h, hd), some(r, t, 2, hd // 2), kind) for kind in (True, False)]
-    norm = (some(r, t, hd), some(hd), 1e-5)
+    def looks(t: int) -> tuple[Tensor, ...]:
+        seen = torch.arange(1, r * t + 1).view(r, 1, t, 1) ** 2 % s  # of [R, 1, T, S]
+        mask = (torch.arange(s) > seen).to(dtype) * torch.finfo(dtype).min
+        return some(r, h, t, hd), some(r, kv, s, hd), some(r, kv, s, hd), mask
+
+    pairs = [
+        (some(r, t, n, hd), some(r, t, 2, hd // 2), kind)
+        for kind in (True, False)
+        for t, n in ((1, h), (3, kv))
+    ]
+    norms = [(some(r, 3, width), some(width), 1e-5) for width in (sizes.dim, hd)]
     return {
-        "attention": candidate(make_attention, kernels.attention, 1e-2, looks),
-        "rms_norm": candidate(make_rms_norm, kernels.rms_norm, 2e-3, norm),
+        "attention": candidate(make_attention, kernels.attention, 1e-2, looks(1), looks(NODES)),
+        "rms_norm": candidate(make_rms_norm, kernels.rms_norm, 2e-3, *norms),
         "rotate": candidate(make_rotate, kernels.rotate, 1e-3, *pairs),
     }
 
 
-def hpu_kernels(backend: HPUBackend) -> Kernels:
-    """The fused kernels that are here and agree with the plain ones."""
+def hpu_kernels(backend: HPUBackend, dtype: torch.dtype, sizes: Sizes | None = None) -> Kernels:
+    """The fused kernels that are here and agree with the plain ones, in a model's format and sizes."""
     served = Kernels(attention=matmul_attention)
-    for name, candidate in hpu_candidates(backend).items():
+    for name, candidate in hpu_candidates(backend, dtype, sizes or Grouped).items():
         with suppress(*LACKING):
             if candidate.agrees():
                 served = replace(served, **{name: candidate.make()})

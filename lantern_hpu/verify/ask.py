@@ -22,13 +22,16 @@ from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import LanternError
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Setting
+from lantern_hpu.ops import sampling
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.plan.requirements import Counted, setup_of
 from lantern_hpu.results.images import RunStats
 from lantern_hpu.verify.distribution import LEAST_CHANCE, measure
 from lantern_hpu.verify.items import (
+    ANEW,
     CUTS_REFUSED,
+    DRAWS,
     NO_FACTS,
     Question,
     Result,
@@ -45,6 +48,9 @@ CACHE_TOLERANCE = (
     2e-2  # sums of several layers, in another order and on a card in lower precision inside
 )
 SEEDS = 256  # whose first tokens are held to the distribution
+JUDGED = ("float32", "bfloat16")  # formats in which kernels are asked
+DRAWN, VOCABULARY = 64, 32769  # draws, and Emu3's codes, one past a power of two
+DRAW_TOLERANCE = 1e-4  # of a sum of so many float32 numbers
 CUT_STEPS = 2  # the first compiles all that a step is made of
 Answer = tuple[State, str, dict[str, Any]]
 
@@ -138,17 +144,55 @@ class Asked:
     # Kernels
 
     def kernel(self, item: str) -> Answer:
-        """A device's own form itself, whether or not it is the one that serves."""
-        backend = self.backend
-        candidate = candidates_of(backend, torch.float32)[item]
-        try:
-            apart = candidate.apart()
-        except LACKING as error:
-            return "unanswered", f"{explained(error)}: the plain one serves", {}
-        serves = backend.kernels("auto", torch.float32).names().get(item, "plain")
-        numbers = {"largest difference": apart, "tolerance": candidate.tolerance, "serves": serves}
-        state: State = "confirmed" if apart <= candidate.tolerance else "refuted"
-        return state, f"{apart:.1e} apart, {candidate.tolerance:g} is allowed", numbers
+        """A device's own form itself, whether or not it is the one that serves, in the formats that models run in."""
+        if item == DRAWS:
+            return self.draws()
+        backend, numbers, found = self.backend, dict[str, Any](), list[str]()
+        for name in (name for name in JUDGED if name in backend.dtypes):
+            dtype = getattr(torch, name)
+            candidate = candidates_of(backend, dtype)[item]
+            try:
+                apart = candidate.apart()
+            except LACKING as error:
+                return "unanswered", f"{explained(error)}: the plain one serves", {}
+            numbers |= {
+                f"largest difference, {name}": apart,
+                f"tolerance, {name}": candidate.tolerance,
+            }
+            numbers["serves"] = backend.kernels("auto", dtype).names().get(item, "plain")
+            said = f"{apart:.1e} apart in {name}, {candidate.tolerance:g} is allowed"
+            if not apart <= candidate.tolerance:
+                return "refuted", said, numbers
+            found.append(said)
+        return "confirmed", "; ".join(found), numbers
+
+    def draws(self) -> Answer:
+        """Tokens by inverse CDF, with what serves here: each has a probability, and lies where its uniform says.
+
+        Sums in parallel may fall, as a number says; draws must not suffer from it.
+        """
+        generator = torch.Generator().manual_seed(SEED)
+        probs = (3 * torch.randn(DRAWN, VOCABULARY, generator=generator)).softmax(-1)
+        probs = probs.masked_fill(torch.rand(probs.shape, generator=generator) < 0.5, 0.0)
+        uniform = torch.rand(DRAWN, generator=generator)
+        given, device = (
+            (probs.to(self.backend.device), uniform.to(self.backend.device)),
+            self.backend,
+        )
+        served = device.kernels("auto", torch.float32)
+        falls = int((given[0].cumsum(-1).diff(dim=-1) < 0).sum().item())
+        numbers = {"sums that fall": falls, "of": probs.numel()}
+        ends = probs.double().cumsum(-1)
+        for draw in (served.sample, sampling.sample):
+            token = draw(*given).cpu().long()[:, None]
+            own, end = (x.gather(-1, token)[:, 0] for x in (probs.double(), ends))
+            target = uniform * ends[:, -1]
+            off = torch.maximum(target - end, end - own - target).clamp(min=0).max().item()
+            if not bool((own > 0).all()):
+                return "refuted", "a token of probability 0 was drawn", numbers
+            if off > DRAW_TOLERANCE:
+                return "refuted", f"a token is {off:.1e} from where its uniform lies", numbers
+        return "confirmed", f"{DRAWN} draws from {VOCABULARY} tokens; {falls} sums fall", numbers
 
     # Caches
 
@@ -183,7 +227,23 @@ class Asked:
 
     # Methods
 
+    def anew(self) -> Answer:
+        """Whether engines can be closed and recorded again, in memory that others had."""
+        try:
+            first = self.drawn(self.pipeline, "ar")[0]
+            self.pipeline.engines.close()
+            second = self.drawn(self.pipeline, "ar")[0]
+        except Exception as error:
+            return "refuted", explained(error), {}
+        return (
+            ("confirmed", "the same tokens", {})
+            if first == second
+            else ("refuted", "other tokens", {})
+        )
+
     def method(self, item: str) -> Answer:
+        if item == ANEW:
+            return self.anew()
         want, pipeline = self.expected(item), self.pipeline
         pipeline.backend.memory(reset_peak=True)
         got, steps, report = self.drawn(pipeline, item)

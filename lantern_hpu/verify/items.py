@@ -13,6 +13,7 @@ from lantern_hpu.methods.setting import METHODS
 
 State = Literal["confirmed", "refuted", "unanswered"]
 CUTS_REFUSED = "PT_HPU_USE_EAGER_FALLBACK"  # 0: the compiler raises where it would cut a graph
+DRAWS, ANEW = "draws", "engines recorded anew"  # beside kernels, and beside methods
 CACHES = (
     "ar",
     "lantern++",
@@ -111,6 +112,7 @@ def items_of(stage: Stage) -> Iterator[Question]:
         yield from (Question(name, source) for name, source in known)
     elif stage.kind == "kernels":
         yield from (Question(name, "its plain twin") for name in OWN_KERNELS[stage.device])
+        yield Question(DRAWS, "sums in float64")
     elif stage.kind == "caches":
         yield from (Question(name, "the plain step on the CPU") for name in CACHES)
     elif stage.kind == "cuts":
@@ -118,6 +120,7 @@ def items_of(stage: Stage) -> Iterator[Question]:
     elif stage.kind == "distribution":
         yield from (Question(name, "the plain model's probabilities on the CPU") for name in DRAWN)
     elif stage.kind == "methods":
+        yield Question(ANEW, "the tokens before they were closed")
         yield from (Question(name, "the CPU's tokens") for name in METHODS)
     else:
         yield Question("short benchmark", "this machine")
