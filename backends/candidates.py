@@ -38,14 +38,23 @@ class Candidate:
         """The largest difference over all examples; infinite where types differ or a number is none."""
         kernel = self.make()
         with torch.no_grad():
-            return max(
-                difference(got, want)
-                for arguments, wanted in self.examples
-                for got, want in zip(outcome(kernel, arguments), wanted, strict=True)
-            )
+            got = on_host([x for given, _ in self.examples for x in outcome(kernel, given)])
+        wanted = [want for _, results in self.examples for want in results]
+        return max(difference(*pair) for pair in zip(got, wanted, strict=True))
 
     def agrees(self) -> bool:
         return self.apart() <= self.tolerance
+
+
+def on_host(results: Sequence[Tensor]) -> list[Tensor]:
+    """Copies of tensors, those of a number format in one: each copy waits for a card."""
+    found = list(results)
+    for dtype in {x.dtype for x in found}:
+        same = [i for i, x in enumerate(found) if x.dtype == dtype]
+        flat = torch.cat([found[i].flatten() for i in same]).cpu()
+        for i, part in zip(same, flat.split([found[i].numel() for i in same]), strict=True):
+            found[i] = part.view(found[i].shape)
+    return found
 
 
 def difference(got: Tensor, want: Tensor) -> float:
