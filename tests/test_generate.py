@@ -23,7 +23,7 @@ from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import METHODS
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.images import METADATA, read_png
+from lantern_hpu.results.images import CAPTION, METADATA, read_png
 from lantern_hpu.results.prompts import read_prompts
 from tests.folder import write_folder
 from tests.marks import mostly_slow
@@ -275,7 +275,7 @@ def test_grid_tokens_and_previews_are_written(model: Path, tmp_path: Path) -> No
         1,
     )
     assert generate(model, *options, "--output", sheet) == 0
-    assert Image.open(sheet).size == (3 * 12 + 4, 16)
+    assert Image.open(sheet).size == (2 * 12 + 4, 2 * (12 + CAPTION) + 4)
     saved = np.load(tokens)
     assert saved["tokens"].shape == (3, 16) and list(saved["seeds"]) == [0, 1, 2]
     assert (tmp_path / "sheet.preview.png").exists()

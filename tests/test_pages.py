@@ -210,6 +210,17 @@ def words(command: str) -> list[str]:
 LISTED = [(page, given) for page in COMMANDED for given in commands(page)]
 
 
+def test_published_files_that_a_page_compares_are_of_the_models_weights() -> None:
+    """`compare` refuses files of other weights; a reader's file is of the model as it is today."""
+    own = json.loads((ROOT / "lantern_hpu/assets/builtin/model.json").read_text())["files"]
+    now = {name.removesuffix(".safetensors"): digest for name, digest in own.items()}
+    files = [w for _, given in LISTED if given[0] == "compare" for w in given if "benchmarks/" in w]
+    assert files
+    for file in files:
+        weights = json.loads((ROOT / file).read_text())["weights"]
+        assert weights == {name: now[name] for name in weights}, file
+
+
 def test_pages_have_the_commands_that_are_looked_for() -> None:
     by_page = {page.name: len(commands(page)) for page in COMMANDED}
     assert by_page["tutorial.md"] >= 10 and by_page["models.md"] >= 20 and by_page["README.md"] >= 6

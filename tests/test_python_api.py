@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 import lantern_hpu
 from lantern_hpu import GenerationResult, LanternPipeline, Multiplicative
 from lantern_hpu.errors import ELSEWHERE, DeviceError, OptionError, OutputError, python_form
+from lantern_hpu.results.images import CAPTION, grid
+from lantern_hpu.results.progress import Bar, Event
 
 
 def seeds(result: GenerationResult) -> list[int]:
@@ -102,7 +104,9 @@ def test_a_sheet_of_the_images(pipeline: LanternPipeline) -> None:
     result = pipeline("cat", num_images_per_prompt=3)
     assert result.grid(cols=2).size == (2 * 12 + 4, 2 * 12 + 4)
     assert result.grid(cols=3, scale=2).size == (3 * 20 + 4, 20 + 4)
-    assert isinstance(result.grid(), Image.Image)
+    assert result.grid().size == (2 * 12 + 4, 2 * 12 + 4)  # as square as it can be
+    captioned = grid(result.images, captions=["a cat", "b", "c"])
+    assert captioned.size == (2 * 12 + 4, 2 * (12 + CAPTION) + 4)
 
 
 def test_the_device_and_the_number_format_are_torch_types(model: Path) -> None:
@@ -271,3 +275,12 @@ def test_a_pipeline_is_written_as_a_folder(pipeline: LanternPipeline, tmp_path: 
     assert np.array_equal(copy("cat").tokens, pipeline("cat").tokens)
     with pytest.raises(OutputError, match="exists"):
         pipeline.save_pretrained(tmp_path / "copy")
+
+
+def test_a_log_gets_a_line_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(Bar()) as bar:
+        for rows in range(0, 101, 2):
+            bar(Event(rows, 100, 1, 2.0, rows, rows, list))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 5 and lines[0] == "drawing: 0 of 100 rows, 2.00 tokens a step"
+    assert lines[-1].startswith("drawing: 100 of 100")

@@ -339,7 +339,8 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
             show_decided(pipeline, "threads")
     result.timing.import_s = imported
     show_warm_up(result)
-    columns = args.num_images if 1 < (args.num_images or 1) < len(result.images) else None
+    several = 1 < (args.num_images or 1) < len(result.images)
+    columns = args.num_images if several else None  # a row for each prompt
     save_outputs(result, outputs, columns, args.force)
     return result
 

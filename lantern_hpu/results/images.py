@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import re
 import time
@@ -17,13 +18,14 @@ from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image
+from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import check_free, parse_json, write_file
 from lantern_hpu.methods.request import Request
 
+CAPTION = 14  # pixels of a line under a picture of a sheet
 REPLAYED = ("model", "weights", "method", "tree", "tree_paths", "sampling", "relaxation", "dtype")
 # Types of what is stored, where it is there
 KINDS = {"prompt": str, "seed": int, "config": dict, "environment": dict}
@@ -252,7 +254,7 @@ class GenerationResult:
         """All images on one sheet.
 
         Args:
-            cols: images a row, up to 8 if not given. scale: a whole number of times as large, by Lanczos.
+            cols: images a row; as square as can be if not given. scale: a whole number of times as large, by Lanczos.
         """
         pictures = self.pictures
         size = scale * pictures[0].width, scale * pictures[0].height
@@ -326,15 +328,30 @@ def read_png(path: Path) -> dict[str, Any]:
         raise OptionError(f"cannot read {path}", str(error)) from error
 
 
-def grid(images: Sequence[Image.Image], columns: int | None = None, gap: int = 4) -> Image.Image:
-    """All images on one sheet, row by row."""
-    columns = columns or min(len(images), 8)
+def grid(
+    images: Sequence[Image.Image],
+    columns: int | None = None,
+    gap: int = 4,
+    captions: Sequence[str] = (),
+) -> Image.Image:
+    """All images on one sheet as square as can be, row by row, each with its caption under it, cut to its width."""
+    columns = columns or math.ceil(math.sqrt(len(images)))
     rows = -(-len(images) // columns)
     width, height = images[0].size
-    sheet = Image.new("RGB", (columns * (width + gap) + gap, rows * (height + gap) + gap), "white")
+    deep = height + gap + (CAPTION if captions else 0)  # pixels of a row
+    sheet = Image.new("RGB", (columns * (width + gap) + gap, rows * deep + gap), "white")
+    draw = ImageDraw.Draw(sheet)
     for index, image in enumerate(images):
         row, column = divmod(index, columns)
-        sheet.paste(image, (gap + column * (width + gap), gap + row * (height + gap)))
+        left, top = gap + column * (width + gap), gap + row * deep
+        sheet.paste(image, (left, top))
+        if captions:
+            text = (
+                captions[index].encode("ascii", "replace").decode()
+            )  # of the font that Pillow has
+            while draw.textlength(text) > width and text:
+                text = text[:-1]
+            draw.text((left, top + height + 1), text, fill="black")
     return sheet
 
 
@@ -527,7 +544,9 @@ def save_outputs(
 ) -> None:
     """Write sheet, tokens and report, in this order."""
     if outputs.sheet:
-        write_file(outputs.sheet, encode(grid(result.images, columns)), force)
+        captions = [f"{record.seed}: {record.prompt}" for record in result.records]
+        sheet = grid(result.images, columns, captions=captions)
+        write_file(outputs.sheet, encode(sheet), force)
     if outputs.tokens:
         write_file(outputs.tokens, tokens_file(result), force)
     if outputs.report:

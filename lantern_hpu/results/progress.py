@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from tqdm import tqdm
 
 from lantern_hpu.files import write_file
 from lantern_hpu.results.images import encode, grid
+
+LINES = 4  # of a log, beside the first
 
 
 @dataclass
@@ -46,6 +49,9 @@ class Bar:
         """
         self.file, self.every, self.shown = preview, every, 0  # rows at the last preview
         usual = {"unit": "row", "file": sys.stderr, "dynamic_ncols": True, "leave": True}
+        self.log = not options and not sys.stderr.isatty()  # a file or a pipe gets lines
+        self.next = 0.0  # share of the rows at which the next line is due
+        options |= {"disable": True} if self.log else {}
         self.bar = tqdm(total=0, **usual | options)
         self.bar.set_description_str("warming up")
 
@@ -54,6 +60,11 @@ class Bar:
         self.bar.total, self.bar.n = event.total_rows, event.rows
         self.bar.set_postfix_str(f"{event.tokens_per_step:.2f} tokens a step", refresh=False)
         self.bar.refresh()
+        share = event.rows / max(event.total_rows, 1)
+        if self.log and share >= self.next:
+            self.next = math.floor(share * LINES + 1) / LINES
+            said = f"{event.rows} of {event.total_rows} rows, {event.tokens_per_step:.2f} tokens a step"
+            print(f"drawing: {said}", file=sys.stderr, flush=True)
         if self.file and event.running and event.rows - self.shown >= self.every * event.running:
             self.shown = event.rows
             write_file(self.file, encode(grid(event.preview())), force=True)
