@@ -9,7 +9,7 @@ FROM ${BASE}
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev python3-dev \
     && rm -rf /var/lib/apt/lists/*
 
-ENV XDG_CACHE_HOME=/cache PIP_BREAK_SYSTEM_PACKAGES=1
+ENV XDG_CACHE_HOME=/cache HOME=/cache USER=lantern PIP_BREAK_SYSTEM_PACKAGES=1
 WORKDIR /opt/lantern_hpu
 COPY . .
 
@@ -20,6 +20,9 @@ RUN torch='from importlib.metadata import version; print(version("torch"))' \
     && after="$(python3 -c "$torch")" \
     && { [ "$before" = "$after" ] || { echo "pip replaced torch $before with $after" >&2; exit 1; }; }
 
+# Not root, whose files and devices a fault would open. Any user may take its place: docker run --user "$(id -u):$(id -g)"
+RUN install -d -m 1777 /cache /out
+USER 1000:1000
 WORKDIR /out
 ENTRYPOINT ["python3", "-m", "lantern_hpu"]
 CMD ["doctor"]

@@ -6,7 +6,7 @@ ARG BASE=vault.habana.ai/gaudi-docker/1.24.0/ubuntu22.04/habanalabs/pytorch-inst
 FROM ${BASE}
 
 # Compiled recipes go to /cache: mount a volume on a local disk there, never a network disk.
-ENV XDG_CACHE_HOME=/cache OMPI_MCA_btl_vader_single_copy_mechanism=none PIP_BREAK_SYSTEM_PACKAGES=1
+ENV XDG_CACHE_HOME=/cache HOME=/cache USER=lantern OMPI_MCA_btl_vader_single_copy_mechanism=none PIP_BREAK_SYSTEM_PACKAGES=1
 WORKDIR /opt/lantern_hpu
 COPY . .
 
@@ -17,6 +17,9 @@ RUN torch='from importlib.metadata import version; print(version("torch"))' \
     && after="$(python3 -c "$torch")" \
     && { [ "$before" = "$after" ] || { echo "pip replaced torch $before with $after" >&2; exit 1; }; }
 
+# Not root, whose files and devices a fault would open. Any user may take its place: docker run --user "$(id -u):$(id -g)"
+RUN install -d -m 1777 /cache /out
+USER 1000:1000
 WORKDIR /out
 ENTRYPOINT ["python3", "-m", "lantern_hpu"]
 CMD ["doctor"]

@@ -136,3 +136,37 @@ def test_the_build_gets_all_that_the_package_is_made_of() -> None:
     for path in needed:
         for part in Path(path).parts:
             assert not [pattern for pattern in patterns if fnmatch.fnmatch(part, pattern)], path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_images_run_as_a_user_who_may_write_where_it_has_to(kind: str) -> None:
+    assert only(kind, "USER") == "1000:1000"
+    assert "-m 1777 /cache /out" in only(kind, "RUN", "install -d")
+    assert "HOME=/cache USER=lantern" in only(kind, "ENV", "HOME")  # of a user without a name
+    assert 'user: "${UID:-1000}:${GID:-1000}"' in compose(kind)
+    assert "no-new-privileges:true" in compose(kind)
+
+
+def test_a_pod_is_not_root_and_does_not_start_without_its_key() -> None:
+    yaml = pytest.importorskip("yaml")
+    deployment = next(yaml.safe_load_all((ROOT / "docker" / "kubernetes.yaml").read_text()))
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
+    held = container["securityContext"]
+    assert held["capabilities"] == {"drop": ["ALL"]} and held["readOnlyRootFilesystem"]
+    assert not held["allowPrivilegeEscalation"]
+    (key,) = container["env"]
+    assert "optional" not in key["valueFrom"]["secretKeyRef"]
+    assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/cache", "/tmp"}
+
+
+def test_workflows_pin_their_actions_and_only_what_publishes_may_publish() -> None:
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        text = file.read_text()
+        for used in re.findall(r"uses: (\S+)", text):
+            assert re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", used), (file.name, used)
+        jobs = text[text.index("\njobs:") :]
+        assert "id-token" not in text[: text.index("\njobs:")]
+        for job in re.split(r"\n  (?=\w)", jobs):
+            assert "id-token" not in job or "pip install" not in job, file.name
