@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import struct
 from pathlib import Path
@@ -136,6 +137,49 @@ def test_no_body_is_a_failure_of_the_server(server: Running) -> None:
 def test_no_body_of_two_thousand_is_a_failure_of_the_server(server: Running) -> None:
     statuses = ask_generated(server, 2000)
     assert len(statuses) >= 2000 and 200 in statuses and 400 in statuses
+
+
+# Of each field: the ends of its range, and what is just past them or far away
+ENDS: dict[str, tuple[Any, ...]] = {
+    "prompt": ("x" * 4000, "<![a]", "<a " * 1333, "\uffff", "</s><image>"),
+    "n": (1, 10, 11),
+    "seed": (0, 2**63 - 12, 2**63 - 1, 2**63),
+    "cfg_scale": (1, 0.99, 100, 100.1, 1e308),
+    "temperature": (0, 5e-324, 0.01, 0.0099, 10, 10.1, 1e308),
+    "top_k": (0, 1, 31, 32, 33, 2**31, 2**63, 10**30),
+    "top_p": (1, 1e-6, 9.9e-7, 1e-46, 5e-324, 0, 2),
+    "relax": (
+        *("lambda=1:k=2147483648", "lambda=1000000000:k=1000000000", "lambda=1e300", "k=30"),
+        *("delta=1:k=30", "delta=0:k=1000000000", "tv=1:budget=1e9", "tv=1e-45:budget=0"),
+        *("omega=1000:nu=-10:mu=-10", "omega=0:nu=10", "distance=1e9:ranks=1000:gap=1", "gsd"),
+        "k=" + "9" * 5000,
+    ),
+    "tree": ("", "scd:2:commit=:left", "dynamic:64x16x4200", "x" * 5000),
+    "window": (0, 1, 256, 257, 2**63, "9" * 5000, "2:64x1", "4:commit=4"),
+    "stream": (True, False),
+    "partial_images": (0, 3, 4, 2**63),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["lantern++", "ar", "eagle2", "jacobi", "scd"])
+def test_fields_at_the_ends_of_their_ranges_are_no_failure_of_the_server(
+    model: Path, method: str
+) -> None:
+    """In pairs, on a server that allows what it can."""
+    allow: tuple[str, ...] = ("greedy", "top_k", "top_p")
+    allow += {"lantern++": ("lambda-5", "gsd", "tv"), "scd": ("tv",), "ar": ()}.get(method, ())
+    options = ServeOptions(str(model), methods=(method,), slots=3, queue=64, allow=allow)
+    chosen = random.Random(0)
+    with served(options) as running, httpx.Client() as client:
+        statuses = []
+        for _ in range(500):
+            fields = {name: chosen.choice(ENDS[name]) for name in chosen.sample([*ENDS], 2)}
+            body = json.dumps({"prompt": "cat"} | fields).encode()
+            statuses.append(check_answer(running, client, body))
+        assert {200, 400} <= set(statuses)
+        assert running.decoder.failure is None
+        assert running.metric("recompiles_after_readiness") == 0
 
 
 def read_or_refused(read: Any, *arguments: Any) -> Any:

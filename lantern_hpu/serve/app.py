@@ -85,8 +85,8 @@ class Record:
         self.about["steps"] = steps if len(steps) > 1 else steps[0]
 
     def failed(self, error: ApiError) -> None:
-        hidden = error.param == "prompt"  # its message may quote it
-        what = f"prompt: {error.code}" if hidden else error.message[:200]
+        hidden = error.param in ("prompt", "negative_prompt")  # its message may quote it
+        what = f"{error.param}: {error.code}" if hidden else error.message[:200]
         self.status, self.about["error"] = error.status_code, what
 
     def write(self) -> None:
