@@ -38,6 +38,7 @@ LIMIT = int(94.62 * 2**30)  # bytes that software sees of a Gaudi 2
 CREDIT = 16  # host reads for setting up and for results; each launch earns one more
 UPLOADS = 16  # uploads between two launches that are not reported
 VARIANTS = 4  # recipes that differ by a constant alone, beyond which they are reported
+SIZES = 8  # recipes that differ by shapes and are used once, beyond which they are reported
 GATHERED = 10_000  # operators without an end
 STAGE = 10  # operators in the first graph after a shape was read back; the limit doubles until one of ENDS
 ENDS = ("mark_step", "capture begin", "replay")
@@ -92,9 +93,12 @@ class Device:
         self.written: set[int] = set()  # storages with pending results
         self.recipes: set[tuple[Any, ...]] = set()
         self.variants: dict[tuple[str, ...], list[tuple[Any, ...]]] = {}
+        self.again: Counter[tuple[str, ...]] = Counter()  # uses of recipes after their first
+        self.blamed: dict[tuple[str, ...], tuple[str, int] | None] = {}  # None: reported
         self.generator = torch.Generator().manual_seed(0)
         self.warm = self.inside = False
         self.credit, self.uploaded = CREDIT, 0
+        self.earned = self.values_read = 0
         self.threads = threading.local()  # torch's modes are of one thread each
         self.loaded = False  # whether the bridge was imported, which is when it reads its flags
         self.compiler: Compiler | None = None  # of a user's program
@@ -281,6 +285,7 @@ class Device:
         recipe = tuple(self.pending)
         if recipe in self.recipes:
             self.counts.hits += 1
+            self.again[tuple(op[0] for op in recipe)] += 1
         else:
             self.compile(recipe)
         if self.recording is not None and not reason.startswith("capture"):
@@ -299,10 +304,12 @@ class Device:
 
     def blame(self, recipe: tuple[Any, ...]) -> None:
         """If this recipe differs from an earlier one by a constant or a length alone, name the operator."""
-        earlier = self.variants.setdefault(tuple(op[0] for op in recipe), [])
+        names = tuple(op[0] for op in recipe)
+        earlier = self.variants.setdefault(names, [])
         earlier.append(recipe)
         if len(earlier) < 2 or (len(earlier) <= VARIANTS and not self.warm):
             return
+        self.blamed.setdefault(names, call_site())
         changed = [
             (now[0], site)
             for now, then, site in zip(recipe, earlier[-2], self.sites, strict=True)
@@ -313,6 +320,15 @@ class Device:
             detail = f"{name} seen with {len(earlier)} shapes or values"
             severity: Severity | None = "error" if self.warm else None
             self.findings.hit("H013" if grown else "H014", detail, severity, site)
+            self.blamed[names] = None
+
+    def end(self) -> None:
+        """The program ends: graphs that it compiled for one size after the other and did not use again are named."""
+        self.flush("exit")
+        for names, site in self.blamed.items():
+            sizes = len(self.variants[names])
+            if site is not None and self.again[names] < sizes > SIZES:
+                self.findings.hit("H016", f"{sizes} sizes", None, site)
 
     def launch(self, parts: int, whole_copies: int) -> None:
         """A call of a compiled function."""
@@ -324,6 +340,7 @@ class Device:
     def earn(self) -> None:
         """A launched step pays for a host read, and uploads are counted anew."""
         self.credit += 1
+        self.earned += 1
         self.uploaded = 0
 
     # Between host and device
@@ -340,8 +357,10 @@ class Device:
         graphs = self.lazy or self.counts.graphs["launches"]
         within = self.credit >= 0 or not graphs
         bad = not within or self.recording is not None
+        self.values_read += rule == "H001"
+        each = rule == "H001" and self.values_read > max(CREDIT, self.earned - 1)
         detail = reason if within else f"{reason}: more than one read for each launched step"
-        self.findings.hit(rule, detail, "error" if bad else "info")
+        self.findings.hit(rule, detail, "error" if bad else "warn" if each else "info")
         self.wait(reason)
 
     def wait(self, reason: str) -> None:

@@ -27,7 +27,7 @@ from gaudi_emulator.device import Device, current, flag
 from gaudi_emulator.lint import checks
 from gaudi_emulator.lint.checks import raw
 from gaudi_emulator.nested import mapped, tensors_in
-from gaudi_emulator.rehearsal import module_tensors, rehearse
+from gaudi_emulator.rehearsal import Run, module_tensors, plain_attributes, rehearse
 from gaudi_emulator.tensor import DEVICE, Args, HPUTensor, Kwargs
 
 GARBAGE = -(2**31)
@@ -392,6 +392,8 @@ class Cached:
     asynchronous: bool = False
     # The emulator's own notes
     signature: Any = None
+    run: Run | None = None  # of the function, before the capture
+    attributes: Any = None  # of its module
     callers: list[weakref.ref[HPUTensor]] = field(default_factory=list)  # first inputs
     handed_out: list[weakref.ref[HPUTensor]] = field(default_factory=list)
 
@@ -482,9 +484,7 @@ class Wrapped:
         for tensor in tensors_in(inputs):
             if tensor.base is not None or not tensor.is_contiguous():
                 device.findings.hit("H062", "view or not contiguous")
-        rehearse(
-            device, lambda: self.func(*inputs[0], **inputs[1]), lambda: module_tensors(self.func)
-        )
+        run = self.rehearse(device, inputs)
         made = HPUGraph()
         made.capture_begin(self.dry_run or self.live)
         if device.release.name != "1.19":
@@ -496,6 +496,7 @@ class Wrapped:
         # The storages are the first caller's; the objects are not, so that it is known which are still alive.
         known = CachedParams(mapped(inputs, alias), outputs, made, signature=signature(inputs))
         known.callers = [weakref.ref(t) for t in tensors_in(inputs)]
+        known.run, known.attributes = run, plain_attributes(self.func)
         self.cache[key] = known
         if self.live:
             return self.bound(known, inputs)
@@ -503,6 +504,12 @@ class Wrapped:
             made.replay()
         known.handed_out = [weakref.ref(t) for t in tensors_in(outputs) if made.made(t)]
         return outputs
+
+    def rehearse(self, device: Device, inputs: Any, known: Run | None = None) -> Run | None:
+        def body() -> None:
+            self.func(*inputs[0], **inputs[1])
+
+        return rehearse(device, body, lambda: module_tensors(self.func), known)
 
     def watch_keys(self, device: Device, key: int, inputs: Any) -> None:
         """Too many graphs that differ by a Python value alone."""
@@ -522,6 +529,9 @@ class Wrapped:
             device.findings.hit(
                 "H022", "dtype or type of an argument differs from the capture", "error"
             )
+        if known.run and (now := plain_attributes(self.func)) != known.attributes:
+            known.attributes = now
+            self.rehearse(device, inputs, known.run)
         if self.live:
             return self.bound(known, inputs)
         for ref, mine, new in zip(

@@ -6,6 +6,7 @@ import json
 import os
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
@@ -21,7 +22,7 @@ from torch.compiler import is_compiling
 
 from gaudi_emulator import graphs, hpex
 from gaudi_emulator.device import LIMIT, Device, current
-from gaudi_emulator.scope import WHOLE, BeyondModule, names_of
+from gaudi_emulator.scope import MODULES, WHOLE, BeyondModule, names_of, short
 from gaudi_emulator.tensor import DEVICE, HPUTensor
 from lantern_hpu.backends.hpu.env import ROOT, version_number
 from lantern_hpu.files import write_file
@@ -365,6 +366,15 @@ def env_setting(name: str, value: object) -> Iterator[None]:
             flags[name] = before
 
 
+class BridgeConfig(BeyondModule):
+    """A function for each flag: `get_pt_hpu_lazy_mode()`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("get_"):
+            return lambda: current().flags.get(name[4:].upper())
+        return super().__getattr__(name)
+
+
 def data_ptr(tensor: HPUTensor) -> int:
     return tensor.raw.data_ptr()
 
@@ -525,8 +535,11 @@ class HPUModule(ModuleType):
 
 
 def module(name: str, **members: Any) -> ModuleType:
-    below = name.partition(".torch.")[2]
-    kind = HPUModule if below == "hpu" else BeyondModule if below in WHOLE else ModuleType
+    below = short(name)
+    kinds = {"hpu": HPUModule, "internal.bridge_config": BridgeConfig}
+    for plain in (ROOT, "torch", "version"):
+        kinds[plain] = ModuleType
+    kind = kinds.get(below, BeyondModule)
     made = kind(name)
     made.__path__ = []  # a package: its parts are imported by name
     made.__spec__ = ModuleSpec(
@@ -534,7 +547,7 @@ def module(name: str, **members: Any) -> ModuleType:
     )  # `find_spec` finds it
     made.__dict__.update(names_of(below) | members)
     if isinstance(made, BeyondModule):
-        made.meanwhile = WHOLE[below]
+        made.meanwhile = WHOLE.get(below, "leave it out while checking")
     return made
 
 
@@ -596,8 +609,17 @@ def modules(device: Device) -> dict[str, ModuleType]:
         ".torch.hpex.optimizers": {"FusedAdamW": hpex.FusedAdamW},
         ".torch.hpex.movingavrg": {},
         ".torch.hpex.experimental": {},
-        **{f".torch.{name}": {} for name in WHOLE},
-        ".torch.core.quantization": {n: CORE[n] for n in CORE if n.startswith("hpu_")},
+        **{
+            f".{'' if name.startswith('media') else 'torch.'}{name}": {}
+            for name in (*WHOLE, *MODULES)
+        },
+        ".torch.core.quantization": {n: CORE[n] for n in CORE if n.startswith("hpu_")}
+        | dict.fromkeys(("_check_params_as_const", "_mark_params_as_const"), accept_anything),
+        ".torch.utils.library_loader": {
+            "load_habana_module": accept_anything,
+            "is_habana_available": lambda: True,
+        },
+        ".torch.dynamo.compile_backend.config": {"configuration_flags": defaultdict(bool)},
         ".torch.hpu.streams": {n: STREAMS[n] for n in STREAMS if n != "Event"},
         ".torch.hpu.events": {"Event": Event},
         ".torch.dynamo": {},

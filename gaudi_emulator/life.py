@@ -14,10 +14,12 @@ from types import FrameType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import distributed
 
 from gaudi_emulator.device import Device, as_current, current, listening
 from gaudi_emulator.graphs import abandoned_on_error
 from gaudi_emulator.habana import dump_asked_for
+from gaudi_emulator.nested import tensors_in
 from gaudi_emulator.patches import overwrites, replaced
 from gaudi_emulator.releases import DEFAULT, Release, current_release, release_named
 from gaudi_emulator.scope import CustomOperators
@@ -118,6 +120,13 @@ def load() -> None:
         card.load()
         show_device_module(card.modules[f"{ROOT}.torch.hpu"])
     sys.modules.update({name: m for name, m in card.modules.items() if name != ROOT})
+    if distributed.is_available() and "hccl" not in distributed.Backend.backend_list:
+        distributed.Backend.register_backend("hccl", over_gloo, devices=["cpu", DEVICE])
+
+
+def over_gloo(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    """Collectives of cards are those of their processes' CPU tensors."""
+    return distributed.ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
 def starting(card: Device) -> Callable[[Any], Any]:
@@ -146,15 +155,33 @@ def compiling(card: Device) -> Callable[[Any], Any]:
     def make(real: Any) -> Any:
         @wraps(real)
         def compile(model: Any = None, **options: Any) -> Any:
-            if options.get("backend") != "hpu_backend":
-                return real(model, **options)
             if model is None:
                 return lambda function: compile(function, **options)
+            if options.get("backend", "inductor") == "inductor":
+                return refused_with_tensors(card, real(model, **options))
+            if options["backend"] != "hpu_backend":
+                return real(model, **options)
             return compiler_of(card).compile(model, **traced_as(card.release, **options))
 
         return compile
 
     return make
+
+
+def refused_with_tensors(card: Device, made: Any) -> Any:
+    """What inductor compiled: good for the host, not for the device."""
+    run = made.forward if isinstance(made, torch.nn.Module) else made
+
+    @wraps(run)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if next(tensors_in((args, kwargs)), None) is not None:
+            card.findings.hit("H086", "inductor")
+        return run(*args, **kwargs)
+
+    if not isinstance(made, torch.nn.Module):
+        return call
+    made.forward = call
+    return made
 
 
 def compiler_of(card: Device) -> Compiler:

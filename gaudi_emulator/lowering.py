@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from gaudi_emulator import ops
-from gaudi_emulator.device import Device, flag
+from gaudi_emulator.device import SIZES, Device, flag
 from gaudi_emulator.lint import checks
 from gaudi_emulator.ops import Op
 
@@ -218,9 +218,15 @@ def fits(card: Device, node: fx.Node) -> fx.Node | None:
 def watched(card: Device, site: Site, run: Callable[..., Any]) -> Callable[..., Any]:
     """The function, which reports in its first call what it writes of two tensors that share a storage."""
     new = True
+    sizes: set[tuple[int, ...]] = set()
 
     def call(*given: Any) -> Any:
         nonlocal new
+        if varied := tuple(n for n in given if type(n) is int):  # symbols of the graph
+            card.counts.recipes += bool(sizes) and varied not in sizes
+            sizes.add(varied)
+            if len(sizes) > SIZES:
+                card.findings.hit("H024", f"compiled inside for {len(sizes)} sizes")
         if not new:
             return run(*given)
         new = False

@@ -82,8 +82,18 @@ def overwrites(card: Device) -> Iterator[None]:
 
         return swap_tensors
 
+    def entering(real: Any) -> Any:
+        @wraps(real)
+        def enter(context: Any) -> Any:
+            if context.device == "cuda":
+                card.findings.hit("H086", "autocast('cuda')")
+            return real(context)
+
+        return enter
+
     with ExitStack() as stack:
         for owner, name, make in (
+            (torch.autocast, "__enter__", entering),
             (torch, "manual_seed", seeding),
             (torch.random, "manual_seed", seeding),
             (torch.random, "fork_rng", forking),

@@ -55,25 +55,32 @@ class Run:
 
 
 def rehearse(
-    card: Device, body: Callable[[], object], state: Callable[[], Mapping[str, Tensor]]
-) -> None:
+    card: Device,
+    body: Callable[[], object],
+    state: Callable[[], Mapping[str, Tensor]],
+    known: Run | None = None,
+) -> Run | None:
     """Run a function twice and report what a capture of it would keep for good.
 
     Args:
         body: what is about to be captured.
         state: the tensors that it works on, by name.
+        known: a run from before the capture; then one more is compared with it.
+
+    Returns:
+        The last run, without its tensors.
     """
     if not card.differential or card.recording is not None or card.rehearsed is not None:
-        return
+        return None
     card.flush("synchronize")
-    names = ("counts", "recipes", "variants", "credit", "uploaded", "staged", "warm")
+    names = "counts recipes variants again blamed credit earned values_read uploaded staged warm".split()
     books = {name: copy.copy(getattr(card, name)) for name in names}
     books["counts"], seed = copy.deepcopy(card.counts), card.generator.get_state()
     bound = dict(state())  # held, so that no later tensor gets the address of one
     card.findings.muted = True
-    runs = []
+    runs = [known] if known else []
     try:
-        for _ in range(2):
+        while len(runs) < 2:
             card.generator.set_state(seed)
             card.rehearsed = run = Run()
             runs.append(run)
@@ -83,7 +90,7 @@ def rehearse(
                 card.rehearsed = None
                 run.restore()
     except Exception:
-        return  # the capture itself will say it
+        return None  # the capture itself will say it
     finally:
         card.pending, card.sites, card.written = [], [], set()
         for name, value in books.items():
@@ -95,6 +102,7 @@ def rehearse(
         if bound.get(name, tensor) is not tensor and isinstance(tensor, HPUTensor):
             _, site = runs[1].made.get(id(tensor.raw), (None, None))
             card.findings.hit("H069", name, "error", site)
+    return Run(runs[1].steps)
 
 
 def compare_runs(card: Device, first: Run, second: Run) -> None:
@@ -113,6 +121,14 @@ def compare_runs(card: Device, first: Run, second: Run) -> None:
         if key in first.made and key not in second.made:
             card.findings.hit("H068", "a tensor of the run before is read", "error", site)
             return
+
+
+def plain_attributes(function: Callable[..., Any]) -> list[Any]:
+    """Numbers, strings and switches that a method's module and those in it hold."""
+    owner = getattr(function, "__self__", None)
+    modules = owner.modules() if isinstance(owner, nn.Module) else ()
+    kinds = (bool, int, float, str, type(None))
+    return [(n, v) for module in modules for n, v in vars(module).items() if type(v) in kinds]
 
 
 def module_tensors(function: Callable[..., Any]) -> dict[str, Tensor]:

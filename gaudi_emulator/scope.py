@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NoReturn
 
@@ -12,7 +11,7 @@ class OutOfScope(NotImplementedError):
 
     def __init__(self, what: str, meanwhile: str) -> None:
         super().__init__(
-            f"{what} is out of the emulator's scope; on a card it works. Meanwhile: {meanwhile}"
+            f"{what} is out of the emulator's scope; a card has it if its release does. Meanwhile: {meanwhile}"
         )
 
 
@@ -45,6 +44,19 @@ WHOLE = {
     "hpex.experimental.transformer_engine": "torch.nn layers in bfloat16",
     "hpex.experimental.fp8_autocast": "torch.autocast in bfloat16",
 }
+# Further modules that programs import
+MODULES = (
+    "activity_profiler core.observer core.pattern_matcher core.quantize_fsdpa core.quantize_kvcache "
+    "core.quantize_pt2e core.quantizer core.step_closure core.torch_overwrites core.weight_sharing core.hccl "
+    "distributed._pg_utils dynamo.compile_backend.backends dynamo.compile_backend.experimental "
+    "dynamo.compile_backend.passes dynamo.debug_utils dynamo.debug_utils.logger gpu_migration gpu_migration.torch "
+    "hpex.hmp hpex.kernels.Fp8FusedSDPA hpex.kernels.Fp8Ops "
+    "hpex.kernels.PySDPA hpex.kernels.RotaryPosEmbeddingHelper hpex.optimizers.distributed "
+    "utils._debug_C utils._experimental_C utils.debug.dynamo_utils utils.debug.logger utils.distributed_utils "
+    "utils.event_dispatcher utils.git_info utils.lib_utils utils.profiler utils.version_checker "
+    "utils.visualization medialoaders medialoaders.torch mediapipe mediapipe.fn mediapipe.media_types "
+    "mediapipe.mediapipe mediapipe.plugins mediapipe.plugins.iterator_pytorch"
+).split()
 # Operators of the vendor, by a part of their names
 OPERATORS = {
     "fp8": "bfloat16 while checking; the graph around it is the same",
@@ -59,7 +71,7 @@ OPERATORS = {
 class CustomOperators:
     """`torch.ops.hpu`: the vendor's own operators (fp8, int4, mixtures of experts, ...)."""
 
-    def __getattr__(self, name: str) -> Callable[..., NoReturn]:
+    def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         known = (hint for part, hint in OPERATORS.items() if part in name)
@@ -67,26 +79,40 @@ class CustomOperators:
 
 
 class BeyondModule(ModuleType):
-    """A module that can be imported, and none of whose names can be used."""
+    """A module whose other names can be imported and not be used."""
 
     meanwhile: str
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)
-        module = self.__name__.partition(".torch.")[2]
-        return beyond(f"{module}.{name}", self.meanwhile)
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        return beyond(f"{short(self.__name__)}.{name}", self.meanwhile)
 
 
-def names_of(module: str) -> dict[str, Callable[..., NoReturn]]:
+def short(module: str) -> str:
+    return module.removeprefix("habana_frameworks.").removeprefix("torch.")
+
+
+def names_of(module: str) -> dict[str, Any]:
     """What stands under the names of a module that are out of scope."""
     return {name: beyond(name, meanwhile) for name, meanwhile in NAMES.get(module, {}).items()}
 
 
-def beyond(what: str, meanwhile: str) -> Callable[..., NoReturn]:
+class Beyond(type):
+    """Of classes, one for each name that programs may look for: only a call, of it or of what it has, is an error."""
+
+    what: str
+    meanwhile: str
+
+    def __call__(cls, *args: object, **kwargs: object) -> NoReturn:
+        raise OutOfScope(cls.what, cls.meanwhile)
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return beyond(f"{cls.what}.{name}", cls.meanwhile)
+
+
+def beyond(what: str, meanwhile: str) -> Any:
     """Stands under a name that programs may look for; only its use is an error."""
-
-    def call(*args: object, **kwargs: object) -> NoReturn:
-        raise OutOfScope(what, meanwhile)
-
-    return call
+    return Beyond(what.rpartition(".")[2], (), {"what": what, "meanwhile": meanwhile})

@@ -26,7 +26,8 @@ LEFT_OUT = {
         "corrcoef cov combinations nn.functional.scaled_dot_product_attention"
     ),
     "makes a tensor of a number in C++": "quantile nanquantile",
-    "copies to the host inside": "to",
+    "copies to the host inside, or is called on the base class": "to __getitem__",
+    "drops out at random": "nn.functional.multi_head_attention_forward",
 }
 
 

@@ -108,7 +108,10 @@ IN_THE_STEP = {
     # Indices
     "a negative index": ("H050", "self.k.index_select(0, count - 1)"),
     "an index out of range": ("H051", "self.k.index_select(0, count + 12)"),
-    "a place written twice": ("H052", "self.k.index_copy_(0, places[:2] * 0, self.v[:2])"),
+    "a place written twice": (
+        "H052",
+        "self.k.index_copy_(0, places[:2] * 0, self.head.weight[:2])",
+    ),
 }
 # Faults of an older release alone
 RELEASES = {"a stable sort of many": "1.19"}

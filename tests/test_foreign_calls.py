@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch import Tensor, distributed
 
 from gaudi_emulator import emulate, scope
 from gaudi_emulator.device import Device
@@ -202,7 +203,7 @@ def test_out_of_scope_is_one_sentence_and_on_the_page(
     with emulate(lazy=True) as card, pytest.raises(scope.OutOfScope) as refused:
         use(card)
     said = str(refused.value)
-    assert "is out of the emulator's scope; on a card it works. Meanwhile: " in said
+    assert "is out of the emulator's scope; a card has it if its release does. Meanwhile: " in said
     assert name in PAGE and "\n" not in said
 
 
@@ -254,3 +255,59 @@ def test_cross_entropy_of_five_dimensions_is_compiled(tmp_path: Path) -> None:
     )
     card, ended = lint_script(file, [], lazy=False, release="1.19")
     assert ended is None and card.counts.fallbacks.total() == 0, (ended, card.counts)
+
+
+def test_names_that_programs_import_fail_when_they_are_called(tmp_path: Path) -> None:
+    file = tmp_path / "imports.py"
+    file.write_text(
+        "from habana_frameworks.torch.hpex.kernels import CustomNms, EmbeddingBag\n"
+        "from habana_frameworks.torch.hpex.kernels.Fp8Ops import cast_to_fp8\n"
+        "from habana_frameworks.torch.core.weight_sharing import HabanaParameterWrapperMeta\n"
+        "from habana_frameworks.torch.utils.library_loader import load_habana_module\n"
+        "import habana_frameworks.torch.gpu_migration\n"
+        "import habana_frameworks.torch.internal.bridge_config as bc\n"
+        "nms = CustomNms.apply\nload_habana_module()\nassert bc.get_pt_hpu_lazy_mode() == '0'\n"
+        "assert not isinstance(1, EmbeddingBag)\nnms(1)\n"
+    )
+    _, ended = lint_script(file, [], lazy=False)
+    assert isinstance(ended, scope.OutOfScope) and str(ended).startswith("CustomNms.apply is out")
+
+
+def test_collectives_over_hccl_reach_the_tensors(tmp_path: Path) -> None:
+    with emulate(lazy=False):
+        import habana_frameworks.torch.distributed.hccl  # type: ignore[import-not-found]  # noqa: F401
+
+        where = f"file://{tmp_path / 'store'}"
+        distributed.init_process_group("hccl", init_method=where, rank=0, world_size=1)
+        try:
+            x, gathered = torch.ones(3).to("hpu"), [torch.zeros(3).to("hpu")]
+            distributed.all_reduce(x)
+            distributed.all_gather(gathered, x * 2)
+            assert gathered[0].cpu().tolist() == [2.0] * 3
+        finally:
+            distributed.destroy_process_group()
+
+
+def test_calls_that_a_card_takes_or_refuses() -> None:
+    with emulate(lazy=False):
+        import habana_frameworks.torch as ht
+        import habana_frameworks.torch.core as htcore  # type: ignore[import-not-found]
+
+        @torch.compile(backend="hpu_backend", fullgraph=True)
+        def marked(x: Tensor) -> Tensor:
+            htcore.mark_step()
+            return x if ht.utils.internal.is_lazy() else x * 2
+
+        assert marked(torch.ones(2, device="hpu")).cpu().tolist() == [2.0, 2.0]
+        net = torch.nn.Linear(4, 4)
+        alive = net(torch.ones(1, 4))
+        assert net.to("hpu").weight.device.type == "hpu" and alive.requires_grad
+        for dtype in (torch.uint16, torch.uint32, torch.uint64):
+            with pytest.raises(TypeError, match="not supported on HPU"):
+                torch.zeros(2, dtype=dtype, device="hpu")
+        with pytest.raises(RuntimeError):
+            torch.Generator("hpu")
+        y = torch.arange(4.0).to("hpu")
+        y[[0, 1]] = y[[2, 3]]
+        assert y.index_copy_(0, torch.tensor([3], device="hpu"), y[:1]).tolist() == [2, 3, 2, 2]
+        assert y.take(torch.tensor([1], dtype=torch.int32).to("hpu")).item() == 3

@@ -67,7 +67,7 @@ GALLERY = {
     "H045": "y = torch.ones(1, 1, 1, 1, 1, 2, device='hpu').index_select(5, ids[:1])  # BAD",
     "H050": "y = x[ids - 1]  # BAD",
     "H051": "y = x.index_select(0, ids + 1)  # BAD",
-    "H052": "x.index_copy_(0, big * 0, x * 2)  # BAD",
+    "H052": "x.index_copy_(0, big * 0, x * 2 + big[:, None])  # BAD",
     "H053": "x.scatter_(0, big.view(1, 4), x)  # BAD",
     "H060": "def body():\n    x[:2] = 3.0  # BAD\ncapture(body)",
     "H061": "y = torch.ones(4, 4)\ncapture(lambda: x + y)  # BAD",
@@ -80,6 +80,11 @@ GALLERY = {
     "H068 counter": (
         "class Turn(torch.nn.Module):\n    n = 0\n    def forward(self, x):\n        self.n += 1\n"
         "        return x * self.n  # BAD\nhpu.wrap_in_hpu_graph(Turn())(x)"
+    ),
+    "H068 attribute after the capture": (
+        "class Net(torch.nn.Module):\n    scale = 1.0\n    def forward(self, x):\n"
+        "        return x * self.scale  # BAD\n"
+        "net = hpu.wrap_in_hpu_graph(Net())\nnet(x)\nnet.scale = 2.0\nnet(x)"
     ),
     "H068 random": "import random\nwrapped(lambda x: x * random.random())(x)  # BAD",
     "H068 carried": (
@@ -99,6 +104,8 @@ GALLERY = {
     "H084": "capture(lambda: x.copy_(torch.ones(4, 4)))  # BAD",
     "H080 compile": "f = torch.compile(lambda x: x, backend='hpu_backend')\nf(x)  # BAD",
     "H080 reserved": ("def forward(x):\n    return x\nforward(x, bypass_hpu_graphs=True)  # BAD"),
+    "H086 autocast": "with torch.autocast('cuda', dtype=torch.bfloat16): y = x @ x  # BAD",
+    "H086 inductor": "torch.compile(lambda x: x * 2)(x)  # BAD",
     "H081": "import os\nos.environ['PT_HPU_LAZY_MODE'] = '1'  # BAD",
     "H082": "import os\nif os.fork() == 0:  # BAD\n    os._exit(0)",
 }
@@ -168,6 +175,29 @@ def test_lengths_that_recompile_fail_a_strict_run(tmp_path: Path) -> None:
     )
     assert main(["--script", str(file)]) == 0
     assert main(["--script", str(file), "--strict"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "rule", "code"),
+    [
+        ("for n in range(1, 40):\n    torch.ones(n, 4).to('hpu') * 2\n    htcore.mark_step()", "H016", 1),
+        ("for n in [*range(1, 40)] * 3:\n    torch.ones(n, 4).to('hpu') * 2\n    htcore.mark_step()", "", 0),
+        ("for _ in range(40):\n    t = x.sum().item()\n    htcore.mark_step()", "H001", 0),
+        ("x.index_copy_(0, big * 0, x)\nx[big * 0, big * 0] = 7.0\nx.scatter_(1, big[:, None] * 0, 1.0)", "", 0),
+        ("x.index_copy_(0, torch.tensor([2, 0, 0]).to('hpu'), big[:3, None] * x[:3])", "", 0),
+        ("torch.nn.functional.one_hot(big - 1, 4)", "", 0),
+        ("x.index_copy_(0, big, x[:4])\nx.take(ids)\ntorch.div(1.3, x, rounding_mode='floor')", "", 0),
+    ],
+)  # fmt: skip
+def test_whether_a_program_compiles_anew_reads_each_step_or_repeats_an_index(
+    body: str, rule: str, code: int, tmp_path: Path
+) -> None:
+    file = tmp_path / "program.py"
+    file.write_text(START + body + "\n")
+    card, ended = lint_script(file, [], lazy=True, release="1.19")
+    assert ended is None, repr(ended)
+    assert {f.rule.id for f in card.findings.sorted() if f.severity != "info"} == {rule} - {""}
+    assert main(["--script", str(file), "--strict"]) == code
 
 
 def test_program_that_waits_for_ever_is_stopped(

@@ -51,7 +51,13 @@ def findings_of(runs: Sequence[LintRun]) -> list[Finding]:
     return joined_over_releases({run.release: run.findings for run in runs})
 
 
-RECOMPILING = ("H013", "H014", "H021", "H024")  # rules whose warnings mean a compilation an input
+RECOMPILING = (
+    "H013",
+    "H014",
+    "H016",
+    "H021",
+    "H024",
+)  # rules whose warnings mean a compilation an input
 Ended = BaseException | None  # what ended a program, if something did
 
 
@@ -108,7 +114,7 @@ def lint_script(
             card.note_failure(error)
         finally:
             sys.argv = argv
-        card.flush("exit")
+        card.end()
     return card, ended
 
 

@@ -347,17 +347,31 @@ def slim(index: Tensor) -> Tensor:
 
 
 def repeats(packet: str, indices: list[tuple[int, Tensor]], args: Any) -> bool:
-    """Whether one place is written twice."""
+    """Whether one place is given two values."""
     if packet.startswith("index_copy"):
-        index = indices[0][1]
+        (size, index), source = indices[0], raw(args[3])
+        rows = source.movedim(args[1], 0) if source.dim() else source
     elif packet.startswith("index_put"):
-        flat = torch.broadcast_tensors(*(i for _, i in indices))
-        index = torch.zeros_like(flat[0], dtype=torch.int64)
-        for (size, _), part in zip(indices, flat, strict=True):
-            index = index * size + part % size
+        flat, source = torch.broadcast_tensors(*(i for _, i in indices)), raw(args[2])
+        size, index = 1, torch.zeros_like(flat[0], dtype=torch.int64)
+        for (n, _), part in zip(indices, flat, strict=True):
+            size, index = size * n, index * n + part % n
+        rows = source.flatten(0, index.dim() - 1) if source.dim() >= index.dim() > 0 else source
     else:  # scatter: along one dimension
         ordered = indices[0][1].sort(args[1]).values
         count = ordered.shape[args[1]] if ordered.dim() else 1
         before = ordered.narrow(args[1], 0, max(count - 1, 0))
-        return bool((before == ordered.narrow(args[1], min(1, count), max(count - 1, 0))).any())
-    return index.unique().numel() < index.numel()
+        again = before == ordered.narrow(args[1], min(1, count), max(count - 1, 0))
+        source = raw(args[3]) if len(args) > 3 else None
+        return bool(again.any()) and isinstance(source, Tensor) and source.numel() > 1
+    index = index.reshape(-1)
+    places, which, counts = index.unique(return_inverse=True, return_counts=True)
+    if len(places) == len(index) or rows.numel() == 1:
+        return False
+    twice = places[counts > 1].tolist()
+    if len(places) > len(twice) == 1 and twice[0] in (0, size - 1):
+        return False  # a first or last row that is kept for padding
+    if not rows.dim() or len(rows) != len(index):
+        return False  # one value for all
+    last = torch.empty_like(which[: len(places)]).scatter_(0, which, torch.arange(len(index)))
+    return not torch.equal(rows, rows[last[which]])

@@ -46,4 +46,6 @@ def verdict(runs: Sequence[LintRun]) -> str:
     good = [run.release for run in runs if run.runs]
     if len(good) == len(runs):
         return f"runs on both: bridge {' and '.join(good)}"
+    if not good and all(run.ended is None for run in runs):
+        return "ends on both, with errors: what a card computes there is not known"
     return f"runs on bridge {good[0]} alone" if good else "runs on neither"

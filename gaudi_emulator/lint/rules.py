@@ -116,6 +116,11 @@ RULES = rule_table(
         "a size that varied became a symbol: hpu_backend then compiles ranges of shapes, or anew inside",
         "torch.compile(..., dynamic=False), and inputs padded to a few sizes",
     ),
+    (
+        "H016 size-per-input warn warn",
+        "graphs that differ by their shapes alone, most of them run once: seconds of compilation for each input",
+        "inputs padded to a few sizes, each of them warmed up",
+    ),
     # Recipes and wrapped graphs
     (
         "H020 recompile error error",
@@ -303,6 +308,11 @@ RULES = rule_table(
         "H081 late-flag error error",
         "flags are read while habana_frameworks is imported: this one came too late",
         "set it before the import",
+    ),
+    (
+        "H086 other-device error error",
+        "inductor has no code for hpu, and autocast('cuda') leaves hpu in the format that it was in",
+        "torch.compile(..., backend='hpu_backend'), torch.autocast('hpu')",
     ),
     ("H082 fork error error", "a fork after the device started hangs", "spawn processes"),
     (
