@@ -126,6 +126,16 @@ def test_a_stopped_server_has_time_to_finish_its_images(kind: str) -> None:
     assert cluster.count("path: /livez") == 1 and cluster.count("path: /readyz") == 2
 
 
+def test_a_pod_has_what_gaudi_needs_and_keeps_its_recipes() -> None:
+    cluster = (ROOT / "docker" / "kubernetes.yaml").read_text()
+    assert cluster.count("hugepages-2Mi: 11876Mi") == 2 and "SYS_NICE" in cluster
+    assert "persistentVolumeClaim: { claimName: lantern-cache }" in cluster
+    every, times = (
+        re.search(rf"{n}: (\d+)", cluster) for n in ("periodSeconds", "failureThreshold")
+    )
+    assert every and times and int(every[1]) * int(times[1]) == 20 * 60  # as the guide says
+
+
 def test_the_build_gets_all_that_the_package_is_made_of() -> None:
     """Nothing that pyproject.toml names is held back from the image."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
@@ -154,7 +164,10 @@ def test_a_pod_is_not_root_and_does_not_start_without_its_key() -> None:
     (container,) = pod["containers"]
     assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
     held = container["securityContext"]
-    assert held["capabilities"] == {"drop": ["ALL"]} and held["readOnlyRootFilesystem"]
+    assert (
+        held["capabilities"] == {"drop": ["ALL"], "add": ["SYS_NICE"]}
+        and held["readOnlyRootFilesystem"]
+    )
     assert not held["allowPrivilegeEscalation"]
     (key,) = container["env"]
     assert "optional" not in key["valueFrom"]["secretKeyRef"]

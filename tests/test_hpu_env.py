@@ -447,6 +447,23 @@ def test_driver_and_plugin_must_be_of_one_release(
     assert driver in check.detail
 
 
+def test_another_patch_release_of_the_driver_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """1.24.2 came within weeks of 1.24.0; both are held to one contract, and only the driver's host has the choice."""
+    (tmp_path / "driver").write_text("1.24.2-31\n")
+    pretend(monkeypatch, habana_torch_plugin="1.24.0.1007")
+    assert (
+        found("driver").ok
+        and "another patch release than the plugin's 1.24.0" in found("driver").detail
+    )
+    pretend(monkeypatch, habana_torch_plugin="1.24.2.44")
+    assert found("driver").detail == "habanalabs 1.24.2-31"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert hpu_env.nearest_release("1.24.2").name == hpu_env.DEFAULT.name == "1.24"
+
+
 def test_visibility_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HABANA_VISIBLE_DEVICES", "all")
     monkeypatch.setenv("HABANA_VISIBLE_MODULES", "0,3")

@@ -24,7 +24,8 @@ from pathlib import Path
 from lantern_hpu.errors import DeviceError, choices
 
 # Two states of the bridge are public and were read: 1.19 (HabanaAI/gaudi-pytorch-bridge, tag v1.19.0) and the 1.24
-# generation (the same repository at bcc5172c479e). Any other release is held to the nearer one of them.
+# generation (the same repository at bcc5172c479e). Any other release is held to the nearer one of them, and so are
+# patch releases: 1.24.2, the newest (PyTorch 2.13, by vllm-gaudi's notes of 0.30.0), whose changes are not public.
 
 
 @dataclass(frozen=True)
@@ -530,6 +531,10 @@ def _check_driver() -> Check:
     if plugin and _release(plugin) != _release(driver):
         why = f"habanalabs {driver} does not match the plugin's release {plugin}"
         return Check("driver", False, f"{why}: use an image of the driver's release")
+    ours, theirs = (re.match(r"\D*(\d+\.\d+\.\d+)", text or "") for text in (plugin, driver))
+    if ours and theirs and ours[1] != theirs[1]:
+        why = f"of another patch release than the plugin's {ours[1]}: an image of the driver's is safer"
+        return Check("driver", True, f"habanalabs {driver}, {why}")
     return Check("driver", True, f"habanalabs {driver}")
 
 
