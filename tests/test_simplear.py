@@ -28,6 +28,7 @@ from tests.marks import mostly_slow
 from tests.test_language_models import PROMPTS, guided_logits, guided_rows, opened, pipeline_of
 
 NAME, FIRST, SCALE = "simplear", 151672, 6.0
+AR = Setting.of("ar")
 NEGATIVE = (
     "An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad teeth, "
     "bad eyes, bad limbs, distortion"
@@ -89,7 +90,7 @@ def test_logits_are_those_of_transformers(public: Path, tmp_path: Path, tied: bo
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("setting", mostly_slow([Setting.of("ar"), Setting.of("scd", window=4)]))
+@pytest.mark.parametrize("setting", mostly_slow([AR, Setting.of("scd", window=4)], AR))
 def test_greedy_tokens_are_those_of_transformers(public: Path, setting: Setting) -> None:
     """Prompts of unequal lengths in one batch."""
     pipeline, model = pipeline_of(public / NAME), qwen(public / NAME)
@@ -214,7 +215,8 @@ def test_converted_it_is_the_same(public: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "device"), [("ar", "cpu"), ("scd", "cpu"), ("jacobi", "cpu"), ("sjd-pac", "hpu")]
+    ("method", "device"),
+    [("ar", "cpu"), ("scd", "cpu"), ("jacobi", "cpu"), ("sjd-pac@2:2x1", "hpu")],
 )
 def test_it_draws_by_every_method_that_needs_no_drafter(
     public: Path, tmp_path: Path, method: str, device: str
