@@ -55,48 +55,34 @@ def reported_as(what: str, hint: str = "") -> Iterator[None]:
         raise WeightsError(what, why, hint) from error
 
 
-def impostor(path: Path) -> tuple[str, str] | None:
-    """What a file is in place of what its name says, and what to try; None if it may be what it says."""
-    with open(path, "rb") as file:
-        start = file.read(64).lstrip(codecs.BOM_UTF8 + b" \t\r\n").lower()
-    if start.startswith(b"version https://git-lfs"):
-        return "it is a pointer of git-lfs, not the file it points to", "git lfs pull"
-    if start.startswith((b"<!doctype", b"<html", b"<?xml", b"entry not found")):
-        return "it is a web page, not the file", "download it again, by the link to the raw file"
-    return None
-
-
 def check_content(path: Path) -> None:
     """Raise a WeightsError where a download left something else under a file's name."""
-    with reported_as(f"cannot read {path}"):
-        other = impostor(path)
-    if other is not None:
-        raise WeightsError(f"cannot read {path}", *other)
+    what, hint = f"cannot read {path}", "download it again, by the link to the raw file"
+    with reported_as(what), open(path, "rb") as file:
+        start = file.read(64).lstrip(codecs.BOM_UTF8 + b" \t\r\n").lower()
+    if start.startswith(b"version https://git-lfs"):
+        why = "it is a pointer of git-lfs, not the file it points to"
+        raise WeightsError(what, why, "git lfs pull")
+    if start.startswith((b"<!doctype", b"<html", b"<?xml", b"entry not found")):
+        raise WeightsError(what, "it is a web page, not the file", hint)
 
 
 def read_text(file: Path) -> str:
     """A text in UTF-8, with a byte order mark or without; each line ends in a line feed.
 
     Raises:
-        OSError, ValueError: it cannot be read, or is no such text; with the line.
+        OSError, ValueError, WeightsError: it cannot be read, or is no such text; with the line.
     """
-    data, other = file.read_bytes(), impostor(file)
-    if other is not None:
-        raise ValueError("; try ".join(other))
+    data = file.read_bytes()
+    check_content(file)
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise ValueError("line 1 is UTF-16; save the file as UTF-8")
     try:
-        if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise ValueError("line 1 is UTF-16; save the file as UTF-8")
-        text = data.decode("utf-8-sig")
+        return re.sub("\r\n?", "\n", data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         line, byte = data.count(b"\n", 0, error.start) + 1, data[error.start]
         why = f"line {line} is not UTF-8 (byte 0x{byte:02x}); save the file as UTF-8"
         raise ValueError(why) from error
-    return re.sub("\r\n?", "\n", text)
-
-
-def lines_of(text: str) -> list[str]:
-    """Lines that end in a line feed alone: other separators of Unicode are part of a line."""
-    return text.split("\n")
 
 
 def parse_json(text: str | bytes, **how: Any) -> Any:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lantern_hpu.backends import BACKENDS, HOST, get_backend, prepare
@@ -25,9 +25,9 @@ from lantern_hpu.errors import DeviceError, OptionError, choices, require
 from lantern_hpu.methods.setting import AUTO, ResolveContext, Setting
 from lantern_hpu.methods.setting import resolve as resolve_setting
 from lantern_hpu.models.config import ModelConfig
-from lantern_hpu.models.files.names import CONFIG, Given, Parts, read_config, with_text
+from lantern_hpu.models.files.names import CONFIG, Given, Parts, given_path, read_config, with_text
 from lantern_hpu.results.tables import amount
-from lantern_hpu.zoo.find import exists, find_parts, locate_model
+from lantern_hpu.zoo.find import find_parts, locate_model
 from lantern_hpu.zoo.registry import get
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Counted:
 
 def find_model(name: str, given: Given) -> Counted:
     """What there is to count of a known model, the embedded one, a folder or a weights file."""
-    if name == "builtin" or exists(Path(name)) or given != Given():
+    if name == "builtin" or os.path.exists(given_path(name)) or given != Given():
         return Counted(planned_config(find_parts(name, given)))
     entry = get(name, "a folder or a weights file")
     guided = entry.sampling["cfg_scale"] != 1

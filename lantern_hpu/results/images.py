@@ -509,17 +509,14 @@ class Outputs:
             resume: images that are there are kept. force: files that are there are replaced.
         """
         images, whole = image_files(output, prompts, sheet)
-        shown = preview_file(output) if previews else None
+        folder = folder_named(output) if previews else None
+        name = folder / "preview.png" if folder else Path(output).with_suffix(".preview.png")
+        shown = name if previews else None
         kept = {path for path in images if resume and path.is_file()}
         new = [path for path in images if path not in kept]
         others = [path for path in (whole, shown, report, tokens) if path is not None]
         check_free([*new, *others], force)
         return cls(images, whole, shown, report, tokens)
-
-
-def preview_file(output: str | Path) -> Path:
-    folder = folder_named(output)
-    return Path(output).with_suffix(".preview.png") if folder is None else folder / "preview.png"
 
 
 class Keeper:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.errors import OptionError
-from lantern_hpu.files import lines_of, parse_json, read_text
+from lantern_hpu.files import parse_json, read_text
 from lantern_hpu.methods.request import check_text
 
 NAMES = ("prompt", "prompts", "text", "texts", "caption", "captions")  # of a column or field
@@ -36,7 +36,7 @@ def numbered_prompts(file: Path) -> dict[int, str]:
         OptionError: the file cannot be read, or what it means is not certain.
     """
     readers: dict[str, Callable[[str], list[str]]] = {
-        ".txt": lambda text: [line for line in lines_of(text) if line.strip()],
+        ".txt": lambda text: [line for line in text.split("\n") if line.strip()],
         ".json": of_json,
         ".jsonl": of_json_lines,
         **{kind: partial(of_table, marks=marks) for kind, marks in MARKS.items()},
@@ -57,35 +57,29 @@ def numbered_prompts(file: Path) -> dict[int, str]:
     return prompts
 
 
-def of_json(text: str) -> list[str]:
+def of_json(text: str, where: str = "it") -> list[str]:
     try:
-        return list(texts_in(parse_json(text, object_pairs_hook=once_each), "it"))
+        return list(texts_in(parse_json(text, object_pairs_hook=once_each), where))
     except json.JSONDecodeError as error:
-        if error.msg != "Extra data":  # objects line by line, under the wrong ending
+        if error.msg != "Extra data" or where != "it":
             raise
-        return of_json_lines(text)
+        return of_json_lines(text)  # under the wrong ending
 
 
 def of_json_lines(text: str) -> list[str]:
-    return [entry for n, line in enumerate(lines_of(text), 1) for entry in in_line(n, line)]
-
-
-def in_line(number: int, line: str) -> Iterator[str]:
-    if not line.strip():
-        return
-    try:
-        data = parse_json(line, object_pairs_hook=once_each)
-    except ValueError as error:
-        raise ValueError(f"line {number}: {error}") from error
-    yield from texts_in(data, f"line {number}")
+    result = list[str]()
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            result += of_json(line, f"line {number}") if line.strip() else []
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number}: {error.msg}") from error
+    return result
 
 
 def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"an object has {twice!r} twice")
+    result, names = dict(pairs), [name for name, _ in pairs]
+    if twice := [name for name in result if names.count(name) > 1]:
+        raise ValueError(f"an object has {twice[0]!r} twice")
     return result
 
 

@@ -46,6 +46,12 @@ def read_call(asked: ImagesRequest, menu: Menu) -> Call:
     count, stream = given.get("n", 1), given.get("stream", False)
     if stream and count > 1:
         raise refuse("n", count, "1 while streaming")
+    sent = given.get("response_format")
+    if stream and sent == "url":
+        raise refuse("response_format", sent, "b64_json while streaming")
+    kind, quality = given.get("output_format", "png"), given.get("output_compression", 100)
+    if kind == "png" and quality < 100:
+        raise refuse("output_compression", quality, "100 for png, less for jpeg and webp")
     shows = read_shows(given, menu.rows, stream)
     served = read_method(given, menu)
     try:
@@ -67,27 +73,16 @@ def read_call(asked: ImagesRequest, menu: Menu) -> Call:
         check_graph(need, served, given)
     except LanternError as error:
         raise translated(error, given) from error
-    output, kinds = read_output(given, stream)
     idle = [name for name in IDLE_FIELDS if given.get(name, "auto") != "auto"]
     warnings = (f"{', '.join(idle)} had no effect",) if idle else ()
-    return Call(served, requests, stream, shows, size, need, output, kinds, warnings)
+    kinds = (sent,) if sent else ("b64_json", "url")
+    return Call(served, requests, stream, shows, size, need, (kind, quality), kinds, warnings)
 
 
 def check_name(name: str, menu: Menu) -> None:
     if name not in menu.names:
         what = f"model {name[:60]!r} is not served here; allowed: {', '.join(menu.names)}"
         raise ApiError(404, what, "model", "model_not_found")
-
-
-def read_output(given: Mapping[str, Any], stream: bool) -> tuple[tuple[str, int], tuple[str, ...]]:
-    """Format and quality of the files, and how they are sent."""
-    kind, quality = given.get("output_format", "png"), given.get("output_compression", 100)
-    if kind == "png" and quality < 100:
-        raise refuse("output_compression", quality, "100 for png, less for jpeg and webp")
-    sent = given.get("response_format")
-    if stream and sent == "url":
-        raise refuse("response_format", sent, "b64_json while streaming")
-    return (kind, quality), (sent,) if sent else ("b64_json", "url")
 
 
 def read_size(given: Mapping[str, Any], menu: Menu) -> tuple[int, int]:

@@ -36,7 +36,17 @@ UNCHECKED = ".lantern-unchecked"  # beside a repository's files in the cache: se
 # Names of parts in a folder; the first that is there is taken
 BESIDE = {
     "drafter": ("drafter", "*drafter*"),
-    "vq": ("vq", "vqvae", "vqgan.ckpt", "decoder.jit", "vq_*.pt", "vq*.safetensors", "vq*"),
+    "vq": (
+        "vq",
+        "vqvae",
+        "vqgan.ckpt",
+        "decoder.jit",
+        "vq_*.pt",
+        "vq*.safetensors",
+        "vqvae*",
+        "vqgan*",
+        "vq*.*",
+    ),
     "text": ("text", "text_encoder", "flan-t5*", "t5*"),
     "neighbours": ("neighbours", "neighbours.npy", "vq_distances", "top_*_indices.npy"),
 }
@@ -165,7 +175,9 @@ def draw_command(entry: KnownModel, folder: Path | None = None) -> str:
 def find_parts(model: str, given: Given = Given(), spared: tuple[str, ...] = ()) -> Parts:
     """The parts of a model, those in `given` in place of its own; those in `spared` may be missing."""
     given_paths = given.paths()
-    absent = [f"{OPTIONS[name]} {path}" for name, path in given_paths.items() if not exists(path)]
+    absent = [
+        f"{OPTIONS[name]} {path}" for name, path in given_paths.items() if not os.path.exists(path)
+    ]
     if absent:
         raise WeightsError("no such file or folder", ", ".join(absent), "check the path")
     result, wanted = parts_of(model, tuple(given_paths), spared), given.image_size
@@ -182,9 +194,9 @@ def parts_of(model: str, given: Collection[str], spared: Collection[str] = ()) -
     if model == "builtin":
         return Parts("builtin", "builtin", BUILTIN)
     path = given_path(model)
-    if exists(path) and path.is_dir():
+    if os.path.isdir(path):  # a name too long for a file is none
         return from_folder(path, given, spared)
-    if exists(path):
+    if os.path.exists(path):
         return Parts(path.stem, os.path.abspath(path), path, **beside(path.parent, path, given))
     if model in registry.entries() or registry.sources(model):
         entry = registry.get(model)
@@ -203,14 +215,6 @@ def in_pipeline(parts: Parts) -> Parts:
         text = text / PROCESSOR
     pixels = parts.pixels or (root if (root / DIFFUSION).is_dir() else None)
     return replace(parts, target=root / AUTOREGRESSIVE, text=text, pixels=pixels)
-
-
-def exists(path: Path) -> bool:
-    """Whether there is such a file or folder; a name too long for one is none."""
-    try:
-        return path.exists()
-    except OSError:
-        return False
 
 
 def known(entry: KnownModel, found: Located, where: str) -> Parts:
@@ -281,8 +285,6 @@ def beside(folder: Path, target: Path, given: Collection[str]) -> dict[str, Any]
 
 def may_be(part: str, path: Path) -> bool:
     """Whether a file or folder can be a part of this kind: the log of a drafter's training is no drafter."""
-    if part == "vq" and path.name in BESIDE["neighbours"]:
-        return False
     return part not in ("drafter", "vq") or path.is_dir() or is_weights(path)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from PIL import Image
 
 from lantern_hpu.errors import OptionError, choices
-from lantern_hpu.files import lines_of, parse_json, read_text, write_file
+from lantern_hpu.files import parse_json, read_text, write_file
 from lantern_hpu.methods.request import check_text
 from lantern_hpu.results.images import encode, grid
 from lantern_hpu.results.prompts import numbered_prompts
@@ -85,7 +85,7 @@ def classes(each: int) -> list[Item]:
 def geneval(file: Path) -> list[Item]:
     """Four pictures of each prompt of GenEval's evaluation_metadata.jsonl."""
     try:
-        lines = [line for line in lines_of(read_text(file)) if line.strip()]
+        lines = [line for line in read_text(file).split("\n") if line.strip()]
         prompts = [str(parse_json(line)["prompt"]) for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         hint = "evaluation_metadata.jsonl of https://github.com/djghosh13/geneval"
@@ -154,7 +154,7 @@ def export(
         to: an empty or new folder.
     """
     if name == "geneval":
-        lines = [line for line in lines_of(read_text(source)) if line.strip()]
+        lines = [line for line in read_text(source).split("\n") if line.strip()]
         for item in items:
             prompt, _, sample = item.id.partition("-")
             folder = to / prompt

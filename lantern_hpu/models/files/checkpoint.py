@@ -169,9 +169,7 @@ def open_safetensors(path: Path) -> Checkpoint:
     try:
         file = safe_open(path, "pt")
         shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    except OSError as error:
-        raise WeightsError(f"cannot read {path}", error.strerror or str(error)) from error
-    except SafetensorError as error:
+    except (OSError, SafetensorError) as error:
         why = f"damaged or cut off ({error})"
         raise WeightsError(f"cannot read {path}", why, "download it again") from error
     return Checkpoint(path, shapes, file.get_tensor)
@@ -221,8 +219,6 @@ def load_pickle(path: Path) -> dict[str, Any]:
             )
             raise WeightsError(f"{path} is refused", why, hint) from error
         raise WeightsError(f"cannot read {path}", broken, hint) from error
-    except PermissionError as error:
-        raise WeightsError(f"cannot read {path}", error.strerror or str(error)) from error
     except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
         raise WeightsError(f"cannot read {path}", broken, hint) from error
     if not isinstance(content, dict):

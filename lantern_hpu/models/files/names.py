@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from lantern_hpu.errors import OptionError, WeightsError, option
+from lantern_hpu.errors import OptionError, WeightsError, option, option_name
 from lantern_hpu.files import ASSETS, file_in, reading, sha256
 from lantern_hpu.models.config import ModelConfig, T5Config
 
@@ -79,12 +79,7 @@ class Given:
         return {n: given_path(p) for n in OPTIONS if (p := getattr(self, n)) is not None}
 
 
-OPTIONS = {
-    "drafter": "--drafter",
-    "vq": "--vq",
-    "text": "--text-encoder",
-    "neighbours": "--neighbours",
-}
+OPTIONS = {part.name: option_name(part) for part in fields(Given) if part.name != "image_size"}
 
 
 def given_path(text: str) -> Path:
