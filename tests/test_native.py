@@ -4,6 +4,8 @@ a row's result depends on nothing but itself."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -335,3 +337,46 @@ def test_an_engine_draws_the_same_with_either_order(tree: str | None, mode: str)
     caches = [engine.state.kv_cache.layers for engine in engines]
     for layer, other in zip(*caches, strict=True):
         assert torch.equal(layer.k, other.k) and torch.equal(layer.v, other.v)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("form", FORMATS)
+def test_rows_that_attend_to_nothing_are_left_out(form: str, isa: str) -> None:
+    """As those of images that are done: the others keep their bits, and nothing of a row left out is written."""
+    target = make_target({}, form)
+    dtype, decoder = FORMATS[form][0], NativeDecoder(list(target.layers), target.norm)
+    arguments = step_arguments(target.config, 3, 4, dtype)
+    whole = make_cache(target.config, 3, dtype)
+    some = deepcopy(whole)
+    want = decoder(**arguments, cache=whole)
+    before = [layer.k.clone() for layer in some.layers]
+    arguments["mask"] = arguments["mask"].clone()
+    arguments["mask"][1] = torch.finfo(dtype).min
+    got = decoder(**arguments, cache=some)
+    assert torch.equal(got[[0, 2]], want[[0, 2]]) and not got[1].any()
+    for layer, known, old in zip(some.layers, whole.layers, before, strict=True):
+        rows = [one.unflatten(0, (3, -1)) for one in (layer.k, known.k, old)]
+        assert torch.equal(rows[0][[0, 2]], rows[1][[0, 2]]) and torch.equal(rows[0][1], rows[2][1])
+
+
+def test_idle_slots_of_a_server_take_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two images in eight slots cost the decoder what two cost, and are drawn as alone."""
+    rows: list[int] = []
+    call = NativeDecoder.call
+
+    def counted(self: NativeDecoder, cache: Any, aux: Any, x: Tensor, *others: Any) -> Tensor:
+        rows.append(len(x))
+        return call(self, cache, aux, x, *others)
+
+    models = tiny_models()
+    native.pack_model(models)
+    requests = [request("abcd", seed) for seed in range(2)]
+    spec = spec_for(load_tree("scd:4"), requests)
+    closed = draw(Engine(*models, spec, Fit(CPUBackend(), torch.float32)), requests).tokens
+    eight = replace(spec, images=8, open=True)
+    engine = Engine(*models, eight, Fit(CPUBackend(), torch.float32))
+    engine.warm_up()
+    monkeypatch.setattr(NativeDecoder, "call", counted)
+    tokens = draw(engine, requests).tokens
+    assert max(rows) <= 2 * (2 if spec.guidance else 1)
+    assert tokens[:2].tolist() == closed.tolist()

@@ -60,6 +60,7 @@ class Batch:
         self.total = engine.target.config.tokens  # N
         self.queued = 0  # steps asked for
         self.steps = 0  # those of them that are known to be done
+        engine.idle(self.free)
 
     # -- what is here
 
@@ -105,6 +106,7 @@ class Batch:
             prefix = self.encode_timed(padded)
             with self.stats.adding("prefill_s"):
                 self.engine.start(prefix, padded)
+            self.engine.idle(self.free)
             return slots
         for slot, request in zip(slots, requests, strict=True):
             prefix = self.encode_timed([request])
@@ -119,6 +121,7 @@ class Batch:
     def release(self, slot: int) -> None:
         """Give up an image; its slot is free at once."""
         self.slots.pop(slot, None)
+        self.engine.idle([slot])
 
     # -- going on
 

@@ -173,6 +173,11 @@ class Engine:
         """What tells the state from one that differs in a bit."""
         return [bits_digest(tensor) for tensor in self.state.tensors().values()]
 
+    def idle(self, slots: Sequence[int]) -> None:
+        """Let a decoder that leaves out images that are done leave out these slots, too."""
+        if self.target.decoder is not None and slots:
+            self.state.count[list(slots)] = self.target.config.tokens - 1
+
     @torch.no_grad()
     def start(self, prefix: Prefix, requests: Sequence[Request]) -> list[int]:
         """Begin an image in each slot. -> [B] tokens known"""

@@ -163,6 +163,8 @@ class Step(nn.Module):
         index, source = self.positions.cache_index(length, drafts.tokens.shape[1]), None
         if state.moves is not None:
             index, source = self.positions.with_moves(index, state.moves)
+        if self.target.decoder is not None:  # it leaves out rows that attend to nothing
+            mask = mask & (length < self.prefix + self.tokens - 1)[:, None, None]
         x = self.target.embed(per_row(drafts.tokens))
         mask = additive_mask(mask, x.dtype)
         return self.target(x, rope, mask, state.kv_cache, index, source, self.aux_layers)

@@ -22,10 +22,11 @@ from torch import Tensor, nn
 from lantern_hpu.backends.base import operator
 from lantern_hpu.ops.kv_cache import KVCache, WrittenCache
 
-ABI = 1  # LANTERN_ABI of decoder.h
+ABI = 2  # LANTERN_ABI of decoder.h
 BUILD = "pip install --force-reinstall --no-deps -e . (or the wheel)"
 BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2  # of decoder.h
 BUILT_FOR = ("linux", "x86_64")
+HIDDEN = -1e30  # of an additive mask: less than this hides a position
 LANES = 16  # numbers of the widest vector: sizes that the native form takes are multiples of it
 
 
@@ -60,8 +61,7 @@ class CCall(Structure):
         *((name, c_int64) for name in "rows tokens capacity moves".split()),
         *((name, c_int64) for name in "position_stride head_stride".split()),
         *((name, c_void_p) for name in "rope mask index source".split()),
-        ("alone", c_int64),
-        *((name, c_void_p) for name in "x features aux".split()),
+        *((name, c_void_p) for name in "starts x features aux".split()),
         ("aux_count", c_int64),
     ]
 
@@ -310,12 +310,38 @@ class NativeDecoder(nn.Module):
         aux_layers: Sequence[int],
         alone: bool,
     ) -> Tensor:
-        rows, tokens = x.shape[:2]
-        x = x.clone(memory_format=torch.contiguous_format)  # the layers add to it
-        features = x.new_empty(rows, tokens, self.dim * (1 + len(aux_layers)))
-        rope, mask = rope.float().contiguous(), mask.float().contiguous()
-        index = index.int().contiguous()
-        source = None if source is None else source.int().contiguous()
+        """Rows that attend to nothing, of images that are done, are left out: their features are zeros."""
+        rows, capacity = len(x), mask.shape[-1]
+        moves = source if source is None else source.view(rows, -1)
+        index = index.view(rows, -1)
+        starts = index[:, 0] if alone else torch.arange(0, rows * capacity, capacity)
+        each = (x, rope.float(), mask.float(), index.int(), moves, starts.long())
+        seen = (mask > HIDDEN).flatten(1).any(1)
+        if bool(seen.all()):
+            whole: list[Any] = [None if one is None else one.contiguous() for one in each]
+            return self.call(cache, aux_layers, *whole)
+        kept = seen.nonzero()[:, 0]
+        result = x.new_zeros(*x.shape[:2], self.dim * (1 + len(aux_layers)))
+        if len(kept):
+            some: list[Any] = [None if one is None else one[kept] for one in each]
+            result[kept] = self.call(cache, aux_layers, *some)
+        return result
+
+    def call(
+        self,
+        cache: Sequence[Tensor],
+        aux_layers: Sequence[int],
+        x: Tensor,
+        rope: Tensor,
+        mask: Tensor,
+        index: Tensor,
+        source: Tensor | None,
+        starts: Tensor,
+    ) -> Tensor:
+        """The call of C, for contiguous tensors of some rows."""
+        x = x.clone()  # the layers add to it
+        features = x.new_empty(*x.shape[:2], self.dim * (1 + len(aux_layers)))
+        source = None if source is None else source.int()
         for number, layer in enumerate(self.layers):
             layer.keys, layer.values = (
                 one.data_ptr() for one in cache[2 * number : 2 * number + 2]
@@ -324,11 +350,11 @@ class NativeDecoder(nn.Module):
         call = CCall(
             format=self.format, threads=torch.get_num_threads(), dim=self.dim, heads=self.heads, kv=self.kv,
             head_dim=self.head_dim, ffn=self.ffn, interleaved=self.interleaved, eps=self.eps,
-            layer_count=len(self.layers), layers=self.layers, final_norm=self.final_norm, rows=rows, tokens=tokens,
-            capacity=mask.shape[-1], moves=0 if source is None else len(source) // rows,
+            layer_count=len(self.layers), layers=self.layers, final_norm=self.final_norm, rows=len(x),
+            tokens=x.shape[1], capacity=mask.shape[-1], moves=0 if source is None else source.shape[1],
             position_stride=cache[0].stride(0), head_stride=cache[0].stride(1), rope=rope.data_ptr(),
-            mask=mask.data_ptr(), index=index.data_ptr(), source=pointer(source), alone=alone, x=x.data_ptr(),
-            features=features.data_ptr(), aux=ctypes.cast(aux, c_void_p), aux_count=len(aux_layers),
+            mask=mask.data_ptr(), index=index.data_ptr(), source=pointer(source), starts=starts.data_ptr(),
+            x=x.data_ptr(), features=features.data_ptr(), aux=ctypes.cast(aux, c_void_p), aux_count=len(aux_layers),
         )  # fmt: skip
         library = open_library()[0]
         assert library is not None

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#define LANTERN_ABI 1
+#define LANTERN_ABI 2
 
 /* Number formats: of the matrices, and of activations, caches and features. */
 #define BFLOAT16 0
@@ -43,7 +43,7 @@ typedef struct {
     const float *mask;           /* [R, T, S] additive */
     const int32_t *index;        /* [R, D + T] storage index of each position that is written */
     const int32_t *source;       /* [R, D] of what moves, or null */
-    int64_t alone;               /* 1: a row attends to what this pass writes, which follows on from its first index */
+    const int64_t *starts;       /* [R] storage index of the first position that a row attends to */
     void *x;                     /* [R T, dim] embeddings; the last layer's output is left here */
     void *features;              /* [R T, dim (1 + aux_count)] */
     const int64_t *aux;          /* layers whose outputs follow the normed features */

@@ -360,7 +360,7 @@ static void NAME(mix_all)(int64_t count, const float *scores, int64_t stride, co
 /* Attention of a row's queries that share a key head. */
 static void NAME(attend)(const Call *c, const Layer *layer, int64_t row, int64_t head, float *qkv, int64_t length, INPUT *mixed, NAME(Scratch) *scratch) {
     int64_t size = c->head_dim, group = c->heads / c->kv, width = (c->heads + 2 * c->kv) * size, count = c->tokens * group;
-    int64_t stride = up_to(c->capacity, BLOCK), start = c->alone ? c->index[row * c->tokens] : row * c->capacity;
+    int64_t stride = up_to(c->capacity, BLOCK), start = c->starts[row];
     NAME(View) view = {(ACT *)layer->keys + head * c->head_stride + start * c->position_stride,
                        (ACT *)layer->values + head * c->head_stride + start * c->position_stride, c->position_stride};
     for (int64_t n = 0; n < count; n++) {  /* token n / group, head n % group of the group */
