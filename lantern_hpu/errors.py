@@ -84,7 +84,7 @@ def python_form(text: str) -> str:
         quoted = value if value[0] == '"' or value.isdigit() else f'"{value}"'
         return f"{name}={quoted}"
 
-    values = r'"[^"]*"|\d[\w:=.-]*|[a-z+]+[-:=_@][\w:=.@-]+'
+    values = r'"[^"]*"|\d[\w=.-]*(?::[\w:=.-]+)*|[a-z+]+[-:=_@][\w:=.@-]+'
     return re.sub(rf"--([a-z]+(?:-[a-z]+)*)(?: ({values}))?", one, text)
 
 

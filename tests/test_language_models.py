@@ -24,6 +24,7 @@ from lantern_hpu.backends import get_backend
 from lantern_hpu.backends.base import Fit
 from lantern_hpu.commands import convert, generate
 from lantern_hpu.decode.sampler import sampling_params
+from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.methods.setting import Setting
 from lantern_hpu.models.config import DrafterConfig
@@ -463,9 +464,9 @@ def emu3(folder: Path) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def emu3_ids(tokenizer: Any, text: str) -> Tensor:
+def emu3_ids(tokenizer: Any, text: str, grid: str = "8*8") -> Tensor:
     """As the authors' processor writes a prompt that is to be drawn: [1, T]."""
-    start, image = "<|extra_203|>", "<|image start|>8*8<|image token|>"
+    start, image = "<|extra_203|>", f"<|image start|>{grid}<|image token|>"
     found = tokenizer(start + text + image, return_tensors="pt", add_special_tokens=False)
     ids: Tensor = found["input_ids"]
     return ids
@@ -546,6 +547,34 @@ def test_emu3_decodes_codes_as_transformers_does(public: Path) -> None:
     mine, want = vq.decode_codes(codes.flatten(1), (12, 5)), model.model.vqmodel.decode(codes)
     assert mine.shape == (2, 3, 96, 40) and want.std() > 0.1
     torch.testing.assert_close(mine, want.clamp(-1, 1), rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+def test_emu3_draws_sizes_that_are_not_square(public: Path) -> None:
+    """Five rows of twelve codes: transformers gives the tokens drawn, from the authors' frame of that size."""
+    pipe = LanternPipeline.from_pretrained(str(public / EMU3), device="cpu", dtype="float32")
+    result = pipe("red", height=40, width=96, temperature=0, method="jacobi")
+    assert result.images[0].size == (96, 40) and result.tokens.shape == (1, 5 * 13)
+    tokens = torch.from_numpy(result.tokens[0])
+    assert (tokens.view(5, 13)[:, 12] == 32768).all()
+    image = torch.where(tokens == 32768, 151846, tokens + 151854)
+    model, tokenizer = emu3(public / EMU3)
+    given, bare = (emu3_ids(tokenizer, t, "5*12")[0].tolist() for t in ("red" + PRAISE, NEGATIVE))
+    logits = guided_rows(model.model.text_model, model.lm_head, (given, bare), image.tolist(), 3.0)
+    assert torch.equal(obeys(logits, 12, 151846, slice(151854, 184622)), image)
+    with pytest.raises(OptionError, match="height=41 width=96"):
+        pipe("red", height=41, width=96)
+
+
+def test_lumina_frames_other_sizes(public: Path) -> None:
+    model: Any = opened(public / LUMINA)
+    sized = model.condition.sized(model.config.target.of_grid((32, 48))).frame
+    ids, _ = sized.ids("red"), model.condition.frame.ids("red")
+    assert ids[-2:] == [8804 + 16, 8804 + 24] and sized.without(ids) == [8197, *ids[-2:]]
+    assert "768x512" in sized.text("red")
+    with pytest.raises(OptionError, match="multiples of 32") as caught:
+        model.condition.sized(model.config.target.of_grid((31, 48)))
+    assert "height 496" in str(caught.value)
 
 
 def test_emu3s_own_tokenizer_is_read_by_the_names_of_its_class(public: Path) -> None:

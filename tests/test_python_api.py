@@ -249,6 +249,7 @@ def test_errors_name_pythons_arguments(
         ("--relax lambda-5", 'relax="lambda-5"'),
         ("--window 16:commit=4", 'window="16:commit=4"'),
         ("--vq with its own", "vq with its own"),
+        ("--height 41 --width 96: allowed", "height=41 width=96: allowed"),
     ],
 )
 def test_options_become_arguments(option: str, argument: str) -> None:

@@ -63,6 +63,7 @@ def emu3_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerCon
         rope_prefix="identity",
         embed_rows=rows,
         row_ends=True,
+        code_pixels=PIXELS,
     )
 
 

@@ -56,6 +56,7 @@ def read_lumina(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> 
         vocab_size=plain.vocab_size + 1,
         grid=(side, side),
         row_ends=True,
+        code_pixels=CODE_PIXELS,
         top_p_first=False,  # transformers' order
     )
     condition = ConditionConfig("tokens", frame="lumina")

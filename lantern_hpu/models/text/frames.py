@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
@@ -139,7 +140,21 @@ class LuminaFrame(AnoleFrame):
         self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
     ) -> None:
         super().__init__(words, vocabulary, config, where)
-        self.after += [self.SIZE_ZERO + codes // self.PATCH for codes in config.grid]
+        self.after += self.size_tokens()
+
+    def size_tokens(self) -> list[int]:
+        return [self.SIZE_ZERO + codes // self.PATCH for codes in self.config.grid]
+
+    def sized(self, config: TransformerConfig) -> Frame:
+        if any(codes % self.PATCH for codes in config.grid):
+            height, width = (16 * codes for codes in config.grid)
+            why = "Lumina-mGPT draws multiples of 32 pixels"
+            raise OptionError(
+                f"--height {height} --width {width}", why, "--height 512 --width 1024"
+            )
+        other: Any = super().sized(config)
+        other.after = [*self.after[: -len(config.grid)], *other.size_tokens()]
+        return other
 
     def text(self, prompt: str) -> str:
         height, width = (16 * codes for codes in self.config.grid)
@@ -199,10 +214,17 @@ class Emu3Frame(Frame):
         self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
     ) -> None:
         super().__init__(words, vocabulary, config, where)
-        rows, columns = config.grid
-        self.before = [self.id[self.BEGIN]]
-        self.after = [self.id[self.START], *words(f"{rows}*{columns}"), self.id[self.IMAGE]]
+        self.before, self.after = [self.id[self.BEGIN]], self.size_tokens()
         self.closing = words(self.PRAISE)
+
+    def size_tokens(self) -> list[int]:
+        rows, columns = self.config.grid
+        return [self.id[self.START], *self.words(f"{rows}*{columns}"), self.id[self.IMAGE]]
+
+    def sized(self, config: TransformerConfig) -> Frame:
+        other: Any = super().sized(config)
+        other.after = other.size_tokens()
+        return other
 
     def text(self, prompt: str) -> str:
         return prompt + self.PRAISE
