@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_a_picture_has_an_address_for_a_while(
         assert httpx.get(gone).status_code == 404
     monkeypatch.setattr(app, "KEPT_SECONDS", -1.0)
     assert httpx.get(last[1]["url"]).status_code == 404
-    monkeypatch.setattr(server.app.state, "files", None)  # as replicas have it
+    monkeypatch.setitem(server.app.state._state, "files", None)  # as replicas have it
     refused = server.post(prompt="cat", response_format="url")
     assert refused.status_code == 400 and "b64_json" in refused.text
     assert drawn(server.post(prompt="cat"))["data"][0]["url"] is None
@@ -158,3 +159,13 @@ def test_a_default_beyond_the_codebook_is_all_of_it(pipeline: LanternPipeline) -
         )
     finally:
         model.sampling = usual
+
+
+def test_a_cut_prompt_is_in_the_answer_and_counted_in_the_log(
+    server: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "lantern_hpu.serve"):
+        answer = drawn(server.post(prompt="a red cat on blue apple zebra", style="vivid"))
+    (line,) = (json.loads(r.message) for r in caplog.records if r.name == "lantern_hpu.serve")
+    assert "left out: 'apple zebra'" in " ".join(answer["warnings"])
+    assert line["warnings"] == len(answer["warnings"]) and "zebra" not in caplog.text

@@ -20,6 +20,7 @@ from lantern_hpu.models.files.load import open_model
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.model import ImageModel, Placement, open_table
 from lantern_hpu.models.text.tokens import load_tokenizer
+from lantern_hpu.results.images import read_saved_tokens
 from lantern_hpu.zoo.find import find_parts
 
 State = dict[str, Tensor]
@@ -209,7 +210,7 @@ def test_a_tied_head_is_the_embedding(hub: tuple[Path, State]) -> None:
 
 @pytest.mark.parametrize(("content", "says"), [(POINTER, "git lfs pull"), (PAGE, "web page")])
 @pytest.mark.parametrize(
-    "name", ["x.safetensors", "x.pt", "x.bin", "x.npy", "tokenizer.json", "config.json"]
+    "name", ["x.safetensors", "x.pt", "x.bin", "x.npy", "x.npz", "tokenizer.json", "config.json"]
 )
 def test_pointers_and_pages_are_named_in_every_kind_of_file(
     content: bytes, says: str, name: str, tmp_path: Path, public: Path
@@ -220,6 +221,7 @@ def test_pointers_and_pages_are_named_in_every_kind_of_file(
         shutil.copy(public / CLASS / "c2i_B_256.pt", tmp_path)
     read: Callable[[Path], Any] = {
         "x.npy": open_table,
+        "x.npz": read_saved_tokens,
         "tokenizer.json": lambda file: load_tokenizer(file.parent),
         "config.json": lambda file: loaded(file.parent),
     }.get(name, open_checkpoint)

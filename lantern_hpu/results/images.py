@@ -22,7 +22,7 @@ from PIL import Image, ImageDraw
 from PIL.PngImagePlugin import PngInfo
 
 from lantern_hpu.errors import OptionError
-from lantern_hpu.files import check_free, parse_json, write_file
+from lantern_hpu.files import check_content, check_free, parse_json, write_file
 from lantern_hpu.methods.request import Request
 
 CAPTION = 14  # pixels of a line under a picture of a sheet
@@ -444,6 +444,7 @@ class SavedTokens:
 def read_saved_tokens(path: Path) -> SavedTokens:
     """A .npz with `tokens` [images, N], `prompts` and `metadata` if it has them; or a .npy of tokens alone."""
     try:
+        check_content(path)
         with open(path, "rb") as file:
             loaded = np.load(file, allow_pickle=False)
             held = {"tokens": loaded} if isinstance(loaded, np.ndarray) else dict(loaded)

@@ -434,7 +434,7 @@ async def generate_images(
         data.append(image)
     usage = token_usage(decoder, call)
     return protocol.ImagesResponse(
-        **payload, data=data, usage=usage, **used_settings(decoder, call)
+        **payload, data=data, usage=usage, **used_settings(decoder, call, record)
     )
 
 
@@ -522,7 +522,7 @@ async def event_stream(
                 continue
             usage, spent = token_usage(decoder, call), image_metrics(call, event)
             whole = protocol.CompletedImage(
-                **common, usage=usage, metrics=spent, **used_settings(decoder, call)
+                **common, usage=usage, metrics=spent, **used_settings(decoder, call, record)
             )
             yield f"event: {whole.type}\ndata: {whole.model_dump_json()}\n\n"
             record.answered([event])
@@ -537,16 +537,17 @@ def payload_of(decoder: DecodeThread, call: Call) -> dict[str, Any]:
     return {"created": int(time.time()), "output_format": call.output[0], **about}
 
 
-def used_settings(decoder: DecodeThread, call: Call) -> dict[str, Any]:
-    """Of `protocol.Settings`."""
-    notes = decoder.pipeline.notes(call.requests)
+def used_settings(decoder: DecodeThread, call: Call, record: Record) -> dict[str, Any]:
+    """Of `protocol.Settings`. The log counts warnings, as they quote the prompt."""
+    warnings = [*(note for _, note in decoder.pipeline.notes(call.requests)), *call.warnings]
+    record.about |= {"warnings": len(warnings)} if warnings else {}
     request, served = call.requests[0], call.served
     return {
         "seed": request.seed,
         "method": served.setting.method,
         "tree": served.setting.tree.name,
         "relaxation": request.relaxation.as_json(),
-        "warnings": [*(note for _, note in notes), *call.warnings],
+        "warnings": warnings,
         **vars(request.sampling),
     }
 
