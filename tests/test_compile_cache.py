@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow  # each compiles in processes of its own
 VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 COMPILE = """
 import torch

@@ -159,7 +159,8 @@ def test_relaxed_methods_have_a_distance_with_an_interval(
 @pytest.mark.parametrize("method", ["eagle", "eagle2"])
 def test_places_lie_inside_their_images(tmp_path: Path, method: str) -> None:
     """The distribution at a place is the target's after the tokens that the image really has there."""
-    pipeline = LanternPipeline.from_pretrained(str(write_folder(tmp_path / "tiny")))
+    folder = str(write_folder(tmp_path / "tiny"))
+    pipeline = LanternPipeline.from_pretrained(folder, layout="plain")
     sampling = pipeline.model.sampling
     requests = [Request("red cat", seed, sampling) for seed in range(8)]
     setting = Resolved(method, tree=METHODS[method].default_tree)

@@ -113,7 +113,7 @@ def test_images_that_differ_are_counted(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kernels = replace(PLAIN, attention=off_in_company(PLAIN.attention))
-    monkeypatch.setattr(CPUBackend, "kernels", lambda self, choice, dtype: kernels)
+    monkeypatch.setattr(CPUBackend, "kernels", lambda self, *choice: kernels)
     file = tmp_path / "counted.json"
     asked = ["--model", str(model), "--layouts", "plain", "--methods", "ar", "--images", "4"]
     assert batches.main([*asked, "--ways", "closed-4,server-4", "--output", str(file)]) == 1

@@ -287,6 +287,7 @@ def test_a_library_that_cannot_be_used_is_named(
     assert library is None and "native decoder" in why and "pip install" in why
 
 
+@pytest.mark.slow
 def test_a_model_in_the_native_form_draws_what_it_draws_alone() -> None:
     """The embedded model with its drafter: two images of a batch are those of two calls."""
     pipe = LanternPipeline.from_pretrained("builtin", layout="native", pictures=False)

@@ -100,6 +100,7 @@ def test_every_mapped_package_exists(project: dict[str, Any]) -> None:
         assert (ROOT / folder / "__init__.py").is_file(), name
 
 
+@pytest.mark.slow
 def test_wheel_holds_the_three_packages_and_nothing_else(wheel: list[str]) -> None:
     tops = {name.split("/")[0] for name in wheel}
     info = [top for top in tops if top.endswith(".dist-info")]
@@ -108,6 +109,7 @@ def test_wheel_holds_the_three_packages_and_nothing_else(wheel: list[str]) -> No
     assert not [name for name in wheel if "/tests/" in name or "/scripts/" in name]
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_module_once(wheel: list[str]) -> None:
     expected = set()
     for top, prefix in [*((p, "") for p in PACKAGES), *((name, "lantern_hpu/") for name in LINKS)]:
@@ -120,6 +122,7 @@ def test_wheel_holds_every_module_once(wheel: list[str]) -> None:
     assert len(modules) == len(expected)
 
 
+@pytest.mark.slow
 def test_wheel_holds_assets_types_and_licences(wheel: list[str]) -> None:
     assets = (ROOT / "lantern_hpu" / "assets").rglob("*")
     expected = {file.relative_to(ROOT).as_posix() for file in assets if file.is_file()}

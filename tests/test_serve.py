@@ -492,6 +492,7 @@ def test_a_client_that_leaves_with_a_second_request_waiting_is_noticed(
     assert server.metric("request_success_total") < drawn + 10
 
 
+@pytest.mark.slow  # the system's buffers fill first
 def test_a_client_that_does_not_read_is_dropped(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -142,7 +142,7 @@ def test_tokens_that_do_not_fit_are_refused(
     half = tmp_path / "half.npz"
     half.write_bytes(file.read_bytes()[:200])
     cases = {
-        tmp_path / "none.npz": "cannot read tokens",
+        tmp_path / "none.npz": "No such file",
         half: "cannot read tokens",
         write(tmp_path / "a.npz", codes=tokens): "holds no `tokens`",
         write(tmp_path / "b.npz", tokens=tokens / 2): "of float64",

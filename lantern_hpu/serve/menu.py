@@ -9,7 +9,7 @@ from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import OptionError
 from lantern_hpu.methods.relaxation import PRESETS
 from lantern_hpu.methods.request import Request, Sampling
-from lantern_hpu.methods.setting import AUTO, METHODS, Resolved
+from lantern_hpu.methods.setting import AUTO, METHODS, Resolved, Setting
 from lantern_hpu.models.text.frames import takes_negative
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.serve.options import ServeOptions
@@ -55,7 +55,10 @@ def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
     if model.vq is None and pipeline.diffusion is None:
         raise OptionError(f"{model.name} cannot be served", "nothing decodes its tokens", "--vq")
     served: dict[str, Served] = {}
-    for asked in options.settings:
+    settings = options.settings
+    if not options.methods and pipeline.resolve(settings[0], options.slots).method == "ar":
+        settings = [*settings, Setting("scd")]  # requests can ask for speculation all the same
+    for asked in settings:
         setting = pipeline.resolve(asked, options.slots)
         if setting.method in served:
             if asked.method == AUTO or not options.methods:
@@ -96,7 +99,7 @@ def make_menu(pipeline: LanternPipeline, options: ServeOptions) -> Menu:
 def serves(pipeline: LanternPipeline, setting: Resolved, spec: Spec, name: str) -> bool:
     """Whether a recorded step does what a published relaxation needs."""
     rule = PRESETS[name].fit(pipeline.model.codes)
-    if not METHODS[setting.method].takes_relaxation(rule):
+    if setting.commit or not METHODS[setting.method].takes_relaxation(rule):
         return False
     request = Request("any", 0, pipeline.model.sampling, rule)
     return not spec.lacks(pipeline.spec([request], setting.tree, 1))

@@ -130,7 +130,7 @@ def main() -> None:
     add("--top-k", type=int, default=0)
     add("--top-p", type=float, default=1.0)
     device = "DEVICE=METHOD or DEVICE=METHOD+TREE, as `bench` measured; DEVICE:1 is of one image"
-    add("--fastest", default="cpu=scd+scd:4", help=device)
+    add("--fastest", default="cpu=ar", help=device)
     args = parser.parse_args()
     if args.only == "tokenizer":
         return replace_tokenizer(args.data_dir, args.output)
