@@ -25,7 +25,8 @@ class ServeOptions:
     """How a server serves.
 
     Attributes:
-        methods: settings, by whose methods requests name them; the first is the default. Empty: `auto` and `ar`, and `scd` where they are one.
+        methods: settings, by whose methods requests name them; the first is the default. Empty: `auto` and `ar`,
+            and `scd` where those are one.
         allow: of `FILTERS`, beside what the model's sampling and a method's relaxation use.
         sizes: height and width of the pictures that requests may ask for, of a model that draws many; the first is the
             default. Empty: the model's own.

@@ -1,6 +1,7 @@
 """An animation of methods at the speed that they have: each draws alone, and all are shown side by side.
 
-    python -m scripts.docs.race --output docs/images/race.gif
+    lantern-hpu stretch llamagen-xl --output xl
+    python -m scripts.docs.race --model xl --output docs/images/race.gif
 
 Each method warms up and then draws while nothing else runs. The times at which tokens become known are recorded, and
 the animation shows the finished picture as far as it was known at each time.
@@ -101,14 +102,15 @@ def animation(frames: list[Image.Image]) -> bytes:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Draw an animation of methods, side by side.")
     add = parser.add_argument
+    add("--model", default="builtin")
     add("--prompt", default="a lighthouse at sunset")
     add("--seed", type=int, default=0)
-    add("--methods", default="ar,scd@16,scd:lambda-5@16")
+    add("--methods", default="ar,eagle@chain_2,lantern++@chain_2")
     add("--scale", type=int, default=2, help="of a picture's pixels")
     add("--output", type=Path, default=Path("race.gif"))
     add("--force", action="store_true")
     args = parser.parse_args()
-    pipe = LanternPipeline.from_pretrained("builtin", device="cpu")
+    pipe = LanternPipeline.from_pretrained(args.model, device="cpu")
     columns = pipe.model.target.config.columns
     runs = [draw(pipe, method, args.prompt, args.seed) for method in args.methods.split(",")]
     last = max(run.seconds for run in runs)

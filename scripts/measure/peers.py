@@ -4,8 +4,8 @@
 
 Each peer runs in a process of its own, with the same sizes, random bfloat16 weights, two rows (guidance), 300 positions
 known of each, and logits of all tokens; the least of nine steps counts. The others come into an environment of their
-own, which is made where it is missing: `torch`, `transformers`, `optimum-intel[openvino]`, and `llama-cpp-python` with
-`gguf`, which is compiled for this processor. One that cannot be installed or run is left out, and said.
+own, which is made where it is missing: `torch` with `transformers`, and `llama-cpp-python` with `gguf`, which is
+compiled for this processor. One that cannot be installed or run is left out, and said.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ ROWS, KNOWN, CAPACITY, ROUNDS = 2, 300, 448, 9
 WIDTH, LAYERS, HEADS, FFN, VOCABULARY = 1280, 36, 20, 3456, 16384
 PACKAGES = {
     "transformers": ("torch==2.13.0", "transformers"),
-    "OpenVINO": ("torch==2.13.0", "optimum-intel[openvino]"),
     "llama.cpp": ("numpy", "gguf", "llama-cpp-python"),
 }
 OWN = "lantern_hpu"
@@ -108,42 +107,12 @@ def by_transformers(folder: Path) -> dict[int, float]:
 
     @torch.no_grad()
     def step(count: int) -> None:
-        cache.crop(KNOWN)
+        if (new := cache.get_seq_length() - KNOWN) > 0:
+            cache.crop(-new)
         model(torch.zeros(ROWS, count, dtype=torch.long), past_key_values=cache)
 
     with torch.no_grad():
         model(torch.zeros(ROWS, KNOWN, dtype=torch.long), past_key_values=cache)
-    return least_ms(step)
-
-
-def by_openvino(folder: Path) -> dict[int, float]:
-    import numpy as np
-    from optimum.intel import OVModelForCausalLM
-
-    llama(folder)
-    hint = {"INFERENCE_PRECISION_HINT": "bf16"}
-    model = OVModelForCausalLM.from_pretrained(folder, export=True, ov_config=hint, compile=True)
-    request, names = model.model, {x.any_name for x in model.model.inputs}
-    compiled = (
-        __import__("openvino").Core().compile_model(request, "CPU", hint).create_infer_request()
-    )
-
-    def run(count: int, known: int) -> None:
-        given = {
-            "input_ids": np.zeros((ROWS, count), np.int64),
-            "attention_mask": np.ones((ROWS, known + count), np.int64),
-            "position_ids": np.arange(known, known + count)[None].repeat(ROWS, 0),
-            "beam_idx": np.arange(ROWS, dtype=np.int32),
-        }
-        compiled.infer({name: value for name, value in given.items() if name in names})
-
-    run(KNOWN, 0)
-    known = [KNOWN]
-
-    def step(count: int) -> None:  # its state grows; few steps, so that it stays near KNOWN
-        run(count, known[0])
-        known[0] += count
-
     return least_ms(step)
 
 
@@ -225,7 +194,6 @@ def by_llama_cpp(folder: Path) -> dict[int, float]:
 
 PEERS: dict[str, Callable[[Path], dict[int, float]]] = {
     "transformers": by_transformers,
-    "OpenVINO": by_openvino,
     "llama.cpp": by_llama_cpp,
 }
 

@@ -1,10 +1,10 @@
-"""Everything that shows the embedded model, made again: sheets, animation, figures, tables.
+"""Everything that shows the embedded model, made again: sheets, figures, tables.
 
     python -m scripts.measure.renew                          # after scripts.embedded_model.export has written a model
     python -m scripts.measure.renew --only sheets,tables
 
 One step after the other, each a command that can be run alone. A step that was done with these weights is left out,
-and evaluation and TV go on where they were stopped. `race` and `bench` are timed: nothing else should run meanwhile.
+and evaluation and TV go on where they were stopped. `bench` is timed: nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -59,7 +59,6 @@ def tasks(images: int, processor: str) -> dict[str, Task]:
     tv = {"tv.json": RESULTS / "tv-embedded.json", "tv.png": IMAGES / "tv.png"}
     return {
         "sheets": Task("scripts.docs.readme_pictures", {"examples.png": IMAGES / "examples.png"}),
-        "race": Task("scripts.docs.race --force", {"race.gif": IMAGES / "race.gif"}),
         "evaluate": Task(
             f"lantern_hpu evaluate --preset scenes --rows {EVALUATED} --images {images} "
             "--workers 2 --threads 1 --batch-size 8 --output pictures",
