@@ -3,8 +3,8 @@
     python -m scripts.measure.peers --environment peers --output peers.json
 
 Each peer runs in a process of its own, with the same sizes, random bfloat16 weights, two rows (guidance), 300 positions
-known of each, and logits of all tokens; the least of nine steps counts. The others come into an environment of their
-own, which is made where it is missing: `torch` with `transformers`, and `llama-cpp-python` with `gguf`, which is
+known of each, and logits of all tokens; the least of nine steps counts. The others come into environments of their
+own, which are made where they are missing: `torch` with `transformers`, and `llama-cpp-python` with `gguf`, which is
 compiled for this processor. One that cannot be installed or run is left out, and said.
 """
 
@@ -205,9 +205,9 @@ def measure(name: str, environment: Path) -> dict[str, float]:
     """One program in a process of its own, which is installed first. -> milliseconds by tokens a row"""
     python = sys.executable
     if name != OWN:
-        python = str(environment / "bin" / "python")
+        python = str(environment / name / "bin" / "python")
         if not Path(python).exists():
-            subprocess.run([sys.executable, "-m", "venv", environment], check=True)
+            subprocess.run([sys.executable, "-m", "venv", environment / name], check=True)
         subprocess.run([python, "-m", "pip", "install", "-q", *PACKAGES[name]], check=True)
     command = [python, __file__, "--peer", name, "--environment", str(environment)]
     said = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -217,7 +217,9 @@ def measure(name: str, environment: Path) -> dict[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser("scripts.measure.peers", description=__doc__)
-    parser.add_argument("--environment", type=Path, default=Path("peers"))
+    parser.add_argument(
+        "--environment", type=Path, default=Path("peers"), help="folder of the others' environments"
+    )
     parser.add_argument("--output", type=Path, default=Path("peers.json"))
     parser.add_argument("--only", default=",".join([OWN, *PEERS]), help="comma-separated")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
