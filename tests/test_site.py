@@ -19,7 +19,18 @@ DOCS = ROOT / "docs"
 TUTORIAL = (DOCS / "tutorial.md").read_text(encoding="utf-8")
 # What takes minutes is shortened; what the options do is the point.
 SHORTER = {
-    "fidelity": ["--model", "tiny", "--images", "8", "--draws", "8", "--timed", "1"],
+    "fidelity": [
+        "--model",
+        "tiny",
+        "--rows",
+        "scd:lambda-5@8",
+        "--images",
+        "8",
+        "--draws",
+        "8",
+        "--timed",
+        "1",
+    ],
     "tune": ["--model", "tiny", "--images", "2"],
 }
 
