@@ -93,9 +93,8 @@ class LanternPipeline:
         self.bar_options: dict[str, Any] = {"disable": None}  # None: shown on a terminal alone
         self.lock = threading.RLock()
         self.diffusion: DiffusionPixels | None = None  # makes pictures where no tokenizer does
-        self._interrupt = (
-            False  # set by a callback, as in diffusers: the run ends with the images that are done
-        )
+        # Set by a callback, as in diffusers: the run ends with the images that are done
+        self._interrupt = False
 
     @classmethod
     @nearest_keyword

@@ -53,14 +53,14 @@ LINES = {  # of Python, a package
     # users of diffusers type it, other programs' drafters and tokenizers, sizes that are not square; 110 hold a device
     # to its distribution; 380 read prompts, folders and checkpoints as people have them and answer their clients;
     # 340 bound what one request, file or neighbour may do; 260 draw right on cards and refuse engines that do not fit
-    "lantern_hpu": 23483,
-    "backends": 3929,  # 105 judge a card's kernels as a run calls them and give its graphs pools of their own
+    "lantern_hpu": 23481,
+    "backends": 3928,  # 105 judge a card's kernels as a run calls them and give its graphs pools of their own
     "graphs": 518,  # 24 name why a capture failed
     "gaudi_emulator": 6503,  # 222 differentiate what compiled functions compute, and find what lint had missed
     "lantern_lab": 4733,
-    "scripts": 5651,  # 270 time other programs, 217 make SimpleAR and Lumina as published, 76 test a distribution
+    "scripts": 5611,  # 225 time other programs, 217 make SimpleAR and Lumina as published, 76 test a distribution
 }
-PRODUCT, WHOLE = 27930, 44869  # lantern_hpu, backends and graphs; the repository without its tests
+PRODUCT, WHOLE = 27927, 44826  # lantern_hpu, backends and graphs; the repository without its tests
 DATACLASSES = 109  # of the product
 OPTIONS = 41  # of `generate`
 FILES = 46  # whose functions run for `generate --prompt "a red apple"`

@@ -186,9 +186,8 @@ LAYOUTS = {
     "plain": "as torch keeps it: its slow twin, for any processor, number format and graph mode",
 }
 COMPILED = "inductor takes no call of C"
-LARGE = (
-    256 * 2**20
-)  # bytes of a model in float32 that caches do not hold: reading them is what its steps wait for
+# Bytes of a model in float32 that caches do not hold: reading them is what its steps wait for
+LARGE = 256 * 2**20
 GONE = ("packed", "half")  # layouts of version 0.3
 
 

@@ -12,9 +12,8 @@ from lantern_hpu.results.tables import Table
 from lantern_hpu.tree import DraftTree
 from lantern_hpu.tune.search import ChanceTable, Costs, estimate, expected_steps, gain_probs
 
-LEAST_STEP = (
-    0.85  # of a step of `ar`: what one over more tokens takes at least, but for what clocks are off
-)
+# Of a step of `ar`: what one over more tokens takes at least, but for what clocks are off
+LEAST_STEP = 0.85
 MOST_SPREAD = 1.5  # of equal steps on a machine that has nothing else to do
 
 

@@ -79,10 +79,9 @@ def own() -> dict[int, float]:
     return least_ms(step)
 
 
-def llama(folder: Path) -> Any:
-    """The same sizes as transformers' Llama, in a folder."""
+def by_transformers(folder: Path) -> dict[int, float]:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -93,17 +92,7 @@ def llama(folder: Path) -> Any:
         max_position_embeddings=CAPACITY,
     )
     model: Any = LlamaForCausalLM(config)
-    model = model.to(torch.bfloat16).eval()
-    if not folder.exists():
-        model.save_pretrained(folder)
-    return model
-
-
-def by_transformers(folder: Path) -> dict[int, float]:
-    import torch
-    from transformers import DynamicCache
-
-    model, cache = llama(folder), DynamicCache()
+    model, cache = model.to(torch.bfloat16).eval(), DynamicCache()
 
     @torch.no_grad()
     def step(count: int) -> None:

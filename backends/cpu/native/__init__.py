@@ -91,16 +91,24 @@ def open_library() -> tuple[ctypes.CDLL | None, str]:
     return (library, isa) if isa else (None, "this processor has no AVX2")
 
 
+def library() -> ctypes.CDLL:
+    """What `obstacle` has found to be there."""
+    found, why = open_library()
+    if found is None:
+        raise RuntimeError(why)
+    return found
+
+
 def isa() -> str:
     """The instruction set in use, or nothing."""
-    library, name = open_library()
-    return name if library else ""
+    found, name = open_library()
+    return name if found else ""
 
 
 def missing() -> str:
     """What is wrong where the native decoder should be, or nothing."""
-    library, why = open_library()
-    return why if library is None and (sys.platform, platform.machine()) == BUILT_FOR else ""
+    found, why = open_library()
+    return why if found is None and (sys.platform, platform.machine()) == BUILT_FOR else ""
 
 
 def share_openmp() -> None:
@@ -158,15 +166,12 @@ class Packed(nn.Module):
 
     def __init__(self, layer: nn.Linear, number: int, gated: bool = False) -> None:
         super().__init__()
-        library, why = open_library()
-        if library is None:
-            raise RuntimeError(why)
         dtype = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16, FLOAT32: torch.float32}[number]
         weight = layer.weight.detach().to(dtype).contiguous()
         self.out_features, self.in_features = weight.shape
-        size = library.lantern_packed_bytes(number, self.in_features, self.out_features)
+        size = library().lantern_packed_bytes(number, self.in_features, self.out_features)
         self.register_buffer("packed", torch.zeros(size, dtype=torch.uint8), persistent=False)
-        library.lantern_pack(
+        library().lantern_pack(
             number,
             weight.data_ptr(),
             self.in_features,
@@ -206,10 +211,8 @@ class NativeLinear(nn.Module):
     def multiply(self, x: Tensor) -> Tensor:
         x = x.contiguous()
         y = x.new_empty(*x.shape[:-1], self.packed.out_features)
-        library = open_library()[0]
-        assert library is not None
         check_code(
-            library.lantern_linear(
+            library().lantern_linear(
                 self.format,
                 torch.get_num_threads(),
                 byref(self.matrix),
@@ -312,7 +315,7 @@ class NativeDecoder(nn.Module):
     ) -> Tensor:
         """Rows that attend to nothing, of images that are done, are left out: their features are zeros."""
         rows, capacity = len(x), mask.shape[-1]
-        moves = source if source is None else source.view(rows, -1)
+        moves = None if source is None else source.int().view(rows, -1)
         index = index.view(rows, -1)
         starts = index[:, 0] if alone else torch.arange(0, rows * capacity, capacity)
         each = (x, rope.float(), mask.float(), index.int(), moves, starts.long())
@@ -341,7 +344,6 @@ class NativeDecoder(nn.Module):
         """The call of C, for contiguous tensors of some rows."""
         x = x.clone()  # the layers add to it
         features = x.new_empty(*x.shape[:2], self.dim * (1 + len(aux_layers)))
-        source = None if source is None else source.int()
         for number, layer in enumerate(self.layers):
             layer.keys, layer.values = (
                 one.data_ptr() for one in cache[2 * number : 2 * number + 2]
@@ -356,9 +358,7 @@ class NativeDecoder(nn.Module):
             mask=mask.data_ptr(), index=index.data_ptr(), source=pointer(source), starts=starts.data_ptr(),
             x=x.data_ptr(), features=features.data_ptr(), aux=ctypes.cast(aux, c_void_p), aux_count=len(aux_layers),
         )  # fmt: skip
-        library = open_library()[0]
-        assert library is not None
-        check_code(library.lantern_decode(byref(call)))
+        check_code(library().lantern_decode(byref(call)))
         return features
 
 
@@ -396,8 +396,8 @@ def blocks_of(module: nn.Module) -> list[Any]:
 
 def obstacle(modules: Sequence[nn.Module]) -> str:
     """Why these models cannot take the native form here, or nothing."""
-    library, why = open_library()
-    if library is None:
+    found, why = open_library()
+    if found is None:
         return why
     for block in (block for module in modules for block in blocks_of(module)):
         sizes = (

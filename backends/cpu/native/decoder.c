@@ -94,15 +94,7 @@ static inline __m256 sums_avx2(const __m256 *a) {
     return _mm256_add_ps(_mm256_permute2f128_ps(x, y, 0x20), _mm256_permute2f128_ps(x, y, 0x31));
 }
 #define V_SUMS(a) sums_avx2(a)
-#define FORMAT BFLOAT16
 #include "kernels.h"
-#undef FORMAT
-#define FORMAT FLOAT16
-#include "kernels.h"
-#undef FORMAT
-#define FORMAT FLOAT32
-#include "kernels.h"
-#undef FORMAT
 #undef ISA
 #undef LANES
 #undef PANEL
@@ -173,15 +165,7 @@ static inline __m512 sums_avx512(const __m512 *a) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(eights[0], eights[1], 0x88), _mm512_shuffle_f32x4(eights[0], eights[1], 0xdd));
 }
 #define V_SUMS(a) sums_avx512(a)
-#define FORMAT BFLOAT16
 #include "kernels.h"
-#undef FORMAT
-#define FORMAT FLOAT16
-#include "kernels.h"
-#undef FORMAT
-#define FORMAT FLOAT32
-#include "kernels.h"
-#undef FORMAT
 #undef ISA
 #pragma GCC pop_options
 

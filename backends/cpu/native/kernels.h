@@ -1,7 +1,20 @@
-/* The decoder for one instruction set (ISA, V.., LANES, PANEL, PAIRS) and one FORMAT; see decoder.c, which includes it.
+/* The decoder for one instruction set (ISA, V.., LANES, PANEL, PAIRS) and one FORMAT, or, where
+ * none is defined, for each; see decoder.c, which includes it.
  *
  * Matrices lie as panels of PANEL outputs, [out / PANEL][in][PANEL], so that memory is read once and in order; with
  * PAIRS, two inputs of an output lie together. A gated matrix has in each panel half gates, half what they gate. */
+
+#ifndef FORMAT
+#define FORMAT BFLOAT16
+#include "kernels.h"
+#undef FORMAT
+#define FORMAT FLOAT16
+#include "kernels.h"
+#undef FORMAT
+#define FORMAT FLOAT32
+#include "kernels.h"
+#undef FORMAT
+#else
 
 #if FORMAT == BFLOAT16
 #define ACT half
@@ -486,3 +499,5 @@ static const Kernels JOIN(kernels, ISA, FORMAT) = {NAME(packed_bytes), NAME(pack
 #undef INPUT
 #undef STORE_INPUT
 #undef WIDE
+
+#endif
