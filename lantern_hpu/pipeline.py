@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import threading
 import time
@@ -18,13 +19,15 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from safetensors.torch import save
+from torch import Tensor
 
 import lantern_hpu
 from lantern_hpu.backends import DeviceOptions
 from lantern_hpu.backends.base import Fit, dtype_name
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine, EngineCache
-from lantern_hpu.decode.pixels import decode_pixels, preview
+from lantern_hpu.decode.pixels import decode_pixels, hidden_states, preview
 from lantern_hpu.decode.spec import Spec, batch_size_for
 from lantern_hpu.errors import (
     ELSEWHERE,
@@ -34,6 +37,7 @@ from lantern_hpu.errors import (
     nearest_keyword,
     require,
 )
+from lantern_hpu.files import write_file
 from lantern_hpu.loading import Check, device_name, load_model, write_folder
 from lantern_hpu.methods.relaxation import Relaxation
 from lantern_hpu.methods.request import (
@@ -473,6 +477,45 @@ class LanternPipeline:
             with self.backend.errors():
                 pictures = self.diffusion(tokens, config, [request.prompt], [request.seed])
         return pictures[0] if pictures else None
+
+    def hidden_states(
+        self,
+        prompt: str,
+        tokens: Sequence[int] | NDArray[np.int64] = (),
+        height: int | None = None,
+        width: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """What a diffusion stage elsewhere reads: see `decode.pixels.hidden_states`.
+
+        Args:
+            tokens: [N] of an image, as `result.tokens` has them; without any, those of the prompt alone.
+
+        Raises:
+            OptionError: the model does not read prompts as tokens, or the size is not drawn.
+        """
+        sizes = self.model.sizes([Request(prompt, size=size_of(height, width))])
+        with self.lock, self.backend.errors():
+            self.backend.queue.flush()
+            return hidden_states(self.model, sizes, prompt, tokens, self.fit.keys_by_head)
+
+    def save_states(self, result: GenerationResult, file: str | Path, force: bool = False) -> None:
+        """Write tokens and hidden states of the images of a result, in their order: `0.input_ids` [T] int64 and
+        `0.hidden_states` [T, H] in the model's number format, then `1.`; `images` of the metadata has the prompt, the
+        seed, the grid and the number of tokens of each.
+
+        Raises:
+            LanternError: as from `hidden_states`, or the file is there or cannot be written.
+        """
+        tensors, images = dict[str, Tensor](), []
+        for number, record in enumerate(result.records):
+            size = record.request.size or (None, None)
+            ids, states = self.hidden_states(record.prompt, record.token_ids, *size)
+            tensors |= {f"{number}.input_ids": ids, f"{number}.hidden_states": states}
+            about = {"prompt": record.prompt, "seed": record.seed, "grid": result.code_grid}
+            images.append(about | {"tokens": len(record.token_ids)})
+        metadata = {"model": self.model.name, "fingerprint": self.model.fingerprint}
+        content = save(tensors, metadata | {"images": json.dumps(images)})
+        write_file(Path(file), content, force)
 
     def notes(self, requests: Sequence[Request]) -> list[tuple[str, str]]:
         """Each prompt, and each negative one, with what the model cannot do with it, once."""

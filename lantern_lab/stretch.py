@@ -37,9 +37,7 @@ from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.ops.grammar import NEVER
 
 # What must be alike for one model to compute what the other does
-VARIANTS = (
-    "rope qk_norm kv_heads embed_rows code_dim head_hidden row_ends spare_codes head_dim".split()
-)
+VARIANTS = "rope qk_norm kv_heads embed_rows code_dim head_hidden row_ends spare_codes head_dim word_layers".split()
 SIZES = {"layers": "layers", "dim": "width", "ffn_dim": "FFN width", "vocab_size": "codes"}
 GROUPS = {"qkv": 3, "gate_up": 2}  # matrices that hold several, one under another
 PARTS = {"fc": 2}  # matrices that read several inputs, one beside another

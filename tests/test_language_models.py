@@ -69,9 +69,9 @@ def guided_logits(
     mask = prefix_mask(valid, torch.ones(length, length, dtype=torch.bool).tril())
     pads = (~prefix.valid).sum(1, keepdim=True)
     places = (torch.arange(length) - pads).clamp(min=0)
-    hidden = model.target(
-        x, rope_table(model.target.config, length)[places], additive_mask(mask, x.dtype)
-    )
+    rope = rope_table(model.target.config, length)[places]
+    words = model.target.words(torch.cat([prefix.tokens, rows[:, :-1]], 1))
+    hidden = model.target(x, rope, additive_mask(mask, x.dtype), words=words)
     logits = model.target.head(hidden[:, model.target.config.prefix - 1 :])
     return apply_guidance(
         logits, sampling_params([Sampling(scale)] * len(tokens), logits.shape[-1]), True

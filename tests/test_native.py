@@ -36,6 +36,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "chameleon": {"qk_norm": True, "heads": 4, **LLAMA},
     "emu3": {"heads": 4, "kv_heads": 2, **LLAMA},
     "qwen2": {"heads": 4, "kv_heads": 1, "qkv_bias": True, **LLAMA},
+    "mammothmoda2": {"heads": 4, "qkv_bias": True, "word_layers": 2, "word_rows": 9, **LLAMA},
     "glm": {"heads": 4, "kv_heads": 2, "qkv_bias": True, "sandwich_norms": True, **LLAMA},
 }
 SETS = ("avx512_bf16", "avx512", "avx2")
@@ -150,8 +151,11 @@ def test_prefill_equals_the_plain_one(family: str, form: str, isa: str) -> None:
         torch.manual_seed(3)
         cache = make_cache(target.config, 3, dtype)
         x = torch.randn(2, width, target.config.dim).to(dtype)
-        rope = make_rope(target.config, 2, width, dtype)
-        features = forward(x, rope, additive(visible, dtype), cache.written(index, 2), index)
+        rope, words = make_rope(target.config, 2, width, dtype), None
+        if target.config.word_layers:  # runs of one token and of many, which rows share
+            words = torch.tensor([1, 1, 1, 0, 1, 1, 0, 0, 0, 1, 0, 1]).bool().repeat(2, 1)
+        mask, kept = additive(visible, dtype), cache.written(index, 2)
+        features = forward(x, rope, mask, kept, index, words=words)
         results.append([features[0, 5:], features[1], *(layer.k for layer in cache.layers[:1])])
     for plain, mine in zip(*results, strict=True):
         assert_close(mine, plain, tolerance)

@@ -70,6 +70,7 @@ FOLDERS = (
     "lumina-mgpt",
     "emu3",
     "simplear",
+    "mammothmoda2",
 )
 
 
@@ -159,7 +160,7 @@ def bytes_of(tensor: Any) -> int:
     return sum(bytes_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
 
 
-@pytest.mark.parametrize("name", ["anole", "ours/anole", "ours/llamagen-c2i"])
+@pytest.mark.parametrize("name", ["anole", "ours/anole", "ours/llamagen-c2i", "mammothmoda2"])
 def test_int8_blocks_are_as_small_as_they_become(public: Path, name: str) -> None:
     pytest.importorskip("torchao")
     import torch

@@ -105,15 +105,17 @@ def test_each_page_of_the_site_is_listed() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda", "hpu"])
 def test_each_known_model_has_its_command_for_each_device(device: str) -> None:
     """The commands parse; their models are all known ones; their memory is what `plan` counts."""
-    from lantern_hpu.commands.serve import make_parser
+    from lantern_hpu.commands import generate, serve
     from lantern_hpu.zoo.registry import entries
     from scripts.docs.reference_pages import device_command, memory_of, models_by_device
 
+    parsers = {"serve": serve.make_parser(), "generate": generate.make_parser()}
     page = "\n".join(models_by_device())
     for name in entries():
         command = device_command(name, device)
         assert f"`{command}` |" in page
-        parsed = make_parser().parse_args(shlex.split(command)[2:])
+        _, program, *options = shlex.split(command)
+        parsed = parsers[program].parse_args(options)
         assert (parsed.model, parsed.device) == (name, device)
         assert memory_of(name, device, 1) in page
 

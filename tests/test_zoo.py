@@ -48,6 +48,7 @@ def test_the_known_models_are_all_there() -> None:
         *("janus-pro-1b", "janus-pro-7b", "janus-4o-7b"),
         *("lumina-mgpt-7b-512", "lumina-mgpt-7b-768", "lumina-mgpt-7b-1024", "emu3-gen"),
         *("simplear-0.5b-512", "simplear-0.5b-1024", "simplear-1.5b-512", "simplear-1.5b-1024"),
+        "mammothmoda2-preview",
         "glm-image",
     ]
 
@@ -71,8 +72,9 @@ def test_every_part_is_complete(entry: KnownModel, part: Part) -> None:
 def test_every_model_is_complete(entry: KnownModel) -> None:
     assert entry.title and entry.licence
     assert entry.family in {kind for family in FAMILIES.values() for kind in family.sampling}
-    if entry.family == "glm-image":  # its pictures are a diffusion model's
-        assert set(entry.parts) == {"target", "pixels"} and entry.config.vq is None
+    if entry.family in ("glm-image", "mammothmoda2"):  # their pictures are a diffusion model's
+        beside = "pixels" if entry.family == "glm-image" else "text"
+        assert set(entry.parts) == {"target", beside} and entry.config.vq is None
         (usual,) = [
             f.sampling[entry.family] for f in FAMILIES.values() if entry.family in f.sampling
         ]
@@ -140,6 +142,12 @@ def test_files_are_as_large_as_their_parameters(entry: KnownModel) -> None:
         matrices = sum(rows * columns for rows, columns in sizes.block_matrices)
         assert round(matrices / 1e6, 2) == 203.95 and sizes.preview_grid == (16, 16)
         assert 0.85 * target < held["target"] * 2 < target
+        return
+    if (
+        entry.family == "mammothmoda2"
+    ):  # and the head of words, what reads pictures, what makes them
+        assert round(held["target"] / 1e9, 1) == 10.1 and 0.65 * target < held["target"] * 2
+        assert 2 * sizes.layers * sizes.kv_width * 2 == 57344  # bytes of keys and values a token
         return
     if entry.family == "janus":  # and what reads pictures beside it
         assert counted / 2 < target < 0.8 * counted

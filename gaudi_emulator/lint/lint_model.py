@@ -84,7 +84,7 @@ def draw_two(pipeline: LanternPipeline, method: str) -> None:
     """Of the model's own size, or of few codes where sizes are free; a diffusion model is not ours to check."""
     chosen, sampling = pipeline.resolve(method), pipeline.model.sampling
     pixels = pipeline.model.target.config.code_pixels
-    size = (2 * pixels, 3 * pixels) if pixels else None
+    size = (4 * pixels, 6 * pixels) if pixels else None  # longer than the usual window
     requests = [
         Request(p, i, sampling, chosen.relaxation, size=size) for i, p in enumerate(PROMPTS)
     ]

@@ -97,6 +97,8 @@ def add_where(group: argparse._ArgumentGroup) -> None:
     add("--report", type=path, metavar="FILE.json", help=report)
     tokens = "the image tokens, also of a model without its VQ tokenizer; `lantern-hpu pixels` makes pictures of them"
     add("--save-tokens", type=path, metavar="FILE.npz", help=tokens)
+    states = "tokens and final hidden states of prompt and image, for a diffusion model that reads them (MammothModa2)"
+    add("--save-states", type=path, metavar="FILE.safetensors", help=states)
     every = "write a preview every ROWS rows of the image"
     add("--preview-every", type=int, default=0, metavar="ROWS", help=every)
 
@@ -113,6 +115,7 @@ class GenerateJob:
         setting: as asked for; resolved once the model is loaded.
         sampling: what is given in place of the model's own.
         png, known: an image to draw again, and its settings.
+        tokens, states: what is saved, of which pictures can be made later.
     """
 
     prompts: dict[int, str]
@@ -128,6 +131,8 @@ class GenerateJob:
     sampling: dict[str, Any] = field(default_factory=dict)
     png: Path | None = None
     known: dict[str, Any] | None = None
+    tokens: bool = False  # whether those are enough, or
+    states: bool = False  # hidden states
 
     def __post_init__(self) -> None:
         batch_size_for(len(self.prompts), self.batch_size)
@@ -161,15 +166,21 @@ class GenerateJob:
         setting = self.setting if self.known is None else Setting(self.known["method"])
         if opened.config.drafter is None and setting.needs_drafter:
             raise lacks_drafter(name, f"--method {setting.method}")
+        if not (self.tokens or self.states):
+            opened.check_pictures()
+        if self.states and (condition.kind != "tokens" or condition.rows):
+            why = f"{name} does not read prompts as tokens of its own table"
+            raise OptionError("--save-states cannot be used", why, "--save-tokens")
 
 
 def read_job(args: argparse.Namespace) -> GenerateJob:
     """What the options ask for."""
     require(args.preview_every >= 0, "--preview-every", args.preview_every, "0 (off) or more")
-    if args.resume and (args.force or args.grid or args.save_tokens):
+    if args.resume and (args.force or args.grid or args.save_tokens or args.save_states):
         why = "it keeps the images that are there, and only their pixels"
-        raise OptionError("--resume excludes --force, --grid and --save-tokens", why)
-    return job_of_png(args) if args.from_png else new_job(args)
+        raise OptionError("--resume excludes --force, --grid, --save-tokens and --save-states", why)
+    job = job_of_png(args) if args.from_png else new_job(args)
+    return replace(job, tokens=args.save_tokens is not None, states=args.save_states is not None)
 
 
 def new_job(args: argparse.Namespace) -> GenerateJob:
@@ -311,7 +322,7 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
     pipeline = LanternPipeline.from_pretrained(
         job.model,
         given=job.given,
-        pictures=not outputs.tokens,
+        pictures=not (job.tokens or job.states),
         size=job.size,
         check=job.check_model,
         **vars(job.device),
@@ -335,6 +346,8 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
         keep = Keeper(left, outputs.images, args.force)
         with closing(Bar(outputs.preview, args.preview_every)) as bar, pipeline.backend.errors():
             result = pipeline.draw(missing, setting, job.batch_size, bar, keep)
+        if outputs.states:
+            pipeline.save_states(result, outputs.states, args.force)
         if args.verbose:
             show_decided(pipeline, "threads")
     result.timing.import_s = imported
@@ -356,6 +369,7 @@ def outputs_of(args: argparse.Namespace, prompts: Mapping[int, str]) -> Outputs:
         previews=bool(args.preview_every),
         report=args.report,
         tokens=args.save_tokens,
+        states=args.save_states,
         resume=args.resume,
         force=args.force,
     )
@@ -468,7 +482,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"{draw_with_workers(args)} image(s) drawn -> {args.output}")
             return
         result = draw(args)
-        where = args.output if not result or result.images else args.save_tokens
+        saved = args.save_tokens or args.save_states
+        where = args.output if not result or result.images else saved
         print(summary(result, where) if result else f"every image is in {where}")
 
     try:

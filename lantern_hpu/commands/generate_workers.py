@@ -21,8 +21,9 @@ def draw_with_workers(args: argparse.Namespace) -> int:
 
     job = read_job(args)
     require(1 <= args.workers <= 4096, "--workers", args.workers, "1 to 4096")
-    if args.grid or args.report or args.save_tokens or args.preview_every or args.from_png:
-        what = "--workers excludes --grid, --report, --save-tokens, --preview-every and --from-png"
+    saved = args.save_tokens or args.save_states
+    if args.grid or args.report or saved or args.preview_every or args.from_png:
+        what = "--workers excludes --grid, --report, --save-tokens, --save-states, --preview-every and --from-png"
         raise OptionError(what, "workers write each image to its own file")
     args.output = os.path.join(os.getcwd(), args.output)  # workers may run elsewhere
     files, count = outputs_of(args, job.prompts).images, len(job.prompts)

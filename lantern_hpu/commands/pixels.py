@@ -146,6 +146,7 @@ def decode_saved(args: argparse.Namespace) -> str:
     from lantern_hpu.zoo.find import find_parts
 
     opened = open_model(find_parts(args.model, given, spared=("text",)))
+    opened.check_pictures()
     make = decoded if opened.pixels is None else diffused
     named = zip(tqdm(files, unit="image"), saved.metadata, strict=True)
     # Files last, so that what makes the pictures is given back once all are made

@@ -50,11 +50,11 @@ def train_request(args: argparse.Namespace) -> TrainRequest:
 
 
 def training_summary(report: dict[str, Any], folder: Path) -> str:
-    exact, relaxed = report["eagle"], report["lantern++"]
-    depths = ", ".join(f"{share:.2f}" for share in exact["by_depth"])
+    depths = ", ".join(f"{share:.2f}" for share in report["eagle"]["by_depth"])
+    methods = (name for name in ("eagle", "lantern++") if name in report)
+    each = ", ".join(f"{name} {report[name]['tokens_per_step']:.2f}" for name in methods)
     return (
-        f"tokens a step on held-out prompts: eagle {exact['tokens_per_step']:.2f}, "
-        f"lantern++ {relaxed['tokens_per_step']:.2f}; accepted by depth {depths}\n"
+        f"tokens a step on held-out prompts: {each}; accepted by depth {depths}\n"
         f"kept step {report['kept_step']} -> {folder}"
     )
 

@@ -116,9 +116,9 @@ def weights(model: ModelConfig, setup: Setup) -> Rows:
     held = model.parameters
     target = held["target"] * setup.bytes
     if setup.quantize:
-        for rows, columns in model.target.block_matrices:
+        for layers, rows, columns in model.target.all_matrices:
             saved = rows * columns * (setup.bytes - 1) - rows * ROW_BYTES
-            target -= model.target.layers * saved
+            target -= layers * saved
     drafts = setup.tree.needs_drafter or setup.loads_drafter
     return [
         ("target weights", target),

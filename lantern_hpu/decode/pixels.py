@@ -1,4 +1,4 @@
-"""From image tokens to pictures."""
+"""From image tokens to pictures, or to the hidden states of which another program makes them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from PIL import Image
 from torch import Tensor
 
 from lantern_hpu.backends.base import Backend
+from lantern_hpu.errors import OptionError
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.model import ImageModel, Tokenizer
+from lantern_hpu.models.text.tokens import TokenConditioner
+from lantern_hpu.models.transformer import Rotary
+from lantern_hpu.ops.buffers import additive_mask, arange32, causal_mask, prefix_mask
+from lantern_hpu.ops.kv_cache import KVCache
 
 UNKNOWN = (200, 200, 200)  # colour of rows that a preview does not know yet
 
@@ -51,6 +56,52 @@ def to_images(pixels: Tensor) -> list[Image.Image]:
     """[B, 3, H, W] in [-1, 1] to RGB pictures."""
     scaled = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
     return [Image.fromarray(image) for image in scaled.permute(0, 2, 3, 1).cpu().numpy()]
+
+
+@torch.no_grad()
+def hidden_states(
+    model: ImageModel,
+    config: TransformerConfig,
+    prompt: str,
+    tokens: Sequence[int] | NDArray[np.int64],
+    by_head: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Tokens [T] int64, as the model's authors number them, and their final-normed hidden states [T, H], on the host.
+
+    They are of the row with the prompt, in one pass: the framed prompt, an image's tokens, and behind all of them the
+    token that closes an image, where the family has one.
+
+    Args:
+        config: the target's sizes for this image. tokens: [N], or the first of them, or none.
+        by_head: see `KVCache.allocate`.
+
+    Raises:
+        OptionError: prompts are not read as tokens of the target's own, or these are no image's.
+    """
+    target, device, condition = model.target, model.target.device, model.condition.sized(config)
+    if not isinstance(condition, TokenConditioner) or condition.word_table is not None:
+        why = f"{model.name} does not read prompts as tokens of its own"
+        raise OptionError("there are no hidden states to save", why, "the tokens alone")
+    closing, drawn = condition.frame.closes, [int(token) for token in tokens]
+    if len(drawn) > config.tokens or not all(0 <= token < config.vocab_size for token in drawn):
+        why = f"at most {config.tokens}, from 0 to {config.vocab_size - 1}"
+        raise OptionError("tokens are not those of an image", why, "result.tokens[0]")
+    if len(drawn) == config.tokens and closing is not None:
+        drawn.append(condition.place(closing))
+    prefix = condition.rows([prompt], False)
+    rows = torch.tensor([drawn], dtype=torch.int32).to(device)  # [1, N + 1]
+    x = torch.cat([prefix.embeddings, target.embed(rows)], 1)
+    length = x.shape[1]
+    position, causal = arange32(length).to(device), causal_mask(length).to(device)
+    valid = torch.cat([prefix.valid, torch.ones_like(rows, dtype=torch.bool)], 1)
+    rope = Rotary(config, length).to(device)(position[None], (~prefix.valid).sum(1))
+    sizes = (config.layers, 1, length, config.kv, config.head_dim, target.dtype, device, by_head)
+    cache = KVCache.allocate(*sizes).written(position, 1)
+    mask = additive_mask(prefix_mask(valid, causal), x.dtype)
+    words = target.words(torch.cat([prefix.tokens, rows], 1))
+    states = target(x, rope.to(x.dtype), mask, cache, position, words=words)[0]  # [P + N + 1, H]
+    ids = condition.published(prompt, drawn)
+    return torch.tensor(ids), states[length - len(ids) :].cpu().contiguous()
 
 
 def preview(

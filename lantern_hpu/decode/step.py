@@ -75,7 +75,8 @@ class Admit(nn.Module):
         index = self.positions.entry_index(rows, width)
         cache = state.kv_cache.written(index, len(rows))
         rope = self.positions.rope(position, entry)
-        return self.target(entry.prefix, rope, mask, cache, index, aux_layers=self.aux_layers)
+        aux, words = self.aux_layers, self.target.words(entry.prefix_tokens)
+        return self.target(entry.prefix, rope, mask, cache, index, aux_layers=aux, words=words)
 
 
 @dataclass

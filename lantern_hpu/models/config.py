@@ -59,6 +59,10 @@ class TransformerConfig:
     # Shorter prefixes, rising, for prompts that fit into one; they take less to read (GLM-Image)
     prefixes: tuple[int, ...] = ()
     max_positions: int | None = None  # of the rotary embedding, as it was trained
+    # The last layers in which words have a SwiGLU of their own, and rows of the embedding that are words, behind the
+    # vocabulary's; all other rows are image tokens (MammothModa2)
+    word_layers: int = 0
+    word_rows: int = 0
 
     def __post_init__(self) -> None:
         # JSON has lists, which compare unequal
@@ -70,6 +74,9 @@ class TransformerConfig:
         if min(*sizes, *self.grid) < 1 or self.dim % self.heads or self.layers > MOST_LAYERS:
             why = f"{self.heads} heads of width {self.dim}, {self.layers} layers, grid {self.grid}"
             raise ValueError(f"sizes that no model has: {why}")
+        if not 0 <= self.word_layers <= self.layers or (self.word_layers and not self.word_rows):
+            why = f"{self.word_layers} of {self.layers} layers, {self.word_rows} words"
+            raise ValueError(f"words cannot have layers of their own: {why}")
         if self.row_ends and self.rope == "2d":
             raise ValueError("a row's end has no place on a 2-D grid of positions")
         pairs = self.rotated // 2
@@ -156,7 +163,14 @@ class TransformerConfig:
             (self.dim, self.ffn_dim),
         )
 
+    @property
+    def all_matrices(self) -> tuple[tuple[int, int, int], ...]:
+        """Of all layers: how many have a matrix, its rows and its columns."""
+        each = tuple((self.layers, *sizes) for sizes in self.block_matrices)
+        return each + tuple((self.word_layers, *sizes) for sizes in self.block_matrices[2:])
+
     def block_parameters(self, input_norm: bool = True) -> int:
+        """Of one layer, for an image token."""
         matrices = sum(rows * columns for rows, columns in self.block_matrices)
         norms = 2 * (self.width + self.kv_width) if self.qk_norm else 0
         bias = self.width + 2 * self.kv_width if self.qkv_bias else 0
@@ -183,7 +197,8 @@ class TransformerConfig:
     def parameters(self) -> int:
         """Embedding, blocks, final norm, head."""
         tables = self.embedding_parameters + self.head_parameters
-        return tables + self.layers * self.block_parameters() + self.dim
+        words = self.word_layers * 3 * self.ffn_dim * self.dim
+        return tables + self.layers * self.block_parameters() + words + self.dim
 
 
 @dataclass(frozen=True)
@@ -427,6 +442,13 @@ class ModelConfig:
         rows, columns = self.target.grid
         pixels = self.vq.downsample if self.vq else self.target.code_pixels or 1
         return rows * pixels, columns * pixels
+
+    @property
+    def result(self) -> str:
+        """The option of `generate` for what it makes: pictures, or states where no part that is known makes those."""
+        if self.vq or self.codebook or self.diffusion:
+            return "--output picture.png"
+        return "--save-states states.safetensors"
 
     @property
     def lacks_text(self) -> bool:

@@ -125,6 +125,12 @@ class ImageModel:
         return config.of_grid(grids.pop(), words)
 
     @property
+    def knows_neighbours(self) -> bool:
+        """Whether codes are known to be near each other, which relaxation by neighbours needs."""
+        known = self.vq, self.neighbour_table, self.code_vectors_alone
+        return any(source is not None for source in known)
+
+    @property
     def codebook(self) -> Tensor:
         """[V, code_dim]"""
         if self.code_vectors_alone is not None:  # used at length 1

@@ -189,16 +189,24 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer. The LlamaGen drafter's has no norm before its attention, GLM's has norms behind both parts too."""
+    """One layer. The LlamaGen drafter's has no norm before its attention, GLM's has norms behind both parts too.
+
+    Late ones of MammothModa2's have two SwiGLUs: `ffn` for image tokens, which alone a step has, `word_ffn` for words.
+    """
 
     def __init__(
-        self, config: TransformerConfig, kernels: Kernels, input_norm: bool = True
+        self,
+        config: TransformerConfig,
+        kernels: Kernels,
+        input_norm: bool = True,
+        words_apart: bool = False,
     ) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config, kernels) if input_norm else nn.Identity()
         self.attention = SelfAttention(config, kernels)
         self.ffn_norm = RMSNorm(config, kernels)
         self.ffn = FeedForward(config, kernels)
+        self.word_ffn = FeedForward(config, kernels) if words_apart else None
         if config.sandwich_norms:
             self.attention_post_norm: nn.Module = RMSNorm(config, kernels)
             self.ffn_post_norm: nn.Module = RMSNorm(config, kernels)
@@ -213,10 +221,15 @@ class Block(nn.Module):
         cache: LayerCache | GrowingCache | None = None,
         index: Tensor | None = None,
         source: Tensor | None = None,
+        words: Tensor | None = None,  # [R, T] bool; None: all are image tokens
     ) -> Tensor:
         mixed = self.attention(self.attention_norm(x), rope, mask, cache, index, source)
         x = x + self.attention_post_norm(mixed)
-        return x + self.ffn_post_norm(self.ffn(self.ffn_norm(x)))
+        normed = self.ffn_norm(x)
+        fed = self.ffn(normed)
+        if self.word_ffn is not None and words is not None:
+            fed = torch.where(words[..., None], self.word_ffn(normed), fed)
+        return x + self.ffn_post_norm(fed)
 
     def last_scales(self) -> tuple[Tensor, Tensor]:
         """The last weights that attention and SwiGLU pass; where they are zero, the block adds nothing."""
@@ -262,7 +275,10 @@ class Target(nn.Module):
             if config.code_dim is None
             else CodeEmbedding(config.vocab_size, config.code_dim, config.dim)
         )
-        self.layers = nn.ModuleList(Block(config, kernels) for _ in range(config.layers))
+        first = config.layers - config.word_layers
+        self.layers = nn.ModuleList(
+            Block(config, kernels, words_apart=i >= first) for i in range(config.layers)
+        )
         self.norm = RMSNorm(config, kernels)
         self.head: Any = (
             nn.Linear(config.dim, config.vocab_size, bias=config.spare_codes > 0)
@@ -287,6 +303,13 @@ class Target(nn.Module):
     def device(self) -> torch.device:
         return self.norm.weight.device
 
+    def words(self, tokens: Tensor) -> Tensor | None:
+        """Which tokens [R, T] are words, where those have layers of their own: [R, T] bool."""
+        first, config = self.config.vocab_size, self.config
+        if not config.word_layers:
+            return None
+        return (tokens >= first) & (tokens < first + config.word_rows)
+
     def forward(
         self,
         x: Tensor,  # [R, T, H] embeddings
@@ -296,14 +319,15 @@ class Target(nn.Module):
         index: Tensor | None = None,  # [R * (D + T)], where in each layer's cache to write
         source: Tensor | None = None,  # [R * D], what moves to the first D of each row meanwhile
         aux_layers: Sequence[int] = (),
+        words: Tensor | None = None,  # what `words` returns, where some of these tokens are words
     ) -> Tensor:
         """Final-normed hidden states, followed by the outputs of `aux_layers`: [R, T, H * (1 + n)]."""
         if self.decoder is not None and cache is not None:
-            return self.decoder(x, rope, mask, cache, index, source, aux_layers)
+            return self.decoder(x, rope, mask, cache, index, source, aux_layers, words)
         aux = []
         for layer, block in enumerate(self.layers):
             kept = None if cache is None else cache.layers[layer]
-            x = block(x, rope, mask, kept, index, source)
+            x = block(x, rope, mask, kept, index, source, words)
             if layer in aux_layers:
                 aux.append(x)
         return torch.cat([self.norm(x), *aux], -1) if aux else self.norm(x)

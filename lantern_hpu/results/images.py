@@ -483,6 +483,7 @@ class Outputs:
     preview: Path | None
     report: Path | None
     tokens: Path | None
+    states: Path | None = None
 
     def of_tokens(self, name: str) -> Outputs:
         """Without pictures, for a model that has nothing to decode them with."""
@@ -501,6 +502,7 @@ class Outputs:
         previews: bool = False,
         report: Path | None = None,
         tokens: Path | None = None,
+        states: Path | None = None,
         resume: bool = False,
         force: bool = False,
     ) -> Outputs:
@@ -515,9 +517,9 @@ class Outputs:
         shown = name if previews else None
         kept = {path for path in images if resume and path.is_file()}
         new = [path for path in images if path not in kept]
-        others = [path for path in (whole, shown, report, tokens) if path is not None]
+        others = [path for path in (whole, shown, report, tokens, states) if path is not None]
         check_free([*new, *others], force)
-        return cls(images, whole, shown, report, tokens)
+        return cls(images, whole, shown, report, tokens, states)
 
 
 class Keeper:

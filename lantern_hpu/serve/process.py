@@ -54,6 +54,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def check_served(options: ServeOptions, opened: Opened) -> None:
     """Refuse what cannot be served before weights are read."""
+    opened.check_pictures()
     for setting in options.settings:
         if opened.config.drafter is None and setting.needs_drafter:
             raise lacks_drafter(opened.name, f"--methods {setting}")

@@ -337,6 +337,7 @@ class DrafterTraining:
         about = json.loads((self.folder / DRAFTER).read_text())
         kept = load_file(self.folder / DRAFTER_WEIGHTS)
         self.average = [kept[name] for name, _ in self.drafter.named_parameters()]
+        relaxed = ["lantern++"] if self.pipeline.model.knows_neighbours else []
         report = {
             "kind": "lantern_hpu.train drafter",
             "target": about["target"],
@@ -345,8 +346,7 @@ class DrafterTraining:
             "samples": len(self.samples.prompts),
             "held_out_prompts": len(set(self.held_out.prompts)),
             "overlaps": self.overlaps(),
-            "eagle": self.drawn("eagle").as_json(),
-            "lantern++": self.drawn("lantern++").as_json(),
+            **{method: self.drawn(method).as_json() for method in ("eagle", *relaxed)},
             "curve": self.progress.curve,
         }
         self.write("report.json", json.dumps(report, indent=1).encode())

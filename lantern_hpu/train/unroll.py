@@ -199,7 +199,9 @@ class Lesson:
         with torch.no_grad():
             x = torch.cat([prefix, target.embed(rows[:, :-1])], 1)
             mask = additive_mask(prefix_mask(valid, causal), x.dtype)
-            hidden = target(x, rope, mask, aux_layers=aux_layers)  # [R, P + N - 1, F]
+            is_word = target.words(torch.cat([words.to(rows.dtype), rows[:, :-1]], 1))
+            # [R, P + N - 1, F]
+            hidden = target(x, rope, mask, aux_layers=aux_layers, words=is_word)
             logits = self.allowed(target.head(hidden[:, self.first + 1 :, : config.dim]), 1)
             guided = apply_guidance(logits, self.params, self.guidance)
             # [B, N - 1, V], of tokens 1, 2, ...

@@ -34,7 +34,7 @@ of each file. A text encoder is not included.
 USAGE = """
 ```bash
 pip install "lantern-hpu[models]"
-lantern-hpu generate {options} {prompt} --output picture.png
+lantern-hpu generate {options} {prompt} {result}
 ```
 
 """
@@ -85,6 +85,7 @@ class Subject:
             width=width,
             height=height,
             options=options,
+            result=self.config.result,
             prompt="--class-label goldfish" if classes else '--prompt "a red apple"',
         )
         return f"---\n{self.metadata(tags)}\n---\n\n{body}{end}\n"
@@ -94,7 +95,7 @@ def drafter_card(subject: Subject, folder: str, report: Mapping[str, Any]) -> st
     """The card of a trained drafter, with what its training measured."""
     options = f"--model {subject.model} --drafter {folder} --method eagle"
     rows = []
-    for method in ("eagle", "lantern++"):
+    for method in (name for name in ("eagle", "lantern++") if name in report):
         depths = ", ".join(f"{share:.2f}" for share in report[method]["by_depth"])
         rows.append(f"| `{method}` | {report[method]['tokens_per_step']:.2f} | {depths} |")
     return subject.card(DRAFTER, options, FIGURES.format(**report) + "\n".join(rows), "eagle")

@@ -169,7 +169,8 @@ def briefly(files: tuple[str, ...]) -> str:
 def draw_command(entry: KnownModel, folder: Path | None = None) -> str:
     classes = entry.family == "llamagen-c2i"
     what = "--class-label goldfish" if classes else '--prompt "a red apple"'
-    return f"python -m lantern_hpu.generate --model {folder or entry.handle} {what}"
+    saved = "" if "--output" in entry.config.result else f" {entry.config.result}"
+    return f"python -m lantern_hpu.generate --model {folder or entry.handle} {what}{saved}"
 
 
 def find_parts(model: str, given: Given = Given(), spared: tuple[str, ...] = ()) -> Parts:

@@ -35,6 +35,7 @@ from scripts.checkpoints.llamagen import (
     write_text_model,
     write_vq8,
 )
+from scripts.checkpoints.mammothmoda2 import write_mammothmoda2
 from scripts.checkpoints.simplear import write_simplear
 
 WRITERS = {
@@ -54,6 +55,7 @@ WRITERS = {
     "emu3-authors": write_authors_emu3,
     "glm-image": write_glm_image,
     "simplear": write_simplear,
+    "mammothmoda2": write_mammothmoda2,
 }
 
 

@@ -230,8 +230,13 @@ def models_by_device() -> Iterator[str]:
 
 
 def device_command(name: str, device: str) -> str:
-    """What serves a known model on a device."""
-    return f"lantern-hpu serve --model {name} --device {device}"
+    """What serves a known model on a device, or saves what it makes where that is no picture."""
+    from lantern_hpu.zoo.registry import entries
+
+    result, where = entries()[name].config.result, f"--model {name} --device {device}"
+    if "--output" in result:
+        return f"lantern-hpu serve {where}"
+    return f'lantern-hpu generate {where} --prompt "a red apple" {result}'
 
 
 def memory_of(name: str, device: str, images: int) -> str:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lantern_hpu.backends.base import operator
 from lantern_hpu.ops.kv_cache import KVCache, WrittenCache
 
-ABI = 2  # LANTERN_ABI of decoder.h
+ABI = 3  # LANTERN_ABI of decoder.h
 BUILD = "pip install --force-reinstall --no-deps -e . (or the wheel)"
 BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2  # of decoder.h
 BUILT_FOR = ("linux", "x86_64")
@@ -36,7 +36,7 @@ class CMatrix(Structure):
 
 NORMS = ("norm", "post_norm", "ffn_norm", "ffn_post_norm")
 HEAD_NORMS = ("q_norm", "q_norm_bias", "k_norm", "k_norm_bias")
-MATRICES = ("qkv", "out", "gate_up", "down")
+MATRICES = ("qkv", "out", "gate_up", "down", "word_gate_up", "word_down")
 
 
 class CLayer(Structure):
@@ -61,7 +61,7 @@ class CCall(Structure):
         *((name, c_int64) for name in "rows tokens capacity moves".split()),
         *((name, c_int64) for name in "position_stride head_stride".split()),
         *((name, c_void_p) for name in "rope mask index source".split()),
-        *((name, c_void_p) for name in "starts x features aux".split()),
+        *((name, c_void_p) for name in "starts words x features aux".split()),
         ("aux_count", c_int64),
     ]
 
@@ -233,8 +233,8 @@ class NativeLinear(nn.Module):
 
 native_decode = operator(
     "native_decode(Tensor x, Tensor rope, Tensor mask, Tensor(a!)[] cache, Tensor index, Tensor? source, "
-    "int[] aux_layers, bool alone, int number) -> Tensor",
-    lambda x, rope, mask, cache, index, source, aux_layers, alone, number: x.new_empty(
+    "int[] aux_layers, Tensor? words, bool alone, int number) -> Tensor",
+    lambda x, rope, mask, cache, index, source, aux_layers, words, alone, number: x.new_empty(
         *x.shape[:-1], x.shape[-1] * (1 + len(aux_layers))
     ),
 )(lambda *arguments: MODULES[arguments[-1]].run(*arguments[:-1]))
@@ -277,8 +277,8 @@ class NativeDecoder(nn.Module):
             if (weight := getattr(norm, "weight", None)) is not None:
                 setattr(layer, field, self.keep(weight))
                 setattr(layer, f"{field}_bias", self.keep(norm.bias))
-        for field, linear in zip(MATRICES, linears_of(block), strict=True):
-            packed = Packed(linear, self.format, gated=field == "gate_up")
+        for field, linear in zip(MATRICES, linears_of(block), strict=False):
+            packed = Packed(linear, self.format, gated=field.endswith("gate_up"))
             self.parts.append(packed)
             setattr(layer, field, packed.describe())
         return layer
@@ -292,13 +292,14 @@ class NativeDecoder(nn.Module):
         index: Tensor,  # [R * (D + T)]
         source: Tensor | None = None,  # [R * D]
         aux_layers: Sequence[int] = (),
+        words: Tensor | None = None,  # [R, T] bool
     ) -> Tensor:
         """Features [R, T, H * (1 + n)]."""
         alone = isinstance(cache.layers[0], WrittenCache)
         # A `ScratchCache` needs no copy here: its positions are masked until the next step writes them
         tensors = [x for layer in cache.layers for x in (layer.k, layer.v)]
         result: Tensor = native_decode(
-            x, rope, mask, tensors, index, source, list(aux_layers), alone, id(self)
+            x, rope, mask, tensors, index, source, list(aux_layers), words, alone, id(self)
         )
         return result
 
@@ -311,6 +312,7 @@ class NativeDecoder(nn.Module):
         index: Tensor,
         source: Tensor | None,
         aux_layers: Sequence[int],
+        words: Tensor | None,
         alone: bool,
     ) -> Tensor:
         """Rows that attend to nothing, of images that are done, are left out: their features are zeros."""
@@ -318,7 +320,7 @@ class NativeDecoder(nn.Module):
         moves = None if source is None else source.int().view(rows, -1)
         index = index.view(rows, -1)
         starts = index[:, 0] if alone else torch.arange(0, rows * capacity, capacity)
-        each = (x, rope.float(), mask.float(), index.int(), moves, starts.long())
+        each = (x, rope.float(), mask.float(), index.int(), moves, starts.long(), words)
         seen = (mask > HIDDEN).flatten(1).any(1)
         if bool(seen.all()):
             whole: list[Any] = [None if one is None else one.contiguous() for one in each]
@@ -340,6 +342,7 @@ class NativeDecoder(nn.Module):
         index: Tensor,
         source: Tensor | None,
         starts: Tensor,
+        words: Tensor | None,
     ) -> Tensor:
         """The call of C, for contiguous tensors of some rows."""
         x = x.clone()  # the layers add to it
@@ -356,7 +359,8 @@ class NativeDecoder(nn.Module):
             tokens=x.shape[1], capacity=mask.shape[-1], moves=0 if source is None else source.shape[1],
             position_stride=cache[0].stride(0), head_stride=cache[0].stride(1), rope=rope.data_ptr(),
             mask=mask.data_ptr(), index=index.data_ptr(), source=pointer(source), starts=starts.data_ptr(),
-            x=x.data_ptr(), features=features.data_ptr(), aux=ctypes.cast(aux, c_void_p), aux_count=len(aux_layers),
+            words=pointer(words), x=x.data_ptr(), features=features.data_ptr(), aux=ctypes.cast(aux, c_void_p),
+            aux_count=len(aux_layers),
         )  # fmt: skip
         check_code(library().lantern_decode(byref(call)))
         return features
@@ -365,6 +369,8 @@ class NativeDecoder(nn.Module):
 def linears_of(block: Any) -> Iterator[Any]:
     """In the order of `MATRICES`."""
     yield from (block.attention.qkv, block.attention.out, block.ffn.gate_up, block.ffn.down)
+    if block.word_ffn is not None:
+        yield from (block.word_ffn.gate_up, block.word_ffn.down)
 
 
 # ------------------------------------------------------------------------------------ a whole model

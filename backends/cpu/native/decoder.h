@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#define LANTERN_ABI 2
+#define LANTERN_ABI 3
 
 /* Number formats: of the matrices, and of activations, caches and features. */
 #define BFLOAT16 0
@@ -22,7 +22,7 @@ typedef struct {
 typedef struct {
     const float *norm, *post_norm, *ffn_norm, *ffn_post_norm;    /* [dim] */
     const float *q_norm, *q_norm_bias, *k_norm, *k_norm_bias;    /* [heads, head_dim], [kv, head_dim] */
-    Matrix qkv, out, gate_up, down;
+    Matrix qkv, out, gate_up, down, word_gate_up, word_down;
     void *keys, *values;                                         /* the cache, see Call */
 } Layer;
 
@@ -44,6 +44,7 @@ typedef struct {
     const int32_t *index;        /* [R, D + T] storage index of each position that is written */
     const int32_t *source;       /* [R, D] of what moves, or null */
     const int64_t *starts;       /* [R] storage index of the first position that a row attends to */
+    const uint8_t *words;        /* [R, T] of which tokens SwiGLU takes the `word_` matrices where a layer has them; or null */
     void *x;                     /* [R T, dim] embeddings; the last layer's output is left here */
     void *features;              /* [R T, dim (1 + aux_count)] */
     const int64_t *aux;          /* layers whose outputs follow the normed features */

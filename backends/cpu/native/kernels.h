@@ -409,6 +409,18 @@ static int64_t NAME(filled)(const Call *c, int64_t row) {
     return end;
 }
 
+/* A product of SwiGLU by the panels of one thread, for each run of tokens that share its matrix. */
+static void NAME(feed)(const Call *c, const INPUT *x, const Matrix *image, const Matrix *word, const Sink *sink, int64_t thread, int64_t threads) {
+    int64_t size = sink->kind == GATED ? sizeof(INPUT) : sink->kind == ADDED ? sizeof(ACT) : sizeof(float);
+    const uint8_t *words = word->weight ? c->words : 0;
+    for (int64_t first = 0, end, count = c->rows * c->tokens; first < count; first = end) {
+        for (end = first + 1; end < count && (!words || words[end] == words[first]);) end++;
+        Sink part = *sink;
+        part.y = (char *)sink->y + first * sink->stride * size;
+        NAME(multiply)(x + first * image->in, end - first, words && words[first] ? word : image, &part, thread, threads);
+    }
+}
+
 static int NAME(decode)(const Call *c) {
     int64_t count = c->rows * c->tokens, dim = c->dim, size = c->head_dim, units = c->rows * c->kv;
     int64_t width = (c->heads + 2 * c->kv) * size, mixed_width = c->heads * size, ffn = up_to(c->ffn, PANEL);
@@ -453,9 +465,9 @@ static int NAME(decode)(const Call *c) {
                 NAME(norm)(x + m * dim, layer->ffn_norm, c->eps, dim, normed + m * dim);
             }
 #pragma omp barrier
-            NAME(multiply)(normed, count, &layer->gate_up, &to_gated, thread, threads);
+            NAME(feed)(c, normed, &layer->gate_up, &layer->word_gate_up, &to_gated, thread, threads);
 #pragma omp barrier
-            NAME(multiply)(gated, count, &layer->down, layer->ffn_post_norm ? &to_part : &to_x, thread, threads);
+            NAME(feed)(c, gated, &layer->down, &layer->word_down, layer->ffn_post_norm ? &to_part : &to_x, thread, threads);
 #pragma omp barrier
             for (int64_t m = thread; layer->ffn_post_norm && m < count; m += threads)
                 NAME(add_normed)(part + m * dim, layer->ffn_post_norm, c->eps, dim, x + m * dim);

@@ -12,6 +12,7 @@ from lantern_hpu.models.families import (
     janus,
     llamagen,
     lumina,
+    mammothmoda2,
     simplear,
 )
 from lantern_hpu.models.families.base import Family
@@ -26,6 +27,7 @@ FAMILIES: dict[str, Family] = {
     "glm-image": glm_image.FAMILY,
     "janus": janus.FAMILY,
     "simplear": simplear.FAMILY,
+    "mammothmoda2": mammothmoda2.FAMILY,
     "llamagen": llamagen.FAMILY,
 }
 
@@ -33,7 +35,7 @@ FAMILIES: dict[str, Family] = {
 # Models that do not load, by the rows of their tables
 RELATIVES = {
     151936: "Qwen2.5 or Qwen3",
-    152064: "Qwen2.5 or MammothModa2",
+    152064: "Qwen2.5",
     171385: "Lumina-mGPT 2.0",
     282926: "Emu3.5",
 }

@@ -29,6 +29,7 @@ class Published:
     diffusion: bool = (
         False  # whether pictures are made by a diffusion model of its codes and prompt
     )
+    states: bool = False  # whether another program makes pictures, of its hidden states
 
 
 @dataclass(frozen=True)

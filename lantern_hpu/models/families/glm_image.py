@@ -153,12 +153,14 @@ def check_processor(folder: Path | None) -> None:
         raise WeightsError(f"the preview's size is not known for {folder}", why)
 
 
-def generation_sampling(folder: Path) -> Sampling | None:
+def generation_sampling(
+    folder: Path, name: str = "generation_config.json", guidance: float = 1.0
+) -> Sampling | None:
     """Of the generation_config.json beside the weights; None where there is none.
 
     What it leaves out is as transformers has it, and so diffusers' pipeline: the most probable 50.
     """
-    file = folder_of(folder) / "generation_config.json"
+    file = folder_of(folder) / name
     if not file.is_file():
         return None
     with reading(file, "download it again") as said:
@@ -166,7 +168,7 @@ def generation_sampling(folder: Path) -> Sampling | None:
         if not said.get("do_sample", False):
             usual["temperature"] = 0.0
         temperature, top_p = float(usual["temperature"]), float(usual["top_p"])
-        return Sampling(1.0, temperature, int(usual["top_k"]), top_p)
+        return Sampling(guidance, temperature, int(usual["top_k"]), top_p)
 
 
 FAMILY = Family(

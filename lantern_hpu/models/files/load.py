@@ -91,6 +91,13 @@ class Opened:
     notes: tuple[str, ...] = ()
     drafter: OpenedDrafter | None = None
 
+    def check_pictures(self) -> None:
+        """Raise an OptionError for a model whose tokens nothing here makes pictures of."""
+        if self.config.vq is None and self.pixels is None:
+            why = "nothing here decodes its tokens; another program may read its hidden states"
+            hint = "generate with --save-states FILE.safetensors, or --save-tokens FILE.npz"
+            raise OptionError(f"{self.name} makes no pictures", why, hint)
+
     def load(self, placement: Placement) -> ImageModel:
         config, dtype, device = self.config, placement.dtype, placement.device
         weights, drafter, vectors, vq = self.weights(), None, None, None
@@ -200,7 +207,7 @@ def open_published(parts: Parts) -> Opened:
         checkpoint = with_tied_head(result.checkpoint, result.recipe, about)
     tokenizer = open_checkpoint(parts.vq) if parts.vq else result.tokenizer
     absent = {
-        "vq": (tokenizer is None and not result.diffusion, VQ_MISSING),
+        "vq": (tokenizer is None and not (result.diffusion or result.states), VQ_MISSING),
         "pixels": (result.diffusion and parts.pixels is None, DIFFUSION_MISSING),
         "text": (result.condition.kind == "t5" and parts.text is None, TEXT_MISSING),
     }
@@ -214,7 +221,7 @@ def open_published(parts: Parts) -> Opened:
         check_vq(sizes, result.config, family.code_pixels, tokenizer.path)
         config = replace(config, vq=sizes)
     weights = Weights(Stored(checkpoint, result.recipe, family.ignored), vq)
-    notes = tuple(filter(None, (stored.note, tokenizer.note if tokenizer else "")))
+    notes = tuple(filter(None, (checkpoint.note, tokenizer.note if tokenizer else "")))
     sampling = result.sampling or family.sampling[result.kind]
     if parts.sampling:
         sampling = Sampling(**parts.sampling)
@@ -262,7 +269,7 @@ def make_condition(
     """
     dim, prefix, up = target.config.dim, target.config.prefix, placement.to_device
     if config.kind == "tokens":
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder, FRAMES[config.frame].tokenizer)
         words, vocabulary = splitter(tokenizer), tokenizer.get_vocab()
         frame = FRAMES[config.frame](words, vocabulary, target.config, folder)
         with shapes_only():

@@ -42,6 +42,10 @@ class TokenOrder:
             before += end - begin
         raise ValueError(f"token {token} is not in a table of {rows}")
 
+    def tokens(self, rows: int) -> list[int]:
+        """The token of each of so many rows of ours."""
+        return [token for stretch in self.stretches(rows) for token in range(*stretch)]
+
 
 class Frame:
     """What the frames have in common."""
@@ -51,6 +55,8 @@ class Frame:
     order: TokenOrder | None = None  # of the target's table, where that holds the words too
     pad = 0  # in front of prompts shorter than the prefix; nothing attends to it
     takes_negative = False  # whether guidance subtracts words that a user may choose
+    tokenizer = ""  # of which other model it is, where the family's files hold none
+    closes: int | None = None  # what follows a picture, where its hidden state is of use
 
     def __init__(
         self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
@@ -69,10 +75,15 @@ class Frame:
         self.after: list[int] = []
 
     def sized(self, config: TransformerConfig) -> Frame:
-        """The same of pictures and prefixes of other sizes, for families that say nothing of them."""
+        """The same of pictures and prefixes of other sizes."""
         other = copy.copy(self)
         other.config = config
+        other.after = other.size_tokens()
         return other
+
+    def size_tokens(self) -> list[int]:
+        """What follows a prompt, where that says the picture's size."""
+        return self.after
 
     def text(self, prompt: str) -> str:
         return prompt
@@ -221,11 +232,6 @@ class Emu3Frame(Frame):
         rows, columns = self.config.grid
         return [self.id[self.START], *self.words(f"{rows}*{columns}"), self.id[self.IMAGE]]
 
-    def sized(self, config: TransformerConfig) -> Frame:
-        other: Any = super().sized(config)
-        other.after = other.size_tokens()
-        return other
-
     def text(self, prompt: str) -> str:
         return prompt + self.PRAISE
 
@@ -262,6 +268,46 @@ class SimpleArFrame(Frame):
         return [*self.before, *words[: self.room], *self.after]
 
 
+class MammothModa2Frame(Frame):
+    """Qwen2.5's conversation of one turn, then the size of the picture in codes, width first.
+
+    The row that guidance subtracts has the last tokens of the same prompt alone, whatever they are, as its authors mask
+    it. Its files hold no tokenizer that is read here: words are split by Qwen2.5's, which lacks the image tokens.
+    """
+
+    family = "Qwen2.5"  # by its tokenizer
+    TOKEN, START, END = 152069, 152070, 152071  # before and behind the size, and behind a picture
+    LAST = 10  # tokens of a prompt that the row without it has
+    OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
+    special = {OPEN: 151644, CLOSE: 151645}
+    tokenizer = "Qwen2.5's: Qwen/Qwen2.5-7B-Instruct"
+    closes = END
+    order: TokenOrder = TokenOrder(((152072, 168456), (152064, 152065)))
+
+    def __init__(
+        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
+    ) -> None:
+        super().__init__(words, vocabulary, config, where)
+        self.after = self.size_tokens()
+        self.closing = words(self.answer)
+
+    @property
+    def answer(self) -> str:
+        """What follows the words of a prompt."""
+        return f"{self.CLOSE}\n{self.OPEN}assistant\n"
+
+    def size_tokens(self) -> list[int]:
+        rows, columns = self.config.grid
+        return [self.START, *self.words(f"{columns}*{rows}"), self.TOKEN]
+
+    def text(self, prompt: str) -> str:
+        system = f"{self.OPEN}system\nYou are a helpful image generator.{self.CLOSE}\n"
+        return f"{system}{self.OPEN}user\n{prompt}{self.answer}"
+
+    def without(self, ids: list[int], negative: str | None = None) -> list[int]:
+        return ids[-self.LAST :]
+
+
 class GlmImageFrame(Frame):
     """The prompt, then the grids of picture and preview as numbers, and what begins a picture.
 
@@ -280,20 +326,15 @@ class GlmImageFrame(Frame):
             why = f"{start} is {vocabulary.get(start)}, expected token {config.codes}"
             raise WeightsError(f"the tokenizer in {where} is not {self.family}'s", why)
         super().__init__(words, vocabulary, config, where)
-        self.after = self.grids(config)
+        self.after = self.size_tokens()
 
-    def grids(self, config: TransformerConfig) -> list[int]:
+    def size_tokens(self) -> list[int]:
         """Those of picture and preview as numbers, and what begins a picture."""
         found = []
-        for rows, columns in (config.grid, config.preview_grid):
+        for rows, columns in (self.config.grid, self.config.preview_grid):
             size = self.words(f"{rows} {columns}")
             found += [self.id[self.BEGIN], *size, self.id[self.END]]
-        return [*found, config.codes]
-
-    def sized(self, config: TransformerConfig) -> Frame:
-        other = super().sized(config)
-        other.after = self.grids(config)
-        return other
+        return [*found, self.config.codes]
 
     def ids(self, prompt: str) -> list[int]:
         words = self.words(prompt)
@@ -316,6 +357,7 @@ FRAMES: dict[str, type[Frame]] = {
     "janus": JanusFrame,
     "emu3": Emu3Frame,
     "simplear": SimpleArFrame,
+    "mammothmoda2": MammothModa2Frame,
     "glm-image": GlmImageFrame,
 }
 

@@ -21,12 +21,18 @@ BREAK = "\0"  # where text is split before it becomes tokens
 ROUNDS = 4  # of breaking names of control tokens that others are made of
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path, whose: str = "") -> Any:
+    """
+    Args:
+        whose: which other model's it is, where the model was published without one.
+    """
     with needing("transformers", "it splits prompts"):
         from transformers import PreTrainedTokenizerFast
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise WeightsError(f"{folder} holds no tokenizer.json", hint="download it with the model")
+        why = f"the model was published without one, and reads {whose}" if whose else ""
+        hint = "--text-encoder FOLDER with it" if whose else "download it with the model"
+        raise WeightsError(f"{folder} holds no tokenizer.json", why, hint)
     check_content(file)
     try:
         return PreTrainedTokenizerFast(tokenizer_file=str(file))
@@ -130,6 +136,14 @@ class TokenConditioner:
         """The row of the table that holds a token."""
         order, rows = self.frame.order, self.frame.config.embed_rows
         return token if order is None or rows is None else order.row(token, rows)
+
+    def published(self, prompt: str, drawn: Sequence[int]) -> list[int]:
+        """Tokens of a prompt and of drawn rows of our table, as the model's authors number them."""
+        order, rows = self.frame.order, self.frame.config.embed_rows
+        if order is not None and rows is not None:
+            tokens = order.tokens(rows)
+            drawn = [tokens[row] for row in drawn]
+        return [*self.frame.ids(self.plain(prompt)), *drawn]
 
     def notes(self, prompt: str) -> list[str]:
         note = self.frame.note(self.plain(prompt))
