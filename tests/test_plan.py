@@ -71,6 +71,7 @@ FOLDERS = (
     "emu3",
     "simplear",
     "mammothmoda2",
+    "lumina-mgpt-2.0",
 )
 
 

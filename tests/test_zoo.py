@@ -46,7 +46,8 @@ def test_the_known_models_are_all_there() -> None:
         *("llamagen-c2i-b-256", "llamagen-c2i-l-256", "llamagen-c2i-b-384", "llamagen-c2i-l-384"),
         *("llamagen-c2i-xl-384", "llamagen-c2i-xxl-384", "llamagen-c2i-3b-384", "anole-7b"),
         *("janus-pro-1b", "janus-pro-7b", "janus-4o-7b"),
-        *("lumina-mgpt-7b-512", "lumina-mgpt-7b-768", "lumina-mgpt-7b-1024", "emu3-gen"),
+        *("lumina-mgpt-7b-512", "lumina-mgpt-7b-768", "lumina-mgpt-7b-1024"),
+        *("lumina-mgpt-2.0", "emu3-gen"),
         *("simplear-0.5b-512", "simplear-0.5b-1024", "simplear-1.5b-512", "simplear-1.5b-1024"),
         "mammothmoda2-preview",
         "glm-image",
@@ -97,6 +98,7 @@ def test_every_model_is_complete(entry: KnownModel) -> None:
         "chameleon": (3.0, 2000),
         "janus": (5.0, 0),
         "lumina": (3.0, 2000),
+        "lumina2": (4.0, 4096),
         "emu3": (3.0, 2048),
         "simplear": (6.0, 0),
     }
@@ -154,8 +156,9 @@ def test_files_are_as_large_as_their_parameters(entry: KnownModel) -> None:
         return
     if entry.family == "simplear":  # one table, in bfloat16
         counted = (held["target"] - sizes.head_parameters) * 2
-    if entry.family in ("chameleon", "lumina", "emu3"):
-        counted = (held["target"] + unused) * 2 + held["vq"] * 4 * (entry.family != "lumina")
+    if entry.family in ("chameleon", "lumina", "lumina2", "emu3"):
+        inside = entry.family in ("chameleon", "emu3")
+        counted = (held["target"] + unused) * 2 + held["vq"] * 4 * inside
     assert abs(target - counted) < 0.001 * counted + 2**20
 
 

@@ -83,8 +83,10 @@ def rehearsed_captures(card: Device) -> Iterator[None]:
 def draw_two(pipeline: LanternPipeline, method: str) -> None:
     """Of the model's own size, or of few codes where sizes are free; a diffusion model is not ours to check."""
     chosen, sampling = pipeline.resolve(method), pipeline.model.sampling
-    pixels = pipeline.model.target.config.code_pixels
-    size = (4 * pixels, 6 * pixels) if pixels else None  # longer than the usual window
+    config = pipeline.model.target.config
+    pixels, step = config.code_pixels, config.grid_step
+    # Longer than the usual window
+    size = (pixels * 4, pixels * (6 + 6 % step)) if pixels else None
     requests = [
         Request(p, i, sampling, chosen.relaxation, size=size) for i, p in enumerate(PROMPTS)
     ]

@@ -56,6 +56,8 @@ class TransformerConfig:
     preview: int = 0
     # Pixels along a code, where requests choose the picture's size; 0: all pictures are of `grid` (GLM-Image)
     code_pixels: int = 0
+    # What rows and columns are multiples of: tokens say a picture's size in steps (Lumina-mGPT)
+    grid_step: int = 1
     # Shorter prefixes, rising, for prompts that fit into one; they take less to read (GLM-Image)
     prefixes: tuple[int, ...] = ()
     max_positions: int | None = None  # of the rotary embedding, as it was trained
@@ -99,7 +101,8 @@ class TransformerConfig:
         if (grid or self.grid, prefix) == (self.grid, self.prefix):
             return self
         other = replace(self, grid=grid or self.grid, prefix=prefix)
-        last = self.prefix + max(other.grid) + max(other.preview_grid)
+        drawn = max(other.grid) + max(other.preview_grid) if self.rope == "mrope" else other.tokens
+        last = self.prefix + drawn
         if self.max_positions is not None and last > self.max_positions:
             raise ValueError(f"it takes {last} positions, {self.max_positions} were trained")
         return other
@@ -258,8 +261,9 @@ class VQConfig:
     attention: bool = True
     # Finest levels that the decoder alone has: the encoder reads pictures averaged over 2 x 2 pixels for each
     decoder_only: int = 0
-    # "image": `models/vq.py`; "video": Emu3's, "cosmos": NVIDIA's, of which pictures need the decoder alone
-    kind: Literal["image", "video", "cosmos"] = "image"
+    # "image": `models/vq.py`; "video": Emu3's, "movq": the same without time, "cosmos": NVIDIA's, of which pictures
+    # need the decoder alone
+    kind: Literal["image", "video", "movq", "cosmos"] = "image"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "multipliers", tuple(self.multipliers))
@@ -274,12 +278,12 @@ class VQConfig:
         if self.kind == "cosmos":
             return self.cosmos_parameters
         z, code, blocks = self.z_channels, self.code_dim, self.res_blocks
-        video = self.kind == "video"
+        scaled = self.kind in ("video", "movq")  # norms by the codes
         widths = [self.channels * m for m in self.multipliers]
         coarsest = widths[-1]
 
         def norm(width: int) -> int:
-            return 2 * width + (2 * _conv(code, width, 1) if video else 0)  # scaled by the codes
+            return 2 * width + (2 * _conv(code, width, 1) if scaled else 0)
 
         def res(a: int, b: int) -> int:
             shortcut = _conv(a, b, 1) if a != b else 0
@@ -295,7 +299,9 @@ class VQConfig:
             return total + _conv(inputs, first) + norm(widths[-1]) + _conv(widths[-1], outputs)
 
         decoder = half(z, coarsest, widths[::-1], blocks + 1, 3) + self.codebook_size * code
-        if video:  # convolutions over three frames: two blocks of two, and two doublings of time
+        if self.kind == "movq":
+            return decoder + _conv(code, z, 1)
+        if scaled:  # convolutions over three frames: two blocks of two, and two doublings of time
             over_time = (27 * z + 1) * z
             return decoder + blocks * 2 * (4 * z + over_time) + 2 * over_time + (3 * code + 1) * z
         seen = widths[self.decoder_only :]

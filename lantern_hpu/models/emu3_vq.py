@@ -2,6 +2,7 @@
 
 Codes go through causal convolutions over time, which make four frames of one; as frames meet nowhere else, only the
 first is decoded. What encodes pictures is left out. Names are those of BAAI/Emu3-VisionTokenizer and of transformers.
+MoVQGAN, which draws Lumina-mGPT 2.0's codes, is the same without time.
 """
 
 from __future__ import annotations
@@ -51,6 +52,11 @@ class Emu3VQ(nn.Module):
             if isinstance(module, nn.BatchNorm3d):  # a counter of its training
                 module.num_batches_tracked = None
 
+    def frames(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        """What the decoder reads, and what scales its norms, of the codes' vectors [B, code_dim, h, w]."""
+        z = vectors[:, :, None]  # [B, code_dim, 1, h, w]
+        return self.first_frame(self.post_quant_conv(z)), self.first_frame(z)
+
     def first_frame(self, x: Tensor) -> Tensor:
         """[B, z, 1, h, w] through time: [B, z, h, w]."""
         for block in self.decoder.time_res_stack:
@@ -62,9 +68,21 @@ class Emu3VQ(nn.Module):
     def decode_codes(self, codes: Tensor, grid: tuple[int, int]) -> Tensor:
         """Codes [B, N] int, row by row on a grid of h rows and w columns, to images [B, 3, H, W] in [-1, 1]."""
         vectors: Tensor = self.quantize.embedding(codes.reshape(-1, *grid))  # [B, h, w, code_dim]
-        z = vectors.permute(0, 3, 1, 2)[:, :, None]  # [B, code_dim, 1, h, w]
-        decoder, scales = self.decoder, self.first_frame(z)
-        x = decoder.middle_block(decoder.conv_in(self.first_frame(self.post_quant_conv(z))), scales)
+        x, scales = self.frames(vectors.permute(0, 3, 1, 2))  # [B, z, h, w], [B, code_dim, h, w]
+        decoder = self.decoder
+        x = decoder.middle_block(decoder.conv_in(x), scales)
         x = F.silu(decoder.norm_out(decoder.up_block(x, scales), scales))
         pixels: Tensor = decoder.conv_out(x)
         return pixels.float().clamp(-1, 1)
+
+
+class MoVQ(Emu3VQ):
+    """Of MoVQGAN's parts those that turn codes into pictures."""
+
+    def __init__(self, config: VQConfig) -> None:
+        super().__init__(config)
+        self.post_quant_conv = nn.Conv2d(config.code_dim, config.z_channels, 1)
+        del self.decoder.time_res_stack, self.decoder.time_conv
+
+    def frames(self, vectors: Tensor) -> tuple[Tensor, Tensor]:
+        return self.post_quant_conv(vectors), vectors

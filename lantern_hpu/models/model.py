@@ -20,7 +20,7 @@ from lantern_hpu.files import check_content, own_cache, write_file
 from lantern_hpu.methods.request import Request, Sampling
 from lantern_hpu.models.config import ModelConfig, TransformerConfig, VQConfig
 from lantern_hpu.models.cosmos_vq import CosmosVQ
-from lantern_hpu.models.emu3_vq import Emu3VQ
+from lantern_hpu.models.emu3_vq import Emu3VQ, MoVQ
 from lantern_hpu.models.text.prefix import Conditioner
 from lantern_hpu.models.transformer import Drafter, Target
 from lantern_hpu.models.vq import VQModel
@@ -44,7 +44,12 @@ class Placement:
 
 
 Tokenizer = VQModel | Emu3VQ | CosmosVQ  # of pictures
-KINDS: dict[str, type[Tokenizer]] = {"image": VQModel, "video": Emu3VQ, "cosmos": CosmosVQ}
+KINDS: dict[str, type[Tokenizer]] = {
+    "image": VQModel,
+    "video": Emu3VQ,
+    "movq": MoVQ,
+    "cosmos": CosmosVQ,
+}
 
 
 def make_vq(config: VQConfig) -> Tokenizer:
@@ -61,8 +66,9 @@ def grid_by_size(
     asked = f"--height {height} --width {width}"
     if not pixels:
         raise OptionError(f"{asked} cannot be drawn", f"{name} draws one size", "leave them out")
-    if min(size) < pixels or height % pixels or width % pixels:
-        raise OptionError(asked, f"allowed: multiples of {pixels}", f"--height {32 * pixels}")
+    step = pixels * config.grid_step
+    if min(size) < step or height % step or width % step:
+        raise OptionError(asked, f"allowed: multiples of {step}", f"--height {32 * pixels}")
     grid = height // pixels, width // pixels
     try:
         config.of_grid(grid)

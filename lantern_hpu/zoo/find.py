@@ -41,6 +41,7 @@ BESIDE = {
         "vqvae",
         "vqgan.ckpt",
         "decoder.jit",
+        "movqgan*.ckpt",
         "vq_*.pt",
         "vq*.safetensors",
         "vqvae*",

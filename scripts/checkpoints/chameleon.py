@@ -1,4 +1,4 @@
-"""Small random checkpoints of Chameleon's family: Anole, the base model, Lumina-mGPT. Real ids, narrow layers."""
+"""Small random checkpoints of Chameleon's family: Anole, the base model, both Lumina-mGPT. Real ids, narrow layers."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from scripts.checkpoints.files import (
     write_safetensors,
     write_shards,
 )
+from scripts.checkpoints.language_models import write_words
 from scripts.checkpoints.llamagen import drafter_shapes, write_neighbours
 
 IMAGE_CODES, FIRST_IMAGE, VOCABULARY = 8192, 4, 65536
@@ -115,11 +116,16 @@ def res_block(name: str, inputs: int, outputs: int) -> Shapes:
     return shapes | (conv(f"{name}.nin_shortcut", inputs, outputs, 1) if inputs != outputs else {})
 
 
+def attention(name: str, width: int) -> Shapes:
+    shapes = norm(f"{name}.norm", width)
+    for part in ("q", "k", "v", "proj_out"):
+        shapes |= conv(f"{name}.{part}", width, width, 1)
+    return shapes
+
+
 def middle(side: str, width: int) -> Shapes:
     shapes = res_block(f"{side}.mid.block_1", width, width)
-    shapes |= norm(f"{side}.mid.attn_1.norm", width)
-    for part in ("q", "k", "v", "proj_out"):
-        shapes |= conv(f"{side}.mid.attn_1.{part}", width, width, 1)
+    shapes |= attention(f"{side}.mid.attn_1", width)
     return shapes | res_block(f"{side}.mid.block_2", width, width)
 
 
@@ -258,3 +264,69 @@ def write_lumina(folder: Path, generator: Generator) -> None:
     drafter["embed_tokens.weight"] = target["model.embed_tokens.weight"].float()
     write_safetensors(folder / "drafter" / "model.safetensors", drafter)
     write_json(folder / "drafter" / "config.json", older_config(32, 1, NARROW_VQGAN) | own)
+
+
+# ---------------------------------------------------------------------------------------------------
+# Lumina-mGPT 2.0
+
+LUMINA2_VOCABULARY, LUMINA2_CODES = 171385, 16384
+LUMINA2_TOKENS = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
+LUMINA2_TOKENS |= {"<reserved08706>": 151671, "<reserved08799>": 151670}
+LUMINA2_TOKENS |= {f"<reserved{8800 + patches:05d}>": 151700 + patches for patches in range(65)}
+MOVQGAN: dict[str, Any] = {"ch": 32, "ch_mult": (1, 1, 1, 2), "res_blocks": 1, "z": 4, "embed": 4}
+
+
+def lumina2_shapes(dim: int, layers: int, heads: int) -> Shapes:
+    """Chameleon's, one row of norms for all heads, with a table of 2.0's own."""
+    shapes: Shapes = {"model.embed_tokens.weight": (LUMINA2_VOCABULARY, dim)}
+    for i in range(layers):
+        layer, inner = f"model.layers.{i}.", 2 * dim
+        shapes |= {f"{layer}self_attn.{p}_proj.weight": (dim, dim) for p in "qkvo"}
+        for name in ("q_norm", "k_norm"):
+            shapes |= {
+                f"{layer}self_attn.{name}.{p}": (1, dim // heads) for p in ("weight", "bias")
+            }
+        shapes |= {f"{layer}mlp.{p}_proj.weight": (inner, dim) for p in ("gate", "up")}
+        shapes[f"{layer}mlp.down_proj.weight"] = (dim, inner)
+        shapes |= {f"{layer}{p}_layernorm.weight": (dim,) for p in ("input", "post_attention")}
+    head: Shapes = {"model.norm.weight": (dim,), "lm_head.weight": (LUMINA2_VOCABULARY, dim)}
+    return shapes | head
+
+
+def movqgan_shapes(sizes: Mapping[str, Any]) -> Shapes:
+    """movqgan_270M.ckpt: the decoder's norms are scaled by the codes; attention at the coarsest level."""
+    width, code = sizes["ch"] * sizes["ch_mult"][-1], sizes["embed"]
+    shapes = taming_shapes(**sizes, codes=LUMINA2_CODES)
+    coarsest = f"up.{len(sizes['ch_mult']) - 1}.attn."
+    for side, level, blocks in (
+        ("encoder", coarsest.replace("up", "down"), 0),
+        ("decoder", coarsest, 1),
+    ):
+        for block in range(sizes["res_blocks"] + blocks):
+            shapes |= attention(f"{side}.{level}{block}", width)
+    found: Shapes = {}
+    for name, shape in shapes.items():
+        stem, _, leaf = name.rpartition(".")
+        if "norm" not in stem.rpartition(".")[2] or not name.startswith("decoder."):
+            found[name] = shape
+            continue
+        found[f"{stem}.norm_layer.{leaf}"] = shape
+        for part in ("conv_y", "conv_b"):
+            found |= conv(f"{stem}.{part}", code, shape[0], 1)
+    return found
+
+
+def write_lumina2(folder: Path, generator: Generator) -> None:
+    """Lumina-mGPT 2.0 as its authors save it, MoVQGAN beside it."""
+    dim, layers, heads = 16, 2, 2
+    state = draw_all(lumina2_shapes(dim, layers, heads), generator, torch.bfloat16)
+    write_shards(folder, state, 2)
+    movqgan = draw_all(movqgan_shapes(MOVQGAN), generator)
+    write_pickle(folder / "movqgan_270M.ckpt", movqgan)
+    config = older_config(dim, layers, MOVQGAN)
+    own = {"vocab_size": LUMINA2_VOCABULARY, "max_position_embeddings": 10240}
+    del config["vocabulary_map"]
+    write_json(folder / "config.json", config | own)
+    write_words(folder, LUMINA2_TOKENS, {})
+    about = {"bos_token": None, "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>"}
+    write_json(folder / "tokenizer_config.json", about | {"tokenizer_class": "Qwen2Tokenizer"})

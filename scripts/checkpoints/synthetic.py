@@ -19,6 +19,7 @@ from scripts.checkpoints.chameleon import (
     write_chameleon,
     write_hub_anole,
     write_lumina,
+    write_lumina2,
 )
 from scripts.checkpoints.glm_image import write_glm_image
 from scripts.checkpoints.language_models import (
@@ -56,6 +57,7 @@ WRITERS = {
     "glm-image": write_glm_image,
     "simplear": write_simplear,
     "mammothmoda2": write_mammothmoda2,
+    "lumina-mgpt-2.0": write_lumina2,
 }
 
 

@@ -22,6 +22,7 @@ from lantern_hpu.models.files.names import Parts
 # In this order: Lumina-mGPT has Chameleon's tensors
 FAMILIES: dict[str, Family] = {
     "lumina": lumina.FAMILY,
+    "lumina-2.0": lumina.FAMILY_2,
     "chameleon": chameleon.FAMILY,
     "emu3": emu3.FAMILY,
     "glm-image": glm_image.FAMILY,
@@ -36,7 +37,6 @@ FAMILIES: dict[str, Family] = {
 RELATIVES = {
     151936: "Qwen2.5 or Qwen3",
     152064: "Qwen2.5",
-    171385: "Lumina-mGPT 2.0",
     282926: "Emu3.5",
 }
 

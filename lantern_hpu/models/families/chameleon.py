@@ -21,7 +21,7 @@ from lantern_hpu.models.text.tokens import PROMPT_POSITIONS
 
 GRID = (32, 32)
 TOKENS = 65536  # rows of the table; relatives with another one have tokenizers of their own
-FIRST = "model.layers.0.self_attn."
+EMBED, FIRST = "model.embed_tokens.weight", "model.layers.0.self_attn."
 SAMPLING = {"chameleon": Sampling(3.0, 1.0, 2000, 1.0)}
 INNER_VQ = (
     "model.vqmodel."  # where the stock model has an encoder of pictures alone, which is not read
@@ -30,13 +30,13 @@ IGNORED = (INNER_VQ, "rotary_emb.inv_freq", "vocabulary_mapping")
 
 
 def is_chameleon(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
-    rows = checkpoint.shapes.get("model.embed_tokens.weight", (0,))[0]
+    rows = checkpoint.shapes.get(EMBED, (0,))[0]
     return rows == TOKENS and len(checkpoint.shapes.get(FIRST + "q_norm.weight", ())) == 2
 
 
 def head_count(checkpoint: Checkpoint, about: dict[str, Any]) -> int:
     """Heads of a layer: by config.json, or by the width of a head's norm."""
-    dim, size = checkpoint.shapes["model.embed_tokens.weight"][1], norm_shape(checkpoint)[1]
+    dim, size = checkpoint.shapes[EMBED][1], norm_shape(checkpoint)[1]
     heads = int(about.get("num_attention_heads") or dim // size)
     if heads * size != dim:
         why = f"{heads} heads, norms of {size} features, width {dim}"
@@ -50,7 +50,7 @@ def norm_shape(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def chameleon_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
-    rows, dim = checkpoint.shapes["model.embed_tokens.weight"]
+    rows, dim = checkpoint.shapes[EMBED]
     rope = about.get("rope_parameters") or {}
     heads = head_count(checkpoint, about)
     return TransformerConfig(
@@ -88,11 +88,9 @@ def check_draws(checkpoint: Checkpoint, about: dict[str, Any], config: Transform
 def chameleon_recipe(
     checkpoint: Checkpoint, config: TransformerConfig, order: TokenOrder
 ) -> Recipe:
-    first = FIRST_IMAGE_TOKEN
+    first = order.first[0][0]  # the codes
     recipe = {
-        "target.embed.weight": take(
-            "model.embed_tokens.weight", rows=order.stretches(config.embed_rows or 0)
-        ),
+        "target.embed.weight": take(EMBED, rows=order.stretches(config.embed_rows or 0)),
         "target.norm.weight": take("model.norm.weight"),
         "target.head.weight": take(
             "lm_head.weight", rows=((first, first + config.codes), *order.first[1:])

@@ -1,7 +1,8 @@
 """Lumina-mGPT: Chameleon's network taught to draw pictures of many sizes, with rows that end in a token of their own.
 
 Names are Chameleon's. Its authors save query and key norms as one row for all heads, which tells it from Anole; where
-transformers saved it again, a training option that config.json keeps or a name does.
+transformers saved it again, a training option that config.json keeps or a name does. Version 2.0 is the same network
+with a table of its own, by whose rows it is known; its codes are MoVQGAN's, of half as many pixels.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ from lantern_hpu.models.families import chameleon
 from lantern_hpu.models.families.base import Family, Published, called
 from lantern_hpu.models.files.checkpoint import Checkpoint
 from lantern_hpu.models.files.names import CODE_PIXELS, Parts
-from lantern_hpu.models.text.frames import LuminaFrame
+from lantern_hpu.models.text.frames import Lumina2Frame, LuminaFrame
 
 SAMPLING = {"lumina": Sampling(3.0, 1.0, 2000, 1.0)}
 SIZES = (512, 768, 1024)  # the published models; one draws its own
+# Of 2.0: rows of the table, codes, and codes of a side as it was trained
+TOKENS_2, CODES_2, SIDE_2 = 171385, 16384, 96
+SAMPLING_2 = {"lumina2": Sampling(4.0, 1.0, 4096, 1.0)}
 
 
 def is_lumina(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
@@ -57,6 +61,7 @@ def read_lumina(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> 
         grid=(side, side),
         row_ends=True,
         code_pixels=CODE_PIXELS,
+        grid_step=LuminaFrame.PATCH // CODE_PIXELS,
         top_p_first=False,  # transformers' order
     )
     condition = ConditionConfig("tokens", frame="lumina")
@@ -71,4 +76,34 @@ FAMILY = Family(
     ignored=chameleon.IGNORED,
     sampling=SAMPLING,
     normalized_codes=False,
+)
+
+
+def is_lumina2(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
+    rows = checkpoint.shapes.get(chameleon.EMBED, (0,))[0]
+    return rows == TOKENS_2 and chameleon.FIRST + "q_norm.weight" in checkpoint
+
+
+def read_lumina2(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
+    config = replace(
+        chameleon.chameleon_config(checkpoint, about),
+        vocab_size=CODES_2 + 1,
+        grid=(SIDE_2, SIDE_2),
+        row_ends=True,
+        code_pixels=Lumina2Frame.PIXELS,
+        grid_step=Lumina2Frame.PATCH // Lumina2Frame.PIXELS,
+        top_p_first=False,
+        max_positions=int(about.get("max_position_embeddings", 0)) or None,
+    )
+    condition = ConditionConfig("tokens", frame="lumina2")
+    recipe = chameleon.chameleon_recipe(checkpoint, config, Lumina2Frame.order)
+    return Published("lumina2", config, condition, checkpoint, recipe)
+
+
+FAMILY_2 = replace(
+    FAMILY,
+    recognises=is_lumina2,
+    read=read_lumina2,
+    sampling=SAMPLING_2,
+    code_pixels=Lumina2Frame.PIXELS,
 )

@@ -62,7 +62,8 @@ from lantern_hpu.models.text.tokens import TokenConditioner, load_tokenizer, spl
 from lantern_hpu.models.transformer import Drafter, Target
 
 VQ_MISSING = (
-    "the VQ tokenizer (--vq; LlamaGen: vq_ds16_*.pt; Anole: vqgan.ckpt; SimpleAR: decoder.jit)"
+    "the VQ tokenizer (--vq; LlamaGen: vq_ds16_*.pt; Anole: vqgan.ckpt; SimpleAR: decoder.jit; "
+    "Lumina-mGPT 2.0: movqgan_270M.ckpt)"
 )
 DIFFUSION_MISSING = "the diffusion model (the whole pipeline's folder; --save-tokens needs none)"
 # Of a model that was saved as a part of another: published files have their heads outside

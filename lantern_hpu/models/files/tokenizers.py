@@ -17,7 +17,8 @@ from lantern_hpu.models.files.checkpoint import Checkpoint, Stored
 # Of Emu3's: what reads pictures, and counters of its norms
 ENCODING_ONLY = ("encoder.", "quant_conv.", "num_batches_tracked")
 FSQ = (8, 8, 8, 5, 5, 5)  # levels of a digit of Cosmos's codes
-TRAINING_ONLY = ("quantize.codebook_used", "loss.")  # a counter and losses
+# Counters, losses, running averages
+TRAINING_ONLY = ("quantize.codebook_used", "loss.", "ema_")
 # Emu3's own names of its decoder (BAAI/Emu3-VisionTokenizer), and transformers'
 EMU3_NAMES = (
     (r"^decoder\.mid\.attn_1\.norm\.", "decoder.middle_block.attn_norm."),
@@ -74,7 +75,7 @@ def open_vq(checkpoint: Checkpoint, normalised: bool) -> tuple[VQConfig, Stored]
 
 
 def open_video_vq(checkpoint: Checkpoint) -> tuple[VQConfig, Stored]:
-    """Emu3's, of which the encoder is left aside."""
+    """Emu3's and MoVQGAN, which lacks time; the encoder is left aside."""
     with reported_as(f"{checkpoint.path} does not describe a model"):
         levels = checkpoint.count("decoder.up_block.up.")
         widths = [
@@ -91,9 +92,9 @@ def open_video_vq(checkpoint: Checkpoint) -> tuple[VQConfig, Stored]:
             codes,
             normalize_codebook=False,
             attention=f"decoder.up_block.up.{levels - 1}.attn.0.q_proj.weight" in checkpoint,
-            kind="video",
+            kind="video" if checkpoint.count("decoder.time_conv.") else "movq",
         )
-    return config, Stored(checkpoint, ignored=ENCODING_ONLY)
+    return config, Stored(checkpoint, ignored=(*ENCODING_ONLY, *TRAINING_ONLY))
 
 
 def open_cosmos(checkpoint: Checkpoint) -> tuple[VQConfig, Stored]:

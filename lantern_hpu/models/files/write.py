@@ -5,7 +5,7 @@ target.safetensors  target.*, and what turns a prompt into its prefix: words.*, 
 drafter.safetensors if there is one
 vq.safetensors
 neighbours.npy      if a published table was converted with it
-tokenizer.json      if prompts are read as tokens
+tokenizer.json      if prompts are read as tokens; tokenizer_config.json where the frame depends on it
 """
 
 from __future__ import annotations
@@ -108,6 +108,9 @@ def write_model(model: ImageModel, folder: Path, progress: Any) -> None:
     if isinstance(model.condition, TokenConditioner):
         text = model.condition.tokenizer.backend_tokenizer.to_str()
         (folder / TOKENIZER).write_text(text)
+        frame = model.condition.frame
+        if frame.settings and (frame.where / frame.settings).is_file():
+            shutil.copyfile(frame.where / frame.settings, folder / frame.settings)
     files = {file.name: sha256(file) for file in sorted(folder.iterdir())}
     (folder / CONFIG).write_text(json.dumps(model_json(model, files), indent=1))
 

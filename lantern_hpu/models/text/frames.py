@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lantern_hpu.errors import OptionError, WeightsError
+from lantern_hpu.files import reading
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
 
 Words = Callable[[str], list[int]]
@@ -57,11 +58,12 @@ class Frame:
     takes_negative = False  # whether guidance subtracts words that a user may choose
     tokenizer = ""  # of which other model it is, where the family's files hold none
     closes: int | None = None  # what follows a picture, where its hidden state is of use
+    settings = ""  # a file beside the tokenizer that it reads as well
 
     def __init__(
         self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
     ) -> None:
-        self.words, self.config = words, config
+        self.words, self.config, self.where = words, config, where
         self.id: dict[str, int] = {}
         for name, want in self.special.items():
             result = vocabulary.get(name)
@@ -143,7 +145,7 @@ class LuminaFrame(AnoleFrame):
     Without words it begins with the image, so positions of the two rows differ.
     """
 
-    SIZE_ZERO, PATCH = 8804, 2  # the token of no patches at all; codes along a patch
+    PIXELS, PATCH = 16, 32  # along a code; along what a token of the size counts
     special = {"<reserved08799>": 8803}  # what closes a row
     order: TokenOrder = TokenOrder(((FIRST_IMAGE_TOKEN, 8196), (8803, 8804)))
 
@@ -151,29 +153,62 @@ class LuminaFrame(AnoleFrame):
         self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
     ) -> None:
         super().__init__(words, vocabulary, config, where)
-        self.after += self.size_tokens()
+        self.set_size(vocabulary)
 
-    def size_tokens(self) -> list[int]:
-        return [self.SIZE_ZERO + codes // self.PATCH for codes in self.config.grid]
+    def set_size(self, vocabulary: Mapping[str, int]) -> None:
+        """Let the tokens of height and width follow what begins the picture; they go by their names."""
+        self.vocabulary, self.after = vocabulary, self.after[:2]
+        for pixels in self.size:
+            token = vocabulary.get(f"<reserved{8800 + pixels // self.PATCH:05d}>")
+            if token is None:
+                raise OptionError(f"no {self.family} draws {pixels} pixels", "no token says them")
+            self.after.append(token)
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width in pixels."""
+        rows, columns = self.config.grid
+        return self.PIXELS * rows, self.PIXELS * columns
 
     def sized(self, config: TransformerConfig) -> Frame:
-        if any(codes % self.PATCH for codes in config.grid):
-            height, width = (16 * codes for codes in config.grid)
-            why = "Lumina-mGPT draws multiples of 32 pixels"
-            raise OptionError(
-                f"--height {height} --width {width}", why, "--height 512 --width 1024"
-            )
         other: Any = super().sized(config)
-        other.after = [*self.after[: -len(config.grid)], *other.size_tokens()]
+        other.set_size(self.vocabulary)
         return other
 
     def text(self, prompt: str) -> str:
-        height, width = (16 * codes for codes in self.config.grid)
+        height, width = self.size
         size = f"Generate an image of {width}x{height}"
         return f"{size} according to the following prompt:\n{prompt}"
 
     def without(self, ids: list[int], negative: str | None = None) -> list[int]:
         return self.after[1:]
+
+
+class Lumina2Frame(LuminaFrame):
+    """The same sentence and sizes in another vocabulary, after what its tokenizer begins or else ends a text with."""
+
+    family = "Lumina-mGPT 2.0"
+    PIXELS = 8
+    settings = "tokenizer_config.json"
+    END, TURN = "<|endoftext|>", "<reserved08706>"
+    special = {END: None, TURN: None}
+    order: TokenOrder = TokenOrder(((155000, 171384), (151670, 151671)))
+    pad = 0
+
+    def __init__(
+        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
+    ) -> None:
+        Frame.__init__(self, words, vocabulary, config, where)
+        self.before, self.after = [self.begin(vocabulary)], [self.id[self.TURN], 151665]
+        self.set_size(vocabulary)
+
+    def begin(self, vocabulary: Mapping[str, int]) -> int:
+        file = self.where / self.settings
+        if not file.is_file():
+            return self.id[self.END]
+        with reading(file) as about:
+            named = about.get("bos_token") or about.get("eos_token") or self.END
+            return vocabulary[named["content"] if isinstance(named, dict) else named]
 
 
 class JanusFrame(Frame):
@@ -354,6 +389,7 @@ class GlmImageFrame(Frame):
 FRAMES: dict[str, type[Frame]] = {
     "anole": AnoleFrame,
     "lumina": LuminaFrame,
+    "lumina2": Lumina2Frame,
     "janus": JanusFrame,
     "emu3": Emu3Frame,
     "simplear": SimpleArFrame,

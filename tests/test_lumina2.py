@@ -1,0 +1,249 @@
+"""Lumina-mGPT 2.0: logits and greedy tokens are those of transformers' Chameleon, pictures those of diffusers' MoVQ."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lantern_hpu import cli
+from lantern_hpu.commands import convert, generate
+from lantern_hpu.methods.request import Request, Sampling
+from lantern_hpu.models.files.checkpoint import open_checkpoint
+from lantern_hpu.models.files.load import open_model
+from lantern_hpu.models.files.names import Given
+from lantern_hpu.models.model import ImageModel, Placement
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.zoo.find import find_parts
+from tests.marks import mostly_slow
+from tests.test_language_models import (
+    PROMPTS,
+    a_row_a_head,
+    guided_logits,
+    guided_rows,
+    lumina_state,
+    obeys,
+    opened,
+)
+
+NAME, SCALE, SIDE = "lumina-mgpt-2.0", 4.0, 64
+FIRST, CODES, END = 155000, 16384, 151670
+SMALL = ("--image-size", str(SIDE))  # 8 x 8 codes, so that a test draws a picture in a second
+
+
+def small(folder: Path) -> ImageModel:
+    return open_model(find_parts(str(folder), Given(image_size=SIDE))).load(Placement())
+
+
+def rows_of(folder: Path, prompt: str, height: int, width: int) -> tuple[list[int], list[int]]:
+    """The conditional and the unconditional row, by the ids and words of the authors' description."""
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    text = f"Generate an image of {width}x{height} according to the following prompt:\n{prompt}<reserved08706>"
+    names = [f"<reserved{8800 + side // 32:05d}>" for side in (height, width)]
+    image = [151665, *(tokenizer.get_vocab()[name] for name in names)]
+    return [151643, *tokenizer(text, add_special_tokens=False)["input_ids"], *image], image
+
+
+def chameleon(folder: Path) -> Any:
+    """transformers' network, of which the text is read alone; 2.0's names and its norms of one row."""
+    from transformers import ChameleonConfig, ChameleonForConditionalGeneration
+
+    config = ChameleonConfig.from_pretrained(folder, vocabulary_map={})
+    model: Any = ChameleonForConditionalGeneration(config)
+    state = lumina_state(folder)
+    assert state["model.layers.0.self_attn.q_norm.weight"].shape == (1, 8)
+    lacks, unknown = model.load_state_dict(a_row_a_head(state), strict=False)
+    assert not unknown and all(name.startswith("model.vqmodel.") for name in lacks)
+    return model.float().eval()
+
+
+def as_published(tokens: Tensor) -> Tensor:
+    return torch.where(tokens == CODES, END, tokens + FIRST)
+
+
+def test_a_prompt_is_framed_token_for_token(public: Path) -> None:
+    model: Any = opened(public / NAME)
+    for height, width in ((768, 768), (512, 1024)):
+        grid = model.config.target.of_grid((height // 8, width // 8))
+        frame = model.condition.sized(grid).frame
+        for prompt in (*PROMPTS, ""):
+            ids, without = rows_of(public / NAME, prompt, height, width)
+            assert frame.ids(prompt) == ids and frame.without(ids) == without
+    assert model.config.target.tokens == 9312
+    assert model.condition.frame.ids("red")[-2:] == [151700 + 24] * 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "first"),
+    [({"bos_token": "<|im_start|>"}, 151644), ({"eos_token": {"content": "<|im_end|>"}}, 151645)],
+)
+def test_a_prompt_begins_as_the_tokenizer_says(
+    public: Path, tmp_path: Path, settings: dict[str, Any], first: int
+) -> None:
+    """With its first token, or with its last; a converted folder keeps that."""
+    folder = shutil.copytree(public / NAME, tmp_path / "other")
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert convert.main([str(folder), str(tmp_path / "ours")]) == 0
+    for place in (folder, tmp_path / "ours"):
+        condition: Any = opened(place).condition
+        assert condition.frame.ids("red")[0] == first
+
+
+@torch.no_grad()
+def test_logits_are_those_of_transformers(public: Path) -> None:
+    tokens = torch.randint(CODES, (len(PROMPTS), 72), generator=torch.Generator().manual_seed(5))
+    tokens[:, 8::9] = CODES
+    model = chameleon(public / NAME)
+    mine = guided_logits(small(public / NAME), PROMPTS, tokens, SCALE)
+    for prompt, row, logits in zip(PROMPTS, tokens, mine, strict=True):
+        rows = rows_of(public / NAME, prompt, SIDE, SIDE)
+        want = guided_rows(model.model, model.lm_head, rows, as_published(row).tolist(), SCALE)
+        allowed = torch.cat([want[:, FIRST : FIRST + CODES], want[:, END : END + 1]], 1)
+        assert allowed.std() > 1
+        torch.testing.assert_close(logits, allowed, rtol=1e-4, atol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("method", mostly_slow(["scd@4", "ar", "jacobi", "sjd-pac"], "scd@4"))
+def test_greedy_tokens_are_those_of_transformers(public: Path, method: str) -> None:
+    """Prompts of unequal lengths in one batch; windows draw what `ar` draws, with nothing captured on the way."""
+    pipe = LanternPipeline.from_pretrained(
+        str(public / NAME), given=Given(image_size=SIDE), device="cpu", dtype="float32"
+    )
+    requests = [Request(p, i, Sampling(SCALE, 0.0)) for i, p in enumerate(PROMPTS)]
+    result = pipe.draw(requests, pipe.resolve(method))
+    model, drawn = chameleon(public / NAME), torch.from_numpy(result.tokens)
+    assert drawn.shape == (3, 72) and len(drawn.unique()) > 8
+    for prompt, tokens in zip(PROMPTS, drawn, strict=True):
+        rows, image = rows_of(public / NAME, prompt, SIDE, SIDE), as_published(tokens)
+        logits = guided_rows(model.model, model.lm_head, rows, image.tolist(), SCALE)
+        assert torch.equal(obeys(logits, 8, END, slice(FIRST, FIRST + CODES)), image)
+
+
+DIFFUSERS = (
+    (r"^decoder\.mid\.block_(\d)", lambda m: f"decoder.mid_block.resnets.{int(m[1]) - 1}"),
+    (r"^decoder\.mid\.attn_1", lambda m: "decoder.mid_block.attentions.0"),
+    (r"^decoder\.up\.(\d)\.block\.", lambda m: f"decoder.up_blocks.{3 - int(m[1])}.resnets."),
+    (r"^decoder\.up\.(\d)\.attn\.", lambda m: f"decoder.up_blocks.{3 - int(m[1])}.attentions."),
+    (
+        r"^decoder\.up\.(\d)\.upsample\.",
+        lambda m: f"decoder.up_blocks.{3 - int(m[1])}.upsamplers.0.",
+    ),
+    (r"^decoder\.norm_out", lambda m: "decoder.conv_norm_out"),
+    (r"\.norm\.(norm_layer|conv_y|conv_b)\.", lambda m: f".spatial_norm.{m[1]}."),
+    (r"\.(q|k|v)\.(\w+)$", lambda m: f".to_{m[1]}.{m[2]}"),
+    (r"\.proj_out\.", lambda m: ".to_out.0."),
+    (r"\.nin_shortcut\.", lambda m: ".conv_shortcut."),
+)
+
+
+def movq(folder: Path) -> Any:
+    """diffusers' decoder of MoVQGAN's kind, in float64."""
+    from diffusers import VQModel
+
+    file, state = open_checkpoint(folder / "movqgan_270M.ckpt"), {}
+    for name in file.shapes:
+        if name.startswith(("decoder.", "post_quant_conv.", "quantize.")):
+            own = name
+            for old, new in DIFFUSERS:
+                own = re.sub(old, new, own)
+            tensor = file.read(name)
+            flat = re.search(r"\.to_(q|k|v|out\.0)\.weight$", own)
+            state[own] = tensor[:, :, 0, 0] if flat else tensor
+    ups = ("AttnUpDecoderBlock2D", *["UpDecoderBlock2D"] * 3)
+    model: Any = VQModel(
+        block_out_channels=(32, 32, 32, 64),
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=ups,
+        layers_per_block=1,
+        latent_channels=4,
+        vq_embed_dim=4,
+        num_vq_embeddings=CODES,
+        norm_type="spatial",
+    )
+    lacks, unknown = model.load_state_dict(state, strict=False)
+    assert not unknown and all(n.startswith(("encoder.", "quant_conv.")) for n in lacks)
+    return model.double().eval()
+
+
+@torch.no_grad()
+def test_pictures_are_those_of_diffusers(public: Path) -> None:
+    """Far within one of 255 levels, on a grid that is not square; the encoder is left aside."""
+    pytest.importorskip("diffusers")
+    vq, twin = opened(public / NAME).vq, movq(public / NAME)
+    assert vq is not None
+    codes = torch.randint(CODES, (2, 15), generator=torch.Generator().manual_seed(2))
+    z = twin.quantize.embedding(codes.view(2, 3, 5)).permute(0, 3, 1, 2)
+    want = twin.decode(z, force_not_quantize=True).sample
+    mine = vq.decode_codes(codes, (3, 5))
+    assert mine.shape == (2, 3, 24, 40) and want.std() > 0.1
+    torch.testing.assert_close(mine, want.clamp(-1, 1).float(), rtol=1e-4, atol=1e-4)
+    assert sum(p.numel() for p in vq.parameters()) == vq.config.parameters
+    assert vq.config.downsample == 8
+
+
+def test_converted_it_is_the_same(public: Path, tmp_path: Path) -> None:
+    assert convert.main([str(public / NAME), str(tmp_path / "ours")]) == 0
+    before, after = opened(public / NAME), opened(tmp_path / "ours")
+    assert after.fingerprint == before.fingerprint and after.config == before.config
+    assert after.sampling == before.sampling == Sampling(4.0, 1.0, 4096, 1.0)
+    for part in ("target", "vq"):
+        old, new = getattr(before, part).state_dict(), getattr(after, part).state_dict()
+        assert all(torch.equal(old[key], new[key]) for key in old)
+
+
+def test_bad_folders_and_sizes_are_refused(
+    public: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before weights are read: shards or parts that are missing, parts of other models, sizes off the grid."""
+
+    def said(folder: Path, *options: str | Path) -> str:
+        args = ["--model", folder, *options, "--prompt", "red", "--output", tmp_path / "x.png"]
+        assert generate.main([*map(str, args), "--method", "ar"]) == 2
+        return capsys.readouterr().err
+
+    def without(*names: str) -> Path:
+        folder = tmp_path / names[0]
+        shutil.copytree(public / NAME, folder, ignore=shutil.ignore_patterns(*names))
+        return folder
+
+    second = "model-00002-of-00002.safetensors"
+    assert f"files are missing in {tmp_path / second}: {second}" in said(without(second))
+    assert "Lumina-mGPT 2.0: movqgan_270M.ckpt" in said(without("movqgan*"))
+    assert "holds no tokenizer.json" in said(without("tokenizer.json"), *SMALL)
+    for other, missing in (("lumina-mgpt", "<|endoftext|>"), ("emu3", "<reserved08706>")):
+        message = said(public / NAME, *SMALL, "--text-encoder", public / other)
+        assert f"is not Lumina-mGPT 2.0's: {missing} is missing" in message
+    vqs = {"anole/vqgan.ckpt": "8192 codes", "emu3-authors/vqvae": "32768 codes"}
+    for file, why in vqs.items():
+        assert why in said(public / NAME, *SMALL, "--vq", public / file)
+    drafter = public / "lumina-mgpt" / "drafter"
+    assert "is for another target" in said(public / NAME, *SMALL, "--drafter", drafter)
+    for size in (("--image-size", "784"), ("--height", "40", "--width", "64")):
+        assert "allowed: multiples of 32" in said(public / NAME, *size)
+    large = said(public / NAME, "--height", "1024", "--width", "1024")
+    assert "it takes 16768 positions, 10240 were trained" in large
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ar", "jacobi", "scd", "sjd-pac"])
+@pytest.mark.parametrize("device", ["cpu", "hpu"])
+def test_it_draws_by_every_method_that_needs_no_drafter(
+    public: Path, tmp_path: Path, method: str, device: str
+) -> None:
+    from PIL import Image
+
+    how = ["--emulate"] if device == "hpu" else ["--graphs", "strict"]
+    how += ["--device", device, "--height", "64", "--width", "96"]
+    file = tmp_path / "x.png"
+    command = ["generate", "--model", str(public / NAME), "--prompt", "red", "--method", method]
+    assert cli.main([*command, *how, "--output", str(file)]) == 0
+    assert Image.open(file).size == (96, 64)
