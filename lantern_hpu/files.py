@@ -156,6 +156,11 @@ def check_kind(path: Path) -> None:
         raise OutputError(f"{path} is {kind}", "a file cannot be written there")
 
 
+def temporary(path: Path, word: str) -> Path:
+    """The name that a file has until it is whole."""
+    return path.with_name(f".{path.name[:100]}.{word}.tmp")
+
+
 def write_file(path: Path, data: bytes, force: bool = False) -> None:
     """Write a whole file or none: first beside its place, then moved over.
 
@@ -164,7 +169,7 @@ def write_file(path: Path, data: bytes, force: bool = False) -> None:
     check_kind(path)
     if path.exists() and not force:
         raise OutputError(f"{path} exists", UNASKED, "--force or another name")
-    part = path.with_name(f".{path.name[:100]}.{secrets.token_hex(8)}.tmp")
+    part = temporary(path, secrets.token_hex(8))
     new = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_NOFOLLOW", 0)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

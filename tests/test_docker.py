@@ -163,6 +163,7 @@ def test_a_pod_is_not_root_and_does_not_start_without_its_key() -> None:
     pod = deployment["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     assert pod["securityContext"]["runAsNonRoot"] and not pod["automountServiceAccountToken"]
+    assert pod["securityContext"]["fsGroupChangePolicy"] == "OnRootMismatch"  # or no cache is used
     held = container["securityContext"]
     assert (
         held["capabilities"] == {"drop": ["ALL"], "add": ["SYS_NICE"]}

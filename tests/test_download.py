@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -252,6 +253,20 @@ def test_what_killed_runs_left_in_the_cache_goes_once_the_file_is_whole(
         half.write_text("half")
     fetch(capsys, C2I, "--only", "target")
     assert not mine.exists() and another.exists()
+
+
+def test_small_files_are_written_through_no_link_and_killed_runs_leave_none(tmp_path: Path) -> None:
+    """In a cache that users share another may have put a link under a name that is foreseen."""
+    ref, theirs = tmp_path / "main", tmp_path / "theirs"
+    theirs.write_text("secret")
+    (tmp_path / "main.incomplete").symlink_to(theirs)
+    killed, going_on = (tmp_path / f".main.{word}.tmp" for word in ("1", "2"))
+    for left in (killed, going_on):
+        left.write_text("half")
+    os.utime(killed, (0, 0))
+    fetching.write_once(ref, "commit")
+    assert theirs.read_text() == "secret" and ref.read_text() == "commit"
+    assert not killed.exists() and going_on.exists()
 
 
 @pytest.mark.parametrize("damaged", [False, True], ids=["whole", "damaged"])

@@ -63,6 +63,8 @@ def make_parser() -> argparse.ArgumentParser:
 def serve_request(args: argparse.Namespace) -> ServeOptions:
     require(0 <= args.port <= 65535, "--port", args.port, "0 (any that is free) to 65535")
     require(1 <= args.replicas <= 1024, "--replicas", args.replicas, "1 to 1024")
+    key = args.api_key  # an empty one, as of a variable that is not set, is refused
+    key = os.environ.get("LANTERN_HPU_API_KEY") or None if key is None else key
     made = {
         "given": options.given_parts(args),
         "device": options.device_options(args),
@@ -70,7 +72,7 @@ def serve_request(args: argparse.Namespace) -> ServeOptions:
         "allow": names(args.allow, "--allow"),
         "sizes": picture_sizes(args.sizes),
         "allow_host": (args.host, *names(args.allow_host, "--allow-host")),
-        "api_key": args.api_key or os.environ.get("LANTERN_HPU_API_KEY") or None,
+        "api_key": key,
     }
     return from_args(ServeOptions, args, **made)
 

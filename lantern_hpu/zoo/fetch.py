@@ -12,6 +12,7 @@ import errno
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -27,11 +28,12 @@ from lantern_hpu.errors import (
     choices,
     needing,
 )
-from lantern_hpu.files import sha256
+from lantern_hpu.files import sha256, temporary, write_file
 from lantern_hpu.results.tables import WIDTH, aligned, amount
 from lantern_hpu.zoo.find import LABEL, UNCHECKED, Located, briefly, cached, hub_cache, store
 from lantern_hpu.zoo.registry import FOLDER, KnownModel, Part
 
+STARTED = time.time()
 STAGING = ".fetching"  # in a user's folder, until files are whole and checked
 FULL = {errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC)}  # the second is not known everywhere
 # Errors and packages by which the network is at fault, or was switched off (HF_HUB_OFFLINE)
@@ -103,10 +105,8 @@ def fetch(hub: ModuleType, file: File, to: Path | None) -> None:
     staging = None if to is None else to / STAGING / role
     with nullcontext() if to else marked(file):
         path = Path(hub.hf_hub_download(repo, file.name, revision=file.commit, local_dir=staging))
-        if (
-            to is None
-        ):  # `main` is looked up later, and a file asked for by its commit leaves no ref
-            write_once(store(repo) / "refs" / "main", file.commit, store(repo) / "refs")
+        if to is None:  # `main` is looked up later; a file asked for by its commit leaves no ref
+            write_once(store(repo) / "refs" / "main", file.commit)
             drop_halves(path)
         check_sum(file, path)
     if to is not None:
@@ -115,13 +115,14 @@ def fetch(hub: ModuleType, file: File, to: Path | None) -> None:
         os.replace(path, place)
 
 
-def write_once(path: Path, text: str, beside: Path) -> None:
-    """Write a small file whole. What a kill leaves of it has a name that the next run takes up."""
+def write_once(path: Path, text: str) -> None:
+    """Write a small file whole, under a name at first that nobody can foresee. What a killed run left of it goes."""
     if not path.is_file() or path.read_text() != text:
-        beside.mkdir(parents=True, exist_ok=True)
-        half = beside / f"{path.name}.incomplete"
-        half.write_text(text)
-        os.replace(half, path)
+        for left in path.parent.glob(temporary(path, "*").name):
+            with suppress(OSError):
+                if left.lstat().st_mtime < STARTED:  # else it is a run's that goes on
+                    left.unlink()
+        write_file(path, text.encode(), force=True)
 
 
 def drop_halves(whole: Path) -> None:
@@ -135,8 +136,7 @@ def drop_halves(whole: Path) -> None:
 def marked(file: File) -> Iterator[None]:
     """In the cache, a mark while a file is fetched and checked; it outlasts only what leaves the file unchecked."""
     mark = store(file.part.repo) / UNCHECKED / file.name
-    mark.parent.mkdir(parents=True, exist_ok=True)
-    mark.touch()
+    write_once(mark, "")
     done = False
     try:
         yield
@@ -247,7 +247,7 @@ def fetch_all(entry: KnownModel, parts: Sequence[Part], located: Located, to: Pa
                 fetch(hub, file, to)
                 if to is not None:  # so that the folder says which model it holds
                     label = json.dumps({"model": entry.name}, indent=1) + "\n"
-                    write_once(to / LABEL, label, to / STAGING)
+                    write_once(to / LABEL, label)
         done = True
     finally:
         if to is not None:

@@ -7,11 +7,11 @@ after the other so that none disturbs the other: closed batches of as many image
 with `generate`'s pipeline; then the server with one client, and with requests that arrive at random (a Poisson
 process) faster than it can answer. Only ratios mean something on a machine that others use.
 
-    python -m scripts.measure.load --soak --images 200
+    python -m scripts.measure.load --soak --minutes 20 --method ar,scd@16
 
-sends mixed requests instead, 32 at a time, of which every third is hostile: senseless bodies, other hosts, clients that
-leave. It counts the answers and their shapes, holds the server's counters against them, and says how much its memory
-grew after the first quarter.
+sends mixed requests instead, 32 at a time, of which every third is hostile (`scripts/measure/hostile.py`). It compares
+images with those of `generate`, counts answers and their shapes, holds the server's counters against them, and says
+what the server held of memory, descriptors and threads when it was ready, after a quarter, and in the end.
 
     python -m scripts.measure.load --fair --seconds 60
 
@@ -22,6 +22,8 @@ has it, and counts the processor's time that each of them has. That means someth
 from __future__ import annotations
 
 import argparse
+import base64
+import io
 import json
 import math
 import os
@@ -31,14 +33,16 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
+from PIL import Image
 
 from lantern_hpu.methods.request import Request
 from lantern_hpu.pipeline import LanternPipeline
@@ -47,16 +51,18 @@ from lantern_hpu.results.tables import usual_prompts
 from lantern_hpu.serve.decoder import DecodeThread, Job, Lane
 from lantern_hpu.serve.options import ServeOptions
 from scripts import ROOT
+from scripts.measure.hostile import CLIENTS, PATH, Visit, note
 from scripts.serving import serving
 
-PATH = "/v1/images/generations"
 PATIENT: dict[str, Any] = {"timeout": 3600, "limits": httpx.Limits(max_connections=256)}
 
 
 @contextmanager
-def server(model: str, slots: int, method: str, queue: int) -> Iterator[tuple[str, int]]:
+def server(
+    model: str, slots: int, method: str, queue: int, more: str = ""
+) -> Iterator[tuple[str, int]]:
     """The address and the process of a server."""
-    options = f"serve --model {model} --slots {slots} --methods {method} --queue {queue}"
+    options = f"serve --model {model} --slots {slots} --methods {method} --queue {queue} {more}"
     command = [sys.executable, "-m", "lantern_hpu", *options.split()]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with (
@@ -64,14 +70,6 @@ def server(model: str, slots: int, method: str, queue: int) -> Iterator[tuple[st
         serving(command, Path(log.name), env=environment) as (url, process),
     ):
         yield url, process.pid
-
-
-def resident(pid: int) -> int:
-    """Bytes of memory that a process holds."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("VmRSS:"):
-            return int(line.split()[1]) * 1024
-    return 0
 
 
 def ask(client: httpx.Client, url: str, prompt: str, seed: int) -> float:
@@ -127,56 +125,59 @@ def at_random(
     return images / (time.perf_counter() - began), seconds
 
 
-HOSTILE: list[tuple[bytes, dict[str, str]]] = [
-    (b'{"prompt": "a red apple", "n": 0}', {}),
-    (b'{"prompt": "a red apple", "size": "3x3"}', {}),
-    (b'{"prompt": "\\u0000"}', {}),
-    (b'{"prompt": "\\ud800"}', {}),
-    (b'{"prompt": null}', {}),
-    (b'{"prompt": "a red apple", "method": "none"}', {}),
-    (b'{"prompt": "a red apple", "x": 1}', {}),
-    (b'{"prompt": "a red apple"', {}),
-    (b"[" * 100_000, {}),
-    (b"\xff\xfe", {}),
-    (b"", {}),
-    (b'{"prompt": "a red apple"}', {"Content-Type": "text/plain"}),
-    (b'{"prompt": "a red apple"}', {"Host": "evil.example"}),
-    (b'{"prompt": "' + b"x" * 2_000_000 + b'"}', {}),
+GOOD = 64  # images that are compared with those of `generate`
+WAYS: list[dict[str, Any]] = [
+    {"temperature": t, "cfg_scale": c} for t in (0.5, 1.0) for c in (1.5, 3.0)
 ]
-SHAPE = {"message", "type", "param", "code"}
 
 
-def note(asked: Counter[str], answer: httpx.Response) -> None:
-    """Count an answer by its status, its images, and whether it has OpenAI's shape."""
-    content = answer.json() if "json" in answer.headers.get("content-type", "") else {}
-    images = len(content.get("data", []))
-    shaped = images if answer.status_code == 200 else set(content.get("error", {})) == SHAPE
-    asked.update({str(answer.status_code): 1, "images": images, "shapeless": not shaped})
+def good_images(pipeline: LanternPipeline, setting: str) -> dict[tuple[str, int], bytes]:
+    """The pixels of `GOOD` images by method and seed; sixteen of each of `WAYS`."""
+    result, each = {}, GOOD // len(WAYS)
+    for number, way in enumerate(WAYS):
+        asked = {"method": setting, "seed": number * each, "num_images_per_prompt": each}
+        asked |= {"temperature": way["temperature"], "guidance_scale": way["cfg_scale"]}
+        drawn = pipeline("a red apple", batch_size=8, **asked)
+        for record, image in zip(drawn.records, drawn.images, strict=True):
+            result[setting.partition("@")[0], record.seed] = image.tobytes()
+    return result
 
 
-def mixed(client: httpx.Client, url: str, number: int) -> Counter[str]:
-    """One request of a soak; every third is hostile: senseless, or its client disconnects."""
-    rng, asked = random.Random(number), Counter[str]()
-    headers = {"Content-Type": "application/json"}
-    if number % 3 == 0 and rng.random() < 0.8:
-        body, more = rng.choice(HOSTILE)
-        note(asked, client.post(url + PATH, content=body, headers=headers | more))
-        return asked
-    fields: dict[str, Any] = {"prompt": "a red apple", "seed": number, "n": rng.randint(1, 3)}
-    fields["temperature"] = rng.choice([0.5, 1.0, 1.3])
-    fields["cfg_scale"] = rng.choice([1.5, 3.0])
-    if number % 3 == 0:
-        try:
-            note(asked, client.post(url + PATH, json=fields, timeout=rng.uniform(0.01, 0.5)))
-        except httpx.TimeoutException:
-            asked.update({"left": fields["n"], "leavers": 1})
-        return asked
+def good(
+    client: httpx.Client, url: str, rng: random.Random, wanted: Mapping[tuple[str, int], bytes]
+) -> Counter[str]:
+    """A request that is answered, whose images are compared; a full queue is asked again."""
+    asked, count = Counter[str](), rng.randint(1, 3)
+    method, seed = rng.choice([key for key in wanted if key[1] % 16 <= 16 - count])
+    fields = {"prompt": "a red apple", "n": count, "seed": seed, "method": method}
     while True:
-        answer = client.post(url + PATH, json=fields)
+        answer = client.post(url + PATH, json=fields | WAYS[seed // 16])
         note(asked, answer)
         if answer.status_code != 429:
-            return asked
+            break
         time.sleep(float(answer.headers["Retry-After"]))
+    for image in answer.json()["data"] if answer.status_code == 200 else ():
+        picture = Image.open(io.BytesIO(base64.b64decode(image["b64_json"])))
+        asked.update({f"image {method} {image['seed']}": 1})
+        asked["differ"] += picture.tobytes() != wanted[method, image["seed"]]
+    return asked
+
+
+def mixed(
+    client: httpx.Client,
+    url: str,
+    number: int,
+    wanted: Mapping[tuple[str, int], bytes],
+    patience: float,
+) -> Counter[str]:
+    """One request of a soak; every third is hostile."""
+    rng = random.Random(number)
+    if number % 3:
+        return good(client, url, rng, wanted)
+    chosen = CLIENTS[number // 3 % len(CLIENTS)]
+    visit = Visit(client, url, rng, patience, Counter({f"client {chosen.__name__}": 1}))
+    chosen(visit)
+    return visit.asked
 
 
 def counter(client: httpx.Client, url: str, name: str) -> float:
@@ -185,34 +186,117 @@ def counter(client: httpx.Client, url: str, name: str) -> float:
     return sum(float(line.split()[-1]) for line in lines if line.startswith(f"lantern:{name}{{"))
 
 
-def soak(model: str, method: str, slots: int, requests: int) -> dict[str, Any]:
-    """Mixed requests, 32 at a time, and whether the server stays as it was and counts what it answered."""
-    client, asked = httpx.Client(**PATIENT), Counter[str]()
-    with client, server(model, slots, method, 64) as (url, pid), ThreadPoolExecutor(32) as pool:
-        for numbers in (range(requests // 4), range(requests // 4, requests)):
-            before = resident(pid)  # the second time, after a quarter
-            for found in pool.map(lambda number: mixed(client, url, number), numbers):
-                asked.update(found)
-        while counter(client, url, "num_requests_running"):
-            time.sleep(0.1)
-        grown = resident(pid) / before - 1
-        drawn = counter(client, url, "request_success_total")
+class Held(NamedTuple):
+    """What a process holds."""
+
+    memory: int
+    descriptors: int
+    threads: int
+
+    @classmethod
+    def of(cls, pid: int) -> Held:
+        status = dict(
+            line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+        )
+        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
+        return cls(int(status["VmRSS"].split()[0]) * 1024, descriptors, int(status["Threads"]))
+
+
+def when_quiet(client: httpx.Client, url: str, pid: int, before: Held | None = None) -> Held:
+    """What a server holds once all is drawn and the connections have ended, as before or for a minute."""
+    while counter(client, url, "num_requests_running") + counter(
+        client, url, "num_requests_waiting"
+    ):
+        time.sleep(0.1)
+    until = time.monotonic() + 60
+    while before and Held.of(pid).descriptors > before.descriptors and time.monotonic() < until:
+        time.sleep(0.5)
+    return Held.of(pid)
+
+
+def crowd(
+    pool: ThreadPoolExecutor,
+    one: Callable[[int], Counter[str]],
+    numbers: Iterator[int],
+    until: float,
+    last: float,
+) -> Counter[str]:
+    """What 32 clients find, each with one request after the other, until a time or a number."""
+
+    def work() -> Counter[str]:
+        found = Counter[str]()
+        for number in numbers:
+            if time.monotonic() > until or number > last:
+                break
+            found += one(number)
+        return found
+
+    several = [pool.submit(work) for _ in range(32)]
+    return sum((each.result() for each in several), Counter[str]())
+
+
+def soak(
+    model: str,
+    settings: str,
+    slots: int,
+    requests: int,
+    minutes: float = 0,
+    patience: float = 75,
+) -> dict[str, Any]:
+    """Mixed requests, 32 at a time, and whether the server stays as it was and counts what it answered.
+
+    Args:
+        requests: so many, or `minutes` in their place. A quarter of either warms up.
+        patience: of `Visit`; below a minute a client that reads nothing is not waited for.
+    """
+    pipeline, wanted = LanternPipeline.from_pretrained(model), dict[tuple[str, int], bytes]()
+    for setting in settings.split(","):
+        wanted |= good_images(pipeline, setting)
+    pipeline.close()
+    asked, held, numbers = Counter[str](), list[Held](), count()
+    limits = httpx.Limits(max_connections=256, max_keepalive_connections=0)
+    client = httpx.Client(timeout=3600, limits=limits)
+    running = server(model, slots, settings, 64, "--allow greedy,top_k,top_p")
+    with client, running as (url, pid), ThreadPoolExecutor(32) as pool:
+        ask(client, url, "a red apple", 0)  # what the first request alone does
+        held.append(when_quiet(client, url, pid))
+        one = partial(mixed, client, url, wanted=wanted, patience=patience)
+        for share in (0.25, 0.75):
+            until = time.monotonic() + 60 * minutes * share
+            last = math.inf if minutes else next(numbers) + requests * share
+            asked += crowd(pool, one, numbers, until if minutes else math.inf, last)
+            held.append(when_quiet(client, url, pid, held[0]))
+        drawn = counter(client, url, "request_success_total") - 1
         failed = counter(client, url, "request_failure_total")
         recompiled = counter(client, url, "recompiles_after_readiness")
     images, left, leavers = asked["images"], asked["left"], asked["leavers"]
     answers = {status: n for status, n in sorted(asked.items()) if status.isdigit()}
     refused = sum(n for status, n in answers.items() if status != "200")
     add_up = images <= drawn <= images + left and refused <= failed <= refused + leavers
+    compared = {name: n for name, n in asked.items() if name.startswith("image ")}
     return {
         "model": model,
-        "requests": requests,
+        "methods": settings,
+        "slots": slots,
+        "minutes": minutes,
+        "requests": sum(answers.values()) + leavers,
         "answers": answers,
+        "hostile": {n.split()[1]: c for n, c in sorted(asked.items()) if n.startswith("client ")},
+        "connections_to_drop": asked["to_drop"],
+        "connections_dropped": asked["dropped"],
         "clients_that_left": leavers,
         "answers_of_another_shape": asked["shapeless"],
         "images": images,
+        "different_images": len(compared),
+        "images_compared": sum(compared.values()),
+        "images_that_differ": asked["differ"],
         "metrics_add_up": add_up,
         "recompiles_after_readiness": recompiled,
-        "memory_grown_after_a_quarter": round(grown, 4),
+        "held": {
+            when: each._asdict()
+            for when, each in zip(("ready", "after a quarter", "end"), held, strict=True)
+        },
+        "memory_grown_after_a_quarter": round(held[2].memory / held[1].memory - 1, 4),
     }
 
 
@@ -295,10 +379,10 @@ def measure(model: str, method: str, slots: int, images: int) -> dict[str, Any]:
     with client, server(model, slots, method, images + 1) as (url, pid):
         ask(client, url, prompts[0], 0)  # what the first request alone does
         lone = [ask(client, url, prompts[seed % len(prompts)], seed) for seed in range(slots)]
-        before = resident(pid)
+        before = Held.of(pid).memory
         rate, seconds = at_random(client, url, 4 * together, images, prompts)
         recompiled = counter(client, url, "recompiles_after_readiness")
-        grown = resident(pid) / before - 1
+        grown = Held.of(pid).memory / before - 1
     return {
         "model": model,
         "method": method,
@@ -324,15 +408,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--slots", type=int, default=8)
     add("--images", type=int, default=64, help="of each measurement")
     add("--soak", action="store_true", help="mixed requests instead, 32 at a time")
+    add("--minutes", type=float, default=0, help="of --soak, in place of --images")
     add("--fair", action="store_true", help="two methods beside each other instead")
     add("--seconds", type=float, default=40.0, help="of each part of --fair (40)")
     args = parser.parse_args(argv)
     if args.fair:
         settings = args.method if "," in args.method else "ar,scd@16"
         found = fair(args.model, settings, args.slots, args.seconds)
+    elif args.soak:
+        found = soak(args.model, args.method, args.slots, args.images, args.minutes)
     else:
-        what = soak if args.soak else measure
-        found = what(args.model, args.method, args.slots, args.images)
+        found = measure(args.model, args.method, args.slots, args.images)
     print(json.dumps(found, indent=2))
     return 0
 
