@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import random
+import resource
+import shutil
 import stat
+import sys
+import time
+import traceback
 from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +25,10 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from lantern_hpu.commands import generate, pixels
-from lantern_hpu.errors import LanternError, OutputError, WeightsError
+from lantern_hpu.errors import LanternError, OutputError, WeightsError, exit_code
 from lantern_hpu.files import check_free, own_cache, write_file
 from lantern_hpu.models.files.load import open_model
-from lantern_hpu.models.model import cached_nearest, nearest_codes
+from lantern_hpu.models.model import Placement, cached_nearest, nearest_codes
 from lantern_hpu.results.images import METADATA
 from lantern_hpu.tree import tuned_trees
 from lantern_hpu.zoo.find import find_parts
@@ -201,3 +210,153 @@ def test_tokens_with_hostile_metadata_are_one_error(
     command = [str(tmp_path / "b.npz"), "--model", str(model), "--output", str(tmp_path / "b.png")]
     assert pixels.main(command) == 2
     assert "cannot read tokens" in capsys.readouterr().err and not (tmp_path / "b.png").exists()
+
+
+# Files that a script damages: `DAMAGED=2000 pytest -n 0 tests/test_hostile_files.py -k damaged_by_a_script`
+
+DAMAGED = int(os.environ.get("DAMAGED", "40"))
+SECONDS = 10  # of this process, for each
+ROOM = 2 << 30  # bytes of addresses that sizes which lie may take
+
+
+def changed(value: Any, rng: random.Random) -> Any:
+    """A value of another type, range, size or depth."""
+    deep: Any = value
+    for _ in range(rng.choice([1, 2, 300])):
+        deep = [deep] if rng.random() < 0.5 else {"x": deep}
+    others = [*HOSTILE, deep, [value] * 1000, "x" * 100_000, "../" * 9, "\ud800", "\0"]
+    if isinstance(value, int | float):
+        others += [-value, value + 1, 2 * value, 1000 * value, value / 3, 0, 2**31, 2**63] * 2
+    return rng.choice(others)
+
+
+def damaged_text(value: Any, rng: random.Random) -> str:
+    """A JSON document with some of its values changed or left out, or cut, or nested without end."""
+    for path in rng.sample(
+        paths := list(leaves(value)), min(rng.choice([1, 1, 1, 2, 4]), len(paths))
+    ):
+        with suppress(LookupError, TypeError, AttributeError):  # what held it was changed before
+            found = value
+            for key in path:
+                found = found[key]
+            value = put(value, path, changed(found, rng))
+            if rng.random() < 0.2:
+                value = {key: held for key, held in value.items() if key != path[0]}
+    text = json.dumps(value)
+    kind = rng.random()
+    if kind < 0.05:
+        return text[: rng.randrange(len(text))]
+    return rng.choice("[{") * 100_000 + text if kind < 0.07 else text
+
+
+def small_files(folder: Path, pattern: str) -> list[Path]:
+    """Without tokenizers, which a library reads."""
+    return sorted(f for f in folder.rglob(pattern) if f.stat().st_size < 100_000)
+
+
+def damaged_folder(source: Path, folder: Path, rng: random.Random, one: str | None = None) -> None:
+    """A folder of links, in which one JSON file is damaged."""
+    for file in source.rglob("*"):
+        link = folder / file.relative_to(source)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if file.is_file():
+            link.symlink_to(file)
+    file = rng.choice(small_files(folder, one or "*.json"))
+    text = damaged_text(json.loads(file.read_text()), rng)
+    file.unlink()
+    file.write_text(text, errors="replace")
+
+
+def damaged_png(source: Path, file: Path, rng: random.Random) -> None:
+    info = PngInfo()
+    with Image.open(source) as image:
+        info.add_itxt(METADATA, damaged_text(json.loads(image.text[METADATA]), rng))
+        image.save(file, pnginfo=info)
+    data = file.read_bytes()
+    if rng.random() < 0.2:
+        at = rng.randrange(len(data))
+        file.write_bytes(data[:at] + (rng.randbytes(4) + data[at + 4 :] if at % 2 else b""))
+
+
+def damaged_tokens(source: Path, file: Path, rng: random.Random) -> None:
+    held = dict(np.load(source))
+    name = rng.choice([*held])
+    was, size = held[name], rng.choice([(), (0,), (3,), (1, 1), (1, 16, 1), (2, 16), (1, 10**6)])
+    if name == "metadata" and rng.random() < 0.8:
+        held[name] = np.array([damaged_text(json.loads(str(t)), rng) for t in was.reshape(-1)])
+    elif rng.random() < 0.2:
+        held.pop(name)
+    else:
+        numbers = (np.zeros, np.ones, lambda size: np.full(size, rng.choice([-1, 10**9, np.nan])))
+        kinds = (np.int64, np.int8, np.float32, np.bool_, np.str_, object, "V4", "M8[s]")
+        with np.errstate(invalid="ignore"):
+            held[name] = rng.choice(numbers)(size).astype(rng.choice(kinds))
+    np.savez(file, **held)
+    data = file.read_bytes()
+    if rng.random() < 0.1:
+        file.write_bytes(data[: rng.randrange(len(data))])
+
+
+def load_only(folder: Path) -> int:
+    """What `generate` does before it draws, which takes long for models of many codes."""
+    return exit_code(lambda: int(not open_model(find_parts(str(folder))).load(Placement())))
+
+
+def ends_well(seed: int, model: Path, drawn: Path, public: Path, place: Path) -> bool:
+    """Draw from what was damaged: it fails with one error, or there is a picture. -> whether there is"""
+    rng, picture = random.Random(seed), place / "picture.png"
+    output, file = ["--output", str(picture)], place / "damaged"
+    if seed % 4 == 0:
+        damaged_folder(model, file, rng, "model.json")
+        act = partial(generate.main, ["--model", str(file), "--prompt", "cat", *output])
+    elif seed % 4 == 1:
+        damaged_folder(rng.choice(small_files(public, "*.json")).parent, file, rng)
+        act = partial(load_only, file)
+    elif seed % 4 == 2:
+        damaged_png(drawn / "a.png", file.with_suffix(".png"), rng)
+        act = partial(generate.main, ["--from-png", str(file.with_suffix(".png")), *output])
+    else:
+        damaged_tokens(drawn / "a.npz", file.with_suffix(".npz"), rng)
+        command = [str(file.with_suffix(".npz")), "--model", str(model), *output]
+        act = partial(pixels.main, command)
+    began, said = time.process_time(), io.StringIO()
+    with redirect_stderr(said), redirect_stdout(io.StringIO()):
+        code = act()
+    assert time.process_time() - began < SECONDS
+    assert "Traceback" not in said.getvalue() and code in (0, 2)
+    assert said.getvalue().count("error: ") == (code == 2), said.getvalue()
+    if code == 0 and seed % 4 != 1:
+        with Image.open(picture) as image:
+            image.load()
+    assert code == 0 or not picture.exists()
+    return code == 0
+
+
+@pytest.fixture
+def little_room() -> Iterator[None]:
+    """What is larger than it may be fails here, and not the machine."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size + ROOM, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits addresses as Linux does")
+@pytest.mark.filterwarnings("ignore")
+def test_files_that_are_damaged_by_a_script_are_one_error_or_a_picture(
+    model: Path, drawn: Path, public: Path, tmp_path: Path, little_room: None
+) -> None:
+    """Descriptions of models, published folders, PNG files and saved tokens."""
+    wrong, pictures = dict[int, str](), 0
+    for seed in range(DAMAGED):
+        place = tmp_path / str(seed)
+        place.mkdir()
+        try:
+            pictures += ends_well(seed, model, drawn, public, place)
+        except Exception as error:
+            wrong[seed] = "".join(traceback.format_exception(error)[-3:])
+        shutil.rmtree(place)
+    print(f"{DAMAGED} damaged, {pictures} read all the same")
+    assert not wrong, f"{len(wrong)}:\n" + "\n".join(f"{s}: {t}" for s, t in wrong.items())
+    assert 0 < pictures < DAMAGED

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.measure.batches import table
+from scripts.measure.hostile import CLIENTS
 from scripts.measure.kills import COMMANDS, kill_often
 from scripts.measure.load import fair, soak
 
@@ -43,17 +44,24 @@ def test_the_page_counts_the_images_that_were_compared() -> None:
 
 @pytest.mark.slow
 def test_a_soak_leaves_the_server_as_it_was(model: Path) -> None:
-    found = soak(str(model), "ar", 4, 120)
+    """All kinds of hostile clients; those that read nothing are not waited for until they are dropped."""
+    found = soak(str(model), "ar", 4, 120, patience=15)
     assert found["answers_of_another_shape"] == 0 and found["metrics_add_up"]
-    assert found["recompiles_after_readiness"] == 0
+    assert found["recompiles_after_readiness"] == found["images_that_differ"] == 0
     assert not [status for status in found["answers"] if status.startswith("5")]
-    assert found["answers"]["200"] >= 80 and found["images"] > 80
+    assert found["answers"]["200"] >= 70 and found["images_compared"] > 70
+    assert set(found["hostile"]) == {client.__name__ for client in CLIENTS}
+    dropped, patient = found["connections_dropped"], found["hostile"]["read_nothing"]
+    assert dropped >= found["connections_to_drop"] - patient
+    before, _, after = found["held"].values()
+    assert after["descriptors"] <= before["descriptors"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["generate", "convert", "evaluate", "download", "download-cache"])
 def test_a_killed_command_loses_nothing(model: Path, name: str) -> None:
-    assert kill_often(str(model), 2, [name], 1)["found"] == {f"{name}: held": 2}
+    times = 1 if name == "evaluate" else 2  # it takes the longest
+    assert kill_often(str(model), times, [name], 1)["found"] == {f"{name}: held": times}
 
 
 @pytest.mark.slow

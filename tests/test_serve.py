@@ -293,7 +293,7 @@ def test_an_error_of_one_image_fails_it_alone(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Whatever is raised for one of twelve, the others are what `generate` draws, and the server goes on."""
+    """Whatever is raised for one of 21, the others are what `generate` draws, and the server goes on."""
 
     def planted(real: Any, hits: Any, *args: Any) -> Any:
         if hits(*args):
@@ -316,17 +316,18 @@ def test_an_error_of_one_image_fails_it_alone(
         request = Request(prompt, seed, decoder.menu.sampling)
         return Job(request, "ar", time.monotonic() + 300, (), send)
 
-    seeds = range(11)
+    seeds = range(20)
+    monkeypatch.setattr(decoder, "options", replace(decoder.options, queue=21))
     if stage == "text":  # it is read again for the batch, so that the stage before must stop it
         monkeypatch.setattr(WordConditioner, "prepare", lambda self, ps: list(map(self.split, ps)))
     server.until(lambda: not decoder.open_jobs)
-    decoder.submit([*map(job, seeds[:5]), job(BAD_SEED), *map(job, seeds[5:])])
+    decoder.submit([*map(job, seeds[:9]), job(BAD_SEED), *map(job, seeds[9:])])
     server.until(lambda: not decoder.open_jobs)
     assert heard[BAD_SEED].status_code == 500 and "err-" in str(heard[BAD_SEED])
     assert "bad cat" not in caplog.text and heard[BAD_SEED].message[-20:] in caplog.text
     assert decoder.failure is None and decoder.ready
     monkeypatch.undo()
-    want = pipeline("cat", num_images_per_prompt=11, seed=0, method="ar").images
+    want = pipeline("cat", num_images_per_prompt=20, seed=0, method="ar").images
     assert all(np.array_equal(heard[i].drawn.image, want[i]) for i in seeds)
 
 

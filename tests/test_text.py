@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import shutil
 import sys
+import time
 import warnings
 import weakref
 from pathlib import Path
@@ -427,6 +428,21 @@ def test_captions_are_cleaned_twice() -> None:
     caption = "a cat %2540nick"
     assert clean_caption(caption) == "a cat %40nick"
     assert clean(caption) == clean_caption(clean_caption(caption)) == "a cat"
+
+
+def test_markup_that_the_parser_rejects_is_text() -> None:
+    assert clean("a sign that says <![a]").startswith("a sign that says")
+
+
+@pytest.mark.parametrize(
+    "part", ["<a ", "<![a]", "<!--", "<", "&amp;", "%25", "x.", "http://", "-"]
+)
+def test_no_caption_takes_long_to_clean(part: str) -> None:
+    """Of the longest that a server takes; tags alone took a second."""
+    clean("cat")
+    began = time.process_time()
+    clean((part * 4000)[:4000])
+    assert time.process_time() - began < 0.3
 
 
 def test_captions_that_look_like_file_names_raise_no_warning() -> None:

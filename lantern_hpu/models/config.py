@@ -5,9 +5,37 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from functools import cache
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 MOST_LAYERS = 1000  # what a file may ask for before its weights are looked at
+
+types_of = cache(get_type_hints)  # of a dataclass, by field
+
+
+def check_types(config: Any) -> None:
+    """Raise a ValueError unless each value of a config is of its field's type: a file may hold anything."""
+    for name, kind in types_of(type(config)).items():  # type: ignore[arg-type]
+        if not is_of(value := getattr(config, name), kind):
+            raise ValueError(f"{name} is {repr(value)[:60]}")
+
+
+def is_of(value: Any, kind: Any) -> bool:
+    """Whether a value is of a type, as annotations have it. True is no number, and infinity is none."""
+    inner = get_args(kind)
+    if get_origin(kind) is Literal:
+        return value in inner
+    if get_origin(kind) is tuple:
+        fits = isinstance(value, tuple) and len(value) in (
+            len(inner),
+            *[len(value)] * (... in inner),
+        )
+        return fits and all(is_of(part, inner[0]) for part in value)
+    if inner:  # of a union
+        return any(is_of(value, each) for each in inner)
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    return type(value) is kind
 
 
 @dataclass(frozen=True)
@@ -70,9 +98,8 @@ class TransformerConfig:
         # JSON has lists, which compare unequal
         for name in ("grid", "rope_sections", "prefixes"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        check_types(self)
         sizes = (self.vocab_size, self.dim, self.layers, self.heads, self.ffn_dim, self.prefix)
-        if not all(isinstance(size, int) for size in (*sizes, *self.grid)):
-            raise ValueError("sizes that are no whole numbers")
         if min(*sizes, *self.grid) < 1 or self.dim % self.heads or self.layers > MOST_LAYERS:
             why = f"{self.heads} heads of width {self.dim}, {self.layers} layers, grid {self.grid}"
             raise ValueError(f"sizes that no model has: {why}")
@@ -222,6 +249,7 @@ class DrafterConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "aux_layers", tuple(self.aux_layers))
+        check_types(self)
 
     def sizes(self, target: TransformerConfig) -> TransformerConfig:
         """The block's, with the target's `layers` left as it is."""
@@ -267,6 +295,7 @@ class VQConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "multipliers", tuple(self.multipliers))
+        check_types(self)
 
     @property
     def downsample(self) -> int:
@@ -345,6 +374,9 @@ class T5Config:
     relative_attention_num_buckets: int = 32
     feed_forward_proj: str = "relu"
 
+    def __post_init__(self) -> None:
+        check_types(self)
+
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> T5Config:
         known = {n: type(d)(values[n]) for n, d in asdict(cls()).items() if n in values}
@@ -393,8 +425,7 @@ class ConditionConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "words", tuple(self.words))
-        if self.kind not in KINDS:
-            raise ValueError(f"unknown kind of condition {self.kind!r}")
+        check_types(self)
 
     def parameters(self, target: TransformerConfig) -> int:
         """Of what is stored with the target; the text encoder is not."""
@@ -425,6 +456,9 @@ class ModelConfig:
     diffusion: int = (
         0  # parameters of the diffusion model that makes pictures of the codes, where known
     )
+
+    def __post_init__(self) -> None:
+        check_types(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelConfig:
