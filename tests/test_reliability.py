@@ -42,6 +42,24 @@ def test_the_page_counts_the_images_that_were_compared() -> None:
     assert f"**{sum(images.values()):,} images**" in page
 
 
+def test_the_page_says_what_the_long_soak_found() -> None:
+    page = (ROOT / "docs" / "reliability.md").read_text()
+    found = json.loads((ROOT / "benchmarks" / "results" / "soak.json").read_text())
+    answers, held = found["answers"], list(found["held"].values())
+    refused = sum(count for status, count in answers.items() if status.startswith("4"))
+    assert (
+        f"{answers['200']} with images, {refused} refusals, {answers['504']} that the image" in page
+    )
+    assert f"{found['images_compared']}, of {found['different_images']} different ones" in page
+    assert found["images_that_differ"] == 0 and found["different_images"] >= 64
+    assert f"clients, {sum(found['hostile'].values())} |" in page
+    assert abs(held[2]["memory"] / held[1]["memory"] - 1) < 0.02
+    for name in ("descriptors", "threads"):
+        assert f"{', '.join(str(each[name]) for each in held)}" in page
+    assert held[0]["descriptors"] == held[2]["descriptors"]
+    assert held[1]["threads"] == held[2]["threads"]
+
+
 @pytest.mark.slow
 def test_a_soak_leaves_the_server_as_it_was(model: Path) -> None:
     """All kinds of hostile clients; those that read nothing are not waited for until they are dropped."""
