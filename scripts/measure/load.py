@@ -135,9 +135,15 @@ def good_images(pipeline: LanternPipeline, setting: str) -> dict[tuple[str, int]
     """The pixels of `GOOD` images by method and seed; sixteen of each of `WAYS`."""
     result, each = {}, GOOD // len(WAYS)
     for number, way in enumerate(WAYS):
-        asked = {"method": setting, "seed": number * each, "num_images_per_prompt": each}
-        asked |= {"temperature": way["temperature"], "guidance_scale": way["cfg_scale"]}
-        drawn = pipeline("a red apple", batch_size=8, **asked)
+        drawn = pipeline(
+            "a red apple",
+            method=setting,
+            seed=number * each,
+            num_images_per_prompt=each,
+            batch_size=8,
+            temperature=way["temperature"],
+            guidance_scale=way["cfg_scale"],
+        )
         for record, image in zip(drawn.records, drawn.images, strict=True):
             result[setting.partition("@")[0], record.seed] = image.tobytes()
     return result
