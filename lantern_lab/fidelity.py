@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from lantern_hpu.bench.measure import image_seconds
 from lantern_hpu.decode.accept import Acceptance, Blend, Bounds, Node
@@ -37,6 +36,7 @@ from lantern_hpu.methods.setting import METHODS, Resolved, Setting
 from lantern_hpu.ops.sampling import gather, sample
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import tokens_per_step
+from lantern_hpu.results.progress import Progress
 from lantern_hpu.results.tables import usual_prompts
 from lantern_hpu.tree import Tree
 from lantern_lab.evaluate.options import FidelityOptions
@@ -99,7 +99,7 @@ def find_places(
 
 
 def all_places(
-    pipeline: LanternPipeline, tree: Tree, options: FidelityOptions, bar: tqdm[Any]
+    pipeline: LanternPipeline, tree: Tree, options: FidelityOptions, bar: Progress
 ) -> list[Place]:
     """As many as asked for, one an image and evenly over the images, which are drawn exactly."""
     result: list[Place] = []
@@ -264,7 +264,7 @@ def fidelity_rows(
     pipeline: LanternPipeline,
     settings: Sequence[Setting],
     options: FidelityOptions,
-    bar: tqdm[Any],
+    bar: Progress,
 ) -> Iterator[dict[str, Any]]:
     if pipeline.model.sampling.greedy:
         why = "its tokens have no distribution to move"

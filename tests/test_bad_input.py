@@ -94,6 +94,7 @@ def test_odd_input_is_one_clear_error(
         ("generate --guidance-scale=3", "try: --cfg-scale\n"),
         ("serve builtin", "unknown option builtin\n  try: --model builtin\n"),
         ("lint mine.py", "try: --script mine.py\n"),
+        ("generate a cat --seed 1", "try: --prompt 'a cat'\n"),
         ("tune --zzz", "unknown option --zzz\n  try: lantern-hpu tune --help\n"),
         (
             "generate --seed x",

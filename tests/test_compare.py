@@ -16,7 +16,15 @@ import pytest
 from matplotlib.figure import Figure
 
 from lantern_hpu.bench.columns import PARTS, SpeedRow, relaxed_name, with_speeds
-from lantern_hpu.bench.compare import Run, differences, latency, load, main_table
+from lantern_hpu.bench.compare import (
+    Run,
+    differences,
+    in_numbers,
+    latency,
+    load,
+    main_table,
+    names_of,
+)
 from lantern_hpu.bench.report import check_report
 from lantern_hpu.commands import compare
 from lantern_hpu.methods.relaxation import EXACT, PRESETS, Multiplicative, parse
@@ -395,3 +403,9 @@ def test_rows_of_several_relaxations_are_told_apart(put: Callable[..., Path]) ->
     assert "| lantern++:tv |" in text and "| lantern++:lambda=20:k=10 |" in text
     assert relaxed_name("eagle", EXACT.as_json()) == "eagle"
     assert relaxed_name("scd", PRESETS["lambda-5"].as_json()) == "scd:lambda-5"
+
+
+def test_windows_are_in_order_of_their_width_and_named_as_one_writes_them() -> None:
+    lines = [("scd", f"scd:{width}", "scd") for width in (16, 2, 8)]
+    lines.sort(key=lambda line: in_numbers(line[1]))
+    assert names_of([*lines, ("ar", "root", "ar")]) == ["scd@2", "scd@8", "scd@16", "ar"]

@@ -25,7 +25,7 @@ def test_labels_of_near_points_do_not_overlap() -> None:
     figure, (axes,) = plots.panels(3.4, 3.7)
     axes.plot([1, 4], [0, 30])
     for text, spot in NEAR.items():
-        plots.label_point(axes, text, spot)
+        plots.label_point(axes, text, spot, "C0")
     plots.saved(figure, "png")
     renderer = FigureCanvasAgg(figure).get_renderer()
     boxes = [note.get_window_extent(renderer) for note in axes.texts]
@@ -36,7 +36,17 @@ def test_labels_of_near_points_do_not_overlap() -> None:
 def test_a_label_at_the_edge_stays_inside_its_panel() -> None:
     figure, (axes,) = plots.panels(3.4, 3.7)
     axes.plot([0, 1], [0, 1])
-    plots.label_point(axes, "a long name of a setting", (1.0, 1.0))
+    plots.label_point(axes, "a long name of a setting", (1.0, 1.0), "C0")
     plots.saved(figure, "png")
     box = axes.texts[0].get_window_extent(FigureCanvasAgg(figure).get_renderer())
     assert box.x1 <= axes.bbox.x1 and box.y1 <= axes.bbox.y1
+
+
+def test_a_label_keeps_off_the_line_between_two_points() -> None:
+    figure, (axes,) = plots.panels(3.4, 3.7)
+    axes.plot([0, 1, 2], [0, 1, 2])
+    plots.label_point(axes, "lambda-5", (1.0, 1.0), "C0")
+    plots.saved(figure, "png")
+    box = axes.texts[0].get_window_extent(FigureCanvasAgg(figure).get_renderer())
+    line = axes.lines[0].get_path().transformed(axes.transData)
+    assert not line.intersects_bbox(box, filled=False)

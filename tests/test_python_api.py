@@ -16,7 +16,7 @@ import lantern_hpu
 from lantern_hpu import GenerationResult, LanternPipeline, Multiplicative
 from lantern_hpu.errors import ELSEWHERE, DeviceError, OptionError, OutputError, python_form
 from lantern_hpu.results.images import CAPTION, grid
-from lantern_hpu.results.progress import Bar, Event
+from lantern_hpu.results.progress import Bar, Event, Progress
 
 
 def seeds(result: GenerationResult) -> list[int]:
@@ -279,6 +279,12 @@ def test_a_pipeline_is_written_as_a_folder(pipeline: LanternPipeline, tmp_path: 
 
 
 def test_a_log_gets_a_line_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(20, desc="tuning") as shown:
+        for _ in range(20):
+            shown.set_postfix_str("row 3 of 16")  # as often as a terminal shows it
+            shown.update()
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 5 and lines[-1] == "tuning: 20 of 20 parts, row 3 of 16"
     with closing(Bar()) as bar:
         for rows in range(0, 101, 2):
             bar(Event(rows, 100, 1, 2.0, rows, rows, list))

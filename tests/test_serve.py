@@ -363,7 +363,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": ""}, "at least 1 character"),
     ({"prompt": "  \n"}, "not a space"),
     ({"prompt": "x" * 100_000}, "at most 4000 characters"),
-    ({"prompt": "a\x00b"}, "control characters"),
+    ({"prompt": "a\x00b"}, "\\x00b': a prompt is text without control characters"),
     ({"prompt": "a\ud800b"}, "unicode"),
     ({"prompt": 7}, "valid string"),
     ({"prompt": ["a"]}, "valid string"),

@@ -8,6 +8,7 @@ own. The same files give the same bytes.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -172,7 +173,14 @@ def keys_of(runs: Sequence[Run]) -> list[Key]:
 
     def order(key: Key) -> tuple[Any, ...]:
         mode = modes.get(key.graphs, 2), key.graphs
-        return key.dtype, key.batch, *mode, methods.index(key.method), key.tree, key.setting
+        return (
+            key.dtype,
+            key.batch,
+            *mode,
+            methods.index(key.method),
+            in_numbers(key.tree),
+            key.setting,
+        )
 
     return sorted(result, key=order)
 
@@ -244,7 +252,7 @@ def latency(runs: Sequence[Run]) -> Figure:
     rows = [row for run in runs for row in run.rows]
     methods, batches = list(METHODS), sorted({row.batch_size for row in rows})
     lines = sorted({run.key(row)[:3] for run in runs for row in run.rows})
-    lines.sort(key=lambda line: methods.index(line[0]))
+    lines.sort(key=lambda line: (methods.index(line[0]), line[2], in_numbers(line[1])))
     modes = {run.title: list(dict.fromkeys(row.graphs for row in run.rows)) for run in runs}
     series = [(run, run.best if run.best in (own := modes[run.title]) else own[0]) for run in runs]
     if len(runs) == 1:
@@ -273,9 +281,17 @@ def latency(runs: Sequence[Run]) -> Figure:
 
 
 def names_of(lines: Sequence[tuple[Any, ...]]) -> list[str]:
-    """The methods with their relaxations, and the tree where one occurs with several."""
+    """The settings as one writes them, with the tree or window where a method occurs with several."""
     trees = {name: {other[1] for other in lines if other[2] == name} for _, _, name in lines}
-    return [f"{name}\n{tree}" if len(trees[name]) > 1 else name for _, tree, name in lines]
+    return [
+        f"{name}@{tree.removeprefix(method + ':')}" if len(trees[name]) > 1 else name
+        for method, tree, name in lines
+    ]
+
+
+def in_numbers(tree: str) -> list[tuple[int, str]]:
+    """A key that sorts `scd:8` before `scd:16`."""
+    return [(int(part or 0) if part.isdigit() else -1, part) for part in re.split(r"(\d+)", tree)]
 
 
 def slowest(row: SpeedRow) -> float:

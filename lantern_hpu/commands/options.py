@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
@@ -49,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         start, colon, given = message.partition("unrecognized arguments: ")
         hint = f"{self.prog} --help"
         if colon and not start:
-            word = given.split()[0]
+            word = given.partition(" -")[0] if given[0] != "-" else given.split()[0]
             message, hint = f"unknown option {word}", self.nearest(word) or hint
         self.exit(2, f"error: {message}\n  try: {hint}\n")
 
@@ -57,8 +58,8 @@ class Parser(argparse.ArgumentParser):
         """The option that a word was probably meant as; empty if none is like it."""
         known, name = self._option_string_actions, word.partition("=")[0]
         if not word.startswith("-"):
-            taken = next((o for o in ("--script", "--model") if o in known), "")
-            return f"{taken} {word}" if taken else ""
+            taken = next((o for o in ("--script", "--prompt", "--model") if o in known), "")
+            return f"{taken} {shlex.quote(word)}" if taken else ""
         if renamed := RENAMED_OPTIONS.get(name):
             return renamed
         return next(iter(difflib.get_close_matches(name, known, 1, 0.6)), "")

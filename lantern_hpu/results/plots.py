@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from lantern_hpu.errors import needing
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
     from matplotlib.figure import Figure
+    from matplotlib.patheffects import AbstractPathEffect
     from matplotlib.text import Annotation
 
 STYLE = ASSETS / "plots.mplstyle"
@@ -21,7 +23,7 @@ MARKERS = "osD^vP*Xp<>"  # of methods
 SPREAD = 15  # largest over smallest value from which an axis is logarithmic
 LABEL = "label"  # of a point, which `set_apart` may move
 # Where a label may begin, in points from its own; those to the left end there
-OFFSETS = [(side * 4, up) for up in (4, -10, 14, -20, 24, -30) for side in (1, -1)]
+OFFSETS = [(side * 4, up) for up in (4, -10, 12, -18, 20, -26) for side in (1, -1)]
 
 
 @contextmanager
@@ -58,16 +60,24 @@ def legend_under(figure: Figure, axes: Axes, columns: int) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
-def label_point(axes: Axes, text: str, spot: tuple[float, float]) -> None:
-    """Name a point, beside it; `saved` moves what would overlap."""
+def label_point(axes: Axes, text: str, spot: tuple[float, float], color: str) -> None:
+    """Name a point, beside it and in its colour; `saved` moves what would overlap."""
     if text:
-        note = axes.annotate(text, spot, OFFSETS[0], textcoords="offset points", fontsize=6.5)
+        note = axes.annotate(text, spot, OFFSETS[0], textcoords="offset points", fontsize=7.5)
+        note.set(color=color, path_effects=halo())
         note.set_gid(LABEL)
         note.set_in_layout(False)
 
 
+def halo() -> list[AbstractPathEffect]:
+    """White around letters, which then can be read on lines."""
+    from matplotlib.patheffects import withStroke
+
+    return [withStroke(linewidth=2, foreground="white")]
+
+
 def set_apart(figure: Figure) -> None:
-    """Move each label to where it hides least of points, of other labels and of what is beside its panel."""
+    """Move each label to where it hides least of points, lines, other labels and of what is beside its panel."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Annotation
     from matplotlib.transforms import Bbox
@@ -80,11 +90,17 @@ def set_apart(figure: Figure) -> None:
         return sum(areas[:-1]) + box.width * box.height - areas[-1]
 
     for axes in figure.axes:
-        points = [
-            Bbox.from_bounds(x - 4, y - 4, 8, 8)
+        curves = [
+            axes.transData.transform(line.get_xydata())
             for line in axes.lines
             if line.get_transform() == axes.transData
-            for x, y in axes.transData.transform(line.get_xydata())
+        ]
+        points = [Bbox([spot - 4, spot + 4]) for curve in curves for spot in curve]
+        points += [
+            Bbox([start + (end - start) * i / 30 - 2, start + (end - start) * i / 30 + 2])
+            for curve in curves
+            for start, end in pairwise(curve)
+            for i in range(31)
         ]
         for note in axes.texts:
             if not isinstance(note, Annotation) or note.get_gid() != LABEL:

@@ -39,6 +39,42 @@ class Event:
     preview: Callable[[], list[Image.Image]]
 
 
+class Progress(tqdm):
+    """tqdm's bar on a terminal; in a file or a pipe a line at each quarter."""
+
+    def __init__(self, total: int = 0, unit: str = "part", **options: Any) -> None:
+        """
+        Args:
+            options: of tqdm; `disable` given says nothing anywhere.
+        """
+        self.log = "disable" not in options and not sys.stderr.isatty()
+        self.next = 0.0  # share at which the next line is due
+        self.words = unit + ("es" if unit.endswith("ch") else "s")
+        usual: dict[str, Any] = {"file": sys.stderr, "dynamic_ncols": True, "disable": self.log}
+        self.desc = options.get("desc") or ""
+        self.postfix = ""  # which tqdm does not set where it is disabled
+        super().__init__(total=total, unit=unit, **usual | options)
+
+    def update(self, n: float | None = 1) -> bool | None:
+        if self.log:
+            self.n += n or 0
+            self.refresh()
+        return super().update(n)
+
+    def refresh(self, *args: Any, **options: Any) -> bool | None:
+        share = self.n / self.total if self.total else -1.0
+        if self.log and share >= self.next:
+            self.next = math.floor(share * LINES + 1) / LINES
+            what = (self.desc or "").rstrip(": ") or "done"
+            about = f", {self.postfix}" if self.postfix else ""
+            print(
+                f"{what}: {self.n:g} of {self.total:g} {self.words}{about}",
+                file=sys.stderr,
+                flush=True,
+            )
+        return super().refresh(*args, **options)
+
+
 class Bar:
     """Progress in image rows, and previews on the way."""
 
@@ -48,11 +84,7 @@ class Bar:
             preview: a file to draw into, after `every` rows. options: of tqdm.
         """
         self.file, self.every, self.shown = preview, every, 0  # rows at the last preview
-        usual = {"unit": "row", "file": sys.stderr, "dynamic_ncols": True, "leave": True}
-        self.log = not options and not sys.stderr.isatty()  # a file or a pipe gets lines
-        self.next = 0.0  # share of the rows at which the next line is due
-        options |= {"disable": True} if self.log else {}
-        self.bar = tqdm(total=0, **usual | options)
+        self.bar = Progress(unit="row", **options)
         self.bar.set_description_str("warming up")
 
     def __call__(self, event: Event) -> None:
@@ -60,11 +92,6 @@ class Bar:
         self.bar.total, self.bar.n = event.total_rows, event.rows
         self.bar.set_postfix_str(f"{event.tokens_per_step:.2f} tokens a step", refresh=False)
         self.bar.refresh()
-        share = event.rows / max(event.total_rows, 1)
-        if self.log and share >= self.next:
-            self.next = math.floor(share * LINES + 1) / LINES
-            said = f"{event.rows} of {event.total_rows} rows, {event.tokens_per_step:.2f} tokens a step"
-            print(f"drawing: {said}", file=sys.stderr, flush=True)
         if self.file and event.running and event.rows - self.shown >= self.every * event.running:
             self.shown = event.rows
             write_file(self.file, encode(grid(event.preview())), force=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from html import escape
 from typing import Any
@@ -12,10 +13,16 @@ HEAD = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewp
 <title>lantern_hpu: HTTP API</title><link rel="icon" href="data:,"><style>
 :root { color-scheme: light dark } body { font: 15px/1.45 system-ui, sans-serif; margin: auto }
 body { max-width: 62rem; padding: 1rem }
-table { border-collapse: collapse; display: block; overflow-x: auto }
-td { padding: .2rem .8rem .2rem 0; vertical-align: top }
-h2 { font: 600 1.05rem ui-monospace, monospace; margin: 1.6rem 0 .3rem }
-code { overflow-wrap: anywhere }
+h1 { font-size: 1.5rem; line-height: 1.2 } p { margin: .3rem 0 }
+h2 { font: 600 1.05rem ui-monospace, monospace; margin: 2rem 0 .3rem; overflow-wrap: anywhere }
+table { border-collapse: collapse; width: 100%; table-layout: fixed; margin-top: .5rem }
+td { padding: .3rem .8rem .3rem 0; vertical-align: top; overflow-wrap: anywhere }
+tr { border-top: 1px solid color-mix(in srgb, currentColor 15%, transparent) }
+td:nth-child(1), td:nth-child(2) { width: 14rem }
+@media (max-width: 40rem) {
+  tr { display: block; padding: .4rem 0 }
+  td { display: block; padding: 0; width: auto !important }
+}
 </style><h1>lantern_hpu: HTTP API</h1><p>The schema itself: <a href="openapi.json">openapi.json</a>."""
 
 
@@ -25,13 +32,14 @@ def api_page(schema: Schema) -> str:
 
 
 def paths(found: Mapping[str, Mapping[str, Schema]]) -> Iterator[str]:
-    for path, methods in found.items():
+    """What draws, then what only answers."""
+    for path, methods in sorted(found.items(), key=lambda item: "post" not in item[1]):
         for method, about in methods.items():
             text = about.get("description", about.get("summary", ""))
-            yield f"<h2>{method.upper()} {escape(path)}</h2><p>{escape(text)}</p><table>"
+            yield f"<h2>{method.upper()} {escape(path)}</h2><p>{prose(text)}</p><table>"
             yield row("body", content(about.get("requestBody", {})), "")
             for status, answer in about["responses"].items():
-                yield row(status, content(answer), escape(answer.get("description", "")))
+                yield row(status, content(answer), prose(answer.get("description", "")))
             yield "</table>"
 
 
@@ -43,11 +51,11 @@ def content(holder: Schema) -> str:
 
 def objects(schemas: Mapping[str, Schema]) -> Iterator[str]:
     for name, schema in schemas.items():
-        text = escape(schema.get("description", ""))
+        text = prose(schema.get("description", ""))
         yield f'<h2 id="{escape(name)}">{escape(name)}</h2><p>{text}</p><table>'
         for field, about in schema.get("properties", {}).items():
             usual = f" ({json.dumps(about['default'])})" if about.get("default") is not None else ""
-            yield row(field, type_words(about), escape(about.get("description", "") + usual))
+            yield row(field, type_words(about), prose(about.get("description", "") + usual))
         yield "</table>"
 
 
@@ -63,6 +71,11 @@ def type_words(schema: Schema) -> str:
         return escape(", ".join(json.dumps(value) for value in values))
     kind = str(schema.get("type", ""))
     return f"list of {type_words(schema.get('items', {}))}" if kind == "array" else kind
+
+
+def prose(text: str) -> str:
+    """A description, with its `code`."""
+    return re.sub("`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def row(name: str, kind: str, text: str) -> str:

@@ -303,6 +303,7 @@ async def readyz(decoder: TheDecoder, response: Response) -> protocol.Status:
 
 @router.get("/version")
 async def version_route() -> protocol.Version:
+    """The version of lantern_hpu."""
     return protocol.Version(version=__version__)
 
 
@@ -334,6 +335,7 @@ async def models(decoder: TheDecoder) -> protocol.ModelList:
 
 @router.get("/v1/models/{name:path}", dependencies=WITH_KEY, responses=errors(_404="another model"))
 async def one_model(name: str, decoder: TheDecoder) -> protocol.ModelCard:
+    """The model, if that is one of its names."""
     check_name(name, decoder.menu)
     return next(card for card in (await models(decoder)).data if card.id == name)
 

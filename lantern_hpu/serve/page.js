@@ -17,6 +17,7 @@ async function begin() {
   if (answer.status === 401) {
     at("message").textContent = at("secret").value ? "the API key is wrong" : "this server asks for an API key";
     at("key").hidden = false;
+    at("form").className = "keyed";
     at("secret").onchange = begin;
     at("secret").focus();
     return;
@@ -38,7 +39,7 @@ async function begin() {
   at("right").append(new Option("(none)", ""));
   at("right").selectedIndex = Math.min(1, names.length);
   const relaxed = [...new Set(names.flatMap((name) => served[name].relaxations))];
-  const own = relaxed.length ? "the method's own" : "none (the server has no --allow)";
+  const own = relaxed.length ? "the method's own" : "none (serve --allow)";
   at("relax").replaceChildren(new Option(own, ""), ...relaxed.map((name) => new Option(name)));
   at("relax").disabled = !relaxed.length;
 }
@@ -67,7 +68,7 @@ function panel(title) {
     facts(pairs) {
       find("dl").replaceChildren(...Object.entries(pairs).flatMap(([name, value]) => {
         const [dt, dd] = [document.createElement("dt"), document.createElement("dd")];
-        [dt.textContent, dd.textContent] = [name, value];
+        [dt.textContent, dd.textContent, dd.className] = [name, value, name];
         return [dt, dd];
       }));
     },
@@ -78,7 +79,11 @@ function panel(title) {
         return bar;
       }));
     },
-    error(text) { find(".error").textContent = text; },
+    error(text) {
+      find("dl").replaceChildren();
+      find(".blank").style.display = "none";
+      find(".error").textContent = text;
+    },
   };
 }
 
@@ -119,7 +124,7 @@ async function draw(method, shown, first) {
       const { steps, tokens_per_step: rate } = event.metrics;
       shown.show(event.b64_json);
       const { tv_mean: mean, tv_max: most, tv_sum: sum } = event.metrics;
-      const tv = !sum ? {} : { "TV a token": mean.toFixed(3), largest: most.toFixed(3), sum: sum.toFixed(1) };
+      const tv = !sum ? {} : { "TV a token": mean.toFixed(3), "largest TV": most.toFixed(3), "sum of TV": sum.toFixed(1) };
       const done = event.type === "image_generation.completed";
       const ratio = done && first ? { speed: `${(first.seconds / seconds).toFixed(2)} times ${first.method}` } : {};
       if (event.warnings?.length) notes.warning = event.warnings.join("; ");

@@ -97,7 +97,8 @@ def invalid(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return ApiError(400, error["msg"], None, "invalid_value")
     if param is None:
         return ApiError(400, f"the body is not a JSON object: {error['msg']}", None, "invalid_json")
-    what = f"{param} is {shown(error['input'])}: {error['msg']}"
+    why = error["msg"].removeprefix("Value error, ")  # pydantic's, before a message of ours
+    what = f"{param} is {shown(error['input'])}: {why}"
     return ApiError(400, what, param, "invalid_value")
 
 

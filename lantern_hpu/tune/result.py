@@ -116,7 +116,7 @@ FIGURES = "tokens a step, ms a step, ms a token, x ar".split(", ")
 
 
 def tuning_text(tuning: TuningResult) -> str:
-    parts = [tuning_table(tuning), fastest_text(tuning)]
+    parts = [tuning_table(tuning)] if tuning.doubt else [tuning_table(tuning), fastest_text(tuning)]
     if tuning.costs is not None and tuning.counts is not None:
         parts = [costs_text(tuning.costs), chances_text(estimate(tuning.counts)), *parts]
     return "\n\n".join(parts)

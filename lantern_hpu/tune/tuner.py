@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 from lantern_hpu.bench.cases import has_long_steps
 from lantern_hpu.bench.report import heading
@@ -26,6 +24,7 @@ from lantern_hpu.methods.request import Request, in_turn
 from lantern_hpu.methods.setting import METHODS, WINDOWS, Setting
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import RunStats
+from lantern_hpu.results.progress import Progress
 from lantern_hpu.results.tables import usual_prompts
 from lantern_hpu.tree import DRAWS, DraftTree, Window, load_static, tuned_trees
 from lantern_hpu.tree.named import NAMED
@@ -55,7 +54,7 @@ class Tuner:
         pipeline: LanternPipeline,
         options: TuneOptions,
         prompts: Sequence[str],
-        bar: tqdm[Any],
+        bar: Progress,
     ) -> None:
         """
         Args:
@@ -227,7 +226,7 @@ def run_tuning(
     counts: ChildCounts | None,
 ) -> TuningResult:
     """The tuning of trees, or of windows for a method that has them, with a bar."""
-    with tqdm(unit="part", file=sys.stderr, dynamic_ncols=True) as bar:
+    with Progress() as bar:
         tuner = Tuner(pipeline, options, prompts, bar)
         rule = METHODS[options.setting.method].rule
         return tuner.tune(counts) if rule is None else tuner.tune_windows(rule)

@@ -64,15 +64,12 @@ def fidelity_report(
     argv: Sequence[str],
 ) -> dict[str, Any]:
     prepare(device.device, device.graphs)  # before torch is imported
-    from tqdm import tqdm
-
     from lantern_hpu.pipeline import LanternPipeline
+    from lantern_hpu.results.progress import Progress
     from lantern_lab.fidelity import fidelity_rows, images_total
 
     with closing(LanternPipeline.from_pretrained(model, **vars(device))) as pipeline:
-        with tqdm(
-            total=images_total(pipeline, settings, options), unit="image", file=sys.stderr
-        ) as bar:
+        with Progress(images_total(pipeline, settings, options), "image") as bar:
             rows = list(fidelity_rows(pipeline, settings, options, bar))
         sizes = {name: value for name, value in asdict(options).items() if name != "seed"}
         return heading("lantern_hpu.fidelity", pipeline, argv) | sizes | {"rows": rows}

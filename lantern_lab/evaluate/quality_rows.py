@@ -129,7 +129,7 @@ def plot(
         baselines: drawn as level lines. pace: what stands on the horizontal axis.
     """
     with plots.in_style("evaluate"):
-        figure, panels = plots.panels(3.4 * len(metrics), 3.7, len(metrics), sharey=False)
+        figure, panels = plots.panels(3.4 * len(metrics), 4.2, len(metrics), sharey=False)
         for axes, metric in zip(panels, metrics, strict=True):
             draw_metric(axes, rows, metric, pace)
             for one, dashes in zip(baselines, (":", "--", "-."), strict=False):
@@ -162,6 +162,7 @@ def draw_metric(
     for i, name in enumerate(dict.fromkeys(series_of(row, pace) for row in rows)):
         mine = [row for row in shown if series_of(row, pace) == name]
         x, y = ([row.figures[axis] for row in mine] for axis in (pace.name, metric.name))
+        method, comma, rule = name.partition(", ")
         axes.errorbar(
             [one.value for one in x],
             [one.value for one in y],
@@ -170,11 +171,11 @@ def draw_metric(
             color=f"C{i}",
             marker=plots.MARKERS[i % len(plots.MARKERS)],
             elinewidth=0.8,
-            label=mine[0].name if len(mine) == 1 else name + shared_tree(mine),
+            label=mine[0].name if len(mine) == 1 else method + shared_tree(mine) + comma + rule,
         )
         for row, across, up in zip(mine, x, y, strict=True):
             if len(mine) > 1:  # a setting alone on its line is named by the legend
                 about = row.name.partition(":")[2].removesuffix(shared_tree(mine))
-                plots.label_point(axes, about, (across.value, up.value))
+                plots.label_point(axes, about, (across.value, up.value), f"C{i}")
     axes.set_xlabel(pace.title)
     axes.set_title(f"{metric.title}\n{metric.better and metric.better + ' is better'}".strip())

@@ -148,7 +148,7 @@ def rewritten(text: str) -> str:
 def chart() -> bytes:
     """Speed by setting, one colour a machine, with a line at `ar`."""
     with plots.in_style("compare"):
-        figure, axes = plots.panels(9, 4, columns=len(PANELS), sharey=False)
+        figure, axes = plots.panels(9, 4.6, columns=len(PANELS), sharey=False)
         for panel, (title, machines) in zip(axes, PANELS.items(), strict=True):
             draw_panel(panel, title, machines)
         plots.legend_under(figure, axes[0], 3)
@@ -156,7 +156,7 @@ def chart() -> bytes:
 
 
 def draw_panel(panel: Any, title: str, machines: dict[str, tuple[str, ...]]) -> None:
-    """Bars of each machine, side by side at the settings that it was measured with."""
+    """A line for each setting, with a point for each machine that it was measured on."""
     found = {
         machine: {label_of(row): ratio for f in files for ratio, row in speeds(f)}
         for machine, files in machines.items()
@@ -164,15 +164,16 @@ def draw_panel(panel: Any, title: str, machines: dict[str, tuple[str, ...]]) -> 
     for ratios in found.values():
         del ratios["ar"]
     settings = dict.fromkeys(label for ratios in found.values() for label in ratios)
-    best = {label: max(ratios.get(label, 0) for ratios in found.values()) for label in settings}
-    order = sorted(best, key=lambda label: best[label])
-    height = 0.8 / len(found)
-    for index, (machine, ratios) in enumerate(found.items()):
-        places = [order.index(label) + (0.5 - index) * height for label in ratios]
-        colour = f"C{MACHINES.index(machine)}"
-        panel.barh(places, list(ratios.values()), height, label=machine, color=colour)
+    order = sorted(settings, key=lambda label: max(r.get(label, 0) for r in found.values()))
+    for machine, ratios in found.items():
+        index = MACHINES.index(machine)
+        places = [order.index(label) for label in ratios]
+        look = {"color": f"C{index}", "marker": plots.MARKERS[index], "linestyle": "none"}
+        panel.plot(list(ratios.values()), places, label=machine, markersize=7, **look)
     panel.axvline(1, color="black", linewidth=0.8)
     panel.set_yticks(range(len(order)), order)
+    panel.set_ylim(-0.7, len(order) - 0.3)
+    panel.set_xlim(0, 2.2)
     panel.set_xlabel("speed against ar on the same machine")
     panel.set_title(title)
 

@@ -64,7 +64,7 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> bytes:
     trees, rules = (dict.fromkeys(row[name] for row in metered) for name in ("tree", "rule"))
     colours = {rule: f"C{i}" for i, rule in enumerate(rules)}
     with plots.in_style("evaluate"):
-        figure, panels = plots.panels(4.2 * len(trees), 3.7, len(trees))
+        figure, panels = plots.panels(3.2 * len(trees), 4.2, len(trees))
         for axes, tree in zip(panels, trees, strict=True):
             for i, rule in enumerate(rules):
                 mine = [row for row in metered if (row["tree"], row["rule"]) == (tree, rule)]
@@ -80,9 +80,10 @@ def plot(rows: Sequence[Mapping[str, Any]]) -> bytes:
                 )
                 for row, across, up in zip(mine, x, y, strict=True):
                     about = row["row"].partition("@")[0].partition(":")[2]
-                    plots.label_point(axes, about, (across, up))
-            axes.set_title(tree)
+                    plots.label_point(axes, about, (across, up), colours[rule])
+            axes.set_title(tree.replace(":", "@", 1))
             axes.set_xlabel("TV a token")
+            axes.set_xlim(-0.03, max(row["tv_per_token"] for row in metered) + 0.04)
         panels[0].set_ylabel("tokens a step")
         plots.legend_under(figure, panels[0], 6)
         return plots.saved(figure, "png")
