@@ -157,10 +157,11 @@ def test_replicas_answer_with_the_pictures_of_generate(
             fields = {"prompt": "red cat", "n": 10}
             url = f"http://127.0.0.1:{port}/v1/images/generations"
             asked = [pool.submit(httpx.post, url, json=fields, timeout=300) for _ in range(4)]
-            time.sleep(0.3)
+            while not any(each.done() for each in asked):  # what is not taken yet is refused
+                time.sleep(0.01)
             drain()
-            statuses = [each.result().status_code for each in asked]
-        assert statuses == [200] * 4
+            statuses = {each.result().status_code for each in asked}
+        assert 200 in statuses and statuses <= {200, 503}
     finally:
         serve.shutdown()
 
@@ -169,7 +170,7 @@ def ready_answer(url: str, fields: dict[str, Any]) -> dict[str, Any]:
     """The answer of a replica that has captured its engines."""
     end = time.monotonic() + 300
     while True:
-        answer = httpx.post(url + "/v1/images/generations", json=fields, timeout=120)
+        answer = httpx.post(url + "/v1/images/generations", json=fields, timeout=300)
         if answer.status_code == 200:
             found: dict[str, Any] = answer.json()
             return found

@@ -81,7 +81,7 @@ def test_a_node_that_dies_loses_no_image(model: Path, tmp_path: Path, nodes: Nod
     assert main(options_of(model, tmp_path / "alone")) == 0
     dying = after(tmp_path / "many", 4, nodes.kill)
     assert main([*options_of(model, tmp_path / "many"), "--workers", "3"]) == 0
-    dying.join(60)
+    dying.join(300)
     assert bytes_of(tmp_path / "many") == bytes_of(tmp_path / "alone")
 
 
@@ -91,7 +91,7 @@ def test_a_shared_folder_that_goes_away_is_an_error(
     out = tmp_path / "many"
     gone = after(out, 4, lambda: shutil.rmtree(out, ignore_errors=True))
     assert main([*options_of(model, out), "--workers", "3"]) == 2
-    gone.join(60)
+    gone.join(300)
     shown = capsys.readouterr().err
     assert "error:" in shown and "--resume" in shown and "Traceback" not in shown
     assert main([*options_of(model, out), "--workers", "3", "--resume"]) == 0
@@ -108,18 +108,18 @@ def test_replicas_go_on_answering_when_a_node_dies(model: Path, nodes: Nodes) ->
 
     def status() -> int:
         try:
-            return httpx.post(url, json={"prompt": "red cat"}, timeout=30).status_code
+            return httpx.post(url, json={"prompt": "red cat"}, timeout=300).status_code
         except httpx.TransportError:
             return 0
 
     def healthy(images: int) -> bool:
         return all(status() == 200 for _ in range(images))
 
-    until = time.monotonic() + 120
+    until = time.monotonic() + 300
     while not healthy(6):
         assert time.monotonic() < until
     nodes.kill()
-    until, answered = time.monotonic() + 120, 0
+    until, answered = time.monotonic() + 300, 0
     while not healthy(12):  # the two that are left
         answered += 1
         assert time.monotonic() < until, "no answers after a node died"
@@ -188,8 +188,8 @@ def test_a_machine_whose_ray_dies_is_an_error_that_names_what_is_drawn(
     }
     words = [sys.executable, "-c", ALONE, *options_of(model, out, MANY), "--workers", "2"]
     with subprocess.Popen(words, stderr=subprocess.PIPE, env=environment, text=True) as running:
-        after(out, 4, lambda: kill_raylet(mark)).join(120)
-        shown = running.communicate(timeout=120)[1]
+        after(out, 4, lambda: kill_raylet(mark)).join(300)
+        shown = running.communicate(timeout=300)[1]
     assert running.returncode == 2, shown[-2000:]
     assert f"of {MANY} are done" in shown and "--resume" in shown
     assert main([*options_of(model, out, MANY), "--resume"]) == 0
