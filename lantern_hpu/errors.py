@@ -31,6 +31,11 @@ RENAMED = {
     "device_map": "device=",
     "variant": "dtype=",
     "scheduler": "method=, such as 'eagle' or 'scd@16'",
+    "latents": "seed= or generator=: the same one draws the same picture",
+    "eta": "leave it out: no noise is removed",
+    "strength": "leave it out: pictures are not taken as input",
+    "image": "leave it out: pictures are not taken as input",
+    "safety_checker": "leave it out: there is none",
 }
 # Attributes of a pipeline of diffusers that it has not here, and what to do instead
 _MEMORY = 'from_pretrained(..., keep_text="free", quantize="int8"), and a smaller batch_size='
@@ -84,7 +89,8 @@ def python_form(text: str) -> str:
         quoted = value if value[0] == '"' or value.isdigit() else f'"{value}"'
         return f"{name}={quoted}"
 
-    values = r'"[^"]*"|\d[\w=.-]*(?::[\w:=.-]+)*|[a-z+]+[-:=_@][\w:=.@-]+'
+    # A bare word is a value where a sentence ends, `--device cpu;`, and else the next of the sentence
+    values = r'"[^"]*"|[a-z]+(?=;|$)|\d[\w=.-]*(?::[\w:=.-]+)*|[a-z+]+[-:=_@][\w:=.@-]+'
     return re.sub(rf"--([a-z]+(?:-[a-z]+)*)(?: ({values}))?", one, text)
 
 

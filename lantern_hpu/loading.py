@@ -16,7 +16,7 @@ from lantern_hpu.models.files.load import Opened, open_model
 from lantern_hpu.models.files.names import Given
 from lantern_hpu.models.files.write import staged, write_model
 from lantern_hpu.models.model import ImageModel, Placement, grid_by_size, quantize_target
-from lantern_hpu.results.progress import Progress
+from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.zoo.cards import Subject, folder_card, write_card
 from lantern_hpu.zoo.find import find_parts
 
@@ -68,7 +68,7 @@ def write_folder(source: str, output: Path, dtype: str, given: Given = Given()) 
         raise OutputError(f"{output} exists", hint="another name, or remove it")
     opened = open_model(find_parts(source, given))
     parts = 3 + (opened.config.drafter is not None)
-    with Progress(parts) as progress:
+    with ProgressBar(parts) as progress:
         progress.set_description_str("loading")
         model = opened.load(Placement(None if dtype == "auto" else getattr(torch, dtype)))
         progress.update()

@@ -217,6 +217,7 @@ class LanternPipeline:
         """Give the device's memory back."""
         self.engines.close()
 
+    @nearest_keyword
     def to(
         self,
         device: str | torch.device | torch.dtype | None = None,

@@ -36,7 +36,7 @@ from lantern_hpu.methods.setting import METHODS, Resolved, Setting
 from lantern_hpu.ops.sampling import gather, sample
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import tokens_per_step
-from lantern_hpu.results.progress import Progress
+from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.results.tables import usual_prompts
 from lantern_hpu.tree import Tree
 from lantern_lab.evaluate.options import FidelityOptions
@@ -99,7 +99,7 @@ def find_places(
 
 
 def all_places(
-    pipeline: LanternPipeline, tree: Tree, options: FidelityOptions, bar: Progress
+    pipeline: LanternPipeline, tree: Tree, options: FidelityOptions, bar: ProgressBar
 ) -> list[Place]:
     """As many as asked for, one an image and evenly over the images, which are drawn exactly."""
     result: list[Place] = []
@@ -264,7 +264,7 @@ def fidelity_rows(
     pipeline: LanternPipeline,
     settings: Sequence[Setting],
     options: FidelityOptions,
-    bar: Progress,
+    bar: ProgressBar,
 ) -> Iterator[dict[str, Any]]:
     if pipeline.model.sampling.greedy:
         why = "its tokens have no distribution to move"

@@ -36,6 +36,7 @@ LAYERS = (
     {"cli"},
     {"generate"},
 )
+IMPORTS = (ast.Import, ast.ImportFrom)
 RANK = {room: i for i, layer in enumerate(LAYERS) for room in layer}
 # Whatever runs inside a recording
 CAPTURED = (
@@ -148,6 +149,26 @@ def test_imports_point_downwards() -> None:
             mine, theirs = room(module), room(other)
             if mine != theirs and RANK.get(theirs, -1) >= RANK[mine]:
                 wrong.append(f"{place(file, line)}: {module} imports {other}")
+    assert not wrong, "\n".join(wrong)
+
+
+# Of the wheel's dependencies and of extras, what may be imported at the head of which files
+HEADS = {"torch": "", "numpy": "", "PIL": "", "safetensors": "", "tqdm": ""}
+HEADS |= {"triton": "backends/cuda/kernels/", "accelerate": "lantern_hpu/train/drafter_training.py"}
+
+
+def test_a_plain_install_imports_every_module_but_those_of_extras() -> None:
+    wrong = []
+    ours = {"lantern_hpu", "lantern_lab", "gaudi_emulator"}
+    for folder in (*ours, "backends", "graphs"):
+        for file in (ROOT / folder).rglob("*.py"):
+            heads = (node for node in parsed(file).body if isinstance(node, IMPORTS))
+            for name, line in (found for node in heads for found in imports(node)):
+                top, where = name.partition(".")[0], str(file.relative_to(ROOT))
+                if top not in ours | sys.stdlib_module_names and (
+                    top not in HEADS or not where.startswith(HEADS[top])
+                ):
+                    wrong.append(f"{place(file, line)}: {name}")
     assert not wrong, "\n".join(wrong)
 
 

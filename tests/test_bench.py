@@ -48,7 +48,7 @@ from lantern_hpu.methods.setting import METHODS, Setting
 from lantern_hpu.models.config import ConditionConfig, DrafterConfig, ModelConfig, TransformerConfig
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import RunStats
-from lantern_hpu.results.progress import Progress
+from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree, tuned_trees
 from scripts.measure import floors
 
@@ -347,7 +347,7 @@ def test_rows_that_take_turns_draw_what_they_draw_alone(
         whole(meter)
 
     def kept_bar(*given: Any) -> Any:
-        bars.append(Progress(*given))
+        bars.append(ProgressBar(*given))
         return bars[-1]
 
     settings = settings_for(["ar", "lantern++", "eagle"], ["chain"])
@@ -355,7 +355,7 @@ def test_rows_that_take_turns_draw_what_they_draw_alone(
     cases = cases_of(pipeline, wanted, ["eager"])
     alone, _ = run_bench.measure_all(pipeline, wanted, cases, RATES, 0.0)
     monkeypatch.setattr(RunMeter, "draw", draw)
-    monkeypatch.setattr(run_bench, "Progress", kept_bar)
+    monkeypatch.setattr(run_bench, "ProgressBar", kept_bar)
     rows, missed = run_bench.measure_all(
         pipeline, replace(wanted, interleave=True), cases, RATES, 0.0
     )

@@ -16,7 +16,7 @@ import lantern_hpu
 from lantern_hpu import GenerationResult, LanternPipeline, Multiplicative
 from lantern_hpu.errors import ELSEWHERE, DeviceError, OptionError, OutputError, python_form
 from lantern_hpu.results.images import CAPTION, grid
-from lantern_hpu.results.progress import Bar, Event, Progress
+from lantern_hpu.results.progress import Bar, Event, ProgressBar
 
 
 def seeds(result: GenerationResult) -> list[int]:
@@ -249,6 +249,7 @@ def test_errors_name_pythons_arguments(
         ("--relax lambda-5", 'relax="lambda-5"'),
         ("--window 16:commit=4", 'window="16:commit=4"'),
         ("--vq with its own", "vq with its own"),
+        ("try: --device cpu; lantern-hpu doctor", 'try: device="cpu"; lantern-hpu doctor'),
         ("--height 41 --width 96: allowed", "height=41 width=96: allowed"),
     ],
 )
@@ -279,7 +280,7 @@ def test_a_pipeline_is_written_as_a_folder(pipeline: LanternPipeline, tmp_path: 
 
 
 def test_a_log_gets_a_line_at_a_time(capsys: pytest.CaptureFixture[str]) -> None:
-    with Progress(20, desc="tuning") as shown:
+    with ProgressBar(20, desc="tuning") as shown:
         for _ in range(20):
             shown.set_postfix_str("row 3 of 16")  # as often as a terminal shows it
             shown.update()

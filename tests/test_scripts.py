@@ -46,6 +46,19 @@ def run(folder: Path, *command: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_checkpoints_are_written_by_a_script_that_runs_by_its_path(tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    script = str(ROOT / "scripts" / "checkpoints" / "synthetic.py")
+    done = subprocess.run(
+        [sys.executable, script, "--help"],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "--seed" in done.stdout, done.stderr
+
+
 @pytest.mark.slow
 def test_all_stages_run_one_after_the_other(tmp_path: Path) -> None:
     scenes = [sample_scene(np.random.default_rng(i)) for i in range(12)]

@@ -26,7 +26,7 @@ from lantern_hpu.methods.relaxation import EXACT, Multiplicative
 from lantern_hpu.methods.setting import METHODS, Resolved
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import RunStats, read_png
-from lantern_hpu.results.progress import Progress
+from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.tree import DraftTree, load_static, tuned_trees
 from lantern_hpu.tune import result, tuner
 from lantern_hpu.tune.options import TUNABLE, TuneOptions, read_profile
@@ -240,7 +240,7 @@ def test_expected_tokens_a_step_are_measured(model: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(tuner, "NAMED", [])
     monkeypatch.setattr(tuner.Tuner, "costs", lambda self, trees: costs)
     options = TuneOptions(batch_size=8, max_nodes=16, max_depth=4, images=24)
-    _, row = tuner.Tuner(pipeline, options, WORDS, Progress(disable=True)).tune().rows
+    _, row = tuner.Tuner(pipeline, options, WORDS, ProgressBar(disable=True)).tune().rows
     assert 8 < row.tree.size <= 16 and row.tree.depth > 1
     assert row.expected is not None
     assert row.expected.tokens_per_step == pytest.approx(row.measured.tokens_per_step, rel=0.1)
@@ -465,7 +465,7 @@ def test_settings_take_turns(model: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(tuner.Tuner, "draw_batch", draw_batch)
     pipeline = LanternPipeline.from_pretrained(str(model), device="cpu")
-    with Progress(disable=True) as bar:
+    with ProgressBar(disable=True) as bar:
         found = tuner.Tuner(pipeline, TuneOptions("scd", images=3), [], bar)
         figures, spread = found.draw([AR, CHAIN])
     assert drawn == [(name, number) for number in range(3) for name in (AR.name, "chain")]

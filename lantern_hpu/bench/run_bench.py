@@ -23,7 +23,7 @@ from lantern_hpu.errors import DeviceError
 from lantern_hpu.methods.request import in_turn
 from lantern_hpu.methods.setting import AUTO
 from lantern_hpu.pipeline import LanternPipeline
-from lantern_hpu.results.progress import Progress
+from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.results.tables import usual_prompts
 
 
@@ -79,7 +79,7 @@ def measure_all(
     rows: list[SpeedRow] = []
     missed: list[str] = []
     total = sum(case.timed_batches(wanted.images) for case in cases)
-    with Progress(total, "batch") as bar:
+    with ProgressBar(total, "batch") as bar:
         for mode, of_mode in groupby(cases, lambda case: case.mode):
             # Recorded graphs share memory, which must not go with the last of them while another is to come: so
             # the first engine stays until the mode is done, a small one as batch sizes grow.
@@ -114,7 +114,7 @@ def measure_group(
     wanted: BenchRequest,
     rates: Rates,
     startup_s: float,
-    bar: Progress,
+    bar: ProgressBar,
 ) -> tuple[list[SpeedRow], list[str]]:
     """The rows of a group, and what to say about refused ones: all are warmed up, then each draws a batch in turn.
 

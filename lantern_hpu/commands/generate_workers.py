@@ -14,7 +14,7 @@ from lantern_hpu.errors import OptionError, OutputError, require
 
 def draw_with_workers(args: argparse.Namespace) -> int:
     """The whole command, drawn by other processes; the images are those of one process. -> how many were drawn"""
-    from lantern_hpu.results.progress import Progress
+    from lantern_hpu.results.progress import ProgressBar
     from lantern_hpu.workers import pieces, share_work
 
     job = read_job(args)
@@ -27,7 +27,7 @@ def draw_with_workers(args: argparse.Namespace) -> int:
     files, count = outputs_of(args, job.prompts).images, len(job.prompts)
     work = pieces(count, args.workers, job.slots)
     opener, device = "lantern_hpu.commands.generate_workers:open_job_worker", job.device
-    bar, drawn = Progress(count, "image"), 0
+    bar, drawn = ProgressBar(count, "image"), 0
     with closing(bar):
         for numbers, new in share_work(opener, [args], work, args.workers, device.device):
             drawn += new

@@ -151,12 +151,12 @@ def seeds_of(
     """A seed for each image."""
     require(seed is None or generator is None, "seed", seed, "one of seed and generator")
     if isinstance(seed, (list, tuple)):
-        require(len(seed) == count, "the number of seeds", len(seed), f"{count}, or one")
+        each = f"{count}, one an image, or a single seed"
+        require(len(seed) == count, "the number of seeds", len(seed), each)
         return [whole_number("seed", one) for one in seed]
     if isinstance(generator, Sequence):
-        require(
-            len(generator) == count, "the number of generators", len(generator), f"{count}, or one"
-        )
+        each = f"{count}, one an image, or a single one"
+        require(len(generator) == count, "the number of generators", len(generator), each)
         return [one.initial_seed() % (MAX_SEED + 1) for one in generator]
     first = whole_number("seed", seed or 0)
     first = first if generator is None else generator.initial_seed() % (MAX_SEED + 1)

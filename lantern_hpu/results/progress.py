@@ -39,7 +39,7 @@ class Event:
     preview: Callable[[], list[Image.Image]]
 
 
-class Progress(tqdm):
+class ProgressBar(tqdm):
     """tqdm's bar on a terminal; in a file or a pipe a line at each quarter."""
 
     def __init__(self, total: int = 0, unit: str = "part", **options: Any) -> None:
@@ -76,7 +76,7 @@ class Progress(tqdm):
 
 
 class Bar:
-    """Progress in image rows, and previews on the way."""
+    """ProgressBar in image rows, and previews on the way."""
 
     def __init__(self, preview: Path | None = None, every: int = 1, **options: Any) -> None:
         """
@@ -84,7 +84,7 @@ class Bar:
             preview: a file to draw into, after `every` rows. options: of tqdm.
         """
         self.file, self.every, self.shown = preview, every, 0  # rows at the last preview
-        self.bar = Progress(unit="row", **options)
+        self.bar = ProgressBar(unit="row", **options)
         self.bar.set_description_str("warming up")
 
     def __call__(self, event: Event) -> None:

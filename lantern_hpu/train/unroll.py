@@ -17,12 +17,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 from zipfile import BadZipFile
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -39,6 +39,9 @@ from lantern_hpu.ops.kv_cache import GrowingCache
 from lantern_hpu.ops.sampling import apply_guidance, to_probs
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.tree import DraftTree
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 # ------------------------------------------------------------------------------------ what a drafter learns from
 

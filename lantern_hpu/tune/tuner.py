@@ -24,7 +24,7 @@ from lantern_hpu.methods.request import Request, in_turn
 from lantern_hpu.methods.setting import METHODS, WINDOWS, Setting
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import RunStats
-from lantern_hpu.results.progress import Progress
+from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.results.tables import usual_prompts
 from lantern_hpu.tree import DRAWS, DraftTree, Window, load_static, tuned_trees
 from lantern_hpu.tree.named import NAMED
@@ -54,7 +54,7 @@ class Tuner:
         pipeline: LanternPipeline,
         options: TuneOptions,
         prompts: Sequence[str],
-        bar: Progress,
+        bar: ProgressBar,
     ) -> None:
         """
         Args:
@@ -226,7 +226,7 @@ def run_tuning(
     counts: ChildCounts | None,
 ) -> TuningResult:
     """The tuning of trees, or of windows for a method that has them, with a bar."""
-    with Progress() as bar:
+    with ProgressBar() as bar:
         tuner = Tuner(pipeline, options, prompts, bar)
         rule = METHODS[options.setting.method].rule
         return tuner.tune(counts) if rule is None else tuner.tune_windows(rule)

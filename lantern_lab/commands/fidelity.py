@@ -65,11 +65,11 @@ def fidelity_report(
 ) -> dict[str, Any]:
     prepare(device.device, device.graphs)  # before torch is imported
     from lantern_hpu.pipeline import LanternPipeline
-    from lantern_hpu.results.progress import Progress
+    from lantern_hpu.results.progress import ProgressBar
     from lantern_lab.fidelity import fidelity_rows, images_total
 
     with closing(LanternPipeline.from_pretrained(model, **vars(device))) as pipeline:
-        with Progress(images_total(pipeline, settings, options), "image") as bar:
+        with ProgressBar(images_total(pipeline, settings, options), "image") as bar:
             rows = list(fidelity_rows(pipeline, settings, options, bar))
         sizes = {name: value for name, value in asdict(options).items() if name != "seed"}
         return heading("lantern_hpu.fidelity", pipeline, argv) | sizes | {"rows": rows}

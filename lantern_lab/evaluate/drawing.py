@@ -19,7 +19,7 @@ from lantern_hpu.errors import OptionError
 from lantern_hpu.files import parse_json, write_file
 from lantern_hpu.methods.request import MAX_SEED, Request, Sampling
 from lantern_hpu.methods.setting import METHODS, Resolved, Setting
-from lantern_hpu.results.progress import Progress
+from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.tree import load_tree
 from lantern_hpu.workers import share_work
 from lantern_lab.evaluate.folder import check_same
@@ -199,7 +199,7 @@ class Drawing:
         if not missing:
             return
         batches = in_rounds(wanted, left, self.size)
-        with Progress(total, "image", initial=total - missing, mininterval=1) as bar:
+        with ProgressBar(total, "image", initial=total - missing, mininterval=1) as bar:
             here = ((column, self.draw_batch(column, indices)) for column, indices in batches)
             for column, lines in share(wanted, batches) if share else here:
                 bar.set_description(column.name)

@@ -16,7 +16,7 @@ from lantern_hpu.files import parse_json, write_file
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.pages import render_page
 from lantern_hpu.results.plots import in_style
-from lantern_hpu.results.progress import Progress
+from lantern_hpu.results.progress import ProgressBar
 from lantern_lab.evaluate.drawing import (
     AGAIN,
     Column,
@@ -166,7 +166,7 @@ class Evaluation:
         missing = [setting for setting in self.settings if str(setting) not in known]
         if missing:
             images = images_total(self.pipeline, missing, options)
-            with Progress(images, "image", desc="fidelity") as bar:
+            with ProgressBar(images, "image", desc="fidelity") as bar:
                 for row in fidelity_rows(self.pipeline, missing, options, bar):
                     known[row["row"]] = {name: row[name] for name in ("tv", "tv_interval")}
             write_file(file, json.dumps({"key": key, "rows": known}).encode(), force=True)

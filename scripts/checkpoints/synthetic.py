@@ -10,9 +10,12 @@ tokenizers and safetensors.
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 import torch
+
+sys.path.append(str(Path(__file__).parents[2]))  # for who runs it by its path
 
 from scripts.checkpoints.chameleon import (
     write_anole,

@@ -110,7 +110,7 @@ class WordConditioner(nn.Module):
             cut = " ".join(words[self.positions :])
             result.append(f"the prompt is longer than {self.positions} words; left out: {cut!r}")
         unknown = [w for w in words[: self.positions] if w not in self.index]
-        if unknown:
+        if unknown and len(unknown) < len(words):
             result.append(f"words this model does not know: {', '.join(unknown)}")
         return result
 
