@@ -139,9 +139,7 @@ class Device:
     def run(self, func: Any, args: Args, kwargs: Kwargs) -> Any:
         """One operator with a device tensor among its arguments, or a factory on the device."""
         op = ops.op_of(func, self.release)
-        if (
-            op.packet in ops.MADE_LIKE
-        ):  # shape and number format of a tensor are read, not its numbers
+        if op.packet in ops.MADE_LIKE:  # shape and format of a tensor are read, not its numbers
             like, *rest = args
             if kwargs.get("device") == torch.device("cpu"):
                 return func(like.raw, *rest, **kwargs)
@@ -430,8 +428,9 @@ class Device:
     @contextmanager
     def heard(self) -> Iterator[None]:
         """What this thread calls reaches the card."""
-        from gaudi_emulator.modes import Functions, Operators
+        from gaudi_emulator.modes import Functions, Operators, allocators
 
+        allocators()
         self.threads.modes = Functions(self), Operators(self)
         self.listen()
         try:

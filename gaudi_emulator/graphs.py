@@ -143,7 +143,9 @@ class Recording:
                 args = tuple(map(fill, step.args))
                 kwargs = {name: fill(value) for name, value in step.kwargs.items()}
                 if step.op.packet in checks.INDEXED:
-                    self.check(step, args)
+                    checks.report_indices(
+                        self.device, step.op, args, when=" in a replay", severity="error"
+                    )
                 seed = self.device.draw_seed() if step.op.random else None
                 result = self.device.compute(step.op, step.func, args, kwargs, seed)
                 made = result if isinstance(result, (list, tuple)) else [result]
@@ -153,17 +155,6 @@ class Recording:
             if not live:
                 self.refresh(now)
         return {id(old): new for old, new in zip(self.first, now, strict=True)}
-
-    def check(self, step: Recorded, args: tuple[Any, ...]) -> None:
-        """Indices are data: they are looked at in each replay."""
-        if checks.masked(step.op, args):
-            return
-        accumulates = len(args) > 3 and args[3] is True
-        indices = checks.index_tensors(step.op, args)
-        for rule, detail in checks.broken_indices(
-            step.op.name, args[0], indices, args, accumulates
-        ):
-            self.device.findings.hit(rule, f"{step.op.name} in a replay: {detail}", "error")
 
     def refresh(self, now: list[Any]) -> None:
         """Put the new results where the capture left the old ones."""

@@ -77,10 +77,7 @@ for name, function in (("sdpa", sdpa), ("rms_norm", rms_norm), ("rope", rope)):
     OPERATORS.impl(name, function, "CPU")
     OPERATORS.impl(name, lambda x, *others: torch.empty_like(x), "Meta")
     register_autograd(
-        f"hpu_emulated::{name}",
-        backward_of(function),
-        setup_context=setup_context,
-        lib=OPERATORS,
+        f"hpu_emulated::{name}", backward_of(function), setup_context=setup_context, lib=OPERATORS
     )
 
 

@@ -20,7 +20,7 @@ from gaudi_emulator.device import Device, as_current, current, listening
 from gaudi_emulator.graphs import abandoned_on_error
 from gaudi_emulator.habana import dump_asked_for
 from gaudi_emulator.nested import tensors_in
-from gaudi_emulator.patches import overwrites, replaced
+from gaudi_emulator.patches import made_on_the_host, overwrites, replaced
 from gaudi_emulator.releases import DEFAULT, Release, current_release, release_named
 from gaudi_emulator.scope import CustomOperators
 from gaudi_emulator.tensor import DEVICE
@@ -56,6 +56,7 @@ def emulated(
         card = stack.enter_context(as_current(Device(current_release(), lazy)))
         stack.enter_context(abandoned_on_error(card))
         show_device_module(card.modules[f"{ROOT}.torch.hpu"])
+        stack.enter_context(made_on_the_host())
         stack.enter_context(overwrites(card))
         stack.enter_context(replaced(torch, "compile", compiling(card)))
         stack.enter_context(replaced(threading.Thread, "start", starting(card)))

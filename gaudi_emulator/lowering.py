@@ -20,8 +20,8 @@ from gaudi_emulator.device import SIZES, Device, flag
 from gaudi_emulator.lint import checks
 from gaudi_emulator.ops import Op
 
-# Operators that torch picks on a CPU where the device has the composite one
-STANDS_IN = frozenset({"_scaled_dot_product_flash_attention_for_cpu"})
+# Operators that torch picks on a CPU, or while it traces (in one_hot), where the device has the composite one
+STANDS_IN = frozenset({"_scaled_dot_product_flash_attention_for_cpu", "_assert_async"})
 ALWAYS_CUT = frozenset("addcmul slice_backward nonzero _unique2 bincount".split())
 INDEX_WRITES = frozenset(
     "index_copy index_put _unsafe_index_put index_add index_fill scatter scatter_add scatter_reduce".split()

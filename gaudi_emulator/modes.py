@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.library import Library
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gaudi_emulator.device import Device
+from gaudi_emulator.device import Device, current
 from gaudi_emulator.ops import RANDOM
 from gaudi_emulator.patches import restored
 from gaudi_emulator.tensor import META, Args, Func, HPUTensor, Kwargs, is_hpu
@@ -64,7 +65,9 @@ class Operators(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         goal = kwargs.get("device")
-        made_here = goal is not None and goal.type == "meta" and self.card.inside
+        made_here = goal is not None and (
+            is_hpu(goal) or (goal.type == "meta" and self.card.inside)
+        )
         if made_here or HPUTensor in types:
             if torch.is_inference_mode_enabled() and is_composite(func):
                 with self:  # elsewhere autograd takes it apart before it comes here
@@ -89,6 +92,22 @@ def host_operator(card: Device, func: Any) -> None:
         card.findings.hit("H061", f"{packet} on the CPU", "warn")
 
 
+@cache
+def allocators() -> Library:
+    """Kernels for what is made on `hpu` where no mode sees it: by torch's own Python functions and C++, and in pieces
+    that dynamo leaves to Python."""
+    made = Library("aten", "IMPL", "HPU")
+    for name in ("empty.memory_format", "empty_strided"):
+        overload: Any = getattr(torch.ops.aten, name.partition(".")[0])
+        func = getattr(overload, name.partition(".")[2] or "default")
+
+        def make(*args: Any, func: Any = func, **kwargs: Any) -> Any:
+            return current().run(func, args, {**kwargs, "device": META})
+
+        made.impl(name, make)
+    return made
+
+
 # Functions that move tensors, or that torch refuses for subclasses
 
 
@@ -101,6 +120,8 @@ def move(card: Device, func: Func, args: Args, kwargs: Kwargs) -> Any:
     if isinstance(other, HPUTensor):
         kwargs |= {"device": other.device, "dtype": other.dtype}
     copies = kwargs.pop("copy", False)
+    if [type(value) for value in rest[-2:]] == [bool, bool]:  # non_blocking, copy
+        copies = rest.pop()
     goal, dtype, _, layout = torch._C._nn._parse_to(*rest, **kwargs)
     dtype = dtype or source.dtype
     extra: dict[str, Any] = {} if layout is None else {"memory_format": layout}

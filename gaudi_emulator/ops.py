@@ -41,7 +41,10 @@ LETTERS = {  # of the documentation's table; uint8 has none
     "C": (torch.int8,),
     "T": (torch.bool,),
 }
-SCATTERED_VIEWS = frozenset("slice_scatter select_scatter diagonal_scatter".split())
+COPIED_VIEWS = frozenset(  # a copy and a write into a view of it, or a copy of a view
+    "slice_scatter select_scatter diagonal_scatter alias_copy diagonal_copy expand_copy permute_copy select_copy "
+    "slice_copy split_copy squeeze_copy t_copy transpose_copy unbind_copy unfold_copy view_copy".split()
+)
 FLOAT8 = frozenset(LETTERS["8"])
 MOVES_FLOAT8 = frozenset({"repeat", "roll"})
 IN_TABLE = frozenset(dtype for dtypes in LETTERS.values() for dtype in dtypes)
@@ -102,9 +105,7 @@ class Op:
     name: str  # "add.Tensor", or "mm" for a default overload
     packet: str  # "add"
     native: bool
-    writes: tuple[
-        int | str, ...
-    ]  # arguments that it changes: positions, or names of keyword arguments
+    writes: tuple[int | str, ...]  # arguments that it changes: positions, or names of keywords
     view_of: int | None  # the argument that its results are views of
     scalars: frozenset[int | str]  # arguments that are device scalars, not constants of the graph
     random: bool
@@ -154,8 +155,8 @@ def is_native(func: Any, release: Release) -> bool:
     if any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in COMPOSED):
         return True
     packet = func._schema.name.partition("::")[2]
-    if packet == "new_empty_strided" or packet in SCATTERED_VIEWS:
-        return True  # an allocation; a copy and a write into a view of it
+    if packet == "new_empty_strided" or packet in COPIED_VIEWS:
+        return True
     plain = packet if packet.startswith("__") else packet.rstrip("_")
     native = lists(release).native
     return any(

@@ -109,6 +109,17 @@ def overwrites(card: Device) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def made_on_the_host() -> Iterator[None]:
+    """`torch.tensor` makes its tensor on the host and moves it where tracers, and the emulator, see it."""
+    before = torch._C._only_lift_cpu_tensors()
+    torch._C._set_only_lift_cpu_tensors(True)
+    try:
+        yield
+    finally:
+        torch._C._set_only_lift_cpu_tensors(before)
+
+
 def detached_copy(tensor: Tensor) -> Tensor:
     """A checkpoint's tensor: off the device, and out of autograd."""
     return tensor.detach().cpu() if isinstance(tensor, HPUTensor) else tensor

@@ -26,10 +26,11 @@ from torch.library import Library
 
 from gaudi_emulator import ops
 from gaudi_emulator.autocast import FLOAT32_FUNCTIONS, LOWER_FUNCTIONS, cast
-from gaudi_emulator.device import SHAPELESS, VARIANTS, Device, current
+from gaudi_emulator.device import SHAPELESS, VARIANTS, Device
 from gaudi_emulator.lint import checks, rules
 from gaudi_emulator.lint.rules import SKIPPED
 from gaudi_emulator.lowering import lower, source, watched
+from gaudi_emulator.modes import across
 from gaudi_emulator.patches import replaced
 from gaudi_emulator.tensor import HPU, META, Args, HPUTensor, Kwargs, is_hpu
 
@@ -117,7 +118,8 @@ class Compiler:
             hit("H020", cause)
         site = next((source(n) for n in graph.graph.nodes if n.stack_trace), ("unknown", 0))
         cast_calls(graph)
-        return watched(self.card, site, self.lower(graph, inputs))
+        here = made_on_card(graph)
+        return placed(self.card, here, watched(self.card, site, self.lower(graph, inputs)))
 
     def graph(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A graph of aten operators on CPU tensors: looked at once, launched at each call."""
@@ -131,6 +133,34 @@ class Compiler:
 
         boxed: Callable[..., Any] = make_boxed_func(launch)
         return boxed
+
+
+def made_on_card(graph: fx.GraphModule) -> list[bool]:
+    """Of each result whether it lies on the card; tracers take what no input brings there for the host's."""
+    here: dict[fx.Node, bool] = {}
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            return [isinstance(n, fx.Node) and here[n] for n in node.args[0]]
+        goal = node.kwargs.get("device")
+        if node.target == "to":
+            goal = next((a for a in node.args[1:] if isinstance(a, (str, torch.device))), goal)
+        follows = node.target != "cpu" and any(here[n] for n in node.all_input_nodes)
+        here[node] = follows if goal is None else is_device(goal)
+    return []
+
+
+def placed(card: Device, here: list[bool], run: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, with such results on the card."""
+
+    def place(value: Any) -> Any:
+        if type(value) is not Tensor:
+            return value
+        return across(card, value, "upload") if value.requires_grad else card.new(value)
+
+    def call(*given: Any) -> Any:
+        return [place(v) if on else v for v, on in zip(run(*given), here, strict=True)]
+
+    return call if any(here) else run
 
 
 def cast_calls(graph: fx.GraphModule) -> None:
@@ -179,13 +209,9 @@ class Launched(fx.Interpreter):
         if not isinstance(target, torch._ops.OpOverload):
             return super().call_function(target, args, kwargs)
         op = ops.op_of(target, self.card.release)
-        if op.packet in checks.INDEXED and not checks.masked(op, args):
-            indices = checks.index_tensors(op, args)
-            accumulates = len(args) > 3 and args[3] is True
-            for rule, detail in checks.broken_indices(
-                op.packet, args[0], indices, args, accumulates
-            ):
-                self.card.findings.hit(rule, f"{op.name}: {detail}", "error", source(self.node))
+        if op.packet in checks.INDEXED:
+            site = source(self.node)
+            checks.report_indices(self.card, op, args, severity="error", site=site)
         seed = self.card.draw_seed() if op.random else None
         return self.card.compute(op, target, args, kwargs, seed)
 
@@ -221,24 +247,12 @@ def tracing(card: Device) -> Iterator[None]:
         if not card.traced:
             register_kernels()
             stack.enter_context(card.aside())
-            stack.enter_context(made_on_the_host())
             stack.enter_context(replaced(FakeTensorMode, "avoid_device_init", lambda real: True))
             stack.enter_context(replaced(Tensor, "to", moving))
             stack.enter_context(replaced(FakeTensor, "__new__", faking))
             stack.enter_context(replaced(HPUTensor, "__torch_function__", lambda real: plain))
             stack.enter_context(replaced(card, "traced", lambda before: True))
         yield
-
-
-@contextmanager
-def made_on_the_host() -> Iterator[None]:
-    """`torch.tensor` makes its tensor on the host and moves it where tracers, and the emulator, see it."""
-    before = torch._C._only_lift_cpu_tensors()
-    torch._C._set_only_lift_cpu_tensors(True)
-    try:
-        yield
-    finally:
-        torch._C._set_only_lift_cpu_tensors(before)
 
 
 def moving(real: Any) -> Any:
@@ -255,23 +269,14 @@ def moving(real: Any) -> Any:
 
 
 @cache
-def register_kernels() -> tuple[Library, Library]:
-    """Kernels for what a program makes on `hpu` where nothing redirects it, in pieces that dynamo leaves to Python, and
-    for shapes of what the CPU has in fewer number formats."""
-    made, shapes = Library("aten", "IMPL", "HPU"), Library("aten", "IMPL", "Meta")
-    for name in ("empty.memory_format", "empty_strided"):
-        overload: Any = getattr(torch.ops.aten, name.partition(".")[0])
-        func = getattr(overload, name.partition(".")[2] or "default")
-
-        def make(*args: Any, func: Any = func, **kwargs: Any) -> Any:
-            return current().run(func, args, {**kwargs, "device": META})
-
-        made.impl(name, make)
+def register_kernels() -> Library:
+    """Kernels for shapes of what the CPU has in fewer number formats."""
+    shapes = Library("aten", "IMPL", "Meta")
     for name, kernel in SHAPELESS.items():
         for overload in ("Tensor", "Scalar"):
             shapes.impl(f"{name}.{overload}", kernel)
     differentiate_composites()
-    return made, shapes
+    return shapes
 
 
 def differentiate_composites() -> None:

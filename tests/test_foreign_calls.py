@@ -311,3 +311,33 @@ def test_calls_that_a_card_takes_or_refuses() -> None:
         y[[0, 1]] = y[[2, 3]]
         assert y.index_copy_(0, torch.tensor([3], device="hpu"), y[:1]).tolist() == [2, 3, 2, 2]
         assert y.take(torch.tensor([1], dtype=torch.int32).to("hpu")).item() == 3
+
+
+def test_tensors_are_on_the_card_wherever_they_are_made() -> None:
+    """By torch's own Python functions, by a copy's last argument, and inside a compiled function without inputs."""
+    with emulate(lazy=False) as card:
+        x = torch.rand(1, 1, 8, 8).to("hpu")
+        pooled = torch.nn.functional.fractional_max_pool2d(x, 2, output_size=(3, 3))
+        shape = torch.unravel_index(torch.tensor([5]).to("hpu"), (2, 3))
+        assert pooled.device.type == "hpu" and [i.item() for i in shape] == [1, 2]
+        assert x.to(torch.float32, False, True).data_ptr() != x.data_ptr()
+        before = dict(card.counts.fallbacks)
+        assert torch.equal(torch.diag(x[0, 0]).cpu(), x[0, 0].cpu().diag())
+
+        @torch.compile(backend="hpu_backend")
+        def makes(h: Tensor) -> tuple[Tensor, ...]:
+            on_card = torch.arange(4, device="hpu")
+            return (
+                on_card,
+                on_card.cpu() + 1,
+                h.to("hpu") * 2,
+                torch.nn.functional.one_hot(on_card, 4),
+            )
+
+        h = torch.ones(3, requires_grad=True)
+        made = makes(h)
+        assert [t.device.type for t in made] == ["hpu", "cpu", "hpu", "hpu"]
+        assert made[0].tolist() == [0, 1, 2, 3] and made[1].tolist() == [1, 2, 3, 4]
+        made[2].sum().backward()
+        assert h.grad is not None and h.grad.tolist() == [2.0] * 3
+        assert dict(card.counts.fallbacks) == before

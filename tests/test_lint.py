@@ -12,6 +12,7 @@ import pytest
 from gaudi_emulator.lint import lint_script
 from gaudi_emulator.lint.command import main
 from gaudi_emulator.lint.rules import RULES
+from lantern_hpu.methods.setting import METHODS
 from tests.folder import write_folder
 
 START = """
@@ -65,7 +66,7 @@ GALLERY = {
     "H042": "capture(lambda: x.short().argmax(-1))  # BAD",
     "H043": "i = ids.view(2, 2)\ncapture(lambda: i @ i)  # BAD",
     "H045": "y = torch.ones(1, 1, 1, 1, 1, 2, device='hpu').index_select(5, ids[:1])  # BAD",
-    "H050": "y = x[ids - 1]  # BAD",
+    "H050": "y = x[ids - 2]  # BAD",
     "H051": "y = x.index_select(0, ids + 1)  # BAD",
     "H052": "x.index_copy_(0, big * 0, x * 2 + big[:, None])  # BAD",
     "H053": "x.scatter_(0, big.view(1, 4), x)  # BAD",
@@ -185,7 +186,12 @@ def test_lengths_that_recompile_fail_a_strict_run(tmp_path: Path) -> None:
         ("for _ in range(40):\n    t = x.sum().item()\n    htcore.mark_step()", "H001", 0),
         ("x.index_copy_(0, big * 0, x)\nx[big * 0, big * 0] = 7.0\nx.scatter_(1, big[:, None] * 0, 1.0)", "", 0),
         ("x.index_copy_(0, torch.tensor([2, 0, 0]).to('hpu'), big[:3, None] * x[:3])", "", 0),
+        ("x.scatter_(0, big[:, None] * 0, (x + 1).expand(4, 4)[:, :1])", "", 0),
+        ("x.scatter_(0, big[:, None] * 0, big[:, None] * x)", "H052", 1),
         ("torch.nn.functional.one_hot(big - 1, 4)", "", 0),
+        ("x.index_select(0, big - 1)\nx.gather(0, big[:, None] - 1)", "H050", 0),
+        ("x.index_copy_(0, big.clamp(max=1) - 1, big[:, None] * x)", "H050", 0),
+        ("x.index_copy_(0, big - 2, big[:, None] * x)", "H050", 1),
         ("x.index_copy_(0, big, x[:4])\nx.take(ids)\ntorch.div(1.3, x, rounding_mode='floor')", "", 0),
     ],
 )  # fmt: skip
@@ -256,6 +262,23 @@ def test_lint_of_a_model_folder_is_clean(
     counts = json.loads(capsys.readouterr().out)["counts"]
     assert counts["recompiles_after_warmup"] == counts["cpu_fallbacks"] == 0
     assert counts["graph_launches"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("profile", ["lazy", "compile"])
+@pytest.mark.parametrize("release", ["1.19", "1.24", "1.24.2"])
+def test_our_step_is_clean_under_every_release_and_mode(
+    method: str, profile: str, release: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    how = ["--method", method, "--profile", profile, "--bridge", release]
+    assert main(["--model", str(model), *how, "--strict", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    serious = [f for f in said["findings"] if f["severity"] != "info"]
+    counts = said["counts"]
+    assert not serious and counts["graph_launches"] > 0, serious
+    assert counts["recompiles_after_warmup"] == counts["cpu_fallbacks"] == counts["eager_cuts"] == 0
 
 
 @pytest.mark.slow

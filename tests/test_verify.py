@@ -29,6 +29,7 @@ from lantern_hpu.verify import stages
 from lantern_hpu.verify.ask import Asked
 from lantern_hpu.verify.items import (
     CACHES,
+    GROUPED,
     Question,
     Result,
     Stage,
@@ -234,6 +235,29 @@ def test_attention_that_is_wrong_in_one_place_alone_is_refuted(
         names = [backend.kernels("auto", d).names() for d in (torch.float32, torch.bfloat16)]
         served = ["fused_sdpa" if where == "bfloat16" else "matmul_attention", "matmul_attention"]
         assert [each["attention"] for each in names] == served
+
+
+@pytest.mark.slow
+def test_model_with_grouped_heads_is_refuted_where_a_kernel_spoils_one_group(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that is right while it is judged, and wrong for group 1 alone in a run."""
+    real, runs = hpex.run_fused, list[bool]()
+
+    def wrong(kernel: str, function: Any, q: Tensor, k: Tensor, *rest: Any) -> Any:
+        result = real(kernel, function, q, k, *rest)
+        if kernel != "sdpa" or not runs or k.shape[1] == q.shape[1]:
+            return result
+        group = torch.arange(q.shape[1]).view(-1, 1, 1) // (q.shape[1] // k.shape[1])
+        return result * (1 - (group == 1).to(result.dtype).to(result.device))
+
+    monkeypatch.setattr(hpex, "run_fused", wrong)
+    with asked("caches", model=str(model)) as question:
+        assert question.answer(GROUPED)[0] == "confirmed"
+        runs.append(True)
+        state, _, numbers = question.answer(GROUPED)
+        assert state == "refuted" and "target, layer 1, keys" in numbers["wrong"]
+        assert question.answer("ar")[0] == "confirmed"  # whose heads share nothing
 
 
 def test_draws_that_sums_spoil_are_refuted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,13 +51,8 @@ def findings_of(runs: Sequence[LintRun]) -> list[Finding]:
     return joined_over_releases({run.release: run.findings for run in runs})
 
 
-RECOMPILING = (
-    "H013",
-    "H014",
-    "H016",
-    "H021",
-    "H024",
-)  # rules whose warnings mean a compilation an input
+# Rules whose warnings mean a compilation an input
+RECOMPILING = ("H013", "H014", "H016", "H021", "H024")
 Ended = BaseException | None  # what ended a program, if something did
 
 

@@ -13,6 +13,7 @@ from gaudi_emulator.tensor import Args, HPUTensor, Kwargs
 
 if TYPE_CHECKING:
     from gaudi_emulator.device import Device
+    from gaudi_emulator.lint.rules import Severity
     from gaudi_emulator.ops import Op
 
 INT32 = torch.iinfo(torch.int32)
@@ -206,10 +207,8 @@ def upload(device: Device, values: Tensor) -> None:
     low, high = int(values.min()), int(values.max())
     if low < INT32.min or high > INT32.max:
         device.findings.hit("H030", f"[{low}, {high}]")
-        if device.flags.get("PT_HPU_ENABLE_VALID_DATA_RANGE_CHECK", "true").lower() in (
-            "1",
-            "true",
-        ):
+        on = device.flags.get("PT_HPU_ENABLE_VALID_DATA_RANGE_CHECK", "1").lower()
+        if on in ("1", "true"):
             raise RuntimeError(
                 f"Error when trying to cast Long to Int, Input values range [{low}, {high}] exceeds "
                 f"Int range [{INT32.min}, {INT32.max}]"
@@ -248,7 +247,7 @@ def narrow(device: Device, op: Op, values: Iterable[Any]) -> None:
 def indexed(device: Device, op: Op, args: Args, kwargs: Kwargs) -> None:
     """Rules for reads and writes through index tensors."""
     hit = device.findings.hit
-    first, indices = args[0], index_tensors(op, args)
+    first = args[0]
     if op.packet in ("index", "index_put", "index_put_"):
         if masked(op, args):
             boolean_index(device, op, args)
@@ -259,14 +258,12 @@ def indexed(device: Device, op: Op, args: Args, kwargs: Kwargs) -> None:
             hit("H045", f"{op.name} on {first.dim()} dimensions")
     if op.packet == "index_select" and first.dim() > 5:
         hit("H045", f"{op.name} on {first.dim()} dimensions")
-    accumulates = (len(args) > 3 and args[3] is True) or kwargs.get("accumulate") is True
     if op.packet in WHOLE_COPIES and first.numel() * first.element_size() > MEGABYTE:
         hit("H054", op.name)
     source = args[3] if op.packet.startswith("scatter") and len(args) > 3 else None
     if isinstance(source, HPUTensor) and source.raw.data_ptr() == raw(first).data_ptr():
         hit("H053", op.name)
-    for problem, detail in broken_indices(op.packet, raw(first), indices, args, accumulates):
-        hit(problem, f"{op.name}: {detail}")
+    report_indices(device, op, args, kwargs.get("accumulate") is True or "reduce" in kwargs)
 
 
 def masked(op: Op, args: tuple[Any, ...]) -> bool:
@@ -304,11 +301,8 @@ def index_tensors(op: Op, args: tuple[Any, ...]) -> list[tuple[int, Tensor]]:
 
 
 def clamped(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments on the CPU with every index inside its dimension; advanced ones may count from the end."""
-    from_end = op.packet.startswith("index_put") or op.packet in ("index", "take")
-    bounded = {
-        id(i): i.clamp(-size if from_end else 0, size - 1) for size, i in index_tensors(op, args)
-    }
+    """Arguments on the CPU with every index inside its dimension; negative ones count from the end."""
+    bounded = {id(i): i.clamp(-n, n - 1) % max(n, 1) for n, i in index_tensors(op, args)}
 
     def change(value: Any) -> Any:
         if isinstance(value, list):
@@ -318,24 +312,36 @@ def clamped(op: Op, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(map(change, args))
 
 
-def broken_indices(
-    packet: str, target: Tensor, indices: list[tuple[int, Tensor]], args: Any, accumulates: bool
-) -> list[tuple[str, str]]:
-    """Negative, too large and repeated indices: (rule, detail)."""
-    found = []
-    indices = [(size, slim(index)) for size, index in indices]
-    writes = packet.startswith(("index_put", "index_copy", "index_add", "index_fill", "scatter"))
-    for size, index in indices:
+def report_indices(
+    device: Device,
+    op: Op,
+    args: Args,
+    accumulates: bool = False,
+    when: str = "",
+    severity: Severity | None = None,
+    site: tuple[str, int] | None = None,
+) -> None:
+    """Indices are data: they are looked at each time that an operator runs, replayed and compiled ones too."""
+    if masked(op, args):
+        return
+    packet, indices = op.packet, index_tensors(op, args)
+
+    def hit(rule: str, detail: str, own: Severity | None = None) -> None:
+        device.findings.hit(rule, f"{op.name}{when}: {detail}", own or severity, site)
+
+    for size, index in ((size, slim(index)) for size, index in indices):
         if not index.numel():
             continue
         low, high = (int(x) for x in torch.aminmax(index))
-        if low < 0 and not (writes and packet.startswith("index_put")):
-            found.append(("H050", f"{low}"))
+        if low < 0 and not packet.startswith("index_put"):
+            pads = low == -1 <= high - 1
+            said = "-1, as padding has: what is there must not matter" if pads else f"{low}"
+            hit("H050", said, "warn" if pads else None)
         if high >= size or low < -size:
-            found.append(("H051", f"{high if high >= size else low} of {size}"))
+            hit("H051", f"{high if high >= size else low} of {size}")
+    accumulates |= len(args) > 3 and args[3] is True
     if packet in WRITES_ONCE and not accumulates and repeats(packet, indices, args):
-        found.append(("H052", "two writes to one place"))
-    return found
+        hit("H052", "two writes to one place")
 
 
 def slim(index: Tensor) -> Tensor:
@@ -348,28 +354,32 @@ def slim(index: Tensor) -> Tensor:
 
 def repeats(packet: str, indices: list[tuple[int, Tensor]], args: Any) -> bool:
     """Whether one place is given two values."""
+    padded, (size, index) = True, indices[0]
+    source = raw(args[2 if packet.startswith("index_put") else 3])
     if packet.startswith("index_copy"):
-        (size, index), source = indices[0], raw(args[3])
-        rows = source.movedim(args[1], 0) if source.dim() else source
+        index, rows = index % max(size, 1), source.movedim(args[1], 0) if source.dim() else source
     elif packet.startswith("index_put"):
-        flat, source = torch.broadcast_tensors(*(i for _, i in indices)), raw(args[2])
+        flat = torch.broadcast_tensors(*(i for _, i in indices))
         size, index = 1, torch.zeros_like(flat[0], dtype=torch.int64)
         for (n, _), part in zip(indices, flat, strict=True):
             size, index = size * n, index * n + part % n
         rows = source.flatten(0, index.dim() - 1) if source.dim() >= index.dim() > 0 else source
-    else:  # scatter: along one dimension
-        ordered = indices[0][1].sort(args[1]).values
-        count = ordered.shape[args[1]] if ordered.dim() else 1
-        before = ordered.narrow(args[1], 0, max(count - 1, 0))
-        again = before == ordered.narrow(args[1], min(1, count), max(count - 1, 0))
-        source = raw(args[3]) if len(args) > 3 else None
-        return bool(again.any()) and isinstance(source, Tensor) and source.numel() > 1
+    elif not isinstance(source, Tensor) or not index.dim() or not index.numel():
+        return False  # scatter of a number, or of one element
+    else:  # scatter: the places [as index] of single elements
+        target, padded = raw(args[0]), False
+        every = torch.arange(target.numel()).view(target.shape)
+        for dim, n in enumerate(index.shape):
+            every = every if dim == args[1] % index.dim() else every.narrow(dim, 0, n)
+            source = source.narrow(dim, 0, n)
+        index = every.gather(args[1], index.long().clamp(-size, size - 1) % size)
+        rows = source.reshape(-1)
     index = index.reshape(-1)
     places, which, counts = index.unique(return_inverse=True, return_counts=True)
     if len(places) == len(index) or rows.numel() == 1:
         return False
     twice = places[counts > 1].tolist()
-    if len(places) > len(twice) == 1 and twice[0] in (0, size - 1):
+    if padded and len(places) > len(twice) == 1 and twice[0] in (0, size - 1):
         return False  # a first or last row that is kept for padding
     if not rows.dim() or len(rows) != len(index):
         return False  # one value for all

@@ -185,11 +185,7 @@ RULES = rule_table(
         "argmax and argmin over bool and int16 fall back",
         "cast to int32 or float32 first",
     ),
-    (
-        "H043 int-matmul warn error",
-        "matrix products of integers fall back",
-        "float, or a gather",
-    ),
+    ("H043 int-matmul warn error", "matrix products of integers fall back", "float, or a gather"),
     (
         "H044 big-sort info info",
         "sort becomes a topk over everything: slow beyond 1024 elements",

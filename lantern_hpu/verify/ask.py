@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -22,6 +23,7 @@ from lantern_hpu.decode.state import DecodeState
 from lantern_hpu.errors import LanternError
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import Setting
+from lantern_hpu.models.transformer import Target
 from lantern_hpu.ops import sampling
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.pipeline import LanternPipeline
@@ -32,6 +34,7 @@ from lantern_hpu.verify.items import (
     ANEW,
     CUTS_REFUSED,
     DRAWS,
+    GROUPED,
     NO_FACTS,
     Question,
     Result,
@@ -198,8 +201,7 @@ class Asked:
 
     def caches(self, item: str) -> Answer:
         """Keys and values of all layers after a few steps."""
-        wanted = self.kept(self.host, item)
-        result = self.kept(self.pipeline, item)
+        wanted, result = (self.kept(each, item) for each in (self.host, self.pipeline))
         apart = {name: difference(result[name], want) for name, want in wanted.items()}
         worst = max(apart, key=lambda name: apart[name])
         wrong = [name for name, value in apart.items() if not value <= CACHE_TOLERANCE]
@@ -211,6 +213,9 @@ class Asked:
 
     def kept(self, pipeline: LanternPipeline, method: str) -> dict[str, torch.Tensor]:
         """Keys and values [positions, kv_heads, hd] of each layer's cache, by name, as far as they are final."""
+        if method == GROUPED:
+            with closing(grouped(pipeline)) as small:
+                return self.kept(small, "ar")
         engine, _ = self.steps(pipeline, method, CACHE_STEPS)
         state = engine.state
         counts = state.count.cpu().repeat(engine.spec.rows // engine.spec.images)  # [R]
@@ -329,6 +334,20 @@ class Asked:
             for row in report["rows"]
         ]
         return "confirmed", "; ".join(report["notes"]), {"rows": rows}
+
+
+def grouped(pipeline: LanternPipeline) -> LanternPipeline:
+    """A small random target in the place of the model's, in which four queries share two key heads."""
+    config = replace(pipeline.model.target.config, layers=2, heads=4, kv_heads=2)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(SEED)
+        target = Target(config, pipeline.fit.kernels).requires_grad_(False).eval()
+        for weight in target.parameters():
+            weight.mul_(2)  # so that what is attended to matters
+    target = target.to(pipeline.backend.device)
+    model = replace(pipeline.model, target=target, drafter=None)
+    pipeline.fit.lay_out(model.stepping)
+    return LanternPipeline(model, pipeline.fit, pipeline.options)
 
 
 def drafter_cache(state: DecodeState) -> KVCache | None:

@@ -14,12 +14,9 @@ from lantern_hpu.methods.setting import METHODS
 State = Literal["confirmed", "refuted", "unanswered"]
 CUTS_REFUSED = "PT_HPU_USE_EAGER_FALLBACK"  # 0: the compiler raises where it would cut a graph
 DRAWS, ANEW = "draws", "engines recorded anew"  # beside kernels, and beside methods
-CACHES = (
-    "ar",
-    "lantern++",
-)  # a method without a drafter, and one with it: caches and cuts are asked of these
-
-
+GROUPED = "ar, grouped heads"  # beside caches: a small model in which queries share keys
+# A method without a drafter, and one with it: caches and cuts are asked of these
+CACHES = ("ar", "lantern++")
 DRAWN = (
     "ar",
     "scd",
@@ -114,7 +111,7 @@ def items_of(stage: Stage) -> Iterator[Question]:
         yield from (Question(name, "its plain twin") for name in OWN_KERNELS[stage.device])
         yield Question(DRAWS, "sums in float64")
     elif stage.kind == "caches":
-        yield from (Question(name, "the plain step on the CPU") for name in CACHES)
+        yield from (Question(name, "the plain step on the CPU") for name in (*CACHES, GROUPED))
     elif stage.kind == "cuts":
         yield from (Question(name, f"{CUTS_REFUSED}=0") for name in CACHES)
     elif stage.kind == "distribution":
