@@ -195,6 +195,7 @@ METADATA_OF_OTHERS = (
     *('{"config": 3}', '{"config": {"weights": 3}}', '{"prompt": 3}', '{"prompt": "a"}', "[1]"),
     *(
         '{"prompt": "a", "seed": [1]}',
+        '{"prompt": "\\ud800", "seed": 1}',
         '{"prompt": "a", "seed": 1, "config": {"weights": [3]}}',
         "x",
     ),

@@ -23,7 +23,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import check_content, check_free, parse_json, write_file
-from lantern_hpu.methods.request import Request
+from lantern_hpu.methods.request import Request, check_text
 
 CAPTION = 14  # pixels of a line under a picture of a sheet
 REPLAYED = ("model", "weights", "method", "tree", "tree_paths", "sampling", "relaxation", "dtype")
@@ -458,6 +458,7 @@ def read_saved_tokens(path: Path) -> SavedTokens:
                 raise ValueError("its metadata are no objects with a prompt and a seed")
             check_kinds(one, KINDS)
             check_kinds(one.get("config", {}), CONFIG_KINDS)
+            check_text(f"cannot read tokens from {path}: a prompt", one.get("prompt", ""))
     except KeyError as error:
         raise OptionError(f"cannot read tokens from {path}", "it holds no `tokens`") from error
     except (OSError, ValueError, TypeError, EOFError, BadZipFile) as error:
