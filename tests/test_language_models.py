@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,7 @@ from lantern_hpu.train.drafter_training import like_the_target
 from lantern_hpu.train.unroll import Lesson, Unrolled
 from lantern_hpu.zoo.find import find_parts
 from scripts.checkpoints.files import write_shards
+from scripts.serving import serving
 from tests.marks import mostly_slow
 
 JANUS, HUB_JANUS, LUMINA = "janus-pro", "janus-pro-hub", "lumina-mgpt"
@@ -767,3 +770,40 @@ def test_a_drafter_learns_and_drafts(public: Path, name: str) -> None:
         for method, tree in (("ar", None), ("eagle", "chain"), ("eagle2", "dynamic:2x1x4"))
     ]
     assert (drawn[0] == drawn[1]).all() and (drawn[0] == drawn[2]).all()
+
+
+def shrunk(folder: Path, goal: Path) -> Path:
+    """A model as `convert` writes it, for pictures of 4 x 8 codes."""
+    assert convert.main([str(folder), str(goal)]) == 0
+    about = json.loads((goal / "model.json").read_text())
+    about["target"]["grid"] = [4, 8]
+    (goal / "model.json").write_text(json.dumps(about))
+    return goal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [LUMINA, "lumina-mgpt-2.0", "simplear"])
+def test_every_command_takes_it(public: Path, tmp_path: Path, name: str) -> None:
+    """Plan, strict lint with a window, bench, a server, and a drafter that was trained for it."""
+    ours, prompts = str(shrunk(public / name, tmp_path / "ours")), tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"{number} apples\n" for number in range(10)))
+    methods = ["--methods", "ar,scd@4"]
+    assert cli.main(["plan", ours, "--memory", "24GB"]) == 0
+    assert cli.main(["lint", "--model", ours, "--strict", "--method", "scd@4"]) == 0
+    small = ["--batch-sizes", "1", "--images", "1", "--output", str(tmp_path / "bench.json")]
+    assert cli.main(["bench", "--model", ours, "--graphs", "strict", *methods, *small]) == 0
+    command = [sys.executable, "-m", "lantern_hpu", "serve", "--model", ours, *methods]
+    with serving(command, tmp_path / "log") as (url, _):
+        body = json.dumps({"prompt": "red", "n": 2, "response_format": "b64_json"}).encode()
+        header = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"{url}/v1/images/generations", body, header)
+        with urllib.request.urlopen(request, timeout=300) as answer:
+            assert len(json.load(answer)["data"]) == 2
+    if name == "simplear":
+        return  # the table of neighbours of 64,000 codes, which training measures by, takes minutes
+    few = "--samples 10 --steps 1 --batch 1 --measured 1 --measure-every 1 --unroll 1".split()
+    drafter = ["--output", str(tmp_path / "drafter"), "--data", str(prompts)]
+    assert cli.main(["train", "drafter", "--model", ours, *drafter, *few]) == 0
+    given = ["--drafter", str(tmp_path / "drafter"), "--output", str(tmp_path / "x.png")]
+    drawn = ["--prompt", "red", "--method", "eagle", "--tree", "chain", *given]
+    assert cli.main(["generate", "--model", ours, *drawn]) == 0
