@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import signal
 import sys
@@ -100,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(name: str, args: Sequence[str]) -> int:
+    gc.set_threshold(50_000)  # torch makes 200,000 objects as it is imported, none of them garbage
     code: int = import_module(module_of(name)).main(args)
     return code
 

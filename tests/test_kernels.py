@@ -34,7 +34,7 @@ from lantern_hpu.graphs.strict import check_rules
 from lantern_hpu.methods.relaxation import Multiplicative
 from lantern_hpu.models.transformer import Target, rope_table
 from lantern_hpu.ops.buffers import additive_mask
-from lantern_hpu.ops.kernels import PLAIN, CacheWrite, Kernels, rotate_into
+from lantern_hpu.ops.kernels import PLAIN, CacheWrite, Kernels, Walk, rotate_into
 from lantern_hpu.ops.kv_cache import KVCache
 from lantern_hpu.ops.sampling import SamplingParams, guided_probs, sample, sample_distinct
 from lantern_hpu.tree import DraftTree
@@ -325,7 +325,7 @@ class Walked:
         found = Bounds(each(k, torch.int32), each(delta), each(factor), weights)
         return replace(found, tv=each(0.2), budget=budget)
 
-    def both(self, name: str) -> tuple[Verdict, Verdict]:
+    def both(self, name: str, kernel: Walk | None = None) -> tuple[Verdict, Verdict]:
         rule = RULES[name]
         table = ring(V).int()[:, :6] if rule[0] else None
         annealed, blended = name == "annealed", name == "blended"
@@ -335,7 +335,7 @@ class Walked:
             Acceptance(spec, table, walk=walk)
             .to(self.device)
             .walk_sampled(self.p, drafts, self.uniform, self.bounds(rule))
-            for walk in (kernels().walk, None)
+            for walk in (kernel or kernels().walk, None)
         ]
         return verdicts[0], verdicts[1]
 

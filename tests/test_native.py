@@ -18,12 +18,15 @@ from lantern_hpu.backends.base import Fit
 from lantern_hpu.backends.cpu import native
 from lantern_hpu.backends.cpu.backend import CPUBackend
 from lantern_hpu.backends.cpu.native import NativeDecoder, NativeLinear, open_library
+from lantern_hpu.backends.cpu.native.sampling import native_distinct, native_sample, native_walk
 from lantern_hpu.decode.engine import Engine
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.transformer import Block, RMSNorm, Target
 from lantern_hpu.ops.kernels import PLAIN
 from lantern_hpu.ops.kv_cache import KVCache, LayerCache
+from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
 from lantern_hpu.tree import DraftTree, load_tree
+from tests.test_kernels import RULES, Walked
 from tests.tiny import draw, request, spec_for, tiny_config, tiny_models
 
 LIBRARY, WHY = open_library()
@@ -251,6 +254,39 @@ def test_positions_that_are_masked_change_no_bit(isa: str) -> None:
     for layer, (k, v) in zip(cache.layers, zip(*before, strict=True), strict=True):
         k[moved], v[moved] = layer.k[moved], layer.v[moved]
     assert torch.equal(decoder(**arguments, cache=copied(before, slice(0, 2 * S), 2)), clean)
+
+
+@pytest.mark.parametrize("vocabulary", [1, 5, 100, 4097])
+def test_draws_are_those_of_torch(vocabulary: int) -> None:
+    """Sharp and flat distributions, such with zeros, and such with fewer tokens than there are draws."""
+    for seed in range(40):
+        torch.manual_seed(seed)
+        probs, uniform = torch.rand(3, 2, vocabulary) ** (seed % 5), torch.rand(3, 2, 1 + seed % 6)
+        probs = probs * (torch.rand(probs.shape) < (1, 0.3, 0.001)[seed % 3])
+        one = uniform[..., 0]
+        assert torch.equal(native_sample(probs, one), sample_in_order(probs, one))
+        drawn = native_distinct(probs, uniform)
+        assert torch.equal(drawn, sample_distinct_in_order(probs, uniform))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_walk_is_torchs_to_the_last_bit(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of the distribution too, from which the next token is drawn."""
+    for vocabulary in (13, 1700):
+        monkeypatch.setattr("tests.test_kernels.V", vocabulary)
+        for seed in range(12):
+            got, want = Walked("cpu", seed).both(rule, native_walk)
+            for name, value in vars(want).items():
+                assert torch.equal(getattr(got, name), value), name
+
+
+@pytest.mark.parametrize("method", ["ar", "scd@4", "sjd-pac@2:2x1", "lantern++@broad_7"])
+def test_native_kernels_draw_the_tokens_of_the_plain_ones(model: Path, method: str) -> None:
+    drawn = []
+    for kernels in ("auto", "plain"):
+        pipe = LanternPipeline.from_pretrained(str(model), device="cpu", kernels=kernels)
+        drawn.append(pipe(["a red cat"] * 3, seed=5, method=method, output_type="tokens").tokens)
+    assert [x.tolist() for x in drawn[0]] == [x.tolist() for x in drawn[1]]
 
 
 def test_sizes_that_it_lacks_are_refused() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from lantern_hpu.backends import QUANTIZED, DeviceOptions, host
 from lantern_hpu.backends.base import Backend, Fit, Memory, Pace
 from lantern_hpu.backends.cpu import native
+from lantern_hpu.backends.cpu.native.sampling import native_kernels
 from lantern_hpu.errors import DeviceError
 from lantern_hpu.ops.kernels import PLAIN, Kernels, Sizes
 from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
@@ -226,6 +227,9 @@ class CPUFit(Fit):
 # ----------------------------------------------------------------------------------------- backend
 
 
+IN_ORDER = replace(PLAIN, sample=sample_in_order, sample_distinct=sample_distinct_in_order)
+
+
 def bfloat16_taken_by() -> str | None:
     """What takes bfloat16 no slower than float32 here: the native decoder widens it where nothing multiplies it."""
     return host.native_bfloat16() or native.isa() or None
@@ -276,7 +280,7 @@ class CPUBackend(Backend):
     ) -> Kernels:
         if choice == "plain":
             return PLAIN
-        return replace(PLAIN, sample=sample_in_order, sample_distinct=sample_distinct_in_order)
+        return native_kernels() if native.isa() else IN_ORDER
 
     def fit(self, config: Sizes, options: DeviceOptions) -> Fit:
         if options.layout in GONE:
@@ -289,6 +293,8 @@ class CPUBackend(Backend):
             )
         fit = CPUFit(**vars(super().fit(config, options)), threads=options.threads)
         fit.layout = options.layout
+        if fit.graphs == "compile" and fit.kernels is not PLAIN:
+            fit.kernels = IN_ORDER
         if fit.threads:
             fit.note_threads(fit.threads, "asked for")
         return fit

@@ -136,6 +136,7 @@ def declare(library: ctypes.CDLL) -> None:
         c_void_p,
     ]
     library.lantern_decode.argtypes = [POINTER(CCall)]
+    library.lantern_draw.argtypes = [*[c_int64] * 4, *[c_void_p] * 3]
 
 
 def check_code(code: int) -> None:

@@ -6,6 +6,7 @@
  * each query one pass over the positions in their order, whatever rows, threads or positions are beside them. */
 #include "decoder.h"
 
+#include <float.h>
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
@@ -17,7 +18,7 @@
 
 typedef uint16_t half;
 
-enum { TILE = 6, BLOCK = 16 };  /* rows of a tile of a product; positions and queries of a block of attention */
+enum { TILE = 6, BLOCK = 16, AHEAD = 16 };  /* rows of a tile of a product; positions and queries of a block of attention */
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t up_to(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
@@ -95,6 +96,7 @@ static inline __m256 sums_avx2(const __m256 *a) {
 }
 #define V_SUMS(a) sums_avx2(a)
 #include "kernels.h"
+#include "sampling.h"
 #undef ISA
 #undef LANES
 #undef PANEL
@@ -244,6 +246,10 @@ int lantern_linear(int64_t format, int64_t threads, const Matrix *matrix, const 
     return (void)format, (void)threads, (void)matrix, (void)x, (void)rows, (void)y, -2;
 }
 int lantern_decode(const Call *call) { return (void)call, -2; }
+int lantern_walk(const Walk *walk) { return (void)walk, -2; }
+int lantern_draw(int64_t threads, int64_t rows, int64_t n, int64_t draws, const float *probs, const float *uniform, int32_t *tokens) {
+    return (void)threads, (void)rows, (void)n, (void)draws, (void)probs, (void)uniform, (void)tokens, -2;
+}
 
 #endif
 

@@ -51,6 +51,22 @@ typedef struct {
     int64_t aux_count;
 } Call;
 
+/* A verified tree for each of B images: M nodes, at most C children of each, D levels; the I nodes that have children
+ * have distributions over V tokens. See `Walk` of `lantern_hpu/ops/kernels.py`. */
+typedef struct {
+    int64_t images, inner, nodes, depths, widest, vocabulary;  /* B, I, M, D, C, V */
+    int64_t lenders, threads;                                  /* K, or 0 */
+    const float *p, *q;                                        /* [B, I, V] */
+    const int32_t *tokens, *child, *row;                       /* [B, M], [B, M, C], [B, M] */
+    const float *uniform;                                      /* [B, D, C] */
+    const int32_t *neighbours, *k;                             /* [V, K], [B] */
+    const float *delta, *factor, *weight, *tv, *budget;        /* [B], [B], [B, D], [B], [B]; the last two may be null */
+    int32_t *node;                                             /* [B] */
+    float *left;                                               /* [B, V] */
+    uint8_t *relaxed;                                          /* [B, D] */
+    float *spent;                                              /* [B, D] */
+} Walk;
+
 int64_t lantern_abi(void);
 /* The instruction set in use: "avx512_bf16", "avx512", "avx2"; "" where the processor has none of them. */
 const char *lantern_isa(void);
@@ -64,5 +80,9 @@ void lantern_pack(int64_t format, const void *weight, int64_t in, int64_t out, i
 int lantern_linear(int64_t format, int64_t threads, const Matrix *matrix, const void *x, int64_t rows, void *y);
 /* The pass. 0; -1 where memory is short; -2 where sizes are not supported. */
 int lantern_decode(const Call *call);
+/* Tokens [rows, draws] from probs [rows, n] without replacement, by one uniform each. 0, or -1 where memory is short. */
+int lantern_draw(int64_t threads, int64_t rows, int64_t n, int64_t draws, const float *probs, const float *uniform, int32_t *tokens);
+/* The walk. 0, or -1 where memory is short. */
+int lantern_walk(const Walk *walk);
 
 #endif

@@ -290,6 +290,7 @@ static inline V NAME(scores)(const ACT *query, const NAME(View) *view, int64_t f
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
         const ACT *key = view->keys + least(first + i, last) * view->stride;
+        for (int64_t d = 0; d < size * (int64_t)sizeof(ACT); d += 64) _mm_prefetch((const char *)(key + AHEAD * view->stride) + d, _MM_HINT_T0);
         V one = V_ZERO;
 #if PAIRS
         int64_t d = 0;
@@ -336,6 +337,7 @@ static inline __attribute__((always_inline)) void NAME(mix)(
         for (int j = 0; j < wide; j++) sum[i][j] = V_ZERO;
     for (int64_t p = 0; p < length; p++) {
         V value[4];
+        for (int j = 0; j < wide; j++) _mm_prefetch((const char *)(values + (p + AHEAD) * value_stride + LANES * j), _MM_HINT_T0);
         for (int j = 0; j < wide; j++) value[j] = LOAD_ACT(values + p * value_stride + LANES * j);
         for (int i = 0; i < count; i++) {
             V weight = V_SET(weights[i * stride + p]);

@@ -1,0 +1,94 @@
+"""Draws and the walk down a verified tree in C, by `sampling.h`.
+
+Their plain twins are in `ops/sampling.py` and `decode/accept.py`, and both give the same to the last bit: sums run in
+the order that torch 2.13 takes on x86-64.
+"""
+
+from __future__ import annotations
+
+from ctypes import Structure, byref, c_int64, c_void_p
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lantern_hpu.backends.base import operator
+from lantern_hpu.backends.cpu.native import check_code, library, pointer
+from lantern_hpu.ops.kernels import PLAIN, Kernels
+
+SIZES = "images inner nodes depths widest vocabulary lenders threads"
+INPUTS = "p q tokens child row uniform neighbours k delta factor weight tv budget"
+OUTPUTS = "node left relaxed spent"
+
+
+class CWalk(Structure):
+    _fields_ = [
+        *((name, c_int64) for name in SIZES.split()),
+        *((name, c_void_p) for name in f"{INPUTS} {OUTPUTS}".split()),
+    ]
+
+
+def like_tokens(probs: Tensor, uniform: Tensor) -> Tensor:
+    return uniform.new_empty(uniform.shape, dtype=torch.int32)
+
+
+@operator("native_draw(Tensor probs, Tensor uniform) -> Tensor", like_tokens)
+def draw(probs: Tensor, uniform: Tensor) -> Tensor:
+    probs, uniform, tokens = probs.contiguous(), uniform.contiguous(), like_tokens(probs, uniform)
+    rows, draws = probs.numel() // probs.shape[-1], uniform.shape[-1]
+    sizes = (torch.get_num_threads(), rows, probs.shape[-1], draws)
+    check_code(library().lantern_draw(*sizes, *(x.data_ptr() for x in (probs, uniform, tokens))))
+    return tokens
+
+
+def native_sample(probs: Tensor, uniform: Tensor) -> Tensor:
+    """`sampling.sample`: probs [..., V] float32, uniform [...] -> [...] int32."""
+    tokens: Tensor = draw(probs, uniform[..., None])
+    return tokens[..., 0]
+
+
+def native_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
+    """`sampling.sample_distinct`: probs [..., V] float32, uniform [..., c] -> [..., c] int32."""
+    tokens: Tensor = draw(probs, uniform)
+    return tokens
+
+
+def results(p: Tensor, tokens: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Node [B], what is left of p [B, V], relaxed [B, D] and spent [B, D], of a walk to come."""
+    images, _, vocabulary = p.shape
+    each = (images, uniform.shape[1])
+    node = tokens.new_empty(images, dtype=torch.int32)
+    left, spent = p.new_empty(images, vocabulary), p.new_empty(each)
+    return node, left, p.new_empty(each, dtype=torch.bool), spent
+
+
+@operator(
+    "native_walk(Tensor p, Tensor q, Tensor tokens, Tensor child, Tensor row, Tensor uniform, Tensor? neighbours,"
+    " Tensor k, Tensor delta, Tensor factor, Tensor weight, Tensor? tv=None, Tensor? budget=None)"
+    " -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda p, q, tokens, child, row, uniform, *others: results(p, tokens, uniform),
+)
+def walk(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inputs: list[Any] = [None if x is None else x.contiguous() for x in arguments]
+    inputs += [None] * (
+        len(INPUTS.split()) - len(inputs)
+    )  # which the operator's defaults leave out
+    p, _, tokens, child, _, uniform, neighbours, *_ = inputs
+    made = results(p, tokens, uniform)
+    lenders = 0 if neighbours is None else neighbours.shape[1]
+    sizes = (*p.shape[:2], *child.shape[1:2], *uniform.shape[1:], p.shape[2], lenders)
+    call = CWalk(*sizes, torch.get_num_threads(), *map(pointer, (*inputs, *made)))
+    check_code(library().lantern_walk(byref(call)))
+    return made
+
+
+def native_walk(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `lantern_hpu.ops.kernels.Walk`."""
+    found: tuple[Tensor, Tensor, Tensor, Tensor] = walk(*arguments)
+    return found
+
+
+def native_kernels() -> Kernels:
+    """The plain ones, but for draws and the walk."""
+    return replace(PLAIN, sample=native_sample, sample_distinct=native_distinct, walk=native_walk)
