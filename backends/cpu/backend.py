@@ -26,13 +26,11 @@ from lantern_hpu.ops.sampling import sample_distinct_in_order, sample_in_order
 
 # How many threads a step takes on a processor: the fastest number by the clock, looked at again when steps slow down.
 #
-# A step opens some hundred parallel regions, and at the end of each the threads wait for one another. Where other
-# programs want the same cores, a thread that must wait for its turn holds up all, hundreds of times a step: one thread
-# is then many times faster than two. Arithmetic does not tell when that is so; a clock does.
+# The threads of a step wait for one another some hundred times. Where other programs want the same cores, a thread that
+# must wait for its turn holds up all: one thread is then many times faster than two, which a clock alone can tell.
 #
-# Threads can change the last bit of a float: a product that is cut into fewer rows a thread is summed in another order.
-# The same seed is to be the same image, so a number of threads that rounds otherwise than the process's own has to be
-# several times faster to be taken: on idle cores it is not.
+# In torch's form threads can change the last bit of a float. The same seed is to be the same image, so a number that
+# rounds otherwise than the process's own has to be several times faster to be taken: on idle cores it is not.
 
 OTHER_BITS = 3.0  # times faster than all threads, to be taken although it rounds otherwise
 LESS = 0.85  # of the time with more threads, to take fewer: short trials are off by a tenth
@@ -92,11 +90,12 @@ class ThreadPace(Pace):
         self.most = self.count = torch.get_num_threads()
         self.notify, self.clock = notify, clock
         self.unlike = set[int]()
-        self.usual = inf  # seconds of a step with what was chosen
+        self.usual = self.again = (
+            inf  # seconds of a step with what was chosen; when more threads are tried
+        )
         self.last = deque[float](maxlen=LAST)  # seconds of steps
         self.search: Search | None = None  # under way, by the steps of an image
         self.tried: dict[int, float] = {}  # seconds of a step, by count
-        self.again = inf  # when more threads are tried once more
 
     def fit(self, step: Callable[[], object], bits: Callable[[], object]) -> None:
         """Trials in the warm-up, whose results are discarded."""
@@ -105,15 +104,11 @@ class ThreadPace(Pace):
         while self.search is not None:
             with self.held():
                 took, found = median_seconds(step, self.clock), bits()
-            if self.count == self.most:
-                want = found
-            elif found != want:
-                self.unlike.add(self.count)
+            want = found if self.count == self.most else want
+            self.unlike |= {self.count} if found != want else set()
             self.answer(took, "in the warm-up")
 
     def __call__(self, step: Callable[[], Tensor]) -> Tensor:
-        if self.most == 1:
-            return step()
         began = self.clock()
         with self.held():
             found = step()
@@ -123,9 +118,6 @@ class ThreadPace(Pace):
     @contextmanager
     def held(self) -> Iterator[None]:
         before = torch.get_num_threads()
-        if before == self.count:
-            yield
-            return
         torch.set_num_threads(self.count)
         try:
             yield
@@ -135,8 +127,7 @@ class ThreadPace(Pace):
     def note(self, took: float) -> None:
         """A step of an image took so long: go on with a search, or begin one if it is time to."""
         if self.search is not None:
-            self.answer(took, "while drawing")
-            return
+            return self.answer(took, "while drawing")
         self.last.append(took)
         lately = median(self.last) if len(self.last) == LAST else self.usual
         if lately > SLOW * self.usual or (self.count < self.most and self.clock() > self.again):
@@ -156,20 +147,17 @@ class ThreadPace(Pace):
         try:
             self.count = self.search.send(took * (OTHER_BITS if self.count in self.unlike else 1))
         except StopIteration as done:
-            count, _ = done.value
-            self.usual = self.tried[count]
+            self.count, self.search = done.value[0], None
+            self.usual = self.tried[self.count]
             self.again = self.clock() + PATIENCE * sum(self.tried.values())
-            self.count, self.search = count, None
             self.last.clear()
             times = ", ".join(f"{1000 * s:.1f} ms with {n}" for n, s in self.tried.items())
-            self.notify(count, f"chosen {when}, where a step took {times}" + self.caution(count))
-
-    def caution(self, count: int) -> str:
-        """What is to be said of the bits of a choice."""
-        if count in self.unlike:
-            return f"; it rounds otherwise than {self.most}"
-        passed = [str(n) for n in self.tried if n in self.unlike]
-        return f"; {', '.join(passed)} would round otherwise" if passed else ""
+            why = f"chosen {when}, where a step took {times}"
+            if self.count in self.unlike:
+                why += f"; it rounds otherwise than {self.most}"
+            elif passed := [str(n) for n in self.tried if n in self.unlike]:
+                why += f"; {', '.join(passed)} would round otherwise"
+            self.notify(self.count, why)
 
 
 # ------------------------------------------------------------------------------------------ dtypes
@@ -262,17 +250,14 @@ class CPUBackend(Backend):
         if taken_by is None:
             return "float32", "this processor does not multiply bfloat16 natively"
         if size < LARGE:
-            why = f"{size / 2**20:.0f} MiB of it: a small model keeps its exact figures"
-            return "float32", why
-        why = f"native here ({taken_by}), and half of {size / 2**30:.1f} GiB to read in each step"
-        return "bfloat16", why
+            return "float32", f"{size / 2**20:.0f} MiB of it: a small model keeps its exact figures"
+        read = f"{size / 2**30:.1f} GiB to read in each step"
+        return "bfloat16", f"native here ({taken_by}), and half of {read}"
 
     def number_format(self, asked: str, parameters: int = 0) -> tuple[torch.dtype, str]:
         dtype, why = super().number_format(asked, parameters)
         if dtype == torch.bfloat16 and bfloat16_taken_by() is None:
-            why += (
-                ", but this processor lacks it natively: half the memory, and slower than float32"
-            )
+            why += ", but this processor lacks it natively: half the memory, slower than float32"
         return dtype, why
 
     def kernels(
@@ -284,13 +269,9 @@ class CPUBackend(Backend):
 
     def fit(self, config: Sizes, options: DeviceOptions) -> Fit:
         if options.layout in GONE:
-            what, hint = (
-                f"layout {options.layout} is version 0.3's",
-                f"--layout {' or '.join(LAYOUTS)}",
-            )
-            raise DeviceError(
-                what, "images that name it are drawn to the last bit by that version", hint
-            )
+            why = "images that name it are drawn to the last bit by that version"
+            hint = f"--layout {' or '.join(LAYOUTS)}"
+            raise DeviceError(f"layout {options.layout} is version 0.3's", why, hint)
         fit = CPUFit(**vars(super().fit(config, options)), threads=options.threads)
         fit.layout = options.layout
         if fit.graphs == "compile" and fit.kernels is not PLAIN:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from lantern_hpu.backends.base import operator
 from lantern_hpu.ops.kv_cache import KVCache, WrittenCache
 
-ABI = 3  # LANTERN_ABI of decoder.h
+ABI = 4  # LANTERN_ABI of decoder.h
 BUILD = "pip install --force-reinstall --no-deps -e . (or the wheel)"
 BFLOAT16, FLOAT16, FLOAT32 = 0, 1, 2  # of decoder.h
 BUILT_FOR = ("linux", "x86_64")
@@ -68,6 +68,19 @@ class CCall(Structure):
 
 # ------------------------------------------------------------------------------------ the library
 
+SIGNATURES: dict[
+    str, tuple[Any, ...]
+] = {  # by function of `decoder.h`: its result, then its arguments
+    "lantern_isa": (c_char_p,),
+    "lantern_use": (c_int, c_char_p),
+    "lantern_packed_bytes": (c_int64, *[c_int64] * 3),
+    "lantern_pack": (None, c_int64, c_void_p, c_int64, c_int64, c_int, c_void_p),
+    "lantern_linear": (c_int, c_int64, c_int64, POINTER(CMatrix), c_void_p, c_int64, c_void_p),
+    "lantern_decode": (c_int, POINTER(CCall)),
+    "lantern_draw": (c_int, *[c_int64] * 4, *[c_void_p] * 3),
+    "lantern_walk": (c_int, c_void_p),
+}
+
 
 @cache
 def open_library() -> tuple[ctypes.CDLL | None, str]:
@@ -86,7 +99,9 @@ def open_library() -> tuple[ctypes.CDLL | None, str]:
         return None, f"the native decoder does not load ({error}); {BUILD} builds it anew"
     if found != ABI:
         return None, f"the native decoder is of version {found}, not {ABI}; {BUILD} builds it anew"
-    declare(library)
+    for name, (result, *arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
     isa = library.lantern_isa().decode()
     return (library, isa) if isa else (None, "this processor has no AVX2")
 
@@ -121,24 +136,6 @@ def share_openmp() -> None:
     ctypes.CDLL(found[0] if found else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
 
 
-def declare(library: ctypes.CDLL) -> None:
-    library.lantern_isa.restype = c_char_p
-    library.lantern_use.argtypes = [c_char_p]
-    library.lantern_packed_bytes.restype = c_int64
-    library.lantern_packed_bytes.argtypes = [c_int64] * 3
-    library.lantern_pack.argtypes = [c_int64, c_void_p, c_int64, c_int64, c_int, c_void_p]
-    library.lantern_linear.argtypes = [
-        c_int64,
-        c_int64,
-        POINTER(CMatrix),
-        c_void_p,
-        c_int64,
-        c_void_p,
-    ]
-    library.lantern_decode.argtypes = [POINTER(CCall)]
-    library.lantern_draw.argtypes = [*[c_int64] * 4, *[c_void_p] * 3]
-
-
 def check_code(code: int) -> None:
     if code:
         raise RuntimeError("out of memory" if code == -1 else "sizes that the native decoder lacks")
@@ -159,69 +156,44 @@ def format_of(dtype: torch.dtype, weights: Sequence[Tensor]) -> int:
     return FLOAT16 if exact else FLOAT32
 
 
-class Packed(nn.Module):
-    """One matrix [out, in] in the order that `decoder.c` reads it, and its bias in float32."""
-
-    packed: Tensor
-    bias: Tensor | None
-
-    def __init__(self, layer: nn.Linear, number: int, gated: bool = False) -> None:
-        super().__init__()
-        dtype = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16, FLOAT32: torch.float32}[number]
-        weight = layer.weight.detach().to(dtype).contiguous()
-        self.out_features, self.in_features = weight.shape
-        size = library().lantern_packed_bytes(number, self.in_features, self.out_features)
-        self.register_buffer("packed", torch.zeros(size, dtype=torch.uint8), persistent=False)
-        library().lantern_pack(
-            number,
-            weight.data_ptr(),
-            self.in_features,
-            self.out_features,
-            gated,
-            self.packed.data_ptr(),
-        )
-        bias = None if layer.bias is None else layer.bias.detach().float().contiguous()
-        self.register_buffer("bias", bias, persistent=False)
-
-    def describe(self) -> CMatrix:
-        return CMatrix(
-            self.packed.data_ptr(), pointer(self.bias), self.in_features, self.out_features
-        )
-
-
-MODULES: WeakValueDictionary[int, Any] = (
-    WeakValueDictionary()
-)  # by the number that an operator is given
-
+MODULES: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by the number an operator is given
+STORED = (torch.bfloat16, torch.float16, torch.float32)  # by format
 
 native_linear = operator(
     "native_linear(Tensor x, int number) -> Tensor",
-    lambda x, number: x.new_empty(*x.shape[:-1], MODULES[number].packed.out_features),
+    lambda x, number: x.new_empty(*x.shape[:-1], MODULES[number].out_features),
 )(lambda x, number: MODULES[number].multiply(x))
 
 
 class NativeLinear(nn.Module):
-    """`nn.Linear` for inference: [.., in] -> [.., out]."""
+    """`nn.Linear` for inference, [.., in] -> [.., out]: a matrix in the order that `decoder.c` reads it.
 
-    def __init__(self, layer: nn.Linear, number: int) -> None:
+    Args:
+        number: of a format. gated: the first half of the outputs are gates of the second half.
+    """
+
+    packed: Tensor
+    bias: Tensor | None  # [out] float32
+
+    def __init__(self, layer: nn.Linear, number: int, gated: bool = False) -> None:
         super().__init__()
-        self.packed, self.format = Packed(layer, number), number
-        self.matrix = self.packed.describe()
+        weight, self.format = layer.weight.detach().to(STORED[number]).contiguous(), number
+        self.out_features, self.in_features = weight.shape
+        sizes = self.in_features, self.out_features
+        size = library().lantern_packed_bytes(number, *sizes)
+        self.register_buffer("packed", torch.zeros(size, dtype=torch.uint8), persistent=False)
+        packed = self.packed.data_ptr()
+        library().lantern_pack(number, weight.data_ptr(), *sizes, gated, packed)
+        bias = None if layer.bias is None else layer.bias.detach().float().contiguous()
+        self.register_buffer("bias", bias, persistent=False)
+        self.matrix = CMatrix(packed, pointer(bias), *sizes)
         MODULES[id(self)] = self
 
     def multiply(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        y = x.new_empty(*x.shape[:-1], self.packed.out_features)
-        check_code(
-            library().lantern_linear(
-                self.format,
-                torch.get_num_threads(),
-                byref(self.matrix),
-                x.data_ptr(),
-                x.numel() // self.packed.in_features,
-                y.data_ptr(),
-            )
-        )
+        y, rows = x.new_empty(*x.shape[:-1], self.out_features), x.numel() // self.in_features
+        how = self.format, torch.get_num_threads(), byref(self.matrix)
+        check_code(library().lantern_linear(*how, x.data_ptr(), rows, y.data_ptr()))
         return y
 
     def forward(self, x: Tensor) -> Tensor:
@@ -279,9 +251,9 @@ class NativeDecoder(nn.Module):
                 setattr(layer, field, self.keep(weight))
                 setattr(layer, f"{field}_bias", self.keep(norm.bias))
         for field, linear in zip(MATRICES, linears_of(block), strict=False):
-            packed = Packed(linear, self.format, gated=field.endswith("gate_up"))
-            self.parts.append(packed)
-            setattr(layer, field, packed.describe())
+            gated = field.endswith("gate_up")
+            self.parts.append(NativeLinear(linear, self.format, gated))
+            setattr(layer, field, self.parts[-1].matrix)
         return layer
 
     def forward(
@@ -324,34 +296,24 @@ class NativeDecoder(nn.Module):
         each = (x, rope.float(), mask.float(), index.int(), moves, starts.long(), words)
         seen = (mask > HIDDEN).flatten(1).any(1)
         if bool(seen.all()):
-            whole: list[Any] = [None if one is None else one.contiguous() for one in each]
-            return self.call(cache, aux_layers, *whole)
+            return self.call(cache, aux_layers, *each)
         kept = seen.nonzero()[:, 0]
         result = x.new_zeros(*x.shape[:2], self.dim * (1 + len(aux_layers)))
         if len(kept):
-            some: list[Any] = [None if one is None else one[kept] for one in each]
+            some = (None if one is None else one[kept] for one in each)
             result[kept] = self.call(cache, aux_layers, *some)
         return result
 
     def call(
-        self,
-        cache: Sequence[Tensor],
-        aux_layers: Sequence[int],
-        x: Tensor,
-        rope: Tensor,
-        mask: Tensor,
-        index: Tensor,
-        source: Tensor | None,
-        starts: Tensor,
-        words: Tensor | None,
+        self, cache: Sequence[Tensor], aux_layers: Sequence[int], *each: Tensor | None
     ) -> Tensor:
-        """The call of C, for contiguous tensors of some rows."""
+        """The call of C, for x, rope, mask, index, source, starts and words of some rows."""
+        some: list[Any] = [None if one is None else one.contiguous() for one in each]
+        x, rope, mask, index, source, starts, words = some
         x = x.clone()  # the layers add to it
         features = x.new_empty(*x.shape[:2], self.dim * (1 + len(aux_layers)))
         for number, layer in enumerate(self.layers):
-            layer.keys, layer.values = (
-                one.data_ptr() for one in cache[2 * number : 2 * number + 2]
-            )
+            layer.keys, layer.values = (x.data_ptr() for x in cache[2 * number : 2 * number + 2])
         aux = (c_int64 * max(1, len(aux_layers)))(*aux_layers)
         call = CCall(
             format=self.format, threads=torch.get_num_threads(), dim=self.dim, heads=self.heads, kv=self.kv,

@@ -234,23 +234,6 @@ int lantern_linear(int64_t format, int64_t threads, const Matrix *matrix, const 
 
 int lantern_decode(const Call *call) { return SETS[chosen].formats[call->format]->decode(call); }
 
-#else  /* another processor: torch's form serves */
-
-const char *lantern_isa(void) { return ""; }
-int lantern_use(const char *isa) { return (void)isa, 0; }
-int64_t lantern_packed_bytes(int64_t format, int64_t in, int64_t out) { return (void)format, (void)in, (void)out, 0; }
-void lantern_pack(int64_t format, const void *weight, int64_t in, int64_t out, int gated, void *packed) {
-    (void)format, (void)weight, (void)in, (void)out, (void)gated, (void)packed;
-}
-int lantern_linear(int64_t format, int64_t threads, const Matrix *matrix, const void *x, int64_t rows, void *y) {
-    return (void)format, (void)threads, (void)matrix, (void)x, (void)rows, (void)y, -2;
-}
-int lantern_decode(const Call *call) { return (void)call, -2; }
-int lantern_walk(const Walk *walk) { return (void)walk, -2; }
-int lantern_draw(int64_t threads, int64_t rows, int64_t n, int64_t draws, const float *probs, const float *uniform, int32_t *tokens) {
-    return (void)threads, (void)rows, (void)n, (void)draws, (void)probs, (void)uniform, (void)tokens, -2;
-}
-
-#endif
+#endif  /* on another processor torch's form serves */
 
 int64_t lantern_abi(void) { return LANTERN_ABI; }

@@ -4,7 +4,7 @@
 
 #include <stdint.h>
 
-#define LANTERN_ABI 3
+#define LANTERN_ABI 4
 
 /* Number formats: of the matrices, and of activations, caches and features. */
 #define BFLOAT16 0

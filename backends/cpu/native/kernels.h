@@ -146,6 +146,7 @@ static inline __attribute__((always_inline)) void NAME(tile)(
         }
 }
 
+#define TILE_OF(count) case count: NAME(tile)(count, from, in, w, panel, row, sink); break;
 /* x [rows, in] by the panels of one thread. */
 static void NAME(multiply)(const INPUT *x, int64_t rows, const Matrix *matrix, const Sink *sink, int64_t thread, int64_t threads) {
     int64_t in = matrix->in, each = sink->kind == GATED ? PANEL / 2 : PANEL, panels = up_to(sink->outputs, each) / each;
@@ -156,16 +157,12 @@ static void NAME(multiply)(const INPUT *x, int64_t rows, const Matrix *matrix, c
             int64_t row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
             const INPUT *from = x + row * in;
             switch (count) {
-                case 1: NAME(tile)(1, from, in, w, panel, row, sink); break;
-                case 2: NAME(tile)(2, from, in, w, panel, row, sink); break;
-                case 3: NAME(tile)(3, from, in, w, panel, row, sink); break;
-                case 4: NAME(tile)(4, from, in, w, panel, row, sink); break;
-                case 5: NAME(tile)(5, from, in, w, panel, row, sink); break;
-                default: NAME(tile)(6, from, in, w, panel, row, sink);
+                TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6)
             }
         }
     }
 }
+#undef TILE_OF
 
 /* ---------------------------------------------------------------- norms */
 
@@ -348,23 +345,14 @@ static inline __attribute__((always_inline)) void NAME(mix)(
         for (int j = 0; j < wide; j++) STORE_INPUT(out[i] + LANES * j, V_MUL(sum[i][j], V_SET(factor[i])));
 }
 
-#define MIX(count, wide) NAME(mix)(count, wide, scores, stride, view->values + d, view->stride, positions, factor, out)
+#define MIX(count, wide) case wide * 8 + count: NAME(mix)(count, wide, scores, stride, view->values + d, view->stride, positions, factor, out); break;
 static void NAME(mix_all)(int64_t count, const float *scores, int64_t stride, const NAME(View) *view, int64_t positions, const float *factor, INPUT **out, int64_t size) {
     for (int64_t d = 0; d < size;) {
         int64_t wide = (size - d) / LANES >= 4 ? 4 : (size - d) / LANES >= 2 ? 2 : 1;
         switch (wide * 8 + count) {
-            case 33: MIX(1, 4); break;
-            case 34: MIX(2, 4); break;
-            case 35: MIX(3, 4); break;
-            case 36: MIX(4, 4); break;
-            case 17: MIX(1, 2); break;
-            case 18: MIX(2, 2); break;
-            case 19: MIX(3, 2); break;
-            case 20: MIX(4, 2); break;
-            case 9: MIX(1, 1); break;
-            case 10: MIX(2, 1); break;
-            case 11: MIX(3, 1); break;
-            default: MIX(4, 1);
+            MIX(1, 4) MIX(2, 4) MIX(3, 4) MIX(4, 4)
+            MIX(1, 2) MIX(2, 2) MIX(3, 2) MIX(4, 2)
+            MIX(1, 1) MIX(2, 1) MIX(3, 1) MIX(4, 1)
         }
         for (int64_t i = 0; i < count; i++) out[i] += wide * LANES;
         d += wide * LANES;
