@@ -83,9 +83,25 @@ def walk(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return made
 
 
-def native_walk(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def native_walk(
+    p: Tensor,
+    q: Tensor,
+    tokens: Tensor,
+    child: Tensor,
+    row: Tensor,
+    uniform: Tensor,
+    neighbours: Tensor | None,
+    k: Tensor,
+    delta: Tensor,
+    factor: Tensor,
+    weight: Tensor,
+    tv: Tensor | None = None,
+    budget: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `lantern_hpu.ops.kernels.Walk`."""
-    found: tuple[Tensor, Tensor, Tensor, Tensor] = walk(*arguments)
+    each = (k, delta, factor, weight, tv, budget)
+    found: tuple[Tensor, Tensor, Tensor, Tensor]
+    found = walk(p, q, tokens, child, row, uniform, neighbours, *each)
     return found
 
 
