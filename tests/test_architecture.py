@@ -57,7 +57,7 @@ LINES = {  # of Python, a package
     # 383 read MammothModa2, give words layers of their own, and save the hidden states that its diffusion stage reads;
     # 81 are one kind of progress for every command, labels that keep off lines, and an API page read on a phone
     "lantern_hpu": 24110,
-    "backends": 3994,  # 105 judge a card's kernels as a run calls them and give its graphs pools of their own; 60 draw and walk in C
+    "backends": 3994,  # 105 judge a card's kernels as a run calls them and give its graphs pools; 60 draw and walk in C
     "graphs": 518,  # 24 name why a capture failed
     "gaudi_emulator": 6532,  # 251 differentiate and place what compiled functions make, and find what lint had missed
     "lantern_lab": 4729,
