@@ -34,7 +34,7 @@ def like_tokens(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 @operator("native_draw(Tensor probs, Tensor uniform) -> Tensor", like_tokens)
-def draw(probs: Tensor, uniform: Tensor) -> Tensor:
+def call_draw(probs: Tensor, uniform: Tensor) -> Tensor:
     probs, uniform, tokens = probs.contiguous(), uniform.contiguous(), like_tokens(probs, uniform)
     rows, draws = probs.numel() // probs.shape[-1], uniform.shape[-1]
     sizes = (torch.get_num_threads(), rows, probs.shape[-1], draws)
@@ -44,13 +44,13 @@ def draw(probs: Tensor, uniform: Tensor) -> Tensor:
 
 def native_sample(probs: Tensor, uniform: Tensor) -> Tensor:
     """`sampling.sample`: probs [..., V] float32, uniform [...] -> [...] int32."""
-    tokens: Tensor = draw(probs, uniform[..., None])
+    tokens: Tensor = call_draw(probs, uniform[..., None])
     return tokens[..., 0]
 
 
 def native_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
     """`sampling.sample_distinct`: probs [..., V] float32, uniform [..., c] -> [..., c] int32."""
-    tokens: Tensor = draw(probs, uniform)
+    tokens: Tensor = call_draw(probs, uniform)
     return tokens
 
 
@@ -69,7 +69,7 @@ def results(p: Tensor, tokens: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor,
     " -> (Tensor, Tensor, Tensor, Tensor)",
     lambda p, q, tokens, child, row, uniform, *others: results(p, tokens, uniform),
 )
-def walk(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def call_walk(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs: list[Any] = [None if x is None else x.contiguous() for x in arguments]
     inputs += [None] * (
         len(INPUTS.split()) - len(inputs)
@@ -101,7 +101,7 @@ def native_walk(
     """See `lantern_hpu.ops.kernels.Walk`."""
     each = (k, delta, factor, weight, tv, budget)
     found: tuple[Tensor, Tensor, Tensor, Tensor]
-    found = walk(p, q, tokens, child, row, uniform, neighbours, *each)
+    found = call_walk(p, q, tokens, child, row, uniform, neighbours, *each)
     return found
 
 
