@@ -185,10 +185,11 @@ def test_a_description_of_hostile_sizes_is_one_error(model: Path, tmp_path: Path
     known = json.loads((model / "model.json").read_text())
     for name in known["files"]:
         (tmp_path / name).symlink_to(model / name)
-    for value in (10**9, 1001, float("nan"), "x", -1):
-        (tmp_path / "model.json").write_text(json.dumps(put(known, ("target", "layers"), value)))
-        with pytest.raises(WeightsError, match=r"model\.json"):
-            open_model(find_parts(str(tmp_path)))
+    for path in (("target", "layers"), ("vq", "res_blocks")):
+        for value in (10**9, 1001, float("nan"), "x", -1, True):
+            (tmp_path / "model.json").write_text(json.dumps(put(known, path, value)))
+            with pytest.raises(WeightsError, match=r"model\.json"):
+                open_model(find_parts(str(tmp_path)))
 
 
 METADATA_OF_OTHERS = (

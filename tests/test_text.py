@@ -430,6 +430,19 @@ def test_captions_are_cleaned_twice() -> None:
     assert clean(caption) == clean_caption(clean_caption(caption)) == "a cat"
 
 
+@pytest.mark.parametrize("layers", [10**9, 0, -1, "x", [2]])
+def test_an_encoder_of_a_billion_layers_is_refused_before_it_is_made(
+    folder: Path, tmp_path: Path, layers: Any
+) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    about = json.loads((folder / "config.json").read_text()) | {"num_layers": layers}
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    with pytest.raises(WeightsError, match=r"config\.json"):
+        conditioner(tmp_path)
+
+
 def test_markup_that_the_parser_rejects_is_text() -> None:
     assert clean("a sign that says <![a]").startswith("a sign that says")
 

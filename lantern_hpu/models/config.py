@@ -296,6 +296,9 @@ class VQConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "multipliers", tuple(self.multipliers))
         check_types(self)
+        levels, sizes = len(self.multipliers), (self.channels, self.groups, *self.multipliers)
+        if min(levels, *sizes) < 1 or not 0 <= self.res_blocks <= MOST_LAYERS >= levels:
+            raise ValueError(f"{levels} levels of {self.res_blocks} blocks are no tokenizer's")
 
     @property
     def downsample(self) -> int:
@@ -376,6 +379,8 @@ class T5Config:
 
     def __post_init__(self) -> None:
         check_types(self)
+        if not 0 < self.num_layers <= MOST_LAYERS:
+            raise ValueError(f"{self.num_layers} layers")
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> T5Config:

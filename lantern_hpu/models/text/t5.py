@@ -18,6 +18,7 @@ from torch import Tensor
 
 from lantern_hpu.errors import WeightsError, needing
 from lantern_hpu.files import check_content, reading
+from lantern_hpu.models.config import T5Config
 from lantern_hpu.models.files.checkpoint import SINGLES, open_checkpoint
 from lantern_hpu.models.files.names import weights_files
 from lantern_hpu.models.text.prefix import TextFeatures
@@ -147,6 +148,7 @@ class T5Conditioner:
         self.folder, self.prefix, self.dtype, self.device = folder, prefix, dtype, device
         self.keep, self.to_device = keep, to_device
         with reading(folder / "config.json", HINT) as about:
+            T5Config.from_json(about)  # before a library allocates what it asks for
             self.width = int(about["d_model"])  # C
         # Missing packages show now, not after the image model is loaded.
         with needing("transformers", "it encodes captions"):
