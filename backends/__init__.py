@@ -45,7 +45,8 @@ GAUDI = "hpu"  # whose bridge has facts that `verify` asks
 WITHOUT = {GAUDI: f"--device {GAUDI} --emulate, which runs its code on the processor"}
 
 
-KEEP_TEXT = ("device", "host", "free")  # where a text encoder stays once prompts are encoded
+# Where a text encoder stays once prompts are encoded; `auto`: on the host, but a server's on the device if it fits
+KEEP_TEXT = ("auto", "device", "host", "free")
 LAYOUTS = "native (one call of C a pass), plain (torch), or auto: native where it can be had"
 
 
@@ -61,7 +62,7 @@ class DeviceOptions:
     graphs: str = option("auto", "auto")
     kernels: str = option("auto", "auto: the device's fused ones; plain: torch's")
     keep_text: str = option(
-        "host", f"where to keep the text encoder after encoding the prompts: {', '.join(KEEP_TEXT)}"
+        "auto", f"where to keep the text encoder after encoding the prompts: {', '.join(KEEP_TEXT)}"
     )
     quantize: str | None = option(None, "quantize the weights of the target model", metavar="int8")
     layout: str = option("auto", f"of the matrices: {LAYOUTS}")

@@ -291,6 +291,15 @@ class Backend(ABC):
         """The function, compiled whole with static shapes."""
         return compile_whole(function)
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether another thread's work may run at the same time as the steps; asked in the thread of those."""
+        return False
+
+    def beside(self) -> Callable[[], AbstractContextManager[object]]:
+        """Makes what the work of another thread, beside the steps, runs in; called in the thread of the steps."""
+        return nullcontext
+
     @contextmanager
     def errors(self) -> Iterator[None]:
         """Turns the device's known errors into ones that say what to do."""

@@ -113,7 +113,7 @@ class LanternPipeline:
         graphs: str = "auto",
         kernels: str = "auto",
         given: Given = Given(),
-        keep_text: str = "host",
+        keep_text: str = "auto",
         quantize: str | None = None,
         pictures: bool = True,
         layout: str = "auto",
@@ -131,7 +131,8 @@ class LanternPipeline:
             graphs: `auto` or one of the device's graph modes.
             kernels: `auto`, the device's fused kernels where they agree with the plain ones; or `plain`.
             given: parts in place of the model's own: drafter, VQ tokenizer, text encoder, neighbours.
-            keep_text: where a text encoder stays once prompts are encoded: `device`, `host` or `free`.
+            keep_text: where a text encoder stays once prompts are encoded: `device`, `host` or `free`; `auto`: `host`,
+                but `device` in a server where it fits.
             quantize: `int8` for the target's weights, where the device offers it.
             pictures: False if tokens are enough, so that a model without its tokenizer of pictures loads too.
             layout: of the matrices: `auto`, the fastest, or one the device offers; for training `plain`.

@@ -27,6 +27,7 @@ import jsonschema
 import numpy as np
 import openai
 import pytest
+import torch
 import uvicorn
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from numpy.typing import NDArray
@@ -35,6 +36,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lantern_hpu import cli
 from lantern_hpu.backends import host
+from lantern_hpu.backends.cpu.backend import CPUBackend, threads_set
 from lantern_hpu.commands.serve import main
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
@@ -59,6 +61,7 @@ from lantern_hpu.serve.menu import ONE_SHAPE
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.process import Protocol, Server
 from lantern_hpu.serve.protocol import ApiError
+from lantern_hpu.serve.tasks import Turns
 
 DEFAULT_TIMEOUT_CONFIG.read = DEFAULT_TIMEOUT_CONFIG.connect = 120.0  # a busy machine is no failure
 
@@ -176,7 +179,7 @@ def test_the_answer_says_how_to_draw_it_again(server: Running, model: Path, tmp_
     assert np.array_equal(np.asarray(Image.open(tmp_path / "y.png")), first)
     metrics = answer["data"][0]["metrics"]
     assert metrics["steps"] == 15 and metrics["tokens_per_step"] == 1
-    assert metrics["queue_s"] >= 0 and metrics["steps_s"] > 0
+    assert metrics["queue_s"] >= 0 and metrics["steps_s"] > 0 and metrics["text_s"] >= 0
 
 
 def test_partial_pictures_come_before_the_whole_one(
@@ -240,9 +243,18 @@ def test_an_image_that_comes_alone_is_drawn_in_a_single_slot(server: Running) ->
 
 
 def test_an_image_that_began_alone_begins_again_among_others(
-    server: Running, pipeline: LanternPipeline
+    server: Running, pipeline: LanternPipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is the same, and no partial picture comes twice."""
+    real, waited = DecodeThread.join, list[bool]()
+
+    def join(self: DecodeThread) -> None:
+        if self.running and not waited:  # its first partial picture brings the other
+            server.until(lambda: self.waiting)
+            waited.append(True)
+        real(self)
+
+    monkeypatch.setattr(DecodeThread, "join", join)
     heard: list[Partial | Done | ApiError] = []
     answers: list[Partial | Done | ApiError] = []
     request, deadline = Request("cat", 0, server.decoder.menu.sampling), time.monotonic() + 300
@@ -354,6 +366,177 @@ def test_only_a_device_that_draws_nothing_ends_the_process(
         assert {status for status, _ in heard} == {"failed"}
         assert all(event.status_code == 500 for _, event in heard)
         assert isinstance(running.decoder.failure, RuntimeError)
+
+
+# Text and pixels beside the steps
+
+
+@pytest.fixture
+def held_pixels(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, list[int]]]:
+    """Pixels are not made before the event, also on one core; the seeds of those that were begun."""
+    go, begun, real = threading.Event(), list[int](), LanternPipeline.picture
+
+    def picture(self: LanternPipeline, record: Any) -> Any:
+        begun.append(record.seed)
+        assert go.wait(100)
+        return real(self, record)
+
+    monkeypatch.setattr(LanternPipeline, "picture", picture)
+    monkeypatch.setattr(CPUBackend, "overlaps", True)
+    yield go, begun
+    go.set()
+
+
+@contextmanager
+def decoding(model: Path, slots: int = 2) -> Iterator[DecodeThread]:
+    """A decode loop without HTTP."""
+    pipeline = LanternPipeline.from_pretrained(str(model))
+    decoder = DecodeThread(pipeline, ServeOptions(str(model), methods=("ar",), slots=slots))
+    decoder.start(wait=True)
+    yield decoder
+    decoder.stop()
+
+
+def until(holds: Any) -> None:
+    Running.until(None, holds)  # type: ignore[arg-type]
+
+
+def seeded(decoder: DecodeThread, count: int) -> tuple[list[Job], list[int], dict[int, Any]]:
+    """Jobs of seeds from 0 on; the seeds in the order of the answers, and the answers."""
+    order, heard = list[int](), dict[int, Any]()
+
+    def job(seed: int) -> Job:
+        def send(event: Any) -> None:
+            heard[seed] = event
+            order.append(seed)
+
+        request = Request("cat", seed, decoder.menu.sampling)
+        return Job(request, "ar", time.monotonic() + 300, (), send)
+
+    return [job(seed) for seed in range(count)], order, heard
+
+
+def test_images_go_on_while_the_pixels_of_one_are_made(
+    model: Path, pipeline: LanternPipeline, held_pixels: tuple[threading.Event, list[int]]
+) -> None:
+    """As many as two batches; no others begin then. Answers come in the order in which tokens were there."""
+    go, begun = held_pixels
+    with decoding(model) as decoder:
+        jobs, order, heard = seeded(decoder, 12)
+        decoder.submit(jobs)
+        until(lambda: decoder.unpainted >= 4 and not decoder.running)
+        time.sleep(0.1)
+        assert 4 <= decoder.unpainted <= 6 and begun == [0] and not heard
+        assert decoder.queued == 12 - decoder.unpainted and decoder.retry_after(1) >= 1
+        go.set()
+        until(lambda: not decoder.open_jobs)
+    assert order == begun and sorted(order) == list(range(12))
+    want = pipeline("cat", num_images_per_prompt=12, seed=0, method="ar").images
+    assert all(np.array_equal(heard[i].drawn.image, want[i]) for i in range(12))
+    for event in heard.values():
+        stages = event.text + event.prefill + event.decode + event.pixels
+        assert 0 <= event.queue < 100 and event.pixels > 0 and stages > 0
+
+
+def test_draining_waits_for_pixels_and_what_is_left_is_answered(
+    model: Path, held_pixels: tuple[threading.Event, list[int]]
+) -> None:
+    go, begun = held_pixels
+    with decoding(model) as decoder:
+        (job,), _, heard = seeded(decoder, 1)
+        decoder.submit([job])
+        until(lambda: begun)
+        threading.Timer(0.3, go.set).start()
+        assert decoder.stop(60) == 0 and isinstance(heard[0], Done) and not decoder.alive
+    go.clear()
+    with decoding(model) as decoder:
+        jobs, _, heard = seeded(decoder, 2)
+        decoder.submit(jobs)
+        until(lambda: len(begun) == 2)
+        assert decoder.stop(0.1, wait=0) == 2 and decoder.alive
+        assert {event.status_code for event in heard.values()} == {503}
+        go.set()
+        until(lambda: not decoder.alive)
+    assert len(begun) == 2  # the other's pixels were not made for nobody
+
+
+def test_text_and_pixels_of_clients_that_left_are_not_made(
+    model: Path, held_pixels: tuple[threading.Event, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, begun = held_pixels
+    read, wait, real = list[str](), threading.Event(), WordConditioner.prepare
+
+    def prepare(self: WordConditioner, prompts: Any) -> None:
+        read.extend(prompts)
+        if prompts == ["slow"]:
+            assert wait.wait(100)
+        real(self, prompts)
+
+    with decoding(model) as decoder:
+        jobs, _, heard = seeded(decoder, 3)
+        decoder.submit(jobs)
+        until(lambda: decoder.unpainted == 3)
+        monkeypatch.setattr(WordConditioner, "prepare", prepare)
+        late = time.monotonic() + 300
+        texts = [
+            Job(Request(text, 9), "ar", late, (), lambda _: None) for text in ("slow", "never")
+        ]
+        for text in texts:
+            decoder.submit([text])
+        decoder.cancel([*jobs[1:], *texts])
+        go.set()
+        wait.set()
+        until(lambda: not decoder.open_jobs)
+        assert begun == [0] and list(heard) == [0] and read == ["slow"]
+        assert decoder.queued == 0 and decoder.has_room
+
+
+def test_threads_that_share_a_device_take_turns_in_order() -> None:
+    """Who has just had one waits for the others that asked."""
+    turns, order, running = Turns(), list[str](), list[str]()
+    both = threading.Barrier(2)
+
+    def take(name: str) -> None:
+        both.wait()
+        for _ in range(20):
+            with turns():
+                running.append(name)
+                time.sleep(0.002)
+                assert running == [name]
+                order.append(running.pop())
+
+    threads = [threading.Thread(target=take, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(order) == 40 and "aaaa" not in "".join(order[:30])
+
+
+def test_pixels_have_the_threads_of_generate_whatever_a_step_takes(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another number of threads rounds otherwise; and an idle thread would slow the steps down."""
+    seen, real = list[int](), LanternPipeline.picture
+
+    def picture(self: LanternPipeline, record: Any) -> Any:
+        seen.append(torch.get_num_threads())
+        return real(self, record)
+
+    monkeypatch.setattr(LanternPipeline, "picture", picture)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        with decoding(model) as decoder:
+            assert not CPUBackend().overlaps or (os.cpu_count() or 1) >= 6
+            with threads_set(1):  # what new threads would begin with
+                jobs, *_ = seeded(decoder, 3)
+                decoder.submit(jobs)
+                until(lambda: not decoder.open_jobs)
+            until(lambda: decoder.alive == [decoder.thread])
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [3, 3, 3]
 
 
 # Refusals
@@ -687,6 +870,7 @@ def test_engines_share_the_time_whatever_a_turn_of_theirs_takes(
     server.until(lambda: not decoder.open_jobs)
     monkeypatch.setattr(decoder, "clock", lambda: float(steps))
     monkeypatch.setattr(Batch, "advance", advance)
+    monkeypatch.setattr(DecodeThread, "has_room", True)
     late = time.monotonic() + 300
 
     def jobs(method: str, shows: tuple[int, ...]) -> list[Job]:
@@ -805,6 +989,10 @@ def test_metrics_count_what_the_answers_said(server: Running) -> None:
     assert position - first == metrics["accepted_by_depth"][0]
     for name in ("num_requests_running", "num_requests_waiting", "slots_in_use_ratio"):
         assert server.metric(name) == 0
+    drawn = server.metric("request_success_total")
+    for stage in ("text", "prefill", "decode", "pixels"):
+        assert server.metric(f"request_{stage}_time_seconds_count") == drawn
+    assert server.metric("request_pixels_time_seconds_sum") > 0
     assert server.metric("request_queue_time_seconds_count") >= 1
     assert server.metric("step_time_seconds_count", **label) >= 1
 

@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import shutil
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -24,11 +25,16 @@ from tokenizers.pre_tokenizers import Metaspace
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, T5Config, T5EncoderModel, T5ForConditionalGeneration
 
-from lantern_hpu.backends import DeviceOptions
+from lantern_hpu.backends import DeviceOptions, host
 from lantern_hpu.errors import OptionError, WeightsError, needing, torchvision_misfit
+from lantern_hpu.methods.request import Request
 from lantern_hpu.models.text import t5
 from lantern_hpu.models.text.prefix import TextConditioner, TextFeatures, class_index, class_name
 from lantern_hpu.models.text.t5 import T5Conditioner, clean, clean_caption
+from lantern_hpu.models.text.tokens import splitter
+from lantern_hpu.pipeline import LanternPipeline
+from lantern_hpu.serve.decoder import keep_encoder
+from lantern_hpu.tree import DraftTree
 
 PREFIX, WIDTH = 12, 16
 SMALL = ("config.json", "tokenizer.json", "tokenizer_config.json")  # all but the weights
@@ -190,6 +196,58 @@ def test_only_free_lets_the_encoder_go(
     assert len(made) == (1 if stays else 2)
 
 
+def test_what_is_known_does_not_wait_for_what_is_encoded(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server encodes a new prompt in one thread while the steps begin images in another."""
+    text, going, real = conditioner(folder), threading.Event(), T5Conditioner._features
+    first = text.encode(PROMPTS)
+
+    def features(self: T5Conditioner, prompt: str) -> Any:
+        assert going.wait(100)
+        return real(self, prompt)
+
+    monkeypatch.setattr(T5Conditioner, "_features", features)
+    other = threading.Thread(target=text.prepare, args=(["a table"],))
+    other.start()
+    assert same(text.encode(PROMPTS), first) and text.notes(LONG)
+    assert other.is_alive() and "a table" not in text._known
+    going.set()
+    other.join()
+    assert "a table" in text._known
+
+
+def test_a_server_keeps_the_encoder_on_the_device_where_it_fits(
+    folder: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipeline = LanternPipeline.from_pretrained(str(model))
+    pipeline.engines.get(pipeline.spec([Request("cat")], DraftTree.root_only(), 2))
+    for keep, free, where in (
+        ("auto", 0, "auto"),
+        ("auto", 1 << 40, "device"),
+        ("host", 1 << 40, "host"),
+    ):
+        text = conditioner(folder, keep)
+        monkeypatch.setattr(pipeline.model.condition, "text", text)
+        monkeypatch.setattr(host, "available_bytes", lambda free=free: free)
+        keep_encoder(pipeline)
+        assert text.keep == where
+    assert "room" in pipeline.fit.decided["text encoder"]
+
+
+def test_tokens_of_a_text_are_split_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a prompt comes, and not again by the thread of the steps; whoever changes the list changes no other."""
+    texts: list[str] = []
+
+    def tokenizer(text: str, **_: Any) -> dict[str, list[int]]:
+        texts.append(text)
+        return {"input_ids": [len(text)]}
+
+    words = splitter(tokenizer)
+    words("a red apple").append(0)
+    assert words("a red apple") == [11] and texts == ["a red apple"]
+
+
 def test_known_prompts_are_not_encoded_again(folder: Path, runs: list[int]) -> None:
     text = conditioner(folder)
     first = text.encode(PROMPTS)
@@ -345,7 +403,7 @@ def test_a_torchvision_of_another_torch_is_named(monkeypatch: pytest.MonkeyPatch
 
 
 def test_unknown_place_names_the_known_ones() -> None:
-    with pytest.raises(OptionError, match="one of device, host, free"):
+    with pytest.raises(OptionError, match="one of auto, device, host, free"):
         DeviceOptions(keep_text="disk")
 
 

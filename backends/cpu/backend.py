@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import inf
 from statistics import median
 
@@ -70,6 +72,17 @@ def median_seconds(step: Callable[[], object], clock: Callable[[], float]) -> fl
     return median(taken)
 
 
+@contextmanager
+def threads_set(count: int) -> Iterator[None]:
+    """The calling thread has so many inside; a new thread begins with what another has set last."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 class ThreadPace(Pace):
     """Chooses the threads of one engine's steps, also within an image.
 
@@ -115,14 +128,8 @@ class ThreadPace(Pace):
         self.note(self.clock() - began)
         return found
 
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.count)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(before)
+    def held(self) -> AbstractContextManager[None]:
+        return threads_set(self.count)
 
     def note(self, took: float) -> None:
         """A step of an image took so long: go on with a search, or begin one if it is time to."""
@@ -279,6 +286,15 @@ class CPUBackend(Backend):
         if fit.threads:
             fit.note_threads(fit.threads, "asked for")
         return fit
+
+    @property
+    def overlaps(self) -> bool:
+        """Where both find cores of their own: else the threads of each wait for those of the other, all the time."""
+        return 2 * torch.get_num_threads() <= (os.cpu_count() or 1)
+
+    def beside(self) -> Callable[[], AbstractContextManager[object]]:
+        """As many threads as now, whatever the steps take meanwhile: another number can round otherwise."""
+        return partial(threads_set, torch.get_num_threads())
 
     def memory(self, reset_peak: bool = False) -> Memory:
         return Memory(host.total_bytes(), host.available_bytes(), host.peak_resident_bytes())

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import cached_property
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property, partial
 from typing import Any
 from weakref import WeakSet
 
@@ -81,6 +81,7 @@ class CUDABackend(Backend):
     quantized = QUANTIZED
     queue = CUDAQueue()
     shares_pool = True
+    overlaps = True
 
     def __init__(self, graphs: str = "auto") -> None:
         self.recordings: WeakSet[Any] = WeakSet()  # runners whose graph lives
@@ -149,6 +150,10 @@ class CUDABackend(Backend):
         """
         self.recordings.discard(recording)
         self.retired = [*self.retired, graph] if self.recordings else []
+
+    def beside(self) -> Callable[[], AbstractContextManager[object]]:
+        """A stream of its own, which waits for nothing: what passes between the threads is on the host."""
+        return partial(torch.cuda.stream, torch.cuda.Stream())
 
     @contextmanager
     def errors(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ from lantern_hpu.decode.accept import Bounds
 from lantern_hpu.decode.drafting.base import Drafting
 from lantern_hpu.decode.drafting.eagle import DynamicDrafting, StaticDrafting
 from lantern_hpu.decode.drafting.window import WindowDrafting
-from lantern_hpu.decode.memory import check_batch, engine_bytes, setup_for
+from lantern_hpu.decode.memory import check_batch, encoding, engine_bytes, setup_for, summed
 from lantern_hpu.decode.sampler import sampling_params
 from lantern_hpu.decode.scheduled import ScheduledDrafting, ScheduledStep
 from lantern_hpu.decode.spec import Spec, is_scheduled
@@ -443,6 +443,12 @@ class EngineCache:
         here = [setup_for(model, spec, dtype) for spec in self.engines]
         news = [setup_for(model, spec, dtype) for spec in specs if spec not in self.engines]
         return sum(engine_bytes([*here, *news], *how)) - engine_bytes(here, *how)[0] - free
+
+    def lacking_for_text(self) -> int:
+        """Bytes that the device lacks for a text encoder beside the engines here; none: 0 or less."""
+        model, dtype = self.model.config, dtype_name(self.model.target.dtype)
+        sizes = [setup_for(model, spec, dtype) for spec in self.engines]
+        return self.lacking([]) + max(summed(encoding(*size)) for size in sizes)
 
     def shrink(self, count: int) -> bool:
         """Close the oldest that nothing holds until `count` are left; whether any was."""

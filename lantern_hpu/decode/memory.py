@@ -61,7 +61,7 @@ class Setup:
     @property
     def text_stays(self) -> bool:
         """Whether the text encoder is on the device while images are drawn."""
-        return self.keep_text == "device" or (self.keep_text == "host" and self.is_host)
+        return self.keep_text == "device" or (self.keep_text != "free" and self.is_host)
 
 
 def cache_bytes(config: TransformerConfig, layers: int, setup: Setup) -> int:
@@ -89,10 +89,7 @@ def phases(model: ModelConfig, setup: Setup) -> dict[str, Rows]:
         turned = [("a matrix on its way to int8 (estimate)", QUANTIZING * largest)]
         result[LOADING] = weights(model, replace(setup, quantize=None)) + turned
     if model.condition.kind == "t5":
-        # What T5 computes for one prompt; prompts are encoded one at a time
-        features = model.target.prefix * model.condition.dim * setup.bytes
-        one = ("encoding a prompt (estimate)", PROMPT_FEATURES * features)
-        result[ENCODING] = [*held, *text, one]
+        result[ENCODING] = held + encoding(model, setup)
     result[DRAWING] = held + (text if setup.text_stays else []) + working(model, setup)
     return {phase: [(name, n) for name, n in rows if n] for phase, rows in result.items()}
 
@@ -134,6 +131,13 @@ def text_weights(model: ModelConfig, setup: Setup) -> Rows:
         return []
     more = model.text.float32_parameters * 2 if setup.dtype == "float16" else 0
     return [("text encoder weights", model.text.parameters * setup.bytes + more)]
+
+
+def encoding(model: ModelConfig, setup: Setup) -> Rows:
+    """Of the text encoder, and of what it computes for one prompt: they are encoded one at a time."""
+    features = model.target.prefix * model.condition.dim * setup.bytes
+    one = ("encoding a prompt (estimate)", PROMPT_FEATURES * features)
+    return [*text_weights(model, setup), one]
 
 
 def state(model: ModelConfig, setup: Setup) -> Rows:

@@ -559,6 +559,7 @@ def image_metrics(call: Call, done: Done) -> protocol.ImageMetrics:
     drafts = METHODS[call.served.setting.method].drafts
     return protocol.ImageMetrics(
         queue_s=round(done.queue, 4),
+        text_s=round(done.text, 4),
         prefill_s=round(done.prefill, 4),
         steps_s=round(done.decode, 4),
         decode_s=round(done.pixels, 4),

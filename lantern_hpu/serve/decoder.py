@@ -1,4 +1,7 @@
-"""The decode loop: one thread that owns the device and its engines, and decides whose turn it is.
+"""The decode loop: one thread that owns the engines, and decides whose turn it is.
+
+A prompt's text is encoded before it, and an image's pixels are made after it, by a `TaskQueue` each: images go on
+meanwhile. What passes between them is on the host: prompts' features, and tokens.
 
 Each method that is served has two engines: one of all slots, and one of a single slot for an image that comes while
 nothing else runs, which then takes no longer than it does alone. All are captured before the first request.
@@ -15,14 +18,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from traceback import walk_tb
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from lantern_hpu.decode.batch import Batch
 from lantern_hpu.decode.engine import Engine
@@ -31,6 +36,7 @@ from lantern_hpu.decode.spec import Spec
 from lantern_hpu.errors import CaptureError, DeviceError, LanternError, OptionError
 from lantern_hpu.methods.request import Request
 from lantern_hpu.methods.setting import METHODS
+from lantern_hpu.models.text.t5 import T5Conditioner
 from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import Drawn, ImageRecord
 from lantern_hpu.results.tables import amount, usual_prompts
@@ -39,6 +45,7 @@ from lantern_hpu.serve.menu import ONE_SHAPE, Menu, Served, Shape, make_menu
 from lantern_hpu.serve.metrics import Metrics
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.protocol import ApiError
+from lantern_hpu.serve.tasks import Inside, TaskQueue, Turns
 
 PROBED = 3  # steps of a recording that are compared with the step uncaptured
 IDLE = 0.5  # seconds between two heartbeats where nothing is to be drawn
@@ -58,7 +65,8 @@ class Done(NamedTuple):
     """A picture, and the seconds it took."""
 
     drawn: Drawn
-    queue: float
+    queue: float  # waiting: for its text, for a slot, and for its pixels
+    text: float
     prefill: float
     decode: float  # the steps, shared with the other images of the batch
     pixels: float
@@ -74,11 +82,13 @@ class Job:
     shows: tuple[int, ...]  # rows at which a partial picture is wanted, rising
     send: Callable[
         [Partial | Done | ApiError], None
-    ]  # called with each event, usually in the decode thread
+    ]  # called with each event, usually in the thread that made it
     shape: Shape = ONE_SHAPE
     queued: float = field(default_factory=time.monotonic)
+    text: float = 0.0  # seconds
     admitted: float = 0.0
     begun: float = 0.0
+    drawn: float = 0.0  # when all its tokens were there
     cancelled: bool = False
     alone: bool = False  # it is drawn by itself, after an error beside others
 
@@ -116,10 +126,14 @@ class DecodeThread:
         self.menu = make_menu(pipeline, options)
         self.metrics = Metrics(self.menu.model)
         self.lanes: dict[tuple[str, Shape], list[Lane]] = {}  # the single slot first
-        self.waiting: deque[Job] = deque()
+        self.reading = 0  # images whose text is not encoded yet
+        self.waiting: deque[Job] = deque()  # for a slot
         self.open_jobs: set[Job] = set()  # taken, and neither done nor given up
-        self.clock, self.seconds = time.perf_counter, 0.0  # of an image in its slot, on average
+        self.clock = time.perf_counter
+        self.seconds = self.painting = 0.0  # of an image in its slot, and of its pixels, on average
         self.changed = threading.Condition()
+        self.text, self.pixels = (TaskQueue(name, self.changed) for name in ("text", "pixels"))
+        self.device: Inside = nullcontext  # what the device is used in: see `share`
         self.thread = threading.Thread(target=self.run, name="decode", daemon=True)
         self.beat, self.ready, self.draining, self.stopping = time.monotonic(), False, False, False
         self.failure: BaseException | None = None
@@ -158,9 +172,15 @@ class DecodeThread:
         with self.changed:
             self.changed.notify()
         self.answer_all(ApiError(503, "the server stopped"))
-        if self.thread.is_alive():
-            self.thread.join(wait)
+        for thread in self.alive:
+            thread.join(wait)
         return left
+
+    @property
+    def alive(self) -> list[threading.Thread]:
+        """Threads that have not ended."""
+        threads = (self.thread, self.text.thread, self.pixels.thread)
+        return [thread for thread in threads if thread is not None and thread.is_alive()]
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue the images of a request, all or none."""
@@ -168,23 +188,37 @@ class DecodeThread:
             if self.draining or not self.ready:
                 what = "about to stop" if self.draining else "not ready yet"
                 raise ApiError(503, f"the server is {what}", headers={"Retry-After": "5"})
-            if len(self.waiting) + len(jobs) > self.options.queue:
-                what = f"{len(self.waiting)} images wait, {self.options.queue} may"
-                places = len(self.waiting) + len(jobs) - self.options.queue
+            if (places := self.queued + len(jobs) - self.options.queue) > 0:
+                what = f"{self.queued} images wait, {self.options.queue} may"
                 headers = {"Retry-After": str(self.retry_after(places))}
                 raise ApiError(429, what, None, "queue_full", headers)
-            self.waiting.extend(jobs)
+            self.reading += len(jobs)
             self.open_jobs.update(jobs)
-            self.changed.notify()
+            self.text.put(partial(self.read, jobs))
 
     def cancel(self, jobs: Iterable[Job]) -> None:
-        """Give jobs up; their slots are free at the next host read."""
+        """Give jobs up: their slots are free at the next host read, their text and pixels are not made."""
         for job in jobs:
             job.cancelled = True
 
     @property
     def running(self) -> int:
         return sum(len(lane.jobs) for lane in self.all_lanes())
+
+    @property
+    def queued(self) -> int:
+        """Images that wait for their text or a slot."""
+        return self.reading + len(self.waiting)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether images may begin: not where two batches of them wait for their pixels."""
+        return self.unpainted < 2 * self.options.slots
+
+    @property
+    def unpainted(self) -> int:
+        """Images whose tokens are there, and whose pixels are not."""
+        return len(self.open_jobs) - self.queued - self.running
 
     def retry_after(self, places: int) -> int:
         """About how many seconds until so many images have left the queue for a slot: at least one."""
@@ -195,7 +229,10 @@ class DecodeThread:
                 done = max(lane.batch.known[slot], 1) / lane.batch.total
                 each = each or (now - job.begun) / done  # nothing was finished yet
                 left.append(each * (1 - done))
-        return max(1, math.ceil(seconds_until_room(places, left, each, self.options.slots)))
+        slots = self.options.slots
+        pictures = places + self.running + self.unpainted - 3 * slots  # before there is room
+        seconds = max(seconds_until_room(places, left, each, slots), pictures * self.painting)
+        return max(1, math.ceil(seconds))
 
     def all_lanes(self) -> list[Lane]:
         return [lane for lanes in list(self.lanes.values()) for lane in lanes]
@@ -206,8 +243,11 @@ class DecodeThread:
             return sum(report.recompiles_after_warmup for report in engines)
 
         backend, slots, watch = self.pipeline.backend, self.options.slots, self.metrics.watch
-        watch("num_requests_running", "Images in slots", lambda: self.running)
-        watch("num_requests_waiting", "Images in the queue", lambda: len(self.waiting))
+        running = "Images in slots, and those whose pixels are not made yet"
+        watch("num_requests_running", running, lambda: len(self.open_jobs) - self.queued)
+        watch("num_requests_waiting", "Images in the queue", lambda: self.queued)
+        pictures = "Pictures whose pixels are to be made, partial ones included"
+        watch("num_pictures_waiting", pictures, lambda: len(self.pixels.tasks))
         taken = "Slots taken, of those of a method's engine"
         watch("slots_in_use_ratio", taken, lambda: self.running / slots)
         watch("recompiles_after_readiness", "Captures that should not be", recompiles)
@@ -220,6 +260,7 @@ class DecodeThread:
         event = ApiError(503, "the server stopped")
         try:
             with self.held, self.pipeline.backend.errors(), torch.no_grad():
+                self.share()
                 self.capture()
                 self.ready = True
                 while not self.stopping:
@@ -235,6 +276,13 @@ class DecodeThread:
             for lane in self.all_lanes():
                 lane.jobs.clear()
             self.answer_all(event)
+
+    def share(self) -> None:
+        """Whether the threads use the device at the same time, or in turns."""
+        backend = self.pipeline.backend
+        if not backend.overlaps:
+            self.device = self.text.turn = self.pixels.turn = Turns()
+        self.text.inside, self.pixels.inside = backend.beside(), backend.beside()
 
     def answer(self, job: Job, event: Done | ApiError | None) -> None:
         """Send the last event of a job, once; None where the client left."""
@@ -263,6 +311,7 @@ class DecodeThread:
             name: self.pipeline.describe(served.setting)
             for name, served in self.menu.methods.items()
         }
+        keep_encoder(self.pipeline)
         self.environment = self.pipeline.environment()
 
     def lane(self, served: Served, spec: Spec) -> Lane:
@@ -283,10 +332,10 @@ class DecodeThread:
         Turns one after the other would not be fair: one may be a step of a window, another sixteen steps of `ar`.
         """
         self.beat = time.monotonic()
-        self.join()
+        if self.has_room:
+            self.join()
         for lane, jobs in self.next_ones():
-            if good := [job for job in jobs if self.read_text(job)]:
-                self.within(lane, partial(self.admit, lane, good), good)
+            self.within(lane, partial(self.admit, lane, jobs), jobs)
         for lane in self.all_lanes():
             lane.idle = not lane.jobs
         if taken := [lane for lane in self.all_lanes() if lane.jobs]:
@@ -301,7 +350,7 @@ class DecodeThread:
         All of them begin again, each alone, with the same tokens; what fails alone has itself to blame.
         """
         try:
-            with self.pipeline.backend.errors():
+            with self.device(), self.pipeline.backend.errors():
                 act()
         except Exception as error:
             jobs = [j for j in dict.fromkeys([*lane.empty(), *coming]) if j in self.open_jobs]
@@ -319,7 +368,7 @@ class DecodeThread:
     def check_usable(self, lane: Lane) -> None:
         """Raise where an empty lane draws nothing any more: that is the device's error, and ends the process."""
         engine, requests = lane.batch.engine, [lane.usual] * lane.batch.size
-        with self.pipeline.backend.errors():
+        with self.device(), self.pipeline.backend.errors():
             self.pipeline.model.condition.prepare([lane.usual.prompt])
             engine.start(self.pipeline.prefix(engine, requests), requests)
             engine.advance([0] * lane.batch.size, 1, 1)
@@ -341,17 +390,18 @@ class DecodeThread:
     def next_ones(self) -> list[tuple[Lane, list[Job]]]:
         """Jobs that have a slot now, by lane; the others wait on, in their order."""
         with self.changed:
-            if not self.waiting and not self.running and not self.stopping:
+            can_begin = self.waiting and self.has_room
+            if not can_begin and not self.running and not self.stopping:
                 self.changed.wait(IDLE)
             chosen: dict[Lane, list[Job]] = {}
             left: deque[Job] = deque()
-            alone = len(self.waiting) == 1 and not self.running
+            alone, has_room = self.queued == 1 and not self.running, self.has_room
             for job in self.waiting:
                 if self.gone(job):
                     continue
                 lanes = self.lanes[job.method, job.shape]
                 lane = lanes[0] if alone or job.alone else lanes[-1]
-                if len(chosen.get(lane, [])) < lane.room:
+                if has_room and len(chosen.get(lane, [])) < lane.room:
                     chosen.setdefault(lane, []).append(job)
                 else:
                     left.append(job)
@@ -359,7 +409,9 @@ class DecodeThread:
         return list(chosen.items())
 
     def gone(self, job: Job) -> bool:
-        """Whether a job was cancelled, or took too long, which it is answered with."""
+        """Whether a job was answered, was cancelled, or took too long, which it is answered with."""
+        if job not in self.open_jobs:
+            return True
         if job.cancelled:
             self.metrics.cancelled.labels(self.menu.model).inc()
             self.answer(job, None)
@@ -369,20 +421,6 @@ class DecodeThread:
         else:
             return False
         return True
-
-    def read_text(self, job: Job) -> bool:
-        """Whether a job's prompt could be read; else it is answered."""
-        try:
-            with self.pipeline.backend.errors():
-                self.pipeline.model.condition.prepare([job.request.prompt])
-            return True
-        except OptionError as error:  # it means nothing to this model
-            answer = translated(error)
-            answer.param = "prompt"
-            self.answer(job, answer)
-        except Exception as error:
-            self.answer(job, failed(job, "text", error))
-        return False
 
     def admit(self, lane: Lane, jobs: list[Job]) -> None:
         if lane.idle:  # what it did not use meanwhile is not saved up
@@ -411,14 +449,11 @@ class DecodeThread:
             lane.leave(slot)
         for slot, record in batch.finished():
             job = lane.jobs.pop(slot)
-            try:
-                self.finish(lane, job, record)
-            except Exception as error:
-                self.answer(job, failed(job, "pixels", error))
+            self.finish(lane, job, record)
         self.show(lane)
 
     def show(self, lane: Lane) -> None:
-        """Send the partial pictures that are due."""
+        """Have the partial pictures made that are due."""
         columns = self.pipeline.model.target.config.columns
         wanted = []
         for slot, job in lane.jobs.items():
@@ -432,14 +467,8 @@ class DecodeThread:
         tokens, known = lane.batch.engine.partial(), lane.batch.known
         for slot in wanted:
             job, steps = lane.jobs[slot], lane.batch.slots[slot].steps
-            try:
-                pictures = preview(
-                    self.pipeline.model, self.pipeline.backend, tokens[[slot]], [known[slot]]
-                )
-                job.send(Partial(pictures[0], known[slot] // columns, known[slot], steps))
-                self.schedule_preview(lane, slot)
-            except Exception as error:
-                self.answer(lane.leave(slot), failed(job, "preview", error))
+            self.pixels.put(partial(self.paint_partly, job, tokens[[slot]], known[slot], steps))
+            self.schedule_preview(lane, slot)
 
     def schedule_preview(self, lane: Lane, slot: int) -> None:
         """Have the host read when the next partial picture of a slot may be due."""
@@ -448,15 +477,64 @@ class DecodeThread:
             lane.batch.slots[slot].preview_at = shows[0] * columns if shows else 0
 
     def finish(self, lane: Lane, job: Job, record: ImageRecord) -> None:
+        """Hand the tokens of an image on."""
+        job.drawn = time.monotonic()
+        self.seconds = average(self.seconds, job.drawn - job.admitted)
+        self.pixels.put(partial(self.paint, lane, job, record))
+
+    # In the threads beside it
+
+    def read(self, jobs: Sequence[Job]) -> None:
+        """Encode the prompts of a request. Its images then wait for slots; those whose prompt fails are answered."""
+        ready = [job for job in jobs if not self.gone(job) and self.read_text(job)]
+        with self.changed:
+            self.reading -= len(jobs)
+            self.waiting.extend(ready)
+            self.changed.notify()
+
+    def read_text(self, job: Job) -> bool:
+        """Whether a job's prompt could be read; else it is answered."""
         began = time.monotonic()
-        drawn = self.pipeline.drawn(record, self.described[job.method], self.environment)
-        now = time.monotonic()
-        self.count(lane, record)
-        self.metrics.latency.labels(self.menu.model).observe(now - job.queued)
-        spent = now - job.admitted
-        self.seconds = 0.8 * self.seconds + 0.2 * spent if self.seconds else spent
-        times = (job.admitted - job.queued, job.begun - job.admitted, began - job.begun)
-        self.answer(job, Done(drawn, *times, now - began))
+        try:
+            with self.pipeline.backend.errors():
+                self.pipeline.model.condition.prepare([job.request.prompt])
+            job.text = time.monotonic() - began
+            return True
+        except OptionError as error:  # it means nothing to this model
+            answer = translated(error)
+            answer.param = "prompt"
+            self.answer(job, answer)
+        except Exception as error:
+            self.answer(job, failed(job, "text", error))
+        return False
+
+    def paint(self, lane: Lane, job: Job, record: ImageRecord) -> None:
+        """Make the pixels of an image, and answer its job."""
+        if self.gone(job):
+            return
+        began = time.monotonic()
+        try:
+            drawn = self.pipeline.drawn(record, self.described[job.method], self.environment)
+            now = time.monotonic()
+            self.painting = average(self.painting, now - began)
+            waited = job.admitted - job.queued - job.text + began - job.drawn
+            times = (job.text, job.begun - job.admitted, job.drawn - job.begun, now - began)
+            self.count(lane, record)
+            self.metrics.took(now - job.queued, *times)
+            self.answer(job, Done(drawn, waited, *times))
+        except Exception as error:
+            self.answer(job, failed(job, "pixels", error))
+
+    def paint_partly(self, job: Job, tokens: NDArray[np.int64], known: int, steps: int) -> None:
+        """Send the rows known so far of tokens [1, N]. Where that fails, the image leaves its slot."""
+        if self.gone(job):
+            return
+        model, rows = self.pipeline.model, known // self.pipeline.model.target.config.columns
+        try:
+            (picture,) = preview(model, self.pipeline.backend, tokens, [known])
+            job.send(Partial(picture, rows, known, steps))
+        except Exception as error:
+            self.answer(job, failed(job, "preview", error))
 
     def count(self, lane: Lane, record: ImageRecord) -> None:
         model, method, metrics = self.menu.model, lane.served.setting.method, self.metrics
@@ -474,6 +552,11 @@ class DecodeThread:
                 metrics.tv_max.labels(model, method).observe(record.tv_max or 0.0)
             for position, accepted in enumerate(record.accepted_by_depth):
                 metrics.per_pos.labels(model, method, str(position)).inc(accepted)
+
+
+def average(before: float, now: float) -> float:
+    """Of the last ones: each counts less than the next; 0 is none."""
+    return 0.8 * before + 0.2 * now if before else now
 
 
 def failed(job: Job, stage: str, error: Exception) -> ApiError:
@@ -528,6 +611,14 @@ def check_engines(pipeline: LanternPipeline, menu: Menu, slots: int) -> None:
     why = f"they need {amount(free + more)} beside the weights, {amount(free)} are free on {name}"
     hint = " or ".join(fitting) + " fits" if fitting else "--methods ar --slots 1, or plan --serve"
     raise DeviceError(what, why, hint)
+
+
+def keep_encoder(pipeline: LanternPipeline) -> None:
+    """Let a text encoder stay on the device, if that is left to us and there is room for it beside the engines."""
+    text, engines = getattr(pipeline.model.condition, "text", None), pipeline.engines
+    if isinstance(text, T5Conditioner) and text.keep == "auto" and engines.lacking_for_text() <= 0:
+        text.keep = "device"
+        pipeline.fit.decided["text encoder"] = "device: there is room for it beside the engines"
 
 
 def seconds_until_room(places: int, left: Sequence[float], each: float, slots: int) -> float:

@@ -53,12 +53,23 @@ class Metrics:
         self.queue = histogram("request_queue_time_seconds", "From arrival to a slot", SECONDS)
         latency = "From arrival to the picture"
         self.latency = histogram("e2e_request_latency_seconds", latency, SECONDS)
+        about = {"text": "Text of an image", "prefill": "Its prefill"}
+        about |= {"decode": "Its steps", "pixels": "From its tokens to the picture"}
+        self.stages = [
+            histogram(f"request_{stage}_time_seconds", text, SECONDS)
+            for stage, text in about.items()
+        ]
         self.step = histogram("step_time_seconds", "One step of all slots", STEP, "method")
 
     def watch(self, name: str, about: str, value: Callable[[], float]) -> None:
         """A gauge that is read when it is asked for."""
         gauge = Gauge(f"lantern:{name}", about, ("model_name",), registry=self.registry)
         gauge.labels(self.model).set_function(value)
+
+    def took(self, whole: float, *stages: float) -> None:
+        """Seconds of an image, and of its text, prefill, steps and pixels."""
+        for kept, seconds in zip([self.latency, *self.stages], [whole, *stages], strict=True):
+            kept.labels(self.model).observe(seconds)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -183,7 +183,9 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
         asyncio.run(server.serve(sockets=[listening]))
     finally:
         listening.close()
-    if decoder.thread.is_alive():  # in a step; threads cannot be ended from outside
+    if (
+        decoder.alive and decoder.failure is None
+    ):  # in a step, or in pixels; threads cannot be ended from outside
         say("stopped")
         os._exit(int(server.lost))
     decoder.pipeline.close()

@@ -203,7 +203,8 @@ class SpeculativeDecoding(BaseModel):
 class ImageMetrics(BaseModel):
     """Of one image. Steps are shared with the other images of the batch."""
 
-    queue_s: float
+    queue_s: float = Field(description="for its text, a slot, and its pixels")
+    text_s: float
     prefill_s: float
     steps_s: float
     decode_s: float = Field(description="from tokens to pixels")

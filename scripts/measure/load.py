@@ -13,6 +13,11 @@ sends mixed requests instead, 32 at a time, of which every third is hostile (`sc
 images with those of `generate`, counts answers and their shapes, holds the server's counters against them, and says
 what the server held of memory, descriptors and threads when it was ready, after a quarter, and in the end.
 
+    python -m scripts.measure.load --clients 4 --images 32 --model FOLDER [--checkout OTHER]
+
+keeps so many clients waiting for an image each, and says how many images a second they have. `--checkout` has the code
+of another version serve, so that the two can be compared.
+
     python -m scripts.measure.load --fair --seconds 60
 
 asks the decode loop for two methods all the time, without HTTP, with a partial picture of each row as the start page
@@ -59,17 +64,23 @@ PATIENT: dict[str, Any] = {"timeout": 3600, "limits": httpx.Limits(max_connectio
 
 @contextmanager
 def server(
-    model: str, slots: int, method: str, queue: int, more: str = ""
+    model: str, slots: int, method: str, queue: int, more: str = "", checkout: Path = ROOT
 ) -> Iterator[tuple[str, int]]:
-    """The address and the process of a server."""
+    """The address and the process of a server, of this code or another."""
     options = f"serve --model {model} --slots {slots} --methods {method} --queue {queue} {more}"
     command = [sys.executable, "-m", "lantern_hpu", *options.split()]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(checkout)}
     with (
         tempfile.NamedTemporaryFile() as log,
-        serving(command, Path(log.name), env=environment) as (url, process),
+        serving(command, Path(log.name), env=environment, cwd=checkout) as (url, process),
     ):
         yield url, process.pid
+
+
+def processor_s(pid: int) -> float:
+    """Seconds of the processor that a process has had."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def ask(client: httpx.Client, url: str, prompt: str, seed: int) -> float:
@@ -371,6 +382,33 @@ def fair(model: str, settings: str, slots: int, seconds: float) -> dict[str, Any
     }
 
 
+def by_clients(
+    model: str, method: str, slots: int, images: int, clients: int, checkout: Path
+) -> dict[str, Any]:
+    """Images a second of clients that each wait for one image and then ask for the next."""
+    client = httpx.Client(**PATIENT)
+    with (
+        client,
+        server(model, slots, method, images, checkout=checkout) as (url, pid),
+        ThreadPoolExecutor(clients) as pool,
+    ):
+        list(pool.map(lambda seed: ask(client, url, "a red apple", seed), range(2 * clients)))
+        used, began = processor_s(pid), time.perf_counter()
+        seconds = list(pool.map(lambda seed: ask(client, url, "a cat", seed), range(images)))
+        took, used = time.perf_counter() - began, processor_s(pid) - used
+    return {
+        "model": model,
+        "checkout": str(checkout),
+        "method": method,
+        "slots": slots,
+        "clients": clients,
+        "images": images,
+        "images_per_s": round(images / took, 4),
+        "processor_s_per_image": round(used / images, 4),
+        "latency_s": spread(seconds),
+    }
+
+
 def spread(seconds: Sequence[float]) -> dict[str, float]:
     cuts = statistics.quantiles([*seconds, *seconds], n=100, method="inclusive")
     return {f"p{p}": round(cuts[p - 1], 4) for p in (50, 90, 99)}
@@ -417,8 +455,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--minutes", type=float, default=0, help="of --soak, in place of --images")
     add("--fair", action="store_true", help="two methods beside each other instead")
     add("--seconds", type=float, default=40.0, help="of each part of --fair (40)")
+    add("--clients", type=int, help="so many, each of which waits for its image, instead")
+    add("--checkout", type=Path, default=ROOT, help="the code that serves --clients (this)")
     args = parser.parse_args(argv)
-    if args.fair:
+    if args.clients:
+        asked = (args.model, args.method, args.slots, args.images, args.clients)
+        found = by_clients(*asked, args.checkout.resolve())
+    elif args.fair:
         settings = args.method if "," in args.method else "ar,scd@16"
         found = fair(args.model, settings, args.slots, args.seconds)
     elif args.soak:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import html
 import re
+import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -147,6 +148,9 @@ class T5Conditioner:
         check_t5_files(folder)
         self.folder, self.prefix, self.dtype, self.device = folder, prefix, dtype, device
         self.keep, self.to_device = keep, to_device
+        # A server encodes in one thread, reads what is known in another, and counts tokens in a third
+        self._encoding = threading.Lock()  # of the encoder
+        self._lock = threading.Lock()  # of the tokenizer and of what is known: never held for long
         with reading(folder / "config.json", HINT) as about:
             T5Config.from_json(about)  # before a library allocates what it asks for
             self.width = int(about["d_model"])  # C
@@ -163,10 +167,10 @@ class T5Conditioner:
 
     def encode(self, prompts: Sequence[str]) -> TextFeatures:
         """Features [B, P, C] and valid [B, P] of a batch, put together on the host so that one copy goes up."""
-        self.prepare(prompts)
+        found = self._features_of(prompts)
         features = torch.zeros(len(prompts), self.prefix, self.width, dtype=self.dtype)
         valid = torch.zeros(features.shape[:2], dtype=torch.bool)
-        for row, known in enumerate(self._known[prompt] for prompt in prompts):
+        for row, known in enumerate(found[prompt] for prompt in prompts):
             features[row, self.prefix - len(known) :] = known
             valid[row, self.prefix - len(known) :] = True
         up, device = self.to_device, self.device
@@ -174,31 +178,46 @@ class T5Conditioner:
 
     def prepare(self, prompts: Sequence[str]) -> None:
         """Encode the prompts that are not known yet, then put the encoder where `keep` says."""
+        self._features_of(prompts)
+
+    def _features_of(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """Features [v, C] by prompt. Those that are known do not wait for others to be encoded."""
         wanted = list(dict.fromkeys(prompts))
-        unknown = [prompt for prompt in wanted if prompt not in self._known]
-        if unknown:
-            try:
-                self._load_encoder()
-                # One at a time: in bfloat16 a batch rounds otherwise, and an image must not depend on its company.
-                for prompt in unknown:
-                    self._known[prompt] = self._features(prompt)
-            finally:
-                if self.keep == "free":
-                    self._encoder = None
-                elif self.keep == "host" and self._encoder is not None:
-                    self._encoder = self._encoder.cpu()
-        for prompt in wanted:
-            self._known[prompt] = self._known.pop(prompt)  # now the youngest
-        # What was just asked for stays, even where it is more than fits.
-        for old in list(self._known)[: max(0, len(self._known) - max(CACHED, len(wanted)))]:
-            del self._known[old]
+        found = self._keep(wanted, {})
+        if len(found) < len(wanted):
+            with self._encoding:
+                unknown = [prompt for prompt in wanted if prompt not in self._known]
+                found = self._keep(wanted, self._encode(unknown))
+        return found
+
+    def _keep(self, wanted: Sequence[str], news: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Add to what is known. -> what of it is wanted, now the youngest"""
+        with self._lock:
+            self._known.update(news)
+            found = {prompt: self._known.pop(prompt) for prompt in wanted if prompt in self._known}
+            self._known.update(found)
+            # What was just asked for stays, even where it is more than fits.
+            for old in list(self._known)[: max(0, len(self._known) - max(CACHED, len(wanted)))]:
+                del self._known[old]
+        return found
+
+    def _encode(self, prompts: Sequence[str]) -> dict[str, Tensor]:
+        """One at a time: in bfloat16 a batch rounds otherwise, and an image must not depend on its company."""
+        try:
+            self._load_encoder()
+            return {prompt: self._features(prompt) for prompt in prompts}
+        finally:
+            if self.keep == "free":
+                self._encoder = None
+            elif self.keep != "device" and self._encoder is not None:
+                self._encoder = self._encoder.cpu()
 
     def notes(self, prompt: str) -> list[str]:
         text = clean(prompt)
         if not text:
             after = " after cleaning" if prompt.strip() else ""
             return [f"the prompt is empty{after}, so the model may draw anything"]
-        with quiet(self._transformers):  # transformers warns of long prompts in its own words
+        with self._lock, quiet(self._transformers):  # which warns of long prompts in its own words
             ids = self._tokenizer(text)["input_ids"]
             if len(ids) <= self.prefix:
                 return []
@@ -209,7 +228,7 @@ class T5Conditioner:
     @torch.no_grad()
     def _features(self, prompt: str) -> Tensor:
         """Features [v, C] of a prompt's v tokens, on the host; pads become zeros on the left."""
-        with quiet(self._transformers):
+        with self._lock, quiet(self._transformers):
             tokens = self._tokenizer(
                 [clean(prompt)],
                 max_length=self.prefix,

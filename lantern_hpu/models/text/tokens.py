@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lantern_hpu.ops.buffers import ToDevice, to_device
 
 PROMPT_POSITIONS = 256  # P: what a prompt and its frame must fit into
 BREAK = "\0"  # where text is split before it becomes tokens
+CACHED = 256  # texts whose tokens are kept: of a server's prompts, from when they come until they are drawn
 ROUNDS = 4  # of breaking names of control tokens that others are made of
 
 
@@ -43,11 +45,12 @@ def load_tokenizer(folder: Path, whose: str = "") -> Any:
 def splitter(tokenizer: Any) -> Words:
     """Text to tokens, without the tokenizer's own frame; each part between two breaks by itself."""
 
-    def words(text: str) -> list[int]:
+    @lru_cache(CACHED)
+    def tokens(text: str) -> tuple[int, ...]:
         parts = [part for part in text.split(BREAK) if part] or [""]
-        return [id for p in parts for id in tokenizer(p, add_special_tokens=False)["input_ids"]]
+        return tuple(t for p in parts for t in tokenizer(p, add_special_tokens=False)["input_ids"])
 
-    return words
+    return lambda text: list(tokens(text))
 
 
 class TokenConditioner:
@@ -89,7 +92,9 @@ class TokenConditioner:
         pass
 
     def prepare(self, prompts: Sequence[str]) -> None:
-        """Nothing: tokens are quick."""
+        """Split them: what is split is kept for a while."""
+        for prompt in prompts:
+            self.length(prompt)
 
     def words(self, prompt: str) -> list[int]:
         return self.frame.words(self.plain(prompt))
