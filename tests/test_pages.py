@@ -252,3 +252,42 @@ def test_command_of_a_page_is_parsed(
     main = import_module(name).main
     with pytest.raises(ParsedError):
         main()
+
+
+# README, recipes and tutorial are run by test_readme.py and test_site.py, plans and lists here
+RUN_ELSEWHERE = ("README.md", "recipes.md", "tutorial.md")
+RUN_HERE = re.compile(r"(models|scripts\.house|plan [a-z][\w.-]+ .*)$")
+# All else is parsed above and not run, and why
+NOT_RUN = {
+    r"plan (NAME|FOLDER)": "a place for the reader's own",
+    r"download|.*(llamagen-[ct]|anole-|janus-|lumina-|emu3|simplear|mammothmoda2|glm-image|models/t2i)": (
+        "gigabytes that are downloaded; test_checkpoints.py reads their formats"
+    ),
+    r".*--device (cuda|hpu)(?! --emulate)": "needs a card",
+    r".*--emulate|scripts\.measure\.conformance": "minutes on the emulator; test_hpu.py is shorter",
+    r"serve": "ends by a signal; test_serve.py",
+    r"doctor": "asks the machine; test_doctor.py",
+    r"scripts\.(checkpoints|embedded_model)": "hours, or gigabytes; test_scripts.py is smaller",
+    r"scripts\.(measure|docs|release)": "minutes of measuring; their tests are of toy sizes",
+    r"(bench|compare|tune|evaluate|train|stretch|lint|generate)": "README, recipes and tutorial run others",
+}
+
+
+def test_every_command_of_a_page_is_run_or_there_is_a_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first pattern that fits is the reason; one that fits nothing any more is to go."""
+    left = dict.fromkeys(" ".join(g) for page, g in LISTED if page.name not in RUN_ELSEWHERE)
+    used = set[str]()
+    for command in left:
+        if RUN_HERE.match(command) and not re.match(r"plan (NAME|FOLDER)", command):
+            name, *rest = command.split()
+            monkeypatch.setattr(sys, "argv", [name, *rest])
+            done = import_module(name).main() if "." in name else cli.main([name, *rest])
+            assert not done, command
+            assert capsys.readouterr().out, command
+            continue
+        reason = next((pattern for pattern in NOT_RUN if re.match(pattern, command)), None)
+        assert reason, f"{command}: run it, or say why not"
+        used.add(reason)
+    assert used == set(NOT_RUN)

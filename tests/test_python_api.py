@@ -106,6 +106,9 @@ def test_a_sheet_of_the_images(pipeline: LanternPipeline) -> None:
     assert result.grid(cols=3, scale=2).size == (3 * 20 + 4, 20 + 4)
     assert result.grid().size == (2 * 12 + 4, 2 * 12 + 4)  # as square as it can be
     captioned = grid(result.images, captions=["a cat", "b", "c"])
+    for count, together, columns in ((16, 1, 4), (10, 2, 4), (16, 2, 4), (6, 6, 6), (1, 1, 1)):
+        many = grid([result.images[0]] * count, gap=0, together=together)
+        assert many.width == columns * result.images[0].width
     assert captioned.size == (2 * 12 + 4, 2 * (12 + CAPTION) + 4)
 
 

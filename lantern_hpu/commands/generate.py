@@ -353,8 +353,7 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
     result.timing.import_s = imported
     show_warm_up(result)
     several = 1 < (args.num_images or 1) < len(result.images)
-    columns = args.num_images if several else None  # a row for each prompt
-    save_outputs(result, outputs, columns, args.force)
+    save_outputs(result, outputs, args.num_images if several else 1, args.force)
     return result
 
 

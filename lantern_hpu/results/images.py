@@ -333,9 +333,14 @@ def grid(
     columns: int | None = None,
     gap: int = 4,
     captions: Sequence[str] = (),
+    together: int = 1,
 ) -> Image.Image:
-    """All images on one sheet as square as can be, row by row, each with its caption under it, cut to its width."""
-    columns = columns or math.ceil(math.sqrt(len(images)))
+    """All images on one sheet as square as can be, row by row, each with its caption under it, cut to its width.
+
+    Args:
+        together: so many images, of one prompt, stay in one row.
+    """
+    columns = columns or together * max(1, math.ceil(math.sqrt(len(images)) / together))
     rows = -(-len(images) // columns)
     width, height = images[0].size
     deep = height + gap + (CAPTION if captions else 0)  # pixels of a row
@@ -346,11 +351,11 @@ def grid(
         left, top = gap + column * (width + gap), gap + row * deep
         sheet.paste(image, (left, top))
         if captions:
-            text = (
-                captions[index].encode("ascii", "replace").decode()
-            )  # of the font that Pillow has
-            while draw.textlength(text) > width and text:
-                text = text[:-1]
+            # In the letters of the font that Pillow has
+            text = whole = captions[index].encode("ascii", "replace").decode()
+            while draw.textlength(text) > width and whole:
+                whole = whole[:-1]
+                text = whole.rstrip() + "..."
             draw.text((left, top + height + 1), text, fill="black")
     return sheet
 
@@ -540,13 +545,11 @@ class Keeper:
             drawn.record.file = str(file)
 
 
-def save_outputs(
-    result: GenerationResult, outputs: Outputs, columns: int | None, force: bool
-) -> None:
+def save_outputs(result: GenerationResult, outputs: Outputs, together: int, force: bool) -> None:
     """Write sheet, tokens and report, in this order."""
     if outputs.sheet:
         captions = [f"{record.seed}: {record.prompt}" for record in result.records]
-        sheet = grid(result.images, columns, captions=captions)
+        sheet = grid(result.images, captions=captions, together=together)
         write_file(outputs.sheet, encode(sheet), force)
     if outputs.tokens:
         write_file(outputs.tokens, tokens_file(result), force)
