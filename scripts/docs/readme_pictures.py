@@ -17,9 +17,9 @@ from lantern_hpu.results.images import encode
 
 PROMPTS = (
     "a red apple",
-    "snowy mountains at sunrise",
+    "a pyramid in the desert at sunset",
     "a lighthouse in a storm",
-    "a sailboat on the sea at sunset",
+    "an orange pumpkin on a table",
     "a red balloon over green hills",
     "a cactus in the desert",
     "a house by a lake at night",

@@ -224,7 +224,8 @@ def models_by_device() -> Iterator[str]:
             yield "This backend has not been run on a card yet.\n"
         rows = []
         for name in entries():
-            memory = [memory_of(name, device, images) for images in (1, 8)]
+            amounts = [memory_of(name, device, images) for images in (1, 8)]
+            memory = [one.replace(" ", "\u00a0") for one in amounts]  # never in two lines
             rows.append((f"`{name}`", *memory, f"`{device_command(name, device)}`"))
         yield from table(("model", "1 image", "8 images", "command"), rows)
 
