@@ -57,16 +57,16 @@ LINES = {  # of Python, a package
     # 383 read MammothModa2, give words layers of their own, and save the hidden states that its diffusion stage reads;
     # 81 are one kind of progress for every command, labels that keep off lines, and an API page read on a phone;
     # 210 have a server make text and pixels beside the steps, and measure each
-    "lantern_hpu": 24327,
+    "lantern_hpu": 24329,
     "backends": 4025,  # 105 judge a card's kernels as a run calls them and give its graphs pools; 60 draw and walk in C
     "graphs": 518,  # 24 name why a capture failed
     "gaudi_emulator": 6532,  # 251 differentiate and place what compiled functions make, and find what lint had missed
     "lantern_lab": 4729,
     # 381 make SimpleAR, both Lumina and MammothModa2 as published, 279 are a soak's hostile clients and what it
     # compares, 45 measure clients that wait, 225 time other programs, 76 test a distribution
-    "scripts": 6108,
+    "scripts": 6109,
 }
-PRODUCT, WHOLE = 28870, 46291  # lantern_hpu, backends and graphs; the repository without its tests
+PRODUCT, WHOLE = 28872, 46294  # lantern_hpu, backends and graphs; the repository without its tests
 DATACLASSES = 109  # of the product
 OPTIONS = 42  # of `generate`; the last is --save-states
 FILES = 46  # whose functions run for `generate --prompt "a red apple"`
