@@ -33,7 +33,7 @@ def test_the_page_names_what_is_killed_and_the_night_runs_what_it_says() -> None
 def test_the_page_counts_the_images_that_were_compared() -> None:
     page = (ROOT / "docs" / "reliability.md").read_text()
     results = ROOT / "benchmarks" / "results"
-    for file in ("batches.json", "batches-workers.json", "batches-two-threads.json"):
+    for file in ("batches.json", "batches-workers.json", "batches-threads.json"):
         record = json.loads((results / file).read_text())
         for row in table(record["rows"]).splitlines()[2:]:
             assert row in page, f"{file}: {row}"
