@@ -383,13 +383,13 @@ def fair(model: str, settings: str, slots: int, seconds: float) -> dict[str, Any
 
 
 def by_clients(
-    model: str, method: str, slots: int, images: int, clients: int, checkout: Path
+    model: str, method: str, slots: int, images: int, clients: int, more: str, checkout: Path
 ) -> dict[str, Any]:
     """Images a second of clients that each wait for one image and then ask for the next."""
     client = httpx.Client(**PATIENT)
     with (
         client,
-        server(model, slots, method, images, checkout=checkout) as (url, pid),
+        server(model, slots, method, images, more, checkout) as (url, pid),
         ThreadPoolExecutor(clients) as pool,
     ):
         list(pool.map(lambda seed: ask(client, url, "a red apple", seed), range(2 * clients)))
@@ -456,10 +456,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--fair", action="store_true", help="two methods beside each other instead")
     add("--seconds", type=float, default=40.0, help="of each part of --fair (40)")
     add("--clients", type=int, help="so many, each of which waits for its image, instead")
+    add("--options", default="", help="of `serve`, for --clients: '--sizes 256x256'")
     add("--checkout", type=Path, default=ROOT, help="the code that serves --clients (this)")
     args = parser.parse_args(argv)
     if args.clients:
-        asked = (args.model, args.method, args.slots, args.images, args.clients)
+        asked = (args.model, args.method, args.slots, args.images, args.clients, args.options)
         found = by_clients(*asked, args.checkout.resolve())
     elif args.fair:
         settings = args.method if "," in args.method else "ar,scd@16"
