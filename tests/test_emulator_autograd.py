@@ -1,10 +1,11 @@
-"""Gradients through functions compiled for the emulated card are the CPU's, and inference_mode takes views."""
+"""Torch's operators give the CPU's numbers on the emulated card, and gradients eager and compiled; inference_mode."""
 
 from __future__ import annotations
 
 import sys
 import unittest
 from collections.abc import Callable
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,6 +29,20 @@ LEFT_OUT = {
     "makes a tensor of a number in C++": "quantile nanquantile",
     "copies to the host inside, or is called on the base class": "to __getitem__",
     "drops out at random": "nn.functional.multi_head_attention_forward",
+}
+
+
+# Those whose numbers are not the CPU's by themselves, or that a card refuses
+NOT_COMPARED = {
+    "random": (
+        "rand normal dropout bernoulli uniform multinomial exponential cauchy geometric rrelu empty fractional lowrank"
+    ),
+    "of complex numbers, or sparse": "fft. stft sparse.",
+    "sums bfloat16 in other parts by device": "linear_cross_entropy.chunked",
+    "called on the base class, or names the CPU": "__getitem__ to",
+    "of numbers beyond int32, or unsigned ones": "hash_tensor masked. unravel_index",
+    "takes indices of the host": "tensor_split",
+    "drops out in its samples": "multi_head_attention_forward scaled_dot_product_attention",
 }
 
 
@@ -151,6 +166,57 @@ def test_every_operator_that_torch_differentiates_agrees(shard: int) -> None:
                         [] if agrees else [(info.full_name, how is info.op, "another gradient")]
                     )
     assert not wrong, wrong
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("lazy", [True, False])
+def test_every_operator_of_torch_gives_the_cpus_numbers(lazy: bool, dtype: torch.dtype) -> None:
+    """Four of torch's own samples each; what is made is made on the card."""
+    sys.modules.setdefault("expecttest", SimpleNamespace(TestCase=unittest.TestCase))  # type: ignore[arg-type]
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    names = [name for names in NOT_COMPARED.values() for name in names.split()]
+    wrong, compared = [], 0
+    with emulate(lazy=lazy) as card:
+        for info in op_db:
+            named = any(n in info.full_name if n != "to" else n == info.full_name for n in names)
+            if named or dtype not in info.dtypes:
+                continue
+            with card.aside():
+                torch.manual_seed(0)
+                samples = list(islice(info.sample_inputs("cpu", dtype), 4))
+            for sample in samples:
+                values = (sample.input, *sample.args), sample.kwargs
+                with card.aside():
+                    try:
+                        want = results(info.op, values, "cpu")
+                    except Exception:
+                        continue  # not on a CPU, or a view beyond its copy
+                if any(t.is_complex() or t.layout != torch.strided for t in want):
+                    continue
+                compared += 1
+                try:
+                    got = results(info.op, values, "hpu")
+                    agrees = [t.dtype for t in got] == [t.dtype for t in want] and same(got, want)
+                except Exception as error:
+                    wrong.append((info.full_name, repr(error)[:200]))
+                else:
+                    wrong += [] if agrees else [(info.full_name, "other numbers")]
+    assert not wrong and compared > 800, (compared, wrong)
+
+
+def results(function: Callable[..., Any], values: Any, device: str) -> list[Tensor]:
+    """What an operator makes of values (args, kwargs) on a device, copied to the host."""
+
+    def placed(value: Any) -> Any:
+        return value.detach().clone().to(device) if isinstance(value, Tensor) else value
+
+    args, kwargs = tree_map(placed, values)
+    kwargs |= {"device": device} if "device" in kwargs else {}
+    made = [t for t in tree_flatten(function(*args, **kwargs))[0] if isinstance(t, Tensor)]
+    return [t.detach().cpu() for t in made]
 
 
 def sample_of(info: Any) -> Any:
