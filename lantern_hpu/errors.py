@@ -187,10 +187,15 @@ def choices(names: Iterable[str]) -> str:
 def nearest_keyword(function: Callable[P, T]) -> Callable[P, T]:
     """A function of the Python API: unknown keyword arguments are refused with the name that was probably meant, and
     its errors name arguments, not options."""
-    known = [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+    parameters = inspect.signature(function).parameters
+    known = [name for name in parameters if name not in ("self", "cls")]
+    places = sum(one.kind is not one.KEYWORD_ONLY for one in parameters.values())
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
+        if len(args) > places:
+            what = f"{function.__name__}() takes {args[places]!r} by its name alone"
+            raise OptionError(what, hint=" or ".join(f"{name}=..." for name in known[1:4]))
         for name in kwargs:
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1, 0.5) or [", ".join(known)]

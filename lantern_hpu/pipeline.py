@@ -159,6 +159,8 @@ class LanternPipeline:
         given = given if drafter is None else replace(given, drafter=drafter)
         return cls.load(model, options, given, pictures, size, check)
 
+    from_single_file = from_pretrained  # a weights file is a model as well
+
     @classmethod
     def load(
         cls,

@@ -204,6 +204,15 @@ def test_a_result_is_a_tuple_too(pipeline: LanternPipeline) -> None:
         result[1]
 
 
+def test_a_second_argument_by_place_is_answered_with_names(pipeline: LanternPipeline) -> None:
+    with pytest.raises(OptionError, match="'bad' by its name") as caught:
+        pipeline("cat", "bad")  # type: ignore[call-arg]
+    assert caught.value.hint.startswith("negative_prompt=...")
+    with pytest.raises(OptionError, match="'cuda' by its name") as caught:
+        LanternPipeline.from_single_file("builtin", "cuda")  # type: ignore[call-arg]
+    assert caught.value.hint.startswith("device=...")
+
+
 @pytest.mark.parametrize("name", ELSEWHERE)
 def test_what_diffusers_has_and_this_has_not_is_one_error(
     pipeline: LanternPipeline, name: str
