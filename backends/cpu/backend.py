@@ -103,9 +103,8 @@ class ThreadPace(Pace):
         self.most = self.count = torch.get_num_threads()
         self.notify, self.clock = notify, clock
         self.unlike = set[int]()
-        self.usual = self.again = (
-            inf  # seconds of a step with what was chosen; when more threads are tried
-        )
+        self.usual = inf  # seconds of a step with what was chosen
+        self.again = inf  # when more threads are tried once more
         self.last = deque[float](maxlen=LAST)  # seconds of steps
         self.search: Search | None = None  # under way, by the steps of an image
         self.tried: dict[int, float] = {}  # seconds of a step, by count
@@ -290,7 +289,9 @@ class CPUBackend(Backend):
     @property
     def overlaps(self) -> bool:
         """Where both find cores of their own: else the threads of each wait for those of the other, all the time."""
-        return 2 * torch.get_num_threads() <= (os.cpu_count() or 1)
+        known = hasattr(os, "sched_getaffinity")  # elsewhere all count
+        cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+        return 2 * torch.get_num_threads() <= cores
 
     def beside(self) -> Callable[[], AbstractContextManager[object]]:
         """As many threads as now, whatever the steps take meanwhile: another number can round otherwise."""

@@ -334,7 +334,7 @@ def report_indices(
             continue
         low, high = (int(x) for x in torch.aminmax(index))
         if low < 0 and not packet.startswith("index_put"):
-            pads = low == -1 <= high - 1
+            pads = low == -1 and high >= 0
             said = "-1, as padding has: what is there must not matter" if pads else f"{low}"
             hit("H050", said, "warn" if pads else None)
         if high >= size or low < -size:

@@ -50,7 +50,7 @@ class Parser(argparse.ArgumentParser):
         start, colon, given = message.partition("unrecognized arguments: ")
         hint = f"{self.prog} --help"
         if colon and not start:
-            word = given.partition(" -")[0] if given[0] != "-" else given.split()[0]
+            word = given.split()[0] if given.startswith("-") else given.partition(" -")[0]
             message, hint = f"unknown option {word}", self.nearest(word) or hint
         self.exit(2, f"error: {message}\n  try: {hint}\n")
 

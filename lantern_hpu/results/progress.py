@@ -76,7 +76,7 @@ class ProgressBar(tqdm):
 
 
 class Bar:
-    """ProgressBar in image rows, and previews on the way."""
+    """Progress in image rows, and previews on the way."""
 
     def __init__(self, preview: Path | None = None, every: int = 1, **options: Any) -> None:
         """

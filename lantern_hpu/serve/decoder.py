@@ -119,7 +119,7 @@ class Lane:
 
 
 class DecodeThread:
-    """Takes jobs from any thread; everything else happens in its own."""
+    """Takes jobs from any thread. Steps happen in its own, text and pixels in one each beside it."""
 
     def __init__(self, pipeline: LanternPipeline, options: ServeOptions) -> None:
         self.pipeline, self.options = pipeline, options
@@ -192,9 +192,9 @@ class DecodeThread:
                 what = f"{self.queued} images wait, {self.options.queue} may"
                 headers = {"Retry-After": str(self.retry_after(places))}
                 raise ApiError(429, what, None, "queue_full", headers)
+            self.text.put(partial(self.read, jobs))  # it begins once the lock is free
             self.reading += len(jobs)
             self.open_jobs.update(jobs)
-            self.text.put(partial(self.read, jobs))
 
     def cancel(self, jobs: Iterable[Job]) -> None:
         """Give jobs up: their slots are free at the next host read, their text and pixels are not made."""
@@ -410,17 +410,16 @@ class DecodeThread:
 
     def gone(self, job: Job) -> bool:
         """Whether a job was answered, was cancelled, or took too long, which it is answered with."""
-        if job not in self.open_jobs:
-            return True
-        if job.cancelled:
-            self.metrics.cancelled.labels(self.menu.model).inc()
-            self.answer(job, None)
-        elif time.monotonic() > job.deadline:
-            what = f"the image was not done within {self.options.timeout:g} s"
-            self.answer(job, ApiError(504, what, None, "timeout"))
-        else:
-            return False
-        return True
+        with self.changed:  # two threads may ask at the same time
+            if job not in self.open_jobs:
+                return True
+            if job.cancelled:
+                self.metrics.cancelled.labels(self.menu.model).inc()
+                self.answer(job, None)
+            elif time.monotonic() > job.deadline:
+                what = f"the image was not done within {self.options.timeout:g} s"
+                self.answer(job, ApiError(504, what, None, "timeout"))
+            return job not in self.open_jobs
 
     def admit(self, lane: Lane, jobs: list[Job]) -> None:
         if lane.idle:  # what it did not use meanwhile is not saved up
@@ -448,8 +447,8 @@ class DecodeThread:
         for slot in [slot for slot, job in lane.jobs.items() if self.gone(job)]:
             lane.leave(slot)
         for slot, record in batch.finished():
-            job = lane.jobs.pop(slot)
-            self.finish(lane, job, record)
+            self.finish(lane, lane.jobs[slot], record)
+            del lane.jobs[slot]  # not before: what raises finds it
         self.show(lane)
 
     def show(self, lane: Lane) -> None:

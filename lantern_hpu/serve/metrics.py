@@ -50,11 +50,12 @@ class Metrics:
         mean = "Total variation of a token, mean of an image"
         self.tv_mean = histogram("tv_mean", mean, TV, "method")
         self.tv_max = histogram("tv_max", "The largest of an image's tokens", TV, "method")
-        self.queue = histogram("request_queue_time_seconds", "From arrival to a slot", SECONDS)
+        queue = "From arrival to a slot, text included"
+        self.queue = histogram("request_queue_time_seconds", queue, SECONDS)
         latency = "From arrival to the picture"
         self.latency = histogram("e2e_request_latency_seconds", latency, SECONDS)
         about = {"text": "Text of an image", "prefill": "Its prefill"}
-        about |= {"decode": "Its steps", "pixels": "From its tokens to the picture"}
+        about |= {"decode": "Its steps", "pixels": "Its pixels, without waiting for them"}
         self.stages = [
             histogram(f"request_{stage}_time_seconds", text, SECONDS)
             for stage, text in about.items()

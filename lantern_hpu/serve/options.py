@@ -76,7 +76,7 @@ class ServeOptions:
             raise OptionError("--api-key cannot be sent by clients", why, "letters and digits")
         if self.device.keep_text == "free":
             why = "prompts come as long as the server runs"
-            raise OptionError("--keep-text free cannot be served", why, "host or device")
+            raise OptionError("--keep-text free cannot be served", why, "auto, host or device")
 
 
 def picture_sizes(text: str | None) -> tuple[tuple[int, int], ...]:

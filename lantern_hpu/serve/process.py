@@ -183,9 +183,8 @@ def serve(options: ServeOptions, host: str, port: int) -> int:
         asyncio.run(server.serve(sockets=[listening]))
     finally:
         listening.close()
-    if (
-        decoder.alive and decoder.failure is None
-    ):  # in a step, or in pixels; threads cannot be ended from outside
+    # In a step, in text or in pixels; threads cannot be ended from outside
+    if decoder.alive and decoder.failure is None:
         say("stopped")
         os._exit(int(server.lost))
     decoder.pipeline.close()

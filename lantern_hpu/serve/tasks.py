@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 
 import torch
 
@@ -13,7 +13,7 @@ Inside = Callable[[], AbstractContextManager[object]]
 
 
 class Turns:
-    """One thread at a time, in the order in which they ask."""
+    """One thread at a time; one that has had its turn lets another that waits have the next."""
 
     def __init__(self) -> None:
         self.next, self.one = threading.Lock(), threading.Lock()
@@ -49,21 +49,39 @@ class TaskQueue:
         self.thread: threading.Thread | None = None
 
     def put(self, task: Callable[[], None]) -> None:
-        """Add a task, which must not raise; from any thread."""
+        """Add a task, which must not raise; from any thread.
+
+        Raises:
+            RuntimeError: there can be no thread for it.
+        """
         with self.changed:
-            self.tasks.append(task)
-            if len(self.tasks) == 1:
+            if not self.tasks:
                 self.start()
+            self.tasks.append(task)
 
     def start(self) -> None:
-        self.thread = threading.Thread(target=self.run, name=self.name, daemon=True)
-        self.thread.start()
+        thread = threading.Thread(target=self.run, name=self.name, daemon=True)
+        thread.start()
+        self.thread = thread
 
     def run(self) -> None:
-        with self.turn(), self.inside(), torch.no_grad():
-            self.tasks[0]()
-        with self.changed:
-            self.tasks.popleft()
-            self.changed.notify()
-            if self.tasks:
-                self.start()
+        while self.do_first():
+            pass
+
+    def do_first(self) -> bool:
+        """Do a task. -> whether this thread does the next one too, as no other could be started"""
+        with self.changed:  # `put` has added it by then
+            task = self.tasks[0]
+        try:
+            with self.turn(), self.inside(), torch.no_grad():
+                task()
+        finally:
+            with self.changed:
+                self.tasks.popleft()
+                self.changed.notify()
+                goes_on = bool(self.tasks)
+                if goes_on:
+                    with suppress(RuntimeError):
+                        self.start()
+                        goes_on = False
+        return goes_on

@@ -338,7 +338,8 @@ class Asked:
 
 def grouped(pipeline: LanternPipeline) -> LanternPipeline:
     """A small random target in the place of the model's, in which four queries share two key heads."""
-    config = replace(pipeline.model.target.config, layers=2, heads=4, kv_heads=2)
+    small = replace(pipeline.model.target.config, layers=2, word_layers=0)
+    config = replace(small, heads=4, kv_heads=2)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(SEED)
         target = Target(config, pipeline.fit.kernels).requires_grad_(False).eval()

@@ -459,6 +459,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--options", default="", help="of `serve`, for --clients: '--sizes 256x256'")
     add("--checkout", type=Path, default=ROOT, help="the code that serves --clients (this)")
     args = parser.parse_args(argv)
+    if Path(args.model).exists():  # the server may run in another folder
+        args.model = str(Path(args.model).resolve())
     if args.clients:
         asked = (args.model, args.method, args.slots, args.images, args.clients, args.options)
         found = by_clients(*asked, args.checkout.resolve())

@@ -68,9 +68,8 @@ class CCall(Structure):
 
 # ------------------------------------------------------------------------------------ the library
 
-SIGNATURES: dict[
-    str, tuple[Any, ...]
-] = {  # by function of `decoder.h`: its result, then its arguments
+# By function of `decoder.h`: its result, then its arguments
+SIGNATURES: dict[str, tuple[Any, ...]] = {
     "lantern_isa": (c_char_p,),
     "lantern_use": (c_int, c_char_p),
     "lantern_packed_bytes": (c_int64, *[c_int64] * 3),
@@ -313,7 +312,7 @@ class NativeDecoder(nn.Module):
         x = x.clone()  # the layers add to it
         features = x.new_empty(*x.shape[:2], self.dim * (1 + len(aux_layers)))
         for number, layer in enumerate(self.layers):
-            layer.keys, layer.values = (x.data_ptr() for x in cache[2 * number : 2 * number + 2])
+            layer.keys, layer.values = map(pointer, cache[2 * number : 2 * number + 2])
         aux = (c_int64 * max(1, len(aux_layers)))(*aux_layers)
         call = CCall(
             format=self.format, threads=torch.get_num_threads(), dim=self.dim, heads=self.heads, kv=self.kv,

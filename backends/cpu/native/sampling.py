@@ -71,9 +71,7 @@ def results(p: Tensor, tokens: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor,
 )
 def call_walk(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs: list[Any] = [None if x is None else x.contiguous() for x in arguments]
-    inputs += [None] * (
-        len(INPUTS.split()) - len(inputs)
-    )  # which the operator's defaults leave out
+    inputs += [None] * (len(INPUTS.split()) - len(inputs))  # defaults that were left out
     p, _, tokens, child, _, uniform, neighbours, *_ = inputs
     made = results(p, tokens, uniform)
     lenders = 0 if neighbours is None else neighbours.shape[1]
