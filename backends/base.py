@@ -188,6 +188,7 @@ class Backend(ABC):
         layouts: ways to keep the matrices of linear layers. quantized: smaller formats for the target's weights.
         queue: how the host hands work to the device.
         shares_pool: whether all recordings keep what they compute in one memory.
+        overlaps: whether another thread's work may run at the same time as the steps, in what `beside` makes.
     """
 
     name: str
@@ -198,6 +199,7 @@ class Backend(ABC):
     quantized: tuple[str, ...] = ()
     queue: Queue = Queue()
     shares_pool = False
+    overlaps = False
 
     def __init__(self, graphs: str = "auto") -> None:  # noqa: B027 - most need not know
         """Nothing is loaded yet.
@@ -290,11 +292,6 @@ class Backend(ABC):
     def compile(self, function: nn.Module) -> Callable[[Any], Tensor]:
         """The function, compiled whole with static shapes."""
         return compile_whole(function)
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether another thread's work may run at the same time as the steps; asked in the thread of those."""
-        return False
 
     def beside(self) -> Callable[[], AbstractContextManager[object]]:
         """Makes what the work of another thread, beside the steps, runs in; called in the thread of the steps."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
 from statistics import median
 
@@ -285,17 +283,6 @@ class CPUBackend(Backend):
         if fit.threads:
             fit.note_threads(fit.threads, "asked for")
         return fit
-
-    @property
-    def overlaps(self) -> bool:
-        """Where both find cores of their own: else the threads of each wait for those of the other, all the time."""
-        known = hasattr(os, "sched_getaffinity")  # elsewhere all count
-        cores = len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
-        return 2 * torch.get_num_threads() <= cores
-
-    def beside(self) -> Callable[[], AbstractContextManager[object]]:
-        """As many threads as now, whatever the steps take meanwhile: another number can round otherwise."""
-        return partial(threads_set, torch.get_num_threads())
 
     def memory(self, reset_peak: bool = False) -> Memory:
         return Memory(host.total_bytes(), host.available_bytes(), host.peak_resident_bytes())

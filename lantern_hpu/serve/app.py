@@ -282,8 +282,8 @@ def errors(**statuses: str) -> dict[int | str, dict[str, Any]]:
 
 @router.get("/livez", responses={503: {"model": protocol.Status}})
 async def livez(decoder: TheDecoder, response: Response) -> protocol.Status:
-    """Whether the decode loop runs; it ignores readiness."""
-    silent = time.monotonic() - decoder.beat
+    """Whether the decode loop runs, and text and pixels beside it; it ignores readiness."""
+    silent = decoder.silent
     dead = decoder.failure is not None or (decoder.ready and silent > STALE)
     response.status_code = 503 if dead else 200
     return protocol.Status(status="dead" if dead else "alive", heartbeat_s=round(silent, 3))

@@ -18,7 +18,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
@@ -45,7 +45,7 @@ from lantern_hpu.serve.menu import ONE_SHAPE, Menu, Served, Shape, make_menu
 from lantern_hpu.serve.metrics import Metrics
 from lantern_hpu.serve.options import ServeOptions
 from lantern_hpu.serve.protocol import ApiError
-from lantern_hpu.serve.tasks import Inside, TaskQueue, Turns
+from lantern_hpu.serve.tasks import TaskQueue
 
 PROBED = 3  # steps of a recording that are compared with the step uncaptured
 IDLE = 0.5  # seconds between two heartbeats where nothing is to be drawn
@@ -133,7 +133,6 @@ class DecodeThread:
         self.seconds = self.painting = 0.0  # of an image in its slot, and of its pixels, on average
         self.changed = threading.Condition()
         self.text, self.pixels = (TaskQueue(name, self.changed) for name in ("text", "pixels"))
-        self.device: Inside = nullcontext  # what the device is used in: see `share`
         self.thread = threading.Thread(target=self.run, name="decode", daemon=True)
         self.beat, self.ready, self.draining, self.stopping = time.monotonic(), False, False, False
         self.failure: BaseException | None = None
@@ -177,6 +176,12 @@ class DecodeThread:
         return left
 
     @property
+    def silent(self) -> float:
+        """Seconds since the oldest sign of life of its threads."""
+        begun = [queue.since for queue in (self.text, self.pixels) if queue.since is not None]
+        return time.monotonic() - min([self.beat, *begun])
+
+    @property
     def alive(self) -> list[threading.Thread]:
         """Threads that have not ended."""
         threads = (self.thread, self.text.thread, self.pixels.thread)
@@ -218,7 +223,7 @@ class DecodeThread:
     @property
     def unpainted(self) -> int:
         """Images whose tokens are there, and whose pixels are not."""
-        return len(self.open_jobs) - self.queued - self.running
+        return max(0, len(self.open_jobs) - self.queued - self.running)
 
     def retry_after(self, places: int) -> int:
         """About how many seconds until so many images have left the queue for a slot: at least one."""
@@ -244,7 +249,7 @@ class DecodeThread:
 
         backend, slots, watch = self.pipeline.backend, self.options.slots, self.metrics.watch
         running = "Images in slots, and those whose pixels are not made yet"
-        watch("num_requests_running", running, lambda: len(self.open_jobs) - self.queued)
+        watch("num_requests_running", running, lambda: max(0, len(self.open_jobs) - self.queued))
         watch("num_requests_waiting", "Images in the queue", lambda: self.queued)
         pictures = "Pictures whose pixels are to be made, partial ones included"
         watch("num_pictures_waiting", pictures, lambda: len(self.pixels.tasks))
@@ -278,11 +283,10 @@ class DecodeThread:
             self.answer_all(event)
 
     def share(self) -> None:
-        """Whether the threads use the device at the same time, or in turns."""
+        """Have text and pixels made in threads of their own, where the device runs them beside the steps."""
         backend = self.pipeline.backend
-        if not backend.overlaps:
-            self.device = self.text.turn = self.pixels.turn = Turns()
-        self.text.inside, self.pixels.inside = backend.beside(), backend.beside()
+        if backend.overlaps:
+            self.text.inside, self.pixels.inside = backend.beside(), backend.beside()
 
     def answer(self, job: Job, event: Done | ApiError | None) -> None:
         """Send the last event of a job, once; None where the client left."""
@@ -332,6 +336,9 @@ class DecodeThread:
         Turns one after the other would not be fair: one may be a step of a window, another sixteen steps of `ar`.
         """
         self.beat = time.monotonic()
+        for queue in (self.text, self.pixels):
+            queue.do_here()
+        self.answer_late()
         if self.has_room:
             self.join()
         for lane, jobs in self.next_ones():
@@ -350,7 +357,7 @@ class DecodeThread:
         All of them begin again, each alone, with the same tokens; what fails alone has itself to blame.
         """
         try:
-            with self.device(), self.pipeline.backend.errors():
+            with self.pipeline.backend.errors():
                 act()
         except Exception as error:
             jobs = [j for j in dict.fromkeys([*lane.empty(), *coming]) if j in self.open_jobs]
@@ -368,7 +375,7 @@ class DecodeThread:
     def check_usable(self, lane: Lane) -> None:
         """Raise where an empty lane draws nothing any more: that is the device's error, and ends the process."""
         engine, requests = lane.batch.engine, [lane.usual] * lane.batch.size
-        with self.device(), self.pipeline.backend.errors():
+        with self.pipeline.backend.errors():
             self.pipeline.model.condition.prepare([lane.usual.prompt])
             engine.start(self.pipeline.prefix(engine, requests), requests)
             engine.advance([0] * lane.batch.size, 1, 1)
@@ -391,7 +398,8 @@ class DecodeThread:
         """Jobs that have a slot now, by lane; the others wait on, in their order."""
         with self.changed:
             can_begin = self.waiting and self.has_room
-            if not can_begin and not self.running and not self.stopping:
+            tasks = self.text.waits_here or self.pixels.waits_here
+            if not (can_begin or tasks or self.running or self.stopping):
                 self.changed.wait(IDLE)
             chosen: dict[Lane, list[Job]] = {}
             left: deque[Job] = deque()
@@ -420,6 +428,12 @@ class DecodeThread:
                 what = f"the image was not done within {self.options.timeout:g} s"
                 self.answer(job, ApiError(504, what, None, "timeout"))
             return job not in self.open_jobs
+
+    def answer_late(self) -> None:
+        """Answer those who wait for a thread beside this one that takes too long."""
+        with self.changed:
+            for job in [*self.open_jobs]:
+                self.gone(job)
 
     def admit(self, lane: Lane, jobs: list[Job]) -> None:
         if lane.idle:  # what it did not use meanwhile is not saved up
@@ -513,7 +527,8 @@ class DecodeThread:
             return
         began = time.monotonic()
         try:
-            drawn = self.pipeline.drawn(record, self.described[job.method], self.environment)
+            with self.pipeline.backend.errors():
+                drawn = self.pipeline.drawn(record, self.described[job.method], self.environment)
             now = time.monotonic()
             self.painting = average(self.painting, now - began)
             waited = job.admitted - job.queued - job.text + began - job.drawn
@@ -530,7 +545,8 @@ class DecodeThread:
             return
         model, rows = self.pipeline.model, known // self.pipeline.model.target.config.columns
         try:
-            (picture,) = preview(model, self.pipeline.backend, tokens, [known])
+            with self.pipeline.backend.errors():
+                (picture,) = preview(model, self.pipeline.backend, tokens, [known])
             job.send(Partial(picture, rows, known, steps))
         except Exception as error:
             self.answer(job, failed(job, "preview", error))

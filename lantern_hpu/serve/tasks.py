@@ -3,49 +3,34 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 
 import torch
 
 Inside = Callable[[], AbstractContextManager[object]]
 
 
-class Turns:
-    """One thread at a time; one that has had its turn lets another that waits have the next."""
-
-    def __init__(self) -> None:
-        self.next, self.one = threading.Lock(), threading.Lock()
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        with self.next:  # who has had its turn and asks again waits here
-            self.one.acquire()
-        try:
-            yield
-        finally:
-            self.one.release()
-
-
 class TaskQueue:
     """Does tasks one after the other, in the order in which they come.
 
-    A thread ends with its task. On a processor the thread's OpenMP threads end with it: left idle, they and those of
-    the steps would be more than the cores, and the waits in a step become system calls.
+    Where the device runs them at the same time as the steps, each in a thread that ends with it; else the decode thread
+    does one between two steps (`do_here`): threads of two kinds on the same cores slow both down.
 
     Attributes:
-        tasks: those to do; the first is under way.
-        inside: makes what a task runs in, such as a stream of the device. turn: the same, to wait for.
+        tasks: those to do; the first may be under way. since: when that began, by the monotonic clock.
+        inside: makes what a task of another thread runs in, such as a stream; None: the decode thread does them.
         thread: the last one that was started.
     """
 
     def __init__(self, name: str, changed: threading.Condition) -> None:
-        """`changed` guards the tasks, and is notified when one is done."""
+        """`changed` guards the tasks, and is notified when one has come or is done."""
         self.name, self.changed = name, changed
         self.tasks: deque[Callable[[], None]] = deque()
-        self.inside: Inside = nullcontext
-        self.turn: Inside = nullcontext
+        self.since: float | None = None
+        self.inside: Inside | None = None
         self.thread: threading.Thread | None = None
 
     def put(self, task: Callable[[], None]) -> None:
@@ -55,9 +40,20 @@ class TaskQueue:
             RuntimeError: there can be no thread for it.
         """
         with self.changed:
-            if not self.tasks:
+            if not self.tasks and self.inside is not None:
                 self.start()
             self.tasks.append(task)
+            self.changed.notify()
+
+    @property
+    def waits_here(self) -> bool:
+        """Whether the decode thread has a task to do."""
+        return self.inside is None and bool(self.tasks)
+
+    def do_here(self) -> None:
+        """Do one task, if that is this thread's to do."""
+        if self.waits_here:
+            self.do_first(nullcontext())
 
     def start(self) -> None:
         thread = threading.Thread(target=self.run, name=self.name, daemon=True)
@@ -65,23 +61,22 @@ class TaskQueue:
         self.thread = thread
 
     def run(self) -> None:
-        while self.do_first():
-            pass
+        assert self.inside is not None
+        while self.do_first(self.inside()):
+            with self.changed, suppress(RuntimeError):  # without a further thread this one goes on
+                self.start()
+                return
 
-    def do_first(self) -> bool:
-        """Do a task. -> whether this thread does the next one too, as no other could be started"""
+    def do_first(self, inside: AbstractContextManager[object]) -> bool:
+        """Do a task. -> whether another waits"""
         with self.changed:  # `put` has added it by then
-            task = self.tasks[0]
+            task, self.since = self.tasks[0], time.monotonic()
         try:
-            with self.turn(), self.inside(), torch.no_grad():
+            with inside, torch.no_grad():
                 task()
         finally:
             with self.changed:
                 self.tasks.popleft()
+                self.since = None
                 self.changed.notify()
-                goes_on = bool(self.tasks)
-                if goes_on:
-                    with suppress(RuntimeError):
-                        self.start()
-                        goes_on = False
-        return goes_on
+        return bool(self.tasks)
