@@ -189,12 +189,12 @@ def nearest_keyword(function: Callable[P, T]) -> Callable[P, T]:
     its errors name arguments, not options."""
     parameters = inspect.signature(function).parameters
     known = [name for name in parameters if name not in ("self", "cls")]
-    places = sum(one.kind is not one.KEYWORD_ONLY for one in parameters.values())
+    places = sum(one.kind is one.POSITIONAL_OR_KEYWORD for one in parameters.values())
 
     @functools.wraps(function)
     def checked(*args: P.args, **kwargs: P.kwargs) -> T:
         if len(args) > places:
-            what = f"{function.__name__}() takes {args[places]!r} by its name alone"
+            what = f"{function.__name__}() takes {args[places]!r:.60} by its name alone"
             raise OptionError(what, hint=" or ".join(f"{name}=..." for name in known[1:4]))
         for name in kwargs:
             if name not in known:

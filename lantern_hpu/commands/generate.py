@@ -97,7 +97,7 @@ def add_where(group: argparse._ArgumentGroup) -> None:
     add("--report", type=path, metavar="FILE.json", help=report)
     tokens = "the image tokens, also of a model without its VQ tokenizer; `lantern-hpu pixels` makes pictures of them"
     add("--save-tokens", type=path, metavar="FILE.npz", help=tokens)
-    states = "tokens and final hidden states of prompt and image, for a diffusion model that reads them (MammothModa2)"
+    states = "tokens and final hidden states of prompts and images, for a diffusion model that reads them (MammothModa2)"
     add("--save-states", type=path, metavar="FILE.safetensors", help=states)
     every = "write a preview every ROWS rows of the image"
     add("--preview-every", type=int, default=0, metavar="ROWS", help=every)
@@ -346,14 +346,14 @@ def draw(args: argparse.Namespace) -> GenerationResult | None:
         keep = Keeper(left, outputs.images, args.force)
         with closing(Bar(outputs.preview, args.preview_every)) as bar, pipeline.backend.errors():
             result = pipeline.draw(missing, setting, job.batch_size, bar, keep)
-        if outputs.states:
-            pipeline.save_states(result, outputs.states, args.force)
         if args.verbose:
             show_decided(pipeline, "threads")
-    result.timing.import_s = imported
-    show_warm_up(result)
-    several = 1 < (args.num_images or 1) < len(result.images)
-    save_outputs(result, outputs, args.num_images if several else 1, args.force)
+        result.timing.import_s = imported
+        show_warm_up(result)
+        several = 1 < (args.num_images or 1) < len(result.images)
+        save_outputs(result, outputs, args.num_images if several else 1, args.force)
+        if outputs.states:
+            pipeline.save_states(result, outputs.states, args.force)
     return result
 
 

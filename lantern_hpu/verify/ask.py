@@ -337,9 +337,10 @@ class Asked:
 
 
 def grouped(pipeline: LanternPipeline) -> LanternPipeline:
-    """A small random target in the place of the model's, in which four queries share two key heads."""
+    """A small random target in the place of the model's, in which two queries share a key head."""
     small = replace(pipeline.model.target.config, layers=2, word_layers=0)
-    config = replace(small, heads=4, kv_heads=2)
+    heads = small.heads if small.rope_sections else 4  # those are of the model's own width of heads
+    config = replace(small, heads=heads, kv_heads=heads // 2)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(SEED)
         target = Target(config, pipeline.fit.kernels).requires_grad_(False).eval()

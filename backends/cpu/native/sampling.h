@@ -1,6 +1,6 @@
 /* What follows the decoder: draws by inverse CDF, and the walk down a verified tree (`lantern_hpu/decode/accept.py`).
  *
- * Tokens are those of torch's plain forms, as sums run in the same order: cumulative ones from the first token on, in
+ * Tokens are those of torch's plain forms where those sum in one thread, as sums run in the same order: cumulative ones from the first token on, in
  * double; totals in 32 partial sums, four vectors of 8, each 16 numbers at a time. */
 
 enum { LANES_OF_SUM = 8, STEP = 16, LEVELS = 4 };

@@ -1,7 +1,7 @@
 """Draws and the walk down a verified tree in C, by `sampling.h`.
 
-Their plain twins are in `ops/sampling.py` and `decode/accept.py`, and both give the same to the last bit: sums run in
-the order that torch 2.13 takes on x86-64.
+Their plain twins are in `ops/sampling.py` and `decode/accept.py`. Both give the same to the last bit where torch sums
+in one thread, as 2.13 does on x86-64 up to 32,767 tokens: sums run in its order. Beyond, they agree within rounding.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ def like_tokens(probs: Tensor, uniform: Tensor) -> Tensor:
 
 @operator("native_draw(Tensor probs, Tensor uniform) -> Tensor", like_tokens)
 def call_draw(probs: Tensor, uniform: Tensor) -> Tensor:
+    assert probs.dtype == uniform.dtype == torch.float32 and probs.shape[:-1] == uniform.shape[:-1]
     probs, uniform, tokens = probs.contiguous(), uniform.contiguous(), like_tokens(probs, uniform)
     rows, draws = probs.numel() // probs.shape[-1], uniform.shape[-1]
     sizes = (torch.get_num_threads(), rows, probs.shape[-1], draws)
@@ -72,7 +73,9 @@ def results(p: Tensor, tokens: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor,
 def call_walk(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     inputs: list[Any] = [None if x is None else x.contiguous() for x in arguments]
     inputs += [None] * (len(INPUTS.split()) - len(inputs))  # defaults that were left out
-    p, _, tokens, child, _, uniform, neighbours, *_ = inputs
+    p, q, tokens, child, row, uniform, neighbours, *_ = inputs
+    assert {x.dtype for x in (p, q, uniform)} == {torch.float32} and p.shape == q.shape
+    assert {x.dtype for x in (tokens, child, row)} == {torch.int32}
     made = results(p, tokens, uniform)
     lenders = 0 if neighbours is None else neighbours.shape[1]
     sizes = (*p.shape[:2], *child.shape[1:2], *uniform.shape[1:], p.shape[2], lenders)
