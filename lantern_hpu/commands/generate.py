@@ -97,7 +97,7 @@ def add_where(group: argparse._ArgumentGroup) -> None:
     add("--report", type=path, metavar="FILE.json", help=report)
     tokens = "the image tokens, also of a model without its VQ tokenizer; `lantern-hpu pixels` makes pictures of them"
     add("--save-tokens", type=path, metavar="FILE.npz", help=tokens)
-    states = "tokens and final hidden states of prompts and images, for a diffusion model that reads them (MammothModa2)"
+    states = "tokens and final hidden states of prompt and image, for diffusion models that read them (MammothModa2)"
     add("--save-states", type=path, metavar="FILE.safetensors", help=states)
     every = "write a preview every ROWS rows of the image"
     add("--preview-every", type=int, default=0, metavar="ROWS", help=every)
