@@ -39,7 +39,7 @@ CREDIT = 16  # host reads for setting up and for results; each launch earns one 
 UPLOADS = 16  # uploads between two launches that are not reported
 VARIANTS = 4  # recipes that differ by a constant alone, beyond which they are reported
 SIZES = 8  # recipes that differ by shapes and are used once, beyond which they are reported
-GATHERED = 5_000  # operators without an end
+GATHERED = 6_000  # operators without an end
 STAGE = 10  # operators in the first graph after a shape was read back; the limit doubles until one of ENDS
 ENDS = ("mark_step", "capture begin", "replay")
 # Operators whose constants or shapes are worth a look at who called them
