@@ -495,7 +495,7 @@ class DecodeThread:
         self.seconds = average(self.seconds, job.drawn - job.admitted)
         self.pixels.put(partial(self.paint, lane, job, record))
 
-    # In the threads beside it
+    # Tasks between the steps, or in threads beside them
 
     def read(self, jobs: Sequence[Job]) -> None:
         """Encode the prompts of a request. Its images then wait for slots; those whose prompt fails are answered."""

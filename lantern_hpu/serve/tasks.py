@@ -79,4 +79,5 @@ class TaskQueue:
                 self.tasks.popleft()
                 self.since = None
                 self.changed.notify()
-        return bool(self.tasks)
+                others = bool(self.tasks)  # before `put` may start a thread for its own
+        return others

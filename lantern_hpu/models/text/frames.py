@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_hpu.files import reading
@@ -153,27 +152,24 @@ class LuminaFrame(AnoleFrame):
         self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
     ) -> None:
         super().__init__(words, vocabulary, config, where)
-        self.set_size(vocabulary)
+        self.vocabulary = vocabulary
+        self.after = self.size_tokens()
 
-    def set_size(self, vocabulary: Mapping[str, int]) -> None:
-        """Let the tokens of height and width follow what begins the picture; they go by their names."""
-        self.vocabulary, self.after = vocabulary, self.after[:2]
+    def size_tokens(self) -> list[int]:
+        """What begins the picture, then the tokens of height and width, which go by their names."""
+        found = self.after[:2]
         for pixels in self.size:
-            token = vocabulary.get(f"<reserved{8800 + pixels // self.PATCH:05d}>")
+            token = self.vocabulary.get(f"<reserved{8800 + pixels // self.PATCH:05d}>")
             if token is None:
                 raise OptionError(f"no {self.family} draws {pixels} pixels", "no token says them")
-            self.after.append(token)
+            found.append(token)
+        return found
 
     @property
     def size(self) -> tuple[int, int]:
         """Height and width in pixels."""
         rows, columns = self.config.grid
         return self.PIXELS * rows, self.PIXELS * columns
-
-    def sized(self, config: TransformerConfig) -> Frame:
-        other: Any = super().sized(config)
-        other.set_size(self.vocabulary)
-        return other
 
     def text(self, prompt: str) -> str:
         height, width = self.size
@@ -200,7 +196,8 @@ class Lumina2Frame(LuminaFrame):
     ) -> None:
         Frame.__init__(self, words, vocabulary, config, where)
         self.before, self.after = [self.begin(vocabulary)], [self.id[self.TURN], 151665]
-        self.set_size(vocabulary)
+        self.vocabulary = vocabulary
+        self.after = self.size_tokens()
 
     def begin(self, vocabulary: Mapping[str, int]) -> int:
         file = self.where / self.settings
