@@ -34,7 +34,8 @@ def like_tokens(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 @operator("native_draw(Tensor probs, Tensor uniform) -> Tensor", like_tokens)
-def call_draw(probs: Tensor, uniform: Tensor) -> Tensor:
+def native_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
+    """`sampling.sample_distinct`: probs [..., V] float32, uniform [..., c] -> [..., c] int32."""
     assert probs.dtype == uniform.dtype == torch.float32 and probs.shape[:-1] == uniform.shape[:-1]
     probs, uniform, tokens = probs.contiguous(), uniform.contiguous(), like_tokens(probs, uniform)
     rows, draws = probs.numel() // probs.shape[-1], uniform.shape[-1]
@@ -45,14 +46,8 @@ def call_draw(probs: Tensor, uniform: Tensor) -> Tensor:
 
 def native_sample(probs: Tensor, uniform: Tensor) -> Tensor:
     """`sampling.sample`: probs [..., V] float32, uniform [...] -> [...] int32."""
-    tokens: Tensor = call_draw(probs, uniform[..., None])
+    tokens: Tensor = native_distinct(probs, uniform[..., None])
     return tokens[..., 0]
-
-
-def native_distinct(probs: Tensor, uniform: Tensor) -> Tensor:
-    """`sampling.sample_distinct`: probs [..., V] float32, uniform [..., c] -> [..., c] int32."""
-    tokens: Tensor = call_draw(probs, uniform)
-    return tokens
 
 
 def results(p: Tensor, tokens: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -70,7 +65,8 @@ def results(p: Tensor, tokens: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor,
     " -> (Tensor, Tensor, Tensor, Tensor)",
     lambda p, q, tokens, child, row, uniform, *others: results(p, tokens, uniform),
 )
-def call_walk(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def native_walk(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `lantern_hpu.ops.kernels.Walk`."""
     inputs: list[Any] = [None if x is None else x.contiguous() for x in arguments]
     inputs += [None] * (len(INPUTS.split()) - len(inputs))  # defaults that were left out
     p, q, tokens, child, row, uniform, neighbours, *_ = inputs
@@ -82,28 +78,6 @@ def call_walk(*arguments: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor
     call = CWalk(*sizes, torch.get_num_threads(), *map(pointer, (*inputs, *made)))
     check_code(library().lantern_walk(byref(call)))
     return made
-
-
-def native_walk(
-    p: Tensor,
-    q: Tensor,
-    tokens: Tensor,
-    child: Tensor,
-    row: Tensor,
-    uniform: Tensor,
-    neighbours: Tensor | None,
-    k: Tensor,
-    delta: Tensor,
-    factor: Tensor,
-    weight: Tensor,
-    tv: Tensor | None = None,
-    budget: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `lantern_hpu.ops.kernels.Walk`."""
-    each = (k, delta, factor, weight, tv, budget)
-    found: tuple[Tensor, Tensor, Tensor, Tensor]
-    found = call_walk(p, q, tokens, child, row, uniform, neighbours, *each)
-    return found
 
 
 def native_kernels() -> Kernels:
