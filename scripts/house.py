@@ -96,7 +96,8 @@ def files_of_a_prompt() -> list[str]:
         done = subprocess.run(command, capture_output=True, text=True, cwd=folder)
         if done.returncode:
             raise RuntimeError(done.stderr)
-        return [str(Path(line).relative_to(ROOT)) for line in output.read_text().splitlines()]
+        files = (Path(line).relative_to(ROOT) for line in output.read_text().splitlines())
+        return [str(file) for file in files if file.parts[0] in PARTS]  # not of a `.venv` here
 
 
 def main() -> None:
