@@ -180,7 +180,7 @@ class NativeLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         sizes = self.in_features, self.out_features
         size = library().lantern_packed_bytes(number, *sizes)
-        self.register_buffer("packed", torch.zeros(size, dtype=torch.uint8), persistent=False)
+        self.register_buffer("packed", torch.empty(size, dtype=torch.uint8), persistent=False)
         packed = self.packed.data_ptr()
         library().lantern_pack(number, weight.data_ptr(), *sizes, gated, packed)
         bias = None if layer.bias is None else layer.bias.detach().float().contiguous()

@@ -10,6 +10,7 @@
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -18,7 +19,9 @@
 
 typedef uint16_t half;
 
-enum { TILE = 6, BLOCK = 16, AHEAD = 16 };  /* rows of a tile of a product; positions and queries of a block of attention */
+/* Rows of a tile of a product, tiles that share sums, bytes of weights that they take at a time, which the nearest cache
+ * holds twice; positions and queries of a block of attention, and how far ahead its cache is fetched. */
+enum { TILE = 6, TILES = 8, NEAR = 16384, BLOCK = 16, AHEAD = 16 };
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t up_to(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
@@ -225,6 +228,8 @@ int64_t lantern_packed_bytes(int64_t format, int64_t in, int64_t out) {
 }
 
 void lantern_pack(int64_t format, const void *weight, int64_t in, int64_t out, int gated, void *packed) {
+    char *first = (char *)up_to((int64_t)packed, 4096), *end = (char *)packed + lantern_packed_bytes(format, in, out);
+    if (end - first >= 4096) madvise(first, (size_t)(end - first), MADV_HUGEPAGE);  /* where the kernel can: reads wait less */
     SETS[chosen].formats[format]->pack(weight, in, out, gated, packed);
 }
 

@@ -38,20 +38,29 @@
 #define LOAD_WEIGHT(p) V_LOAD(p)
 #endif
 #endif
-#if PAIRS  /* inputs of products */
+#if PAIRS  /* inputs of products, and their factors */
 #define INPUT half
 #define STORE_INPUT(p, x) V_STORE_BF16(p, x)
+#define FACTOR __m512bh
+#define LOAD_FACTOR(p) (__m512bh)_mm512_loadu_si512(p)
+#define SET_FACTOR(x, k) (__m512bh)_mm512_set1_epi32(((const int *)(x))[k])
+#define ADD_PRODUCT(a, b, sum) _mm512_dpbf16_ps(sum, a, b)
 #else
 #define INPUT float
 #define STORE_INPUT(p, x) V_STORE(p, x)
+#define FACTOR V
+#define LOAD_FACTOR(p) LOAD_WEIGHT(p)
+#define SET_FACTOR(x, k) V_SET((x)[k])
+#define ADD_PRODUCT(a, b, sum) V_FMA(a, b, sum)
 #endif
 #define WIDE (PANEL / LANES)  /* vectors of a panel */
+#define INPUTS (PAIRS + 1)  /* taken in one step of a product, and the bytes of a panel's weights for them */
+#define STEP (INPUTS * PANEL * (int)sizeof(WEIGHT))
+#define STEPS (NEAR / STEP)
 
 /* ---------------------------------------------------------------- products */
 
-static int64_t NAME(packed_bytes)(int64_t in, int64_t out) {
-    return up_to(out, PANEL) * in * (int64_t)sizeof(WEIGHT) + PANEL * in * (int64_t)sizeof(WEIGHT);
-}
+static int64_t NAME(packed_bytes)(int64_t in, int64_t out) { return up_to(out, PANEL) * in * (int64_t)sizeof(WEIGHT); }
 
 static void NAME(pack)(const void *weight, int64_t in, int64_t out, int gated, void *packed) {
     const WEIGHT *w = weight;
@@ -104,63 +113,59 @@ static inline void NAME(keep)(const Sink *sink, int64_t row, int64_t first, V su
     if (sink->kind == ADDED) STORE_ACT((ACT *)sink->y + at, V_ADD(sum, LOAD_ACT((ACT *)sink->y + at)));
 }
 
-/* `count` rows by one panel. */
+/* Add `count` rows by `steps` steps of a panel to their sums. Of what follows, `bytes` are fetched at each step. */
 static inline __attribute__((always_inline)) void NAME(tile)(
-    const int count, const INPUT *x, int64_t in, const WEIGHT *w, int64_t panel, int64_t row, const Sink *sink) {
+    const int count, const INPUT *x, int64_t in, const WEIGHT *w, int64_t steps, V (*kept)[WIDE], const char *next, int64_t bytes) {
     V sum[TILE][WIDE];
     for (int i = 0; i < count; i++)
-        for (int j = 0; j < WIDE; j++) sum[i][j] = V_ZERO;
-#if PAIRS
-    const uint32_t *pairs[TILE];
-    for (int i = 0; i < count; i++) pairs[i] = (const uint32_t *)(x + i * in);
-    for (int64_t k = 0; k < in / 2; k++, w += 2 * PANEL) {
-        __m512bh b[WIDE];
-        for (int j = 0; j < WIDE; j++) {
-            _mm_prefetch((const char *)w + 4096 + 64 * j, _MM_HINT_T0);
-            b[j] = (__m512bh)_mm512_loadu_si512(w + 2 * LANES * j);
-        }
+        for (int j = 0; j < WIDE; j++) sum[i][j] = kept[i][j];
+    for (int64_t k = 0; k < steps; k++, w += INPUTS * PANEL, next += bytes) {
+        FACTOR b[WIDE];
+        for (int j = 0; j < WIDE; j++) b[j] = LOAD_FACTOR(w + INPUTS * LANES * j);
+        for (int j = 0; j < STEP; j += 64) _mm_prefetch(next + j, _MM_HINT_T0);
 #pragma GCC unroll 6
         for (int i = 0; i < count; i++) {
-            __m512bh a = (__m512bh)_mm512_set1_epi32((int)pairs[i][k]);
-            for (int j = 0; j < WIDE; j++) sum[i][j] = _mm512_dpbf16_ps(sum[i][j], a, b[j]);
+            FACTOR a = SET_FACTOR(x + i * in, k);
+            for (int j = 0; j < WIDE; j++) sum[i][j] = ADD_PRODUCT(a, b[j], sum[i][j]);
         }
     }
-#else
-    for (int64_t k = 0; k < in; k++, w += PANEL) {
-        V b[WIDE];
-        for (int j = 0; j < WIDE; j++) b[j] = LOAD_WEIGHT(w + LANES * j);
-        for (int j = 0; j < PANEL * (int)sizeof(WEIGHT); j += 64) _mm_prefetch((const char *)w + 2048 + j, _MM_HINT_T0);
-#pragma GCC unroll 6
-        for (int i = 0; i < count; i++) {
-            V a = V_SET(x[i * in + k]);
-            for (int j = 0; j < WIDE; j++) sum[i][j] = V_FMA(a, b[j], sum[i][j]);
-        }
-    }
-#endif
     for (int i = 0; i < count; i++)
-        for (int j = 0; j < WIDE; j++) {
-            if (sink->kind != GATED) NAME(keep)(sink, row + i, panel * PANEL + LANES * j, sum[i][j]);
-            else if (j < WIDE / 2)
-                STORE_INPUT((INPUT *)sink->y + (row + i) * sink->stride + panel * (PANEL / 2) + LANES * j,
-                            V_MUL(NAME(silu)(sum[i][j]), sum[i][j + WIDE / 2]));
-        }
+        for (int j = 0; j < WIDE; j++) kept[i][j] = sum[i][j];
 }
 
-#define TILE_OF(count) case count: NAME(tile)(count, from, in, w, panel, row, sink); break;
-/* x [rows, in] by the panels of one thread. */
+/* A row's sums of one panel to where they go. */
+static void NAME(put)(const Sink *sink, int64_t row, int64_t panel, const V *sum) {
+    for (int j = 0; j < WIDE; j++) {
+        if (sink->kind != GATED) NAME(keep)(sink, row, panel * PANEL + LANES * j, sum[j]);
+        else if (j < WIDE / 2)
+            STORE_INPUT((INPUT *)sink->y + row * sink->stride + panel * (PANEL / 2) + LANES * j, V_MUL(NAME(silu)(sum[j]), sum[j + WIDE / 2]));
+    }
+}
+
+#define TILE_OF(count) case count: NAME(tile)(count, x + row * in + k * INPUTS, in, w, steps, sums + row - first, next, bytes); break;
+/* x [rows, in] by the panels of one thread, some rows and some steps over the inputs at a time, so that weights are
+ * read from the nearest cache but once. What follows comes from memory meanwhile: for one tile some steps ahead, for
+ * several a share of the next steps with each, as memory would be idle while they multiply. */
 static void NAME(multiply)(const INPUT *x, int64_t rows, const Matrix *matrix, const Sink *sink, int64_t thread, int64_t threads) {
     int64_t in = matrix->in, each = sink->kind == GATED ? PANEL / 2 : PANEL, panels = up_to(sink->outputs, each) / each;
-    int64_t end = panels * (thread + 1) / threads, tiles = (rows + TILE - 1) / TILE;
-    for (int64_t panel = panels * thread / threads; panel < end; panel++) {
-        const WEIGHT *w = (const WEIGHT *)matrix->weight + panel * PANEL * in;
-        for (int64_t t = 0; t < tiles; t++) {
-            int64_t row = rows * t / tiles, count = rows * (t + 1) / tiles - row;
-            const INPUT *from = x + row * in;
-            switch (count) {
-                TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6)
+    V sums[TILES * TILE][WIDE];
+    for (int64_t panel = panels * thread / threads; panel < panels * (thread + 1) / threads; panel++)
+        for (int64_t first = 0, some; first < rows; first += some) {
+            some = least(TILES * TILE, rows - first);
+            memset(sums, 0, (size_t)some * sizeof(sums[0]));
+            for (int64_t k = 0, steps; k < in / INPUTS; k += steps) {
+                steps = least(STEPS, in / INPUTS - k);
+                const WEIGHT *w = (const WEIGHT *)matrix->weight + (panel * in + k * INPUTS) * PANEL;
+                for (int64_t t = 0, tiles = (some + TILE - 1) / TILE; t < tiles; t++) {
+                    int64_t row = first + some * t / tiles, bytes = (STEP + tiles - 1) / tiles;
+                    const char *next = (const char *)w + (tiles == 1 ? 16 * STEP : STEPS * (STEP + t * bytes));
+                    switch (first + some * (t + 1) / tiles - row) {
+                        TILE_OF(1) TILE_OF(2) TILE_OF(3) TILE_OF(4) TILE_OF(5) TILE_OF(6)
+                    }
+                }
             }
+            for (int64_t row = 0; row < some; row++) NAME(put)(sink, first + row, panel, sums[row]);
         }
-    }
 }
 #undef TILE_OF
 
@@ -500,6 +505,13 @@ static const Kernels JOIN(kernels, ISA, FORMAT) = {NAME(packed_bytes), NAME(pack
 #undef TO_ACT
 #undef INPUT
 #undef STORE_INPUT
+#undef FACTOR
+#undef LOAD_FACTOR
+#undef SET_FACTOR
+#undef ADD_PRODUCT
 #undef WIDE
+#undef INPUTS
+#undef STEP
+#undef STEPS
 
 #endif

@@ -3,18 +3,18 @@
  * Tokens are those of torch's plain forms where those sum in one thread, as sums run in the same order: cumulative ones from the first token on, in
  * double; totals in 32 partial sums, four vectors of 8, each 16 numbers at a time. */
 
-enum { LANES_OF_SUM = 8, STEP = 16, LEVELS = 4 };
+enum { LANES_OF_SUM = 8, EACH = 16, LEVELS = 4 };
 
 static inline __attribute__((always_inline)) float sum_by(const float *x, int64_t n, const int lanes) {
     float part[LEVELS][4 * LANES_OF_SUM] = {{0}}, result = 0.0f;
     const int wide = 4 * lanes;
     int64_t rows = n / wide, i = 0;
-    while (i + STEP <= rows) {
-        for (int64_t end = i + STEP; i < end; i++)
+    while (i + EACH <= rows) {
+        for (int64_t end = i + EACH; i < end; i++)
             for (int k = 0; k < wide; k++) part[0][k] += x[i * wide + k];
         for (int j = 1; j < LEVELS; j++) {
             for (int k = 0; k < wide; k++) part[j][k] += part[j - 1][k], part[j - 1][k] = 0.0f;
-            if (i & ((STEP - 1) << 4 * j)) break;
+            if (i & ((EACH - 1) << 4 * j)) break;
         }
     }
     for (; i < rows; i++)
