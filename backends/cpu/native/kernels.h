@@ -249,9 +249,9 @@ static inline void NAME(store_head)(const float *x, int64_t size, ACT *y) {
     for (int64_t i = 0; i < size; i += LANES) STORE_ACT(y + i, V_LOAD(x + i));
 }
 
-/* One layer's cache, seen by a row and a key head. */
+/* One layer's cache, seen by a row and a key head; `next` is what its thread reads behind its values. */
 typedef struct {
-    ACT *keys, *values;
+    const ACT *keys, *values, *next;
     int64_t stride;
 } NAME(View);
 
@@ -287,12 +287,13 @@ static void NAME(write)(const Call *c, const Layer *layer, int64_t row, int64_t 
 }
 
 /* Scores of one query at LANES positions from `first` on. */
-static inline V NAME(scores)(const ACT *query, const NAME(View) *view, int64_t first, int64_t last, int64_t size) {
+static inline V NAME(scores)(const ACT *query, const NAME(View) *view, int64_t first, int64_t length, int64_t last, int64_t size) {
     V sum[LANES];
+    const ACT *ahead = first + AHEAD < length ? view->keys : view->values - up_to(length, LANES) * view->stride;
 #pragma GCC unroll 16
     for (int i = 0; i < LANES; i++) {
         const ACT *key = view->keys + least(first + i, last) * view->stride;
-        for (int64_t d = 0; d < size * (int64_t)sizeof(ACT); d += 64) _mm_prefetch((const char *)(key + AHEAD * view->stride) + d, _MM_HINT_T0);
+        for (int64_t d = 0; d < size * (int64_t)sizeof(ACT); d += 64) _mm_prefetch((const char *)(ahead + (first + i + AHEAD) * view->stride) + d, _MM_HINT_T0);
         V one = V_ZERO;
 #if PAIRS
         int64_t d = 0;
@@ -317,7 +318,7 @@ static float NAME(weigh)(const ACT *query, const NAME(View) *view, const float *
             for (int64_t i = 0; i < LANES; i++) edge[i] = p + i < capacity ? mask[p + i] : -3e38f;
             hidden = edge;
         }
-        V score = V_FMA(NAME(scores)(query, view, p, capacity - 1, size), scale, V_LOAD(hidden));
+        V score = V_FMA(NAME(scores)(query, view, p, length, capacity - 1, size), scale, V_LOAD(hidden));
         V_STORE(scores + p, score);
         most = V_MAX(most, score);
     }
@@ -332,14 +333,15 @@ static float NAME(weigh)(const ACT *query, const NAME(View) *view, const float *
 
 /* Weighted sums of values for `count` queries and `wide` vectors of their features. */
 static inline __attribute__((always_inline)) void NAME(mix)(
-    const int count, const int wide, const float *weights, int64_t stride, const ACT *values, int64_t value_stride,
+    const int count, const int wide, const float *weights, int64_t stride, const ACT *values, const ACT *next, int64_t value_stride,
     int64_t length, const float *factor, INPUT *const *out) {
     V sum[4][4];
     for (int i = 0; i < count; i++)
         for (int j = 0; j < wide; j++) sum[i][j] = V_ZERO;
     for (int64_t p = 0; p < length; p++) {
         V value[4];
-        for (int j = 0; j < wide; j++) _mm_prefetch((const char *)(values + (p + AHEAD) * value_stride + LANES * j), _MM_HINT_T0);
+        const ACT *ahead = (p + AHEAD < length ? values : next - length * value_stride) + (p + AHEAD) * value_stride;
+        for (int j = 0; j < wide; j++) _mm_prefetch((const char *)(ahead + LANES * j), _MM_HINT_T0);
         for (int j = 0; j < wide; j++) value[j] = LOAD_ACT(values + p * value_stride + LANES * j);
         for (int i = 0; i < count; i++) {
             V weight = V_SET(weights[i * stride + p]);
@@ -350,7 +352,7 @@ static inline __attribute__((always_inline)) void NAME(mix)(
         for (int j = 0; j < wide; j++) STORE_INPUT(out[i] + LANES * j, V_MUL(sum[i][j], V_SET(factor[i])));
 }
 
-#define MIX(count, wide) case wide * 8 + count: NAME(mix)(count, wide, scores, stride, view->values + d, view->stride, positions, factor, out); break;
+#define MIX(count, wide) case wide * 8 + count: NAME(mix)(count, wide, scores, stride, view->values + d, view->next + d, view->stride, positions, factor, out); break;
 static void NAME(mix_all)(int64_t count, const float *scores, int64_t stride, const NAME(View) *view, int64_t positions, const float *factor, INPUT **out, int64_t size) {
     for (int64_t d = 0; d < size;) {
         int64_t wide = (size - d) / LANES >= 4 ? 4 : (size - d) / LANES >= 2 ? 2 : 1;
@@ -366,11 +368,14 @@ static void NAME(mix_all)(int64_t count, const float *scores, int64_t stride, co
 #undef MIX
 
 /* Attention of a row's queries that share a key head. */
-static void NAME(attend)(const Call *c, const Layer *layer, int64_t row, int64_t head, float *qkv, int64_t length, INPUT *mixed, NAME(Scratch) *scratch) {
+static ACT *NAME(seen)(const Call *c, void *cache, int64_t row, int64_t head) {
+    return (ACT *)cache + head * c->head_stride + c->starts[row] * c->position_stride;
+}
+
+static void NAME(attend)(const Call *c, const Layer *layer, int64_t row, int64_t head, const ACT *next, float *qkv, int64_t length, INPUT *mixed, NAME(Scratch) *scratch) {
     int64_t size = c->head_dim, group = c->heads / c->kv, width = (c->heads + 2 * c->kv) * size, count = c->tokens * group;
-    int64_t stride = up_to(c->capacity, BLOCK), start = c->starts[row];
-    NAME(View) view = {(ACT *)layer->keys + head * c->head_stride + start * c->position_stride,
-                       (ACT *)layer->values + head * c->head_stride + start * c->position_stride, c->position_stride};
+    int64_t stride = up_to(c->capacity, BLOCK);
+    NAME(View) view = {NAME(seen)(c, layer->keys, row, head), NAME(seen)(c, layer->values, row, head), next, c->position_stride};
     for (int64_t n = 0; n < count; n++) {  /* token n / group, head n % group of the group */
         int64_t token = row * c->tokens + n / group, h = head * group + n % group;
         float *query = qkv + token * width + h * size;
@@ -450,7 +455,8 @@ static int NAME(decode)(const Call *c) {
 #pragma omp barrier
             for (int64_t u = thread; u < units; u += threads) {
                 NAME(write)(c, layer, u / c->kv, u % c->kv, qkv, &scratch);
-                NAME(attend)(c, layer, u / c->kv, u % c->kv, qkv, lengths[u / c->kv], mixed, &scratch);
+                int64_t next = u + threads < units ? u + threads : u;
+                NAME(attend)(c, layer, u / c->kv, u % c->kv, NAME(seen)(c, layer->keys, next / c->kv, next % c->kv), qkv, lengths[u / c->kv], mixed, &scratch);
             }
 #pragma omp barrier
             NAME(multiply)(mixed, count, &layer->out, layer->post_norm ? &to_part : &to_x, thread, threads);
