@@ -62,6 +62,12 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     LIBRARY.lantern_use(before)
 
 
+def test_the_limit_that_torch_knows_is_kept(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    found = open_library.__wrapped__()
+    assert found[1] == "avx2", found
+
+
 def make_target(changes: dict[str, Any], form: str = "float32") -> Target:
     torch.manual_seed(0)
     config = tiny_config(**{"dim": 128, "layers": 3, "ffn_dim": 192, **changes})

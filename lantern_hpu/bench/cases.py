@@ -31,7 +31,7 @@ USUAL = {"methods": ",".join(METHODS), "batch_sizes": "1,8"}
 # The same of a large model where arithmetic is scarce: an image takes minutes, small trees and windows can pay
 LARGE = {
     "methods": ",".join(METHODS),
-    "trees": f"{SMALL_TREE},{SMALL_DYNAMIC},jacobi:2,scd:2,scd:4,scd:8,sjd-pac:2:2x1",
+    "trees": f"{SMALL_TREE},chain,{SMALL_DYNAMIC},jacobi:2,scd:2,scd:5,scd:8,sjd-pac:2:2x1,sjd-pac:4:2x1",
     "batch_sizes": "1",
     "images": "1",
 }

@@ -7,6 +7,7 @@ result depends on nothing but itself, so an image's bits do not depend on its ba
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
 from collections.abc import Iterator, Sequence
@@ -101,6 +102,8 @@ def open_library() -> tuple[ctypes.CDLL | None, str]:
     for name, (result, *arguments) in SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "avx2":  # torch's own limit
+        library.lantern_use(b"avx2")
     isa = library.lantern_isa().decode()
     return (library, isa) if isa else (None, "this processor has no AVX2")
 
