@@ -60,7 +60,7 @@ class StaticTables(nn.Module):
 
 
 class JudgedNodes(nn.Module):
-    """The nodes whose distributions a step computes: those with children, or the root if it has none; a window's all.
+    """The nodes whose distributions a step computes: those with children; a chain's and a window's all.
 
     Of a dynamic tree all are, since which have children is not known.
     """

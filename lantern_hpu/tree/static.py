@@ -117,8 +117,11 @@ class DraftTree:
 
     @property
     def judged(self) -> tuple[int, ...]:
-        """Nodes whose probs verification computes together: those with children, or the root alone."""
-        return self.expanded or (0,)
+        """Nodes whose probs verification computes together: those with children, and a chain's end, too.
+
+        Its other leaves are many, and one of them at most is needed: then the head is read once more.
+        """
+        return tuple(range(self.size)) if self.is_chain else self.expanded
 
     @property
     def needs_drafter(self) -> bool:
