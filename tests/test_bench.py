@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import re
+import subprocess
 import weakref
 from collections.abc import Iterator
 from contextlib import closing
@@ -50,7 +51,7 @@ from lantern_hpu.pipeline import LanternPipeline
 from lantern_hpu.results.images import RunStats
 from lantern_hpu.results.progress import ProgressBar
 from lantern_hpu.tree import DraftTree, DynamicTree, load_static, load_tree, tuned_trees
-from scripts.measure import floors
+from scripts.measure import floors, peers
 
 Report = dict[str, Any]
 ROOT = Path(__file__).parent.parent
@@ -648,3 +649,34 @@ def test_rates_are_in_the_runs_format() -> None:
     found = measure.measure_rates(get_backend("cpu"), torch.float32)
     assert found["copy_bytes_per_s"] > 0 and found["operations_per_s"] > 0
     assert found["bf16_operations_per_s"] is not None and found["bf16_operations_per_s"] > 0
+
+
+def test_each_step_of_a_peer_begins_from_the_known_positions() -> None:
+    known = peers.KNOWN
+
+    def step(count: int) -> None:
+        nonlocal known
+        assert known == peers.KNOWN
+        known += count
+
+    def forget() -> None:
+        nonlocal known
+        known = peers.KNOWN
+
+    assert tuple(peers.least_ms(step, forget)) == peers.COUNTS
+    assert known == peers.KNOWN + peers.COUNTS[-1]
+
+
+def test_a_peer_that_cannot_run_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measured(name: str, environment: Path) -> dict[str, float]:
+        if name == "openvino":
+            raise subprocess.CalledProcessError(1, name)
+        return {"1": 2.5}
+
+    monkeypatch.setattr(peers, "measure", measured)
+    output = tmp_path / "peers.json"
+    assert peers.main(["--only", "openvino,llama.cpp", "--output", str(output)]) == 0
+    assert json.loads(output.read_text())["ms"] == {"llama.cpp": {"1": 2.5}}
+    assert "openvino is left out" in capsys.readouterr().err

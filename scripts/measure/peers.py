@@ -3,9 +3,10 @@
     python -m scripts.measure.peers --environment peers --output peers.json
 
 Each peer runs in a process of its own, with the same sizes, random bfloat16 weights, two rows (guidance), 300 positions
-known of each, and logits of all tokens; the least of nine steps counts. The others come into environments of their
-own, which are made where they are missing: `torch` with `transformers`, and `llama-cpp-python` with `gguf`, which is
-compiled for this processor. One that cannot be installed or run is left out, and said.
+known of each, and logits of all tokens; the least of nine steps counts, and what a program does to forget the step
+before is not timed. The others come into environments of their own, which are made where they are missing: `torch` with
+`transformers`; `llama-cpp-python` with `gguf`, which is compiled for this processor; and `optimum-intel`, which exports
+transformers' model to OpenVINO. One that cannot be installed or run is left out, and said.
 """
 
 from __future__ import annotations
@@ -25,17 +26,26 @@ WIDTH, LAYERS, HEADS, FFN, VOCABULARY = 1280, 36, 20, 3456, 16384
 PACKAGES = {
     "transformers": ("torch==2.13.0", "transformers"),
     "llama.cpp": ("numpy", "gguf", "llama-cpp-python"),
+    "openvino": ("torch==2.13.0", "optimum-intel"),
 }
 OWN = "lantern_hpu"
 
 
-def least_ms(step: Callable[[int], object]) -> dict[int, float]:
-    """By tokens a row; the first step of each number is not counted."""
+def least_ms(
+    step: Callable[[int], object], forget: Callable[[], object] = lambda: None
+) -> dict[int, float]:
+    """By tokens a row; the first step of each number is not counted.
+
+    Args:
+        forget: called before each step, untimed; it leaves the `KNOWN` positions alone in the cache.
+    """
     result = {}
     for count in COUNTS:
+        forget()
         step(count)
         times = []
         for _ in range(ROUNDS):
+            forget()
             began = time.perf_counter()
             step(count)
             times.append(time.perf_counter() - began)
@@ -79,9 +89,10 @@ def own() -> dict[int, float]:
     return least_ms(step)
 
 
-def by_transformers(folder: Path) -> dict[int, float]:
+def random_llama() -> Any:
+    """transformers' model with random bfloat16 weights."""
     import torch
-    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -92,17 +103,25 @@ def by_transformers(folder: Path) -> dict[int, float]:
         max_position_embeddings=CAPACITY,
     )
     model: Any = LlamaForCausalLM(config)
-    model, cache = model.to(torch.bfloat16).eval(), DynamicCache()
+    return model.to(torch.bfloat16).eval()
+
+
+def by_transformers(folder: Path) -> dict[int, float]:
+    import torch
+    from transformers import DynamicCache
+
+    model, cache = random_llama(), DynamicCache()
 
     @torch.no_grad()
     def step(count: int) -> None:
-        if (new := cache.get_seq_length() - KNOWN) > 0:
-            cache.crop(-new)
         model(torch.zeros(ROWS, count, dtype=torch.long), past_key_values=cache)
 
-    with torch.no_grad():
-        model(torch.zeros(ROWS, KNOWN, dtype=torch.long), past_key_values=cache)
-    return least_ms(step)
+    def forget() -> None:
+        if (new := cache.get_seq_length() - KNOWN) > 0:
+            cache.crop(-new)
+
+    step(KNOWN)
+    return least_ms(step, forget)
 
 
 def write_gguf(file: Path) -> None:
@@ -171,19 +190,65 @@ def by_llama_cpp(folder: Path) -> dict[int, float]:
         if lib.llama_decode(context, batch):
             raise RuntimeError("llama_decode failed")
 
-    def step(count: int) -> None:
+    def forget() -> None:
         memory = lib.llama_get_memory(context)
         for row in range(ROWS):
             lib.llama_memory_seq_rm(memory, row, KNOWN, -1)
-        run(count, KNOWN)
 
     run(KNOWN, 0)
-    return least_ms(step)
+    return least_ms(lambda count: run(count, KNOWN), forget)
+
+
+def by_openvino(folder: Path) -> dict[int, float]:
+    """Exported by optimum-intel with its cache as state; bfloat16 weights, arithmetic and cache, one thread a core."""
+    import os
+    from tempfile import TemporaryDirectory
+
+    import numpy as np
+
+    sys.modules["torchvision"] = None  # type: ignore[assignment]  # its CUDA build fails beside a CPU torch
+    from optimum.intel import OVModelForCausalLM
+
+    settings = {
+        "INFERENCE_PRECISION_HINT": "bf16",
+        "KV_CACHE_PRECISION": "bf16",
+        "INFERENCE_NUM_THREADS": os.cpu_count(),
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+    with TemporaryDirectory(dir=folder.parent) as files:
+        random_llama().save_pretrained(files)
+        model = OVModelForCausalLM.from_pretrained(
+            files, export=True, load_in_8bit=False, ov_config=settings
+        )
+        model.compile()
+    request = model.request
+
+    def run(count: int, known: int) -> None:
+        positions = np.tile(np.arange(known, known + count), (ROWS, 1))
+        request.infer(
+            {
+                "input_ids": np.zeros_like(positions),
+                "attention_mask": np.ones((ROWS, known + count), np.int64),
+                "position_ids": positions,
+                "beam_idx": np.arange(ROWS, dtype=np.int32),
+            }
+        )
+
+    run(KNOWN - 1, 0)
+    states = [(state, state.state) for state in request.query_state()]
+
+    def forget() -> None:
+        for state, kept in states:
+            state.state = kept
+        run(1, KNOWN - 1)  # makes room for the next positions, so that no step does
+
+    return least_ms(lambda count: run(count, KNOWN), forget)
 
 
 PEERS: dict[str, Callable[[Path], dict[int, float]]] = {
     "transformers": by_transformers,
     "llama.cpp": by_llama_cpp,
+    "openvino": by_openvino,
 }
 
 
