@@ -38,8 +38,8 @@ TIMED, STEPS = 5, 4  # timings of each tree, and steps of each timing
 FEW = 2  # of both where steps are long
 COUNTED = 8  # images that acceptance is counted with, at least
 WIDTHS = (8, 16, 32, 64)  # of windows
-# On a device that has little arithmetic to spare, as processors: with guidance, the first two fill the 6 and 12 rows that
-# its native decoder multiplies at once
+# On a device that has little arithmetic to spare, as processors: with guidance, the first two fill the 6 and 12 rows
+# that its native decoder multiplies at once
 SMALL_WIDTHS = (2, 5, 8, 16)
 # Typical chances by rank, of children of a first child and of others: they shape the first tree, nothing more
 TYPICAL = (
