@@ -455,8 +455,8 @@ def test_what_is_measured_of_a_large_model_fits_its_methods() -> None:
         return [*map(str, bench.bench_request(parsed, LARGE).settings)]
 
     usual = settings()
-    assert {"eagle@chain_2", "eagle2@dynamic:1x0x1", "scd@8"} < set(usual) and len(usual) == 10
-    assert settings("--methods", "ar,scd") == ["ar", *(f"scd@{width}" for width in (2, 4, 8))]
+    assert {"eagle@chain_2", "eagle2@dynamic:1x0x1", "scd@8"} < set(usual) and len(usual) == 13
+    assert settings("--methods", "ar,scd") == ["ar", *(f"scd@{width}" for width in (2, 5, 8))]
     assert settings("--methods", "ar,eagle2") == ["ar", "eagle2@dynamic:1x0x1"]
     assert settings("--methods", "eagle", "--trees", "chain") == ["eagle@chain"]
     plain = bench.bench_request(bench.make_parser().parse_args([]))
