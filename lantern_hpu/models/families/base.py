@@ -1,15 +1,21 @@
-"""The contract of a checkpoint family: how its files are recognised, and what they are made of."""
+"""The contract of a checkpoint family: how its files are recognised, and what they are made of; and what most share,
+names and sizes of transformers' Llama."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lantern_hpu.errors import WeightsError
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
-from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe
+from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, Source, llama_block, take
 from lantern_hpu.models.files.names import CODE_PIXELS, Parts
+from lantern_hpu.models.text.frames import TokenOrder
+from lantern_hpu.models.text.tokens import PROMPT_POSITIONS
+
+COMPUTED = "rotary_emb.inv_freq"  # a buffer that some files hold and that is computed here
 
 
 @dataclass(frozen=True)
@@ -21,14 +27,12 @@ class Published:
     condition: ConditionConfig
     checkpoint: Checkpoint  # its tensors by the names that the recipe uses
     recipe: Recipe  # of `target.*` and of the condition's modules
-    tokenizer: Checkpoint | None = (
-        None  # a whole image tokenizer, if the target's own file holds one
-    )
+    # A whole image tokenizer, if the target's own file holds one
+    tokenizer: Checkpoint | None = None
     codebook: int = 0  # width of the codes' vectors, where the recipe has them as `codebook.weight`
     sampling: Sampling | None = None  # as its files say; None: the family's
-    diffusion: bool = (
-        False  # whether pictures are made by a diffusion model of its codes and prompt
-    )
+    # Whether pictures are made by a diffusion model of its codes and prompt
+    diffusion: bool = False
     states: bool = False  # whether another program makes pictures, of its hidden states
 
 
@@ -38,12 +42,84 @@ class Family:
 
     recognises: Callable[[Checkpoint, dict[str, Any], Parts], bool]
     read: Callable[[Checkpoint, dict[str, Any], Parts], Published]
-    ignored: tuple[str, ...]  # what the names of tensors that are not needed have in them
     sampling: Mapping[str, Sampling]  # published settings of each kind
-    normalized_codes: bool  # whether codes are used at length 1
+    ignored: tuple[str, ...] = (COMPUTED,)  # in names of tensors that are not needed
+    normalized_codes: bool = False  # whether codes are used at length 1
     code_pixels: int = CODE_PIXELS  # along a code
 
 
 def called(about: dict[str, Any], parts: Parts) -> str:
     """By what names a checkpoint goes: those of its file or folder, and what its config.json says."""
     return f"{parts.name} {parts.target.name} {about.get('_name_or_path', '')}".lower()
+
+
+def check_known(checkpoint: Checkpoint, *settings: tuple[str, Any, Any]) -> None:
+    """Raise a WeightsError unless each setting, a name and a value, has the value that is known."""
+    for name, value, known in settings:
+        if value != known:
+            why = f"{name} is {value}, where {known} is known"
+            raise WeightsError(f"{checkpoint.path} is of an unknown format", why)
+
+
+def llama_config(
+    checkpoint: Checkpoint,
+    about: Mapping[str, Any],
+    model: str,
+    head_dim: int,
+    norm_eps: float,
+    rope_base: float,
+    **sizes: Any,
+) -> TransformerConfig:
+    """Sizes of a network with the tensors of transformers' Llama.
+
+    Args:
+        about: what config.json says of it. model: before the names of its tensors.
+        head_dim, norm_eps, rope_base: where config.json does not say them (of heads, their number).
+        sizes: what else the family has.
+    """
+    layer, rope = f"{model}layers.0.", about.get("rope_parameters") or {}
+    rows, dim = checkpoint.shapes[f"{model}embed_tokens.weight"]
+    heads = int(about.get("num_attention_heads", dim // head_dim))
+    base = rope.get("rope_theta", rope_base)  # transformers 5 moved it there
+    usual: dict[str, Any] = {
+        "layers": int(about.get("num_hidden_layers", 0)) or checkpoint.count(f"{model}layers."),
+        "kv_heads": checkpoint.shapes[f"{layer}self_attn.k_proj.weight"][0] * heads // dim,
+        "ffn_dim": checkpoint.shapes[f"{layer}mlp.gate_proj.weight"][0],
+        "prefix": PROMPT_POSITIONS,
+        "norm_eps": float(about.get("rms_norm_eps", norm_eps)),
+        "rope_base": float(about.get("rope_theta", base)),
+        "rope": "1d",
+        "rope_pairs": "half",
+        "rope_prefix": "identity",
+        "embed_rows": rows,
+    }
+    return TransformerConfig(dim=dim, heads=heads, **usual | sizes)
+
+
+def llama_recipe(
+    config: TransformerConfig,
+    model: str,
+    order: TokenOrder | None = None,
+    head: str = "lm_head.weight",
+    tables: Sequence[str] = (),
+) -> dict[str, Source]:
+    """Recipe of `target.*` from the tensors of transformers' Llama.
+
+    Args:
+        model: before the names of its tensors, but for the head's.
+        order: of the rows of its table, of which the head keeps those that are drawn; None: all as they are.
+        tables: that hold the embedding one after the other, where it is not one.
+    """
+    rows = drawn = None
+    if order is not None:
+        first, rows = order.first[0][0], order.stretches(config.embed_rows or 0)
+        drawn = ((first, first + config.codes), *order.first[1:])
+    recipe = {
+        "target.embed.weight": take(*(tables or [f"{model}embed_tokens.weight"]), rows=rows),
+        "target.norm.weight": take(f"{model}norm.weight"),
+        "target.head.weight": take(head, rows=drawn),
+    }
+    for i in range(config.layers):
+        goal, old = f"target.layers.{i}.", f"{model}layers.{i}."
+        recipe |= llama_block(goal, old, bias=config.qkv_bias)
+    return recipe

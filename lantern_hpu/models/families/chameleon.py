@@ -13,20 +13,24 @@ from typing import Any
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
-from lantern_hpu.models.families.base import Family, Published
-from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, head_norms, llama_block, take
+from lantern_hpu.models.families.base import (
+    COMPUTED,
+    Family,
+    Published,
+    llama_config,
+    llama_recipe,
+)
+from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, head_norms
 from lantern_hpu.models.files.names import Parts
 from lantern_hpu.models.text.frames import FIRST_IMAGE_TOKEN, AnoleFrame, TokenOrder
-from lantern_hpu.models.text.tokens import PROMPT_POSITIONS
 
 GRID = (32, 32)
 TOKENS = 65536  # rows of the table; relatives with another one have tokenizers of their own
 EMBED, FIRST = "model.embed_tokens.weight", "model.layers.0.self_attn."
 SAMPLING = {"chameleon": Sampling(3.0, 1.0, 2000, 1.0)}
-INNER_VQ = (
-    "model.vqmodel."  # where the stock model has an encoder of pictures alone, which is not read
-)
-IGNORED = (INNER_VQ, "rotary_emb.inv_freq", "vocabulary_mapping")
+# Where the stock model has an encoder of pictures alone, which is not read
+INNER_VQ = "model.vqmodel."
+IGNORED = (INNER_VQ, COMPUTED, "vocabulary_mapping")
 
 
 def is_chameleon(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
@@ -49,29 +53,19 @@ def norm_shape(checkpoint: Checkpoint) -> tuple[int, ...]:
     return checkpoint.shapes[FIRST + "q_norm.weight"]
 
 
-def chameleon_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
-    rows, dim = checkpoint.shapes[EMBED]
-    rope = about.get("rope_parameters") or {}
-    heads = head_count(checkpoint, about)
-    return TransformerConfig(
-        vocab_size=int((about.get("vq_config") or {}).get("num_embeddings", 8192)),
-        dim=dim,
-        layers=int(about.get("num_hidden_layers", 0)) or checkpoint.count("model.layers."),
-        heads=heads,
-        kv_heads=checkpoint.shapes[FIRST + "k_proj.weight"][0] * heads // dim,
-        ffn_dim=checkpoint.shapes["model.layers.0.mlp.gate_proj.weight"][0],
-        prefix=PROMPT_POSITIONS,
-        grid=GRID,
-        norm_eps=float(about.get("rms_norm_eps", 1e-5)),
-        # transformers 5 moved it into `rope_parameters`
-        rope_base=float(about.get("rope_theta", rope.get("rope_theta", 10000.0))),
-        rope="1d",
-        rope_pairs="half",
-        rope_prefix="identity",
-        qk_norm=True,
-        embed_rows=rows,
-        top_p_first=True,
-    )
+def chameleon_config(
+    checkpoint: Checkpoint, about: dict[str, Any], **sizes: Any
+) -> TransformerConfig:
+    """Sizes of its network; `sizes` are those that its relatives have in a way of their own."""
+    usual: dict[str, Any] = {
+        "vocab_size": int((about.get("vq_config") or {}).get("num_embeddings", 8192)),
+        "grid": GRID,
+        "norm_eps": 1e-5,
+        "rope_base": 10000.0,
+        "qk_norm": True,
+    }
+    said = about | {"num_attention_heads": head_count(checkpoint, about)}
+    return llama_config(checkpoint, said, "model.", 1, **usual | sizes)
 
 
 def check_draws(checkpoint: Checkpoint, about: dict[str, Any], config: TransformerConfig) -> None:
@@ -88,23 +82,15 @@ def check_draws(checkpoint: Checkpoint, about: dict[str, Any], config: Transform
 def chameleon_recipe(
     checkpoint: Checkpoint, config: TransformerConfig, order: TokenOrder
 ) -> Recipe:
-    first = order.first[0][0]  # the codes
-    recipe = {
-        "target.embed.weight": take(EMBED, rows=order.stretches(config.embed_rows or 0)),
-        "target.norm.weight": take("model.norm.weight"),
-        "target.head.weight": take(
-            "lm_head.weight", rows=((first, first + config.codes), *order.first[1:])
-        ),
-    }
+    recipe = llama_recipe(config, "model.", order)
     for i in range(config.layers):
         goal, old = f"target.layers.{i}.", f"model.layers.{i}."
-        norms = head_norms(goal, old, checkpoint, config.heads, config.kv)
-        recipe |= {**llama_block(goal, old), **norms}
+        recipe |= head_norms(goal, old, checkpoint, config.heads, config.kv)
     return recipe
 
 
 def read_chameleon(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
-    config = chameleon_config(checkpoint, about)
+    config = chameleon_config(checkpoint, about, top_p_first=True)
     check_draws(checkpoint, about, config)
     recipe = chameleon_recipe(checkpoint, config, AnoleFrame.order)
     tokenizer = tokenizer_of(checkpoint)
@@ -117,10 +103,4 @@ def tokenizer_of(checkpoint: Checkpoint) -> Checkpoint | None:
     return inside if "decoder.conv_in.weight" in inside else None
 
 
-FAMILY = Family(
-    recognises=is_chameleon,
-    read=read_chameleon,
-    ignored=IGNORED,
-    sampling=SAMPLING,
-    normalized_codes=False,
-)
+FAMILY = Family(is_chameleon, read_chameleon, SAMPLING, IGNORED)

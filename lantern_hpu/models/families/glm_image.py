@@ -16,8 +16,8 @@ from lantern_hpu.errors import WeightsError
 from lantern_hpu.files import reading
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
-from lantern_hpu.models.families.base import Family, Published
-from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, folder_of, llama_block, take
+from lantern_hpu.models.families.base import Family, Published, check_known, llama_recipe
+from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, folder_of, take
 from lantern_hpu.models.files.names import Parts
 from lantern_hpu.ops.grammar import NEVER
 
@@ -46,15 +46,13 @@ def glm_image_config(checkpoint: Checkpoint, about: dict[str, Any]) -> Transform
     rows, dim = checkpoint.shapes[TEXT + "embed_tokens.weight"]
     head_dim = dim // heads
     vocabulary = checkpoint.shapes["lm_head.weight"][0]
-    for name, value, known in (
+    check_known(
+        checkpoint,
         ("text_config.hidden_act", text.get("hidden_act", "silu"), "silu"),
         ("text_config.rope_parameters.rope_type", rope.get("rope_type", "default"), "default"),
         ("image_start_token_id", int(about["image_start_token_id"]), codes),
         ("text_config.vision_vocab_size", text.get("vision_vocab_size", vocabulary), vocabulary),
-    ):
-        if value != known:
-            why = f"{name} is {value}, where {known} is known"
-            raise WeightsError(f"{checkpoint.path} is of an unknown format", why)
+    )
     return TransformerConfig(
         vocab_size=vocabulary,
         dim=dim,
@@ -100,16 +98,10 @@ def paired_rows(config: TransformerConfig) -> tuple[tuple[int, int], ...]:
 
 
 def glm_image_recipe(config: TransformerConfig) -> Recipe:
-    recipe = {
-        "target.embed.weight": take(TEXT + "embed_tokens.weight"),
-        "target.norm.weight": take(TEXT + "norm.weight"),
-        "target.head.weight": take("lm_head.weight"),
-        "target.head.bias": take(SPARE),
-    }
+    recipe = llama_recipe(config, TEXT) | {"target.head.bias": take(SPARE)}
     rows = paired_rows(config)
     for i in range(config.layers):
         goal, old = f"target.layers.{i}.", LAYER.format(i)
-        recipe |= llama_block(goal, old)
         for kind in ("weight", "bias")[: 1 + config.qkv_bias]:
             names = (f"{old}self_attn.{p}_proj.{kind}" for p in "qkv")
             recipe[f"{goal}attention.qkv.{kind}"] = take(*names, rows=rows)
@@ -171,11 +163,5 @@ def generation_sampling(
         return Sampling(guidance, temperature, int(usual["top_k"]), top_p)
 
 
-FAMILY = Family(
-    recognises=is_glm_image,
-    read=read_glm_image,
-    ignored=("model.visual.", "model.vqmodel."),  # which read pictures
-    sampling=SAMPLING,
-    normalized_codes=True,
-    code_pixels=PIXELS,
-)
+IGNORED = ("model.visual.", "model.vqmodel.")  # which read pictures
+FAMILY = Family(is_glm_image, read_glm_image, SAMPLING, IGNORED, True, PIXELS)

@@ -13,10 +13,9 @@ from typing import Any
 from lantern_hpu.errors import WeightsError
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
-from lantern_hpu.models.families.base import Family, Published
+from lantern_hpu.models.families.base import Family, Published, llama_config
 from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, llama_block, take
 from lantern_hpu.models.files.names import Parts
-from lantern_hpu.models.text.tokens import PROMPT_POSITIONS
 
 GRID = (24, 24)  # 384 pixels, where no config.json says more
 HEAD = 128  # width of a head in both sizes
@@ -56,26 +55,17 @@ def is_janus(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> boo
 
 def janus_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
     language = about.get("language_config") or about.get("text_config") or {}
-    rope = language.get("rope_parameters") or {}
-    layer = f"{LANGUAGE}layers.0."
-    dim = checkpoint.shapes[f"{LANGUAGE}embed_tokens.weight"][1]
-    keys = checkpoint.shapes[f"{layer}self_attn.k_proj.weight"][0]
     codes, code_dim = checkpoint.shapes["gen_embed.weight"]
-    heads = int(language.get("num_attention_heads", dim // HEAD))
-    return TransformerConfig(
+    return llama_config(
+        checkpoint,
+        language,
+        LANGUAGE,
+        HEAD,
         vocab_size=codes,
-        dim=dim,
-        layers=int(language.get("num_hidden_layers", 0)) or checkpoint.count(f"{LANGUAGE}layers."),
-        heads=heads,
-        kv_heads=keys * heads // dim,
-        ffn_dim=checkpoint.shapes[f"{layer}mlp.gate_proj.weight"][0],
-        prefix=PROMPT_POSITIONS,
         grid=grid_of(about),
-        norm_eps=float(language.get("rms_norm_eps", 1e-6)),
-        rope_base=float(language.get("rope_theta", rope.get("rope_theta", 10000.0))),
-        rope="1d",
-        rope_pairs="half",
-        rope_prefix="identity",
+        norm_eps=1e-6,
+        rope_base=10000.0,
+        embed_rows=None,  # words have a table of their own
         code_dim=code_dim,
         head_hidden=checkpoint.shapes["gen_head.output_mlp_projector.weight"][0],
     )
@@ -124,10 +114,4 @@ def read_janus(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> P
     return Published("janus", config, words, drawing, janus_recipe(config), tokenizer)
 
 
-FAMILY = Family(
-    recognises=is_janus,
-    read=read_janus,
-    ignored=("rotary_emb.inv_freq",),
-    sampling=SAMPLING,
-    normalized_codes=True,
-)
+FAMILY = Family(is_janus, read_janus, SAMPLING, normalized_codes=True)

@@ -181,10 +181,4 @@ def read_llamagen(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -
     return Published("llamagen-t2i", config, ConditionConfig("t5", dim=width), bare, recipe)
 
 
-FAMILY = Family(
-    recognises=is_llamagen,
-    read=read_llamagen,
-    ignored=BUFFERS,
-    sampling=SAMPLING,
-    normalized_codes=True,
-)
+FAMILY = Family(is_llamagen, read_llamagen, SAMPLING, BUFFERS, normalized_codes=True)

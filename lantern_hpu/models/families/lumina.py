@@ -62,7 +62,6 @@ def read_lumina(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> 
         row_ends=True,
         code_pixels=CODE_PIXELS,
         grid_step=LuminaFrame.PATCH // CODE_PIXELS,
-        top_p_first=False,  # transformers' order
     )
     condition = ConditionConfig("tokens", frame="lumina")
     recipe = chameleon.chameleon_recipe(checkpoint, config, LuminaFrame.order)
@@ -70,13 +69,7 @@ def read_lumina(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> 
     return Published("lumina", config, condition, checkpoint, recipe, tokenizer)
 
 
-FAMILY = Family(
-    recognises=is_lumina,
-    read=read_lumina,
-    ignored=chameleon.IGNORED,
-    sampling=SAMPLING,
-    normalized_codes=False,
-)
+FAMILY = Family(is_lumina, read_lumina, SAMPLING, chameleon.IGNORED)
 
 
 def is_lumina2(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
@@ -85,14 +78,14 @@ def is_lumina2(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> b
 
 
 def read_lumina2(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
-    config = replace(
-        chameleon.chameleon_config(checkpoint, about),
+    config = chameleon.chameleon_config(
+        checkpoint,
+        about,
         vocab_size=CODES_2 + 1,
         grid=(SIDE_2, SIDE_2),
         row_ends=True,
         code_pixels=Lumina2Frame.PIXELS,
         grid_step=Lumina2Frame.PATCH // Lumina2Frame.PIXELS,
-        top_p_first=False,
         max_positions=int(about.get("max_position_embeddings", 0)) or None,
     )
     condition = ConditionConfig("tokens", frame="lumina2")
@@ -100,10 +93,6 @@ def read_lumina2(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) ->
     return Published("lumina2", config, condition, checkpoint, recipe)
 
 
-FAMILY_2 = replace(
-    FAMILY,
-    recognises=is_lumina2,
-    read=read_lumina2,
-    sampling=SAMPLING_2,
-    code_pixels=Lumina2Frame.PIXELS,
+FAMILY_2 = Family(
+    is_lumina2, read_lumina2, SAMPLING_2, chameleon.IGNORED, code_pixels=Lumina2Frame.PIXELS
 )

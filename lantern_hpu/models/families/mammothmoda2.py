@@ -12,16 +12,21 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from lantern_hpu.errors import WeightsError
 from lantern_hpu.files import reading
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.models.config import ConditionConfig, TransformerConfig
-from lantern_hpu.models.families.base import Family, Published
+from lantern_hpu.models.families.base import (
+    COMPUTED,
+    Family,
+    Published,
+    check_known,
+    llama_config,
+    llama_recipe,
+)
 from lantern_hpu.models.families.glm_image import generation_sampling
-from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, folder_of, llama_block, take
+from lantern_hpu.models.files.checkpoint import Checkpoint, Recipe, folder_of, take
 from lantern_hpu.models.files.names import Parts
 from lantern_hpu.models.text.frames import MammothModa2Frame
-from lantern_hpu.models.text.tokens import PROMPT_POSITIONS
 
 KIND = "mammothmoda2_qwen2_5_vl"  # of `llm_config`; the later model on Qwen3-VL has the same names
 WORDS, IMAGE_TOKENS, CODES = 152064, 32800, 16384
@@ -31,11 +36,10 @@ GUIDANCE = 7.0
 SAMPLING = {"mammothmoda2": Sampling(GUIDANCE, 1.0, 2048, 1.0)}
 GENERATION = "t2i_generation_config.json"
 MODEL = "llm_model.model.language_model."
-LAYER = MODEL + "layers.{}."
 TABLES = (MODEL + "embed_tokens.weight", MODEL + "gen_embed_tokens.weight")
 # What reads pictures, what makes them, and the head of words
 IGNORED = (
-    *("llm_model.model.visual.", "llm_model.lm_head.", "rotary_emb.inv_freq"),
+    *("llm_model.model.visual.", "llm_model.lm_head.", COMPUTED),
     *("gen_transformer.", "gen_vae.", "gen_image_condition_refiner."),
 )
 
@@ -46,38 +50,31 @@ def is_mammothmoda2(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts)
 
 def mammothmoda2_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
     llm = about["llm_config"]
-    text, first = llm.get("text_config", llm), LAYER.format(0)
+    text = llm.get("text_config", llm)
     layers, heads = int(text["num_hidden_layers"]), int(text["num_attention_heads"])
     said = str(text.get("moe_type", "ffn"))
     moe = re.fullmatch(rf"ffn(?:-(\d+):{layers})?", said)
     words = checkpoint.shapes.get(TABLES[0], (0, 0))
-    for name, value, known in (
+    check_known(
+        checkpoint,
         ("llm_config.model_type", llm.get("model_type"), KIND),
         ("the table of words", words[0], WORDS),
         ("the table of image tokens", checkpoint.shapes[TABLES[1]][0], IMAGE_TOKENS),
         ("text_config.gen_vocab_start_index", text.get("gen_vocab_start_index") or WORDS, WORDS),
         ("text_config.hidden_act", text.get("hidden_act", "silu"), "silu"),
         ("text_config.moe_type", said, said if moe else f"ffn-N:{layers}"),
-    ):
-        if value != known:
-            why = f"{name} is {value}, where {known} is known"
-            raise WeightsError(f"{checkpoint.path} is of an unknown format", why)
+    )
     assert moe is not None
-    return TransformerConfig(
+    # Words and drawn tokens have one position on all three axes of its rotary embedding
+    return llama_config(
+        checkpoint,
+        text,
+        MODEL,
+        words[1] // heads,
         vocab_size=CODES + 1,
-        dim=words[1],
-        layers=layers,
-        heads=heads,
-        kv_heads=checkpoint.shapes[first + "self_attn.k_proj.weight"][0] * heads // words[1],
-        ffn_dim=checkpoint.shapes[first + "mlp.gate_proj.weight"][0],
-        prefix=PROMPT_POSITIONS,
         grid=GRID,
-        norm_eps=float(text.get("rms_norm_eps", 1e-6)),
-        rope_base=float(text.get("rope_theta", 1e6)),
-        # Words and drawn tokens have one position on all three axes of its rotary embedding
-        rope="1d",
-        rope_pairs="half",
-        rope_prefix="identity",
+        norm_eps=1e-6,
+        rope_base=1e6,
         embed_rows=WORDS + IMAGE_TOKENS,
         row_ends=True,
         qkv_bias=True,
@@ -90,24 +87,14 @@ def mammothmoda2_config(checkpoint: Checkpoint, about: dict[str, Any]) -> Transf
 def mammothmoda2_recipe(config: TransformerConfig) -> Recipe:
     order = MammothModa2Frame.order
     head = tuple((start - WORDS, end - WORDS) for start, end in order.first)
-    recipe = {
-        "target.embed.weight": take(*TABLES, rows=order.stretches(config.embed_rows or 0)),
-        "target.norm.weight": take(MODEL + "norm.weight"),
-        "target.head.weight": take("llm_model.gen_head.weight", rows=head),
-    }
-    for i in range(config.layers):
-        goal, old = f"target.layers.{i}.", LAYER.format(i)
-        biases = (f"{old}self_attn.{part}_proj.bias" for part in "qkv")
-        block = llama_block(goal, old)
-        if i >= config.layers - config.word_layers:
-            for part in ("gate_up", "down"):
-                word = block[f"{goal}ffn.{part}.weight"]
-                names = tuple(name.replace(".mlp.", ".gen_mlp.") for name in word.names)
-                block |= {
-                    f"{goal}word_ffn.{part}.weight": word,
-                    f"{goal}ffn.{part}.weight": take(*names),
-                }
-        recipe |= {**block, f"{goal}attention.qkv.bias": take(*biases)}
+    recipe = llama_recipe(config, MODEL, order, tables=TABLES)
+    recipe["target.head.weight"] = take("llm_model.gen_head.weight", rows=head)
+    for i in range(config.layers - config.word_layers, config.layers):
+        for part in ("gate_up", "down"):
+            name = f"target.layers.{i}.ffn.{part}.weight"
+            word = recipe[name]
+            recipe[name.replace(".ffn.", ".word_ffn.")] = word
+            recipe[name] = take(*(name.replace(".mlp.", ".gen_mlp.") for name in word.names))
     return recipe
 
 
@@ -134,11 +121,4 @@ def penalty_note(parts: Parts) -> str:
     return "" if penalty == 1 else f"{GENERATION} has a repetition penalty, which is not applied"
 
 
-FAMILY = Family(
-    recognises=is_mammothmoda2,
-    read=read_mammothmoda2,
-    ignored=IGNORED,
-    sampling=SAMPLING,
-    normalized_codes=False,
-    code_pixels=PIXELS,
-)
+FAMILY = Family(is_mammothmoda2, read_mammothmoda2, SAMPLING, IGNORED, code_pixels=PIXELS)

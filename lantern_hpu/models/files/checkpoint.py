@@ -267,7 +267,9 @@ def take(*names: str, **how: Any) -> Source:
     return Source(names, **how)
 
 
-def llama_block(goal: str, old: str, input_norm: bool = True) -> dict[str, Source]:
+def llama_block(
+    goal: str, old: str, input_norm: bool = True, bias: bool = False
+) -> dict[str, Source]:
     """One layer of ours from one by transformers' names; `q`, `k`, `v` are one matrix here, as are gate and up."""
     attention, mlp = f"{old}self_attn.", f"{old}mlp."
     recipe = {
@@ -279,6 +281,8 @@ def llama_block(goal: str, old: str, input_norm: bool = True) -> dict[str, Sourc
     }
     if input_norm:
         recipe[f"{goal}attention_norm.weight"] = take(f"{old}input_layernorm.weight")
+    if bias:
+        recipe[f"{goal}attention.qkv.bias"] = take(*(f"{attention}{p}_proj.bias" for p in "qkv"))
     return recipe
 
 
