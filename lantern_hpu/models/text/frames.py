@@ -58,36 +58,47 @@ class Frame:
     tokenizer = ""  # of which other model it is, where the family's files hold none
     closes: int | None = None  # what follows a picture, where its hidden state is of use
     settings = ""  # a file beside the tokenizer that it reads as well
+    first, image = "", ""  # names of the tokens that begin a prompt and a picture
+    opening, ending = "", ""  # the template around the words of a prompt
+    negative = ""  # what guidance subtracts where a user who may choose it did not
 
     def __init__(
         self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
     ) -> None:
-        self.words, self.config, self.where = words, config, where
+        self.words, self.vocabulary, self.config, self.where = words, vocabulary, config, where
         self.id: dict[str, int] = {}
+        self.check_tokens()
+        self.before = self.tokens_before()
+        # The template's end is kept where a prompt is cut
+        self.closing = words(self.ending) if self.ending else []
+        self.after = self.tokens_after()
+
+    def check_tokens(self) -> None:
+        """Raise a WeightsError unless the tokenizer is the family's; take the ids of its `special` tokens."""
         for name, want in self.special.items():
-            result = vocabulary.get(name)
+            result = self.vocabulary.get(name)
             if result is None or want not in (None, result):
                 why = f"{name} is {'missing' if result is None else f'token {result}'}"
                 why += f", expected token {want}" if want is not None else ""
-                raise WeightsError(f"the tokenizer in {where} is not {self.family}'s", why)
+                raise WeightsError(f"the tokenizer in {self.where} is not {self.family}'s", why)
             self.id[name] = result
-        self.before: list[int] = []
-        self.closing: list[int] = []  # the template's end, which is kept where a prompt is cut
-        self.after: list[int] = []
+
+    def tokens_before(self) -> list[int]:
+        return [self.id[self.first]] if self.first else []
+
+    def tokens_after(self) -> list[int]:
+        """What follows a prompt, with the picture's size where that is said."""
+        return [self.id[self.image]]
 
     def sized(self, config: TransformerConfig) -> Frame:
         """The same of pictures and prefixes of other sizes."""
         other = copy.copy(self)
         other.config = config
-        other.after = other.size_tokens()
+        other.after = other.tokens_after()
         return other
 
-    def size_tokens(self) -> list[int]:
-        """What follows a prompt, where that says the picture's size."""
-        return self.after
-
     def text(self, prompt: str) -> str:
-        return prompt
+        return f"{self.opening}{prompt}{self.ending}"
 
     @property
     def room(self) -> int:
@@ -102,7 +113,10 @@ class Frame:
 
     def without(self, ids: list[int], negative: str | None = None) -> list[int]:
         """The row that guidance subtracts from a framed prompt's; see `takes_negative`."""
-        return [*self.before, *self.after]
+        if not self.takes_negative:
+            return [*self.before, *self.after]
+        words = self.words(self.negative if negative is None else negative)
+        return [*self.before, *words[: self.room], *self.after]
 
     def note(self, prompt: str) -> str | None:
         """What is cut of a prompt."""
@@ -127,12 +141,20 @@ class AnoleFrame(Frame):
     order: TokenOrder = TokenOrder(((FIRST_IMAGE_TOKEN, 65536),))
     pad = 1
 
-    def __init__(
-        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
-    ) -> None:
-        check_image_tokens(vocabulary, config.codes, where)
-        super().__init__(words, vocabulary, config, where)
-        self.before, self.after = [0], [8710, 8197]
+    def check_tokens(self) -> None:
+        """Code c must be token c + 4 as well, by the names of the tokens."""
+        for code in range(self.config.codes):
+            result = self.vocabulary.get(code_name(code))
+            if result != code + FIRST_IMAGE_TOKEN:
+                why = f"code {code} is token {result}, expected {code + FIRST_IMAGE_TOKEN}"
+                raise WeightsError(f"the tokenizer in {self.where} is not {self.family}'s", why)
+        super().check_tokens()
+
+    def tokens_before(self) -> list[int]:
+        return [0]
+
+    def tokens_after(self) -> list[int]:
+        return [8710, 8197]
 
     def without(self, ids: list[int], negative: str | None = None) -> list[int]:
         return [0, 8197]
@@ -148,22 +170,18 @@ class LuminaFrame(AnoleFrame):
     special = {"<reserved08799>": 8803}  # what closes a row
     order: TokenOrder = TokenOrder(((FIRST_IMAGE_TOKEN, 8196), (8803, 8804)))
 
-    def __init__(
-        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
-    ) -> None:
-        super().__init__(words, vocabulary, config, where)
-        self.vocabulary = vocabulary
-        self.after = self.size_tokens()
-
-    def size_tokens(self) -> list[int]:
+    def tokens_after(self) -> list[int]:
         """What begins the picture, then the tokens of height and width, which go by their names."""
-        found = self.after[:2]
+        found = self.image_tokens()
         for pixels in self.size:
             token = self.vocabulary.get(f"<reserved{8800 + pixels // self.PATCH:05d}>")
             if token is None:
                 raise OptionError(f"no {self.family} draws {pixels} pixels", "no token says them")
             found.append(token)
         return found
+
+    def image_tokens(self) -> list[int]:
+        return super().tokens_after()
 
     @property
     def size(self) -> tuple[int, int]:
@@ -191,21 +209,19 @@ class Lumina2Frame(LuminaFrame):
     order: TokenOrder = TokenOrder(((155000, 171384), (151670, 151671)))
     pad = 0
 
-    def __init__(
-        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
-    ) -> None:
-        Frame.__init__(self, words, vocabulary, config, where)
-        self.before, self.after = [self.begin(vocabulary)], [self.id[self.TURN], 151665]
-        self.vocabulary = vocabulary
-        self.after = self.size_tokens()
+    def check_tokens(self) -> None:
+        Frame.check_tokens(self)  # its codes have other names
 
-    def begin(self, vocabulary: Mapping[str, int]) -> int:
+    def tokens_before(self) -> list[int]:
         file = self.where / self.settings
         if not file.is_file():
-            return self.id[self.END]
+            return [self.id[self.END]]
         with reading(file) as about:
             named = about.get("bos_token") or about.get("eos_token") or self.END
-            return vocabulary[named["content"] if isinstance(named, dict) else named]
+            return [self.vocabulary[named["content"] if isinstance(named, dict) else named]]
+
+    def image_tokens(self) -> list[int]:
+        return [self.id[self.TURN], 151665]
 
 
 class JanusFrame(Frame):
@@ -215,18 +231,12 @@ class JanusFrame(Frame):
     """
 
     family = "Janus"
-    BEGIN, PAD, IMAGE = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>"
-    special = dict.fromkeys((BEGIN, PAD, IMAGE))
-
-    def __init__(
-        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
-    ) -> None:
-        super().__init__(words, vocabulary, config, where)
-        self.before, self.after = [self.id[self.BEGIN]], [self.id[self.IMAGE]]
-        self.closing = words("\n\n<|Assistant|>:")
+    first, PAD, image = "<｜begin▁of▁sentence｜>", "<｜▁pad▁｜>", "<begin_of_image>"
+    special = dict.fromkeys((first, PAD, image))
+    opening, ending = "<|User|>: ", "\n\n<|Assistant|>:"
 
     def text(self, prompt: str) -> str:
-        return f"<|User|>: {prompt.strip()}\n\n<|Assistant|>:"
+        return super().text(prompt.strip())
 
     def without(self, ids: list[int], negative: str | None = None) -> list[int]:
         return [ids[0], *[self.id[self.PAD]] * (len(ids) - 2), ids[-1]]
@@ -236,16 +246,16 @@ class Emu3Frame(Frame):
     """The prompt and words of praise, then the size of the picture in codes; guidance subtracts a negative prompt."""
 
     family = "Emu3"
-    BEGIN, START, IMAGE = "<|extra_203|>", "<|image start|>", "<|image token|>"
-    PRAISE = " masterpiece, film grained, best quality."
-    NEGATIVE = (
+    first, START, image = "<|extra_203|>", "<|image start|>", "<|image token|>"
+    ending = " masterpiece, film grained, best quality."
+    negative = (
         "lowres, bad anatomy, bad hands, text, error, missing fingers, extra digit, fewer digits, cropped, worst "
         "quality, low quality, normal quality, jpeg artifacts, signature, watermark, username, blurry."
     )
     special = {
-        BEGIN: 151849,
+        first: 151849,
         START: None,
-        IMAGE: None,
+        image: None,
         "<|extra_200|>": 151846,  # what closes a row
         "<|visual token 000000|>": 151854,
         "<|visual token 032767|>": 184621,
@@ -253,51 +263,24 @@ class Emu3Frame(Frame):
     order: TokenOrder = TokenOrder(((151854, 184622), (151846, 151847)))
     takes_negative = True
 
-    def __init__(
-        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
-    ) -> None:
-        super().__init__(words, vocabulary, config, where)
-        self.before, self.after = [self.id[self.BEGIN]], self.size_tokens()
-        self.closing = words(self.PRAISE)
-
-    def size_tokens(self) -> list[int]:
+    def tokens_after(self) -> list[int]:
         rows, columns = self.config.grid
-        return [self.id[self.START], *self.words(f"{rows}*{columns}"), self.id[self.IMAGE]]
-
-    def text(self, prompt: str) -> str:
-        return prompt + self.PRAISE
-
-    def without(self, ids: list[int], negative: str | None = None) -> list[int]:
-        words = self.words(self.NEGATIVE if negative is None else negative)
-        return [*self.before, *words[: self.room], *self.after]
+        return [self.id[self.START], *self.words(f"{rows}*{columns}"), self.id[self.image]]
 
 
 class SimpleArFrame(Frame):
     """A sentence between two tokens; guidance subtracts a negative prompt, with its own length and positions."""
 
     family = "SimpleAR"
-    BEGIN, IMAGE = "<|t2i|>", "<|soi|>"
-    PRAISE = "A highly realistic image of "
-    NEGATIVE = (
+    first, image = "<|t2i|>", "<|soi|>"
+    opening = "A highly realistic image of "
+    negative = (
         "An image of aerial view, overexposed, low quality, deformation, a poor composition, bad hands, bad teeth, "
         "bad eyes, bad limbs, distortion"
     )
-    special = {BEGIN: 151665, IMAGE: 151667}
+    special = {first: 151665, image: 151667}
     order: TokenOrder = TokenOrder(((151672, 215672),))
     takes_negative = True
-
-    def __init__(
-        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
-    ) -> None:
-        super().__init__(words, vocabulary, config, where)
-        self.before, self.after = [self.id[self.BEGIN]], [self.id[self.IMAGE]]
-
-    def text(self, prompt: str) -> str:
-        return self.PRAISE + prompt
-
-    def without(self, ids: list[int], negative: str | None = None) -> list[int]:
-        words = self.words(self.NEGATIVE if negative is None else negative)
-        return [*self.before, *words[: self.room], *self.after]
 
 
 class MammothModa2Frame(Frame):
@@ -310,31 +293,16 @@ class MammothModa2Frame(Frame):
     family = "Qwen2.5"  # by its tokenizer
     TOKEN, START, END = 152069, 152070, 152071  # before and behind the size, and behind a picture
     LAST = 10  # tokens of a prompt that the row without it has
-    OPEN, CLOSE = "<|im_start|>", "<|im_end|>"
-    special = {OPEN: 151644, CLOSE: 151645}
+    special = {"<|im_start|>": 151644, "<|im_end|>": 151645}
+    opening = "<|im_start|>system\nYou are a helpful image generator.<|im_end|>\n<|im_start|>user\n"
+    ending = "<|im_end|>\n<|im_start|>assistant\n"
     tokenizer = "Qwen2.5's: Qwen/Qwen2.5-7B-Instruct"
     closes = END
     order: TokenOrder = TokenOrder(((152072, 168456), (152064, 152065)))
 
-    def __init__(
-        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
-    ) -> None:
-        super().__init__(words, vocabulary, config, where)
-        self.after = self.size_tokens()
-        self.closing = words(self.answer)
-
-    @property
-    def answer(self) -> str:
-        """What follows the words of a prompt."""
-        return f"{self.CLOSE}\n{self.OPEN}assistant\n"
-
-    def size_tokens(self) -> list[int]:
+    def tokens_after(self) -> list[int]:
         rows, columns = self.config.grid
         return [self.START, *self.words(f"{columns}*{rows}"), self.TOKEN]
-
-    def text(self, prompt: str) -> str:
-        system = f"{self.OPEN}system\nYou are a helpful image generator.{self.CLOSE}\n"
-        return f"{system}{self.OPEN}user\n{prompt}{self.answer}"
 
     def without(self, ids: list[int], negative: str | None = None) -> list[int]:
         return ids[-self.LAST :]
@@ -350,17 +318,15 @@ class GlmImageFrame(Frame):
     BEGIN, END = "<sop>", "<eop>"
     special = dict.fromkeys((BEGIN, END))
 
-    def __init__(
-        self, words: Words, vocabulary: Mapping[str, int], config: TransformerConfig, where: Path
-    ) -> None:
-        start = f"<|dit_token_{config.codes}|>"
-        if vocabulary.get(start) != config.codes:
-            why = f"{start} is {vocabulary.get(start)}, expected token {config.codes}"
-            raise WeightsError(f"the tokenizer in {where} is not {self.family}'s", why)
-        super().__init__(words, vocabulary, config, where)
-        self.after = self.size_tokens()
+    def check_tokens(self) -> None:
+        codes = self.config.codes
+        start = f"<|dit_token_{codes}|>"
+        if self.vocabulary.get(start) != codes:
+            why = f"{start} is {self.vocabulary.get(start)}, expected token {codes}"
+            raise WeightsError(f"the tokenizer in {self.where} is not {self.family}'s", why)
+        super().check_tokens()
 
-    def size_tokens(self) -> list[int]:
+    def tokens_after(self) -> list[int]:
         """Those of picture and preview as numbers, and what begins a picture."""
         found = []
         for rows, columns in (self.config.grid, self.config.preview_grid):
@@ -409,12 +375,3 @@ def no_negative(model: str) -> OptionError:
 def code_name(code: int) -> str:
     """The name of one of Chameleon's image tokens: the code's digits as letters."""
     return "IMGIMG" + "".join("ABCDEFGHIJ"[int(digit)] for digit in str(code)) + "Z"
-
-
-def check_image_tokens(vocabulary: Mapping[str, int], codes: int, where: Path) -> None:
-    """Code c must be token c + 4, by the names of the tokens."""
-    for code in range(codes):
-        result = vocabulary.get(code_name(code))
-        if result != code + FIRST_IMAGE_TOKEN:
-            why = f"code {code} is token {result}, expected {code + FIRST_IMAGE_TOKEN}"
-            raise WeightsError(f"the tokenizer in {where} is not Chameleon's", why)
