@@ -14,9 +14,16 @@ types_of = cache(get_type_hints)  # of a dataclass, by field
 
 
 def check_types(config: Any) -> None:
-    """Raise a ValueError unless each value of a config is of its field's type: a file may hold anything."""
+    """Raise a ValueError unless each value of a config is of its field's type: a file may hold anything.
+
+    JSON's lists become tuples: the two compare unequal.
+    """
     for name, kind in types_of(type(config)).items():  # type: ignore[arg-type]
-        if not is_of(value := getattr(config, name), kind):
+        value = getattr(config, name)
+        if get_origin(kind) is tuple and isinstance(value, list):
+            value = tuple(value)
+            object.__setattr__(config, name, value)
+        if not is_of(value, kind):
             raise ValueError(f"{name} is {repr(value)[:60]}")
 
 
@@ -92,9 +99,6 @@ class TransformerConfig:
     word_rows: int = 0
 
     def __post_init__(self) -> None:
-        # JSON has lists, which compare unequal
-        for name in ("grid", "rope_sections", "prefixes"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
         check_types(self)
         sizes = (self.vocab_size, self.dim, self.layers, self.heads, self.ffn_dim, self.prefix)
         if min(*sizes, *self.grid) < 1 or self.dim % self.heads or self.layers > MOST_LAYERS:
@@ -233,9 +237,8 @@ class DrafterConfig:
     """An EAGLE drafter, where it differs from its target; None: as the target's."""
 
     input_norm: bool = False  # whether the block normalises its input (Anole)
-    sees_pads: bool = (
-        False  # whether padded condition positions are visible (LlamaGen's published drafters)
-    )
+    # Whether padded condition positions are visible (LlamaGen's published drafters)
+    sees_pads: bool = False
     # 1 where entry i reads token i + 1, as EAGLE does; 0 where it reads token i, as a drafter trained on unshifted
     # tokens does: it predicts the same for the children of all siblings
     shift: int = 1
@@ -245,7 +248,6 @@ class DrafterConfig:
     aux_layers: tuple[int, ...] = ()  # target layers whose outputs it reads too (EAGLE-3)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "aux_layers", tuple(self.aux_layers))
         check_types(self)
 
     def sizes(self, target: TransformerConfig) -> TransformerConfig:
@@ -291,7 +293,6 @@ class VQConfig:
     kind: Literal["image", "video", "movq", "cosmos"] = "image"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "multipliers", tuple(self.multipliers))
         check_types(self)
         levels, sizes = len(self.multipliers), (self.channels, self.groups, *self.multipliers)
         if min(levels, *sizes) < 1 or not 0 <= self.res_blocks <= MOST_LAYERS >= levels:
@@ -304,30 +305,35 @@ class VQConfig:
     @property
     def parameters(self) -> int:
         """Of decoder and codebook, and of the encoder where there is one."""
-        if self.kind == "cosmos":
-            return self.cosmos_parameters
         z, code, blocks = self.z_channels, self.code_dim, self.res_blocks
         scaled = self.kind in ("video", "movq")  # norms by the codes
+        timed = self.kind == "cosmos"  # whose convolutions over space are followed by one over time
         widths = [self.channels * m for m in self.multipliers]
         coarsest = widths[-1]
+
+        def conv(a: int, b: int) -> int:
+            return _conv(a, b) + (_conv(b, b, 1) if timed else 0)
 
         def norm(width: int) -> int:
             return 2 * width + (2 * _conv(code, width, 1) if scaled else 0)
 
         def res(a: int, b: int) -> int:
             shortcut = _conv(a, b, 1) if a != b else 0
-            return norm(a) + norm(b) + _conv(a, b) + _conv(b, b) + shortcut
+            return norm(a) + norm(b) + conv(a, b) + conv(b, b) + shortcut
 
         def half(inputs: int, first: int, widths: list[int], blocks: int, outputs: int) -> int:
             """Of encoder or decoder: levels of these widths, and two blocks around an attention at the coarsest."""
-            attention = norm(coarsest) + 4 * _conv(coarsest, coarsest, 1)
+            attention = (1 + timed) * norm(coarsest) + (4 + 2 * timed) * _conv(coarsest, coarsest, 1)
             levels = zip([first, *widths[:-1]], widths, strict=True)
             total = sum(res(a, b) + (blocks - 1) * res(b, b) for a, b in levels)
-            total += sum(_conv(width, width) for width in widths[:-1])  # changes of resolution
+            total += sum(conv(width, width) for width in widths[:-1])  # changes of resolution
             total += 2 * res(coarsest, coarsest) + (1 + self.attention * blocks) * attention
-            return total + _conv(inputs, first) + norm(widths[-1]) + _conv(widths[-1], outputs)
+            return total + conv(inputs, first) + norm(widths[-1]) + conv(widths[-1], outputs)
 
-        decoder = half(z, coarsest, widths[::-1], blocks + 1, 3) + self.codebook_size * code
+        decoder = half(z, coarsest, widths[::-1], blocks + 1, 192 if timed else 3)
+        decoder += self.codebook_size * code
+        if timed:  # one of its levels doubles time
+            return decoder + _conv(code, z, 1) + _conv(widths[-2], widths[-2], 1)
         if self.kind == "movq":
             return decoder + _conv(code, z, 1)
         if scaled:  # convolutions over three frames: two blocks of two, and two doublings of time
@@ -335,26 +341,6 @@ class VQConfig:
             return decoder + blocks * 2 * (4 * z + over_time) + 2 * over_time + (3 * code + 1) * z
         seen = widths[self.decoder_only :]
         return decoder + half(3, seen[0], seen, blocks, z) + _conv(z, code, 1) + _conv(code, z, 1)
-
-    @property
-    def cosmos_parameters(self) -> int:
-        """Of `models/cosmos_vq.py`: a convolution over space is followed by one over time."""
-        widths = [self.channels * m for m in self.multipliers]
-        coarsest, point = widths[-1], _conv(widths[-1], widths[-1], 1)
-
-        def pair(a: int, b: int) -> int:
-            return _conv(a, b) + _conv(b, b, 1)
-
-        def res(a: int, b: int) -> int:
-            return 2 * (a + b) + pair(a, b) + pair(b, b) + (_conv(a, b, 1) if a != b else 0)
-
-        total = self.codebook_size * self.code_dim + _conv(self.code_dim, self.z_channels, 1)
-        total += pair(self.z_channels, coarsest) + 2 * res(coarsest, coarsest)
-        total += 4 * coarsest + 6 * point + 2 * widths[0] + pair(widths[0], 192)
-        for before, width in zip([coarsest, *widths[:0:-1]], widths[::-1], strict=True):
-            total += res(before, width) + self.res_blocks * res(width, width)
-        total += sum(pair(width, width) for width in widths[1:])  # doublings
-        return total + _conv(widths[-2], widths[-2], 1)
 
 
 def _conv(inputs: int, outputs: int, side: int = 3) -> int:
@@ -426,7 +412,6 @@ class ConditionConfig:
     positions: int = 0  # words that are read of a prompt; 0: as many as the prefix has positions
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "words", tuple(self.words))
         check_types(self)
 
     def parameters(self, target: TransformerConfig) -> int:
@@ -441,8 +426,7 @@ class ConditionConfig:
 
     def as_json(self) -> dict[str, Any]:
         """As `model.json` holds it: what the kind has."""
-        values = asdict(self) | {"words": list(self.words)}
-        return {name: values[name] for name in ("kind", *KINDS[self.kind])}
+        return {name: getattr(self, name) for name in ("kind", *KINDS[self.kind])}
 
 
 @dataclass(frozen=True)
@@ -455,27 +439,22 @@ class ModelConfig:
     vq: VQConfig | None = None
     text: T5Config | None = None  # of the text encoder; None, too, where it is not here
     codebook: int = 0  # width of the codes' vectors, where those alone are known of their tokenizer
-    diffusion: int = (
-        0  # parameters of the diffusion model that makes pictures of the codes, where known
-    )
+    # Parameters of the diffusion model that makes pictures of the codes, where known
+    diffusion: int = 0
 
     def __post_init__(self) -> None:
         check_types(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> ModelConfig:
-        def part(name: str, kind: type[Any]) -> Any:
-            result = values.get(name)
-            return None if result is None else kind(**result)
-
+        kinds: dict[str, type[Any]] = {"drafter": DrafterConfig, "vq": VQConfig, "text": T5Config}
+        there = {name: kind for name, kind in kinds.items() if values.get(name) is not None}
         return cls(
             TransformerConfig(**values["target"]),
             ConditionConfig(**values["condition"]),
-            part("drafter", DrafterConfig),
-            part("vq", VQConfig),
-            part("text", T5Config),
-            values.get("codebook", 0),
-            values.get("diffusion", 0),
+            codebook=values.get("codebook", 0),
+            diffusion=values.get("diffusion", 0),
+            **{name: kind(**values[name]) for name, kind in there.items()},
         )
 
     @property
