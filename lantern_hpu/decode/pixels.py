@@ -13,9 +13,10 @@ from torch import Tensor
 from lantern_hpu.backends.base import Backend
 from lantern_hpu.errors import OptionError
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.model import ImageModel, Tokenizer
+from lantern_hpu.models.model import ImageModel
 from lantern_hpu.models.text.tokens import TokenConditioner
 from lantern_hpu.models.transformer import Rotary
+from lantern_hpu.models.vq import Tokenizer
 from lantern_hpu.ops.buffers import additive_mask, arange32, causal_mask, prefix_mask
 from lantern_hpu.ops.kv_cache import KVCache
 

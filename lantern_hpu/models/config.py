@@ -323,7 +323,9 @@ class VQConfig:
 
         def half(inputs: int, first: int, widths: list[int], blocks: int, outputs: int) -> int:
             """Of encoder or decoder: levels of these widths, and two blocks around an attention at the coarsest."""
-            attention = (1 + timed) * norm(coarsest) + (4 + 2 * timed) * _conv(coarsest, coarsest, 1)
+            attention = (1 + timed) * norm(coarsest) + (4 + 2 * timed) * _conv(
+                coarsest, coarsest, 1
+            )
             levels = zip([first, *widths[:-1]], widths, strict=True)
             total = sum(res(a, b) + (blocks - 1) * res(b, b) for a, b in levels)
             total += sum(conv(width, width) for width in widths[:-1])  # changes of resolution

@@ -13,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lantern_hpu.models.config import VQConfig
-from lantern_hpu.models.emu3_vq import CodeTable
-from lantern_hpu.models.vq import AttnBlock, ResBlock
+from lantern_hpu.models.vq import AttnBlock, Codebook, ResBlock, Tokenizer
 
 PATCH = 64  # channels a colour: the Haar transform twice over time, rows and columns
 
@@ -105,17 +104,11 @@ class CosmosDecoder(nn.Module):
         return inverse_haar(inverse_haar(x))  # [B, 3, 16 h, 16 w]
 
 
-class CosmosVQ(nn.Module):
+class CosmosVQ(Tokenizer):
     """The parts of the tokenizer that turn codes into pictures."""
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
-        self.config, self.quantize = config, CodeTable(config)
+        self.config, self.quantize = config, Codebook(config)
         self.post_quant_conv = nn.Conv2d(config.code_dim, config.z_channels, 1)
         self.decoder = CosmosDecoder(config)
-
-    def decode_codes(self, codes: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Codes [B, N] int, row by row on a grid of h rows and w columns, to images [B, 3, H, W] in [-1, 1]."""
-        vectors: Tensor = self.quantize.embedding(codes.reshape(-1, *grid))  # [B, h, w, code_dim]
-        pixels: Tensor = self.decoder(self.post_quant_conv(vectors.permute(0, 3, 1, 2)))
-        return pixels.float().clamp(-1, 1)

@@ -14,17 +14,10 @@ from torch import Tensor, nn
 
 from lantern_hpu.errors import needing
 from lantern_hpu.models.config import VQConfig
+from lantern_hpu.models.vq import Codebook, Tokenizer
 
 
-class CodeTable(nn.Module):
-    """The codes, under the name that the files give them."""
-
-    def __init__(self, config: VQConfig) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(config.codebook_size, config.code_dim)
-
-
-class Emu3VQ(nn.Module):
+class Emu3VQ(Tokenizer):
     """The parts of a tokenizer that turn codes into pictures."""
 
     def __init__(self, config: VQConfig) -> None:
@@ -43,7 +36,7 @@ class Emu3VQ(nn.Module):
             hidden_size=config.channels * config.multipliers[-1],
         )
         sizes._attn_implementation = "sdpa"
-        self.config, self.quantize = config, CodeTable(config)
+        self.config, self.quantize = config, Codebook(config)
         self.post_quant_conv = theirs.Emu3VQVAEConv3d(
             config.code_dim, config.z_channels, kernel_size=(3, 1, 1), stride=(1, 1, 1)
         )
@@ -65,15 +58,12 @@ class Emu3VQ(nn.Module):
             x = F.silu(double(x))
         return x[:, :, 0]
 
-    def decode_codes(self, codes: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Codes [B, N] int, row by row on a grid of h rows and w columns, to images [B, 3, H, W] in [-1, 1]."""
-        vectors: Tensor = self.quantize.embedding(codes.reshape(-1, *grid))  # [B, h, w, code_dim]
-        x, scales = self.frames(vectors.permute(0, 3, 1, 2))  # [B, z, h, w], [B, code_dim, h, w]
+    def decode_latents(self, z: Tensor) -> Tensor:
+        x, scales = self.frames(z.permute(0, 3, 1, 2))  # [B, z, h, w], [B, code_dim, h, w]
         decoder = self.decoder
         x = decoder.middle_block(decoder.conv_in(x), scales)
         x = F.silu(decoder.norm_out(decoder.up_block(x, scales), scales))
-        pixels: Tensor = decoder.conv_out(x)
-        return pixels.float().clamp(-1, 1)
+        return decoder.conv_out(x)
 
 
 class MoVQ(Emu3VQ):

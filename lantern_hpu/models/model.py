@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from lantern_hpu.errors import OptionError, OutputError, WeightsError, needing
 from lantern_hpu.files import check_content, own_cache, write_file
 from lantern_hpu.methods.request import Request, Sampling
-from lantern_hpu.models.config import ModelConfig, TransformerConfig, VQConfig
+from lantern_hpu.models.config import ModelConfig, TransformerConfig
 from lantern_hpu.models.cosmos_vq import CosmosVQ
 from lantern_hpu.models.emu3_vq import Emu3VQ, MoVQ
 from lantern_hpu.models.text.prefix import Conditioner
 from lantern_hpu.models.transformer import Drafter, Target
-from lantern_hpu.models.vq import VQModel
+from lantern_hpu.models.vq import Tokenizer, VQModel
 from lantern_hpu.ops.buffers import ToDevice, to_device
 from lantern_hpu.ops.kernels import PLAIN, Kernels
 
@@ -43,17 +43,7 @@ class Placement:
     to_device: ToDevice = to_device  # how prompts go up
 
 
-Tokenizer = VQModel | Emu3VQ | CosmosVQ  # of pictures
-KINDS: dict[str, type[Tokenizer]] = {
-    "image": VQModel,
-    "video": Emu3VQ,
-    "movq": MoVQ,
-    "cosmos": CosmosVQ,
-}
-
-
-def make_vq(config: VQConfig) -> Tokenizer:
-    return KINDS[config.kind](config)
+TOKENIZERS = {"image": VQModel, "video": Emu3VQ, "movq": MoVQ, "cosmos": CosmosVQ}  # of pictures
 
 
 def grid_by_size(
@@ -168,7 +158,7 @@ class ImageModel:
     def code_vectors(self) -> Tensor:
         """The codes as the tokenizer looks them up, on the target's device: [V, code_dim] float32."""
         vectors = self.codebook.detach().float()
-        if isinstance(self.vq, VQModel):
+        if self.vq is not None:
             vectors = self.vq.quantize.project(vectors)
         return self.of_vocabulary(vectors)
 

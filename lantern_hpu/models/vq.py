@@ -6,7 +6,7 @@ Parameter names are those of the published checkpoints (vq_ds16, vq_ds8). The de
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -201,8 +201,28 @@ class Codebook(nn.Module):
         return self.project(self.embedding(codes))
 
 
-class VQModel(nn.Module):
-    """A tokenizer: `encode` images to codes, `decode_codes` back to images."""
+class Tokenizer(nn.Module):
+    """Turns codes into pictures."""
+
+    config: VQConfig
+    quantize: Codebook
+    post_quant_conv: nn.Conv2d
+    decoder: Any
+
+    def decode_latents(self, z: Tensor) -> Tensor:
+        """Code vectors [B, h, w, code_dim] to images [B, 3, H, W], not clamped."""
+        weight = self.post_quant_conv.weight
+        z = z.permute(0, 3, 1, 2).to(weight.dtype)  # [B, code_dim, h, w]
+        return cast(Tensor, self.decoder(self.post_quant_conv(z)))
+
+    def decode_codes(self, codes: Tensor, grid: tuple[int, int]) -> Tensor:
+        """Codes [B, N] int, row by row on a grid of h rows and w columns, to images [B, 3, H, W] in [-1, 1]."""
+        z = self.quantize.look_up(codes.reshape(-1, *grid))  # [B, h, w, code_dim]
+        return self.decode_latents(z).float().clamp(-1, 1)
+
+
+class VQModel(Tokenizer):
+    """LlamaGen's tokenizer, which encodes images as well."""
 
     def __init__(self, config: VQConfig) -> None:
         super().__init__()
@@ -218,20 +238,9 @@ class VQModel(nn.Module):
         z = self.quant_conv(self.encoder(images))  # [B, code_dim, h, w]
         return self.quantize.project(z.permute(0, 2, 3, 1).float())
 
-    def decode_latents(self, z: Tensor) -> Tensor:
-        """Code vectors [B, h, w, code_dim] to images [B, 3, H, W], not clamped."""
-        weight = self.post_quant_conv.weight
-        z = z.permute(0, 3, 1, 2).to(weight.dtype)  # [B, code_dim, h, w]
-        return cast(Tensor, self.decoder(self.post_quant_conv(z)))
-
     def encode(self, images: Tensor) -> Tensor:
         """Images [B, 3, H, W] in [-1, 1] to codes [B, h, w] int64."""
         return self.quantize.nearest(self.latents(images))
-
-    def decode_codes(self, codes: Tensor, grid: tuple[int, int]) -> Tensor:
-        """Codes [B, N] int, row by row on a grid of h rows and w columns, to images [B, 3, H, W] in [-1, 1]."""
-        z = self.quantize.look_up(codes.reshape(-1, *grid))  # [B, h, w, code_dim]
-        return self.decode_latents(z).float().clamp(-1, 1)
 
     def forward(self, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """A training pass: images drawn [B, 3, H, W], latents [B, h, w, code_dim], codes [B, h, w].

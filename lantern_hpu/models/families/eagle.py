@@ -118,11 +118,8 @@ def of_speculators(checkpoint: Checkpoint, about: dict[str, Any]) -> Checkpoint:
         why += " versions 0.1 to 0.4 write; dflash, eagle3, mtp and peagle draft otherwise"
         raise WeightsError(f"the drafter {checkpoint.path} cannot be used", why, "an EAGLE drafter")
 
-    def name(theirs: str) -> str:
-        return re.sub("^fusion_fc[.]", "fc.", re.sub("^transformer[.]", "layers.0.", theirs))
-
     kept = checkpoint.only(lambda name: not name.startswith(("lm_head.", "rotary_emb.")))
-    return kept.renamed(name)
+    return kept.rewritten([(r"^transformer\.", "layers.0."), (r"^fusion_fc\.", "fc.")])
 
 
 def check_family(drafter: Drafter, target: Target, path: Path) -> None:

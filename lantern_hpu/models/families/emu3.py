@@ -8,7 +8,6 @@ of any version; the former are used here.
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 from lantern_hpu.methods.request import Sampling
@@ -25,18 +24,17 @@ PIXELS = 8  # along a code
 HEAD = 128  # width of a head
 SAMPLING = {"emu3": Sampling(3.0, 1.0, 2048, 1.0)}
 TOKENIZER = "vqmodel."
-
-
-def emu3_name(name: str) -> str:
-    name = re.sub(r"^(model\.text_model\.|text_model\.model\.)", "model.", name)
-    return re.sub(r"^text_model\.lm_head\.", "lm_head.", name).replace("model.vqmodel.", TOKENIZER)
+# From transformers' names to the authors'
+NAMES = (
+    (r"^(model\.text_model\.|text_model\.model\.)", "model."),
+    (r"^text_model\.lm_head\.", "lm_head."),
+    (r"model\.vqmodel\.", TOKENIZER),
+)
 
 
 def is_emu3(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
-    return any(
-        emu3_name(name) == "model.embed_tokens.weight" and shape[0] == TOKENS
-        for name, shape in checkpoint.shapes.items()
-    )
+    named = checkpoint.rewritten(NAMES)
+    return named.shapes.get("model.embed_tokens.weight", (0,))[0] == TOKENS
 
 
 def emu3_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerConfig:
@@ -56,7 +54,7 @@ def emu3_config(checkpoint: Checkpoint, about: dict[str, Any]) -> TransformerCon
 
 
 def read_emu3(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
-    named = checkpoint.renamed(emu3_name)
+    named = checkpoint.rewritten(NAMES)
     network = named.only(lambda name: not name.startswith(TOKENIZER))
     config, inside = emu3_config(network, about), named.under(TOKENIZER)
     recipe = llama_recipe(config, "model.", Emu3Frame.order)

@@ -7,7 +7,6 @@ authors' files, or of transformers' JanusForConditionalGeneration; the former ar
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from lantern_hpu.errors import WeightsError
@@ -38,12 +37,6 @@ NAMES = (
     (r"^(gen_vision_model\..*mid)\.attn_1\.", r"\1.1."),
     (r"^(gen_vision_model\..*mid)\.block_2\.", r"\1.2."),
 )
-
-
-def janus_name(name: str) -> str:
-    for pattern, ours in NAMES:
-        name = re.sub(pattern, ours, name)
-    return name
 
 
 def is_janus(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> bool:
@@ -100,7 +93,7 @@ def janus_recipe(config: TransformerConfig) -> Recipe:
 
 def read_janus(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
     """The language model's own head, and what reads pictures, is left aside."""
-    named = checkpoint.renamed(janus_name)
+    named = checkpoint.rewritten(NAMES)
     drawing = named.only(lambda name: name.startswith(DRAWING))
     config = janus_config(drawing, about)
     if config.heads * config.head_dim != config.dim or config.heads % config.kv:

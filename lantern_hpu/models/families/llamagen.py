@@ -167,7 +167,7 @@ def grid_side(checkpoint: Checkpoint, about: dict[str, Any], size: int | None) -
 
 def read_llamagen(checkpoint: Checkpoint, about: dict[str, Any], parts: Parts) -> Published:
     # The Hugging Face copies lay the modules in `model.`, all but the head.
-    bare = checkpoint.renamed(lambda name: re.sub(r"^(model\.)+", "", name))
+    bare = checkpoint.rewritten([(r"^(model\.)+", "")])
     config = llamagen_config(bare, about, parts.image_size)
     recipe = llamagen_recipe(bare, config.layers)
     if by_class(bare):

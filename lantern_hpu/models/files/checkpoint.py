@@ -37,6 +37,7 @@ WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_
 CODE = ("GLOBAL", "Unsupported global", "Unsupported class")
 # Of torch: before it, `weights_only` could be led to run code (CVE-2025-32434)
 PICKLES_SINCE = (2, 6)
+Rules = Sequence[tuple[str, str]]  # what to find in names, and what replaces it
 SHOWN = 8  # names listed of each kind of mistake before "and n more"
 
 
@@ -56,6 +57,16 @@ class Checkpoint:
         old = {change(name): name for name in self.shapes}
         shapes = {name: self.shapes[before] for name, before in old.items()}
         return replace(self, shapes=shapes, read=lambda name: self.read(old[name]))
+
+    def rewritten(self, rules: Rules) -> Checkpoint:
+        """With each rule applied to all names, one after the other."""
+
+        def change(name: str) -> str:
+            for old, new in rules:
+                name = re.sub(old, new, name)
+            return name
+
+        return self.renamed(change)
 
     def under(self, prefix: str) -> Checkpoint:
         """Only the tensors whose names begin with a prefix, without it."""

@@ -41,12 +41,11 @@ from lantern_hpu.models.files.names import (
 )
 from lantern_hpu.models.files.tokenizers import check_vq, open_vq
 from lantern_hpu.models.model import (
+    TOKENIZERS,
     ImageModel,
     Placement,
-    Tokenizer,
     check_table,
     grid_by_size,
-    make_vq,
     table_digest,
 )
 from lantern_hpu.models.text.frames import FRAMES
@@ -60,6 +59,7 @@ from lantern_hpu.models.text.prefix import (
 from lantern_hpu.models.text.t5 import T5Conditioner
 from lantern_hpu.models.text.tokens import TokenConditioner, load_tokenizer, splitter
 from lantern_hpu.models.transformer import Drafter, Target
+from lantern_hpu.models.vq import Tokenizer
 
 VQ_MISSING = (
     "the VQ tokenizer (--vq; LlamaGen: vq_ds16_*.pt; Anole: vqgan.ckpt; SimpleAR: decoder.jit; "
@@ -245,7 +245,7 @@ def with_tied_head(checkpoint: Checkpoint, recipe: Recipe, about: dict[str, Any]
 def load_vq(config: VQConfig, stored: Stored, device: torch.device | None) -> tuple[Tokenizer, str]:
     """The image tokenizer, and its digest."""
     with shapes_only():
-        vq = make_vq(config)
+        vq: Tokenizer = TOKENIZERS[config.kind](config)
     return vq, stored.fill(vq, torch.float32, device)
 
 

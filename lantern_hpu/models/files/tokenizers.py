@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -53,43 +53,40 @@ def open_vq(checkpoint: Checkpoint, normalised: bool) -> tuple[VQConfig, Stored]
         what = f"{checkpoint.path} is not a whole VQ tokenizer"
         raise WeightsError(what, why, "--vq with a whole one")
 
-    def width(name: str) -> int:
-        return checkpoint.shapes[name][0]
-
     with reported_as(f"{checkpoint.path} does not describe a model"):
         levels = checkpoint.count("encoder.conv_blocks.")
-        channels = width("encoder.conv_in.weight")
-        each = [width(f"encoder.conv_blocks.{i}.res.0.conv1.weight") for i in range(levels)]
-        codes, code_dim = checkpoint.shapes["quantize.embedding.weight"]
-        config = VQConfig(
-            channels,
-            tuple(w // channels for w in each),
-            checkpoint.count("encoder.conv_blocks.0.res."),
-            checkpoint.shapes["quant_conv.weight"][1],
-            code_dim,
-            codes,
+        config = sizes_of(
+            checkpoint,
+            checkpoint.shapes["encoder.conv_in.weight"][0],
+            [f"encoder.conv_blocks.{i}.res.0.conv1.weight" for i in range(levels)],
+            res_blocks=checkpoint.count("encoder.conv_blocks.0.res."),
+            z_channels=checkpoint.shapes["quant_conv.weight"][1],
             normalize_codebook=normalised,
             attention=f"encoder.conv_blocks.{levels - 1}.attn.0.norm.weight" in checkpoint,
         )
     return config, Stored(checkpoint, ignored=TRAINING_ONLY)
 
 
+def sizes_of(
+    checkpoint: Checkpoint, channels: int, levels: Sequence[str], **others: Any
+) -> VQConfig:
+    """Sizes of a tokenizer by its codes, and a tensor of each level; other sizes are given by name."""
+    multipliers = tuple(checkpoint.shapes[name][0] // channels for name in levels)
+    codes, code_dim = checkpoint.shapes["quantize.embedding.weight"]
+    return VQConfig(channels, multipliers, code_dim=code_dim, codebook_size=codes, **others)
+
+
 def open_video_vq(checkpoint: Checkpoint) -> tuple[VQConfig, Stored]:
     """Emu3's and MoVQGAN, which lacks time; the encoder is left aside."""
     with reported_as(f"{checkpoint.path} does not describe a model"):
         levels = checkpoint.count("decoder.up_block.up.")
-        widths = [
-            checkpoint.shapes[f"decoder.up_block.up.{i}.block.0.conv2.weight"][0]
-            for i in range(levels)
-        ]
-        codes, code_dim = checkpoint.shapes["quantize.embedding.weight"]
-        config = VQConfig(
-            widths[0],
-            tuple(w // widths[0] for w in widths),
-            checkpoint.count("decoder.up_block.up.0.block.") - 1,
-            checkpoint.shapes["decoder.conv_in.weight"][1],
-            code_dim,
-            codes,
+        blocks = [f"decoder.up_block.up.{i}.block.0.conv2.weight" for i in range(levels)]
+        config = sizes_of(
+            checkpoint,
+            checkpoint.shapes[blocks[0]][0],
+            blocks,
+            res_blocks=checkpoint.count("decoder.up_block.up.0.block.") - 1,
+            z_channels=checkpoint.shapes["decoder.conv_in.weight"][1],
             normalize_codebook=False,
             attention=f"decoder.up_block.up.{levels - 1}.attn.0.q_proj.weight" in checkpoint,
             kind="video" if checkpoint.count("decoder.time_conv.") else "movq",
@@ -100,29 +97,25 @@ def open_video_vq(checkpoint: Checkpoint) -> tuple[VQConfig, Stored]:
 def open_cosmos(checkpoint: Checkpoint) -> tuple[VQConfig, Stored]:
     """NVIDIA's Cosmos for one frame: the taps of each convolution over time are summed, the codes computed."""
 
-    def plain(name: str) -> str:
-        name = re.sub(r"\.norm\.(weight|bias)$", r".\1", name)
-        return name.replace(".conv3d.", ".")
-
-    named = checkpoint.renamed(plain)
+    named = checkpoint.rewritten([(r"\.norm\.(weight|bias)$", r".\1"), (r"\.conv3d\.", ".")])
     flat = Checkpoint(
         named.path,
         {name: s[:2] + s[3:] if len(s) == 5 else s for name, s in named.shapes.items()},
         lambda name: t.sum(2) if (t := named.read(name)).dim() == 5 else t,
-    )
+    ).beside("quantize.embedding.weight", fsq_table(FSQ))
     with reported_as(f"{checkpoint.path} does not describe a model"):
         levels = flat.count("decoder.up.")
-        each = [flat.shapes[f"decoder.up.{i}.block.0.norm2.weight"][0] for i in range(levels)]
+        norms = [f"decoder.up.{i}.block.0.norm2.weight" for i in range(levels)]
+        finest = flat.shapes[norms[0]][0]
         z, code_dim = flat.shapes["post_quant_conv.weight"][:2]
-        if each[0] % 2 or code_dim != len(FSQ):
-            raise ValueError(f"it has {each[0]} channels, codes of {code_dim} digits")
-        config = VQConfig(
-            each[0] // 2,
-            tuple(2 * width // each[0] for width in each),
-            flat.count("decoder.up.0.block.") - 1,
-            z,
-            code_dim,
-            math.prod(FSQ),
+        if finest % 2 or code_dim != len(FSQ):
+            raise ValueError(f"it has {finest} channels, codes of {code_dim} digits")
+        config = sizes_of(
+            flat,
+            finest // 2,
+            norms,
+            res_blocks=flat.count("decoder.up.0.block.") - 1,
+            z_channels=z,
             groups=1,
             normalize_codebook=False,
             attention=False,
@@ -130,9 +123,7 @@ def open_cosmos(checkpoint: Checkpoint) -> tuple[VQConfig, Stored]:
         )
     ignored = ("inv_quant.", "unpatcher3d.", "mid.attn_1.1.q.", "mid.attn_1.1.k.")
     unused = (f"decoder.up.{i}.upsample.conv1." for i in range(1, levels) if i != levels - 2)
-    return config, Stored(
-        flat.beside("quantize.embedding.weight", fsq_table(FSQ)), ignored=(*ignored, *unused)
-    )
+    return config, Stored(flat, ignored=(*ignored, *unused))
 
 
 def check_vq(config: VQConfig, target: TransformerConfig, pixels: int, path: Path) -> None:
@@ -149,25 +140,20 @@ def check_vq(config: VQConfig, target: TransformerConfig, pixels: int, path: Pat
 def of_emu3(checkpoint: Checkpoint) -> Checkpoint:
     """The authors' tokenizer by transformers' names; their projections are 1 x 1 convolutions, here matrices."""
 
-    def theirs(name: str) -> str:
-        for old, new in EMU3_NAMES:
-            name = re.sub(old, new, name)
-        return name
-
     def is_matrix(name: str) -> bool:
         return name.startswith("decoder.") and name.endswith("_proj.weight")
 
     def read(name: str) -> Tensor:
         return named.read(name).flatten(1) if is_matrix(name) else named.read(name)
 
-    named = checkpoint.renamed(theirs)
+    named = checkpoint.rewritten(EMU3_NAMES)
     shapes = {name: s[:2] if is_matrix(name) else s for name, s in named.shapes.items()}
     return Checkpoint(checkpoint.path, shapes, read)
 
 
 def of_taming(checkpoint: Checkpoint) -> Checkpoint:
     """Meta's vqgan.ckpt or a Hugging Face copy by the names of `VQModel`; its decoder counts from the finest level."""
-    bare = checkpoint.renamed(lambda name: re.sub(r"^(model\.)?(vqmodel\.)?(vqvae\.)?", "", name))
+    bare = checkpoint.rewritten([(r"^(model\.)?(vqmodel\.)?(vqvae\.)?", "")])
     levels = bare.count("encoder.down.")
 
     def ours(name: str) -> str:

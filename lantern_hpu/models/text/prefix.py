@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,27 +29,25 @@ class TextFeatures(NamedTuple):
     valid: Tensor  # [B, P] bool
 
 
-class TextConditioner(Protocol):
+class TextConditioner(ABC):
     """Turns prompts into caption features; T5 and word tables are implementations."""
 
-    def clean(self, prompt: str) -> None:
+    def clean(self, prompt: str) -> None:  # noqa: B027
         """What can be done in any thread before a prompt is encoded, and is kept."""
-        ...
 
-    def prepare(self, prompts: Sequence[str]) -> None:
+    def prepare(self, prompts: Sequence[str]) -> None:  # noqa: B027
         """Encode the prompts of a run at once, where that takes long."""
-        ...
 
+    @abstractmethod
     def encode(self, prompts: Sequence[str]) -> TextFeatures:
         """Features of each prompt, cut to the prefix."""
-        ...
 
+    @abstractmethod
     def notes(self, prompt: str) -> list[str]:
         """Warnings for the user: words that were cut or that the model does not know."""
-        ...
 
 
-class WordConditioner(nn.Module):
+class WordConditioner(nn.Module, TextConditioner):
     """A table of words with learned positions: the text side of the embedded model.
 
     Id 0 pads, id 1 is any unknown word, known words follow in sorted order. Articles are dropped.
@@ -71,12 +70,6 @@ class WordConditioner(nn.Module):
         self.position = nn.Embedding(self.positions, dim)
         nn.init.normal_(self.table.weight, std=dim**-0.5)
         nn.init.normal_(self.position.weight, std=dim**-0.5)
-
-    def clean(self, prompt: str) -> None:
-        pass
-
-    def prepare(self, prompts: Sequence[str]) -> None:
-        pass
 
     @staticmethod
     def split(prompt: str) -> list[str]:
@@ -166,49 +159,36 @@ class Prefix(NamedTuple):
     tokens: Tensor  # [R, P] int32, what the drafter reads there: words, or 0 where there are none
 
 
-class Conditioner(Protocol):
+class Conditioner(ABC):
     """What a family of models does with a prompt."""
 
-    takes_classes: bool  # prompts are class labels
+    takes_classes = False  # whether prompts are class labels
 
+    @abstractmethod
     def prepare(self, prompts: Sequence[str]) -> None:
         """Refuse what cannot be read, and encode what takes long, for all prompts of a run at once."""
-        ...
 
+    @abstractmethod
     def rows(self, prompts: Sequence[str], guidance: bool) -> Prefix: ...
 
-    def clean(self, prompt: str) -> None:
+    def clean(self, prompt: str) -> None:  # noqa: B027
         """What of `prepare` needs no device and may take long; in any thread."""
-        ...
 
     def sized(self, config: TransformerConfig) -> Conditioner:
         """The same for a target of other sizes, where those are chosen by request."""
-        ...
-
-    def length(self, prompt: str) -> int:
-        """Positions that a prompt takes; 0 where that is always the whole prefix."""
-        ...
-
-    def notes(self, prompt: str) -> list[str]:
-        """Warnings for the user: words that were cut or that the model does not know."""
-        ...
-
-    def parts(self) -> dict[str, nn.Module]:
-        """What is stored with the target, by the names it is stored under."""
-        ...
-
-
-class FixedPrefix:
-    """What conditioners have in common whose model has one size of picture and prefix."""
-
-    def clean(self, prompt: str) -> None:
-        pass
-
-    def sized(self, config: TransformerConfig) -> Any:
         return self
 
     def length(self, prompt: str) -> int:
+        """Positions that a prompt takes; 0 where that is always the whole prefix."""
         return 0
+
+    def notes(self, prompt: str) -> list[str]:
+        """Warnings for the user: words that were cut or that the model does not know."""
+        return []
+
+    @abstractmethod
+    def parts(self) -> dict[str, nn.Module]:
+        """What is stored with the target, by the names it is stored under."""
 
 
 def wordless(embeddings: Tensor, valid: Tensor) -> Prefix:
@@ -234,10 +214,8 @@ class CaptionProjection(nn.Module):
         return self.fc2(F.gelu(self.fc1(features), approximate="tanh"))
 
 
-class CaptionConditioner(FixedPrefix):
+class CaptionConditioner(Conditioner):
     """Captions through a text encoder and LlamaGen's projection."""
-
-    takes_classes = False
 
     def __init__(self, text: TextConditioner, projection: CaptionProjection) -> None:
         self.text, self.projection = text, projection
@@ -266,7 +244,7 @@ class CaptionConditioner(FixedPrefix):
         return stored | ({"words": self.text} if isinstance(self.text, nn.Module) else {})
 
 
-class ClassConditioner(FixedPrefix):
+class ClassConditioner(Conditioner):
     """Class labels through LlamaGen's table; its last row means "no class"."""
 
     takes_classes = True
@@ -284,9 +262,6 @@ class ClassConditioner(FixedPrefix):
             chosen += [self.table.num_embeddings - 1] * len(chosen)
         index = self.to_device(torch.tensor(chosen), self.table.weight.device)[:, None]
         return wordless(self.table(index), torch.ones_like(index, dtype=torch.bool))
-
-    def notes(self, prompt: str) -> list[str]:
-        return []
 
     def parts(self) -> dict[str, nn.Module]:
         return {"classes": self.table}

@@ -22,7 +22,7 @@ from lantern_hpu.files import check_content, reading
 from lantern_hpu.models.config import T5Config
 from lantern_hpu.models.files.checkpoint import SINGLES, open_checkpoint
 from lantern_hpu.models.files.names import weights_files
-from lantern_hpu.models.text.prefix import TextFeatures
+from lantern_hpu.models.text.prefix import TextConditioner, TextFeatures
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
 CACHED = 1024  # prompts whose features stay on the host, at most 0.5 GB for flan-t5-xl
@@ -133,7 +133,7 @@ def _without_markup(text: str) -> str:
     return text.replace("<", " ")
 
 
-class T5Conditioner:
+class T5Conditioner(TextConditioner):
     """Prompts to T5 features, encoded once and kept on the host; the encoder is loaded for prompts not known yet."""
 
     def __init__(

@@ -14,7 +14,7 @@ from lantern_hpu.errors import WeightsError, needing
 from lantern_hpu.files import check_content
 from lantern_hpu.models.config import TransformerConfig
 from lantern_hpu.models.text.frames import Frame, Words
-from lantern_hpu.models.text.prefix import Prefix
+from lantern_hpu.models.text.prefix import Conditioner, Prefix
 from lantern_hpu.ops.buffers import ToDevice, to_device
 
 PROMPT_POSITIONS = 256  # P: what a prompt and its frame must fit into
@@ -53,10 +53,8 @@ def splitter(tokenizer: Any) -> Words:
     return lambda text: list(tokens(text))
 
 
-class TokenConditioner:
+class TokenConditioner(Conditioner):
     """Framed prompts, padded on the left; both rows of an image have pads and positions of their own."""
-
-    takes_classes = False
 
     def __init__(
         self,
@@ -87,9 +85,6 @@ class TokenConditioner:
 
     def length(self, prompt: str) -> int:
         return len(self.frame.ids(self.plain(prompt)))
-
-    def clean(self, prompt: str) -> None:
-        pass
 
     def prepare(self, prompts: Sequence[str]) -> None:
         """Split them: what is split is kept for a while."""
