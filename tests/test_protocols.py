@@ -21,8 +21,7 @@ from PIL import Image
 from lantern_hpu.errors import OptionError, WeightsError
 from lantern_lab.commands.evaluate import main
 from lantern_lab.evaluate import networks
-from lantern_lab.evaluate.metrics.frechet import Gaussian, frechet
-from lantern_lab.evaluate.metrics.manifolds import inside
+from lantern_lab.evaluate.metrics import Gaussian, frechet, inside
 from lantern_lab.evaluate.protocols import PRESETS, Library, PictureSource
 from lantern_lab.evaluate.scorer_published import Reference, read_statistics
 from lantern_lab.evaluate.sets import classes, coco, dpg, export, geneval, read_set

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.linalg import sqrtm
 
-from lantern_lab.evaluate.metrics.frechet import Gaussian, frechet, frechet_metric
+from lantern_lab.evaluate.metrics import Gaussian, frechet, frechet_metric
 from lantern_lab.evaluate.statistics import (
     Difference,
     mean_metric,

@@ -29,13 +29,7 @@ from lantern_lab.evaluate.options import (
     PaintedOptions,
     folders_of,
 )
-from lantern_lab.evaluate.protocols import (
-    PRESETS,
-    SCENES,
-    SCENES_ROWS,
-    Library,
-    preset_of,
-)
+from lantern_lab.evaluate.protocols import PRESETS, SCENES, SCENES_ROWS, Library, preset_of
 from lantern_lab.evaluate.sets import export
 
 NO_METRIC = "none"
@@ -117,12 +111,11 @@ def preset_for(args: argparse.Namespace) -> str:
 
 def library_of(args: argparse.Namespace, preset: str) -> Library:
     metrics: tuple[str, ...] | None = None
-    if args.metrics is not None:
-        none = args.metrics == NO_METRIC
-        metrics = (
-            () if none else tuple(listed(args.metrics, "--metrics", "metric", tuple(PUBLISHED)))
-        )
-    return from_args(Library, args, **{"preset": preset_of(preset), "metrics": metrics})
+    if args.metrics == NO_METRIC:
+        metrics = ()
+    elif args.metrics is not None:
+        metrics = tuple(listed(args.metrics, "--metrics", "metric", tuple(PUBLISHED)))
+    return from_args(Library, args, preset=preset_of(preset), metrics=metrics)
 
 
 def evaluate_request(args: argparse.Namespace) -> EvaluateRequest:

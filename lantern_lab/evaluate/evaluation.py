@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tqdm import tqdm
 
@@ -38,9 +38,10 @@ from lantern_lab.evaluate.quality_rows import (
     plot,
     quality_table,
 )
-from lantern_lab.evaluate.scorer_builtin import extra_of
-from lantern_lab.evaluate.sets import Item, digest
-from lantern_lab.evaluate.statistics import QualityMetric, Rows, figures
+from lantern_lab.evaluate.scorer_builtin import PaintedScorer, extra_of
+from lantern_lab.evaluate.scorer_published import LibraryScorer
+from lantern_lab.evaluate.sets import digest
+from lantern_lab.evaluate.statistics import Rows, figures
 from lantern_lab.fidelity import fidelity_rows, images_total
 
 SIDE_BY_SIDE = (
@@ -49,29 +50,8 @@ SIDE_BY_SIDE = (
 )
 
 
-class Scorer(Protocol):
-    """Turns pictures into rows, and knows what is made of them."""
-
-    name: str
-    items: list[Item]
-    metrics: list[QualityMetric]  # once prepared
-
-    def prepare(self) -> None:
-        """What takes time, after the pictures are drawn."""
-
-    def rows(self, name: str, files: Sequence[Path]) -> Rows:
-        """Of the pictures of a setting, in the order of the items."""
-        ...
-
-    def baselines(self, rounds: int) -> list[QualityRow]:
-        """Rows that no method drew."""
-        ...
-
-    def protocol(self) -> str: ...
-
-    def notes(self) -> list[str]:
-        """What a reader must know of the figures."""
-        ...
+# Turns pictures into rows, and knows what is made of them
+Scorer = PaintedScorer | LibraryScorer
 
 
 class Evaluation:

@@ -107,15 +107,9 @@ def cleanly(image: Image.Image, side: int) -> Image.Image:
     """Resized as clean-fid does, channel by channel in floats; rounded to 8 bits, which clean-fid does not."""
     if image.size == (side, side):
         return image
-    planes = [
-        np.asarray(
-            Image.fromarray(np.asarray(plane, np.float32)).resize(
-                (side, side), Image.Resampling.BICUBIC
-            )
-        )
-        for plane in image.split()
-    ]
-    return Image.fromarray(np.stack(planes, -1).clip(0, 255).round().astype(np.uint8))
+    planes = (Image.fromarray(np.asarray(plane, np.float32)) for plane in image.split())
+    sized = [np.asarray(one.resize((side, side), Image.Resampling.BICUBIC)) for one in planes]
+    return Image.fromarray(np.stack(sized, -1).clip(0, 255).round().astype(np.uint8))
 
 
 # ------------------------------------------------------------------------------------ networks

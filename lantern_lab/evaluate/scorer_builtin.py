@@ -36,26 +36,13 @@ from lantern_lab.evaluate.attributes import (
     to_network,
 )
 from lantern_lab.evaluate.folder import Cache, read_picture, stamps
-from lantern_lab.evaluate.metrics import BUILTIN
-from lantern_lab.evaluate.metrics.captions import agreement_rows
-from lantern_lab.evaluate.metrics.diversity import within
+from lantern_lab.evaluate.metrics import agreement_rows, built_in, within
 from lantern_lab.evaluate.options import PaintedOptions
 from lantern_lab.evaluate.protocols import SCENES
 from lantern_lab.evaluate.quality_rows import QualityRow
 from lantern_lab.evaluate.sets import Item, digest
-from lantern_lab.evaluate.statistics import (
-    Array,
-    Rows,
-    figures,
-)
-from lantern_lab.scenes import (
-    Noise,
-    Scene,
-    caption_of,
-    paint_picture,
-    render_scene,
-    sample_scene,
-)
+from lantern_lab.evaluate.statistics import Array, Rows, figures
+from lantern_lab.scenes import Noise, Scene, caption_of, paint_picture, render_scene, sample_scene
 
 GENERATOR, TOKENIZER = "the generator", "its tokenizer"
 SHARE = "of "  # before the name of an attribute whose agreement is kept
@@ -100,7 +87,7 @@ class PaintedScorer:
     def prepare(self) -> None:
         """Paint what the drawn pictures are compared with."""
         fresh = self.cache.rows("reference", self.sizes.fresh, lambda: {"features": self.fresh()})
-        self.metrics = [make(fresh["features"]) for make in BUILTIN.values()]
+        self.metrics = built_in(fresh["features"])
         self.generator = self.cache.rows("generator", 0, self.of_generator)
 
     @cached_property
@@ -116,11 +103,9 @@ class PaintedScorer:
 
     def fresh(self) -> Array:
         """Features of the reference pictures [fresh, FEATURES]."""
-        numbers, result = (
-            tqdm(range(self.sizes.fresh), desc="painting reference", unit="picture"),
-            [],
-        )
+        numbers = tqdm(range(self.sizes.fresh), desc="painting reference", unit="picture")
         pictures = (as_classified(paint_picture(REFERENCE + i, self.noise).pixels) for i in numbers)
+        result = []
         while batch := list(islice(pictures, 64)):
             result.append(self.classifier.classify(np.stack(batch)).features)
         return np.concatenate(result).astype(np.float64)

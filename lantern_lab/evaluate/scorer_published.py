@@ -12,18 +12,12 @@ import numpy as np
 from lantern_hpu.errors import OptionError
 from lantern_hpu.files import reported_as
 from lantern_lab.evaluate.folder import Cache, stamps
-from lantern_lab.evaluate.metrics import PUBLISHED
-from lantern_lab.evaluate.metrics.frechet import Gaussian
-from lantern_lab.evaluate.metrics.inception import SUBSET
-from lantern_lab.evaluate.metrics.manifolds import NEIGHBOURS, manifold_rows
+from lantern_lab.evaluate.metrics import NEIGHBOURS, PUBLISHED, SUBSET, Gaussian, manifold_rows
 from lantern_lab.evaluate.networks import NETWORKS, locate_networks, rows_of
 from lantern_lab.evaluate.protocols import FEW, Library
 from lantern_lab.evaluate.quality_rows import QualityRow
 from lantern_lab.evaluate.sets import read_set
-from lantern_lab.evaluate.statistics import (
-    Array,
-    Rows,
-)
+from lantern_lab.evaluate.statistics import Array, Rows
 
 ENDINGS = (".png", ".jpg", ".jpeg")
 
@@ -107,11 +101,8 @@ class LibraryScorer:
         self.networks = {name: NETWORKS[name](path, preset) for name, path in self.paths.items()}
         self.real: dict[str, Array] = {}
         if reference.files:
-            names = list(
-                dict.fromkeys(
-                    PUBLISHED[m].network for m in self.library.wanted if PUBLISHED[m].reference
-                )
-            )
+            wanted = [PUBLISHED[name] for name in self.library.wanted]
+            names = list(dict.fromkeys(one.network for one in wanted if one.reference))
             self.real = self.cache.rows(
                 "reference",
                 [names, stamps(reference.files)],

@@ -69,13 +69,9 @@ class Figure:
 
 def measured(metric: QualityMetric, rows: Array, rounds: int, seed: int = 0) -> Figure:
     """A metric of rows [n, ...]; equal numbers of rows are drawn alike, so that figures can be compared in pairs."""
-    rng = np.random.default_rng(seed)
-    draws = np.asarray(
-        [
-            metric.value(rows[rng.integers(len(rows), size=len(rows))])
-            for _ in range(min(rounds, metric.rounds))
-        ]
-    )
+    rng, n = np.random.default_rng(seed), len(rows)
+    again = (rows[rng.integers(n, size=n)] for _ in range(min(rounds, metric.rounds)))
+    draws = np.asarray([metric.value(some) for some in again])
     return Figure(metric.value(rows), spread(draws), draws)
 
 

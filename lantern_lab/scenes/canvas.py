@@ -189,12 +189,8 @@ class Canvas:
 
     def _blend(self, art: Array, left: int, top: int, opacity: float, glow: bool) -> None:
         h, w = art.shape[:2]
-        y0, x0, y1, x1 = (
-            max(top, 0),
-            max(left, 0),
-            min(top + h, self.side),
-            min(left + w, self.side),
-        )
+        y0, x0 = max(top, 0), max(left, 0)
+        y1, x1 = min(top + h, self.side), min(left + w, self.side)
         if y0 >= y1 or x0 >= x1:
             return
         part = art[y0 - top : y1 - top, x0 - left : x1 - left]

@@ -294,12 +294,8 @@ def range_(c: Canvas, base: float, height: float, distance: float, snow: float) 
     flank = tall[:, None] - slope[:, None] * np.abs(c.x - where[:, None]) * (
         height / 0.32
     )  # [peaks, S]
-    line = (
-        base
-        - np.maximum(flank.max(0), 0.12 * height)
-        + 0.012 * c.wander("rock")
-        + 0.006 * c.wander("leaf")
-    )
+    line = base - np.maximum(flank.max(0), 0.12 * height)
+    line = line + 0.012 * c.wander("rock") + 0.006 * c.wander("leaf")
     rough = c.noise("rock")
     side = (c.x - where[flank.argmax(0)][None]) / 0.05 + 1.1 * rough + 0.4
     lit = smooth(-side if c.from_left else side, -0.5, 0.5)[..., None]

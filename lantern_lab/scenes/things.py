@@ -95,10 +95,8 @@ def house(c: Canvas, x: float, y: float, size: float) -> None:
     door = c.between(0.42, 0.52)
     pen.box(door, 0.68, door + 0.14, 1, BROWN)
     c.put(pen, x, y)
-    lamp, glows = (
-        c.pen(size, size * 0.9),
-        c.scene.time in ("night", "sunset") or bool(c.scene.storm),
-    )
+    lamp = c.pen(size, size * 0.9)
+    glows = c.scene.time in ("night", "sunset") or bool(c.scene.storm)
     for left in (0.2, 0.68):
         lamp.box(left, 0.6, left + 0.14, 0.8, (255, 214, 110) if glows else (96, 120, 140))
     c.put(lamp, x, y, glow=glows)
