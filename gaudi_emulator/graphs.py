@@ -70,13 +70,8 @@ class Recording:
         """Record an operator that has just run."""
         results = result if isinstance(result, (list, tuple)) else [result]
         given = {id(value) for value in (*args, *kwargs.values())}
-        step = Recorded(
-            op,
-            func,
-            tuple(map(self.point, args)),
-            {n: self.point(v) for n, v in kwargs.items()},
-            [],
-        )
+        named = {n: self.point(v) for n, v in kwargs.items()}
+        step = Recorded(op, func, tuple(map(self.point, args)), named, [])
         for made in results:
             if isinstance(made, Tensor) and id(made) not in given:
                 self.slots[id(made)] = len(self.first)
@@ -536,13 +531,8 @@ class Wrapped:
 
     def bound(self, known: CachedParams, inputs: Any) -> Any:
         """A replay on these very inputs; its results have storages of their own."""
-        live = dict(
-            zip(
-                (id(t.raw) for t in tensors_in(known.graph_inputs)),
-                tensors_in(inputs),
-                strict=False,
-            )
-        )
+        static = (id(t.raw) for t in tensors_in(known.graph_inputs))
+        live = dict(zip(static, tensors_in(inputs), strict=False))
         now = known.graph.rerun({key: tensor.raw for key, tensor in live.items()})
 
         def fresh(tensor: Tensor) -> Tensor:
@@ -635,24 +625,15 @@ def make_graphed_callables(
 ) -> Any:
     """Callables captured on sample arguments. Those that learn run plainly: their backward is not recorded here."""
     single = not isinstance(callables, tuple)
+    pairs = [(callables, sample_args)] if single else zip(callables, sample_args, strict=True)
     made = []
-    for one, sample in zip(
-        (callables,) if single else callables,
-        (sample_args,) if single else sample_args,
-        strict=True,
-    ):
-        learns = isinstance(one, nn.Module) and any(p.requires_grad for p in one.parameters())
-        if torch.is_grad_enabled() and learns:
+    for one, sample in pairs:
+        is_module = isinstance(one, nn.Module)
+        if is_module and torch.is_grad_enabled() and any(p.requires_grad for p in one.parameters()):
             made.append(one)
             continue
-        if isinstance(one, nn.Module):
-            wrapped: Any = wrap_in_hpu_graph(
-                one, disable_tensor_cache=disable_tensor_cache, dry_run=dry_run
-            )
-        else:
-            wrapped = wrap_in_hpu_graph_func(
-                one, disable_tensor_cache=disable_tensor_cache, dry_run=dry_run
-            )
+        wrap: Any = wrap_in_hpu_graph if is_module else wrap_in_hpu_graph_func
+        wrapped = wrap(one, disable_tensor_cache=disable_tensor_cache, dry_run=dry_run)
         for _ in range(warmups + 1):
             wrapped(*sample)
         made.append(wrapped)

@@ -270,10 +270,7 @@ METRICS: dict[str, Callable[[Device], list[tuple[str, Any]]]] = {
         ("FallbackOps", dict(card.counts.fallbacks)),
     ],
     "memory_defragmentation": lambda card: [
-        ("TotalNumber", 0),
-        ("TotalSuccessful", 0),
-        ("AvgTime", 0),
-        ("MaxTime", 0),
+        (name, 0) for name in ("TotalNumber", "TotalSuccessful", "AvgTime", "MaxTime")
     ],
     "recipe_cache": lambda card: [
         ("TotalHit", card.counts.hits),
@@ -381,16 +378,17 @@ def data_ptr(tensor: HPUTensor) -> int:
 
 # The tree of modules
 
-CORE = {
-    "mark_step": mark_step,
-    "iter_mark_step": iter_mark_step,
-    "add_step_closure": add_step_closure,
-    **dict.fromkeys(
-        "hpu_set_env hpu_initialize hpu_reset_env hpu_set_inference_env hpu_inference_set_env "
-        "hpu_inference_initialize hpu_teardown_inference_env".split(),
-        accept_anything,
-    ),
-}
+
+def named(*members: Any) -> dict[str, Any]:
+    """Functions and classes by their names."""
+    return {member.__name__: member for member in members}
+
+
+CORE = named(mark_step, iter_mark_step, add_step_closure) | dict.fromkeys(
+    "hpu_set_env hpu_initialize hpu_reset_env hpu_set_inference_env hpu_inference_set_env "
+    "hpu_inference_initialize hpu_teardown_inference_env".split(),
+    accept_anything,
+)
 GRAPHS = {
     name: getattr(graphs, name)
     for name in "HPUGraph graph make_graphed_callables CachedParams input_hash copy_to wrap_in_hpu_graph "
@@ -402,43 +400,24 @@ SETTINGS = (
     "disable_const_section_serialization enable_matmul3d_2d_reshape enable_recompute_sdp "
     "disable_matmul3d_2d_reshape disable_optim_output_sif record_stream set_device init"
 ).split()
-RANDOM = {
-    "manual_seed": manual_seed,
+RANDOM = named(manual_seed, seed, get_rng_state, set_rng_state) | {
     "manual_seed_all": manual_seed,
-    "get_rng_state": get_rng_state,
-    "set_rng_state": set_rng_state,
-    "initial_seed": lambda: current().generator.initial_seed(),
-    "seed": seed,
     "seed_all": seed,
+    "initial_seed": lambda: current().generator.initial_seed(),
     "get_rng_state_all": lambda: [get_rng_state()],
     "set_rng_state_all": lambda states: set_rng_state(states[0]),
 }
-MEMORY = {
-    "memory_stats": memory_stats,
+MEMORY = named(memory_stats, memory_summary, mem_get_info, reset_peak_memory_stats) | {
     "memory_allocated": memory_of("InUse"),
     "max_memory_allocated": memory_of("MaxInUse"),
     "memory_reserved": memory_of("Limit"),
     "max_memory_reserved": memory_of("Limit"),
-    "reset_peak_memory_stats": reset_peak_memory_stats,
-    "mem_get_info": mem_get_info,
-    "memory_summary": memory_summary,
     "memory_cached": memory_of("Limit"),
     "max_memory_cached": memory_of("Limit"),
     "reset_accumulated_memory_stats": accept_anything,
 }
-STREAMS = {
-    "Stream": Stream,
-    "Event": Event,
-    "stream": stream,
-    "set_stream": set_stream,
-    "current_stream": current_stream,
-    "default_stream": default_stream,
-}
-METRIC_API = {
-    "metric_global": metric_global,
-    "metric_localcontext": metric_localcontext,
-    "metrics_dump": metrics_dump,
-}
+STREAMS = named(Stream, Event, stream, set_stream, current_stream, default_stream)
+METRIC_API = named(metric_global, metric_localcontext, metrics_dump)
 
 
 # hpu: identity, switches
@@ -536,15 +515,11 @@ class HPUModule(ModuleType):
 
 def module(name: str, **members: Any) -> ModuleType:
     below = short(name)
-    kinds = {"hpu": HPUModule, "internal.bridge_config": BridgeConfig}
-    for plain in (ROOT, "torch", "version"):
-        kinds[plain] = ModuleType
-    kind = kinds.get(below, BeyondModule)
-    made = kind(name)
+    kinds = dict.fromkeys((ROOT, "torch", "version"), ModuleType)
+    kinds |= {"hpu": HPUModule, "internal.bridge_config": BridgeConfig}
+    made = kinds.get(below, BeyondModule)(name)
     made.__path__ = []  # a package: its parts are imported by name
-    made.__spec__ = ModuleSpec(
-        name, None, origin="emulated", is_package=True
-    )  # `find_spec` finds it
+    made.__spec__ = ModuleSpec(name, None, origin="emulated", is_package=True)  # for `find_spec`
     made.__dict__.update(names_of(below) | members)
     if isinstance(made, BeyondModule):
         made.meanwhile = WHOLE.get(below, "leave it out while checking")
@@ -553,84 +528,68 @@ def module(name: str, **members: Any) -> ModuleType:
 
 def modules(device: Device) -> dict[str, ModuleType]:
     """All modules by their full names, tied together as attributes."""
-    named = device.lazy or device.release.graphs_always_named
     newer = device.release.name != "1.19"
     api = GRAPHS if newer else GRAPHS | {"CachedParams": graphs.Cached}
-    lazy_graphs = api if named else {}
+    has_graphs = device.lazy or device.release.graphs_always_named
     hpu = {
         **STREAMS,
         **MEMORY,
         **RANDOM,
         **dict.fromkeys(SETTINGS, accept_anything),
-        **lazy_graphs,
+        **(api if has_graphs else {}),
         **IDENTITY,
         **(SINCE_1_24 if newer else {}),
         "default_generators": (device.generator,),
     }
     parts: dict[str, dict[str, Any]] = {
-        "": {},
-        ".torch": {},
-        ".torch.core": CORE,
-        ".torch.hpu": hpu,
-        ".torch.hpu.metrics": METRIC_API
-        | {device.release.missing_metric: NOT_FOUND[device.release.missing_metric]},
-        ".torch.hpu.random": RANDOM,
-        ".torch.hpu.memory": MEMORY,
-        ".torch.utils": {},
-        ".torch.utils.internal": {"is_lazy": is_lazy, "lazy_only": lazy_only},
-        ".torch.utils.debug": {"_get_fallback_op_count": lambda: dict(current().counts.fallbacks)},
-        ".torch.utils.experimental": {
+        **{name: {} for name in (*WHOLE, *MODULES)},
+        "core": CORE,
+        "core.quantization": {n: CORE[n] for n in CORE if n.startswith("hpu_")}
+        | dict.fromkeys(("_check_params_as_const", "_mark_params_as_const"), accept_anything),
+        "hpu": hpu,
+        "hpu.metrics": METRIC_API | named(NOT_FOUND[device.release.missing_metric]),
+        "hpu.random": RANDOM,
+        "hpu.memory": MEMORY,
+        "hpu.streams": {n: STREAMS[n] for n in STREAMS if n != "Event"},
+        "hpu.events": named(Event),
+        "utils.internal": named(is_lazy, lazy_only),
+        "utils.debug": {"_get_fallback_op_count": lambda: dict(current().counts.fallbacks)},
+        "utils.experimental": {
             "_data_ptr": data_ptr,
             "_is_fp16_supported": lambda: True,
             "_get_device_type": lambda: SynDeviceType.synDeviceGaudi2,
             "synDeviceType": SynDeviceType,
             "_compute_stream": lambda: 0,
         },
-        ".torch.internal": {},
-        ".torch.internal.bridge_config": {"env_setting": env_setting},
-        ".torch.distributed": {},
-        ".torch.distributed.hccl": {
+        "utils.library_loader": {
+            "load_habana_module": accept_anything,
+            "is_habana_available": lambda: True,
+        },
+        "internal.bridge_config": named(env_setting),
+        "distributed.hccl": {
             "initialize_distributed_hpu": lambda world_size=None, rank=None, local_rank=None: (
                 int(os.environ.get("WORLD_SIZE", 1)),
                 int(os.environ.get("RANK", 0)),
                 int(os.environ.get("LOCAL_RANK", 0)),
             )
         },
-        ".torch.hpex": {},
-        ".torch.hpex.kernels": {
+        "hpex.kernels": {
             name: getattr(hpex, name)
             for name in "FusedSDPA RotaryPosEmbeddingMode apply_rotary_pos_emb RotaryPosEmbeddingHelperV1 "
             "RotaryPosEmbeddingHelperV2 RotaryPosEmbeddingHelperV3 CustomSoftmax".split()
         },
-        ".torch.hpex.normalization": {
-            "FusedRMSNorm": hpex.FusedRMSNorm,
-            "FusedClipNorm": hpex.FusedClipNorm,
-        },
-        ".torch.hpex.optimizers": {"FusedAdamW": hpex.FusedAdamW},
-        ".torch.hpex.movingavrg": {},
-        ".torch.hpex.experimental": {},
-        **{
-            f".{'' if name.startswith('media') else 'torch.'}{name}": {}
-            for name in (*WHOLE, *MODULES)
-        },
-        ".torch.core.quantization": {n: CORE[n] for n in CORE if n.startswith("hpu_")}
-        | dict.fromkeys(("_check_params_as_const", "_mark_params_as_const"), accept_anything),
-        ".torch.utils.library_loader": {
-            "load_habana_module": accept_anything,
-            "is_habana_available": lambda: True,
-        },
-        ".torch.dynamo.compile_backend.config": {"configuration_flags": defaultdict(bool)},
-        ".torch.hpu.streams": {n: STREAMS[n] for n in STREAMS if n != "Event"},
-        ".torch.hpu.events": {"Event": Event},
-        ".torch.dynamo": {},
-        ".torch.dynamo.compile_backend": {},
+        "hpex.normalization": named(hpex.FusedRMSNorm, hpex.FusedClipNorm),
+        "hpex.optimizers": named(hpex.FusedAdamW),
+        "dynamo.compile_backend.config": {"configuration_flags": defaultdict(bool)},
     }
-    if named:
-        parts[".torch.hpu.graphs"] = api
+    if has_graphs:
+        parts["hpu.graphs"] = api
     if newer:
-        full = f"{device.release.name}.0"
-        parts[".torch.version"] = {"__version__": full, "version": full}
-    made = {ROOT + name: module(ROOT + name, **members) for name, members in parts.items()}
+        parts["version"] = dict.fromkeys(("__version__", "version"), f"{device.release.name}.0")
+    made = {name: module(name) for name in (ROOT, f"{ROOT}.torch")}
+    for name, members in parts.items():
+        full = f"{ROOT}.{name}" if name.startswith("media") else f"{ROOT}.torch.{name}"
+        made[full] = module(full, **members)
     for name in made:
         parent, _, child = name.rpartition(".")
         if parent:

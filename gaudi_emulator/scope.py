@@ -46,6 +46,7 @@ WHOLE = {
 }
 # Further modules that programs import
 MODULES = (
+    "utils internal distributed hpex hpex.movingavrg hpex.experimental dynamo dynamo.compile_backend "
     "activity_profiler core.observer core.pattern_matcher core.quantize_fsdpa core.quantize_kvcache "
     "core.quantize_pt2e core.quantizer core.step_closure core.torch_overwrites core.weight_sharing core.hccl "
     "distributed._pg_utils dynamo.compile_backend.backends dynamo.compile_backend.experimental "

@@ -173,9 +173,7 @@ PLUGIN = "habana-torch-plugin"  # and the distribution that has it
 LAZY_MODE = "PT_HPU_LAZY_MODE"
 RECIPE_CACHE = "PT_HPU_RECIPE_CACHE_CONFIG"
 PREFIXES = ("PT_", "HABANA_")
-MARK = (
-    "LANTERN_HPU_FLAGS"  # what `prepare_flags` set, as JSON, so that it is not taken for the user's
-)
+MARK = "LANTERN_HPU_FLAGS"  # what `prepare_flags` set, as JSON: not to be taken for the user's
 
 # Where things are on a machine with a Gaudi.
 DEV = Path("/dev")
@@ -456,7 +454,7 @@ def _check_torch() -> Check:
     if fits_any_torch():
         return Check("torch", True, f"{torch}, and the plugin is for any")
     built_for = _read(folder / "required_version.txt")
-    if built_for and _release(built_for) != _release(torch):
+    if built_for and version_number(built_for) != version_number(torch):
         return _replaced(torch, f"the plugin was built for {built_for}")
     if is_fork(torch):
         lacking = [name for lazy in (True, False) if (name := missing_library(torch, lazy))]
@@ -508,12 +506,6 @@ def _replaced(torch: str, why: str) -> Check:
     return Check("torch", False, f"REPLACED: {torch} is not what came with Gaudi ({why}): {fix}")
 
 
-def _release(version: str | None) -> str:
-    """Major and minor number of a version."""
-    found = re.match(r"\D*(\d+\.\d+)", version or "")
-    return found[1] if found else ""
-
-
 def _check_nodes() -> Check:
     nodes = sorted([*DEV.glob("accel/accel[0-9]*"), *DEV.glob("hl[0-9]*")])
     if not nodes:
@@ -528,7 +520,7 @@ def _check_driver() -> Check:
     driver, plugin = _read(DRIVER), version_of(PLUGIN)
     if driver is None:
         return Check("driver", False, "habanalabs is not loaded")
-    if plugin and _release(plugin) != _release(driver):
+    if plugin and version_number(plugin) != version_number(driver):
         why = f"habanalabs {driver} does not match the plugin's release {plugin}"
         return Check("driver", False, f"{why}: use an image of the driver's release")
     ours, theirs = (re.match(r"\D*(\d+\.\d+\.\d+)", text or "") for text in (plugin, driver))
