@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 import signal
 import sys
@@ -129,27 +128,6 @@ def merged(cards: Iterable[Device]) -> list[Finding]:
     for card in cards:
         together.add(card.findings)
     return together.sorted()
-
-
-def text(findings: Sequence[Finding], named: bool = False) -> str:
-    """One paragraph a finding.
-
-    Args:
-        named: whether the releases that a finding holds for are named.
-    """
-    blocks = []
-    for finding in findings:
-        file = os.path.relpath(finding.file) if os.path.isabs(finding.file) else finding.file
-        where = f"{file}:{finding.line}"
-        captured = " in a capture" if finding.captured else ""
-        often = f", {finding.count} times" if finding.count > 1 else ""
-        detail = f" ({finding.detail}{often})" if finding.detail else often
-        under = f" under {' and '.join(finding.releases)}" if named else ""
-        blocks.append(
-            f"{where}: {finding.severity} {finding.rule.title}{captured}{under}{detail}\n"
-            f"    why: {finding.rule.reason(finding.releases)}\n    instead: {finding.rule.instead}"
-        )
-    return "\n".join(blocks)
 
 
 def lint_counts(cards: Sequence[Device]) -> dict[str, int]:

@@ -12,6 +12,8 @@ line that broke it, why it matters, and what to write instead. A script may `imp
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,16 +21,20 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gaudi_emulator.lint import RECOMPILING, LintRun, findings_of, lint_script
-from gaudi_emulator.lint.report import BOTH, print_json, print_text
 from gaudi_emulator.releases import DEFAULT, RELEASES, release_named
 from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.errors import choices, exit_code, option, require
 from lantern_hpu.graphs import RUNNERS
 from lantern_hpu.methods.setting import METHODS, Setting
 
+if TYPE_CHECKING:
+    from gaudi_emulator.lint.rules import Finding
+
 PROFILES = ("lazy", "compile")
+BOTH = "both"  # of `--bridge`: one run under each release
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,67 @@ def lint_all(asked: LintRequest, bridge: str) -> int:
     refused = recompiling or any(f.severity == "error" for f in findings)
     died = any(run.ended is not None for run in runs)
     return 1 if died or (asked.strict and refused) else 0
+
+
+# What a lint found, for programs and for readers
+
+
+def print_json(runs: Sequence[LintRun], findings: Sequence[Finding]) -> None:
+    """For programs; `counts` are those of each release where there is more than one."""
+    counts = {run.release: run.counts for run in runs}
+    report = {
+        "release": runs[0].release if len(runs) == 1 else BOTH,
+        "findings": [finding.as_dict() for finding in findings],
+        "counts": runs[0].counts if len(runs) == 1 else counts,
+        "runs_on": [run.release for run in runs if run.runs],
+        "ended": {run.release: run.ended for run in runs if run.ended is not None},
+    }
+    print(json.dumps(report, indent=2))
+
+
+def print_text(runs: Sequence[LintRun], findings: Sequence[Finding], everything: bool) -> None:
+    """A paragraph a finding, how many there are, and what the device did."""
+    shown = [f for f in findings if everything or f.severity != "info"]
+    if shown:
+        print(text(shown, named=len(runs) > 1))
+    for run in runs:
+        kinds = [f.severity for f in run.findings]
+        errors, warnings, notes = (kinds.count(kind) for kind in ("error", "warn", "info"))
+        print(f"{errors} errors, {warnings} warnings, {notes} notes (bridge {run.release})")
+        print(", ".join(f"{n} {name.replace('_', ' ')}" for name, n in run.counts.items()))
+    if len(runs) > 1:
+        print(verdict(runs))
+
+
+def verdict(runs: Sequence[LintRun]) -> str:
+    """On which releases a program runs, in one line."""
+    good = [run.release for run in runs if run.runs]
+    if len(good) == len(runs):
+        return f"runs on both: bridge {' and '.join(good)}"
+    if not good and all(run.ended is None for run in runs):
+        return "ends on both, with errors: what a card computes there is not known"
+    return f"runs on bridge {good[0]} alone" if good else "runs on neither"
+
+
+def text(findings: Sequence[Finding], named: bool = False) -> str:
+    """One paragraph a finding.
+
+    Args:
+        named: whether the releases that a finding holds for are named.
+    """
+    blocks = []
+    for finding in findings:
+        file = os.path.relpath(finding.file) if os.path.isabs(finding.file) else finding.file
+        where = f"{file}:{finding.line}"
+        captured = " in a capture" if finding.captured else ""
+        often = f", {finding.count} times" if finding.count > 1 else ""
+        detail = f" ({finding.detail}{often})" if finding.detail else often
+        under = f" under {' and '.join(finding.releases)}" if named else ""
+        blocks.append(
+            f"{where}: {finding.severity} {finding.rule.title}{captured}{under}{detail}\n"
+            f"    why: {finding.rule.reason(finding.releases)}\n    instead: {finding.rule.instead}"
+        )
+    return "\n".join(blocks)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

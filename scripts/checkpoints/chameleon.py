@@ -181,15 +181,8 @@ def older_config(dim: int, layers: int, sizes: Mapping[str, Any]) -> dict[str, A
     norms = {"rms_norm_eps": 1e-05, "swin_norm": False, "hidden_act": "silu"}
     rope = {"rope_scaling": None, "rope_theta": 10000.0, "max_position_embeddings": 4096}
     rest = {"torch_dtype": "bfloat16", "transformers_version": "4.43.0.dev0"}
-    return (
-        kind
-        | ends
-        | network(dim, layers)
-        | norms
-        | rope
-        | rest
-        | {"vq_config": taming_config(sizes)}
-    )
+    own = kind | ends | network(dim, layers) | norms | rope | rest
+    return own | {"vq_config": taming_config(sizes)}
 
 
 def write_anole(folder: Path, generator: Generator) -> None:
@@ -297,13 +290,10 @@ def movqgan_shapes(sizes: Mapping[str, Any]) -> Shapes:
     """movqgan_270M.ckpt: the decoder's norms are scaled by the codes; attention at the coarsest level."""
     width, code = sizes["ch"] * sizes["ch_mult"][-1], sizes["embed"]
     shapes = taming_shapes(**sizes, codes=LUMINA2_CODES)
-    coarsest = f"up.{len(sizes['ch_mult']) - 1}.attn."
-    for side, level, blocks in (
-        ("encoder", coarsest.replace("up", "down"), 0),
-        ("decoder", coarsest, 1),
-    ):
-        for block in range(sizes["res_blocks"] + blocks):
-            shapes |= attention(f"{side}.{level}{block}", width)
+    level, blocks = len(sizes["ch_mult"]) - 1, sizes["res_blocks"]
+    for side, count in (("encoder.down", blocks), ("decoder.up", blocks + 1)):
+        for block in range(count):
+            shapes |= attention(f"{side}.{level}.attn.{block}", width)
     found: Shapes = {}
     for name, shape in shapes.items():
         stem, _, leaf = name.rpartition(".")

@@ -62,11 +62,8 @@ def autoregressive_model(generator: Generator) -> Any:
 
     named = special_ids()
     rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-    text: dict[str, Any] = {
-        "vocab_size": ROWS,
-        "vision_vocab_size": WORDS_FROM,
-        "max_position_embeddings": 4096,
-    }
+    text: dict[str, Any] = {"vocab_size": ROWS, "vision_vocab_size": WORDS_FROM}
+    text |= {"max_position_embeddings": 4096}
     text |= {"hidden_size": DIM, "intermediate_size": 96, "num_hidden_layers": LAYERS}
     text |= {"num_attention_heads": HEADS, "num_key_value_heads": 2, "rms_norm_eps": 1e-5}
     text |= {"pad_token_id": named["<|endoftext|>"], "eos_token_id": CODES + 1}
@@ -86,11 +83,7 @@ def autoregressive_model(generator: Generator) -> Any:
 
 def diffusion_parts(generator: Generator) -> dict[str, Any]:
     """What makes pixels: diffusers' own classes, tiny."""
-    from diffusers import (
-        AutoencoderKL,
-        FlowMatchEulerDiscreteScheduler,
-        GlmImageTransformer2DModel,
-    )
+    from diffusers import AutoencoderKL, FlowMatchEulerDiscreteScheduler, GlmImageTransformer2DModel
     from transformers import ByT5Tokenizer, T5Config, T5EncoderModel
 
     make: Any = T5Config

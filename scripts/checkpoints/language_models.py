@@ -25,13 +25,8 @@ from scripts.checkpoints.files import (
 
 DIM = 32
 JANUS_CODES, JANUS_SIDE = 64, 8  # 8 x 8 codes of 16 pixels
-NETWORK: dict[str, Any] = {
-    "vocab_size": 102400,
-    "hidden_size": DIM,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-}
-NETWORK |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+NETWORK: dict[str, Any] = {"vocab_size": 102400, "hidden_size": DIM, "intermediate_size": 48}
+NETWORK |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
 JANUS_TOKENS = {
     "<｜begin▁of▁sentence｜>": 100000,
     "<｜end▁of▁sentence｜>": 100001,
@@ -59,27 +54,16 @@ def janus_model(generator: Generator) -> Any:
     from transformers import JanusConfig, JanusForConditionalGeneration
 
     ends = {"pad_token_id": 100015, "bos_token_id": 100000, "eos_token_id": 100001}
-    text = (
-        NETWORK | ends | {"model_type": "llama", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
-    )
-    vision: dict[str, Any] = {
-        "hidden_size": 16,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "patch_size": 16,
-    }
-    vision |= {"image_size": 16 * JANUS_SIDE, "num_image_tokens": JANUS_SIDE**2, "mlp_ratio": 2.0}
-    vq: dict[str, Any] = {
-        "embed_dim": 8,
-        "num_embeddings": JANUS_CODES,
-        "latent_channels": 32,
-        "num_res_blocks": 1,
-    }
-    vq |= {"base_channels": 32, "channel_multiplier": [1, 1, 1, 1, 2], "image_token_embed_dim": DIM}
+    llama = {"model_type": "llama", "rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+    vision: dict[str, Any] = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"patch_size": 16, "image_size": 16 * JANUS_SIDE, "projection_dim": DIM}
+    vision |= {"num_image_tokens": JANUS_SIDE**2, "mlp_ratio": 2.0}
+    vq: dict[str, Any] = {"embed_dim": 8, "num_embeddings": JANUS_CODES, "latent_channels": 32}
+    vq |= {"num_res_blocks": 1, "image_token_embed_dim": DIM, "projection_dim": DIM}
     config = JanusConfig(
-        text_config=text,
-        vision_config=vision | {"projection_dim": DIM},
-        vq_config=vq | {"projection_dim": DIM},
+        text_config=NETWORK | ends | llama,
+        vision_config=vision,
+        vq_config=vq | {"base_channels": 32, "channel_multiplier": [1, 1, 1, 1, 2]},
         tie_word_embeddings=False,
     )
     model: Any = JanusForConditionalGeneration(config)

@@ -84,11 +84,8 @@ def block_shapes(prefix: str, dim: int, ffn: int) -> Shapes:
 
 def drafter_shapes(rows: int, dim: int, ffn: int, heads: int | None = None) -> Shapes:
     """A drafter; one with `heads` is Anole's, with query-key and input norms."""
-    shapes: Shapes = {
-        "embed_tokens.weight": (rows, dim),
-        "fc.weight": (dim, 2 * dim),
-        "fc.bias": (dim,),
-    }
+    shapes: Shapes = {"embed_tokens.weight": (rows, dim)}
+    shapes |= {"fc.weight": (dim, 2 * dim), "fc.bias": (dim,)}
     shapes |= block_shapes("layers.0.", dim, ffn)
     if heads is not None:
         norms = ((f"{x}_norm.{y}") for x in "qk" for y in ("weight", "bias"))

@@ -179,12 +179,8 @@ def write_simplear(folder: Path, generator: Generator) -> None:
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
-    heads: dict[str, Any] = {
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "tie_word_embeddings": True,
-    }
-    rope: dict[str, Any] = {"rope_theta": 1e6, "rms_norm_eps": 1e-6}
+    heads: dict[str, Any] = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    rope: dict[str, Any] = {"rope_theta": 1e6, "rms_norm_eps": 1e-6, "tie_word_embeddings": True}
     model: Any = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, **sizes, **heads, **rope))
     fill(model, generator)
     with torch.no_grad():

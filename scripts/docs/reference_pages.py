@@ -13,31 +13,23 @@ from typing import Any
 from unittest import mock
 
 from lantern_hpu.models.files.names import Given
+from lantern_hpu.results.tables import markdown
 
 
 def write_all(folder: Path) -> None:
     """Write each page; one that has not changed is left alone, so that a second build is short."""
     os.environ["COLUMNS"] = "100"
     folder.mkdir(parents=True, exist_ok=True)
-    for name, page in (
-        ("commands", commands()),
-        ("http", http()),
-        ("metrics", metrics()),
-        ("methods", methods()),
-        ("lint-rules", lint_rules()),
-        ("gaudi-contract", gaudi_contract()),
-        ("models-by-device", models_by_device()),
-    ):
-        file, text = folder / f"{name}.md", "\n".join(page) + "\n"
+    pages = (commands, http, metrics, methods, lint_rules, gaudi_contract, models_by_device)
+    for page in pages:
+        name, text = page.__name__.replace("_", "-"), "\n".join(page()) + "\n"
+        file = folder / f"{name}.md"
         if not file.is_file() or file.read_text(encoding="utf-8") != text:
             file.write_text(text, encoding="utf-8")
 
 
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    yield "| " + " | ".join(head) + " |"
-    yield "|---" * len(head) + "|"
-    for row in rows:
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |"
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return markdown(head, [[cell.replace("|", "\\|") for cell in row] for row in rows])
 
 
 def commands() -> Iterator[str]:
@@ -64,7 +56,7 @@ def http() -> Iterator[str]:
         for method, operation in operations.items():
             about = (operation.get("description") or operation["summary"]).strip().splitlines()[0]
             rows.append((f"`{method.upper()} {path}`", about))
-    yield from table(("path", "what it does"), rows)
+    yield table(("path", "what it does"), rows)
     for name, about in sorted(schema["components"]["schemas"].items()):
         if "properties" in about:
             yield f"\n## {name}\n\n{about.get('description', '')}\n"
@@ -73,7 +65,7 @@ def http() -> Iterator[str]:
                 (f"`{field}`", kind(v), "yes" if field in needed else default(v), meaning(v))
                 for field, v in about["properties"].items()
             ]
-            yield from table(("field", "type", "required or default", "meaning"), shown)
+            yield table(("field", "type", "required or default", "meaning"), shown)
 
 
 def kind(value: Mapping[str, Any]) -> str:
@@ -108,7 +100,7 @@ def metrics() -> Iterator[str]:
     yield "Metrics that vLLM also has mean the same.\n"
     families = list(Metrics("model").registry.collect())
     rows = [(f"`{family.name}`", family.type, family.documentation) for family in families]
-    yield from table(("name", "type", "what"), rows)
+    yield table(("name", "type", "what"), rows)
 
 
 def methods() -> Iterator[str]:
@@ -127,10 +119,10 @@ def methods() -> Iterator[str]:
         relaxes = "yes" if method.relaxes else "no"
         rows.append((f"`{name}`", method.about, needs, lossless, relaxes))
     head = ("method", "what it does", "needs", "lossless by default", "can be relaxed")
-    yield from table(head, rows)
+    yield table(head, rows)
     yield "\n## Presets of `--relax`\n"
     presets = [(f"`{n}`", r.rule, f"`{json.dumps(r.as_json())}`") for n, r in PRESETS.items()]
-    yield from table(("preset", "rule", "values"), presets)
+    yield table(("preset", "rule", "values"), presets)
     yield "\n## Draft trees\n"
     yield "Each line is a node, named by the ranks of the siblings on its path from the root."
     for name in NAMED:
@@ -147,7 +139,7 @@ def lint_rules() -> Iterator[str]:
     for rule in RULES.values():
         captured = "" if rule.captured == rule.severity else f" ({rule.captured})"
         rows.append((rule.id, rule.name, rule.severity + captured, rule.why, rule.instead))
-    yield from table(("rule", "name", "severity", "why", "instead"), rows)
+    yield table(("rule", "name", "severity", "why", "instead"), rows)
 
 
 def gaudi_contract() -> Iterator[str]:
@@ -161,17 +153,17 @@ def gaudi_contract() -> Iterator[str]:
     yield from (f"- {release.name}: {release.source}" for release in RELEASES.values())
     yield "\n## Flags\n"
     head = ("flag", "value", "why", "another value", "release, mode")
-    yield from table(head, sorted(gaudi_flags()))
+    yield table(head, sorted(gaudi_flags()))
     yield "\n## Facts\n\n`lantern-hpu verify` checks each of them; the source is a file of the bridge.\n"
     modes = {True: "lazy", False: "eager and compile"}
     rows = [(f.name, f.source, modes[f.lazy], f.only or "both") for f in FACTS]
-    yield from table(("fact", "source", "mode", "release"), rows)
+    yield table(("fact", "source", "mode", "release"), rows)
     yield "\n## What the emulator leaves out\n"
     yield "Below `habana_frameworks.torch`; its use is refused.\n"
     names = [(f"`{m}.{n}`", why) for m, known in scope.NAMES.items() for n, why in known.items()]
     names += [(f"`{module}`", why) for module, why in scope.WHOLE.items()]
     names += [(f"`torch.ops.hpu.*{part}*`", why) for part, why in scope.OPERATORS.items()]
-    yield from table(("name", "what to use while checking"), names)
+    yield table(("name", "what to use while checking"), names)
 
 
 def gaudi_flags() -> Iterator[tuple[str, ...]]:
@@ -227,7 +219,7 @@ def models_by_device() -> Iterator[str]:
             amounts = [memory_of(name, device, images) for images in (1, 8)]
             memory = [one.replace(" ", "\u00a0") for one in amounts]  # never in two lines
             rows.append((f"`{name}`", *memory, f"`{device_command(name, device)}`"))
-        yield from table(("model", "1 image", "8 images", "command"), rows)
+        yield table(("model", "1 image", "8 images", "command"), rows)
 
 
 def device_command(name: str, device: str) -> str:

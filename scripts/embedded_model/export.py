@@ -31,21 +31,16 @@ from lantern_hpu.models.transformer import Drafter
 from scripts.embedded_model.train_tokenizer import LEARNT_FROM_CODES
 
 
-def half(part: str, tensors: dict[str, Tensor]) -> bytes:
-    """A file of these tensors in float16."""
-    small = {name: t.to(torch.float16).contiguous() for name, t in tensors.items()}
-    if not all(torch.isfinite(t).all() for t in small.values()):
-        raise SystemExit(f"{part} holds weights beyond float16")
-    return save(small)
-
-
 def read_json(file: Path) -> Any:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
 def write_part(folder: Path, part: str, tensors: dict[str, Tensor]) -> dict[str, str]:
-    """Write the weights of one part; returns their checksum by the file's name."""
-    content, file = half(part, tensors), folder / f"{part}.safetensors"
+    """Write the weights of one part in float16; returns their checksum by the file's name."""
+    small = {name: t.to(torch.float16).contiguous() for name, t in tensors.items()}
+    if not all(torch.isfinite(t).all() for t in small.values()):
+        raise SystemExit(f"{part} holds weights beyond float16")
+    content, file = save(small), folder / f"{part}.safetensors"
     write_file(file, content, force=True)
     print(f"{part}: {len(content) / 1e6:.1f} MB")
     return {file.name: hashlib.sha256(content).hexdigest()}

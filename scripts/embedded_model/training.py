@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -184,21 +184,15 @@ class Learner:
         self.publish(self.weights)
 
 
-class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-
-    def load_state_dict(self, state: dict[str, Any], /) -> Any: ...
-
-
 class Run:
     """A training run: its budget, random numbers, learning curve and checkpoint."""
 
     def __init__(
-        self, folder: Path, parts: Mapping[str, Stateful], minutes: float = 0, steps: int = 0
+        self, folder: Path, parts: Mapping[str, Any], minutes: float = 0, steps: int = 0
     ) -> None:
         """
         Args:
-            folder: for the checkpoint. parts: what a checkpoint holds, by name.
+            folder: for the checkpoint. parts: what a checkpoint holds, by name: modules, optimisers, learners.
             minutes: the budget, of training time alone. steps: the budget in place of minutes.
         """
         self.folder, self.file, self.parts = folder, folder / "last.pt", parts

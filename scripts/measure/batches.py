@@ -145,9 +145,8 @@ class Drawer:
         step = len(numbers) if is_open else size
         for first in range(0, len(numbers), step):
             for index, done in self.pipeline.stream(engine, requests[first : first + step]):
-                bits = (
-                    None if is_open else cache_bits(engine, index)
-                )  # a closed batch fills its slots in order
+                # A closed batch fills its slots in order
+                bits = None if is_open else cache_bits(engine, index)
                 yield numbers[first + index], digests(self.pipeline, done, bits)
 
     def by_server(self, slots: int, numbers: Sequence[int]) -> Iterator[tuple[int, Digests]]:
@@ -214,14 +213,8 @@ class Record:
                 pairs = [(ways[FIRST][number], image) for number, image in images.items()]
                 tokens, pixels, bits = (sum(a[i] != b[i] for a, b in pairs) for i in range(3))
                 whole = all(image[2] for image in images.values())
-                row = (
-                    *case.split(" ", 1),
-                    way,
-                    len(pairs),
-                    tokens,
-                    pixels,
-                    bits if whole else None,
-                )
+                differ = tokens, pixels, bits if whole else None
+                row = (*case.split(" ", 1), way, len(pairs), *differ)
                 result.append(dict(zip(COLUMNS, row, strict=True)))
         return result
 
