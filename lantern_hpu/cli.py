@@ -39,8 +39,6 @@ COMMANDS = {
     "lint": "name the rules of Gaudi that code breaks",
     "verify": "ask a device whether it is as expected",
 }
-
-
 # Commands of the packages beside the product, which it does not import
 OUTSIDE = {
     "fidelity": "lantern_lab.commands.fidelity",
@@ -57,20 +55,16 @@ def module_of(command: str) -> str:
 
 def help_text() -> str:
     """What `--help` prints."""
-    lines = [f"  {name:<12}{text}" for name, text in COMMANDS.items()]
-    return "\n".join(
-        [
-            "usage: lantern-hpu [--help] [--version] COMMAND ...",
-            "",
-            "Fast drawing with visual autoregressive models.",
-            "",
-            "commands:",
-            *lines,
-            "",
-            "lantern-hpu COMMAND --help has the options of a command.",
-            "COMMAND --device hpu --emulate [--bridge RELEASE] runs it on an emulated Gaudi (1.24, 1.19).",
-        ]
-    )
+    commands = "\n".join(f"  {name:<12}{text}" for name, text in COMMANDS.items())
+    return f"""usage: lantern-hpu [--help] [--version] COMMAND ...
+
+Fast drawing with visual autoregressive models.
+
+commands:
+{commands}
+
+lantern-hpu COMMAND --help has the options of a command.
+COMMAND --device hpu --emulate [--bridge RELEASE] runs it on an emulated Gaudi (1.24, 1.19)."""
 
 
 def end_on_sigterm() -> None:

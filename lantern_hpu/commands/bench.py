@@ -28,15 +28,7 @@ from lantern_hpu.bench.cases import (
 )
 from lantern_hpu.bench.columns import tables
 from lantern_hpu.bench.report import show_report
-from lantern_hpu.commands.options import (
-    PROCESSOR,
-    Parser,
-    add_device_options,
-    add_fields,
-    device_options,
-    file_path,
-    given_fields,
-)
+from lantern_hpu.commands import options
 from lantern_hpu.errors import exit_code, listed, require
 from lantern_hpu.files import check_free
 from lantern_hpu.graphs import RUNNERS
@@ -44,28 +36,23 @@ from lantern_hpu.methods.setting import AUTO, FORM, Setting
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        "lantern-hpu bench",
-        description="Measure methods and graph modes side by side on one device.",
-    )
+    about = "Measure methods and graph modes side by side on one device."
+    parser = options.Parser("lantern-hpu bench", description=about)
     add = parser.add_argument
     trees = "comma-separated draft trees, each for methods that use its kind; auto is the tuned one (method default)"
+    relax = "relaxation for all methods that can be relaxed, windows included; see generate --help (method default)"
     modes = f"comma-separated graph modes; `auto` is the device's best ({GRAPHS})"
     sizes = f"comma-separated ({USUAL['batch_sizes']}; {LARGE['batch_sizes']} of a large model on a CPU)"
-    add_fields(parser, BenchRequest)
-    add_device_options(parser, graphs=False)
-    add_fields(parser, DeviceOptions, "kernels")
+    options.add_fields(parser, BenchRequest)
+    options.add_device_options(parser, graphs=False)
+    options.add_fields(parser, DeviceOptions, "kernels")
     add("--methods", help=f"comma-separated, a name or {FORM} ({USUAL['methods']})")
     add("--trees", "--tree", help=trees)
-    add(
-        "--relax",
-        metavar="TEXT",
-        help="relaxation for all methods that can be relaxed, windows included; see generate --help (method default)",
-    )
+    add("--relax", metavar="TEXT", help=relax)
     add("--graphs", help=modes)
-    add_fields(parser, DeviceOptions, *PROCESSOR)
+    options.add_fields(parser, DeviceOptions, *options.PROCESSOR)
     add("--batch-sizes", help=sizes)
-    add("--output", type=file_path, metavar="FILE.json")
+    add("--output", type=options.file_path, metavar="FILE.json")
     add("--force", action="store_true", help="replace an existing file")
     return parser
 
@@ -86,12 +73,12 @@ def bench_request(args: argparse.Namespace, usual: Mapping[str, str] = USUAL) ->
     require(whole, "--batch-sizes", args.batch_sizes, "numbers from 1, such as 1,8")
     given = {"images": int(usual["images"])} if "images" in usual else {}
     return BenchRequest(
-        options=device_options(args),
+        options=options.from_args(DeviceOptions, args),
         settings=settings_for(methods, trees, args.relax),
         modes=listed(args.graphs or GRAPHS, "--graphs", "graph mode", [AUTO, *RUNNERS]),
         by_name=args.graphs is not None,
         batches=[int(size) for size in sizes],
-        **given | given_fields(BenchRequest, args),
+        **given | options.given_fields(BenchRequest, args),
     )
 
 

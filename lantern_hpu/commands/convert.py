@@ -14,7 +14,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from lantern_hpu.commands.options import Parser, add_part_options, file_path, given_parts
+from lantern_hpu.commands.options import Parser, add_fields, file_path, from_args
 from lantern_hpu.errors import OptionError, choices, exit_code
 from lantern_hpu.models.files.names import Given
 
@@ -29,7 +29,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("output", type=file_path, help="folder to write; must not exist")
     number = f"{choices(DTYPES)}; auto: as stored (auto)"
     add("--dtype", default="auto", help=number)
-    add_part_options(parser.add_argument_group("parts"))
+    add_fields(parser.add_argument_group("parts"), Given)
     return parser
 
 
@@ -49,6 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = make_parser().parse_args(argv)
 
     def command() -> None:
-        print(convert(args.source, args.output, args.dtype, given_parts(args)))
+        print(convert(args.source, args.output, args.dtype, from_args(Given, args)))
 
     return exit_code(command)

@@ -52,7 +52,7 @@ def make_parser() -> argparse.ArgumentParser:
     how = parser.add_argument_group("how it runs")
     models = "`builtin`, a name of `lantern-hpu models`, a Hub id, a folder or a weights file"
     how.add_argument("--model", help=f"{models} (builtin)")
-    options.add_part_options(how)
+    options.add_fields(how, Given)
     options.add_device_options(how)
     options.add_running_options(how)
     many = "Ray processes that generate, one per card (default: generate in this process)"
@@ -204,8 +204,8 @@ def new_job(args: argparse.Namespace) -> GenerateJob:
         prompts={n * count + i: text for n, text in prompts.items() for i in range(count)},
         seed=args.seed or 0,
         model=args.model or "builtin",
-        given=options.given_parts(args),
-        device=options.device_options(args),
+        given=options.from_args(Given, args),
+        device=options.from_args(DeviceOptions, args),
         batch_size=args.batch_size,
         labels=bool(args.class_label),
         negative=args.negative_prompt,
@@ -244,7 +244,7 @@ def job_of_png(args: argparse.Namespace) -> GenerateJob:
         "layout": args.layout or config.get("layout", "plain"),
         "kernels": args.kernels or config.get("kernels", kernels),
     }
-    parts, stored = options.given_parts(args), config.get("parts", {})
+    parts, stored = options.from_args(Given, args), config.get("parts", {})
     # By name: metadata is not trusted, so known fields alone are read.
     parts_of = {f.name: getattr(parts, f.name) or stored.get(f.name) for f in fields(Given)}
     return GenerateJob(
@@ -252,7 +252,7 @@ def job_of_png(args: argparse.Namespace) -> GenerateJob:
         seed=data["seed"],
         model=args.model or config["model"],
         given=Given(**parts_of),
-        device=replace(options.device_options(args), **device),
+        device=replace(options.from_args(DeviceOptions, args), **device),
         batch_size=args.batch_size,
         negative=config.get("negative"),
         size=tuple(size) if (size := config.get("size")) else None,

@@ -79,20 +79,13 @@ def model_facts(entry: KnownModel) -> Facts:
 
 def part_facts(part: Part, located: Located) -> Facts:
     path = located[part.role]
+    known = "repo page files bytes sha256 licence needed_for confirmed instead note".split()
     return {
         "part": part.role,
-        "repo": part.repo,
-        "page": part.page,
-        "files": list(part.files),
-        "bytes": part.bytes,
-        "sha256": dict(part.sha256),
-        "licence": part.licence,
-        "needed_for": part.needed_for,
-        "confirmed": part.confirmed,
+        **{name: getattr(part, name) for name in known},
         "instead": [source.repo for source in part.instead],
-        "note": part.note,
         "path": None if path is None else str(path),
-        "missing": list(located.absent.get(part.role, ())),
+        "missing": located.absent.get(part.role, ()),
     }
 
 

@@ -27,7 +27,6 @@ from lantern_hpu.methods.setting import (
     SMALL_WINDOW,
     replaced,
 )
-from lantern_hpu.models.files.names import Given
 from lantern_hpu.tree import DYNAMIC
 from lantern_hpu.tree.named import NAMED
 
@@ -148,20 +147,6 @@ def add_device_options(group: Group, graphs: bool = True) -> None:
 def add_running_options(group: Group) -> None:
     """What else decides how a model runs."""
     add_fields(group, DeviceOptions, "keep_text", "kernels", *PROCESSOR, "quantize")
-
-
-def device_options(args: argparse.Namespace) -> DeviceOptions:
-    return from_args(DeviceOptions, args)
-
-
-def add_part_options(group: Group) -> None:
-    """Parts in place of the model's own, under the names that `Given` has for them."""
-    add_fields(group, Given)
-
-
-def given_parts(args: argparse.Namespace) -> Given:
-    """Parts named on the command line."""
-    return from_args(Given, args)
 
 
 # ------------------------------------------------------------------------------------ method and sampling

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from lantern_hpu.backends import DeviceOptions, prepare
+from lantern_hpu.backends import DeviceOptions, get_backend, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.errors import OptionError, WeightsError, exit_code
 from lantern_hpu.files import check_free, write_file
 from lantern_hpu.models.config import TransformerConfig
-from lantern_hpu.models.files.names import VQ
+from lantern_hpu.models.files.names import VQ, Given
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -40,7 +40,7 @@ def make_parser() -> argparse.ArgumentParser:
     output = "a .png file, or a folder (out)"
     add("--output", type=options.output_path, default="out", help=output)
     add("--force", action="store_true", help="replace existing files")
-    options.add_part_options(parser)
+    options.add_fields(parser, Given)
     options.add_device_options(parser, graphs=False)
     return parser
 
@@ -86,15 +86,11 @@ def diffused(
     saved: SavedTokens, opened: Opened, file: Path, device: DeviceOptions
 ) -> Iterator[Image.Image]:
     """Pictures of codes that a diffusion model reads, one at a time."""
-    from lantern_hpu.backends import get_backend
     from lantern_hpu.models.diffusion import DiffusionPixels
 
     assert opened.pixels is not None
-    config, grid, what = (
-        opened.config.target,
-        saved.grid,
-        f"the tokens in {file} become no pictures",
-    )
+    config, grid = opened.config.target, saved.grid
+    what = f"the tokens in {file} become no pictures"
     if len(grid) != 2 or len(saved.seeds) != len(saved.tokens):
         hint = "a .npz of `generate --save-tokens`"
         raise OptionError(what, "their grid and seeds are not known", hint)
@@ -115,7 +111,6 @@ def decoded(
     saved: SavedTokens, opened: Opened, file: Path, device: DeviceOptions
 ) -> Iterator[Image.Image]:
     """Pictures by the model's VQ tokenizer, one at a time."""
-    from lantern_hpu.backends import get_backend
     from lantern_hpu.decode.pixels import decode_pixels
     from lantern_hpu.models.files.load import load_vq
 
@@ -135,7 +130,7 @@ def decode_saved(args: argparse.Namespace) -> str:
     """The whole command after parsing. -> what was done"""
     from lantern_hpu.results.images import encode, image_files, read_saved_tokens, with_metadata
 
-    given, device = options.given_parts(args), options.device_options(args)
+    given, device = options.from_args(Given, args), options.from_args(DeviceOptions, args)
     saved = read_saved_tokens(args.tokens)
     files, _ = image_files(args.output, saved.prompts, False)
     check_free(files, args.force)

@@ -13,10 +13,11 @@ import json
 from collections.abc import Sequence
 
 from lantern_hpu.backends import BYTES, DeviceOptions
-from lantern_hpu.commands.options import Parser, add_fields, add_part_options, given_parts
+from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.decode.memory import fit_report
 from lantern_hpu.errors import exit_code
 from lantern_hpu.methods.setting import METHODS
+from lantern_hpu.models.files.names import Given
 from lantern_hpu.plan.requirements import (
     facts,
     find_device,
@@ -33,30 +34,27 @@ def make_parser() -> argparse.ArgumentParser:
         "lantern-hpu plan",
         description="Show how much memory generation with a model needs, without loading it.",
     )
-    parser.add_argument("name", metavar="NAME", help="model name, Hub id, folder or weights file")
-    parser.add_argument("--device", default="auto", help="auto, a device, or DEVICE:24GB (auto)")
-    parser.add_argument(
-        "--memory", metavar="24GB", help="device memory, instead of asking the device"
-    )
-    parser.add_argument("--batch-size", type=int, default=1, help="images decoded together (1)")
-    parser.add_argument(
-        "--cfg-scale", type=float, help="guidance scale; 1 turns it off and halves the rows"
-    )
-    parser.add_argument("--dtype", default="auto", help=f"auto, {', '.join(BYTES)} (auto)")
+    add = parser.add_argument
+    add("name", metavar="NAME", help="model name, Hub id, folder or weights file")
+    add("--device", default="auto", help="auto, a device, or DEVICE:24GB (auto)")
+    add("--memory", metavar="24GB", help="device memory, instead of asking the device")
+    add("--batch-size", type=int, default=1, help="images decoded together (1)")
+    add("--cfg-scale", type=float, help="guidance scale; 1 turns it off and halves the rows")
+    add("--dtype", default="auto", help=f"auto, {', '.join(BYTES)} (auto)")
     add_fields(parser, DeviceOptions, "quantize", "keep_text")
-    parser.add_argument("--method", help=f"{', '.join(METHODS)} (auto)")
-    parser.add_argument("--tree", help="a named tree, or a .json file (the method's on the device)")
+    add("--method", help=f"{', '.join(METHODS)} (auto)")
+    add("--tree", help="a named tree, or a .json file (the method's on the device)")
     serving = parser.add_argument_group("for a server, whose engines are there together")
     serving.add_argument("--serve", action="store_true", help="count what `serve` captures")
     serving.add_argument("--methods", help=f"methods that it serves ({','.join(DEFAULT)})")
     serving.add_argument("--slots", type=int, default=ServeOptions.slots, help="its slots (8)")
-    parser.add_argument("--json", action="store_true", help="print as JSON")
-    add_part_options(parser.add_argument_group("parts in place of the model's own"))
+    add("--json", action="store_true", help="print as JSON")
+    add_fields(parser.add_argument_group("parts in place of the model's own"), Given)
     return parser
 
 
 def print_plan(args: argparse.Namespace) -> None:
-    model = find_model(args.name, given_parts(args))
+    model = find_model(args.name, from_args(Given, args))
     device = find_device(args.device, args.memory, model.config.target.parameters)
     setup = setup_of(
         model,

@@ -12,11 +12,12 @@ import os
 from collections.abc import Sequence
 
 from lantern_hpu import __version__
-from lantern_hpu.backends import prepare
+from lantern_hpu.backends import DeviceOptions, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import Parser, add_fields, from_args
 from lantern_hpu.errors import exit_code, require
 from lantern_hpu.methods.setting import FORM, METHODS
+from lantern_hpu.models.files.names import Given
 from lantern_hpu.serve.options import FILTERS, ServeOptions, names, picture_sizes
 
 
@@ -34,26 +35,17 @@ def make_parser() -> argparse.ArgumentParser:
     add = what.add_argument
     listed = f"comma-separated, the first is the default: {', '.join(METHODS)}, or {FORM}"
     add("--methods", help=f"{listed} (the fastest here, scd and ar)")
+    extra = f"extra sampling options and relaxations that requests may use: {', '.join(FILTERS)}"
     more = "each slows every step; options of the model's default settings are always allowed"
-    add(
-        "--allow",
-        help=f"extra sampling options and relaxations that requests may use: {', '.join(FILTERS)}; {more}",
-    )
-    add(
-        "--sizes",
-        metavar="WxH,...",
-        help="pictures that requests may ask for, the first is the default (the model's own)",
-    )
+    add("--allow", help=f"{extra}; {more}")
+    sizes = "pictures that requests may ask for, the first is the default (the model's own)"
+    add("--sizes", metavar="WxH,...", help=sizes)
     much = parser.add_argument_group("how much")
     add_fields(much, ServeOptions, "slots", "queue", "timeout", "shutdown")
-    much.add_argument(
-        "--replicas",
-        type=int,
-        default=1,
-        help="server processes through Ray, one per card (1: without Ray)",
-    )
+    processes = "server processes through Ray, one per card (1: without Ray)"
+    much.add_argument("--replicas", type=int, default=1, help=processes)
     how = parser.add_argument_group("how it runs")
-    options.add_part_options(how)
+    add_fields(how, Given)
     options.add_device_options(how)
     options.add_running_options(how)
     parser.add_argument("--version", action="version", version=f"lantern_hpu {__version__}")
@@ -66,8 +58,8 @@ def serve_request(args: argparse.Namespace) -> ServeOptions:
     key = args.api_key  # an empty one, as of a variable that is not set, is refused
     key = os.environ.get("LANTERN_HPU_API_KEY") or None if key is None else key
     made = {
-        "given": options.given_parts(args),
-        "device": options.device_options(args),
+        "given": from_args(Given, args),
+        "device": from_args(DeviceOptions, args),
         "methods": names(args.methods, "--methods"),
         "allow": names(args.allow, "--allow"),
         "sizes": picture_sizes(args.sizes),

@@ -16,17 +16,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lantern_hpu.backends import prepare
-from lantern_hpu.commands.options import (
-    Parser,
-    add_device_options,
-    add_fields,
-    add_part_options,
-    device_options,
-    from_args,
-    given_parts,
-)
+from lantern_hpu.backends import DeviceOptions, prepare
+from lantern_hpu.commands.options import Parser, add_device_options, add_fields, from_args
 from lantern_hpu.errors import exit_code
+from lantern_hpu.models.files.names import Given
 from lantern_hpu.train.options import TrainOptions, TrainRequest, check_training
 
 
@@ -39,14 +32,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_fields(drafter, TrainRequest)
     add_fields(drafter, TrainOptions)
     add_device_options(drafter, graphs=False)
-    add_part_options(drafter)
+    add_fields(drafter, Given)
     return parser
-
-
-def train_request(args: argparse.Namespace) -> TrainRequest:
-    device = replace(device_options(args), graphs="eager", layout="plain")
-    parts = {"options": from_args(TrainOptions, args), "given": given_parts(args)}
-    return from_args(TrainRequest, args, device=device, **parts)
 
 
 def training_summary(report: dict[str, Any], folder: Path) -> str:
@@ -60,7 +47,9 @@ def training_summary(report: dict[str, Any], folder: Path) -> str:
 
 
 def train_drafter(args: argparse.Namespace) -> None:
-    wanted = train_request(args)
+    device = replace(from_args(DeviceOptions, args), graphs="eager", layout="plain")
+    parts = {"options": from_args(TrainOptions, args), "given": from_args(Given, args)}
+    wanted = from_args(TrainRequest, args, device=device, **parts)
     check_training(wanted)
     prepare(wanted.device.device, wanted.device.graphs)  # before torch is imported
     from lantern_hpu.train.drafter_training import train

@@ -19,7 +19,6 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lantern_hpu.backends import DeviceOptions, prepare
@@ -28,15 +27,13 @@ from lantern_hpu.commands.options import (
     Parser,
     add_device_options,
     add_fields,
-    add_part_options,
-    device_options,
-    file_path,
+    from_args,
     given_fields,
-    given_parts,
 )
 from lantern_hpu.errors import DeviceError, OptionError, exit_code, needing
 from lantern_hpu.files import check_free, write_file
 from lantern_hpu.methods.setting import METHODS
+from lantern_hpu.models.files.names import Given
 from lantern_hpu.results.prompts import read_prompts
 from lantern_hpu.tree import tuned_trees
 from lantern_hpu.tune.options import LARGE, TuneOptions, check_profile, read_profile
@@ -44,58 +41,22 @@ from lantern_hpu.tune.options import LARGE, TuneOptions, check_profile, read_pro
 if TYPE_CHECKING:
     from lantern_hpu.tune.result import TuningResult
 
-KIND = "lantern_hpu.tune"
-
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = Parser(
-        "lantern-hpu tune",
-        description="Find the draft tree or window that is fastest for a model on this device.",
-    )
+    about = "Find the draft tree or window that is fastest for a model on this device."
+    parser = Parser("lantern-hpu tune", description=about)
     what = parser.add_argument_group("what to tune for")
-    what.add_argument(
-        "--model", default="builtin", help="model name, Hub id, folder or weights file (builtin)"
-    )
-    add_part_options(what)
+    add_fields(what, TuneOptions, "model")
+    add_fields(what, Given)
     add_device_options(what)
     add_fields(what, DeviceOptions, "quantize")
     add_fields(what, TuneOptions, "method", "batch_size")
     add_fields(parser.add_argument_group("which trees"), TuneOptions, "max_nodes", "max_depth")
     how = parser.add_argument_group("how to measure")
-    how.add_argument(
-        "--prompts",
-        type=file_path,
-        metavar="FILE",
-        help="prompts: .txt, .tsv or .json (eight built-in prompts)",
-    )
-    add_fields(how, TuneOptions, "images", "seed")
-    how.add_argument(
-        "--profile",
-        type=file_path,
-        metavar="FILE.json",
-        help="reuse the acceptance statistics of an earlier --report",
-    )
+    add_fields(how, TuneOptions, "prompts", "images", "seed", "profile")
     where = parser.add_argument_group("where it goes")
-    where.add_argument(
-        "--output",
-        type=file_path,
-        metavar="TREE.json",
-        help="write the tree, for `generate --tree`",
-    )
-    where.add_argument(
-        "--report", type=file_path, metavar="FILE.json", help="write all measurements"
-    )
-    where.add_argument("--force", action="store_true", help="replace existing files")
+    add_fields(where, TuneOptions, "output", "report", "force")
     return parser
-
-
-def check_outputs(files: Sequence[Path | None], force: bool) -> None:
-    """Raise an error if one of the files, where asked for, could not be written later."""
-    asked = [file for file in files if file is not None]
-    for file in asked:
-        if file.suffix != ".json":
-            raise OptionError(f"cannot write {file}", "it will be JSON", "a name ending in .json")
-    check_free(asked, force)
 
 
 def save_fastest(
@@ -105,23 +66,21 @@ def save_fastest(
     from lantern_hpu.tune.result import fastest_command
 
     best = tuning.best
-    file = tuned_trees.save_tree(
-        situation, tuned_trees.TunedTree(best.tree, tuning.ar_wins, best.measured.ms_per_token)
-    )
-    print(
-        f"saved {file}\nto draw with the fastest:\n  {fastest_command(tuning, situation, vars(args))}"
-    )
+    tree = tuned_trees.TunedTree(best.tree, tuning.ar_wins, best.measured.ms_per_token)
+    file = tuned_trees.save_tree(situation, tree)
+    command = fastest_command(tuning, situation, vars(args))
+    print(f"saved {file}\nto draw with the fastest:\n  {command}")
 
 
 def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
-    options = TuneOptions(**given_fields(TuneOptions, args))
-    check_outputs([args.output, args.report], args.force)
-    prompts = read_prompts(args.prompts) if args.prompts else []
+    options = from_args(TuneOptions, args)
+    check_free([file for file in (options.output, options.report) if file], options.force)
+    prompts = read_prompts(options.prompts) if options.prompts else []
     is_window = METHODS[options.setting.method].rule is not None
-    if is_window and args.profile:
+    if is_window and options.profile:
         raise OptionError(f"--profile has no use for {options.method}", "each width is drawn with")
-    counts, earlier = read_profile(args.profile) if args.profile else (None, None)
-    device = device_options(args)
+    counts, earlier = read_profile(options.profile) if options.profile else (None, None)
+    device = from_args(DeviceOptions, args)
     if not is_window:
         with needing("scipy", "what steps cost is fitted with it", "tune"):
             import_module("scipy.optimize")
@@ -130,24 +89,25 @@ def tune_trees(args: argparse.Namespace, argv: Sequence[str]) -> None:
     from lantern_hpu.tune.result import tuning_text
     from lantern_hpu.tune.tuner import check_model, run_tuning, tuning_report
 
-    loaded = LanternPipeline.from_pretrained(args.model, given=given_parts(args), **vars(device))
+    given = from_args(Given, args)
+    loaded = LanternPipeline.from_pretrained(options.model, given=given, **vars(device))
     with closing(loaded) as pipeline:
         situation = pipeline.situation(str(options.setting), options.batch_size)
         check_model(pipeline, situation)
         if has_long_steps(pipeline):
             options = TuneOptions(**LARGE | given_fields(TuneOptions, args))
-        if earlier is not None:
-            check_profile(earlier, situation, args.profile)
+        if earlier and options.profile:
+            check_profile(earlier, situation, options.profile)
         tuning = run_tuning(pipeline, options, prompts, counts)
         print(tuning_text(tuning))
         if tuning.doubt:
             hint = "the same command when nothing else runs here, or more --images"
             raise DeviceError("nothing is saved", tuning.doubt, hint)
-        whole = tuning_report(pipeline, options, tuning, situation, KIND, argv)
-    tree = tuned_trees.tree_file(tuning.best.tree)
-    for file, data in ((args.output, tree), (args.report, json.dumps(whole, indent=1).encode())):
+        whole = tuning_report(pipeline, options, tuning, situation, argv)
+    tree, report = tuned_trees.tree_file(tuning.best.tree), json.dumps(whole, indent=1).encode()
+    for file, data in ((options.output, tree), (options.report, report)):
         if file is not None:
-            write_file(file, data, args.force)
+            write_file(file, data, options.force)
             print(f"wrote {file}")
     save_fastest(tuning, situation, args)
 

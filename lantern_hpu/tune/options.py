@@ -16,19 +16,15 @@ if TYPE_CHECKING:
     from lantern_hpu.decode.acceptance_counts import ChildCounts
 
 TUNABLE = [name for name, method in METHODS.items() if method.tunable]
-
-
 # Of a large model on a processor, whose images take minutes
 MOST_NODES, MOST_DEPTH = 96, 12
 LARGE = {"max_nodes": 12, "max_depth": 4, "images": 3}
-
-
 HELD_OUT = 1_000_000  # added to the seeds of images that check what was expected
 
 
 @dataclass(frozen=True)
 class TuneOptions:
-    """Which trees may be found, for what, and how many images are drawn with each that is measured."""
+    """Which trees may be found, for what, how many images are drawn with each that is measured, and where it goes."""
 
     method: str = option("eagle", f"{', '.join(TUNABLE)}, or a setting without a tree")
     batch_size: int = option(1, "images per batch", low=1)
@@ -39,17 +35,22 @@ class TuneOptions:
         high=MOST_NODES,
     )
     max_depth: int = option(
-        6,
-        f"largest tree depth; large on a processor {LARGE['max_depth']}",
-        low=1,
-        high=MOST_DEPTH,
+        6, f"largest tree depth; large on a processor {LARGE['max_depth']}", low=1, high=MOST_DEPTH
+    )
+    model: str = option("builtin", "model name, Hub id, folder or weights file")
+    prompts: Path | None = option(
+        None, "prompts: .txt, .tsv or .json (eight built-in prompts)", metavar="FILE"
     )
     images: int = option(
-        8,
-        f"least number of images per tree; large on a processor {LARGE['images']}",
-        low=1,
+        8, f"least number of images per tree; large on a processor {LARGE['images']}", low=1
     )
     seed: int = option(0, "of the first image")
+    profile: Path | None = option(
+        None, "reuse the acceptance statistics of an earlier --report", metavar="FILE.json"
+    )
+    output: Path | None = option(None, "write the tree, for `generate --tree`", metavar="TREE.json")
+    report: Path | None = option(None, "write all measurements", metavar="FILE.json")
+    force: bool = option(False, "replace existing files")
 
     @property
     def setting(self) -> Setting:
@@ -65,6 +66,10 @@ class TuneOptions:
         check_ranges(self)
         last = MAX_SEED - HELD_OUT - self.images - self.batch_size
         require(0 <= self.seed <= last, "--seed", self.seed, f"0 to {last}")
+        for file in (self.output, self.report):
+            if file and file.suffix != ".json":
+                hint = "a name ending in .json"
+                raise OptionError(f"cannot write {file}", "it will be JSON", hint)
 
 
 def read_profile(file: Path) -> tuple[ChildCounts, tuned_trees.Situation]:

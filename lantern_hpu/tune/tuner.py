@@ -239,7 +239,6 @@ def tuning_report(
     options: TuneOptions,
     tuning: TuningResult,
     situation: tuned_trees.Situation,
-    kind: str,
     argv: Sequence[str],
 ) -> dict[str, Any]:
     """The JSON contract of `--report`."""
@@ -247,7 +246,7 @@ def tuning_report(
     if tuning.counts is not None and tuning.costs is not None:
         profile = tuning.counts.as_json() | {"situation": situation}
         measured = {"costs": asdict(tuning.costs), "profile": profile}
-    return heading(kind, pipeline, argv) | {
+    return heading("lantern_hpu.tune", pipeline, argv) | {
         "situation": situation,
         "images": options.images,
         "seed": options.seed,

@@ -16,12 +16,13 @@ from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 
-from lantern_hpu.backends import HOST, prepare
+from lantern_hpu.backends import HOST, DeviceOptions, prepare
 from lantern_hpu.commands import options
 from lantern_hpu.commands.options import Parser, add_fields, from_args, given_fields
 from lantern_hpu.errors import OptionError, choices, exit_code, listed
 from lantern_hpu.methods.request import Sampling
 from lantern_hpu.methods.setting import FORM, Setting
+from lantern_hpu.models.files.names import Given
 from lantern_lab.evaluate.metrics import PUBLISHED
 from lantern_lab.evaluate.options import (
     EvaluateOptions,
@@ -65,7 +66,7 @@ def add_drawn(group: argparse._ArgumentGroup) -> None:
     protocols = ", ".join([SCENES, *PRESETS])
     images = f"number of images, from the first prompts of the set (all if not set); for {SCENES}"
     add_fields(group, EvaluateRequest, "model")
-    options.add_part_options(group)
+    add_fields(group, Given)
     add("--preset", help=f"protocol: {protocols} ({SCENES} for the embedded model)")
     add_fields(group, Library, "prompts", "prompts_file")
     add("--rows", help=f"comma-separated, {FORM} (the preset's; of {SCENES}: {SCENES_ROWS})")
@@ -128,8 +129,8 @@ def evaluate_request(args: argparse.Namespace) -> EvaluateRequest:
         "painted": from_args(PaintedOptions, args) if library is None else PaintedOptions(),
         "options": from_args(EvaluateOptions, args, floor=not args.no_floor),
         "sampling": given_fields(Sampling, args),
-        "given": options.given_parts(args),
-        "device": options.device_options(args),
+        "given": from_args(Given, args),
+        "device": from_args(DeviceOptions, args),
         "folders": folders_of(args.folder),
     }
     return from_args(EvaluateRequest, args, **made)

@@ -20,7 +20,6 @@ from lantern_hpu.commands.options import (
     Parser,
     add_device_options,
     add_fields,
-    device_options,
     file_path,
     from_args,
 )
@@ -100,7 +99,7 @@ def measure_fidelity(args: argparse.Namespace, argv: Sequence[str]) -> None:
     options = from_args(FidelityOptions, args)
     if args.output:
         check_free([args.output], args.force)
-    device = replace(device_options(args), graphs="eager")
+    device = replace(from_args(DeviceOptions, args), graphs="eager")
     result = fidelity_report(args.model, device, settings, options, argv)
     show_report(result, fidelity_table(result["rows"]), args.output, args.force)
 
