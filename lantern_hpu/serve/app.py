@@ -23,7 +23,7 @@ from lantern_hpu.results.images import encode
 from lantern_hpu.serve import protocol
 from lantern_hpu.serve.api_page import api_page
 from lantern_hpu.serve.calls import Call, check_name, read_call
-from lantern_hpu.serve.decoder import DecodeThread, Done, Job, Partial
+from lantern_hpu.serve.decoder import DecodeThread, Done, Event, Job, Partial
 from lantern_hpu.serve.options import MAX_BODY, ServeOptions
 from lantern_hpu.serve.protocol import ApiError
 
@@ -40,6 +40,7 @@ with needing("fastapi", "the server is built on it", "serve"):
 
 HERE = Path(__file__).parent
 IMAGES = "/v1/images/generations"
+NO_KEY = "wrong or missing API key"
 DISCARDED = 64 * 2**20  # bytes of a body that is too large, read and forgotten
 BODY_SECONDS = 10.0  # in which a body has to arrive
 CLOSED = 499  # status in log and metrics where the client left, as nginx has it
@@ -54,7 +55,6 @@ HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-Event = Partial | Done | ApiError
 log = logging.getLogger("lantern_hpu.serve")
 router = APIRouter()
 bearer = HTTPBearer(auto_error=False)
@@ -100,11 +100,8 @@ class Guard:
     Endpoints find the request's `Record` as `request.state.record`.
     """
 
-    def __init__(
-        self, app: ASGIApp, hosts: Collection[str], count_failure: Callable[[int], None]
-    ) -> None:
-        """`hosts` as in `ServeOptions.allow_host`; `count_failure` is called with each image request's status."""
-        self.app, self.hosts, self.count_failure = app, hosts, count_failure
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -133,7 +130,8 @@ class Guard:
                 record.status = CLOSED
             if scope["path"] == IMAGES and scope["method"] == "POST":
                 if record.status not in (200, CLOSED):
-                    self.count_failure(record.status)
+                    metrics = scope["app"].state.decoder.metrics
+                    metrics.add("request_failure", 1, str(record.status))
                 record.write()
 
     def check(self, scope: Scope, headers: Headers) -> None:
@@ -143,7 +141,7 @@ class Guard:
         host without asking it first.
         """
         host = ", ".join(headers.getlist("host"))
-        if not known_host(host, self.hosts):
+        if not known_host(host, scope["app"].state.options.allow_host):
             what = f"this server does not answer to the host {host[:100]!r}"
             raise ApiError(403, f"{what}; allow it with --allow-host", None, "unknown_host")
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -207,15 +205,11 @@ def make_app(options: ServeOptions, load: Callable[[], DecodeThread]) -> FastAPI
         yield
         await asyncio.to_thread(app.state.decoder.stop, wait=STOPPING)
 
-    def count_failure(status: int) -> None:
-        metrics = app.state.decoder.metrics
-        metrics.failed.labels(metrics.model, str(status)).inc()
-
     pages = dict[str, Any](docs_url=None, redoc_url=None)  # they load scripts from elsewhere
     app = FastAPI(title="lantern_hpu", version=__version__, lifespan=lifespan, **pages)
     app.state.options, app.state.files = options, dict[str, tuple[float, bytes]]()
     app.include_router(router)
-    app.add_middleware(Guard, hosts=options.allow_host, count_failure=count_failure)
+    app.add_middleware(Guard)
     for kind in (RequestValidationError, HTTPException, Exception):
         app.add_exception_handler(kind, answer_error)
     app.openapi = cache(partial(openapi, app))  # type: ignore[method-assign]
@@ -241,14 +235,13 @@ async def answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, RequestValidationError):
         error = protocol.invalid(error.errors())
     if not isinstance(error, ApiError):
-        status = error.status_code if isinstance(error, HTTPException) else 500
+        status, headers = 500, None
+        if isinstance(error, HTTPException):
+            status, headers = error.status_code, error.headers  # Allow, of a 405
         place = f"{request.method} {request.url.path[:100]}"
         messages = {400: "the body is not valid JSON", 500: "the server failed; its log says why"}
-        code = "invalid_json" if status == 400 else None
-        what, headers = messages.get(status, f"{place} is not served here"), None
-        if isinstance(error, HTTPException):
-            headers = error.headers  # Allow, of a 405
-        error = ApiError(status, what, None, code, headers)
+        what = messages.get(status, f"{place} is not served here")
+        error = ApiError(status, what, None, "invalid_json" if status == 400 else None, headers)
     request.state.record.failed(error)
     return JSONResponse(error.body(), error.status_code, headers=error.headers)
 
@@ -261,7 +254,7 @@ def check_key(
     sent = given.credentials if given else ""
     if wanted and not secrets.compare_digest(sent.encode(), wanted.encode()):
         headers = {"WWW-Authenticate": "Bearer"}
-        raise ApiError(401, "wrong or missing API key", None, "invalid_api_key", headers)
+        raise ApiError(401, NO_KEY, None, "invalid_api_key", headers)
 
 
 def decoder_of(request: Request) -> DecodeThread:
@@ -273,11 +266,9 @@ TheDecoder = Annotated[DecodeThread, Depends(decoder_of)]
 WITH_KEY = [Depends(check_key)]
 
 
-def errors(**statuses: str) -> dict[int | str, dict[str, Any]]:
-    return {
-        int(status[1:]): {"model": protocol.ErrorResponse, "description": about}
-        for status, about in statuses.items()
-    }
+def errors(statuses: dict[int, str]) -> dict[int | str, dict[str, Any]]:
+    model = protocol.ErrorResponse
+    return {status: {"model": model, "description": what} for status, what in statuses.items()}
 
 
 @router.get("/livez", responses={503: {"model": protocol.Status}})
@@ -314,7 +305,7 @@ async def metrics(decoder: TheDecoder) -> Response:
     return Response(decoder.metrics.text(), media_type=kind)
 
 
-@router.get("/v1/models", dependencies=WITH_KEY, responses=errors(_401="wrong or missing API key"))
+@router.get("/v1/models", dependencies=WITH_KEY, responses=errors({401: NO_KEY}))
 async def models(decoder: TheDecoder) -> protocol.ModelList:
     """The model by each of its names, with the methods that requests may name."""
     menu = decoder.menu
@@ -333,7 +324,9 @@ async def models(decoder: TheDecoder) -> protocol.ModelList:
     return protocol.ModelList(data=[card.model_copy(update={"id": n}) for n in menu.names])
 
 
-@router.get("/v1/models/{name:path}", dependencies=WITH_KEY, responses=errors(_404="another model"))
+@router.get(
+    "/v1/models/{name:path}", dependencies=WITH_KEY, responses=errors({404: "another model"})
+)
 async def one_model(name: str, decoder: TheDecoder) -> protocol.ModelCard:
     """The model, if that is one of its names."""
     check_name(name, decoder.menu)
@@ -382,17 +375,19 @@ STREAMED: dict[int | str, dict[str, Any]] = {
     }
 }
 FAILURES = errors(
-    _400="a field that cannot be honoured",
-    _401="wrong or missing API key",
-    _403="an unknown host",
-    _404="another model",
-    _408="the body did not arrive in time",
-    _413="the body is too large",
-    _415="not JSON",
-    _429="the queue is full: see Retry-After",
-    _500="the image failed: the server's log says why, under the id in the message",
-    _503="not ready, or about to stop",
-    _504="not done in time",
+    {
+        400: "a field that cannot be honoured",
+        401: NO_KEY,
+        403: "an unknown host",
+        404: "another model",
+        408: "the body did not arrive in time",
+        413: "the body is too large",
+        415: "not JSON",
+        429: "the queue is full: see Retry-After",
+        500: "the image failed: the server's log says why, under the id in the message",
+        503: "not ready, or about to stop",
+        504: "not done in time",
+    }
 )
 
 
@@ -406,192 +401,166 @@ async def generate_images(
     asked: protocol.ImagesRequest, request: Request, decoder: TheDecoder
 ) -> protocol.ImagesResponse | Response:
     """Draw images for a prompt."""
-    record: Record = request.state.record
     call = read_call(asked, decoder.menu)
     await asyncio.to_thread(decoder.pipeline.model.condition.clean, asked.prompt)
-    record.asked(call)
+    request.state.record.asked(call)
     if call.kinds == ("url",) and request.app.state.files is None:
         raise protocol.refuse("response_format", "url", "b64_json with --replicas")
-    payload = payload_of(decoder, call)
-    jobs, events = submit(decoder, call, request.app.state.options.timeout)
-    if call.stream:
-        stream = event_stream(decoder, call, payload, jobs, events, record)
-        headers = {"Cache-Control": "no-store"}
-        return StreamingResponse(stream, media_type="text/event-stream", headers=headers)
-    images = await wait_unless_gone(request, decoder, jobs, events)
-    if images is None:
-        record.status = CLOSED
-        return Response(status_code=CLOSED)
-    record.answered(images)
-    data = []
-    for done in images:
-        picture = await asyncio.to_thread(picture_file, done, *call.output)
-        whole, kept = "b64_json" in call.kinds, "url" in call.kinds
-        image = protocol.ImageData(
-            b64_json=base64.b64encode(picture).decode() if whole else None,
-            url=keep_file(request, picture, call.output[0]) if kept else None,
-            seed=done.drawn.record.seed,
-            metrics=image_metrics(call, done),
-        )
-        data.append(image)
-    usage = token_usage(decoder, call)
-    return protocol.ImagesResponse(
-        **payload, data=data, usage=usage, **used_settings(decoder, call, record)
-    )
+    drawing = Drawing(request, decoder, call)
+    if not call.stream:
+        return await drawing.answer()
+    headers = {"Cache-Control": "no-store"}
+    return StreamingResponse(drawing.stream(), media_type="text/event-stream", headers=headers)
 
 
-def submit(
-    decoder: DecodeThread, call: Call, timeout: float
-) -> tuple[list[Job], asyncio.Queue[tuple[int, Event]]]:
-    """Queue the images of a call. -> their jobs, and what will come of each by its number"""
-    loop, events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
+class Drawing:
+    """The images of a request on their way, and what its answer says of them."""
 
-    def send(index: int, event: Event) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(events.put_nowait, (index, event))
+    def __init__(self, request: Request, decoder: DecodeThread, call: Call) -> None:
+        """Queues the images."""
+        self.request, self.decoder, self.call = request, decoder, call
+        self.record: Record = request.state.record
+        loop, self.events = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Event]]()
 
-    deadline, shape = time.monotonic() + timeout, (call.need.grid, call.need.prefix)
-    method = call.served.setting.method
-    jobs = [
-        Job(request, method, deadline, call.shows, partial(send, index), shape)
-        for index, request in enumerate(call.requests)
-    ]
-    decoder.submit(jobs)
-    return jobs, events
+        def send(index: int, event: Event) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self.events.put_nowait, (index, event))
 
+        height, width = call.size
+        self.payload: dict[str, Any] = {
+            "created": int(time.time()),
+            "output_format": call.output[0],
+            "model": decoder.menu.model,
+            "size": f"{width}x{height}",
+        }
+        deadline = time.monotonic() + request.app.state.options.timeout
+        method, shape = call.served.setting.method, (call.need.grid, call.need.prefix)
+        self.jobs = [
+            Job(one, method, deadline, call.shows, partial(send, index), shape)
+            for index, one in enumerate(call.requests)
+        ]
+        decoder.submit(self.jobs)
 
-async def wait_unless_gone(
-    request: Request,
-    decoder: DecodeThread,
-    jobs: list[Job],
-    events: asyncio.Queue[tuple[int, Event]],
-) -> list[Done] | None:
-    """The images; None if the client went away first, in which case they are given up."""
+    async def answer(self) -> protocol.ImagesResponse | Response:
+        """All images; where the client goes away first, they are given up."""
+        done, gone = map(asyncio.ensure_future, (self.all_done(), self.disconnected()))
+        try:
+            await asyncio.wait([done, gone], return_when=asyncio.FIRST_COMPLETED)
+            images = await done if done.done() else None
+        finally:
+            gone.cancel()
+            done.cancel()
+            self.decoder.cancel(self.jobs)
+        if images is None:
+            self.record.status = CLOSED
+            return Response(status_code=CLOSED)
+        self.record.answered(images)
+        data = [await self.image_data(one) for one in images]
+        return protocol.ImagesResponse(data=data, **self.payload, **self.used())
 
-    async def all_done() -> list[Done]:
+    async def all_done(self) -> list[Done]:
         done: dict[int, Done] = {}
-        while len(done) < len(jobs):
-            index, event = await events.get()
+        while len(done) < len(self.jobs):
+            index, event = await self.events.get()
             if isinstance(event, ApiError):
                 raise event
             if isinstance(event, Done):
                 done[index] = event
-        return [done[index] for index in range(len(jobs))]
+        return [done[index] for index in range(len(self.jobs))]
 
-    async def disconnected() -> None:  # the body has been read
-        while (await request.receive())["type"] != "http.disconnect":
+    async def disconnected(self) -> None:  # the body has been read
+        while (await self.request.receive())["type"] != "http.disconnect":
             pass
 
-    done, gone = asyncio.ensure_future(all_done()), asyncio.ensure_future(disconnected())
-    try:
-        await asyncio.wait([done, gone], return_when=asyncio.FIRST_COMPLETED)
-        return await done if done.done() else None
-    finally:
-        gone.cancel()
-        done.cancel()
-        decoder.cancel(jobs)
+    async def image_data(self, done: Done) -> protocol.ImageData:
+        picture = await asyncio.to_thread(picture_file, done, *self.call.output)
+        whole, kept = "b64_json" in self.call.kinds, "url" in self.call.kinds
+        return protocol.ImageData(
+            b64_json=base64.b64encode(picture).decode() if whole else None,
+            url=keep_file(self.request, picture, self.call.output[0]) if kept else None,
+            seed=done.drawn.record.seed,
+            metrics=self.metrics(done),
+        )
 
-
-async def event_stream(
-    decoder: DecodeThread,
-    call: Call,
-    payload: dict[str, Any],
-    jobs: list[Job],
-    events: asyncio.Queue[tuple[int, Event]],
-    record: Record,
-) -> AsyncIterator[str]:
-    """Server-sent events; where the client goes away, the generator is closed and the image given up."""
-    record.status, index = CLOSED, 0
-    try:
-        while True:
-            _, event = await events.get()
-            if isinstance(event, ApiError):
-                error = {"type": "error", **event.body()}
-                yield f"event: error\ndata: {json.dumps(error)}\n\n"
-                record.failed(event)
-                return
-            common = {**payload, "created_at": payload["created"]}
-            picture = await asyncio.to_thread(picture_file, event, *call.output)
-            common["b64_json"] = base64.b64encode(picture).decode()
-            if isinstance(event, Partial):
-                rate = round((event.tokens - 1) / max(event.steps, 1), 4)
-                metrics = protocol.PartialMetrics(steps=event.steps, tokens_per_step=rate)
-                shown = protocol.PartialImage(
-                    **common, partial_image_index=index, rows=event.rows, metrics=metrics
-                )
+    async def stream(self) -> AsyncIterator[str]:
+        """Server-sent events; where the client goes away, the generator is closed and the image given up."""
+        self.record.status, index = CLOSED, 0
+        try:
+            while True:
+                _, event = await self.events.get()
+                if isinstance(event, ApiError):
+                    error = {"type": "error", **event.body()}
+                    yield f"event: error\ndata: {json.dumps(error)}\n\n"
+                    self.record.failed(event)
+                    return
+                picture = await asyncio.to_thread(picture_file, event, *self.call.output)
+                common = self.payload | {"created_at": self.payload["created"]}
+                common["b64_json"] = base64.b64encode(picture).decode()
+                shown: protocol.PartialImage | protocol.CompletedImage
+                if isinstance(event, Partial):
+                    rate = round((event.tokens - 1) / max(event.steps, 1), 4)
+                    metrics = protocol.PartialMetrics(steps=event.steps, tokens_per_step=rate)
+                    common |= {"partial_image_index": index, "rows": event.rows}
+                    shown = protocol.PartialImage(**common, metrics=metrics)
+                else:
+                    common["metrics"] = self.metrics(event)
+                    shown = protocol.CompletedImage(**common, **self.used())
                 yield f"event: {shown.type}\ndata: {shown.model_dump_json()}\n\n"
                 index += 1
-                continue
-            usage, spent = token_usage(decoder, call), image_metrics(call, event)
-            whole = protocol.CompletedImage(
-                **common, usage=usage, metrics=spent, **used_settings(decoder, call, record)
-            )
-            yield f"event: {whole.type}\ndata: {whole.model_dump_json()}\n\n"
-            record.answered([event])
-            return
-    finally:
-        decoder.cancel(jobs)
+                if isinstance(event, Done):
+                    self.record.answered([event])
+                    return
+        finally:
+            self.decoder.cancel(self.jobs)
 
+    def used(self) -> dict[str, Any]:
+        """Of `protocol.Settings`, and the tokens. The log counts warnings, as they quote the prompt."""
+        pipeline, setting = self.decoder.pipeline, self.call.served.setting
+        requests = self.call.requests
+        warnings = [*(note for _, note in pipeline.notes(requests)), *self.call.warnings]
+        self.record.about |= {"warnings": len(warnings)} if warnings else {}
+        config = self.call.need.sizes(pipeline.model.target.config)
+        read, drawn = (tokens * len(requests) for tokens in (config.prefix, config.tokens))
+        usage = protocol.Usage(
+            input_tokens=read,
+            input_tokens_details=protocol.InputTokensDetails(text_tokens=read, image_tokens=0),
+            output_tokens=drawn,
+            total_tokens=read + drawn,
+        )
+        return {
+            "seed": requests[0].seed,
+            "method": setting.method,
+            "tree": setting.tree.name,
+            "relaxation": requests[0].relaxation.as_json(),
+            "warnings": warnings,
+            "usage": usage,
+            **vars(requests[0].sampling),
+        }
 
-def payload_of(decoder: DecodeThread, call: Call) -> dict[str, Any]:
-    height, width = call.size
-    about = {"model": decoder.menu.model, "size": f"{width}x{height}"}
-    return {"created": int(time.time()), "output_format": call.output[0], **about}
-
-
-def used_settings(decoder: DecodeThread, call: Call, record: Record) -> dict[str, Any]:
-    """Of `protocol.Settings`. The log counts warnings, as they quote the prompt."""
-    warnings = [*(note for _, note in decoder.pipeline.notes(call.requests)), *call.warnings]
-    record.about |= {"warnings": len(warnings)} if warnings else {}
-    request, served = call.requests[0], call.served
-    return {
-        "seed": request.seed,
-        "method": served.setting.method,
-        "tree": served.setting.tree.name,
-        "relaxation": request.relaxation.as_json(),
-        "warnings": warnings,
-        **vars(request.sampling),
-    }
-
-
-def image_metrics(call: Call, done: Done) -> protocol.ImageMetrics:
-    record, by_depth = done.drawn.record, done.drawn.record.accepted_by_depth
-    drafts = METHODS[call.served.setting.method].drafts
-    return protocol.ImageMetrics(
-        queue_s=round(done.queue, 4),
-        text_s=round(done.text, 4),
-        prefill_s=round(done.prefill, 4),
-        steps_s=round(done.decode, 4),
-        decode_s=round(done.pixels, 4),
-        steps=record.steps,
-        tokens_per_step=record.tokens_per_step,
-        accepted_by_depth=by_depth,
-        relaxed_accepts=record.relaxed_accepts,
-        tv_mean=record.tv_mean,
-        tv_max=record.tv_max,
-        tv_sum=record.tv_sum,
-        speculative_decoding=(
-            protocol.SpeculativeDecoding.of(record.steps, by_depth) if drafts else None
-        ),
-    )
-
-
-def token_usage(decoder: DecodeThread, call: Call) -> protocol.Usage:
-    config = call.need.sizes(decoder.pipeline.model.target.config)
-    read, drawn = (tokens * len(call.requests) for tokens in (config.prefix, config.tokens))
-    return protocol.Usage(
-        input_tokens=read,
-        input_tokens_details=protocol.InputTokensDetails(text_tokens=read, image_tokens=0),
-        output_tokens=drawn,
-        total_tokens=read + drawn,
-    )
+    def metrics(self, done: Done) -> protocol.ImageMetrics:
+        record, drafts = done.drawn.record, METHODS[self.call.served.setting.method].drafts
+        speculation = protocol.SpeculativeDecoding.of(record.steps, record.accepted_by_depth)
+        return protocol.ImageMetrics(
+            queue_s=round(done.queue, 4),
+            text_s=round(done.text, 4),
+            prefill_s=round(done.prefill, 4),
+            steps_s=round(done.decode, 4),
+            decode_s=round(done.pixels, 4),
+            steps=record.steps,
+            tokens_per_step=record.tokens_per_step,
+            accepted_by_depth=record.accepted_by_depth,
+            relaxed_accepts=record.relaxed_accepts,
+            tv_mean=record.tv_mean,
+            tv_max=record.tv_max,
+            tv_sum=record.tv_sum,
+            speculative_decoding=speculation if drafts else None,
+        )
 
 
 def picture_file(shown: Partial | Done, kind: str, quality: int) -> bytes:
     """A finished PNG has the metadata to draw it again."""
-    if isinstance(shown, Done):
-        assert shown.drawn.image is not None
-        return (
-            shown.drawn.png() if kind == "png" else encode(shown.drawn.image, kind, quality=quality)
-        )
-    return encode(shown.image, kind, quality=quality)
+    if isinstance(shown, Done) and kind == "png":
+        return shown.drawn.png()
+    image = shown.drawn.image if isinstance(shown, Done) else shown.image
+    assert image is not None
+    return encode(image, kind, quality=quality)

@@ -72,6 +72,9 @@ class Done(NamedTuple):
     pixels: float
 
 
+Event = Partial | Done | ApiError
+
+
 @dataclass(eq=False)
 class Job:
     """One image that a client waits for."""
@@ -80,9 +83,7 @@ class Job:
     method: str
     deadline: float  # by the monotonic clock
     shows: tuple[int, ...]  # rows at which a partial picture is wanted, rising
-    send: Callable[
-        [Partial | Done | ApiError], None
-    ]  # called with each event, usually in the thread that made it
+    send: Callable[[Event], None]  # called with each event, usually in the thread that made it
     shape: Shape = ONE_SHAPE
     queued: float = field(default_factory=time.monotonic)
     text: float = 0.0  # seconds
@@ -143,11 +144,7 @@ class DecodeThread:
     # Called by other threads
 
     def start(self, wait: bool = False) -> None:
-        """Begin to record, and then to draw.
-
-        Args:
-            wait: return when it is ready, or has failed.
-        """
+        """Begin to record, and then to draw; with `wait`, return when it is ready, or has failed."""
         if self.thread.ident is None:
             self.thread.start()
         while wait and not self.ready and self.failure is None and not self.stopping:
@@ -156,10 +153,7 @@ class DecodeThread:
     def stop(self, drain: float = 0.0, wait: float | None = None) -> int:
         """Take no more jobs, draw on for up to `drain` seconds, and answer all that are left with an error.
 
-        Args:
-            wait: seconds for the steps under way to end; None: as long as they take.
-
-        Returns how many were left.
+        Steps under way have `wait` seconds to end; None: as long as they take. Returns how many images were left.
         """
         until = time.monotonic() + drain
         with self.changed:
@@ -422,7 +416,7 @@ class DecodeThread:
             if job not in self.open_jobs:
                 return True
             if job.cancelled:
-                self.metrics.cancelled.labels(self.menu.model).inc()
+                self.metrics.add("request_cancelled", 1)
                 self.answer(job, None)
             elif time.monotonic() > job.deadline:
                 what = f"the image was not done within {self.options.timeout:g} s"
@@ -448,7 +442,7 @@ class DecodeThread:
             self.schedule_preview(lane, slot)
             if not job.admitted:  # else it began alone and begins again among others
                 job.admitted, job.begun = began, begun
-                self.metrics.queue.labels(self.menu.model).observe(began - job.queued)
+                self.metrics.add("request_queue_time_seconds", began - job.queued)
 
     def advance(self, lane: Lane) -> None:
         batch, method = lane.batch, lane.served.setting.method
@@ -457,7 +451,7 @@ class DecodeThread:
             batch.advance(soon=True)
             if steps := batch.steps - before:
                 each = (batch.stats.steps_s - seconds) / steps
-                self.metrics.step.labels(self.menu.model, method).observe(each)
+                self.metrics.add("step_time_seconds", each, method)
         for slot in [slot for slot, job in lane.jobs.items() if self.gone(job)]:
             lane.leave(slot)
         for slot, record in batch.finished():
@@ -534,7 +528,9 @@ class DecodeThread:
             waited = job.admitted - job.queued - job.text + began - job.drawn
             times = (job.text, job.begun - job.admitted, job.drawn - job.begun, now - began)
             self.count(lane, record)
-            self.metrics.took(now - job.queued, *times)
+            self.metrics.add("e2e_request_latency_seconds", now - job.queued)
+            for stage, seconds in zip(Done._fields[2:], times, strict=True):
+                self.metrics.add(f"request_{stage}_time_seconds", seconds)
             self.answer(job, Done(drawn, waited, *times))
         except Exception as error:
             self.answer(job, failed(job, "pixels", error))
@@ -552,21 +548,21 @@ class DecodeThread:
             self.answer(job, failed(job, "preview", error))
 
     def count(self, lane: Lane, record: ImageRecord) -> None:
-        model, method, metrics = self.menu.model, lane.served.setting.method, self.metrics
-        metrics.success.labels(model, method).inc()
-        metrics.tokens.labels(model, method).inc(record.tokens)
-        if METHODS[method].drafts:
-            metrics.drafts.labels(model, method).inc(record.steps)
-            verified = record.steps * (lane.served.setting.tree.size - 1)
-            metrics.draft_tokens.labels(model, method).inc(verified)
-            metrics.accepted.labels(model, method).inc(sum(record.accepted_by_depth))
-            metrics.relaxed.labels(model, method).inc(record.relaxed_accepts)
+        setting, accepted, add = lane.served.setting, record.accepted_by_depth, self.metrics.add
+        values = {"request_success": 1.0, "generation_tokens": record.tokens}
+        if METHODS[setting.method].drafts:
+            values["spec_decode_num_drafts"] = record.steps
+            values["spec_decode_num_draft_tokens"] = record.steps * (setting.tree.size - 1)
+            values["spec_decode_num_accepted_tokens"] = sum(accepted)
+            values["spec_decode_num_relaxed_tokens"] = record.relaxed_accepts
             if record.tv_sum is not None and record.tv_mean is not None:
-                metrics.tv.labels(model, method).inc(record.tv_sum)
-                metrics.tv_mean.labels(model, method).observe(record.tv_mean)
-                metrics.tv_max.labels(model, method).observe(record.tv_max or 0.0)
-            for position, accepted in enumerate(record.accepted_by_depth):
-                metrics.per_pos.labels(model, method, str(position)).inc(accepted)
+                values |= {"spec_decode_tv": record.tv_sum, "tv_mean": record.tv_mean}
+                values["tv_max"] = record.tv_max or 0.0
+            for position, count in enumerate(accepted):
+                name = "spec_decode_num_accepted_tokens_per_pos"
+                add(name, count, setting.method, str(position))
+        for name, value in values.items():
+            add(name, value, setting.method)
 
 
 def average(before: float, now: float) -> float:
