@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -129,7 +129,7 @@ def test_page_escapes_what_devices_say() -> None:
     report = {
         **dict.fromkeys(("kind", "device", "model", "torch", "lantern_hpu"), "x"),
         **{"hardware": {"card": "<i>"}, "checks": [], "seconds": 1.0},
-        "results": [result.as_json()],
+        "results": [asdict(result)],
     }
     shown = verify_page(report)
     assert "&lt;b&gt;" in shown and "&lt;i&gt;" in shown and "ms 1.5" in shown

@@ -81,8 +81,7 @@ def settings_for(
 ) -> list[Setting]:
     """Each setting with each tree of its method's kind; with its own tree where it has one or none fits.
 
-    Args:
-        texts: written forms. relax: a relaxation for those that take it and have none.
+    A relaxation is for those that take it and have none.
     """
     asked = [Setting.parse(text) for text in texts]
     if relax is not None:

@@ -18,11 +18,7 @@ PARTS = ("draft", "tables", "verify", "accept", "commit", "host")  # of a step
 
 
 def column(about: str = "", **more: Any) -> Any:
-    """A field of a row.
-
-    Args:
-        about: what it means. more: `kind`, its type for the schema; `above_zero`; `newer`: old files lack it.
-    """
+    """A field of a row; `more` are `kind`, its type for the schema; `above_zero`; `newer`: old files lack it."""
     return field(metadata={"about": about, **more})
 
 

@@ -148,11 +148,7 @@ def pass_seconds(
 
 
 def floor(model: ModelConfig, passes: StepPasses, rows: int, rates: Rates) -> Floor:
-    """The floor of a step over a batch.
-
-    Args:
-        rows: of the batch; with guidance, two an image.
-    """
+    """The floor of a step over a batch of so many rows; with guidance, two an image."""
     config = model.target
     drafter = model.drafter.own_parameters(config) if model.drafter else 0
     drafts = [pass_seconds(config, drafter, 1, what, rows, rates) for what in passes.draft]
@@ -204,11 +200,7 @@ def matrix_rate(backend: Backend, dtype: torch.dtype) -> float:
 
 
 def measure_rates(backend: Backend, dtype: torch.dtype) -> dict[str, Any]:
-    """How fast a device copies memory and multiplies matrices, as reports have it.
-
-    Args:
-        dtype: of the run; its floor is counted with the matrix rate of this format.
-    """
+    """How fast a device copies memory and multiplies matrices, in the run's format among others, as reports have it."""
     with backend.errors():
         matrices = matrix_rate(backend, dtype)
         bf16: float | None = matrices
@@ -242,11 +234,7 @@ def conditional(accepted: Sequence[int], steps: int) -> list[float | None]:
 
 
 def step_alone(engine: Engine, prefix: Prefix, requests: Sequence[Request], most: int) -> float:
-    """Milliseconds of a step that follows the one before at once: nothing is fed or read between them.
-
-    Args:
-        most: steps.
-    """
+    """Milliseconds of a step, of `most` at most that follow each other at once: nothing is fed or read between them."""
     engine.start(prefix, requests)
     count = min(most, engine.spec.block)
     engine.upload_uniforms([request.seed for request in requests], 1, count)
@@ -257,13 +245,10 @@ def step_alone(engine: Engine, prefix: Prefix, requests: Sequence[Request], most
 def split_step(
     engine: Engine, prefix: Prefix, requests: Sequence[Request], most: int
 ) -> dict[str, float]:
-    """Milliseconds of each part of an eager step; `tables` are those of dynamic trees.
+    """Milliseconds of each part of an eager step, over `most` timed ones; `tables` are those of dynamic trees.
 
     The step is run past the recording, so that each part can be waited for. `host` is what is left of
     the whole: random numbers, reads, and Python between the parts.
-
-    Args:
-        most: timed steps.
     """
     waiting = partial(device_time, engine.backend)
     ends, seconds = [waiting()], []
@@ -289,13 +274,7 @@ class RunMeter:
         startup_s: float,
         show: Callable[[str], object] = str,
     ) -> None:
-        """
-        Args:
-            requests: whole batches of them.
-            rates: measured, for the floor of the step.
-            startup_s: importing and loading, in seconds.
-            show: is called with the progress of a batch.
-        """
+        """`requests` are whole batches; importing and loading took `startup_s` seconds; `show` gets the progress."""
         began = time.perf_counter()
         self.pipeline, self.case, self.rates, self.startup_s = pipeline, case, rates, startup_s
         self.show = show

@@ -172,11 +172,7 @@ def read_report(path: Path) -> Report:
 
 
 def heading(kind: str, pipeline: LanternPipeline, argv: Sequence[str]) -> dict[str, Any]:
-    """The fields that every report begins with.
-
-    Args:
-        kind: of the report, `lantern_hpu.` and the command's name. argv: the command's arguments.
-    """
+    """The fields that every report begins with; its kind is `lantern_hpu.` and the command's name."""
     from lantern_hpu.backends.base import dtype_name
 
     return {

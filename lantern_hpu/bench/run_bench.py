@@ -30,11 +30,7 @@ from lantern_hpu.results.tables import usual_prompts
 def run_bench(
     pipeline: LanternPipeline, wanted: BenchRequest, argv: Sequence[str], import_s: float
 ) -> dict[str, Any]:
-    """The report.
-
-    Args:
-        pipeline: of `open_pipeline`. argv: what the command was given. import_s: seconds that imports took.
-    """
+    """The report, with a pipeline of `open_pipeline`; imports took `import_s` seconds."""
     modes, notes = measurable_modes(pipeline.backend, wanted.modes, wanted.by_name)
     cases, dtype = cases_of(pipeline, wanted, modes), pipeline.model.target.dtype
     measured = measure_rates(pipeline.backend, dtype)
@@ -118,8 +114,7 @@ def measure_group(
 ) -> tuple[list[SpeedRow], list[str]]:
     """The rows of a group, and what to say about refused ones: all are warmed up, then each draws a batch in turn.
 
-    Args:
-        pairs: each with a pipeline of its own, all of one graph mode and batch size.
+    Each case has a pipeline of its own; all are of one graph mode and batch size.
     """
     rows: list[SpeedRow] = []
     missed: list[str] = []

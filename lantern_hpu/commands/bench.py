@@ -58,11 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def bench_request(args: argparse.Namespace, usual: Mapping[str, str] = USUAL) -> BenchRequest:
-    """What was asked for.
-
-    Args:
-        usual: what else is measured; with `trees`, for the methods that take them.
-    """
+    """What was asked for; else what is `usual`, whose `trees` are for the methods that take them."""
     methods = listed(args.methods or usual["methods"], "--methods")
     trees = [] if args.trees is None else listed(args.trees, "--trees")
     if args.trees is None and "trees" in usual:

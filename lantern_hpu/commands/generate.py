@@ -264,11 +264,7 @@ def job_of_png(args: argparse.Namespace) -> GenerateJob:
 def settings_again(
     file: Path, known: dict[str, Any], model: str, weights: Mapping[str, str]
 ) -> tuple[Resolved, Sampling]:
-    """What an image was drawn with, to draw it again.
-
-    Args:
-        known: what `read_png` found. model: its name for messages. weights: of the files it has.
-    """
+    """What an image was drawn with by its metadata `known`, to draw it again with `weights` of the model's files."""
     try:
         setting, sampling = Resolved.read(known), Sampling(**known["sampling"])
         others = [name for name, mark in known["weights"].items() if mark != weights.get(name)]

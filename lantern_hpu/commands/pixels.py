@@ -46,10 +46,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def check_tokens(tokens: NDArray[np.int64], config: TransformerConfig, file: Path) -> None:
-    """
-    Args:
-        tokens: [images, N].
-    """
+    """Raise an OptionError where tokens [images, N] are not of the model."""
     from lantern_hpu.decode.pixels import codes_of
 
     what, hint = f"the tokens in {file} are of another model", "--model with the one that drew them"
@@ -71,10 +68,7 @@ def check_codes(codes: NDArray[np.int64], config: TransformerConfig, what: str) 
 
 
 def check_tokenizer(saved: SavedTokens, same: Collection[str], file: Path) -> None:
-    """
-    Args:
-        same: digests of the tokenizer at hand: of its file, and of its weights in any container.
-    """
+    """Raise a WeightsError unless one of the digests `same`, of the tokenizer's file and of its weights, is stated."""
     known = [one.get("config", {}).get("weights", {}).get(VQ) for one in saved.metadata]
     stated = {saved.tokenizer} if saved.tokenizer else {other for other in known if other}
     if not stated <= set(same):

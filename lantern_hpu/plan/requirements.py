@@ -75,11 +75,8 @@ def parse_memory(text: str) -> int:
 
 
 def find_device(device: str, memory: str | None, parameters: int) -> DeviceMemory:
-    """A device by name. `NAME:24GB` says how much it has; otherwise it is asked, which loads torch.
-
-    Args:
-        parameters: of the model that is to run there.
-    """
+    """A device by name, to run a model of so many parameters; `NAME:24GB` says how much it has, else it is asked, which
+    loads torch."""
     name, _, amount = device.partition(":")
     text = memory or amount
     given = parse_memory(text) if text else None
@@ -122,11 +119,7 @@ def setup_of(
     tree: str | None,
     **how: Any,
 ) -> Setup:
-    """What the options mean for a model on a device.
-
-    Args:
-        how: batch_size, guidance, quantize and keep_text, as `Setup` has them.
-    """
+    """What the options mean for a model on a device; `how` is the rest that `Setup` has, such as `batch_size`."""
     if how["quantize"] not in (None, *device.quantized):
         hint = choices(device.quantized) if device.quantized else "--dtype bfloat16"
         raise DeviceError(f"this device does not offer {how['quantize']!r} weights", hint=hint)

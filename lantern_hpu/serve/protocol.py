@@ -186,10 +186,7 @@ class SpeculativeDecoding(BaseModel):
 
     @classmethod
     def of(cls, steps: int, by_depth: Sequence[int]) -> SpeculativeDecoding:
-        """
-        Args:
-            by_depth: steps that accepted a draft at depth 1, 2, ...; it never rises.
-        """
+        """`by_depth` is how many steps accepted a draft at depth 1, 2, ...; it never rises."""
         reached = [steps, *by_depth, 0]
         histogram = [here - deeper for here, deeper in zip(reached, reached[1:], strict=False)]
         length = 1 + sum(by_depth) / max(steps, 1)

@@ -104,11 +104,8 @@ def like_the_target(target: Target, config: DrafterConfig) -> Drafter:
 
 
 def drafter_config(model: ImageModel, aux_layers: Sequence[int] = ()) -> DrafterConfig:
-    """That of the model's own drafter; but a new one is trained on shifted tokens, whatever that was.
-
-    Args:
-        aux_layers: in place of its own, if there are any.
-    """
+    """That of the model's own drafter, with `aux_layers` in place of its own if there are any; but a new one is trained
+    on shifted tokens, whatever that was."""
     last = model.target.config.layers - 1
     if any(layer > last for layer in aux_layers):
         what = f"--aux-layers is {','.join(map(str, aux_layers))}"
@@ -120,8 +117,7 @@ def drafter_config(model: ImageModel, aux_layers: Sequence[int] = ()) -> Drafter
 def begin(model: ImageModel, finetune: bool, seed: int, aux_layers: Sequence[int] = ()) -> Drafter:
     """What a run begins with: a drafter made from the target, or the one that the model has.
 
-    Args:
-        seed: of the weights that the target has nothing for. aux_layers: see `drafter_config`.
+    The seed is that of the weights that the target has nothing for.
     """
     torch.manual_seed(seed)
     drafter = like_the_target(model.target, drafter_config(model, aux_layers))

@@ -129,11 +129,8 @@ def read_samples(file: Path, stamp: str) -> NDArray[np.int64]:
 
 
 def read_encoded(file: Path, config: TransformerConfig, held_out: Sequence[str]) -> Samples:
-    """Captioned pictures as the model's tokenizer encodes them, without those of held-out captions.
-
-    Args:
-        file: .npz with `tokens` [n, N] integers and `captions` [n] strings.
-    """
+    """Captioned pictures as the model's tokenizer encodes them, without those of held-out captions: from a .npz with
+    `tokens` [n, N] integers and `captions` [n] strings."""
     try:
         with np.load(file, allow_pickle=False) as saved:
             tokens, captions = saved["tokens"], [str(caption) for caption in saved["captions"]]
@@ -177,10 +174,7 @@ class Lesson:
         tokens: Tensor,
         aux_layers: Sequence[int] = (),
     ) -> None:
-        """
-        Args:
-            tokens: [B, N] int64, or the first of an image's. aux_layers: see `DrafterConfig`.
-        """
+        """Of tokens [B, N] int64, all of an image's or the first; `aux_layers` as in `DrafterConfig`."""
         target, sampling, config = model.target, model.sampling, model.target.config
         self.guidance = sampling.cfg_scale != 1
         settings = [sampling] * len(tokens)
@@ -242,10 +236,7 @@ class Unrolled(nn.Module):
     """The drafter with its loss, as one module: several processes then share its gradients."""
 
     def __init__(self, drafter: Drafter, target: Target, depth: int) -> None:
-        """
-        Args:
-            target: whose head is used; it is not trained. depth: passes.
-        """
+        """Of `depth` passes; the target's head is used, and not trained."""
         super().__init__()
         self.drafter, self.depth = drafter, depth
         # Not a submodule: its weights are not trained.

@@ -182,11 +182,8 @@ def fastest_text(tuning: TuningResult) -> str:
 def fastest_command(
     tuning: TuningResult, situation: Mapping[str, Any], given: Mapping[str, Any]
 ) -> str:
-    """The `generate` command that draws as was measured to be fastest.
-
-    Args:
-        given: options of `tune` by their names; those of the model and the device are repeated.
-    """
+    """The `generate` command that draws as was measured to be fastest, with options of the model and the device that
+    `tune` was given."""
     method, size = str(situation["method"]), int(situation["batch_size"])
     words = ["lantern-hpu", "generate"]
     words += ["--model", str(given["model"])] if given["model"] not in (None, "builtin") else []

@@ -62,8 +62,7 @@ class Costs:
 def fit_costs(alone: float, trees: Sequence[DraftTree], measured: Sequence[float]) -> Costs:
     """Costs that explain measured steps best, by least squares of the relative errors; none is negative.
 
-    Args:
-        measured: milliseconds of a step with each of the trees, which differ in every attribute of `Costs`.
+    Steps are measured in milliseconds, with trees that differ in every attribute of `Costs`.
     """
     from scipy.optimize import nnls  # an extra, which windows do without
 
@@ -124,12 +123,9 @@ SEEN = 10  # walks that a chance from the depth above is worth
 
 
 def estimate(counts: ChildCounts, depth: int | None = None) -> ChanceTable:
-    """Chances from counts; what was seen seldom leans on the depth above.
+    """Chances from counts, as deep as those unless a depth is given; what was seen seldom leans on the depth above.
 
     A child that was never offered to a walk, there or above, gets no chance, and will not be drafted.
-
-    Args:
-        depth: how deep; as deep as the counts if not given.
     """
     levels = counts.offered.shape[1]
     depth = levels if depth is None else depth
@@ -172,12 +168,9 @@ def gain_probs(tree: DraftTree, chances: ChanceTable) -> list[float]:
 
 
 def expected_steps(gains: Sequence[float], tokens: int, images: int = 1) -> float:
-    """Steps until the slowest of some images has so many more tokens.
+    """Steps until the slowest of some images has so many more tokens; `gains` are chances that a step adds 1, 2, ...
 
     What a step adds past the end of an image is lost, so this is more than tokens / mean gain.
-
-    Args:
-        gains: chances that a step adds 1, 2, ... tokens.
     """
     missing = np.zeros(tokens + 1)  # chance that so many tokens are still missing
     missing[tokens] = 1.0
@@ -206,10 +199,7 @@ class Solver:
     """
 
     def __init__(self, chances: ChanceTable, nodes: int, most: Sequence[int]) -> None:
-        """
-        Args:
-            nodes: M at most. most: [D] children of a node at each depth; its length is the tree's depth.
-        """
+        """Of at most `nodes` nodes; `most` [D] are the children of a node at each of the tree's depths."""
         self.chances, self.most, self.depth = chances, list(most), len(most)
         leaf = np.full((nodes + 1, nodes), -np.inf)
         leaf[1:] = 1.0
@@ -270,8 +260,7 @@ def one_more(
 ) -> Table:
     """The best for one child more than the last table of a forest has, over all ways to share the nodes with it.
 
-    Args:
-        chance: of the child. subtree: what its own gains. entries: those of `subtree` worth a look.
+    The child has this chance; `entries` of what its subtree gains are worth a look.
     """
     others, first = forest[-1], len(forest) == 1
     nodes, inner = others.shape
@@ -299,12 +288,11 @@ def ms_per_token(tree: DraftTree, chances: ChanceTable, costs: Costs) -> float:
 def best_tree(chances: ChanceTable, costs: Costs, nodes: int, slack: float = 0.002) -> DraftTree:
     """The tree of the least time per token among those with a draft, at most `nodes` nodes, and the chances' depth.
 
+    What it takes may lie above the least time by the share `slack`.
+
     The tables know the depth, the nodes and those with children, but not the most children at each depth, whose
     tries take time too. Those are found by branch and bound: with at most so many children at each depth, and the
     tries of at least so many counted, no such tree takes less time than the tables say.
-
-    Args:
-        slack: share of the least time that the answer may lie above it.
     """
     order = count()  # of equal bounds the older is looked at first
     heap: list[tuple[float, int, DraftTree, Solver, list[int]]] = []

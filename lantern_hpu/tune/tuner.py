@@ -58,10 +58,7 @@ class Tuner:
         prompts: Sequence[str],
         bar: ProgressBar,
     ) -> None:
-        """
-        Args:
-            prompts: drawn with every tree; none for the usual ones. bar: counts what is measured.
-        """
+        """Every tree draws the prompts, the usual ones if there are none; the bar counts what is measured."""
         self.pipeline, self.options, self.bar = pipeline, options, bar
         self.is_long = has_long_steps(pipeline)
         # Several images are counted together, which takes little longer than one
@@ -173,11 +170,7 @@ class Tuner:
         return best_tree(estimate(counts)[: options.max_depth], costs, options.max_nodes)
 
     def tune(self, counts: ChildCounts | None = None) -> TuningResult:
-        """Find the best tree, and draw with it, with `ar` and with the named ones.
-
-        Args:
-            counts: of an earlier run; measured if not given.
-        """
+        """Find the best tree by counts, of an earlier run or measured, and draw with it, `ar` and the named ones."""
         options = self.options
         named = [load_static(name) for name in NAMED]  # where steps are long, the small ones
         named = [tree for tree in named if not self.is_long or tree.size <= options.max_nodes]

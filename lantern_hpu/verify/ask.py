@@ -83,19 +83,9 @@ class Asked:
     @cached_property
     def host(self) -> LanternPipeline:
         """The model on the CPU, with the plain step."""
-        made = LanternPipeline.from_pretrained(
-            self.model,
-            device=HOST,
-            dtype="float32",
-            graphs="eager",
-            kernels="plain",
-            layout="plain",
-        )
+        plain: dict[str, Any] = {"graphs": "eager", "kernels": "plain", "layout": "plain"}
+        made = LanternPipeline.from_pretrained(self.model, device=HOST, dtype="float32", **plain)
         return self.stack.enter_context(closing(made))
-
-    def expected(self, method: str) -> list[int]:
-        """The tokens of the plain step on the CPU."""
-        return self.drawn(self.host, method)[0]
 
     def drawn(self, pipeline: LanternPipeline, method: str) -> tuple[list[int], int, GraphReport]:
         """The tokens of one image, or of its beginning where no card is; steps; what the runners did."""
@@ -125,19 +115,11 @@ class Asked:
         return None if backend is None else dict(backend.describe())
 
     def answer(self, item: str) -> Answer:
-        return {
-            "facts": self.fact,
-            "kernels": self.kernel,
-            "caches": self.caches,
-            "methods": self.method,
-            "cuts": self.cuts,
-            "distribution": self.distribution,
-            "bench": self.bench,
-        }[self.stage.kind](item)
+        """What the method that is called as the stage's kind answers."""
+        answer: Answer = getattr(self, self.stage.kind)(item)
+        return answer
 
-    # Facts
-
-    def fact(self, item: str) -> Answer:
+    def facts(self, item: str) -> Answer:
         facts = gaudi_facts()
         if facts is None:
             return "unanswered", NO_FACTS, {}
@@ -146,7 +128,7 @@ class Asked:
 
     # Kernels
 
-    def kernel(self, item: str) -> Answer:
+    def kernels(self, item: str) -> Answer:
         """A device's own form itself, whether or not it is the one that serves, in the formats that models run in."""
         if item == DRAWS:
             return self.draws()
@@ -158,10 +140,8 @@ class Asked:
                 apart = candidate.apart()
             except LACKING as error:
                 return "unanswered", f"{explained(error)}: the plain one serves", {}
-            numbers |= {
-                f"largest difference, {name}": apart,
-                f"tolerance, {name}": candidate.tolerance,
-            }
+            numbers[f"largest difference, {name}"] = apart
+            numbers[f"tolerance, {name}"] = candidate.tolerance
             numbers["serves"] = backend.kernels("auto", dtype).names().get(item, "plain")
             said = f"{apart:.1e} apart in {name}, {candidate.tolerance:g} is allowed"
             if not apart <= candidate.tolerance:
@@ -178,11 +158,8 @@ class Asked:
         probs = (3 * torch.randn(DRAWN, VOCABULARY, generator=generator)).softmax(-1)
         probs = probs.masked_fill(torch.rand(probs.shape, generator=generator) < 0.5, 0.0)
         uniform = torch.rand(DRAWN, generator=generator)
-        given, device = (
-            (probs.to(self.backend.device), uniform.to(self.backend.device)),
-            self.backend,
-        )
-        served = device.kernels("auto", torch.float32)
+        given = (probs.to(self.backend.device), uniform.to(self.backend.device))
+        served = self.backend.kernels("auto", torch.float32)
         falls = int((given[0].cumsum(-1).diff(dim=-1) < 0).sum().item())
         numbers = {"sums that fall": falls, "of": probs.numel()}
         ends = probs.double().cumsum(-1)
@@ -237,19 +214,15 @@ class Asked:
         try:
             first = self.drawn(self.pipeline, "ar")[0]
             self.pipeline.engines.close()
-            second = self.drawn(self.pipeline, "ar")[0]
+            same = first == self.drawn(self.pipeline, "ar")[0]
         except Exception as error:
             return "refuted", explained(error), {}
-        return (
-            ("confirmed", "the same tokens", {})
-            if first == second
-            else ("refuted", "other tokens", {})
-        )
+        return ("confirmed", "the same tokens", {}) if same else ("refuted", "other tokens", {})
 
-    def method(self, item: str) -> Answer:
+    def methods(self, item: str) -> Answer:
         if item == ANEW:
             return self.anew()
-        want, pipeline = self.expected(item), self.pipeline
+        want, pipeline = self.drawn(self.host, item)[0], self.pipeline
         pipeline.backend.memory(reset_peak=True)
         got, steps, report = self.drawn(pipeline, item)
         other = [i for i, (a, b) in enumerate(zip(got, want, strict=False)) if a != b]
@@ -262,11 +235,8 @@ class Asked:
         }
         for name in ("captures after warm-up", "graph compilations", "cpu fallbacks"):
             if numbers.get(name):
-                return (
-                    "refuted",
-                    f"{numbers[name]} {name} while drawing, and 0 were expected",
-                    numbers,
-                )
+                what = f"{numbers[name]} {name} while drawing, and 0 were expected"
+                return "refuted", what, numbers
         if other:
             what = f"{len(other)} of {len(want)} tokens differ, the first is number {other[0]}"
             return "refuted", what, numbers
@@ -325,14 +295,8 @@ class Asked:
         )
         with closing(open_pipeline(wanted)) as pipeline:
             report = run_bench(pipeline, wanted, [], 0.0)
-        rows = [
-            {
-                n: row[n]
-                for n in ("method", "graphs", "seconds_per_image", "ms_per_step", "tokens_per_step")
-                if n in row
-            }
-            for row in report["rows"]
-        ]
+        names = ("method", "graphs", "seconds_per_image", "ms_per_step", "tokens_per_step")
+        rows = [{name: row[name] for name in names if name in row} for row in report["rows"]]
         return "confirmed", "; ".join(report["notes"]), {"rows": rows}
 
 
@@ -389,11 +353,7 @@ def answer_all(
     questions: Sequence[Question],
     send: Callable[[Question | Result | dict[str, Any]], None],
 ) -> None:
-    """Answer the questions of a stage.
-
-    Args:
-        send: is called with each question, with its result, and last with what the hardware is.
-    """
+    """Answer the questions of a stage: send each with its result, and last what the hardware is."""
     asked = Asked(stage, device, model)
     with asked.stack:
         for question in questions:
@@ -404,8 +364,7 @@ def answer_all(
             except Exception as error:  # whatever a device's software raises is the answer
                 state, detail, numbers = "unanswered", explained(error), {}
             seconds = round(time.perf_counter() - began, 2)
-            send(
-                Result(stage.name, question.item, state, detail, question.source, seconds, numbers)
-            )
+            item, source = question
+            send(Result(stage.name, item, state, detail, source, seconds, numbers))
         if (hardware := asked.hardware()) is not None:
             send(hardware)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
 
@@ -17,13 +17,8 @@ DRAWS, ANEW = "draws", "engines recorded anew"  # beside kernels, and beside met
 GROUPED = "ar, grouped heads"  # beside caches: a small model in which queries share keys
 # A method without a drafter, and one with it: caches and cuts are asked of these
 CACHES = ("ar", "lantern++")
-DRAWN = (
-    "ar",
-    "scd",
-    "sjd-pac",
-    "jacobi",
-    "eagle",
-)  # whose first tokens are held to the distribution
+# Whose first tokens are held to the distribution
+DRAWN = ("ar", "scd", "sjd-pac", "jacobi", "eagle")
 
 
 @dataclass(frozen=True)
@@ -73,9 +68,6 @@ class Result:
     source: str = ""
     seconds: float = 0.0
     numbers: dict[str, Any] = field(default_factory=dict)
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def stages_of(device: str) -> list[Stage]:

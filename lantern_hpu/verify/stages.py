@@ -72,7 +72,7 @@ class Report:
             "hardware": self.hardware,
             "checks": [asdict(check) for check in checks],
             "seconds": round(self.seconds, 1),
-            "results": [result.as_json() for result in self.results.values()],
+            "results": [asdict(result) for result in self.results.values()],
         }
 
     def save(self) -> None:
@@ -126,11 +126,7 @@ def verify(report: Report) -> None:
 
 
 def ask_stage(report: Report, stage: Stage, ends: float) -> None:
-    """One stage; where a question ended its process, another one goes on after that question.
-
-    Args:
-        ends: when the time of the run is over.
-    """
+    """One stage, until the run `ends`; where a question ended its process, another one goes on after that question."""
     while missing := report.missing(stage):
         if ends - time.monotonic() < LEAST:
             why = f"no time left of {report.wanted.minutes:g} minutes"
